@@ -7,7 +7,7 @@ from hypothesis import settings
 
 from conformance import environment
 
-environment.prepare()
+environment.prepare_environment()
 
 # The same examples in every run, so that a red test is red again; `--hypothesis-profile=default` draws new ones.
 settings.register_profile("gate", derandomize=True, deadline=None)
@@ -16,7 +16,7 @@ settings.load_profile("gate")
 
 def pytest_collection_finish() -> None:
     """Nothing that was imported to collect tests is garbage."""
-    environment.collect_rarely()
+    environment.collect_garbage_rarely()
 
 
 @pytest.hookimpl(optionalhook=True)

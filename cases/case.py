@@ -3,7 +3,7 @@
     train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
 
 The parts are: phase, dtype, shape, mask, then whatever of segment ids, soft cap, sinks, bias, scale, quantised cache,
-ALiBi, score (`cases.scores`), storage (`cases.serving.spec`) and front end (`cases.front_ends`) the case has, then the
+ALiBi, score (`cases.score_functions`), storage (`cases.storage_forms.storage_spec`) and front end (`cases.front_ends`) the case has, then the
 value distribution and the seed. Ids use letters, digits and `. / _ -` only, so that a shell and pytest's `-k` take them
 unquoted.
 """
@@ -17,9 +17,9 @@ import math
 import re
 from typing import Any
 
-from cases import front_ends, mask_spec, scores
-from cases.operands import OPTIONAL, REMOVABLE, OptionalOperand
-from cases.serving import spec as storages
+from cases import front_ends, mask_spec, score_functions
+from cases.operand_registry import OPTIONAL, REMOVABLE, OptionalOperand
+from cases.storage_forms import storage_spec as storages
 
 PHASES = ("train", "prefill", "decode")
 DTYPES = ("f32", "bf16", "f16")
@@ -62,14 +62,14 @@ class Case:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _one_of("phase", self.phase, PHASES)
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("distribution", self.distribution, DISTRIBUTIONS)
+        _check_choice("phase", self.phase, PHASES)
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("distribution", self.distribution, DISTRIBUTIONS)
         for operand in OPTIONAL:
-            _fits(operand, getattr(self, operand.field))
+            _check_operand(operand, getattr(self, operand.field))
         if self.kv_cache is not None and self.phase == "train":
             raise CaseIdError(f"{self.kv_cache} is a cache, which prefill and decode read; phase is 'train'")
-        if self.score == scores.CAPPING and self.soft_cap is not None:
+        if self.score == score_functions.CAPPING and self.soft_cap is not None:
             raise CaseIdError(f"{self.score} is a soft cap: the case has another, {self.soft_cap}")
         sizes = (self.batch, self.q_length, self.kv_length, self.num_q_heads, self.num_kv_heads)
         if min(*sizes, self.head_dim, self.v_head_dim) < 1:
@@ -83,20 +83,22 @@ class Case:
         try:
             self.steps  # noqa: B018  raises for what cannot be
             self.stored  # noqa: B018  likewise
-            mask_spec.parse(self.mask)
-            mask_spec.build(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
+            mask_spec.parse_mask_spec(self.mask)
+            mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
         except ValueError as error:
             raise CaseIdError(str(error)) from error
 
     @property
     def steps(self) -> tuple[str, ...]:
         """The steps of the front end, in order."""
-        return () if self.front_end is None else front_ends.parse(self.front_end, self.head_dim, self.v_head_dim)
+        return (
+            () if self.front_end is None else front_ends.parse_front_end(self.front_end, self.head_dim, self.v_head_dim)
+        )
 
     @property
     def stored(self) -> storages.Spec | None:
         """How the operands are stored, none if they are dense."""
-        found = None if self.storage is None else storages.parse(self.storage, self.batch, self.q_length)
+        found = None if self.storage is None else storages.parse_storage(self.storage, self.batch, self.q_length)
         if found is not None and found.kind in storages.IN_PAGES and self.phase == "train":
             raise ValueError(f"storage {self.storage!r} is a cache, which prefill and decode read; phase is 'train'")
         if found is not None and found.kind in storages.LATENT:
@@ -112,8 +114,8 @@ class Case:
     @functools.cached_property
     def kv_lengths(self) -> tuple[int, ...]:
         """How many keys each sequence has: those of the mask's lengths, or all `S`."""
-        mask = mask_spec.build(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
-        return storages.kv_lengths(mask, self.batch, self.kv_length)
+        mask = mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
+        return storages.find_kv_lengths(mask, self.batch, self.kv_length)
 
     @property
     def shape(self) -> str:
@@ -155,9 +157,9 @@ class Case:
         # Latents that are not packed have the masks of dense operands.
         packed = self.stored is not None and self.stored.kind != "latent"
         if self.stored is not None and packed:
-            found += self._features_of_stored(self.stored)
+            found += self._list_stored_features(self.stored)
         else:
-            found += [*mask_spec.features(self.mask), *(() if self.stored is None else (self.stored.kind,))]
+            found += [*mask_spec.list_mask_features(self.mask), *(() if self.stored is None else (self.stored.kind,))]
         found += [operand.name for operand in REMOVABLE if getattr(self, operand.field) != operand.absent]
         if self.head_dim != self.v_head_dim:
             found.append("v_head_dim")
@@ -168,12 +170,12 @@ class Case:
             found += [f"kv_{kind}", f"kv_{by}_scales"]
         return tuple(found)
 
-    def _features_of_stored(self, stored: storages.Spec) -> list[str]:
+    def _list_stored_features(self, stored: storages.Spec) -> list[str]:
         """Of masks the sides alone: that each sequence has its own length goes without saying."""
-        mask = mask_spec.build(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
-        seen = storages.sides(mask, self.q_length, self.kv_length)
+        mask = mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
+        seen = storages.find_sides(mask, self.q_length, self.kv_length)
         if seen is None:
-            return [*mask_spec.features(self.mask), stored.kind]
+            return [*mask_spec.list_mask_features(self.mask), stored.kind]
         if seen.left is None and seen.right in (None, 0):
             return ["causal" if seen.is_causal else "full", stored.kind]
         return ["window", stored.kind]
@@ -203,9 +205,9 @@ FEATURES: dict[str, str] = {
 }
 KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
 SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
-"""Those of quantised keys and values that pages may have (`cases.quantized.PAGED_CACHES`)."""
+"""Those of quantised keys and values that pages may have (`cases.quantization.PAGED_CACHES`)."""
 WHOLE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_tensor_scales"})
-"""Likewise, with a number for all keys and one for all values (`cases.quantized.WHOLE_CACHES`)."""
+"""Likewise, with a number for all keys and one for all values (`cases.quantization.WHOLE_CACHES`)."""
 OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES
 """Features that a case has for its optional operands."""
 
@@ -218,7 +220,7 @@ OPT_IN = (
 _LONGEST = 4000  # characters of an id; Python reads no number of more than 4,300 digits
 
 
-def parse(text: str) -> Case:
+def parse_case_id(text: str) -> Case:
     """The case that `text` names. Raises `CaseIdError`, which says what part is wrong."""
     if len(text) > _LONGEST:
         raise CaseIdError(f"{text[:60]!r}... is not a case id: it has {len(text):,} characters, at most {_LONGEST:,}")
@@ -226,7 +228,7 @@ def parse(text: str) -> Case:
     if len(parts) < 6:
         raise CaseIdError(
             f"{text!r} is not a case id: it has {len(parts)} parts, at least 6 are needed: phase/dtype/shape/mask/"
-            f"[{'/'.join(operand.form for operand in OPTIONAL)}/{storages.FORM}/front-STEPS/]distribution/sSEED"
+            f"[{'/'.join(operand.form for operand in OPTIONAL)}/{storages.SYNTAX}/front-STEPS/]distribution/sSEED"
         )
     phase, dtype, shape, mask, *options, distribution, seed = parts
     sizes = _SHAPE.fullmatch(shape)
@@ -238,7 +240,7 @@ def parse(text: str) -> Case:
     b, t, s, n, k, h, v = map(int, sizes.groups())
     fields: dict[str, Any] = {}
     for option in options:
-        name, value = _option(option, text)
+        name, value = _parse_option(option, text)
         if name in fields:
             raise CaseIdError(f"{option!r} in {text!r} sets {name} a second time")
         fields[name] = value
@@ -259,19 +261,19 @@ def parse(text: str) -> Case:
     )
 
 
-def _option(option: str, text: str) -> tuple[str, Any]:
+def _parse_option(option: str, text: str) -> tuple[str, Any]:
     for operand in OPTIONAL:
         if (value := operand.read(option)) is not None:
             return operand.field, value
-    if storages.reads(option):
+    if storages.is_storage(option):
         return "storage", option
     if found := _FRONT_END.fullmatch(option):
         return "front_end", found[1]
     known = [part for operand in OPTIONAL for part in operand.parts]
-    raise CaseIdError(f"{option!r} in {text!r} is none of {', '.join(known)}, {storages.FORM}, front-STEPS")
+    raise CaseIdError(f"{option!r} in {text!r} is none of {', '.join(known)}, {storages.SYNTAX}, front-STEPS")
 
 
-def matches(query: str, case_id: str) -> bool:
+def matches_query(query: str, case_id: str) -> bool:
     """Whether `case_id` falls under `query`.
 
     A query is a prefix of whole parts, with `*` for any run of characters: `train/bf16`, `train/*/causal`,
@@ -281,15 +283,15 @@ def matches(query: str, case_id: str) -> bool:
     return fnmatch.fnmatchcase(case_id, pattern) or fnmatch.fnmatchcase(case_id, f"{pattern}/*")
 
 
-def _one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices:
         raise CaseIdError(f"{name} {value!r} is none of {', '.join(choices)}")
 
 
-def _fits(operand: OptionalOperand, value: Any) -> None:
+def _check_operand(operand: OptionalOperand, value: Any) -> None:
     if value == operand.absent:
         return
     if operand.number is None:
-        _one_of(operand.field, value, operand.levels)
+        _check_choice(operand.field, value, operand.levels)
     elif not 0 < value < math.inf:
         raise CaseIdError(f"{operand.name.replace('_', ' ')} must be positive and finite, got {value}")

@@ -17,23 +17,23 @@ import numpy as np
 _DRAWS = 8  # 16-bit uniforms added up for one normal value
 
 
-def _raw(seed: int, stream: str, count: int) -> np.ndarray:
+def _draw_raw(seed: int, stream: str, count: int) -> np.ndarray:
     key = np.array([seed, zlib.crc32(stream.encode())], np.uint64)
     return np.random.Philox(key=key).random_raw(count)
 
 
-def integers(seed: int, stream: str, shape: tuple[int, ...], high: int) -> np.ndarray:
+def draw_integers(seed: int, stream: str, shape: tuple[int, ...], high: int) -> np.ndarray:
     """Integers in `[0, high)`, int64. `high` is small against 2**64, so the modulo's bias is nil for testing."""
-    raw = _raw(seed, stream, math.prod(shape))
+    raw = _draw_raw(seed, stream, math.prod(shape))
     return (raw % np.uint64(high)).astype(np.int64).reshape(shape)
 
 
-def normal(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarray:
+def draw_normal(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarray:
     """Nearly normal values of mean 0 and variance 1, float64: a centred sum of eight 16-bit uniforms (Irwin-Hall).
 
     The sum is an integer, so every value is exact; the tails end at 4.9 standard deviations.
     """
-    words = _raw(seed, stream, 2 * math.prod(shape)).astype("<u8").view("<u2")
+    words = _draw_raw(seed, stream, 2 * math.prod(shape)).astype("<u8").view("<u2")
     total = words.reshape((*shape, _DRAWS)).sum(axis=-1, dtype=np.int64)
     centred = total - _DRAWS * 65535 // 2
     return centred * (math.sqrt(12 / _DRAWS) / 65536)

@@ -41,7 +41,7 @@ _SIZES = (
 _THIRDS = ((2, 40, 72, 4, 2, 48, "causal-o32"), (1, 64, 64, 4, 2, 96, "causal"), (1, 128, 128, 2, 2, 96, "causal"))
 
 
-def front_end_cases(level: str, seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
+def select_front_end_cases(level: str, seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
     """The cases at `level`: four at `quick`, one for each step and in bf16 too from `standard` on; with gradients."""
     wanted = [(steps, "f32") for steps in _QUICK]
     if level != "quick":
@@ -49,15 +49,15 @@ def front_end_cases(level: str, seed: int, supports: Supports = lambda case: Non
     found = []
     for steps, dtype in wanted:
         alternatives = (dtype, "bf16" if dtype == "f32" else "f32")
-        cases = (_case(steps, other, seed, *sizes) for other in alternatives for sizes in _sizes(steps))
+        cases = (_build_case(steps, other, seed, *sizes) for other in alternatives for sizes in _list_sizes(steps))
         found.append(next((case for case in cases if supports(case) is None), None))
     return tuple(dict.fromkeys(case for case in found if case is not None))
 
 
-def _sizes(steps: str) -> tuple[tuple[int, int, int, int, int, int, str], ...]:
+def _list_sizes(steps: str) -> tuple[tuple[int, int, int, int, int, int, str], ...]:
     return _THIRDS if "decoupled" in steps else _SIZES
 
 
-def _case(steps: str, dtype: str, seed: int, b: int, t: int, s: int, n: int, k: int, h: int, mask: str) -> Case:
+def _build_case(steps: str, dtype: str, seed: int, b: int, t: int, s: int, n: int, k: int, h: int, mask: str) -> Case:
     sizes: dict[str, Any] = {"batch": b, "q_length": t, "kv_length": s, "num_q_heads": n, "num_kv_heads": k}
     return Case(**sizes, dtype=dtype, head_dim=h, v_head_dim=h, mask=mask, front_end=steps, seed=seed)

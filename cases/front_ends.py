@@ -57,7 +57,7 @@ class Raw:
     k_norm: np.ndarray | None = None  # [H]
 
 
-def parse(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...]:
+def parse_front_end(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...]:
     """The steps of `rms-half-temperature`. Raises `ValueError`, saying what cannot be."""
     steps = tuple(text.split("-"))
     for step in steps:
@@ -76,7 +76,7 @@ def parse(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...]:
     return steps
 
 
-def positions(q_length: int, kv_length: int) -> tuple[np.ndarray, np.ndarray]:
+def compute_positions(q_length: int, kv_length: int) -> tuple[np.ndarray, np.ndarray]:
     """Position streams int32 `[3, T]` and `[3, S]`: the place in the sequence, and row and column in a grid."""
 
     def streams(start: int, length: int) -> np.ndarray:
@@ -87,7 +87,7 @@ def positions(q_length: int, kv_length: int) -> tuple[np.ndarray, np.ndarray]:
     return streams(longest - q_length, q_length), streams(longest - kv_length, kv_length)
 
 
-def rotation(step: str, head_dim: int) -> Rotation:
+def build_rotation(step: str, head_dim: int) -> Rotation:
     """The pairs of a rotary step."""
     turned = {"partial": head_dim // 2, "decoupled": head_dim // 3}.get(step, head_dim)
     pair = np.arange(turned // 2)
@@ -100,31 +100,31 @@ def rotation(step: str, head_dim: int) -> Rotation:
     return Rotation(first, second, streams, BASE ** (-2.0 * pair / turned))
 
 
-def temperature(place: np.ndarray) -> np.ndarray:
+def compute_temperature(place: np.ndarray) -> np.ndarray:
     """Factor of the queries at these places."""
     return 1 + TEMPERATURE_SCALE * np.log1p((place + 1) // TEMPERATURE_FLOOR)
 
 
-def of_keys(steps: tuple[str, ...]) -> tuple[str, ...]:
+def list_key_steps(steps: tuple[str, ...]) -> tuple[str, ...]:
     """The steps of keys: `decoupled` is to share its third among the heads (`SHARE`), and then to turn it."""
     kept = [step for step in steps if step not in QUERIES_ONLY]
     return tuple(part for step in kept for part in ((SHARE, step) if step == "decoupled" else (step,)))
 
 
-def third(head_dim: int) -> slice:
+def slice_last_third(head_dim: int) -> slice:
     """The dimensions that `decoupled` turns."""
     return slice(head_dim - head_dim // 3, head_dim)
 
 
-def apply(steps: tuple[str, ...], raw: Raw) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def apply_front_end(steps: tuple[str, ...], raw: Raw) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """q, k and v in float64."""
-    at_q, at_kv = positions(raw.q.shape[1], raw.k.shape[1])
-    q = _one(steps, raw.q.astype(np.float64), at_q, raw.q_norm)
-    k = _one(of_keys(steps), raw.k.astype(np.float64), at_kv, raw.k_norm)
+    at_q, at_kv = compute_positions(raw.q.shape[1], raw.k.shape[1])
+    q = _apply_steps(steps, raw.q.astype(np.float64), at_q, raw.q_norm)
+    k = _apply_steps(list_key_steps(steps), raw.k.astype(np.float64), at_kv, raw.k_norm)
     return q, k, (raw.k if raw.v is None else raw.v).astype(np.float64)
 
 
-def _one(steps: tuple[str, ...], x: np.ndarray, at: np.ndarray, norm: np.ndarray | None) -> np.ndarray:
+def _apply_steps(steps: tuple[str, ...], x: np.ndarray, at: np.ndarray, norm: np.ndarray | None) -> np.ndarray:
     """The steps on `x [B, L, heads, H]`, at position streams `[3, L]`."""
     for step in steps:
         if step in ("rms", "l2"):
@@ -133,12 +133,12 @@ def _one(steps: tuple[str, ...], x: np.ndarray, at: np.ndarray, norm: np.ndarray
         elif step == "prescale":
             x = x * PRE_SCALE
         elif step == "temperature":
-            x = x * temperature(at[0])[:, None, None]
+            x = x * compute_temperature(at[0])[:, None, None]
         elif step == SHARE:
             x = x.copy()
-            x[..., third(x.shape[-1])] = x[:, :, :1, third(x.shape[-1])]
+            x[..., slice_last_third(x.shape[-1])] = x[:, :, :1, slice_last_third(x.shape[-1])]
         elif step != "shared":
-            turn = rotation(step, x.shape[-1])
+            turn = build_rotation(step, x.shape[-1])
             angle = (at[turn.streams].T * turn.frequency)[:, None, :]  # [L, 1, P]
             a, b = x[..., turn.first], x[..., turn.second]
             x = x.copy()

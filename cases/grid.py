@@ -18,25 +18,25 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping
 
-from cases import axes, covering
+from cases import covering_array, feature_model
 from cases.case import Case
-from cases.covering import Coverage, Partial, Row
-from cases.model import Model
-from cases.operands import QUIET, REMOVABLE
+from cases.covering_array import Coverage, Partial, Row
+from cases.covering_model import Model
+from cases.operand_registry import QUIET, REMOVABLE
 
 STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
 Supports = Callable[[Case], "str | None"]
 """Why a case is not supported, or None if it is."""
 
-# Those of `cases.serving.grids` that are neither shapes nor operands.
-_OF_STORAGE = ("window", "page", "shared")
+# Those of `cases.storage_forms.stored_grids` that are neither shapes nor operands.
+_STORAGE_AXES = ("window", "page", "shared")
 # What a call may have or lack: the axes of `singles`.
 _ARGUMENT_AXES = (*(operand.field for operand in REMOVABLE), "mask", "own_window", "window")
 # The same with what only has another form: the type of a cache, the size of its pages, pages that sequences share.
-_OPERAND_AXES = (*_ARGUMENT_AXES, "kv_cache", *(axis for axis in _OF_STORAGE if axis not in _ARGUMENT_AXES))
+_OPERAND_AXES = (*_ARGUMENT_AXES, "kv_cache", *(axis for axis in _STORAGE_AXES if axis not in _ARGUMENT_AXES))
 # Those of the second rich case, and of the rich one, in the order in which their levels are tried.
 _SECOND_AXES = ("dtype", "heads", "depths", "bias", "segments", "soft_cap")
-_RICH_AXES = ("mask", *(operand.field for operand in REMOVABLE), "heads", "depths", *_OF_STORAGE)
+_RICH_AXES = ("mask", *(operand.field for operand in REMOVABLE), "heads", "depths", *_STORAGE_AXES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +68,16 @@ class Grid:
     weighed: tuple[int, ...]
     parted: tuple[int, int]
 
-    def covered_by(self, cases: Collection[Case]) -> int:
+    def count_covered_by(self, cases: Collection[Case]) -> int:
         """How many combinations those of `cases` have that are cases of the grid."""
         rows = (row for case, row in zip(self.cases, self.rows, strict=True) if case in cases)
         chosen = (tuple((axis, row[axis]) for axis in self.varied) for row in rows)
         return len({found for row in chosen for found in itertools.combinations(row, self.coverage.strength)})
 
 
-def grid(level: str, seed: int, supports: Supports = lambda case: None, model: Model = axes.MODEL) -> Grid:
+def build_grid(
+    level: str, seed: int, supports: Supports = lambda case: None, model: Model = feature_model.MODEL
+) -> Grid:
     """The grid at `level` for an implementation that declines cases by `supports`.
 
     Args:
@@ -86,26 +88,26 @@ def grid(level: str, seed: int, supports: Supports = lambda case: None, model: M
     """
     support = _Support(supports, seed, model)
     matrix = support.matrix()
-    rows, coverage = _rows(min(STRENGTH[level], model.strongest), matrix, model)
+    rows, coverage = _build_rows(min(STRENGTH[level], model.strongest), matrix, model)
     cases: dict[Case, Row] = {}
     for row in rows:
-        cases.setdefault(_case(row, seed, model), row)
-    varied = _varied(matrix, model)
+        cases.setdefault(_build_case(row, seed, model), row)
+    varied = _find_varied_axes(matrix, model)
     return Grid(
         level=level,
         cases=tuple(cases),
         rows=tuple(cases.values()),
-        singles=_unique(support.singles()),
+        singles=_deduplicate(support.singles()),
         rich=support.rich()[: 1 if level == "quick" else 2],
-        declined=_unique(support.declined()),
+        declined=_deduplicate(support.declined()),
         coverage=coverage,
         varied=varied,
         weighed=tuple(a for a, axis in enumerate(model.axes) if a in varied or axis.name not in QUIET),
-        parted=_parted(matrix, model),
+        parted=_count_unsupported_pairs(matrix, model),
     )
 
 
-def _parted(excluded: Matrix, model: Model) -> tuple[int, int]:
+def _count_unsupported_pairs(excluded: Matrix, model: Model) -> tuple[int, int]:
     axes_of_operands = [a for a, name in enumerate(model.names) if name in _OPERAND_AXES]
     items = [(a, level) for a in axes_of_operands for level in range(1, model.sizes[a])]
     asked = [item for item in items if (item, item) not in excluded]
@@ -113,12 +115,12 @@ def _parted(excluded: Matrix, model: Model) -> tuple[int, int]:
     return sum(pair in excluded for pair in pairs), len(pairs)
 
 
-def _unique(cases: list[Case]) -> tuple[Case, ...]:
+def _deduplicate(cases: list[Case]) -> tuple[Case, ...]:
     return tuple(dict.fromkeys(cases))
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _case(row: Row, seed: int, model: Model) -> Case:
+def _build_case(row: Row, seed: int, model: Model) -> Case:
     """The case of a row. Kept, since every implementation's support is asked through the same few thousand cases."""
     return model.assemble(model.levels(row), seed)
 
@@ -128,14 +130,14 @@ Matrix = frozenset[tuple[tuple[int, int], tuple[int, int]]]
 
 
 @functools.lru_cache(maxsize=32)
-def _rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Row, ...], Coverage]:
+def _build_rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Row, ...], Coverage]:
     @functools.cache  # while rows are found, and when what they cover is counted
     def feasible(partial: Partial) -> bool:
         assigned = [(a, level) for a, level in enumerate(partial) if level is not None]
         pairs = itertools.combinations_with_replacement(assigned, 2)
-        return excluded.isdisjoint(pairs) and _allowed(partial, model)
+        return excluded.isdisjoint(pairs) and _is_allowed(partial, model)
 
-    kept = _varied(excluded, model)
+    kept = _find_varied_axes(excluded, model)
     sizes = [model.sizes[a] for a in kept]
 
     def whole(partial: Partial) -> Partial:
@@ -143,19 +145,21 @@ def _rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Row, ...
         return tuple(levels.get(a, 0) for a in range(len(model.axes)))
 
     # Every level has the rows of `quick`: what is seen there is seen at all of them.
-    start = [tuple(row[a] for a in kept) for row in _rows(strength - 1, excluded, model)[0]] if strength > 2 else []
+    start = (
+        [tuple(row[a] for a in kept) for row in _build_rows(strength - 1, excluded, model)[0]] if strength > 2 else []
+    )
     cheap = next(place for place, axis in enumerate(kept) if model.axes[axis].cheap)
-    rows = covering.build(sizes, strength, lambda row: feasible(whole(row)), start=start, cheap=cheap)
-    counted = covering.coverage(rows, sizes, strength, lambda partial: feasible(whole(partial)))
+    rows = covering_array.build_rows(sizes, strength, lambda row: feasible(whole(row)), start=start, cheap=cheap)
+    counted = covering_array.count_coverage(rows, sizes, strength, lambda partial: feasible(whole(partial)))
     return tuple(tuple(level or 0 for level in whole(row)) for row in rows), counted
 
 
-def _varied(excluded: Matrix, model: Model) -> tuple[int, ...]:
+def _find_varied_axes(excluded: Matrix, model: Model) -> tuple[int, ...]:
     """The axes of the array: a rare one with its first level alone would disturb the order in which rows are found."""
-    return tuple(a for a, axis in enumerate(model.axes) if not axis.rare or _supported(a, excluded, model))
+    return tuple(a for a, axis in enumerate(model.axes) if not axis.rare or _has_supported_level(a, excluded, model))
 
 
-def _supported(axis: int, excluded: Matrix, model: Model) -> bool:
+def _has_supported_level(axis: int, excluded: Matrix, model: Model) -> bool:
     """Whether a level of the axis other than its first is supported."""
     return any(((axis, level),) * 2 not in excluded for level in range(1, model.sizes[axis]))
 
@@ -172,19 +176,19 @@ class _Support:
 
     def matrix(self) -> Matrix:
         """What stays out of the array: unsupported levels, stand-ins for supported ones, other unsupported pairs."""
-        single = {item for item in self._items if self._reason(item) is not None}
+        single = {item for item in self._items if self._find_refusal(item) is not None}
         stand_ins = ((a, pair) for a, axis in enumerate(self._model.axes) for pair in axis.stand_ins())
         single |= {(a, level) for a, (level, other) in stand_ins if (a, other) not in single}
         excluded = {(item, item) for item in single}
         asked = [item for item in self._items if item not in single]
         for one, other in itertools.combinations(asked, 2):
-            if one[0] != other[0] and self._reason(one, other) is not None:
+            if one[0] != other[0] and self._find_refusal(one, other) is not None:
                 excluded.add((one, other))
         return frozenset(excluded)
 
     def singles(self) -> list[Case]:
         """The base, then one case for each supported level of the optional operands and the mask."""
-        base = _case(self._base, self._seed, self._model)
+        base = _build_case(self._base, self._seed, self._model)
         if self._supports(base) is not None:
             return []
         order = [self._model.names.index(name) for name in _ARGUMENT_AXES if name in self._model.names]
@@ -194,7 +198,7 @@ class _Support:
             for level, value in enumerate(self._model.axes[a].levels)
             if level != self._base[a] and value is not None
         ]
-        return [base] + [self._case(item) for item in items if self._reason(item) is None]
+        return [base] + [self._case(item) for item in items if self._find_refusal(item) is None]
 
     def rich(self) -> tuple[Case, ...]:
         """The base with as many levels of a rich case as are supported together, and the same with other levels."""
@@ -203,7 +207,7 @@ class _Support:
             axis = self._model.axes[place]
             if axis.rich is None:
                 continue
-            moved = _moved(row, (place, axis.levels.index(axis.rich)))
+            moved = _replace_levels(row, (place, axis.levels.index(axis.rich)))
             row = moved if self._is_supported(moved) else row
         if not self._is_supported(row):
             return ()
@@ -211,31 +215,31 @@ class _Support:
         for place in (self._model.names.index(name) for name in _SECOND_AXES if name in self._model.names):
             plain = (self._base[place], row[place])
             levels = (level for level in range(self._model.sizes[place]) if level not in plain)
-            moves = (_moved(second, (place, level)) for level in levels)
+            moves = (_replace_levels(second, (place, level)) for level in levels)
             second = next(filter(self._is_supported, moves), second)
-        return _unique([_case(one, self._seed, self._model) for one in (row, second)])
+        return _deduplicate([_build_case(one, self._seed, self._model) for one in (row, second)])
 
     def _is_supported(self, row: Row) -> bool:
-        return _allowed(row, self._model) and self._supports(_case(row, self._seed, self._model)) is None
+        return _is_allowed(row, self._model) and self._supports(_build_case(row, self._seed, self._model)) is None
 
     def declined(self) -> list[Case]:
         """One case for each level that is not supported, but for stand-ins: what they stand for is there already."""
         stand_ins = {(a, level) for a, axis in enumerate(self._model.axes) for level, _ in axis.stand_ins()}
         items = (item for item in self._items if item not in stand_ins)
-        return [self._case(item) for item in items if self._reason(item) is not None]
+        return [self._case(item) for item in items if self._find_refusal(item) is not None]
 
     def _find_base(self) -> Row:
         """The base: the first level of every axis if that is supported, else with other levels on one axis or two."""
         plain = (0,) * len(self._model.axes)
         items = self._items
         for moves in itertools.chain(((),), ((i,) for i in items), itertools.combinations(items, 2)):
-            row = _moved(plain, *moves)
+            row = _replace_levels(plain, *moves)
             if self._is_supported(row):
                 return row
         return plain
 
     @functools.cache  # noqa: B019 -- the object lives as long as one call of `grid`
-    def _reason(self, *items: tuple[int, int]) -> str | None:
+    def _find_refusal(self, *items: tuple[int, int]) -> str | None:
         reasons = [self._supports(case) for case in self._candidates(*items)]
         return None if None in reasons or not reasons else reasons[0]
 
@@ -248,23 +252,23 @@ class _Support:
 
     def _candidates(self, *items: tuple[int, int]) -> list[Case]:
         """Cases with the levels `items`, otherwise as plain as they allow."""
-        return [_case(row, self._seed, self._model) for row in _candidates(self._base, items, self._model)]
+        return [_build_case(row, self._seed, self._model) for row in _find_candidates(self._base, items, self._model)]
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _candidates(base: Row, items: tuple[tuple[int, int], ...], model: Model) -> tuple[Row, ...]:
+def _find_candidates(base: Row, items: tuple[tuple[int, int], ...], model: Model) -> tuple[Row, ...]:
     """Rows with the levels `items`, otherwise as `base` as far as they allow.
 
     Kept, since most implementations have the same base, and mending a row tries a thousand others.
     """
-    row = _moved(base, *items)
-    rows = _repaired(row, dict(items), model)
+    row = _replace_levels(base, *items)
+    rows = _repair_row(row, dict(items), model)
     if not rows and len(items) == 1:
-        rows = _repaired(row, dict(items), model, moves=2)
+        rows = _repair_row(row, dict(items), model, moves=2)
     return tuple(rows)
 
 
-def _moved(row: Row, *items: tuple[int, int]) -> Row:
+def _replace_levels(row: Row, *items: tuple[int, int]) -> Row:
     moved = list(row)
     for axis, level in items:
         moved[axis] = level
@@ -272,18 +276,18 @@ def _moved(row: Row, *items: tuple[int, int]) -> Row:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _allowed(row: Partial, model: Model) -> bool:
+def _is_allowed(row: Partial, model: Model) -> bool:
     return model.compatible(model.levels(row))
 
 
-def _repaired(row: Row, fixed: Mapping[int, int], model: Model, moves: int = 1) -> list[Row]:
+def _repair_row(row: Row, fixed: Mapping[int, int], model: Model, moves: int = 1) -> list[Row]:
     """The row. If its levels exclude each other, all rows that mend it on `moves` axes: a knee needs a cap."""
-    if _allowed(row, model):
+    if _is_allowed(row, model):
         return [row]
     free = [axis for axis in range(len(model.axes)) if axis not in fixed]
     candidates = (
-        _moved(row, *zip(axes, levels, strict=True))
+        _replace_levels(row, *zip(axes, levels, strict=True))
         for axes in itertools.combinations(free, moves)
         for levels in itertools.product(*(range(model.sizes[axis]) for axis in axes))
     )
-    return [candidate for candidate in candidates if _allowed(candidate, model)]
+    return [candidate for candidate in candidates if _is_allowed(candidate, model)]

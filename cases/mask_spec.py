@@ -34,7 +34,7 @@ from cases.masks import (
     OwnWindow,
     Window,
 )
-from cases.moba import Moba
+from cases.moba_mask import Moba
 
 
 class Sizes(NamedTuple):
@@ -62,10 +62,10 @@ class Kind:
       also: other features that it needs.
       build: the mask that the arguments mean at some sizes. Raises `ValueError` if they do not fit them.
       offset: whether its last argument is an offset (`-oN`), which may be any, or must leave queries among the keys.
-      example: a term that fits one batch row of equal lengths of 72 and more (`cases.exploring.space`), and its level
-        of the grid if `cases.axes` has no other.
+      example: a term that fits one batch row of equal lengths of 72 and more (`cases.case_space.alternatives`), and its level
+        of the grid if `cases.feature_model` has no other.
       numbers: the least and the largest number that fits lengths T and S, by what is written before it, for those whose
-        arguments, beside the offset, are numbers that may be drawn independently (`cases.exploring.strategies`).
+        arguments, beside the offset, are numbers that may be drawn independently (`cases.case_space.case_strategies`).
     """
 
     name: str
@@ -86,25 +86,25 @@ class Kind:
         return (*self.also, self.feature or self.type.feature)
 
 
-def _dense(sizes: Sizes, percent: str) -> Mask:
-    return Dense(_random(sizes.seed, (1, 1, sizes.q_length, sizes.kv_length), int(percent)))
+def _build_dense(sizes: Sizes, percent: str) -> Mask:
+    return Dense(_draw_random_mask(sizes.seed, (1, 1, sizes.q_length, sizes.kv_length), int(percent)))
 
 
-def _dense_head(sizes: Sizes, percent: str) -> Mask:
-    array = _random(sizes.seed, (1, sizes.num_q_heads, sizes.q_length, sizes.kv_length), int(percent))
-    return Dense(array if sizes.num_q_heads == 1 else _every_second_causal(array, axis=1))
+def _build_dense_head(sizes: Sizes, percent: str) -> Mask:
+    array = _draw_random_mask(sizes.seed, (1, sizes.num_q_heads, sizes.q_length, sizes.kv_length), int(percent))
+    return Dense(array if sizes.num_q_heads == 1 else _make_every_second_causal(array, axis=1))
 
 
-def _dense_batch(sizes: Sizes, percent: str) -> Mask:
-    array = _random(sizes.seed, (sizes.batch, 1, sizes.q_length, sizes.kv_length), int(percent))
-    return Dense(array if sizes.batch == 1 else _every_second_causal(array, axis=0))
+def _build_dense_batch(sizes: Sizes, percent: str) -> Mask:
+    array = _draw_random_mask(sizes.seed, (sizes.batch, 1, sizes.q_length, sizes.kv_length), int(percent))
+    return Dense(array if sizes.batch == 1 else _make_every_second_causal(array, axis=0))
 
 
-def _indexer(sizes: Sizes, percent: str) -> Mask:
-    return Indexer(_dense_batch(sizes, percent).dense(sizes.q_length, sizes.kv_length))
+def _build_indexer(sizes: Sizes, percent: str) -> Mask:
+    return Indexer(_build_dense_batch(sizes, percent).dense(sizes.q_length, sizes.kv_length))
 
 
-def _every_second_causal(array: np.ndarray, axis: int) -> np.ndarray:
+def _make_every_second_causal(array: np.ndarray, axis: int) -> np.ndarray:
     """Every second head or batch row is causal too, so that blocks are empty for it and not for the others."""
     q_length, kv_length = array.shape[2:]
     every_second = np.moveaxis(array, axis, 0)[::2]
@@ -112,30 +112,30 @@ def _every_second_causal(array: np.ndarray, axis: int) -> np.ndarray:
     return array
 
 
-def _lengths(sizes: Sizes, text: str) -> Lengths:
-    return Lengths(_one_each(sizes, text))
+def _build_lengths(sizes: Sizes, text: str) -> Lengths:
+    return Lengths(_parse_one_per_row(sizes, text))
 
 
-def _own(sizes: Sizes, left: str, text: str) -> Mask:
-    lengths = _one_each(sizes, text)
-    return OwnWindow(_side(left), tuple(n - sizes.q_length for n in lengths)) & Lengths(lengths)
+def _build_own_window(sizes: Sizes, left: str, text: str) -> Mask:
+    lengths = _parse_one_per_row(sizes, text)
+    return OwnWindow(_parse_side(left), tuple(n - sizes.q_length for n in lengths)) & Lengths(lengths)
 
 
-def _one_each(sizes: Sizes, text: str) -> tuple[int, ...]:
-    lengths = _integers(text)
+def _parse_one_per_row(sizes: Sizes, text: str) -> tuple[int, ...]:
+    lengths = _parse_integers(text)
     if len(lengths) != sizes.batch or max(lengths) > sizes.kv_length:
         raise ValueError(f"{sizes.spec!r} needs one length <= S={sizes.kv_length} for each of {sizes.batch} batch rows")
     return lengths
 
 
-def _moba(sizes: Sizes, *arguments: str) -> Moba:
-    mask = Moba(*map(_int, arguments))
+def _build_moba(sizes: Sizes, *arguments: str) -> Moba:
+    mask = Moba(*map(_parse_integer, arguments))
     mask.check_lengths(sizes.q_length, sizes.kv_length)
     return mask
 
 
-def _spans(_: Sizes, text: str) -> Mask:
-    edges = _integers(text)
+def _build_spans(_: Sizes, text: str) -> Mask:
+    edges = _parse_integers(text)
     return Bidirectional(tuple(zip(edges[::2], edges[1::2], strict=True)))
 
 
@@ -157,7 +157,7 @@ KINDS: tuple[Kind, ...] = (
         pattern=re.compile(rf"causal{_OFFSET}"),
         type=Causal,
         says="causal mask",
-        build=lambda sizes, offset: Causal(_int(offset)),
+        build=lambda sizes, offset: Causal(_parse_integer(offset)),
         example="causal",
         offset="any",
     ),
@@ -167,7 +167,7 @@ KINDS: tuple[Kind, ...] = (
         pattern=re.compile(rf"window-l(\d+|inf)-r(\d+|inf){_OFFSET}"),
         type=Window,
         says="sliding window",
-        build=lambda sizes, left, right, offset: Window(_side(left), _side(right), _int(offset)),
+        build=lambda sizes, left, right, offset: Window(_parse_side(left), _parse_side(right), _parse_integer(offset)),
         example="window-l31-r7",
         offset="any",
     ),
@@ -177,7 +177,7 @@ KINDS: tuple[Kind, ...] = (
         pattern=re.compile(rf"chunked-(\d+){_OFFSET}"),
         type=Chunked,
         says="chunked causal mask",
-        build=lambda sizes, size, offset: Chunked(int(size), _int(offset)),
+        build=lambda sizes, size, offset: Chunked(int(size), _parse_integer(offset)),
         example="chunked-32",
         offset="any",
         numbers={"": lambda q, kv: (1, kv + 8)},
@@ -188,7 +188,7 @@ KINDS: tuple[Kind, ...] = (
         pattern=re.compile(r"spans((?:-\d+-\d+)+)"),
         type=Bidirectional,
         says="bidirectional spans",
-        build=_spans,
+        build=_build_spans,
         example="spans-8-24-40-56",
     ),
     Kind(
@@ -206,7 +206,7 @@ KINDS: tuple[Kind, ...] = (
         pattern=re.compile(r"lengths((?:-\d+)+)"),
         type=Lengths,
         says="a key length for each batch row",
-        build=_lengths,
+        build=_build_lengths,
         example="lengths-50",
     ),
     Kind(
@@ -215,7 +215,7 @@ KINDS: tuple[Kind, ...] = (
         pattern=re.compile(r"dense-d(\d+)"),
         type=Dense,
         says="any boolean mask, the same for every head and batch row",
-        build=_dense,
+        build=_build_dense,
         example="dense-d40",
         numbers=_PERCENT,
     ),
@@ -226,7 +226,7 @@ KINDS: tuple[Kind, ...] = (
         type=Dense,
         feature="dense_head",
         says="a boolean mask for each head",
-        build=_dense_head,
+        build=_build_dense_head,
         example="densehead-d40",
         numbers=_PERCENT,
     ),
@@ -237,7 +237,7 @@ KINDS: tuple[Kind, ...] = (
         type=Dense,
         feature="dense_batch",
         says="a boolean mask for each batch row",
-        build=_dense_batch,
+        build=_build_dense_batch,
         example="densebatch-d40",
         numbers=_PERCENT,
     ),
@@ -247,7 +247,7 @@ KINDS: tuple[Kind, ...] = (
         pattern=re.compile(r"indexer-d(\d+)"),
         type=Indexer,
         says="a selection of keys for each query, known at run time only",
-        build=_indexer,
+        build=_build_indexer,
         example="indexer-d40",
         numbers=_PERCENT,
     ),
@@ -257,7 +257,7 @@ KINDS: tuple[Kind, ...] = (
         pattern=re.compile(r"moba-(\d+)-(\d+)(?:-o(\d+))?"),
         type=Moba,
         says="mixture of block attention: chunks of keys chosen by q and k",
-        build=_moba,
+        build=_build_moba,
         example="moba-24-3",
         offset="within",
     ),
@@ -268,7 +268,7 @@ KINDS: tuple[Kind, ...] = (
         type=OwnWindow,
         also=("lengths",),
         says="a sliding window that ends with each sequence of a cache",
-        build=_own,
+        build=_build_own_window,
         example="own-l31-50",
     ),
 )
@@ -280,12 +280,12 @@ OPT_IN = frozenset(kind.features[-1] for kind in KINDS if kind.type.refusal)
 """Those that an implementation has only if it says so."""
 
 
-def parse(spec: str) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]:
+def parse_mask_spec(spec: str) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]:
     """Terms of the spec, `((kind, arguments), ...)` and-ed inside and or-ed outside. Raises `ValueError`."""
-    return tuple(tuple(_term(term, spec) for term in group.split("_and_")) for group in spec.split("_or_"))
+    return tuple(tuple(_parse_term(term, spec) for term in group.split("_and_")) for group in spec.split("_or_"))
 
 
-def _term(term: str, spec: str) -> tuple[str, tuple[str, ...]]:
+def _parse_term(term: str, spec: str) -> tuple[str, tuple[str, ...]]:
     for kind in KINDS:
         if found := kind.pattern.fullmatch(term):
             return kind.name, tuple(group or "" for group in found.groups())
@@ -293,10 +293,10 @@ def _term(term: str, spec: str) -> tuple[str, tuple[str, ...]]:
     raise ValueError(f"{term!r} in mask {spec!r} is not a mask; known forms: {known}")
 
 
-def features(spec: str) -> list[str]:
+def list_mask_features(spec: str) -> list[str]:
     """Feature names of the spec, in the order of first use."""
     found: list[str] = []
-    for name, arguments in (term for group in parse(spec) for term in group):
+    for name, arguments in (term for group in parse_mask_spec(spec) for term in group):
         kind = _BY_NAME[name]
         found += kind.features
         if kind.offset != "none" and arguments[-1] not in ("", "0"):
@@ -304,30 +304,30 @@ def features(spec: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def moved(spec: str, start: int) -> str:
+def shift_mask_spec(spec: str, start: int) -> str:
     """The spec for the queries from `start` on, or one of the same features where it is no formula."""
     if "_or_" in spec:
         return "dense-d60"
-    terms = [(term, _BY_NAME[_term(term, spec)[0]]) for term in spec.split("_and_")]
+    terms = [(term, _BY_NAME[_parse_term(term, spec)[0]]) for term in spec.split("_and_")]
     return "_and_".join(f"{term}-o{start}" if start and kind.offset != "none" else term for term, kind in terms)
 
 
 @functools.lru_cache(maxsize=64)
-def build(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length: int, seed: int) -> Mask:
+def build_mask(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length: int, seed: int) -> Mask:
     """The mask object that `spec` names at these sizes; random masks are drawn from `seed`."""
     sizes = Sizes(spec, batch, num_q_heads, q_length, kv_length, seed)
     either = []
-    for group in parse(spec):
+    for group in parse_mask_spec(spec):
         both = (_BY_NAME[name].build(sizes, *arguments) for name, arguments in group)
         either.append(functools.reduce(lambda a, b: a & b, both))
     return functools.reduce(lambda a, b: a | b, either)
 
 
-def _random(seed: int, shape: tuple[int, ...], percent: int) -> np.ndarray:
+def _draw_random_mask(seed: int, shape: tuple[int, ...], percent: int) -> np.ndarray:
     """Random booleans; the first key and one key in nine are hidden from everybody, one query in seven sees nothing."""
     if not 0 < percent <= 100:
         raise ValueError(f"the percentage of allowed pairs must be in 1..100, got {percent}")
-    array = counter_rng.integers(seed, "mask", shape, 100) < percent
+    array = counter_rng.draw_integers(seed, "mask", shape, 100) < percent
     if shape[-1] > 1:
         array[..., 0::9] = False
     if shape[-2] > 1:
@@ -335,13 +335,13 @@ def _random(seed: int, shape: tuple[int, ...], percent: int) -> np.ndarray:
     return array
 
 
-def _integers(text: str) -> tuple[int, ...]:
+def _parse_integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("-") if part)
 
 
-def _int(text: str) -> int:
+def _parse_integer(text: str) -> int:
     return int(text or 0)
 
 
-def _side(text: str) -> int | None:
+def _parse_side(text: str) -> int | None:
     return None if text == "inf" else int(text)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from cases.case import Case, parse
+from cases.case import Case, parse_case_id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ _LSE = ("residuals", "gradients_lse")
 _BEHIND = ("residuals", "poison")
 
 SIGNATURE_CASES: tuple[SignatureCase, ...] = tuple(
-    SignatureCase(parse(f"{case}/s0"), ("forward", "gradients", *beside))
+    SignatureCase(parse_case_id(f"{case}/s0"), ("forward", "gradients", *beside))
     for case, beside in (
         # Nothing but attention; then what every kernel has in some form.
         (f"train/f32/{_ONE}/full/normal", _SAVED),

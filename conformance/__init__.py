@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 from conformance import packages
 
 if TYPE_CHECKING:
-    from conformance.calling.plain import declare as declare
     from conformance.contract import Accelerator as Accelerator
     from conformance.contract import Arithmetic as Arithmetic
     from conformance.contract import Implementation as Implementation
+    from conformance.execution.plain_functions import declare as declare
     from conformance.reference.attention import reference_attention as reference_attention
 
 _PUBLIC = {
     "Accelerator": "conformance.contract",
     "Arithmetic": "conformance.contract",
     "Implementation": "conformance.contract",
-    "declare": "conformance.calling.plain",
+    "declare": "conformance.execution.plain_functions",
     "reference_attention": "conformance.reference.attention",
 }
 __all__ = sorted(_PUBLIC)
@@ -36,6 +36,6 @@ __all__ = sorted(_PUBLIC)
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        packages.claim()
+        packages.claim_names()
         return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(packages.no_attribute("conformance", name))
+    raise AttributeError(packages.format_missing_attribute("conformance", name))

@@ -15,22 +15,22 @@ from collections.abc import Sequence
 from absl import app, logging
 
 from conformance import environment, interrupts, packages
-from conformance.commands import errors, streams, texts
-from conformance.commands.errors import CannotJudge, CommandParser, Parser
+from conformance.commands import command_errors, help_texts, standard_streams
+from conformance.commands.command_errors import CannotJudge, CommandParser, Parser
 from conformance.fork_server import forked_process
-from conformance.judging.levels import GRID_LEVELS, LEVELS
+from conformance.judging.run_levels import GRID_LEVELS, LEVELS
 
 # Commands that time programs: they run under JAX's default flags, as everybody's programs do.
-_TIMING = frozenset({"bench", "tune"})
-_JUDGING = frozenset({"run", "explore"})
+_TIMING_COMMANDS = frozenset({"bench", "tune"})
+_JUDGING_COMMANDS = frozenset({"run", "explore"})
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The argument parser with its sub-commands."""
     top = Parser(  # type: ignore[no-untyped-call] # absl has no annotations
         prog="python -m conformance",
-        description=texts.DESCRIPTION,
-        epilog=texts.EXAMPLES,
+        description=help_texts.DESCRIPTION,
+        epilog=help_texts.EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -40,22 +40,30 @@ def parser() -> argparse.ArgumentParser:
     _add_list(commands)
     _add_explain(commands)
     about = "render records and measurements of earlier runs, merged, as one HTML page"
-    report = commands.add_parser("report", help=about, description=_sentence(about), epilog=texts.REPORT_EXAMPLES)
+    report = commands.add_parser(
+        "report", help=about, description=_format_sentence(about), epilog=help_texts.REPORT_EXAMPLES
+    )
     report.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run`, `bench` or the pytest gate wrote")
     report.add_argument("--report", required=True, metavar="FILE.html", help="write the page here")
     about = "say what changed between two runs, or two sets of shards"
-    compare = commands.add_parser("compare", help=about, description=_sentence(about), epilog=texts.COMPARE_EXAMPLES)
+    compare = commands.add_parser(
+        "compare", help=about, description=_format_sentence(about), epilog=help_texts.COMPARE_EXAMPLES
+    )
     compare.add_argument("old", metavar="OLD.jsonl[,...]", help="before: a file of records, or shards of one run")
     compare.add_argument("new", metavar="NEW.jsonl[,...]", help="after")
     compare.add_argument("--report", metavar="FILE.html", help="write the page here")
     compare.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
     about = "say how each implementation fared over many runs, from the oldest to the newest"
-    history = commands.add_parser("history", help=about, description=_sentence(about), epilog=texts.HISTORY_EXAMPLES)
+    history = commands.add_parser(
+        "history", help=about, description=_format_sentence(about), epilog=help_texts.HISTORY_EXAMPLES
+    )
     history.add_argument("records", nargs="+", metavar="FILE.jsonl|FOLDER", help="runs, shards joined by commas")
     history.add_argument("--report", metavar="FILE.html", help="write the page here, with a chart of each")
     history.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
     about = "write the table entries for what fails now, to be listed as expected failures"
-    expect = commands.add_parser("expect", help=about, description=_sentence(about), epilog=texts.EXPECT_EXAMPLES)
+    expect = commands.add_parser(
+        "expect", help=about, description=_format_sentence(about), epilog=help_texts.EXPECT_EXAMPLES
+    )
     expect.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run` or the pytest gate wrote")
     expect.add_argument("--impl", action="append", default=[], metavar="NAME", help="only of this; may be repeated")
     _add_sensitivity(commands)
@@ -63,7 +71,9 @@ def parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_tune(commands)
     about = "what our TPU kernels cost by their compiler's schedules, against what was recorded"
-    cycles = commands.add_parser("cycles", help=about, description=_sentence(about), epilog=texts.CYCLES_EXAMPLES)
+    cycles = commands.add_parser(
+        "cycles", help=about, description=_format_sentence(about), epilog=help_texts.CYCLES_EXAMPLES
+    )
     cycles.add_argument("--impl", action="append", default=[], metavar="NAME", help="only of this; may be repeated")
     cycles.add_argument("--target", action="append", default=[], metavar="NAME", help="only for this generation (v6e)")
     about = "show implementations side by side on this case, each at its best block sizes; may be repeated"
@@ -76,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "time implementations side by side, and say what memory they take"
-    bench = commands.add_parser("bench", help=about, description=texts.BENCH, epilog=texts.BENCH_EXAMPLES)
+    bench = commands.add_parser("bench", help=about, description=help_texts.BENCH, epilog=help_texts.BENCH_EXAMPLES)
     what = bench.add_argument_group("what to time")
     what.add_argument(
         "--impl",
@@ -90,13 +100,13 @@ def _add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
     what.add_argument(
         "--phase", choices=("forward", "backward", "both"), default="both", help="backward is with its forward (both)"
     )
-    _add_products(what)
-    _add_limits(bench, runs=30, seconds=120.0)
+    _add_products_option(what)
+    _add_time_limits(bench, runs=30, seconds=120.0)
 
 
 def _add_tune(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "choose an implementation's block sizes by timing them on this machine"
-    tune = commands.add_parser("tune", help=about, description=_sentence(about), epilog=texts.TUNE_EXAMPLES)
+    tune = commands.add_parser("tune", help=about, description=_format_sentence(about), epilog=help_texts.TUNE_EXAMPLES)
     what = tune.add_argument_group("what to tune")
     what.add_argument("--impl", required=True, metavar="NAME", help="a registered name (see `list`)")
     what.add_argument("--case", action="append", default=[], metavar="ID", help="on this case; may be repeated")
@@ -106,10 +116,10 @@ def _add_tune(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "--target", action="append", default=[], metavar="NAME", help="with --static: only for this (v6e)"
     )
     what.add_argument("--out", metavar="FILE.json", help="write the table here (where the implementation reads it)")
-    _add_limits(tune, runs=20, seconds=600.0)
+    _add_time_limits(tune, runs=20, seconds=600.0)
 
 
-def _add_limits(adding: CommandParser, *, runs: int, seconds: float) -> None:
+def _add_time_limits(adding: CommandParser, *, runs: int, seconds: float) -> None:
     limits = adding.add_argument_group("how long")
     limits.add_argument("--runs", type=int, default=runs, metavar="N", help=f"most rounds of a comparison ({runs})")
     limits.add_argument(
@@ -123,7 +133,7 @@ def _add_limits(adding: CommandParser, *, runs: int, seconds: float) -> None:
 def _add_sensitivity(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "measure what the gate catches of a bank of planted bugs, and the smallest error that it sees"
     adding = commands.add_parser(
-        "sensitivity", help=about, description=_sentence(about), epilog=texts.SENSITIVITY_EXAMPLES
+        "sensitivity", help=about, description=_format_sentence(about), epilog=help_texts.SENSITIVITY_EXAMPLES
     )
     adding.add_argument("--bank", metavar="MODULE:ATTRIBUTE", help="the bank (the one in pyproject.toml)")
     adding.add_argument("--bug", action="append", default=[], metavar="NAME", help="only this bug; may be repeated")
@@ -142,7 +152,9 @@ def _add_sensitivity(commands: argparse._SubParsersAction[CommandParser]) -> Non
 
 def _add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "tabulate what correct implementations reach: the limits follow from it"
-    adding = commands.add_parser("calibrate", help=about, description=_sentence(about), epilog=texts.CALIBRATE_EXAMPLES)
+    adding = commands.add_parser(
+        "calibrate", help=about, description=_format_sentence(about), epilog=help_texts.CALIBRATE_EXAMPLES
+    )
     adding.add_argument("records", nargs="*", metavar="FILE.jsonl", help="records of correct implementations")
     adding.add_argument("--impl", action="append", default=[], metavar="NAME", help="judge this one; may be repeated")
     adding.add_argument(
@@ -156,12 +168,14 @@ def _add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     adding.add_argument("--add", action="store_true", help="keep the larger of each figure and of the one kept so far")
 
 
-def _sentence(text: str) -> str:
+def _format_sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
 def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    run = commands.add_parser("run", help="judge implementations", description=texts.DESCRIPTION, epilog=texts.EXAMPLES)
+    run = commands.add_parser(
+        "run", help="judge implementations", description=help_texts.DESCRIPTION, epilog=help_texts.EXAMPLES
+    )
     what = run.add_argument_group("what to judge")
     what.add_argument(
         "--impl",
@@ -199,7 +213,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "--seed",
         action="append",
         default=[],
-        type=_seed,
+        type=_parse_seed,
         metavar="N",
         help="base seed of the grid (0), or random: of cases that nobody can know before; may be repeated",
     )
@@ -207,7 +221,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     declared.add_argument(
         "--products", choices=("exact", "tf32", "bf16"), help="how it multiplies f32 operands (exact)"
     )
-    _add_processes(run)
+    _add_sandbox_options(run)
     output = run.add_argument_group("output")
     output.add_argument("--report", metavar="FILE.html", help="write the page here, and its records beside it (.jsonl)")
     output.add_argument("--json", metavar="FILE", help="write the records here, one JSON object a line")
@@ -220,7 +234,10 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "--jobs", type=int, metavar="N", help="worker processes (one a core on CPU, up to 8 on a GPU, 1 on TPUs)"
     )
     how.add_argument(
-        "--shard", type=_shard, metavar="K/N", help="judge the Kth of N parts; `report` merges them and misses none"
+        "--shard",
+        type=_parse_shard,
+        metavar="K/N",
+        help="judge the Kth of N parts; `report` merges them and misses none",
     )
     how.add_argument(
         "--resume",
@@ -248,14 +265,14 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     )
 
 
-def _shard(text: str) -> tuple[int, int]:
+def _parse_shard(text: str) -> tuple[int, int]:
     shard, _, shards = text.partition("/")
     if not (shard.isdecimal() and shards.isdecimal() and 1 <= int(shard) <= int(shards)):
         raise argparse.ArgumentTypeError(f"{text!r} is no part such as 2/3")
     return int(shard), int(shards)
 
 
-def _seed(text: str) -> int | None:
+def _parse_seed(text: str) -> int | None:
     """A base seed; none for `random`."""
     try:
         return None if text == "random" else int(text)
@@ -263,12 +280,12 @@ def _seed(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"must be a whole number or random, got {text!r}") from None
 
 
-def _add_products(command: argparse._ActionsContainer) -> None:
+def _add_products_option(command: argparse._ActionsContainer) -> None:
     about = "how a plain function multiplies f32 operands (exact)"
     command.add_argument("--products", choices=("exact", "tf32", "bf16"), help=about)
 
 
-def _add_processes(command: argparse.ArgumentParser) -> None:
+def _add_sandbox_options(command: argparse.ArgumentParser) -> None:
     where = command.add_argument_group("where a kernel of yours runs: in a process of its own, apart from the judge")
     where.add_argument("--timeout", type=float, metavar="SECONDS", help="that one call may take (300)")
     where.add_argument("--memory", type=float, metavar="GIB", help="that it may take (half of the machine's)")
@@ -286,7 +303,9 @@ def _add_processes(command: argparse.ArgumentParser) -> None:
 
 def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "look for a wrong case beyond the grid, and shrink it"
-    explore = commands.add_parser("explore", help=about, description=texts.EXPLORE, epilog=texts.EXPLORE_EXAMPLES)
+    explore = commands.add_parser(
+        "explore", help=about, description=help_texts.EXPLORE, epilog=help_texts.EXPLORE_EXAMPLES
+    )
     what = explore.add_argument_group("what to judge")
     what.add_argument(
         "--impl",
@@ -295,8 +314,8 @@ def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
         help="a registered name (see `list`), module:attribute or file.py:attribute",
     )
     what.add_argument("--cases", metavar="QUERY", help="draw only cases that match")
-    _add_products(what)
-    _add_processes(explore)
+    _add_products_option(what)
+    _add_sandbox_options(explore)
     limits = explore.add_argument_group("how far to go")
     limits.add_argument("--profile", choices=("explore", "ci"), default="explore", help="see below (explore)")
     limits.add_argument("--seconds", type=float, metavar="N", help="for drawing (explore: 60, ci: no limit)")
@@ -309,17 +328,21 @@ def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 def _add_explain(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "say what a case is, and which tolerances judge it and why"
-    explain = commands.add_parser("explain", help=about, description=_sentence(about), epilog=texts.EXPLAIN_EXAMPLES)
+    explain = commands.add_parser(
+        "explain", help=about, description=_format_sentence(about), epilog=help_texts.EXPLAIN_EXAMPLES
+    )
     explain.add_argument("case", metavar="CASE_ID", help="as in a report, a pytest id, or `list cases`")
     about = "print the terms of the bound where this implementation is furthest off, and which its error resembles"
     explain.add_argument("--impl", metavar="NAME", help=about)
-    _add_products(explain)
-    _add_processes(explain)
+    _add_products_option(explain)
+    _add_sandbox_options(explain)
 
 
 def _add_list(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "list implementations, cases, checks, features, regressions or named problems"
-    listing = commands.add_parser("list", help=about, description=_sentence(about), epilog=texts.LIST_EXAMPLES)
+    listing = commands.add_parser(
+        "list", help=about, description=_format_sentence(about), epilog=help_texts.LIST_EXAMPLES
+    )
     listing.add_argument(
         "what",
         nargs="?",
@@ -333,7 +356,7 @@ def _add_list(commands: argparse._SubParsersAction[CommandParser]) -> None:
     listing.add_argument("--seed", type=int, metavar="N", help="cases: with this base seed (0)")
 
 
-def _asks_others(arguments: argparse.Namespace) -> bool:
+def _uses_other_processes(arguments: argparse.Namespace) -> bool:
     """Whether the command has much done in other processes, as far as its words say: in workers, or by a kernel."""
     workers = getattr(arguments, "jobs", 1) != 1 and getattr(arguments, "case", None) is None
     kernels = any(":" in name for name in getattr(arguments, "impl", None) or ())
@@ -342,50 +365,52 @@ def _asks_others(arguments: argparse.Namespace) -> bool:
 
 def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
     """Carry out a parsed command; returns the exit code. `last` says that nothing of the process comes after it."""
-    with interrupts.listening():
-        code = _carry_out(arguments, last=last)
-        return interrupts.exit_code(code)
+    with interrupts.record_signals():
+        code = _execute(arguments, last=last)
+        return interrupts.resolve_exit_code(code)
 
 
-def _carry_out(arguments: argparse.Namespace, *, last: bool) -> int:
+def _execute(arguments: argparse.Namespace, *, last: bool) -> int:
     """Load what the command needs and run it; whatever ends it is one line and exit code 2."""
     try:
-        _reject_no_folder()
+        _reject_missing_folder()
         if last:
-            interrupts.leave_with(_leave)  # JAX does not stand being interrupted while it loads, and takes seconds
-        timing = arguments.command in _TIMING and not getattr(arguments, "static", False)
-        environment.prepare(timing=timing)
-        packages.claim(alone=last)
-        if arguments.command in _JUDGING and (reason := environment.not_compiled()) is not None:
+            interrupts.set_early_exit(
+                _report_early_signal
+            )  # JAX does not stand being interrupted while it loads, and takes seconds
+        timing = arguments.command in _TIMING_COMMANDS and not getattr(arguments, "static", False)
+        environment.prepare_environment(timing=timing)
+        packages.claim_names(alone=last)
+        if arguments.command in _JUDGING_COMMANDS and (reason := environment.find_disabled_jit()) is not None:
             raise CannotJudge(reason)
-        if _asks_others(arguments):
+        if _uses_other_processes(arguments):
             forked_process.start_server()  # beside this process, which loads the same
-        from conformance.commands.table import command  # imported late: it loads JAX
+        from conformance.commands.command_table import load_command  # imported late: it loads JAX
 
-        carry_out = command(arguments.command)
-        interrupts.leave_with(None)
-        with interrupts.stoppable():
-            interrupts.check()
+        carry_out = load_command(arguments.command)
+        interrupts.set_early_exit(None)
+        with interrupts.raise_on_signal():
+            interrupts.raise_if_stopped()
             return carry_out(arguments)
     except KeyboardInterrupt:
-        stopped = interrupts.reason() if interrupts.received() else "interrupted"
-        streams.say(f"error: {stopped} before anything was judged")
+        stopped = interrupts.describe_signal() if interrupts.get_received_signal() else "interrupted"
+        standard_streams.print_error(f"error: {stopped} before anything was judged")
         return 2
     except Exception as error:
-        streams.say(f"error: {errors.describe(error)}")
+        standard_streams.print_error(f"error: {command_errors.describe_error(error)}")
         return 2
     finally:
         if (kernels := sys.modules.get("conformance.sandbox.kernel_process")) is not None:
             kernels.end_all_processes()
 
 
-def _leave() -> None:
+def _report_early_signal() -> None:
     """Say that a signal has ended the command, and end the server that was started for it."""
-    os.write(2, f"error: {interrupts.reason()} before anything was judged\n".encode())
+    os.write(2, f"error: {interrupts.describe_signal()} before anything was judged\n".encode())
     forked_process.end_server()
 
 
-def _reject_no_folder() -> None:
+def _reject_missing_folder() -> None:
     try:
         os.getcwd()
     except OSError as error:
@@ -395,29 +420,29 @@ def _reject_no_folder() -> None:
 def run_main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, carry out the command, and end the process with its exit code."""
     try:
-        streams.open_closed_streams()
-        streams.guard_streams()
-        code = _run(argv)
+        standard_streams.open_closed_streams()
+        standard_streams.guard_streams()
+        code = _parse_and_execute(argv)
         sys.stdout.flush()
-    except streams.OutputFailed as error:
-        streams.say(f"error: {error}")
+    except standard_streams.OutputFailed as error:
+        standard_streams.print_error(f"error: {error}")
         code = 2
     except Exception as error:
-        streams.say(f"error: {errors.describe(error)}")
+        standard_streams.print_error(f"error: {command_errors.describe_error(error)}")
         code = 2
-    code = interrupts.exit_code(code)
-    interrupts.ignore()
+    code = interrupts.resolve_exit_code(code)
+    interrupts.ignore_signals()
     sys.exit(code)
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _parse_and_execute(argv: Sequence[str] | None) -> int:
     """Parse and carry out; returns the exit code, also where parsing or absl ends the process."""
     logging.set_verbosity(logging.WARNING)
     logging.use_absl_handler()
     python_logging.getLogger("jax").setLevel(python_logging.ERROR)
 
     def parse(args: Sequence[str]) -> argparse.Namespace:
-        return parser().parse_args(list(args)[1:])
+        return build_parser().parse_args(list(args)[1:])
 
     try:
         app.run(functools.partial(main, last=True), argv=list(argv) if argv is not None else None, flags_parser=parse)

@@ -4,10 +4,10 @@ The canonical call (docs/contract.md, section 1):
 
     call(q, k, v, *, mask, segment_ids=None, soft_cap=None, sinks=None, bias=None, scale=None, save_residuals=False)
 
-with the operands of `cases.operands`, which has their shapes, and `mask` a `cases.masks.Mask`. It returns
+with the operands of `cases.operand_registry`, which has their shapes, and `mask` a `cases.masks.Mask`. It returns
 `out [B, T, N, V]` in q's dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"logsumexp"`
 and `"max_logits"` to f32 `[B, N, T]`. An operand that has to be offered is a parameter only where it is: `kv_scales`,
-with k and v in int8, int4 or float8_e4m3fn, where a quantised cache is offered, `alibi_slopes`, and `score_mod`, a
+with k and v in int8, int4 or float8_e4m3fn, where a quantised cache is offered, `draw_alibi_slopes`, and `score_mod`, a
 function `(score, b, n, i, j) -> score`.
 
 An implementation may also offer attention that is not normalised, as a part to be merged with others (contract,
@@ -32,11 +32,11 @@ import numpy as np
 
 from cases import mask_spec
 from cases.case import FEATURES, OPT_IN, Case
-from cases.masks import Full, Mask, MaskFunction, has_formula, leaves
-from cases.operands import GRADIENTS, RESIDUALS
-from cases.quantized import STORED
-from cases.serving.calls import not_stored, sides_of_stored
-from cases.serving.spec import LATENT, Kind
+from cases.masks import Full, Mask, MaskFunction, has_formula, iter_leaves
+from cases.operand_registry import GRADIENTS, RESIDUALS
+from cases.quantization import STORED
+from cases.storage_forms.storage_spec import LATENT, Kind
+from cases.storage_forms.stored_case_rules import find_refusal, lower_sides
 from conformance.tunable import Tunable
 
 EmptyRows = Literal["zero", "mean", "undefined"]
@@ -51,13 +51,13 @@ def reject_unknown_choices(declared: object) -> None:
     Raises:
       ValueError: if a field of the dataclass that is one of a few words has another value.
     """
-    for name, choices in _choices(type(declared)).items():  # type: ignore[arg-type] # classes can be hashed
+    for name, choices in _list_choices(type(declared)).items():  # type: ignore[arg-type] # classes can be hashed
         if (value := getattr(declared, name)) not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 @functools.cache
-def _choices(declaring: type) -> dict[str, tuple[Any, ...]]:
+def _list_choices(declaring: type) -> dict[str, tuple[Any, ...]]:
     """The fields that are one of a few words, or that or None."""
     found = {}
     for name, hint in get_type_hints(declaring).items():
@@ -113,7 +113,7 @@ def structured_mask(
 ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
     """The default lowering: the call gets the mask object itself, one with an array to be traced as an operand."""
     del batch, num_q_heads, q_length, kv_length
-    if any(leaf.traced for leaf in leaves(mask)):
+    if any(leaf.traced for leaf in iter_leaves(mask)):
         return {}, {"mask": mask}
     return {"mask": mask}, {}
 
@@ -166,9 +166,9 @@ class Implementation:
       offers: which of `cases.case.OPT_IN` it has; the others are unsupported without being named.
       supports_case: further limits, as `case -> reason or None`.
       arithmetic: how it computes.
-      residuals: which of `cases.operands.RESIDUALS` it returns.
+      residuals: which of `cases.operand_registry.RESIDUALS` it returns.
       differentiable_residuals: which of them carry gradients.
-      gradients: which of `cases.operands.GRADIENTS` it offers, of optional operands only those that it takes.
+      gradients: which of `cases.operand_registry.GRADIENTS` it offers, of optional operands only those that it takes.
       empty_rows: `out` of a query that may attend to nothing: `"zero"` (then `logsumexp` is -inf or the sink, and
         `max_logits` -inf), `"mean"` of v over all keys, or `"undefined"`.
       behind_mask: `"any"` if nothing in keys and values that no query may attend to can matter, `"finite"` if they
@@ -185,7 +185,7 @@ class Implementation:
       parts: the call that gives a part (module docstring); the mask reaches it as `lower_mask` makes it.
       merge: a sequence of parts to the part over the keys of all; none if it offers none of its own.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
-      front_end: a model's own front end in place of `conformance.reference.front_end.front_end`, with the signature of
+      front_end: a model's own front end in place of `conformance.reference.front_end_reference.apply_front_end`, with the signature of
         that one.
       tunable: block sizes and the like that `python -m conformance tune` may choose.
       devices: how many devices a call takes; with fewer it is not judged.
@@ -224,7 +224,7 @@ class Implementation:
         if not callable(self.call):
             raise ValueError(f"{self.name}: call must be a function, got a {type(self.call).__name__}")
         reject_unknown_choices(self)
-        self._take_stored(self.storage)
+        self._apply_storage(self.storage)
         for field, names, known in (
             ("unsupported", self.unsupported, FEATURES),
             ("offers", self.offers, OPT_IN),
@@ -235,7 +235,7 @@ class Implementation:
             if unknown := sorted(set(names) - set(known)):
                 raise ValueError(f"{self.name}: {field} names {unknown}, known are {sorted(known)}")
 
-    def _take_stored(self, kind: Kind | None) -> None:
+    def _apply_storage(self, kind: Kind | None) -> None:
         if self.writes_pages and kind != "paged":
             raise ValueError(f"{self.name}: writes_pages needs storage 'paged', got {kind!r}")
         if kind in LATENT:
@@ -247,7 +247,7 @@ class Implementation:
         if self.empty_rows == "mean":
             raise ValueError(f"{self.name}: empty_rows 'mean' has no meaning for a {kind} call, which has no S keys")
         if self.lower_mask is structured_mask:
-            object.__setattr__(self, "lower_mask", functools.partial(sides_of_stored, kind=kind))
+            object.__setattr__(self, "lower_mask", functools.partial(lower_sides, kind=kind))
 
     def supports(self, case: Case) -> str | None:
         """Why the implementation does not support `case`, or None if it does."""
@@ -256,11 +256,11 @@ class Implementation:
                 return f"{feature}: {self.unsupported[feature]}"
             if feature in OPT_IN and feature not in self.offers:
                 return f"{feature}: not declared ({FEATURES[feature]})"
-        if stored := self.storage and not_stored(case, self.storage, writes=self.writes_pages):
+        if stored := self.storage and find_refusal(case, self.storage, writes=self.writes_pages):
             return stored
         sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-        if self.lower_mask is mask_function and not has_formula(mask_spec.build(case.mask, *sizes)):
-            return f"{mask_spec.features(case.mask)[0]}: an array, and mask_mod is a function of places"
+        if self.lower_mask is mask_function and not has_formula(mask_spec.build_mask(case.mask, *sizes)):
+            return f"{mask_spec.list_mask_features(case.mask)[0]}: an array, and mask_mod is a function of places"
         return self.supports_case(case) if self.supports_case else None
 
 
@@ -394,7 +394,7 @@ def validate_mask(
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
-    for leaf in leaves(mask):
+    for leaf in iter_leaves(mask):
         if leaf.refusal and leaf.feature not in offers:
             raise NotImplementedError(f"{leaf.feature}: this implementation {leaf.refusal}")
     mask.check_operands(batch, num_q_heads, q_length, kv_length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-MOST_CELLS = 24
+MAX_CELLS = 24
 """Cells along either side: what a picture of the size of a thumbnail can show."""
 
 

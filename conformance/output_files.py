@@ -12,11 +12,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-_SCHEMAS = "attention-conformance/"
-_TITLES = ("<title>Attention conformance", "<title>Attention side by side")
-_HEADING = "## Attention conformance"
-_HEAD = 4096  # characters of a file by which a page or a table is recognised
-_LONGEST_COMMAND = 200
+_SCHEMA_PREFIX = "attention-conformance/"
+_PAGE_TITLES = ("<title>Attention conformance", "<title>Attention side by side")
+_SUMMARY_HEADING = "## Attention conformance"
+_HEAD_LENGTH = 4096  # characters of a file by which a page or a table is recognised
+_MAX_COMMAND_LENGTH = 200
 
 
 class OutputRefused(Exception):  # noqa: N818 -- a statement, as the message is
@@ -26,39 +26,39 @@ class OutputRefused(Exception):  # noqa: N818 -- a statement, as the message is
 def _is_records(path: Path) -> bool:
     with path.open(encoding="utf-8", errors="replace") as file:
         line = file.readline()
-    if not line.endswith("\n") and line.startswith(f'{{"schema": "{_SCHEMAS}run/'):
+    if not line.endswith("\n") and line.startswith(f'{{"schema": "{_SCHEMA_PREFIX}run/'):
         return True  # its process was killed while it wrote the first line
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return isinstance(data, dict) and str(data.get("schema")).startswith(_SCHEMAS)
+    return isinstance(data, dict) and str(data.get("schema")).startswith(_SCHEMA_PREFIX)
 
 
-def _head(path: Path) -> str:
+def _read_head(path: Path) -> str:
     with path.open(encoding="utf-8", errors="replace") as file:
-        return file.read(_HEAD).lstrip()
+        return file.read(_HEAD_LENGTH).lstrip()
 
 
 def _is_page(path: Path) -> bool:
-    head = _head(path)
-    return head.startswith("<!doctype html>") and any(title in head for title in _TITLES)
+    head = _read_head(path)
+    return head.startswith("<!doctype html>") and any(title in head for title in _PAGE_TITLES)
 
 
 def _is_summary(path: Path) -> bool:
-    return _head(path).startswith(_HEADING)
+    return _read_head(path).startswith(_SUMMARY_HEADING)
 
 
 def _is_table(path: Path) -> bool:
-    head = _head(path)
-    return head.startswith("{") and f'"schema": "{_SCHEMAS}' in head
+    head = _read_head(path)
+    return head.startswith("{") and f'"schema": "{_SCHEMA_PREFIX}' in head
 
 
 RECORDS = "file of records or measurements"
 PAGE = "page of this project"
 SUMMARY = "summary of this project"
 TABLE = "table of this project"
-_IS_OURS: dict[str, Callable[[Path], bool]] = {
+_RECOGNIZERS: dict[str, Callable[[Path], bool]] = {
     RECORDS: _is_records,
     PAGE: _is_page,
     SUMMARY: _is_summary,
@@ -91,7 +91,7 @@ def check_output(path: Path, kind: str | None) -> None:
             # Opening one blocks until somebody reads it, and closing it ends what they read.
             raise OutputRefused("is a named pipe: give a regular file, or /dev/stdout and pipe that")
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
-        if kind and stat.S_ISREG(found.st_mode) and found.st_size and not _IS_OURS[kind](path):
+        if kind and stat.S_ISREG(found.st_mode) and found.st_size and not _RECOGNIZERS[kind](path):
             raise OutputRefused(f"is no {kind}, and would be overwritten: give another name, or delete it first")
     except (OSError, ValueError) as error:  # a zero byte in a path is the latter
         raise OutputRefused(f"cannot be written: {getattr(error, 'strerror', None) or error}") from error
@@ -126,7 +126,7 @@ def write_text(path: Path, text: str) -> None:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def lock(descriptor: int, path: Path) -> None:
+def lock_file(descriptor: int, path: Path) -> None:
     """Lock an open file for the rest of this process, so that no other run writes it.
 
     Raises:
@@ -135,19 +135,19 @@ def lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise OutputRefused(_in_use(path)) from error
+        raise OutputRefused(_describe_writer(path)) from error
     except OSError:  # a file system without locks
         return
     if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
-        raise OutputRefused(_in_use(path))
+        raise OutputRefused(_describe_writer(path))
 
 
-def _in_use(path: Path) -> str:
+def _describe_writer(path: Path) -> str:
     """Name the file, and the run that writes it as far as its first line says."""
     try:
         with path.open(encoding="utf-8") as file:
             command = str(json.loads(file.readline())["command"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         command = ""
-    by = f": {command[:_LONGEST_COMMAND]}" if command.isprintable() and command else ""
+    by = f": {command[:_MAX_COMMAND_LENGTH]}" if command.isprintable() and command else ""
     return f"{path} is written by another run that has not ended (give this one another file){by}"

@@ -20,16 +20,16 @@ from pathlib import Path
 from types import ModuleType
 
 HOME = Path(__file__).resolve().parent.parent
-_CLAIMED = ("cases", "impls", "reports")
-NAMES = (*_CLAIMED, "conformance")
-_BY_ITSELF = frozenset({"sitecustomize", "usercustomize", *sys.stdlib_module_names})
+_EVERYDAY_NAMES = ("cases", "impls", "reports")
+NAMES = (*_EVERYDAY_NAMES, "conformance")
+_LOADED_BY_PYTHON = frozenset({"sitecustomize", "usercustomize", *sys.stdlib_module_names})
 
 
 class NameTaken(ImportError):  # noqa: N818 -- a statement, as the message is
     """A user's module has the name of one of our packages, and was loaded first."""
 
 
-def claim(*, alone: bool = False) -> None:
+def claim_names(*, alone: bool = False) -> None:
     """Make `cases`, `impls` and `reports` mean ours in this process. Call it before anything imports them.
 
     Args:
@@ -39,40 +39,40 @@ def claim(*, alone: bool = False) -> None:
       NameTaken: with one line that names the module which was loaded first.
     """
     if alone:
-        leave_where_customised()
-    for name in _CLAIMED:
+        exit_if_customized()
+    for name in _EVERYDAY_NAMES:
         if name not in sys.modules:
-            with first_on_path():
+            with prefer_own_packages():
                 package = importlib.import_module(name)
-            vars(package)["__getattr__"] = functools.partial(_no_attribute, name)
-        elif _folder(place := _place(sys.modules[name].__spec__)) != HOME / name:
+            vars(package)["__getattr__"] = functools.partial(_raise_missing_attribute, name)
+        elif _find_folder(place := _find_location(sys.modules[name].__spec__)) != HOME / name:
             raise NameTaken(
                 f"{name!r} is {place or 'another module'} in this process, and attention-conformance has a package of "
                 f"that name: rename yours, or judge from a folder where nothing imports it first"
             )
-    if _Refusal not in sys.meta_path:
-        sys.meta_path.append(_Refusal)
+    if _HiddenModuleFinder not in sys.meta_path:
+        sys.meta_path.append(_HiddenModuleFinder)
 
 
-def leave_where_customised() -> None:
+def exit_if_customized() -> None:
     """End the process where a file of this folder is a module that Python loads by itself.
 
     Whoever puts `sitecustomize.py` beside a kernel has it run in any process that finds it, so in the judge's too. What
     it wants done at the end would come after whatever is said here, so that the end is now.
     """
-    if (place := _of_this_folder()) is None:
+    if (place := _find_customization()) is None:
         return
     why = "judge from another folder, or leave this one out of PYTHONPATH"
     os.write(2, f"error: {place} is loaded into the process that judges, before anything of ours: {why}\n".encode())
     os._exit(2)
 
 
-def _of_this_folder() -> str | None:
+def _find_customization() -> str | None:
     """The file of a module that Python loads by itself, where that lies in the current folder or below; none if not."""
     here, python = Path.cwd(), [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")]
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not file or name not in _BY_ITSELF:
+        if not file or name not in _LOADED_BY_PYTHON:
             continue
         path = Path(file).absolute()
         inside = "site-packages" in path.parts or any(map(path.is_relative_to, python))
@@ -82,7 +82,7 @@ def _of_this_folder() -> str | None:
 
 
 @contextlib.contextmanager
-def first_on_path() -> Iterator[None]:
+def prefer_own_packages() -> Iterator[None]:
     """Within it, imports look in the folder of our packages first; so do processes that are started within it."""
     sys.path.insert(0, str(HOME))
     try:
@@ -91,43 +91,43 @@ def first_on_path() -> Iterator[None]:
         sys.path.remove(str(HOME))
 
 
-def no_attribute(package: str, name: str) -> str:
+def format_missing_attribute(package: str, name: str) -> str:
     """What to say to someone who asks a package of ours for a name that it does not have."""
     message = f"module {package!r} has no attribute {name!r}"
-    return f"{message}: {why}" if (why := hidden(package)) else message
+    return f"{message}: {why}" if (why := find_hidden_module(package)) else message
 
 
-def hidden(name: str) -> str | None:
+def find_hidden_module(name: str) -> str | None:
     """Which module of the user's is hidden by our package that `name` is in: one line, or None if none is."""
     package = name.partition(".")[0]
     if package not in NAMES:
         return None
     # No copy of this project is what a user means, be it this one or another that is installed as well.
     elsewhere = [entry for entry in sys.path if not os.path.isfile(Path(entry, "conformance", "contract.py"))]
-    place = _place(PathFinder.find_spec(package, elsewhere))
+    place = _find_location(PathFinder.find_spec(package, elsewhere))
     return place and f"{package!r} is a package of attention-conformance here, and hides {place}: rename that one"
 
 
-class _Refusal:
+class _HiddenModuleFinder:
     """The last finder of modules. It is asked for what the others did not find, and says which module was meant."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         """Finds nothing. Raises `ImportError` where a user's module is hidden."""
-        if why := hidden(name):
+        if why := find_hidden_module(name):
             raise ImportError(f"no module {name!r}: {why}", name=name)
 
 
-def _no_attribute(package: str, name: str) -> object:
-    raise AttributeError(no_attribute(package, name))
+def _raise_missing_attribute(package: str, name: str) -> object:
+    raise AttributeError(format_missing_attribute(package, name))
 
 
-def _place(spec: ModuleSpec | None) -> str | None:
+def _find_location(spec: ModuleSpec | None) -> str | None:
     """The file of a module, or the folder of a package without `__init__.py`."""
     if spec is None:
         return None
     return spec.origin or next(iter(spec.submodule_search_locations or ()), None)
 
 
-def _folder(place: str | None) -> Path | None:
+def _find_folder(place: str | None) -> Path | None:
     return None if place is None else Path(place).resolve().parent

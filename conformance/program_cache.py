@@ -13,7 +13,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 
-def use(folder: Path) -> None:
+def use_cache_folder(folder: Path) -> None:
     """Look for programs in a folder before they are compiled, and leave there what is compiled, however small."""
     jax.config.update("jax_compilation_cache_dir", str(folder))  # type: ignore[no-untyped-call] # untyped upstream
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # type: ignore[no-untyped-call] # untyped upstream
@@ -24,7 +24,7 @@ def use(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def compiling_anew() -> Iterator[None]:
+def bypass_cache() -> Iterator[None]:
     """Within it all is compiled: for who asks what compiling costs, or what the compiler says of a program."""
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)  # type: ignore[no-untyped-call] # untyped upstream

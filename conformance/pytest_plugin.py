@@ -20,13 +20,13 @@ import pytest
 
 from conformance import interrupts, packages
 from conformance.fork_server import shared_server
-from conformance.judging import ending, gate, plugin_warnings, stopping
+from conformance.judging import exit_guard, gate, plugin_warnings, stop_signals
 
 if TYPE_CHECKING:
-    from conformance.commands.compare import Side
+    from conformance.commands.compare import ComparedRuns
     from conformance.commands.gate import Written
     from conformance.judging.job import Job
-    from conformance.judging.plan import Plan
+    from conformance.judging.run_plan import Plan
     from conformance.judging.runner import Runner
     from conformance.judging.settings import Settings
     from conformance.records import Record
@@ -42,8 +42,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Options of the gate; all but `--impl` and `--require-platform` carry its name."""
     gate.add_options(parser)
     # Here, since any `conftest.py` is imported before what follows.
-    pluginmanager.register(ending.Ending(_NAME), ending.NAME)
-    pluginmanager.register(stopping.Stopping(), stopping.NAME)
+    pluginmanager.register(exit_guard.ExitGuard(_NAME), exit_guard.PLUGIN_NAME)
+    pluginmanager.register(stop_signals.StopSignals(), stop_signals.PLUGIN_NAME)
     pluginmanager.register(plugin_warnings.PluginWarnings())
 
 
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # what the main process accepts, its workers need not check again
         made.check_options()
     elif made.is_asked_for():  # a worker imports the gate's module before it plans
-        packages.claim()
+        packages.claim_names()
         if address := config.workerinput[_NAME]:
             shared_server.join_server(address)
 
@@ -71,7 +71,7 @@ class _Gate:
         self._lent: str | None = None
         self._kept: dict[int, tuple[Record, ...]] | None = None
         self._written: Written | None = None
-        self._baseline: Side | None = None
+        self._baseline: ComparedRuns | None = None
         self._records: list[Record] = []
         self._stale: list[Record] = []
         self._tests: set[str] = set()
@@ -83,12 +83,12 @@ class _Gate:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "conformance_job" not in metafunc.fixturenames:
             return
-        from conformance.judging import plan
-        from conformance.judging.runner import platform_of  # imported late: it loads JAX
+        from conformance.judging import run_plan
+        from conformance.judging.runner import find_platform  # imported late: it loads JAX
 
         shard = gate.shard(self._config.getoption("--conformance-shard"))
-        jobs = plan.sharded(self._plan().jobs, *shard) if shard else self._plan().jobs
-        ids = [self._id(job, platform_of(job.implementation)) for job in jobs]
+        jobs = run_plan.select_shard(self._plan().jobs, *shard) if shard else self._plan().jobs
+        ids = [self._id(job, find_platform(job.implementation)) for job in jobs]
         metafunc.parametrize("conformance_job", jobs, ids=ids)
 
     @staticmethod
@@ -102,19 +102,19 @@ class _Gate:
         expression = self._config.option.keyword
         if not expression or self._planned is None:
             return
-        from conformance.judging.keywords import checks_chosen, platform_for
+        from conformance.judging.keyword_selection import find_target_platform, select_checks
 
         left_out = []
         for item in items:
             job = gate.job_of(item)
             if job is None:
                 continue
-            chosen = checks_chosen(expression, job, [*item.keywords, item.name])
+            chosen = select_checks(expression, job, [*item.keywords, item.name])
             if not chosen:
                 left_out.append(item)
             elif chosen != job.checks:
                 gate.set_job(item, dataclasses.replace(job, checks=chosen))
-            item.extra_keyword_matches.update([platform_for(job), *(check.name for check in chosen)])
+            item.extra_keyword_matches.update([find_target_platform(job), *(check.name for check in chosen)])
         if left_out:
             self._config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if item not in left_out]
@@ -154,7 +154,7 @@ class _Gate:
     def is_asked_for(self) -> bool:
         """Whether this run is to judge, as far as its arguments say."""
         option = self._config.getoption
-        return ending.is_asked_for(self._config.args, option("--impl"), option("--conformance-cases"))
+        return exit_guard.is_requested(self._config.args, option("--impl"), option("--conformance-cases"))
 
     @property
     def found(self) -> list[Record]:
@@ -163,20 +163,20 @@ class _Gate:
 
     def _plan(self) -> Plan:
         if self._planned is None:
-            with stopping.loading(self._config):
+            with stop_signals.leave_on_signals(self._config):
                 gate.prepare(self._config)
-                from conformance.calling import registry  # imported late: they load JAX
-                from conformance.judging import plan, settings
+                from conformance.execution import implementation_registry  # imported late: they load JAX
+                from conformance.judging import run_plan, settings
                 from conformance.judging.runner import Runner
 
             option, kernels = self._config.getoption, gate.kernels(self._config)
             try:
-                self._settings = found = settings.load(self._config.rootpath)
-                names = found.members(option("--impl") or found.implementations)
-                with interrupts.stoppable():
-                    interrupts.check()
+                self._settings = found = settings.load_settings(self._config.rootpath)
+                names = found.resolve_groups(option("--impl") or found.implementations)
+                with interrupts.raise_on_signal():
+                    interrupts.raise_if_stopped()
                     implementations = [kernels.find(name) for name in names]
-            except (settings.SettingsError, registry.ImplementationNotFound) as error:
+            except (settings.SettingsError, implementation_registry.ImplementationNotFound) as error:
                 raise pytest.UsageError(str(error)) from error
             if not implementations:
                 raise pytest.UsageError(
@@ -184,7 +184,7 @@ class _Gate:
                     "[tool.attention_conformance] in pyproject.toml"
                 )
             self._runner = Runner(found, options=kernels.options)
-            self._planned = plan.plan(
+            self._planned = run_plan.plan_run(
                 implementations,
                 level=option("--conformance-level"),
                 seeds=(option("--conformance-seed"),),
@@ -230,9 +230,9 @@ class _Gate:
     def pytest_xdist_node_collection_finished(self, ids: Iterable[str]) -> None:
         """Know which tests workers are to run: this process collects none."""
         if self._planned is not None:
-            from conformance.judging.runner import platform_of
+            from conformance.judging.runner import find_platform
 
-            known = {self._id(job, platform_of(job.implementation)) for job in self._planned.jobs}
+            known = {self._id(job, find_platform(job.implementation)) for job in self._planned.jobs}
             self._selected.update(test for test in ids if test.partition("[")[2].removesuffix("]") in known)
 
     @pytest.hookimpl
@@ -241,7 +241,7 @@ class _Gate:
         if self._planned is not None:
             from conformance import environment
 
-            environment.collect_rarely()
+            environment.collect_garbage_rarely()
 
     def judge(self, item: pytest.Item, job: Job) -> list[Record]:
         """Judge a job for the test `item`; its records travel with the test's report."""
@@ -262,7 +262,7 @@ class _Gate:
         if self._kept is None:  # a worker: what it goes on with, the process that reports has looked at
             from conformance import runs
 
-            self._kept = dict(runs.read(Path(place))[0].done)
+            self._kept = dict(runs.read_runs(Path(place))[0].done)
         return list(self._kept[number]) if number in self._kept else None
 
     @pytest.hookimpl(wrapper=True)
@@ -271,11 +271,11 @@ class _Gate:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if call.when == "call" and _FOUND in item.stash:
-            from conformance.records import to_json
+            from conformance.records import serialize_record
 
             number, found = item.stash[_FOUND]
             # A plain attribute of strings: pytest-xdist carries it to the process that reports.
-            setattr(report, _ATTRIBUTE, [json.dumps(number), *(to_json(record) for record in found)])
+            setattr(report, _ATTRIBUTE, [json.dumps(number), *(serialize_record(record) for record in found)])
         return report
 
     @pytest.hookimpl
@@ -285,11 +285,11 @@ class _Gate:
             self._skipped.add(report.nodeid)
         if lines is None or hasattr(self._config, "workerinput"):
             return
-        from conformance.judging.journal import CannotWrite
-        from conformance.records import from_json
+        from conformance.judging.journal import JournalWriteError
+        from conformance.records import parse_record
 
         try:
-            number, found = json.loads(lines[0]), [from_json(line) for line in lines[1:]]
+            number, found = json.loads(lines[0]), [parse_record(line) for line in lines[1:]]
             self._records += found
             self._tests.add(report.nodeid)
             if number is not None:
@@ -297,7 +297,7 @@ class _Gate:
             written = self._begin()
             if self._kept is None or number not in self._kept:
                 written.take(number, found)
-        except CannotWrite as error:
+        except JournalWriteError as error:
             kept = "; what was judged before is in it" if self._written is not None else ""
             pytest.exit(f"{error}{kept}", returncode=pytest.ExitCode.INTERRUPTED)
         except ValueError as error:
@@ -328,7 +328,7 @@ class _Gate:
             return
         from conformance.judging import flag_share
 
-        how, reason = ending.how_it_ended(session)
+        how, reason = exit_guard.describe_end(session)
         missing = self._missing() if not reason else set()
         if missing:
             from conformance import runs
@@ -371,8 +371,8 @@ class _Gate:
             session.exitstatus = pytest.ExitCode.INTERRUPTED
 
     def _finish(self, session: pytest.Session, how: str, reason: str, more: list[Record]) -> None:
-        from conformance.commands.errors import CannotJudge
-        from conformance.judging.journal import CannotWrite
+        from conformance.commands.command_errors import CannotJudge
+        from conformance.judging.journal import JournalWriteError
 
         assert self._written is not None
         try:
@@ -382,7 +382,7 @@ class _Gate:
             if worse := self._written.finish(how, reason, more):
                 self._add_failure("baseline", worse)
                 session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
-        except (CannotWrite, CannotJudge) as error:
+        except (JournalWriteError, CannotJudge) as error:
             self._add_failure("outputs", str(error))
             session.exitstatus = pytest.ExitCode.INTERRUPTED
 
@@ -412,12 +412,12 @@ class _Gate:
 
     def _narrowed_to(self) -> str:
         """To what options narrow what the level asks; tests that are left out by themselves are counted instead."""
-        from conformance.judging.keywords import names_checks
+        from conformance.judging.keyword_selection import mentions_checks
 
         found = []
         if (query := self._config.getoption("--conformance-cases")) is not None:
             found.append(f"--conformance-cases={shlex.quote(query)}")
-        if names_checks(expression := self._config.option.keyword):
+        if mentions_checks(expression := self._config.option.keyword):
             found.append(f"-k {shlex.quote(expression)}")
         return " ".join(found)
 

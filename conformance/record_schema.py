@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from conformance.error_maps import MOST_CELLS
+from conformance.error_maps import MAX_CELLS
 
 RECORD_SCHEMA = "attention-conformance/record/1"
 RUN_SCHEMA = "attention-conformance/run/2"
@@ -26,8 +26,8 @@ Figure: TypeAlias = int | float | Literal["inf", "-inf", "nan"]
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 # No axis is longer than 2**40.
 Size: TypeAlias = Annotated[int, Meta(ge=0, lt=2**40)]
-Cells: TypeAlias = Annotated[str, Meta(max_length=MOST_CELLS, pattern=r"^[-0-9]*\Z")]
-CellLines: TypeAlias = Annotated[tuple[Cells, ...], Meta(max_length=MOST_CELLS)]
+Cells: TypeAlias = Annotated[str, Meta(max_length=MAX_CELLS, pattern=r"^[-0-9]*\Z")]
+CellLines: TypeAlias = Annotated[tuple[Cells, ...], Meta(max_length=MAX_CELLS)]
 Axis: TypeAlias = Annotated[str, Meta(pattern=r"^[BTSNKHV]{1,2}\Z")]
 # One character for each varied axis of a covering array.
 Row: TypeAlias = Annotated[str, Meta(max_length=256)]
@@ -85,7 +85,7 @@ class RecordLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="sc
 
 
 class ArrayFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields of `runs.Array`."""
+    """The fields of `runs.CoveringArraySize`."""
 
     strength: Annotated[int, Meta(ge=1, le=8)]
     combinations: Count
@@ -204,8 +204,8 @@ class MeasurementLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_fiel
 
 Line: TypeAlias = RecordLine | RunLine | JobLine | ProbeLine | EndLine
 
-_MEASUREMENTS = msgspec.json.Decoder(MeasurementLine)
-_DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+_MEASUREMENT_DECODER = msgspec.json.Decoder(MeasurementLine)
+_LINE_DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 
 def decode_line(text: str) -> Line:
@@ -215,7 +215,7 @@ def decode_line(text: str) -> Line:
       ValueError: in one sentence that names the field, for a line that is none of ours.
     """
     try:
-        return _DECODER.decode(text)
+        return _LINE_DECODER.decode(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -227,6 +227,6 @@ def decode_measurement(text: str) -> MeasurementLine:
       ValueError: in one sentence that names the field, for a line that is none.
     """
     try:
-        return _MEASUREMENTS.decode(text)
+        return _MEASUREMENT_DECODER.decode(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error

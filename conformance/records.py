@@ -46,23 +46,23 @@ JUDGED = frozenset({PASS, FAIL, EXPECTED_FAIL, UNEXPECTED_PASS})
 """Verdicts that rest on a comparison which took place."""
 _WORST_FIRST = (FAIL, ERROR, UNEXPECTED_PASS, EXPECTED_FAIL, PASS, UNJUDGED, UNSUPPORTED)
 
-_FIGURES = ("ratio", "rms", "ratio_flash", "limit", "rms_limit", "margin")
+_NUMERIC_FIELDS = ("ratio", "rms", "ratio_flash", "limit", "rms_limit", "margin")
 # The fields of a record that hold what others may have written.
-_WORDS = ("implementation", "case", "check", "observable", "reason", "remedy", "pattern", "reproduce")
+_TEXT_FIELDS = ("implementation", "case", "check", "observable", "reason", "remedy", "pattern", "reproduce")
 
 
-_LONGEST_MESSAGE = 500
+_MAX_MESSAGE_LENGTH = 500
 
 
 class RecordFileError(ValueError):
     """A file is no file of records; the message is one line that names the file, the line and the field."""
 
     def __init__(self, message: str) -> None:
-        line = printable(message)
-        super().__init__(line if len(line) <= _LONGEST_MESSAGE else f"{line[:_LONGEST_MESSAGE]} …")
+        line = make_printable(message)
+        super().__init__(line if len(line) <= _MAX_MESSAGE_LENGTH else f"{line[:_MAX_MESSAGE_LENGTH]} …")
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Text on one line that no terminal, page or file takes for more than text.
 
     White space becomes a space. What does not show, such as escape sequences, marks that turn the direction of writing,
@@ -70,10 +70,10 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(x if x.isprintable() else " " if x.isspace() else _escaped(x) for x in text)
+    return "".join(x if x.isprintable() else " " if x.isspace() else _escape_character(x) for x in text)
 
 
-def _escaped(character: str) -> str:
+def _escape_character(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode()
 
 
@@ -115,10 +115,10 @@ class Record:
       error_map: of a failure of a result as it is, the same as a coarse picture.
       reproduce: the command that judges this alone.
       seconds: what judging took.
-      figures: measured beside the verdict and not judged (`compile_seconds`, `temporary_bytes`, ...). Where rounding
-        could change which keys some rows choose, `undecided_rows` of the case's `rows` were left out of the judgement.
+      figures: measured beside the verdict and not judged (`compile_seconds`, `measure_temporary_bytes`, ...). Where rounding
+        could change which keys some rows choose, `count_undecided_rows` of the case's `rows` were left out of the judgement.
         What failed under the flags of the process and was judged again has that ratio as `ratio_fast_compile`, and
-        `flags_differ` where JAX's own flags say otherwise. A user's kernel that was judged with `--in-process` has
+        `find_flag_differences` where JAX's own flags say otherwise. A user's kernel that was judged with `--in-process` has
         `in_process`.
       files: that the kernel first read while this was judged, with their digests; those that it read as it was loaded,
         the run record has.
@@ -156,9 +156,9 @@ class Record:
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
             raise ValueError(f"verdict {self.verdict!r} is none of {', '.join(VERDICTS)}")
-        for name in _WORDS:
+        for name in _TEXT_FIELDS:
             if isinstance(text := getattr(self, name), str):
-                object.__setattr__(self, name, printable(text))
+                object.__setattr__(self, name, make_printable(text))
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -233,12 +233,12 @@ class RunInfo:
     unsandboxed: dict[str, bool] = dataclasses.field(default_factory=dict)
 
 
-def to_json(record: Record) -> str:
+def serialize_record(record: Record) -> str:
     """One line of strict JSON; infinities and NaN become the strings `inf`, `-inf` and `nan`."""
-    return strict(to_data(record))
+    return serialize_strict_json(to_plain_data(record))
 
 
-def to_data(record: Record) -> dict[str, Any]:
+def to_plain_data(record: Record) -> dict[str, Any]:
     """The JSON object of its line."""
     data = dataclasses.asdict(record)
     del data["run"]
@@ -248,12 +248,12 @@ def to_data(record: Record) -> dict[str, Any]:
     return data
 
 
-def strict(data: Mapping[str, Any]) -> str:
+def serialize_strict_json(data: Mapping[str, Any]) -> str:
     """Return data as one line of strict JSON, infinities and NaN as strings."""
-    return json.dumps(_encode(dict(data)), allow_nan=False)
+    return json.dumps(_encode_value(dict(data)), allow_nan=False)
 
 
-def from_json(line: str) -> Record:
+def parse_record(line: str) -> Record:
     """Read the record in a line written by `to_json`.
 
     Raises:
@@ -262,23 +262,25 @@ def from_json(line: str) -> Record:
     decoded = decode_line(line)
     if not isinstance(decoded, RecordLine):
         raise ValueError(f"the line is of the schema {decoded.__struct_config__.tag!r}, must be of {RECORD_SCHEMA!r}")
-    return from_line(decoded)
+    return build_record(decoded)
 
 
-def from_line(line: RecordLine) -> Record:
+def build_record(line: RecordLine) -> Record:
     """Build the record that a decoded line has.
 
     Raises:
       ValueError: for a verdict that is none, and for a record that contradicts itself.
     """
     fields = msgspec.structs.asdict(line)
-    for name in _FIGURES:
-        fields[name] = _number(fields[name])
+    for name in _NUMERIC_FIELDS:
+        fields[name] = _parse_number(fields[name])
     if (worst := line.worst) is not None:
-        fields["worst"] = Worst(worst.index, _number(worst.got), _number(worst.expected), _number(worst.bound))
+        fields["worst"] = Worst(
+            worst.index, _parse_number(worst.got), _parse_number(worst.expected), _parse_number(worst.bound)
+        )
     if line.error_map is not None:
         fields["error_map"] = ErrorMap(**msgspec.structs.asdict(line.error_map))
-    fields["figures"] = {name: _number(figure) for name, figure in line.figures.items()}
+    fields["figures"] = {name: _parse_number(figure) for name, figure in line.figures.items()}
     record = Record(**fields)
     _reject_contradictions(record)
     return record
@@ -298,7 +300,9 @@ def _reject_contradictions(record: Record) -> None:
 
 def write_jsonl(path: Path, records: Iterable[Record]) -> None:
     """Write records in the order of their keys."""
-    output_files.write_text(path, "".join(to_json(record) + "\n" for record in sorted(records, key=lambda r: r.key)))
+    output_files.write_text(
+        path, "".join(serialize_record(record) + "\n" for record in sorted(records, key=lambda r: r.key))
+    )
 
 
 def read_jsonl(path: Path) -> list[Record]:
@@ -335,7 +339,7 @@ def read_lines(path: Path) -> tuple[list[tuple[int, Record | RunLine | JobLine |
             break
         try:
             decoded = decode_line(line)
-            found.append((number, from_line(decoded) if isinstance(decoded, RecordLine) else decoded))
+            found.append((number, build_record(decoded) if isinstance(decoded, RecordLine) else decoded))
         except ValueError as error:
             if last and number > 1:
                 return found, f"{path.name}: the last line is torn, as if its process was killed while it wrote"
@@ -344,7 +348,7 @@ def read_lines(path: Path) -> tuple[list[tuple[int, Record | RunLine | JobLine |
     return found, ""
 
 
-def merge(*groups: Iterable[Record]) -> list[Record]:
+def merge_records(*groups: Iterable[Record]) -> list[Record]:
     """All records in the order of their keys; where two answer the same question, the worse answer counts.
 
     Two runs of the same kernel with the same everything should agree. If they do not, a pass proves nothing.
@@ -357,11 +361,11 @@ def merge(*groups: Iterable[Record]) -> list[Record]:
     return [merged[key] for key in sorted(merged)]
 
 
-def _encode(value: Any) -> Any:
+def _encode_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _encode(item) for name, item in value.items()}
+        return {name: _encode_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_encode(item) for item in value]
+        return [_encode_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, str):  # half a surrogate pair, as of a path that is not UTF-8, is no Unicode
@@ -369,5 +373,5 @@ def _encode(value: Any) -> Any:
     return value
 
 
-def _number(figure: Any) -> Any:
+def _parse_number(figure: Any) -> Any:
     return float(figure) if isinstance(figure, str) else figure

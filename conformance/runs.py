@@ -40,11 +40,11 @@ OWN_PROCESS = "ran in a process of its own that was "
 DIGEST_OF = "digest of "
 """Beginning of the name that a file has among the provenance of a run."""
 # What a job may have in place of a record of its checks: why there is none.
-_INSTEAD = ("support", "discrimination", "devices", "hardware")
+_SUBSTITUTE_CHECKS = ("support", "discrimination", "devices", "hardware")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Array:
+class CoveringArraySize:
     """What a covering array covers: combinations of `strength` levels, so many of them feasible."""
 
     strength: int
@@ -74,7 +74,7 @@ class Kernel:
     declared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     asks_less: tuple[str, ...] = ()
     block_lengths: tuple[int, ...] = ()
-    arrays: tuple[Array, ...] = ()
+    arrays: tuple[CoveringArraySize, ...] = ()
     declined: int = 0
     parted: tuple[int, int] = (0, 0)
     place: str = ""
@@ -87,7 +87,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class PlannedJob:
     """A job by names: an implementation, a case, checks; `rows` are the case's in the arrays, empty where it has none.
 
     A row has one character for each axis that is varied, which stands for the level.
@@ -135,22 +135,28 @@ class Run:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tolerances: tuple[Mapping[str, Any], ...] = ()
     kernels: Mapping[str, Kernel] = dataclasses.field(default_factory=dict)
-    jobs: tuple[Planned, ...] = ()
+    jobs: tuple[PlannedJob, ...] = ()
     whole: Mapping[str, int] = dataclasses.field(default_factory=dict)
     resumed: tuple[str, ...] = ()
     id: str = ""
 
     @property
-    def mark(self) -> str:
+    def identity_mark(self) -> str:
         """What tells it from the other runs of its file: its id, or when it started, in older files."""
         return self.id or self.started
 
     def provenance(self, implementation: str) -> dict[str, str]:
         """All that two runs must share for their records of an implementation to be answers to the same questions."""
         kernel = self.kernels.get(implementation, Kernel())
-        known = {"declared": records.strict(kernel.declared), "package": kernel.package, "source": kernel.source}
+        known = {
+            "declared": records.serialize_strict_json(kernel.declared),
+            "package": kernel.package,
+            "source": kernel.source,
+        }
         known |= {"place": kernel.place} | {f"{DIGEST_OF}{name}": digest for name, digest in kernel.files.items()}
-        return known | dict(self.environment) | {"tolerances": records.strict({"": list(self.tolerances)})}
+        return (
+            known | dict(self.environment) | {"tolerances": records.serialize_strict_json({"": list(self.tolerances)})}
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +171,7 @@ class End:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recorded:
+class RecordedRun:
     """A run as its file has it.
 
     Attributes:
@@ -197,7 +203,7 @@ class Recorded:
         return self.end is not None and self.end.how == COMPLETE
 
 
-def run_line(run: Run) -> str:
+def serialize_run(run: Run) -> str:
     """The first line of a file. Jobs are written compactly, by numbers of names."""
     names, asked = list(run.kernels), list(dict.fromkeys(job.checks for job in run.jobs))
     numbers = {checks: number for number, checks in enumerate(asked)}
@@ -206,27 +212,29 @@ def run_line(run: Run) -> str:
     if not run.id:  # as in older files, where a reader takes what it lacks for none
         del data["id"]
     kernels = {name: dataclasses.asdict(kernel) for name, kernel in run.kernels.items()}
-    return records.strict({"schema": RUN_SCHEMA} | data | {"kernels": kernels, "asked": asked, "jobs": jobs})
+    return records.serialize_strict_json(
+        {"schema": RUN_SCHEMA} | data | {"kernels": kernels, "asked": asked, "jobs": jobs}
+    )
 
 
-def job_lines(number: int, found: Iterable[Record]) -> str:
+def serialize_job(number: int, found: Iterable[Record]) -> str:
     """The lines of a job that is done: its records, then its number and how many they are."""
-    lines = [records.to_json(record) for record in found]
-    closing = records.strict({"schema": JOB_SCHEMA, "job": number, "records": len(lines)})
+    lines = [records.serialize_record(record) for record in found]
+    closing = records.serialize_strict_json({"schema": JOB_SCHEMA, "job": number, "records": len(lines)})
     return "".join(f"{line}\n" for line in (*lines, closing))
 
 
-def probe_line(probe: Record) -> str:
+def serialize_probe(probe: Record) -> str:
     """The line of a judgement that confirms a finding, or does not."""
-    return records.strict({"schema": PROBE_SCHEMA, "record": records.to_data(probe)}) + "\n"
+    return records.serialize_strict_json({"schema": PROBE_SCHEMA, "record": records.to_plain_data(probe)}) + "\n"
 
 
-def end_line(end: End) -> str:
+def serialize_end(end: End) -> str:
     """The last line of a file."""
-    return records.strict({"schema": END_SCHEMA} | dataclasses.asdict(end))
+    return records.serialize_strict_json({"schema": END_SCHEMA} | dataclasses.asdict(end))
 
 
-def read(path: Path) -> list[Recorded]:
+def read_runs(path: Path) -> list[RecordedRun]:
     """Read the runs of a file: one, or several where files were joined; older records alone are a run without a `Run`.
 
     Raises:
@@ -234,13 +242,13 @@ def read(path: Path) -> list[Recorded]:
       RecordFileError: for a line that is none of ours, or that contradicts the lines before it.
     """
     lines, note = records.read_lines(path)
-    found: list[Recorded] = []
-    reading = _Reading(path.name)
+    found: list[RecordedRun] = []
+    reading = _RunReader(path.name)
     for number, line in lines:
         try:
             if isinstance(line, RunLine):
                 found += reading.finished()
-                reading = _Reading(path.name, _run(line))
+                reading = _RunReader(path.name, _build_run(line))
             else:
                 reading.take(line)
         except ValueError as error:
@@ -253,7 +261,7 @@ def read(path: Path) -> list[Recorded]:
     return [*found[:-1], dataclasses.replace(found[-1], note=note)] if found else []
 
 
-class _Reading:
+class _RunReader:
     """A run that is being read."""
 
     def __init__(self, source: str, run: Run | None = None) -> None:
@@ -269,7 +277,7 @@ class _Reading:
         if isinstance(line, Record):
             self._open.append(line)
         elif isinstance(line, ProbeLine):
-            self._probes.append(records.from_line(line.record))
+            self._probes.append(records.build_record(line.record))
         elif isinstance(line, EndLine):
             self._end = End(**msgspec.structs.asdict(line))
         else:
@@ -284,58 +292,60 @@ class _Reading:
         self._others += self._open[:first]
         theirs = self._open[first:]
         for record in theirs:
-            _reject_of_another(record, self._run.jobs[number])
+            _reject_foreign_record(record, self._run.jobs[number])
         # One that was judged twice, as by a plugin that runs failing tests again, has both: the worse answer counts.
         self._done[number] = (*self._done.get(number, ()), *theirs)
         self._open = []
 
-    def finished(self) -> list[Recorded]:
+    def finished(self) -> list[RecordedRun]:
         others = (*self._others, *self._open)
         if self._run is None and not others:
             return []
         if self._run is not None:
-            _reject_of_nobody((*others, *self._probes), self._run)
+            _reject_unknown_implementation((*others, *self._probes), self._run)
         probes = tuple(self._probes)
         return [
-            Recorded(source=self._source, run=self._run, done=self._done, others=others, probes=probes, end=self._end)
+            RecordedRun(
+                source=self._source, run=self._run, done=self._done, others=others, probes=probes, end=self._end
+            )
         ]
 
 
-def _reject_of_another(record: Record, job: Planned) -> None:
+def _reject_foreign_record(record: Record, job: PlannedJob) -> None:
     """Refuse a record that answers another question than the job which it is said to be of."""
     if record.implementation != job.implementation:
         raise ValueError(f"a job of {job.implementation} has a record of {record.implementation}")
     if record.case != job.case:
         raise ValueError(f"a job of the case {job.case} has a record of {record.case}")
-    if record.check not in (*job.checks, *_INSTEAD):
+    if record.check not in (*job.checks, *_SUBSTITUTE_CHECKS):
         raise ValueError(f"a job of {', '.join(job.checks)} has a record of {record.check}")
 
 
-def _reject_of_nobody(found: Iterable[Record], run: Run) -> None:
+def _reject_unknown_implementation(found: Iterable[Record], run: Run) -> None:
     """Refuse records of an implementation that the run does not judge: nothing says of what kernel they are."""
     for record in found:
         if record.implementation not in run.kernels:
             raise ValueError(f"the run judges {', '.join(run.kernels)}, and has a record of {record.implementation}")
 
 
-def _run(line: RunLine) -> Run:
+def _build_run(line: RunLine) -> Run:
     """Build the run that a decoded line has. Raises `ValueError` where its parts contradict each other."""
     fields = msgspec.structs.asdict(line)
     names, asked = list(line.kernels), fields.pop("asked")
     fields["query"] = msgspec.to_builtins(line.query)
-    fields["kernels"] = {name: _kernel(kernel) for name, kernel in line.kernels.items()}
-    fields["jobs"] = tuple(_planned(job, names, asked, line.kernels) for job in line.jobs)
+    fields["kernels"] = {name: _build_kernel(kernel) for name, kernel in line.kernels.items()}
+    fields["jobs"] = tuple(_build_planned_job(job, names, asked, line.kernels) for job in line.jobs)
     return Run(**fields)
 
 
-def _kernel(fields: KernelFields) -> Kernel:
-    arrays = tuple(Array(**msgspec.structs.asdict(array)) for array in fields.arrays)
+def _build_kernel(fields: KernelFields) -> Kernel:
+    arrays = tuple(CoveringArraySize(**msgspec.structs.asdict(array)) for array in fields.arrays)
     return Kernel(**msgspec.structs.asdict(fields) | {"arrays": arrays})
 
 
-def _planned(
+def _build_planned_job(
     job: JobFields, names: Sequence[str], asked: Sequence[tuple[str, ...]], kernels: Mapping[str, KernelFields]
-) -> Planned:
+) -> PlannedJob:
     for what, place, known in (("kernel", job.kernel, names), ("list of checks", job.checks, asked)):
         if place >= len(known):
             raise ValueError(f"a job is of the {what} number {place}, and there are {len(known)}")
@@ -343,14 +353,14 @@ def _planned(
     rows = tuple(row for row in (job.row, job.row_of_sizes) if row is not msgspec.UNSET)
     if 0 < len(rows) < len(kernels[name].arrays):
         raise ValueError(f"a job of {name} has {len(rows)} rows, and its arrays are {len(kernels[name].arrays)}")
-    return Planned(name, job.case, asked[job.checks], rows)
+    return PlannedJob(name, job.case, asked[job.checks], rows)
 
 
-def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+def list_differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     """In which parts of their provenance two runs differ, those first that say most."""
-    names = dict.fromkeys((*_TELLING, *one, *other))
+    names = dict.fromkeys((*_MOST_TELLING, *one, *other))
     return [name for name in names if one.get(name) != other.get(name)]
 
 
 # Parts of a provenance by how much they tell a person.
-_TELLING = ("declared", "package", "source", "place", "attention-conformance", "commit", "jax", "jaxlib", "libtpu")
+_MOST_TELLING = ("declared", "package", "source", "place", "attention-conformance", "commit", "jax", "jaxlib", "libtpu")

@@ -15,7 +15,7 @@ def test_conforms(conformance_job: Job, conformance_judge: Callable[[Job], list[
     found = conformance_judge(conformance_job)
     red = [record for record in found if record.verdict in RED]
     if red:
-        pytest.fail("\n".join(describe(record) for record in red), pytrace=False)
+        pytest.fail("\n".join(describe_failure(record) for record in red), pytrace=False)
     if any(record.verdict == PASS for record in found):
         return
     if known := {record.reason for record in found if record.verdict == EXPECTED_FAIL}:
@@ -24,7 +24,7 @@ def test_conforms(conformance_job: Job, conformance_judge: Callable[[Job], list[
     pytest.skip("; ".join(sorted(reasons)) or "no check applies to this case")
 
 
-def describe(record: Record) -> str:
+def describe_failure(record: Record) -> str:
     """One failure: case, observable, worst element, pattern, and the command that repeats it."""
     lines = [
         f"{record.implementation} ({record.platform}): {record.check} {record.observable} {record.verdict}",

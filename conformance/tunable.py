@@ -36,7 +36,7 @@ class Traffic:
     beside: int = 0
 
 
-def no_traffic(_case: Case, _setting: Setting) -> Traffic:
+def report_no_traffic(_case: Case, _setting: Setting) -> Traffic:
     """Of a kernel whose blocks show all that crosses."""
     return Traffic()
 
@@ -64,7 +64,7 @@ class Knob:
     candidates: Callable[[Case], Iterable[Setting]]
     kernel: str = ""
     given: KnobSettings = dataclasses.field(default_factory=dict)
-    traffic: Callable[[Case, Setting], Traffic] = no_traffic
+    traffic: Callable[[Case, Setting], Traffic] = report_no_traffic
     ways: tuple[tuple[Setting, tuple[str, ...]], ...] = ()
 
 
@@ -92,7 +92,7 @@ class Tunable:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class TableEntry:
     """One entry of a table.
 
     Attributes:
@@ -113,7 +113,7 @@ class Entry:
         return (self.device, tuple(sorted(self.key.items())))
 
 
-def read(path: Path) -> tuple[Entry, ...]:
+def read_table(path: Path) -> tuple[TableEntry, ...]:
     """The entries of a table; none if there is no such file.
 
     Raises:
@@ -125,17 +125,17 @@ def read(path: Path) -> tuple[Entry, ...]:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.get("schema") != SCHEMA:
             raise ValueError(f"its schema is {data.get('schema')!r}, must be {SCHEMA!r}")
-        return tuple(Entry(**entry) for entry in data["entries"])
+        return tuple(TableEntry(**entry) for entry in data["entries"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not a table of tuned settings: {error}") from error
 
 
-def write(path: Path, entries: Iterable[Entry]) -> None:
+def write_table(path: Path, entries: Iterable[TableEntry]) -> None:
     """Write a table, in the order of its places."""
     rows = [dataclasses.asdict(entry) for entry in sorted(entries, key=lambda entry: entry.place)]
     output_files.write_text(path, json.dumps({"schema": SCHEMA, "entries": rows}, indent=1) + "\n")
 
 
-def merged(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
+def merge_entries(old: Iterable[TableEntry], new: Iterable[TableEntry]) -> list[TableEntry]:
     """Both, the new ones replacing old ones of the same place."""
     return list({entry.place: entry for entry in (*old, *new)}.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_NAMES: Mapping[str, tuple[str, ...]] = {
+_NAMES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
     "impls.dot_product": ("dot_product",),
     "impls.block_flash": ("block_flash", "block_flash_packed", "block_flash_latent"),
     "impls.splash_tpu": ("splash_tpu", "splash_tpu_fused", "splash_tpu_packed"),
@@ -52,5 +52,5 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "impls.upstream.tpu_inference_kernels": ("tpu_inference_ragged_paged_tpu", "tpu_inference_latent_tpu"),
 }
 
-MODULES: Mapping[str, str] = {name: module for module, names in _NAMES.items() for name in names}
+MODULES: Mapping[str, str] = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 """The module of each name, in the order in which they are listed."""

@@ -21,7 +21,7 @@ from conformance.records import (
     Record,
     RunInfo,
 )
-from reports import summary
+from reports import conformity
 
 NEW_FAILURE = "new failure"
 NEWLY_UNSUPPORTED = "newly unsupported"
@@ -30,19 +30,19 @@ GONE = "gone"
 FIXED = "fixed"
 NEWLY_EXPECTED = "now an expected failure"
 NEWLY_JUDGED = "newly judged"
-NOT_ASKED = "not asked again"
+NOT_ASKED_AGAIN = "not asked again"
 REGRESSIONS = (NEW_FAILURE, NEWLY_UNSUPPORTED, NEWLY_UNJUDGED, GONE)
-KINDS = (*REGRESSIONS, FIXED, NEWLY_EXPECTED, NEWLY_JUDGED, NOT_ASKED)
+KINDS = (*REGRESSIONS, FIXED, NEWLY_EXPECTED, NEWLY_JUDGED, NOT_ASKED_AGAIN)
 """What can become of a judgement, regressions first. What was not asked again may be as it was."""
 
-ONE_MOVES = 4.0
+SINGLE_SHIFT = 4.0
 """A ratio that became larger or smaller by this factor moved more than other values move it."""
-ALL_MOVE = 1.25
+COMMON_SHIFT = 1.25
 """So did the ratios of a result, by this factor in the median over `ENOUGH` cases."""
-ENOUGH = 20
-WORTH_A_LOOK = 0.2
+MIN_CASES = 20
+MIN_SHARE = 0.2
 """A single ratio is looked at if it is this share of its limit, before or after."""
-_OF_MANY = 0.01  # the same for ratios that are looked at together
+_MIN_SHARE_OF_MANY = 0.01  # the same for ratios that are looked at together
 
 Key = tuple[str, str, str, str, str]
 
@@ -64,10 +64,10 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved:
+class RatioShift:
     """Ratios that moved: of one judgement, or in the median over the `cases` of a check, result and dtype."""
 
-    contender: summary.Contender
+    contender: conformity.Contender
     check: str
     observable: str
     dtype: str
@@ -87,8 +87,8 @@ class Comparison:
     """All that changed, and how much was compared."""
 
     changes: tuple[Change, ...]
-    moved_alone: tuple[Moved, ...]
-    moved_together: tuple[Moved, ...]
+    moved_alone: tuple[RatioShift, ...]
+    moved_together: tuple[RatioShift, ...]
     compared: int
     old_total: int
     new_total: int
@@ -109,7 +109,7 @@ class Comparison:
         return [change for change in self.changes if change.kind == kind]
 
 
-def compare(old: Sequence[Record], new: Sequence[Record], *, planned: Set[tuple[str, str]] | None) -> Comparison:
+def compare_runs(old: Sequence[Record], new: Sequence[Record], *, planned: Set[tuple[str, str]] | None) -> Comparison:
     """What changed from the records `old` to `new`.
 
     Where each side has one implementation, or one platform of an implementation, names need not be the same: a kernel
@@ -120,7 +120,7 @@ def compare(old: Sequence[Record], new: Sequence[Record], *, planned: Set[tuple[
       new: likewise.
       planned: case and check of all that the new run planned to ask; none where that is unknown.
     """
-    before, after = _aligned(old, new)
+    before, after = _align_records(old, new)
     reasons = {record.reason for record in old if record.verdict in (UNSUPPORTED, UNJUDGED)}
     instead = {record.case: record for record in new if record.verdict in (UNSUPPORTED, UNJUDGED)}
     answered: dict[tuple[str, ...], set[str]] = {}
@@ -130,28 +130,28 @@ def compare(old: Sequence[Record], new: Sequence[Record], *, planned: Set[tuple[
     for key in sorted(before.keys() | after.keys()):
         one, other = before.get(key), after.get(key)
         if other is not None:
-            kind = _turned(one, other, reasons)
+            kind = _classify_present(one, other, reasons)
         else:
             assert one is not None
             other = instead.get(one.case)
             if one.verdict == ERROR and (answers := answered.get(key[:4])) and not answers & RED:
                 found.append(Change(FIXED, one, None))  # what raised has results now, under their own names
                 continue
-            kind = _missing(one, other, asked=planned is None or (one.case, one.check) in planned)
+            kind = _classify_missing(one, other, asked=planned is None or (one.case, one.check) in planned)
         if kind is not None:
             found.append(Change(kind, one, other))
     both = [(before[key], after[key]) for key in sorted(before.keys() & after.keys())]
     return Comparison(
         tuple(sorted(found, key=lambda change: KINDS.index(change.kind))),
-        tuple(_alone(both)),
-        tuple(_together(both)),
+        tuple(_find_single_shifts(both)),
+        tuple(_find_common_shifts(both)),
         len(both),
         len(old),
         len(new),
     )
 
 
-def _turned(old: Record | None, new: Record, reasons: set[str]) -> str | None:
+def _classify_present(old: Record | None, new: Record, reasons: set[str]) -> str | None:
     """What became of a judgement that is there."""
     if new.verdict in RED:
         return None if old is not None and old.verdict in RED else NEW_FAILURE
@@ -170,16 +170,16 @@ def _turned(old: Record | None, new: Record, reasons: set[str]) -> str | None:
     return NEWLY_JUDGED if old.verdict in (UNSUPPORTED, UNJUDGED) else None
 
 
-def _missing(old: Record, instead: Record | None, *, asked: bool) -> str | None:
+def _classify_missing(old: Record, instead: Record | None, *, asked: bool) -> str | None:
     """What became of a judgement that is there no more."""
     if old.verdict not in JUDGED and old.verdict not in RED:
         return None
     if instead is not None:
         return NEWLY_UNSUPPORTED if instead.verdict == UNSUPPORTED else NEWLY_UNJUDGED
-    return GONE if asked else NOT_ASKED
+    return GONE if asked else NOT_ASKED_AGAIN
 
 
-def _aligned(old: Sequence[Record], new: Sequence[Record]) -> tuple[dict[Key, Record], dict[Key, Record]]:
+def _align_records(old: Sequence[Record], new: Sequence[Record]) -> tuple[dict[Key, Record], dict[Key, Record]]:
     """Records of both sides by what they answer, names left out where there is nothing to tell apart."""
     sides = (old, new)
     alone = all(len({record.implementation for record in side}) == 1 for side in sides)
@@ -200,7 +200,7 @@ def _aligned(old: Sequence[Record], new: Sequence[Record]) -> tuple[dict[Key, Re
     return found[0], found[1]
 
 
-def _share(record: Record) -> float | None:
+def _compute_share(record: Record) -> float | None:
     if record.verdict != PASS or record.ratio is None or not record.limit or not math.isfinite(record.ratio):
         return None
     return record.ratio / record.limit
@@ -209,68 +209,68 @@ def _share(record: Record) -> float | None:
 Shares = list[tuple[Record, float, float]]
 
 
-def _shares(both: Iterable[tuple[Record, Record]], least: float) -> Shares:
+def _compute_shares(both: Iterable[tuple[Record, Record]], least: float) -> Shares:
     """The new record, and both ratios as shares of their limits, where one of them is at least so much."""
     found = []
     for old, new in both:
-        one, other = _share(old), _share(new)
+        one, other = _compute_share(old), _compute_share(new)
         if one is not None and other is not None and min(one, other) > 0 and max(one, other) >= least:
             found.append((new, one, other))
     return found
 
 
-def _alone(both: Iterable[tuple[Record, Record]]) -> list[Moved]:
+def _find_single_shifts(both: Iterable[tuple[Record, Record]]) -> list[RatioShift]:
     moved = [
-        Moved(summary.contender_of(r), r.check, r.observable, r.dtype, 1, r.case, old, new)
-        for r, old, new in _shares(both, WORTH_A_LOOK)
-        if not 1 / ONE_MOVES <= new / old <= ONE_MOVES
+        RatioShift(conformity.get_contender(r), r.check, r.observable, r.dtype, 1, r.case, old, new)
+        for r, old, new in _compute_shares(both, MIN_SHARE)
+        if not 1 / SINGLE_SHIFT <= new / old <= SINGLE_SHIFT
     ]
     return sorted(moved, key=lambda one: -one.factor)
 
 
-def _together(both: Iterable[tuple[Record, Record]]) -> list[Moved]:
+def _find_common_shifts(both: Iterable[tuple[Record, Record]]) -> list[RatioShift]:
     groups: dict[tuple[Any, ...], Shares] = {}
-    for share in _shares(both, _OF_MANY):
+    for share in _compute_shares(both, _MIN_SHARE_OF_MANY):
         record = share[0]
-        key = (summary.contender_of(record), record.check, record.observable, record.dtype)
+        key = (conformity.get_contender(record), record.check, record.observable, record.dtype)
         groups.setdefault(key, []).append(share)
     moved = []
     for (contender, check, observable, dtype), group in groups.items():
-        if len(group) < ENOUGH:
+        if len(group) < MIN_CASES:
             continue
         factor = statistics.median(new / old for _, old, new in group)
-        if not 1 / ALL_MOVE <= factor <= ALL_MOVE:
+        if not 1 / COMMON_SHIFT <= factor <= COMMON_SHIFT:
             old = statistics.median(old for _, old, _ in group)
             example = max(group, key=lambda share: share[2] / share[1])[0].case
-            moved.append(Moved(contender, check, observable, dtype, len(group), example, old, old * factor))
+            moved.append(RatioShift(contender, check, observable, dtype, len(group), example, old, old * factor))
     return sorted(moved, key=lambda one: -one.factor)
 
 
-def told(found: Comparison) -> list[tuple[tuple[str, str, str, str], list[Change]]]:
+def list_reported_changes(found: Comparison) -> list[tuple[tuple[str, str, str, str], list[Change]]]:
     """The groups that are told one by one: not those that say nothing of the kernel."""
-    return grouped(change for change in found.changes if change.kind not in (NOT_ASKED, NEWLY_JUDGED))
+    return group_changes(change for change in found.changes if change.kind not in (NOT_ASKED_AGAIN, NEWLY_JUDGED))
 
 
-def grouped(changes: Iterable[Change]) -> list[tuple[tuple[str, str, str, str], list[Change]]]:
+def group_changes(changes: Iterable[Change]) -> list[tuple[tuple[str, str, str, str], list[Change]]]:
     """Changes by kind, contender, check and result, the largest groups of a kind first."""
     groups: dict[tuple[str, str, str, str], list[Change]] = {}
     for change in changes:
         record = change.record
-        label = summary.contender_of(record).label
+        label = conformity.get_contender(record).label
         groups.setdefault((change.kind, label, record.check, record.observable), []).append(change)
     return sorted(groups.items(), key=lambda item: (KINDS.index(item[0][0]), -len(item[1]), item[0]))
 
 
-def turned_text(change: Change) -> str:
+def format_transition(change: Change) -> str:
     """From which verdict to which."""
     old = change.old.verdict if change.old is not None else "not there"
     new = change.new.verdict if change.new is not None else "not there"
     return f"{old} → {new}"
 
 
-def headline(found: Comparison) -> str:
+def format_changes_headline(found: Comparison) -> str:
     """The whole comparison in one sentence."""
-    parts = [counted(count, kind) for kind, count in found.counts.items()]
+    parts = [format_kind_count(count, kind) for kind, count in found.counts.items()]
     moved = len(found.moved_alone) + len(found.moved_together)
     parts += [f"{moved:,} moved"] if moved else []
     what = ", ".join(parts) if parts else "nothing changed"
@@ -279,20 +279,20 @@ def headline(found: Comparison) -> str:
     return f"No regression: {what}; {found.compared:,} judgements compared."
 
 
-def counted(count: int, kind: str) -> str:
+def format_kind_count(count: int, kind: str) -> str:
     """How many changes of a kind, in words."""
     plural = {NEW_FAILURE: "new failures", NEWLY_EXPECTED: "now expected failures"}
     return f"{count:,} {plural.get(kind, kind) if count > 1 else kind}"
 
 
-def environments(old: RunInfo, new: RunInfo) -> list[tuple[str, str, str]]:
+def compare_environments(old: RunInfo, new: RunInfo) -> list[tuple[str, str, str]]:
     """What is known of both runs, and what differs between them first."""
     names = dict.fromkeys((*old.environment, *new.environment))
     rows = [(name, old.environment.get(name, ""), new.environment.get(name, "")) for name in names]
     return sorted(rows, key=lambda row: row[1] == row[2])
 
 
-def totals(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[str, int, int]]:
+def count_totals(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[str, int, int]]:
     """Records of each verdict on both sides."""
     counts: list[Mapping[str, int]] = [Counter(record.verdict for record in side) for side in (old, new)]
     return [(verdict, counts[0].get(verdict, 0), counts[1].get(verdict, 0)) for verdict in VERDICTS]

@@ -6,36 +6,41 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from reports import summary
-from reports.figure import BAD, BAND, CEILING, FLOOR, GOOD, INK, KNOWN, LINE, MUTED, svg
-from reports.history import Point, Track, brief_change
-from reports.wording import number
+from reports import conformity
+from reports.history_tracks import RunPoint, RunTrack, format_changed_briefly
+from reports.ratio_figure import BAD, BAND, CEILING, FLOOR, GOOD, INK, KNOWN, LINE, MUTED, render_svg
+from reports.text_format import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_RUNS = 60
+MAX_RUNS = 60
 """Runs in a chart, the newest: more of them cannot be told apart."""
-_MOST_NAMES = 2
-_LABELS = 24  # numbers below the axis
-_COLOURS = {
-    summary.CONFORMS: GOOD,
-    summary.KNOWN_FAILURES: KNOWN,
-    summary.DOES_NOT_CONFORM: BAD,
-    summary.NOT_JUDGED: MUTED,
+_MAX_NAMES = 2
+_MAX_LABELS = 24  # numbers below the axis
+_COLORS = {
+    conformity.CONFORMS: GOOD,
+    conformity.KNOWN_FAILURES: KNOWN,
+    conformity.DOES_NOT_CONFORM: BAD,
+    conformity.NOT_JUDGED: MUTED,
 }
-_MARKERS = {summary.CONFORMS: "o", summary.KNOWN_FAILURES: "s", summary.DOES_NOT_CONFORM: "X", summary.NOT_JUDGED: "d"}
+_MARKERS = {
+    conformity.CONFORMS: "o",
+    conformity.KNOWN_FAILURES: "s",
+    conformity.DOES_NOT_CONFORM: "X",
+    conformity.NOT_JUDGED: "d",
+}
 _ROWS = (0.45, 1.3, 0.8, 0.8, 0.8)
 
 
-def history_svg(track: Track) -> str:
+def render_history(track: RunTrack) -> str:
     """The newest runs of a contender, one column each. What was not whole is hollow, and no line leads to it."""
-    points = track.points[-MOST_RUNS:]
-    return svg(lambda: draw(points), label=f"{track.contender.label} in {len(points)} runs")
+    points = track.points[-MAX_RUNS:]
+    return render_svg(lambda: draw_history(points), label=f"{track.contender.label} in {len(points)} runs")
 
 
-def draw(points: Sequence[Point]) -> Figure:
+def draw_history(points: Sequence[RunPoint]) -> Figure:
     """The same as a figure of matplotlib's."""
     from matplotlib.figure import Figure  # late: loading it takes as long as judging a small case
 
@@ -43,20 +48,20 @@ def draw(points: Sequence[Point]) -> Figure:
     figure.patch.set_alpha(0)
     rows = figure.subplots(5, 1, sharex=True, height_ratios=_ROWS)
     for axes, name in zip(rows, ("verdict", "largest,\nof its limit", "failures", "judged", "seconds"), strict=True):
-        _frame(axes, name, points)
-    _verdicts(rows[0], points)
-    _largest(rows[1], points)
-    _bars(rows[2], points, lambda point: (point.failures, point.errors), (BAD, INK), symlog=True)
-    _bars(rows[3], points, lambda point: (point.judged, point.unsupported + point.unjudged), (BAND, LINE))
-    _bars(rows[4], points, lambda point: (point.seconds,), (MUTED,))
-    step = math.ceil(len(points) / _LABELS)
+        _draw_frame(axes, name, points)
+    _draw_verdicts(rows[0], points)
+    _draw_largest(rows[1], points)
+    _draw_bars(rows[2], points, lambda point: (point.failures, point.errors), (BAD, INK), symlog=True)
+    _draw_bars(rows[3], points, lambda point: (point.judged, point.unsupported + point.unjudged), (BAND, LINE))
+    _draw_bars(rows[4], points, lambda point: (point.seconds,), (MUTED,))
+    step = math.ceil(len(points) / _MAX_LABELS)
     shown = range(0, len(points), step)
     rows[-1].set_xticks(list(shown), [str(points[place].number) for place in shown])
     rows[-1].tick_params(axis="x", labelbottom=True)
     return figure
 
 
-def _frame(axes: Axes, name: str, points: Sequence[Point]) -> None:
+def _draw_frame(axes: Axes, name: str, points: Sequence[RunPoint]) -> None:
     axes.set_xlim(-0.7, len(points) - 0.3)
     axes.set_ylabel(name, color=INK, fontsize=9, rotation=0, ha="right", va="center")
     axes.patch.set_alpha(0)
@@ -64,24 +69,24 @@ def _frame(axes: Axes, name: str, points: Sequence[Point]) -> None:
     axes.tick_params(axis="both", which="both", length=0, colors=MUTED, labelcolor=MUTED, labelsize=8)
     axes.grid(axis="y", color=LINE, linewidth=0.6)
     axes.set_axisbelow(True)
-    for place in _changes(points):
+    for place in _iter_changes(points):
         axes.axvline(place - 0.5, color=MUTED, linewidth=0.7, linestyle=(0, (2, 2)), zorder=0)
 
 
-def _changes(points: Sequence[Point]) -> Iterator[int]:
+def _iter_changes(points: Sequence[RunPoint]) -> Iterator[int]:
     """Places of runs before which something changed; of the first that is drawn, what it changed from is not."""
     yield from (place for place, point in enumerate(points) if place and point.changed)
 
 
-def _verdicts(axes: Axes, points: Sequence[Point]) -> None:
+def _draw_verdicts(axes: Axes, points: Sequence[RunPoint]) -> None:
     axes.set_yticks([])
     axes.set_ylim(-1, 1)
     for place, point in enumerate(points):
-        _mark(axes, place, 0, point, _MARKERS[point.conformity], _COLOURS[point.conformity], size=7)
-    for place in _changes(points):
-        names = [brief_change(changed) for changed in points[place].changed]
-        more = f" +{len(names) - _MOST_NAMES}" if len(names) > _MOST_NAMES else ""
-        text = f"{', '.join(names[:_MOST_NAMES])}{more}"
+        _draw_mark(axes, place, 0, point, _MARKERS[point.conformity], _COLORS[point.conformity], size=7)
+    for place in _iter_changes(points):
+        names = [format_changed_briefly(changed) for changed in points[place].changed]
+        more = f" +{len(names) - _MAX_NAMES}" if len(names) > _MAX_NAMES else ""
+        text = f"{', '.join(names[:_MAX_NAMES])}{more}"
         axes.annotate(
             text,
             (place - 0.5, 1.1),
@@ -94,41 +99,41 @@ def _verdicts(axes: Axes, points: Sequence[Point]) -> None:
         )
 
 
-def _mark(axes: Axes, place: int, y: float, point: Point, marker: str, colour: str, *, size: float) -> None:
+def _draw_mark(axes: Axes, place: int, y: float, point: RunPoint, marker: str, colour: str, *, size: float) -> None:
     """A mark; of a run that was not whole it is hollow, and what passes there has no colour of its own."""
     colour = colour if point.is_whole or colour == BAD else MUTED
     inside = colour if point.is_whole else "none"
     axes.plot([place], [y], marker=marker, markersize=size, mfc=inside, mec=colour, mew=1.1, linestyle="none", zorder=3)
 
 
-def _largest(axes: Axes, points: Sequence[Point]) -> None:
+def _draw_largest(axes: Axes, points: Sequence[RunPoint]) -> None:
     axes.set_yscale("log")
     axes.minorticks_off()
     axes.axhline(1, color=BAD, linewidth=1.0, zorder=1)
-    places = {place: _at(point.largest) for place, point in enumerate(points) if point.largest is not None}
+    places = {place: _clip_share(point.largest) for place, point in enumerate(points) if point.largest is not None}
     low, high = min([*places.values(), 0.5]), max([*places.values(), 2.0])
     axes.set_ylim(low / 1.6, high * 1.6)
     axes.yaxis.set_major_formatter(lambda tick, _: number(tick))
     for place, y in places.items():
         point, before = points[place], points[place - 1] if place else None
-        if before is not None and place - 1 in places and _follows(before, point):
+        if before is not None and place - 1 in places and _is_comparable(before, point):
             axes.plot([place - 1, place], [places[place - 1], y], color=MUTED, linewidth=1, zorder=2)
-        _mark(axes, place, y, point, "o", BAD if y > 1 else GOOD, size=5)
+        _draw_mark(axes, place, y, point, "o", BAD if y > 1 else GOOD, size=5)
 
 
-def _follows(before: Point, point: Point) -> bool:
+def _is_comparable(before: RunPoint, point: RunPoint) -> bool:
     """Whether figures of two runs are about the same: both whole, of one level, with no run between them."""
     return before.is_whole and point.is_whole and before.level == point.level and before.number + 1 == point.number
 
 
-def _at(share: float | None) -> float:
-    return min(max(summary.severity(share), FLOOR), CEILING)
+def _clip_share(share: float | None) -> float:
+    return min(max(conformity.rank_share(share), FLOOR), CEILING)
 
 
-def _bars(
+def _draw_bars(
     axes: Axes,
-    points: Sequence[Point],
-    parts: Callable[[Point], Sequence[float]],
+    points: Sequence[RunPoint],
+    parts: Callable[[RunPoint], Sequence[float]],
     colours: Sequence[str],
     *,
     symlog: bool = False,

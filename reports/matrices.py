@@ -7,8 +7,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from conformance.records import EXPECTED_FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
-from reports.columns import CHECK_KINDS, FEATURE_KINDS, grouped
-from reports.summary import Contender, Counts, Metric, by_contender, contender_of, count, severity, worst_metric
+from reports.conformity import (
+    Contender,
+    Counts,
+    Metric,
+    count_verdicts,
+    find_worst_metric,
+    get_contender,
+    group_by_contender,
+    rank_share,
+)
+from reports.matrix_columns import CHECK_KINDS, FEATURE_KINDS, group_columns
 
 NO_FEATURE = "(none named)"
 """The matrix column of records that name no feature, so that no record is missing from the matrix."""
@@ -16,7 +25,7 @@ _WORST_FIRST = ("fail", "expected", "pass", "unjudged", "unsupported", "absent")
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class MatrixCell:
     """What one contender did in one column of a matrix."""
 
     counts: Counts
@@ -42,7 +51,7 @@ class Cell:
 
         What is red without a figure, as where each call raised, is further off than any figure.
         """
-        share = severity(self.worst.share) if self.worst is not None else math.inf if self.counts.red else -math.inf
+        share = rank_share(self.worst.share) if self.worst is not None else math.inf if self.counts.red else -math.inf
         return _WORST_FIRST.index(self.state), -share, -self.counts.red
 
 
@@ -55,7 +64,7 @@ class Matrix:
 
     contenders: tuple[Contender, ...]
     groups: tuple[tuple[str, tuple[str, ...]], ...]
-    cells: Mapping[tuple[Contender, str], Cell]
+    cells: Mapping[tuple[Contender, str], MatrixCell]
     ranks: Mapping[tuple[Contender, str], int]
 
     @property
@@ -64,7 +73,7 @@ class Matrix:
         return tuple(column for _, columns in self.groups for column in columns)
 
 
-def features_in_order(records: Iterable[Record]) -> tuple[str, ...]:
+def list_features(records: Iterable[Record]) -> tuple[str, ...]:
     """Features in the order of first appearance, and `NO_FEATURE` last where a record names none."""
     seen: dict[str, None] = {}
     unnamed = False
@@ -74,19 +83,19 @@ def features_in_order(records: Iterable[Record]) -> tuple[str, ...]:
     return (*seen, NO_FEATURE) if unnamed else tuple(seen)
 
 
-def feature_matrix(records: Sequence[Record]) -> Matrix:
+def build_feature_matrix(records: Sequence[Record]) -> Matrix:
     """Contenders by features; a record counts once in the column of each of its features."""
-    groups = grouped(features_in_order(records), FEATURE_KINDS)
-    return _matrix(records, groups, lambda record: set(record.features) or {NO_FEATURE})
+    groups = group_columns(list_features(records), FEATURE_KINDS)
+    return _build_matrix(records, groups, lambda record: set(record.features) or {NO_FEATURE})
 
 
-def check_matrix(records: Sequence[Record]) -> Matrix:
+def build_check_matrix(records: Sequence[Record]) -> Matrix:
     """Contenders by checks."""
-    groups = grouped((record.check for record in records), CHECK_KINDS)
-    return _matrix(records, groups, lambda record: {record.check})
+    groups = group_columns((record.check for record in records), CHECK_KINDS)
+    return _build_matrix(records, groups, lambda record: {record.check})
 
 
-def _matrix(
+def _build_matrix(
     records: Sequence[Record],
     kinds: Iterable[tuple[str, tuple[str, ...]]],
     place: Callable[[Record], Iterable[str]],
@@ -94,12 +103,15 @@ def _matrix(
     groups: dict[tuple[Contender, str], list[Record]] = {}
     for record in records:
         for column in place(record):
-            groups.setdefault((contender_of(record), column), []).append(record)
-    cells = {key: Cell(count(group), worst_metric(group), _reasons(group)) for key, group in groups.items()}
-    return Matrix(tuple(by_contender(records)), tuple(kinds), cells, _ranks(cells))
+            groups.setdefault((get_contender(record), column), []).append(record)
+    cells = {
+        key: MatrixCell(count_verdicts(group), find_worst_metric(group), _list_reasons(group))
+        for key, group in groups.items()
+    }
+    return Matrix(tuple(group_by_contender(records)), tuple(kinds), cells, _rank_cells(cells))
 
 
-def _ranks(cells: Mapping[tuple[Contender, str], Cell]) -> dict[tuple[Contender, str], int]:
+def _rank_cells(cells: Mapping[tuple[Contender, str], MatrixCell]) -> dict[tuple[Contender, str], int]:
     columns: dict[str, set[tuple[int, float, int]]] = {}
     for (_, column), cell in cells.items():
         columns.setdefault(column, set()).add(cell.goodness)
@@ -107,6 +119,6 @@ def _ranks(cells: Mapping[tuple[Contender, str], Cell]) -> dict[tuple[Contender,
     return {(contender, column): places[column][cell.goodness] for (contender, column), cell in cells.items()}
 
 
-def _reasons(records: Iterable[Record], *, cap: int = 3) -> tuple[str, ...]:
+def _list_reasons(records: Iterable[Record], *, cap: int = 3) -> tuple[str, ...]:
     found = dict.fromkeys(r.reason for r in records if r.reason and r.verdict in (UNSUPPORTED, UNJUDGED))
     return tuple(found)[:cap]

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from cases.masks import Mask
-from cases.moba import Moba
+from cases.moba_mask import Moba
 from conformance import declare
 from conformance.checks import CHECKS
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from conformance.sensitivity import detection
+from conformance.sensitivity import detection_table
 from conformance.truth import tolerances
 
 ROOT = Path(__file__).parent.parent
@@ -194,7 +194,7 @@ def test_every_check_holds_somebody_to_something() -> None:
 
 
 def test_what_only_one_check_sees_is_what_was_measured() -> None:
-    table = detection.load()
+    table = detection_table.load_table()
     assert table is not None
     kills = {row["bug"]: set(row["kills"]) for row in table["bugs"]}
     sections = re.split(r"^## ", CHECKED.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
@@ -222,7 +222,7 @@ def test_the_contract_has_every_declaration() -> None:
 def test_figures_of_the_calibration_are_those_in_force() -> None:
     calibration = json.loads(tolerances.CALIBRATION.read_text(encoding="utf-8"))
     text = NUMERICS.read_text(encoding="utf-8")
-    table = tolerances.default()
+    table = tolerances.load_default_tolerances()
     assert f"rounded up to a whole number, which is {table.limit('f32', 'out').ratio:g}." in " ".join(text.split())
     for row in calibration["rows"]:
         limit = table.limit(row["dtype"], row["observable"])

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from conformance import environment
-from conformance.truth.bounds import Bounded
 from conformance.truth.comparison import compare
-from conformance.truth.roundoff import U, gamma
-from tests.judged import LIMIT
+from conformance.truth.rounding_bounds import Bounded
+from conformance.truth.roundoff import U, compute_gamma
+from tests.comparison_asserts import LIMIT
 
 
 @jax.jit
@@ -37,7 +37,7 @@ def test_a_sum_of_products_is_compiled_soundly(shape: tuple[int, ...], dtype: st
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
     products = np.asarray(x, np.float64) * np.asarray(y, np.float64)
-    bound = (U + gamma(shape[-1])) * np.abs(products).sum(-1)  # each product is rounded, then their sum
+    bound = (U + compute_gamma(shape[-1])) * np.abs(products).sum(-1)  # each product is rounded, then their sum
     assert compare(product_sum(x, y), Bounded(products.sum(-1), bound)).ratio <= LIMIT
 
 
@@ -75,7 +75,7 @@ def test_a_value_that_is_computed_twice_is_equal_to_itself() -> None:
     assert all(bool(jnp.isfinite(gradient).all()) for gradient in gradients)
     # The weights of a row are 1 together: their sums, the quotients and the sum over all rows are rounded.
     rows = np.full(bias.shape, 48.0)
-    assert compare(gradients[2], Bounded(rows, rows * gamma(48 * 200 + 2 * 200 + 1))).ratio <= LIMIT
+    assert compare(gradients[2], Bounded(rows, rows * compute_gamma(48 * 200 + 2 * 200 + 1))).ratio <= LIMIT
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,11 @@ def test_what_is_judged_on_a_gpu_is_compiled_as_for_users(
     monkeypatch.delitem(sys.modules, "jax")
     monkeypatch.setattr(os, "environ", variables)
     monkeypatch.setattr(environment, "NVIDIA_DRIVER", str(tmp_path if driver else tmp_path / "absent"))
-    environment.prepare()
+    environment.prepare_environment()
     assert ("--xla_backend_optimization_level=0" in variables["XLA_FLAGS"].split()) == fast
     # Nor are there trials of what computes a product fastest, which end otherwise each time; what fails is judged with.
     assert ("--xla_gpu_autotune_level=0" in variables["XLA_FLAGS"].split()) == (not fast)
-    assert (environment.default_options() == {"xla_gpu_autotune_level": 4}) == (not fast)
+    assert (environment.build_default_options() == {"xla_gpu_autotune_level": 4}) == (not fast)
     assert "--xla_force_host_platform_device_count=4" in variables["XLA_FLAGS"].split()
     assert ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK" in variables) == (not driver)  # or the compiler would not come up
 
@@ -102,7 +102,7 @@ def test_cycles_are_looked_for_rarely_and_not_among_what_is_there() -> None:
     before = gc.get_threshold()
     gc.set_threshold(700)
     try:
-        environment.collect_rarely()
+        environment.collect_garbage_rarely()
         assert gc.get_threshold()[0] > 7000
         assert gc.get_freeze_count() > 0
     finally:
@@ -122,7 +122,7 @@ def test_libtpu_is_told_where_to_write_schedules_by_each_process_for_itself(
         monkeypatch.setattr(os, "getpid", functools.partial(int, number))
         environment.set_flags()
         seen.append(os.environ["LIBTPU_INIT_ARGS"])
-        assert (found := environment.schedules()) is not None
+        assert (found := environment.find_schedule_folder()) is not None
         assert found.name == f"conformance-schedules-{number}"
     assert seen[1] == seen[0].replace("schedules-7", "schedules-8")
     assert seen[0].startswith("--theirs=1 --xla_jf_dump_to=")
@@ -130,7 +130,7 @@ def test_libtpu_is_told_where_to_write_schedules_by_each_process_for_itself(
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--theirs=1")
     environment.set_flags()
     assert os.environ["LIBTPU_INIT_ARGS"] == "--theirs=1"
-    assert environment.schedules() is None
+    assert environment.find_schedule_folder() is None
 
 
 def ended() -> int:
@@ -174,8 +174,8 @@ def test_schedules_of_another_user_stay(tmp_path: Path, monkeypatch: pytest.Monk
     folder.mkdir()
     os.utime(folder, (0, 0))
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
-    environment._remove_abandoned(tmp_path)
+    environment._remove_abandoned_folders(tmp_path)
     assert folder.exists()
     monkeypatch.undo()
-    environment._remove_abandoned(tmp_path)
+    environment._remove_abandoned_folders(tmp_path)
     assert not folder.exists()

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from conformance import records, runs
 from conformance.error_maps import ErrorMap
-from conformance.judging.evidence import gather
+from conformance.judging.run_aggregation import aggregate_runs
 from conformance.records import FAIL, PASS, Record, RecordFileError, Worst
-from conformance.runs import COMPLETE, Array, End, Kernel, Planned, Recorded, Run
-from reports import html, markdown
+from conformance.runs import COMPLETE, CoveringArraySize, End, Kernel, PlannedJob, RecordedRun, Run
+from reports import html_page, markdown_summary
 
 CASES = tuple(f"train/f32/B1.T{n}.S{n}.N2.K2.H16.V16/causal/normal/s0" for n in (16, 32))
 RUN = Run(
@@ -35,10 +35,10 @@ RUN = Run(
             package="kernels 1.2",
             declared={"behind_mask": "finite"},
             block_lengths=(128,),
-            arrays=(Array(strength=2, combinations=6), Array(strength=2, combinations=0)),
+            arrays=(CoveringArraySize(strength=2, combinations=6), CoveringArraySize(strength=2, combinations=0)),
         )
     },
-    jobs=tuple(Planned("kernel", case, ("forward",), (row, "")) for case, row in zip(CASES, "01", strict=True)),
+    jobs=tuple(PlannedJob("kernel", case, ("forward",), (row, "")) for case, row in zip(CASES, "01", strict=True)),
     whole={"kernel": 3},
     id="ab12",
 )
@@ -67,11 +67,11 @@ FAILED = dataclasses.replace(
 LINES = [
     line
     for text in (
-        runs.run_line(RUN),
-        runs.job_lines(0, [PASSED]),
-        runs.job_lines(1, [FAILED]),
-        runs.probe_line(FAILED),
-        runs.end_line(End(ended="2026-01-01T00:01:00+00:00", how=COMPLETE, jobs=2, seconds=60.0)),
+        runs.serialize_run(RUN),
+        runs.serialize_job(0, [PASSED]),
+        runs.serialize_job(1, [FAILED]),
+        runs.serialize_probe(FAILED),
+        runs.serialize_end(End(ended="2026-01-01T00:01:00+00:00", how=COMPLETE, jobs=2, seconds=60.0)),
     )
     for line in text.splitlines()
 ]
@@ -162,9 +162,9 @@ def check_reading(content: bytes, reports: Callable[..., str] | None = None) -> 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "r.jsonl"
         path.write_bytes(content)
-        found = [_read(read, path) for read in (runs.read, records.read_jsonl)]
+        found = [_read(read, path) for read in (runs.read_runs, records.read_jsonl)]
         if reports is not None and found[0]:
-            judged, info = gather(found[0], command="report")
+            judged, info = aggregate_runs(found[0], command="report")
             reports(judged, info)
 
 
@@ -188,7 +188,7 @@ def test_a_changed_file_is_read_or_refused_with_one_line(content: bytes) -> None
 @settings(max_examples=120, deadline=None)
 @given(MUTATED)
 def test_what_is_read_of_a_changed_file_can_be_summed_up(content: bytes) -> None:
-    check_reading(content, markdown.render)
+    check_reading(content, markdown_summary.format_markdown)
 
 
 @pytest.mark.nightly
@@ -202,13 +202,13 @@ def test_many_changed_files(content: bytes) -> None:
 @settings(max_examples=200, deadline=None)
 @given(MUTATED)
 def test_many_changed_files_can_be_shown(content: bytes) -> None:
-    check_reading(content, html.render)
+    check_reading(content, html_page.render_page)
 
 
 def test_the_file_that_is_changed_is_one(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text("".join(f"{line}\n" for line in LINES))
-    (found,) = runs.read(tmp_path / "r.jsonl")
-    assert isinstance(found, Recorded)
+    (found,) = runs.read_runs(tmp_path / "r.jsonl")
+    assert isinstance(found, RecordedRun)
     assert found.run == RUN
     assert found.is_complete
     assert {number: len(done) for number, done in found.done.items()} == {0: 1, 1: 1}

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from conformance import cli, output_files, records, runs
-from conformance.judging.journal import CannotWrite, Journal
+from conformance.judging.journal import Journal, JournalWriteError
 from conformance.output_files import PAGE, RECORDS, SUMMARY, TABLE, OutputRefused, check_output, write_text
 from conformance.records import PASS, Record
 from conformance.runs import COMPLETE, Run
-from tests.processes import PATIENCE
+from tests.process_helpers import COMMAND_TIMEOUT
 
 CASE = "train/f32/B1.T2.S4.N2.K2.H4.V4/full/normal/s0"
 RUN = Run(started="2026-01-01T00:00:00+00:00", command="run --impl=kernel.py:attention", level="quick")
@@ -29,21 +29,21 @@ def record() -> Record:
 
 
 def run(*arguments: str) -> int:
-    return cli.main(cli.parser().parse_args(arguments))
+    return cli.main(cli.build_parser().parse_args(arguments))
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    (tmp_path / "r.jsonl").write_text(records.to_json(record()) + "\n")
+    (tmp_path / "r.jsonl").write_text(records.serialize_record(record()) + "\n")
     return tmp_path
 
 
 OURS = [
-    (RECORDS, records.to_json(record()) + "\n"),
-    (RECORDS, runs.run_line(RUN) + "\n"),
-    (RECORDS, runs.run_line(RUN)[:60]),
+    (RECORDS, records.serialize_record(record()) + "\n"),
+    (RECORDS, runs.serialize_run(RUN) + "\n"),
+    (RECORDS, runs.serialize_run(RUN)[:60]),
     (RECORDS, '{"implementation": "k", "schema": "attention-conformance/measurement/1"}\n'),
     (SUMMARY, "## Attention conformance\n"),
     (TABLE, '{"schema": "attention-conformance/tuned/1", "entries": []}\n'),
@@ -170,7 +170,7 @@ def test_a_second_run_into_one_file_is_refused_and_told_which_is_the_first(
     first.add([record()])
     before = (folder / "r.jsonl").read_bytes()
     for again in ({}, kept):
-        with pytest.raises(CannotWrite) as raised:
+        with pytest.raises(JournalWriteError) as raised:
             Journal([folder / "new.jsonl", folder / "r.jsonl"], RUN, again)
         assert "r.jsonl" in str(raised.value)
         assert RUN.command in str(raised.value)
@@ -204,10 +204,10 @@ def test_a_process_that_is_killed_leaves_no_lock(folder: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "locked\n"
-    with pytest.raises(CannotWrite, match=r"r\.jsonl is written by another run that has not ended .*: first"):
+    with pytest.raises(JournalWriteError, match=r"r\.jsonl is written by another run that has not ended .*: first"):
         Journal([Path("r.jsonl")], RUN)
     process.kill()
-    process.communicate(timeout=PATIENCE)
+    process.communicate(timeout=COMMAND_TIMEOUT)
     Journal([Path("r.jsonl")], RUN).end(COMPLETE)
 
 
@@ -216,5 +216,5 @@ def test_a_file_that_another_run_has_replaced_is_not_locked(folder: Path) -> Non
     os.replace("r.jsonl", "moved")
     Path("r.jsonl").touch()
     with pytest.raises(OutputRefused, match=r"r\.jsonl is written by another run"):
-        output_files.lock(descriptor, Path("r.jsonl"))
+        output_files.lock_file(descriptor, Path("r.jsonl"))
     os.close(descriptor)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import PATIENCE
+from tests.process_helpers import COMMAND_TIMEOUT
 
 ROOT = Path(__file__).parent.parent
 CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/normal/s0"
@@ -59,7 +59,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=PATIENCE,
+        timeout=COMMAND_TIMEOUT,
     )
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from cases import mask_spec
-from cases.case import FEATURES, OPT_IN, parse
+from cases.case import FEATURES, OPT_IN, parse_case_id
 from conformance import Implementation, cli
-from conformance.asking.scopes import SCOPES
-from conformance.calling import registry
+from conformance.check_api.scopes import SCOPES
 from conformance.checks import CHECKS
-from conformance.judging import plan, settings
+from conformance.execution import implementation_registry
+from conformance.judging import run_plan, settings
 from conformance.judging.runner import Runner
 from conformance.records import FAIL, PASS, RED, VERDICTS
 from impls.catalogue import MODULES
@@ -67,7 +67,7 @@ def test_the_readme_example_fails_as_the_readme_says(
     assert console is not None
     (tmp_path / "kernel.py").write_text(kernel[1])
     monkeypatch.chdir(tmp_path)
-    arguments = cli.parser().parse_args(console[1].split())
+    arguments = cli.build_parser().parse_args(console[1].split())
     assert cli.main(arguments) == 1
     assert rounded(console[2].strip()) in rounded(capsys.readouterr().out)
 
@@ -89,9 +89,9 @@ def test_a_kernel_wrapped_as_the_readme_says_conforms(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(kernels, "flash_attention", flash_attention, raising=False)
     monkeypatch.setitem(sys.modules, "my_kernels", kernels)
-    attention = registry.find(f"{tmp_path}/flash.py:attention")
-    case = parse("train/f32/B1.T16.S16.N4.K2.H16.V16/causal/softcap30/normal/s0")
-    found = Runner(settings.Settings()).run(plan.single(attention, case).jobs)
+    attention = implementation_registry.find_implementation(f"{tmp_path}/flash.py:attention")
+    case = parse_case_id("train/f32/B1.T16.S16.N4.K2.H16.V16/causal/softcap30/normal/s0")
+    found = Runner(settings.Settings()).run(run_plan.plan_case(attention, case).jobs)
     assert [record for record in found if record.verdict in RED] == []
     assert {"out", "logsumexp"} <= {record.observable for record in found if record.verdict == PASS}
     assert "sinks" in attention.unsupported
@@ -100,11 +100,11 @@ def test_a_kernel_wrapped_as_the_readme_says_conforms(tmp_path: Path, monkeypatc
 def test_the_kernel_of_functions_in_the_contract_conforms(tmp_path: Path) -> None:
     source = next(text for text in blocks(PAGES["docs/contract.md"], "python") if text.startswith("# functions.py"))
     (tmp_path / "functions.py").write_text(source)
-    attention = registry.find(f"{tmp_path}/functions.py:attention")
+    attention = implementation_registry.find_implementation(f"{tmp_path}/functions.py:attention")
     for options in ("lengths-7-16/score-cap", "causal/softcap2/score-rows"):
-        case = parse(f"train/f32/B2.T12.S16.N4.K2.H16.V8/{options}/normal/s0")
+        case = parse_case_id(f"train/f32/B2.T12.S16.N4.K2.H16.V8/{options}/normal/s0")
         checks = [check for check in CHECKS if check.name in ("forward", "gradients", "arguments", "poison")]
-        found = Runner(settings.Settings()).run(plan.single(attention, case, checks).jobs)
+        found = Runner(settings.Settings()).run(run_plan.plan_case(attention, case, checks).jobs)
         assert [record for record in found if record.verdict in RED] == []
         assert {"out", "dq", "dk", "dv"} <= {record.observable for record in found if record.verdict == PASS}
     assert "segment_ids" in attention.unsupported
@@ -133,9 +133,9 @@ def attention(q, k, v, *, mask, soft_cap, bias):
     return jnp.einsum("bnts,bsnh->btnh", softmax(x), {values})
 """
     )
-    attention = registry.find(f"{tmp_path}/own.py:attention")
-    case = parse("prefill/f32/B1.T8.S16.N2.K2.H16.V16/lengths-12/softcap2/biashead/large/s0")
-    found = Runner(settings.Settings()).run(plan.single(attention, case).jobs)
+    attention = implementation_registry.find_implementation(f"{tmp_path}/own.py:attention")
+    case = parse_case_id("prefill/f32/B1.T8.S16.N2.K2.H16.V16/lengths-12/softcap2/biashead/large/s0")
+    found = Runner(settings.Settings()).run(run_plan.plan_case(attention, case).jobs)
     failed = {record.check for record in found if record.verdict == FAIL}
     assert failed == {"poison"} if wrong == "reads behind the mask" else "forward" in failed
 
@@ -144,7 +144,7 @@ def attention(q, k, v, *, mask, soft_cap, bias):
 def test_every_command_is_one(page: str) -> None:
     text = "\n".join((*blocks(PAGES[page], "sh", "console", "yaml"), *names(PAGES[page])))
     for command in re.findall(r"(?<!-m )python -m conformance ([a-z].*)", text):
-        cli.parser().parse_args(shlex.split(command, comments=True))
+        cli.build_parser().parse_args(shlex.split(command, comments=True))
 
 
 def test_the_pages_have_commands() -> None:
@@ -175,7 +175,7 @@ def test_every_example_in_python_is_python(page: str) -> None:
 def test_every_setting_is_one(page: str, tmp_path: Path) -> None:
     for text in blocks(PAGES[page], "toml"):
         (tmp_path / "pyproject.toml").write_text(text)
-        settings.load(tmp_path)
+        settings.load_settings(tmp_path)
 
 
 def test_the_implementation_of_the_docs_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_every_verdict_is_described() -> None:
 def test_every_implementation_of_ours_is_described() -> None:
     named = {name for cell, _ in rows("docs/implementations.md", "name", "what it is") for name in names(cell)}
     ours = {name for name, module in MODULES.items() if not module.startswith("impls.upstream.")}
-    assert ours <= named <= set(registry.names())
+    assert ours <= named <= set(implementation_registry.list_implementations())
 
 
 def test_files_that_the_recipes_name_are_there() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conformance import record_schema, records, runs
-from conformance.error_maps import MOST_CELLS, ErrorMap
+from conformance.error_maps import MAX_CELLS, ErrorMap
 from conformance.records import FAIL, PASS, UNJUDGED, Record, RecordFileError, Worst
 
 RECORD = Record(
@@ -29,9 +29,9 @@ RECORD = Record(
 
 
 def test_a_record_comes_back_as_it_was() -> None:
-    line = records.to_json(RECORD)
+    line = records.serialize_record(RECORD)
     json.loads(line, parse_constant=pytest.fail)  # strict JSON has no NaN and no Infinity
-    found = records.from_json(line)
+    found = records.parse_record(line)
     assert found.worst is not None
     assert math.isnan(found.worst.got)
     assert dataclasses.replace(found, worst=None) == dataclasses.replace(RECORD, worst=None)
@@ -47,18 +47,18 @@ def test_files_are_sorted_and_read_back(tmp_path: Path) -> None:
 def test_the_worse_of_two_answers_counts_whichever_comes_first() -> None:
     passed = dataclasses.replace(RECORD, verdict=PASS)
     unjudged = dataclasses.replace(RECORD, verdict=UNJUDGED)
-    assert records.merge([RECORD], [passed]) == records.merge([passed], [RECORD]) == [RECORD]
-    assert records.merge([unjudged], [passed]) == [passed]
+    assert records.merge_records([RECORD], [passed]) == records.merge_records([passed], [RECORD]) == [RECORD]
+    assert records.merge_records([unjudged], [passed]) == [passed]
 
 
 def test_answers_of_two_runs_stand_beside_each_other() -> None:
     passed = dataclasses.replace(RECORD, verdict=PASS, run="jax 0.12.0")
-    assert records.merge([RECORD], [passed]) == [RECORD, passed]
+    assert records.merge_records([RECORD], [passed]) == [RECORD, passed]
 
 
 def test_a_torn_last_line_is_noted_and_loses_nothing_else(tmp_path: Path) -> None:
     first = dataclasses.replace(RECORD, worst=None)
-    line = records.to_json(first)
+    line = records.serialize_record(first)
     (tmp_path / "r.jsonl").write_text(f"{line}\n{line[:40]}")
     found, note = records.read_lines(tmp_path / "r.jsonl")
     assert [record for _, record in found] == [first]
@@ -72,13 +72,13 @@ def test_a_torn_last_line_is_noted_and_loses_nothing_else(tmp_path: Path) -> Non
 @pytest.mark.parametrize("line", ["", "3", "null", "[]", "{}", '{"schema": "attention-conformance/record/1"}', "{"])
 def test_what_is_no_record_is_named_by_file_and_line(line: str, tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
-    file.write_text(records.to_json(RECORD) + "\n" + line + "\n")
+    file.write_text(records.serialize_record(RECORD) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=r"r\.jsonl:2 is not a conformance record"):
         records.read_jsonl(file)
 
 
 def test_an_unknown_field_is_refused(tmp_path: Path) -> None:
-    data = json.loads(records.to_json(RECORD)) | {"surprise": 1}
+    data = json.loads(records.serialize_record(RECORD)) | {"surprise": 1}
     (tmp_path / "r.jsonl").write_text(json.dumps(data) + "\n")
     with pytest.raises(ValueError, match="surprise"):
         records.read_jsonl(tmp_path / "r.jsonl")
@@ -97,7 +97,7 @@ def test_an_unknown_field_is_refused(tmp_path: Path) -> None:
 )
 def test_a_pass_that_its_own_figures_deny_is_refused(figures: dict[str, object], tmp_path: Path) -> None:
     none = dict.fromkeys(("ratio", "limit", "rms", "rms_limit"))
-    data = json.loads(records.to_json(dataclasses.replace(RECORD, verdict=PASS))) | none | figures
+    data = json.loads(records.serialize_record(dataclasses.replace(RECORD, verdict=PASS))) | none | figures
     (tmp_path / "r.jsonl").write_text(json.dumps(data) + "\n")
     with pytest.raises(ValueError, match=r"r\.jsonl:1 .* a pass whose r"):
         records.read_jsonl(tmp_path / "r.jsonl")
@@ -105,17 +105,17 @@ def test_a_pass_that_its_own_figures_deny_is_refused(figures: dict[str, object],
 
 def test_a_pass_at_its_limit_is_one() -> None:
     passed = dataclasses.replace(RECORD, verdict=PASS, ratio=4.0, limit=4.0, rms=0.9, rms_limit=0.9, worst=None)
-    assert records.from_json(records.to_json(passed)) == passed
+    assert records.parse_record(records.serialize_record(passed)) == passed
 
 
 def test_figures_come_back_and_a_line_without_them_is_read_too() -> None:
     measured = dataclasses.replace(RECORD, worst=None, figures={"compile_seconds": 1.5, "temporary_bytes": math.inf})
-    line = records.to_json(measured)
+    line = records.serialize_record(measured)
     json.loads(line, parse_constant=pytest.fail)
-    assert records.from_json(line) == measured
-    plain = records.to_json(dataclasses.replace(RECORD, worst=None))
+    assert records.parse_record(line) == measured
+    plain = records.serialize_record(dataclasses.replace(RECORD, worst=None))
     assert "figures" not in plain
-    assert records.from_json(plain).figures == {}
+    assert records.parse_record(plain).figures == {}
 
 
 DRAWN = ErrorMap(
@@ -133,12 +133,12 @@ DRAWN = ErrorMap(
 
 def test_a_pattern_and_its_picture_come_back_and_most_lines_have_none() -> None:
     seen = dataclasses.replace(RECORD, worst=None, pattern="only the last row; there zero", error_map=DRAWN)
-    assert records.from_json(records.to_json(seen)) == seen
-    assert hash(records.from_json(records.to_json(seen))) == hash(seen)
-    plain = records.to_json(dataclasses.replace(RECORD, worst=None))
+    assert records.parse_record(records.serialize_record(seen)) == seen
+    assert hash(records.parse_record(records.serialize_record(seen))) == hash(seen)
+    plain = records.serialize_record(dataclasses.replace(RECORD, worst=None))
     assert "pattern" not in plain
     assert "error_map" not in plain
-    assert (records.from_json(plain).pattern, records.from_json(plain).error_map) == ("", None)
+    assert (records.parse_record(plain).pattern, records.parse_record(plain).error_map) == ("", None)
 
 
 def test_a_pattern_is_one_line_that_shows() -> None:
@@ -147,16 +147,16 @@ def test_a_pattern_is_one_line_that_shows() -> None:
 
 
 def test_a_picture_is_small() -> None:
-    full = dataclasses.replace(DRAWN, cells=("8" * MOST_CELLS,) * MOST_CELLS, mask=("2" * MOST_CELLS,) * MOST_CELLS)
-    assert len(records.to_json(dataclasses.replace(RECORD, error_map=full))) < 2000
+    full = dataclasses.replace(DRAWN, cells=("8" * MAX_CELLS,) * MAX_CELLS, mask=("2" * MAX_CELLS,) * MAX_CELLS)
+    assert len(records.serialize_record(dataclasses.replace(RECORD, error_map=full))) < 2000
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {"cells": ["<b>"]},
-        {"cells": ["0" * (MOST_CELLS + 1)]},
-        {"cells": ["0"] * (MOST_CELLS + 1)},
+        {"cells": ["0" * (MAX_CELLS + 1)]},
+        {"cells": ["0"] * (MAX_CELLS + 1)},
         {"cells": ["00", "0"]},
         {"cells": "00"},
         {"cells": [3]},
@@ -183,7 +183,7 @@ def test_a_picture_is_small() -> None:
     ],
 )
 def test_a_picture_of_other_types_and_sizes_is_refused(changed: dict[str, object], tmp_path: Path) -> None:
-    data = json.loads(records.to_json(dataclasses.replace(RECORD, error_map=DRAWN)))
+    data = json.loads(records.serialize_record(dataclasses.replace(RECORD, error_map=DRAWN)))
     data["error_map"] |= changed
     file = tmp_path / "r.jsonl"
     file.write_text(json.dumps(data) + "\n")
@@ -213,9 +213,9 @@ def test_a_picture_of_other_types_and_sizes_is_refused(changed: dict[str, object
     ],
 )
 def test_a_field_of_another_type_is_named(field: str, value: object) -> None:
-    data = json.loads(records.to_json(RECORD)) | {field: value}
+    data = json.loads(records.serialize_record(RECORD)) | {field: value}
     with pytest.raises(ValueError, match=rf"`\$\.{field}"):
-        records.from_json(json.dumps(data))
+        records.parse_record(json.dumps(data))
 
 
 def test_the_schema_has_the_fields_that_are_written() -> None:
@@ -225,7 +225,7 @@ def test_the_schema_has_the_fields_that_are_written() -> None:
         (ErrorMap, record_schema.ErrorMapFields, set()),
         (runs.Run, record_schema.RunLine, set()),
         (runs.Kernel, record_schema.KernelFields, set()),
-        (runs.Array, record_schema.ArrayFields, set()),
+        (runs.CoveringArraySize, record_schema.ArrayFields, set()),
         (runs.End, record_schema.EndLine, set()),
     ]
     for written, decoded, left_out in pairs:
@@ -234,11 +234,11 @@ def test_the_schema_has_the_fields_that_are_written() -> None:
 
 
 def test_a_line_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "r.jsonl").write_bytes(records.to_json(RECORD).encode() + b"\n\xff\n")
+    (tmp_path / "r.jsonl").write_bytes(records.serialize_record(RECORD).encode() + b"\n\xff\n")
     with pytest.raises(RecordFileError, match="at byte"):
         records.read_jsonl(tmp_path / "r.jsonl")
 
 
 def test_half_a_surrogate_pair_is_written_as_its_escape() -> None:
-    line = records.strict({"command": "run \udcff"})
+    line = records.serialize_strict_json({"command": "run \udcff"})
     assert json.loads(line) == {"command": "run \\udcff"}

@@ -9,7 +9,7 @@ import pytest
 
 from conformance import records, runs
 from conformance.records import FAIL, PASS, Record
-from conformance.runs import COMPLETE, Array, End, Kernel, Planned, Run
+from conformance.runs import COMPLETE, CoveringArraySize, End, Kernel, PlannedJob, Run
 
 CASES = ("train/f32/a", "train/f32/b", "train/f32/c")
 KERNEL = Kernel(
@@ -18,7 +18,7 @@ KERNEL = Kernel(
     declared={"behind_mask": "finite", "arithmetic": {"products": "exact"}},
     asks_less=('behind_mask="finite"',),
     block_lengths=(128,),
-    arrays=(Array(strength=2, combinations=6), Array(strength=2, combinations=0)),
+    arrays=(CoveringArraySize(strength=2, combinations=6), CoveringArraySize(strength=2, combinations=0)),
     declined=1,
 )
 RUN = Run(
@@ -30,7 +30,7 @@ RUN = Run(
     environment={"jax": "0.10.2"},
     tolerances=({"dtype": "f32", "limit": 4.0},),
     kernels={"kernel": KERNEL},
-    jobs=tuple(Planned("kernel", case, ("forward",), (row, "")) for case, row in zip(CASES, "012", strict=True)),
+    jobs=tuple(PlannedJob("kernel", case, ("forward",), (row, "")) for case, row in zip(CASES, "012", strict=True)),
     whole={"kernel": 3},
 )
 END = End(ended="2026-01-01T00:01:00+00:00", how=COMPLETE, jobs=3, seconds=60.0)
@@ -43,14 +43,14 @@ def passed(case: str) -> Record:
 
 
 def text(*, jobs: int = 3, run: Run = RUN, end: End | None = END) -> str:
-    lines = runs.run_line(run) + "\n"
-    lines += "".join(runs.job_lines(number, [passed(case)]) for number, case in enumerate(CASES[:jobs]))
-    return lines + (runs.end_line(end) + "\n" if end is not None else "")
+    lines = runs.serialize_run(run) + "\n"
+    lines += "".join(runs.serialize_job(number, [passed(case)]) for number, case in enumerate(CASES[:jobs]))
+    return lines + (runs.serialize_end(end) + "\n" if end is not None else "")
 
 
-def read(tmp_path: Path, content: str, name: str = "r.jsonl") -> list[runs.Recorded]:
+def read(tmp_path: Path, content: str, name: str = "r.jsonl") -> list[runs.RecordedRun]:
     (tmp_path / name).write_text(content)
-    return runs.read(tmp_path / name)
+    return runs.read_runs(tmp_path / name)
 
 
 def test_a_run_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_files_that_were_joined_are_runs_beside_each_other(tmp_path: Path) -> No
 
 
 def test_older_files_are_records_without_a_run(tmp_path: Path) -> None:
-    (found,) = read(tmp_path, records.to_json(passed("train/f32/a")) + "\n")
+    (found,) = read(tmp_path, records.serialize_record(passed("train/f32/a")) + "\n")
     assert found.run is None
     assert found.records == [passed("train/f32/a")]
     assert read(tmp_path, "") == []
@@ -99,7 +99,7 @@ def test_older_files_are_records_without_a_run(tmp_path: Path) -> None:
 )
 def test_what_is_no_word_of_a_run_is_named_by_file_and_line(line: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"r\.jsonl:2 is no"):
-        read(tmp_path, runs.run_line(RUN) + "\n" + line + "\n")
+        read(tmp_path, runs.serialize_run(RUN) + "\n" + line + "\n")
 
 
 @pytest.mark.parametrize(
@@ -115,26 +115,26 @@ def test_a_record_that_answers_another_question_than_its_job_is_refused(
 ) -> None:
     record = dataclasses.replace(passed(CASES[0]), **changed)  # type: ignore[arg-type] # each is text
     with pytest.raises(ValueError, match=rf"r\.jsonl:3 is no word of a conformance run: {why}"):
-        read(tmp_path, runs.run_line(RUN) + "\n" + runs.job_lines(0, [record]))
+        read(tmp_path, runs.serialize_run(RUN) + "\n" + runs.serialize_job(0, [record]))
 
 
 def test_a_record_of_a_kernel_that_the_run_does_not_judge_is_refused(tmp_path: Path) -> None:
     stranger = dataclasses.replace(passed("*"), implementation="other")
-    for line in (records.to_json(stranger) + "\n", runs.probe_line(stranger)):
+    for line in (records.serialize_record(stranger) + "\n", runs.serialize_probe(stranger)):
         with pytest.raises(ValueError, match="the run judges kernel, and has a record of other"):
             read(tmp_path, text(end=None) + line)
 
 
 def test_a_job_that_is_there_twice_has_both_answers(tmp_path: Path) -> None:
     failed = dataclasses.replace(passed(CASES[0]), verdict=FAIL)
-    again = runs.job_lines(0, [failed]) + runs.job_lines(0, [passed(CASES[0])])
-    (found,) = read(tmp_path, runs.run_line(RUN) + "\n" + again)
-    assert records.merge(found.records) == [failed]
+    again = runs.serialize_job(0, [failed]) + runs.serialize_job(0, [passed(CASES[0])])
+    (found,) = read(tmp_path, runs.serialize_run(RUN) + "\n" + again)
+    assert records.merge_records(found.records) == [failed]
 
 
 def test_what_tells_most_comes_first_of_what_differs() -> None:
     one = RUN.provenance("kernel")
     changed = dataclasses.replace(RUN, environment={"jax": "0.12.0"}, kernels={"kernel": Kernel(source="abd")})
-    found = runs.differences(one, changed.provenance("kernel"))
+    found = runs.list_differences(one, changed.provenance("kernel"))
     assert found == ["declared", "package", "source", "jax"]
-    assert runs.differences(one, one) == []
+    assert runs.list_differences(one, one) == []

@@ -20,11 +20,11 @@ ALLOWED = {
     "impls": {"impls", "cases", "conformance.contract", "conformance.tunable"},
     "reports": {
         "reports",
-        "cases.operands",
+        "cases.operand_registry",
         "conformance.records",
         "conformance.output_files",
         "conformance.error_maps",
-        "conformance.bench.measurements",
+        "conformance.measurements",
     },
     "conformance": {"conformance", "cases"},
 }

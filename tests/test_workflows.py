@@ -92,7 +92,7 @@ def test_what_a_workflow_runs_is_there(text: str, pytestconfig: pytest.Config) -
 def test_groups_that_a_workflow_judges_are_ones() -> None:
     groups = {word.partition("=")[2] for command in commands(OURS) for word in command if word.startswith("--impl=")}
     assert groups
-    assert groups <= set(settings.load(ROOT).groups)
+    assert groups <= set(settings.load_settings(ROOT).groups)
 
 
 def test_the_workflow_asks_of_the_newest_jax_what_the_gate_asks() -> None:

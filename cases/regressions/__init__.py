@@ -6,13 +6,13 @@ kernel which has the bug fails under the bug's name.
 
 from __future__ import annotations
 
-from cases.regressions.features import FEATURES
-from cases.regressions.masks import MASKS
-from cases.regressions.numerics import NUMERICS
+from cases.regressions.mask_regressions import MASKS
+from cases.regressions.numeric_regressions import NUMERICS
+from cases.regressions.operand_regressions import FEATURES
 from cases.regressions.regression import Regression
-from cases.regressions.rows import ROWS
+from cases.regressions.row_regressions import ROWS
 
-__all__ = ["REGRESSIONS", "Regression", "by_case"]
+__all__ = ["REGRESSIONS", "Regression", "find_regression"]
 
 REGRESSIONS: tuple[Regression, ...] = (*MASKS, *ROWS, *FEATURES, *NUMERICS)
 """All of them, by subject."""
@@ -20,6 +20,6 @@ REGRESSIONS: tuple[Regression, ...] = (*MASKS, *ROWS, *FEATURES, *NUMERICS)
 _BY_CASE = {regression.case.id: regression for regression in REGRESSIONS}
 
 
-def by_case(case_id: str) -> Regression | None:
+def find_regression(case_id: str) -> Regression | None:
     """The regression whose case has this id, or None. No two regressions share a case."""
     return _BY_CASE.get(case_id)

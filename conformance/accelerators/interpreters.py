@@ -27,23 +27,23 @@ _PRIVATE = "jax._src.pallas.mosaic.interpret"
 _PRIVATE_GPU = "jax._src.pallas.mosaic_gpu.interpret"
 _CORES = 2
 _RACE = re.compile(r"RACE DETECTED\n(?:[ ]{2}.*\n?)+")
-_ACCESS = re.compile(r"^ {2}((?:read|write) of .*?)$", re.MULTILINE)
-_RAISED = re.compile(r"^(\w+(?:Error|Exception)): (.*)$", re.MULTILINE)
+_RACE_ACCESS = re.compile(r"^ {2}((?:read|write) of .*?)$", re.MULTILINE)
+_RAISED_ERROR = re.compile(r"^(\w+(?:Error|Exception)): (.*)$", re.MULTILINE)
 
 
-def seeds(platform: str | None) -> range:
+def list_seeds(platform: str | None) -> range:
     """The seeds that kernels for `platform` are run with: programs of a GPU run one after the other, in one order."""
     return range(1 if platform == "gpu" else SEEDS)
 
 
-def parameters(seed: int, platform: str | None = "tpu") -> Any:
+def build_parameters(seed: int, platform: str | None = "tpu") -> Any:
     """Strict parameters: NaN in fresh memory, races detected, out-of-bounds reads raise; on TPUs two cores.
 
     Args:
       seed: of the order in which the parallel dimensions of a TPU's grid are run.
       platform: `"tpu"` or `"gpu"`.
     """
-    kind: Any = _tpu().InterpretParams
+    kind: Any = _load_tpu().InterpretParams
     options: dict[str, Any] = {
         "detect_races": True,
         "out_of_bounds_reads": "raise",
@@ -59,33 +59,35 @@ def parameters(seed: int, platform: str | None = "tpu") -> Any:
 
 
 @contextlib.contextmanager
-def races() -> Iterator[list[str]]:
+def capture_races() -> Iterator[list[str]]:
     """A list of what races within the context, one line each, filled when it ends.
 
     The interpreter starts and ends afresh: after an error its state would be that of the kernel that failed.
     """
     found: list[str] = []
     printed = io.StringIO()
-    _reset()
+    _reset_interpreters()
     try:
         with (
-            _heard(f"{_PRIVATE}.race_detection_state", _to(printed)),
-            _heard(None, _to(printed)),
-            _heard("jax._src.callback", logging.NullHandler()),  # tracebacks of what the caller gets as an exception
+            _redirect_logger(f"{_PRIVATE}.race_detection_state", _build_race_handler(printed)),
+            _redirect_logger(None, _build_race_handler(printed)),
+            _redirect_logger(
+                "jax._src.callback", logging.NullHandler()
+            ),  # tracebacks of what the caller gets as an exception
             contextlib.redirect_stdout(printed),
         ):
             yield found
     finally:
         text = printed.getvalue()
-        found += [_told(race) for race in _RACE.findall(text)]
-        if not found and _flag():
+        found += [_format_race(race) for race in _RACE.findall(text)]
+        if not found and _has_race_flag():
             found.append("two accesses, of which nothing more is said")
-        _reset()
+        _reset_interpreters()
         if rest := _RACE.sub("", text).strip("\n"):  # what the kernel itself printed
             print(rest, file=sys.stdout)
 
 
-def _to(stream: io.StringIO) -> logging.Handler:
+def _build_race_handler(stream: io.StringIO) -> logging.Handler:
     """A handler that writes races to the stream, and nothing else."""
     handler = logging.StreamHandler(stream)
     handler.addFilter(lambda record: "RACE DETECTED" in record.getMessage())
@@ -93,7 +95,7 @@ def _to(stream: io.StringIO) -> logging.Handler:
 
 
 @contextlib.contextmanager
-def _heard(name: str | None, handler: logging.Handler) -> Iterator[None]:
+def _redirect_logger(name: str | None, handler: logging.Handler) -> Iterator[None]:
     """What the logger says goes to `handler`, and not to the loggers above it. None is the root logger."""
     logger = logging.getLogger(name)
     propagates, logger.propagate = logger.propagate, False
@@ -105,24 +107,24 @@ def _heard(name: str | None, handler: logging.Handler) -> Iterator[None]:
         logger.propagate = propagates
 
 
-def what_it_raised(error: BaseException) -> str:
+def format_interpreter_error(error: BaseException) -> str:
     """The interpreter's own error, which reaches the caller wrapped in that of a callback; else the first line."""
     text = str(error)
-    if raised := _RAISED.findall(text):
+    if raised := _RAISED_ERROR.findall(text):
         name, words = raised[-1]
         return f"{name}: {words}"
     first = text.strip().split("\n")[0]
     return f"{type(error).__name__}: {first}"
 
 
-def _tpu() -> Any:
+def _load_tpu() -> Any:
     """Loaded when it is asked for: a process that interprets nothing starts a fifth of a second sooner without it."""
     return importlib.import_module("jax.experimental.pallas.tpu")
 
 
-def _reset() -> None:
+def _reset_interpreters() -> None:
     """Forget the kernel that ran, and the effects of one that failed, whose error JAX would raise again and again."""
-    _tpu().reset_tpu_interpret_mode_state()
+    _load_tpu().reset_tpu_interpret_mode_state()
     if (gpu := sys.modules.get(f"{_PRIVATE_GPU}.gpu_callbacks")) is not None:
         gpu.reset_gpu_interpret_mode_state()
     with contextlib.suppress(Exception):  # of a kernel that failed, whose error has been told
@@ -130,11 +132,11 @@ def _reset() -> None:
     importlib.import_module("jax._src.dispatch").runtime_tokens.clear()  # which a failed barrier leaves as they were
 
 
-def _told(race: str) -> str:
-    return " and ".join(_ACCESS.findall(race)) or race.strip().replace("\n", " ")
+def _format_race(race: str) -> str:
+    return " and ".join(_RACE_ACCESS.findall(race)) or race.strip().replace("\n", " ")
 
 
-def _flag() -> bool:
+def _has_race_flag() -> bool:
     """Whether the last kernel raced, by the interpreter's own flag."""
     states = (
         getattr(importlib.import_module(f"{_PRIVATE}.interpret_pallas_call"), "races", None),

@@ -48,7 +48,7 @@ class Toolchain:
     @property
     def missing(self) -> str | None:
         """Why nothing can be compiled here, or None if the compiler is there."""
-        absent = [module for module in self.modules if not _importable(module)]
+        absent = [module for module in self.modules if not _is_importable(module)]
         if not absent and self.programs is not None and self.programs() is None:
             absent = [self.programs_are]
         if not absent:
@@ -77,28 +77,28 @@ class CompileTarget:
     topology: Mapping[str, str] = dataclasses.field(hash=False)
 
 
-def cuda_toolkit() -> Path | None:
+def find_cuda_toolkit() -> Path | None:
     """The folder with `bin/ptxas` and `nvvm/libdevice`: `CUDA_HOME`, the usual place, or that of the wheels."""
     places = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
-    places += [Path("/usr/local/cuda"), *_wheels()]
+    places += [Path("/usr/local/cuda"), *_list_wheel_folders()]
     return next((p for p in places if (p / "bin/ptxas").is_file() and (p / "nvvm/libdevice").is_dir()), None)
 
 
-def disassembler() -> Path | None:
+def find_disassembler() -> Path | None:
     """`nvdisasm`: of the toolkit, of the wheels, or wherever programs are found."""
     places = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
-    places += [Path("/usr/local/cuda"), *_wheels()]
+    places += [Path("/usr/local/cuda"), *_list_wheel_folders()]
     found = next((place / "bin/nvdisasm" for place in places if (place / "bin/nvdisasm").is_file()), None)
     elsewhere = shutil.which("nvdisasm")
     return found or (Path(elsewhere) if elsewhere else None)
 
 
-def _wheels() -> list[Path]:
+def _list_wheel_folders() -> list[Path]:
     package = importlib.util.find_spec("nvidia")
     return [] if package is None else [Path(place) / "cu13" for place in package.submodule_search_locations or ()]
 
 
-def _importable(module: str) -> bool:
+def _is_importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of a parent package
@@ -123,7 +123,7 @@ GPU = Toolchain(
     topologies="cuda",
     modules=("jax_plugins.xla_cuda13", "jax_cuda13_plugin"),  # the compiler; the bindings of Triton and Mosaic
     install='pip install "attention-conformance[gpu-compile]" (CUDA 13)',
-    programs=cuda_toolkit,
+    programs=find_cuda_toolkit,
     programs_are="ptxas and libdevice",
     folder_option="xla_gpu_cuda_data_dir",
     # As users compile, whatever the gate saves on the CPU (`conformance.environment`).
@@ -140,6 +140,6 @@ TARGETS: tuple[CompileTarget, ...] = (
 )
 
 
-def targets_of(platform: str | None) -> tuple[CompileTarget, ...]:
+def list_targets(platform: str | None) -> tuple[CompileTarget, ...]:
     """The targets of kernels that are written for `platform`; none for portable code."""
     return tuple(target for target in TARGETS if target.toolchain.platform == platform)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from conformance.asking.judgement import Judgement
-from conformance.asking.scopes import (
+from conformance.check_api.judgement import Judgement
+from conformance.check_api.scopes import (
     BASE,
     COMPILED,
     DECLINED,
@@ -23,7 +23,7 @@ from conformance.asking.scopes import (
     RICH,
     Scope,
 )
-from conformance.asking.subject import Subject
+from conformance.check_api.subject import Subject
 from conformance.checks import (
     aliasing,
     calls,
@@ -31,6 +31,7 @@ from conformance.checks import (
     decoding,
     differentiation,
     ensemble,
+    errors,
     forms,
     forward,
     front_end,
@@ -41,7 +42,6 @@ from conformance.checks import (
     limits,
     linearity,
     memory,
-    operands,
     parts,
     poison,
     program,
@@ -62,7 +62,7 @@ class Check:
     name: str
     scope: Scope
     run: Callable[[Subject], Iterable[Judgement]]
-    begins: Callable[[Subject], None] = lambda subject: None
+    start: Callable[[Subject], None] = lambda subject: None
     compares: bool = True
 
     @property
@@ -72,33 +72,38 @@ class Check:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("forward", GRID, forward.forward, begins=Subject.begin_forward),
-    Check("residuals", GRID, forward.residuals),
-    Check("gradients", GRID, gradients.gradients, begins=lambda subject: subject.begin_gradients("random")),
-    Check("gradients_lse", GRID, gradients.gradients_lse, begins=lambda subject: subject.begin_gradients("random_lse")),
-    Check("gradients_part", GRID, gradients.gradients_part),
-    Check("primal", GRID, forward.primal),
-    Check("poison", GRID, poison.poison),
-    Check("independence", GRID, independence.independence),
-    Check("linearity", GRID, linearity.linearity),
-    Check("parts", GRID, parts.parts),
-    Check("refusals", DECLINED, refusals.refusals),
-    Check("arguments", FEATURE, operands.arguments),
-    Check("forms", FEATURE, forms.forms),
-    Check("errors", BASE, operands.errors),
-    Check("memory", BASE, memory.memory),
-    Check("program", BASE, program.program),
-    Check("aliasing", RICH, aliasing.aliasing),
-    Check("invariance", RICH, invariance.invariance),
-    Check("limits", RICH, limits.limits),
-    Check("differentiation", RICH, differentiation.differentiation),
-    Check("transforms", RICH, transforms.transforms),
-    Check("calls", RICH, calls.calls),
-    Check("sharding", RICH, sharding.sharding),
-    Check("front_end", FRONT, front_end.front_end),
-    Check("decoding", DECODED, decoding.decoding),
-    Check("ensemble", ENSEMBLE, ensemble.ensemble),
-    Check("interpreter", INTERPRETED, interpreter.interpreter),
-    Check("compiles", COMPILED, compiles.compiles, compares=False),
+    Check("forward", GRID, forward.check_forward, start=Subject.begin_forward),
+    Check("residuals", GRID, forward.check_residuals),
+    Check("gradients", GRID, gradients.check_gradients, start=lambda subject: subject.begin_gradients("random")),
+    Check(
+        "gradients_lse",
+        GRID,
+        gradients.check_gradients_lse,
+        start=lambda subject: subject.begin_gradients("random_lse"),
+    ),
+    Check("gradients_part", GRID, gradients.check_gradients_part),
+    Check("primal", GRID, forward.check_primal),
+    Check("poison", GRID, poison.check_poison),
+    Check("independence", GRID, independence.check_independence),
+    Check("linearity", GRID, linearity.check_linearity),
+    Check("parts", GRID, parts.check_parts),
+    Check("refusals", DECLINED, refusals.check_refusals),
+    Check("arguments", FEATURE, errors.check_arguments),
+    Check("forms", FEATURE, forms.check_forms),
+    Check("errors", BASE, errors.check_errors),
+    Check("memory", BASE, memory.check_memory),
+    Check("program", BASE, program.check_program),
+    Check("aliasing", RICH, aliasing.check_aliasing),
+    Check("invariance", RICH, invariance.check_invariance),
+    Check("limits", RICH, limits.check_limits),
+    Check("differentiation", RICH, differentiation.check_differentiation),
+    Check("transforms", RICH, transforms.check_transforms),
+    Check("calls", RICH, calls.check_calls),
+    Check("sharding", RICH, sharding.check_sharding),
+    Check("front_end", FRONT, front_end.check_front_end),
+    Check("decoding", DECODED, decoding.check_decoding),
+    Check("ensemble", ENSEMBLE, ensemble.check_ensemble),
+    Check("interpreter", INTERPRETED, interpreter.check_interpreter),
+    Check("compiles", COMPILED, compiles.check_compiles, compares=False),
 )
-BY_NAME = {check.name: check for check in CHECKS}
+CHECKS_BY_NAME = {check.name: check for check in CHECKS}

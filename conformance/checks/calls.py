@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 
 from cases import mask_spec
-from cases.inputs import Problem, draw
 from cases.masks import Causal, Dense, Mask
-from cases.operands import REMOVABLE
-from cases.serving.calls import FURTHER, other_masks
+from cases.operand_registry import REMOVABLE
+from cases.operand_values import Problem, draw_problem
+from cases.storage_forms.stored_case_rules import FURTHER_SEQUENCES, list_other_masks
 from conformance import records
-from conformance.asking import few_operands
-from conformance.asking.judgement import Judgement, apart, unsupported
-from conformance.asking.subject import Subject
-from conformance.asking.turn import Turn, pullbacks_of
-from conformance.checks.forward import primal
-from conformance.checks.gradients import judge_gradients, right_on
-from conformance.checks.pair import Pair
-from conformance.driving import alone, sequences
+from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
+from conformance.check_api.rotation import Rotation, list_pullbacks
+from conformance.check_api.subject import Subject
+from conformance.checks import few_operand_calls
+from conformance.checks.forward import check_primal
+from conformance.checks.gradients import check_problem, judge_gradients
+from conformance.checks.problem_pair import ProblemPair
+from conformance.executor_tasks import call_sequences, single_calls
 
 # Two of a kind that is numbers, one of them 0, two of one that is an array, a window that is as good as causal, and
 # arrays beside a window, beside both flags, and of batch rows and heads together.
@@ -37,8 +37,8 @@ _OTHER_MASKS = (
     "densehead-d60_and_densebatch-d60",
 )
 # How often one program is called: what goes wrong once in a few hundred calls shows. Interpreted kernels take longer.
-_CALLS = 1000
-_CALLS_INTERPRETED = 10
+_REPEATS = 1000
+_REPEATS_INTERPRETED = 10
 
 # Beyond what the grids have: more batch rows, with a bias of each, and heads of each kind than 8, more than 16 heads in
 # a group, for one query too, more than 40 heads, a depth beyond 256 and one below 16, fewer keys than any tile, one
@@ -56,119 +56,121 @@ _FULL: dict[str, Any] = {**_UNCUT, "mask": "full"}
 _CACHE: dict[str, Any] = {"segments": None, "mask": "full", "phase": "decode", "q_length": 1}
 
 
-def _heads(num_q_heads: int, num_kv_heads: int) -> dict[str, Any]:
+def _build_heads(num_q_heads: int, num_kv_heads: int) -> dict[str, Any]:
     return {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
 
 
-def _depths(head_dim: int, v_head_dim: int) -> dict[str, Any]:
+def _build_depths(head_dim: int, v_head_dim: int) -> dict[str, Any]:
     return {"head_dim": head_dim, "v_head_dim": v_head_dim}
 
 
 # Values deeper than queries and keys, by sixteen and by eight, where that is taken.
-_DEEPER = _depths(24, 40), _depths(32, 40)
+_DEEPER = _build_depths(24, 40), _build_depths(32, 40)
 _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     # Segments would leave the query one key.
     "few": tuple(
         {"batch": b, "q_length": 1, "kv_length": 5, "segments": None, **more}
-        for heads in ({**_heads(12, 12), **_depths(8, 4)}, _heads(12, 12), {})
+        for heads in ({**_build_heads(12, 12), **_build_depths(8, 4)}, _build_heads(12, 12), {})
         for b, more in ((33, {**heads, "bias": "biasbatch"}), (33, heads), (1, heads))
     ),
     "one": tuple(
-        {"q_length": 1, "kv_length": 1, "segments": None, **more} for more in ({"batch": 8, **_heads(16, 16)}, {})
+        {"q_length": 1, "kv_length": 1, "segments": None, **more} for more in ({"batch": 8, **_build_heads(16, 16)}, {})
     ),
-    "cache": tuple({**_CACHE, "kv_length": 512, **heads} for heads in (_heads(42, 6), {})),
+    "cache": tuple({**_CACHE, "kv_length": 512, **heads} for heads in (_build_heads(42, 6), {})),
     "rest": tuple(
-        {**_CACHE, "batch": 1, "kv_length": 2593, "soft_cap": None, **heads} for heads in (_heads(17, 1), {})
+        {**_CACHE, "batch": 1, "kv_length": 2593, "soft_cap": None, **heads} for heads in (_build_heads(17, 1), {})
     ),
-    "many": tuple({**_heads(n, k), **short} for n, k in ((153, 9), (45, 45)) for short in _SHORT),
+    "many": tuple({**_build_heads(n, k), **short} for n, k in ((153, 9), (45, 45)) for short in _SHORT),
     "packed": ({"batch": 1, "segments": "segmany", "q_length": 512, "kv_length": 512},),
-    "deep": tuple({**_depths(h, v), **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),
-    "odd": tuple({**_heads(n, n), **_depths(64, 64), **short} for n in (7, 3) for short in _SHORT),
+    "deep": tuple({**_build_depths(h, v), **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),
+    "odd": tuple({**_build_heads(n, n), **_build_depths(64, 64), **short} for n in (7, 3) for short in _SHORT),
     "seven": tuple({**_UNCUT, "q_length": 448, "kv_length": 448, **depths} for depths in (_DEEPER[0], {})),
     "eleven": (
-        {**_FULL, "q_length": 16, "kv_length": 1408, **_heads(14, 2), **_DEEPER[1]},
+        {**_FULL, "q_length": 16, "kv_length": 1408, **_build_heads(14, 2), **_DEEPER[1]},
         *({**_FULL, "q_length": n, "kv_length": 1408} for n in (16, 128)),
     ),
     "eleven_of_queries": (
-        {**_FULL, "q_length": 1408, "kv_length": 16, **_heads(24, 2)},
+        {**_FULL, "q_length": 1408, "kv_length": 16, **_build_heads(24, 2)},
         *({**_FULL, "q_length": 1408, "kv_length": n} for n in (16, 128)),
     ),
     "border": ({**_UNCUT, "phase": "prefill", "mask": "window-l638-r0-o1148", "q_length": 4, "kv_length": 1152},),
 }
 
 
-def calls(subject: Subject) -> Iterator[Judgement]:
+def check_calls(subject: Subject) -> Iterator[Judgement]:
     """Calls that follow each other with other masks, values, shapes and types, or a thousand times the same, agree."""
-    pair = Pair.of(subject)
-    for name, sequence in _SEQUENCES.items():
-        yield from apart(name, functools.partial(sequence, pair))
+    pair = ProblemPair.of(subject)
+    for name, sequence in _SUBCHECKS.items():
+        yield from run_subcheck(name, functools.partial(sequence, pair))
     if "alibi_slopes" in subject.implementation.offers:
-        for name, call in few_operands.SLOPED.items():
-            yield from apart(name, functools.partial(_of_few_operands, call, pair))
+        for name, call in few_operand_calls.ALIBI_CALLS.items():
+            yield from run_subcheck(name, functools.partial(_check_few_operands, call, pair))
     kind = subject.implementation.storage
-    for name, changes in FURTHER[kind].items() if kind is not None else ():
-        yield from apart(name, functools.partial(_of_further_sequences, changes, pair))
+    for name, changes in FURTHER_SEQUENCES[kind].items() if kind is not None else ():
+        yield from run_subcheck(name, functools.partial(_check_stored_sequences, changes, pair))
 
 
-def _eagerly(pair: Pair, problem: Problem) -> np.ndarray:
-    return pair.subject.executor.run(sequences.eagerly, problem)
+def _call_eagerly(pair: ProblemPair, problem: Problem) -> np.ndarray:
+    return pair.subject.executor.run(call_sequences.run_eagerly, problem)
 
 
-def _other_masks(pair: Pair) -> Iterator[Judgement]:
+def _check_other_masks(pair: ProblemPair) -> Iterator[Judgement]:
     """Other masks of the same shapes, outside `jit`, then the first one again."""
     case = pair.subject.case
-    specs = _OTHER_MASKS if case.storage is None else other_masks(case)
+    specs = _OTHER_MASKS if case.storage is None else list_other_masks(case)
     possible = (dataclasses.replace(case, mask=spec) for spec in specs)
     others = [other for other in possible if pair.subject.implementation.supports(other) is None]
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-    problems = [dataclasses.replace(pair.problems[0], mask=mask_spec.build(other.mask, *sizes)) for other in others]
+    problems = [
+        dataclasses.replace(pair.problems[0], mask=mask_spec.build_mask(other.mask, *sizes)) for other in others
+    ]
     if others and others[-1].mask == _OTHER_MASKS[-1]:
-        problems.append(dataclasses.replace(pair.problems[0], mask=_alike(problems[-1])))
+        problems.append(dataclasses.replace(pair.problems[0], mask=_reverse_rows(problems[-1])))
     beside = dataclasses.replace(case, mask="causal_and_dense-d60")
     if case.storage is None and pair.subject.implementation.supports(beside) is None:
-        problems.append(dataclasses.replace(pair.problems[0], mask=_hiding_nothing(pair.problems[0])))
+        problems.append(dataclasses.replace(pair.problems[0], mask=_add_trivial_mask(pair.problems[0])))
     for problem in [*problems, pair.problems[0]] if problems else []:
-        got = _eagerly(pair, problem)
-        yield pair.judge_out_of(got, (problem,), (pair.subject.expect(problem),))
+        got = _call_eagerly(pair, problem)
+        yield pair.judge_out_for(got, (problem,), (pair.subject.expect(problem),))
 
 
-def _alike(problem: Problem) -> Dense:
+def _reverse_rows(problem: Problem) -> Dense:
     """A mask with the first row of the problem's, and as many pairs: other rows come in reverse."""
     allowed = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])
     return Dense(np.concatenate([allowed[:, :, :1], allowed[:, :, :0:-1]], axis=2))
 
 
-def _hiding_nothing(problem: Problem) -> Mask:
+def _add_trivial_mask(problem: Problem) -> Mask:
     """A causal mask beside an array that is true throughout."""
     return Causal() & Dense(np.ones((1, 1, problem.q.shape[1], problem.k.shape[1]), bool))
 
 
-def _other_values(pair: Pair) -> Iterator[Judgement]:
+def _check_other_values(pair: ProblemPair) -> Iterator[Judgement]:
     """Other operands, segment ids among them, outside `jit`, then the first ones again.
 
     The results are looked at last: no call may write into what an earlier one has returned.
     """
     turns = (0, 1, 0)
-    found = pair.subject.executor.run(sequences.eagerly_in_turn, [pair.problems[n] for n in turns])
+    found = pair.subject.executor.run(call_sequences.run_sequence_eagerly, [pair.problems[n] for n in turns])
     for n, got in zip(turns, found, strict=True):
-        yield pair.judge_out_of(got, (pair.problems[n],), (pair.expected[n],))
+        yield pair.judge_out_for(got, (pair.problems[n],), (pair.expected[n],))
 
 
-def _other_bias(pair: Pair) -> Iterator[Judgement]:
+def _check_other_bias(pair: ProblemPair) -> Iterator[Judgement]:
     """A bias of batch rows and heads, outside `jit`, with zeros in its first row: that of the case is for all rows."""
     case = dataclasses.replace(pair.subject.case, bias="biasbatch")
     refusal = pair.subject.implementation.supports(case)
     if pair.problems[0].bias is None or refusal is not None:
-        yield unsupported("out", refusal or "the case has no bias")
+        yield build_unsupported("out", refusal or "the case has no bias")
         return
-    bias = draw(case).bias
+    bias = draw_problem(case).bias
     assert bias is not None
     bias[:, :, 0] = 0
     problem = dataclasses.replace(pair.problems[0], bias=bias)
-    yield pair.judge_out_of(_eagerly(pair, problem), (problem,), (pair.subject.expect(problem),))
+    yield pair.judge_out_for(_call_eagerly(pair, problem), (problem,), (pair.subject.expect(problem),))
 
 
-def _other_shapes(pair: Pair) -> Iterator[Judgement]:
+def _check_other_shapes(pair: ProblemPair) -> Iterator[Judgement]:
     """Another dtype, other lengths in that dtype first, outside `jit`, then the first ones again."""
     case, supports = pair.subject.case, pair.subject.implementation.supports
     dtype = {"dtype": "bf16" if case.dtype == "f32" else "f32"}
@@ -181,15 +183,15 @@ def _other_shapes(pair: Pair) -> Iterator[Judgement]:
     for other in others:
         if pair.subject.implementation.supports(other) is None:
             subject = dataclasses.replace(pair.subject, case=other)
-            got = _eagerly(pair, subject.problem)
+            got = _call_eagerly(pair, subject.problem)
             yield subject.judge("out", got, subject.expectation.forward["out"], subject.judged_out)
 
 
-def _of_size(changes: Sequence[Mapping[str, Any]], pair: Pair) -> Iterator[Judgement]:
+def _check_size(changes: Sequence[Mapping[str, Any]], pair: ProblemPair) -> Iterator[Judgement]:
     """A call of a size that no case of the grids has, the first that is supported, with its gradients."""
     subject = pair.subject
     if subject.case.storage is not None:
-        yield unsupported("out", "the lengths of stored sequences are those of the case")
+        yield build_unsupported("out", "the lengths of stored sequences are those of the case")
         return
     mask = subject.case.mask if subject.case.mask == "causal" else "full"
     refusals = []
@@ -198,13 +200,13 @@ def _of_size(changes: Sequence[Mapping[str, Any]], pair: Pair) -> Iterator[Judge
         case = dataclasses.replace(subject.case, **sized)
         if (refusal := subject.implementation.supports(case)) is None:
             other = dataclasses.replace(subject, case=case)
-            yield from right_on(other, other.problem)
+            yield from check_problem(other, other.problem)
             return
         refusals.append(refusal)
-    yield unsupported("out", refusals[0])
+    yield build_unsupported("out", refusals[0])
 
 
-def _of_further_sequences(changes: Mapping[str, Any], pair: Pair) -> Iterator[Judgement]:
+def _check_stored_sequences(changes: Mapping[str, Any], pair: ProblemPair) -> Iterator[Judgement]:
     """A call of stored sequences of other lengths, or of more of them or of heads, than a case of the grids has.
 
     Where so many heads are not taken, those of the case.
@@ -216,91 +218,93 @@ def _of_further_sequences(changes: Mapping[str, Any], pair: Pair) -> Iterator[Ju
     for case in (told, dataclasses.replace(told, **heads)):
         if (refusal := subject.implementation.supports(case)) is None:
             other = dataclasses.replace(subject, case=case)
-            yield from right_on(other, other.problem)
+            yield from check_problem(other, other.problem)
             return
         refusals.append(refusal)
-    yield unsupported("out", refusals[-1])
+    yield build_unsupported("out", refusals[-1])
 
 
-def _of_few_operands(call: Mapping[str, Any], pair: Pair) -> Iterator[Judgement]:
+def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[Judgement]:
     """A call of one operand or none, the first form that is supported; results and gradients out of one program."""
     subject = pair.subject
     if subject.case.storage is not None:
-        yield unsupported("out", "the operands of stored sequences are those of the case")
+        yield build_unsupported("out", "the operands of stored sequences are those of the case")
         return
     refusals = []
-    for case in few_operands.forms_of(subject.case, call):
+    for case in few_operand_calls.iter_variants(subject.case, call):
         if (refusal := subject.implementation.supports(case)) is not None:
             refusals.append(refusal)
             continue
-        pulled = pullbacks_of(subject.implementation, case)[-1:]
-        other = dataclasses.replace(subject, case=case, turn=Turn(pulled=pulled, cotangents=(), laws=(), poisons=()))
-        if not other.with_gradients:
-            yield from right_on(other, other.problem)
+        pulled = list_pullbacks(subject.implementation, case)[-1:]
+        other = dataclasses.replace(
+            subject, case=case, rotation=Rotation(pulled=pulled, cotangents=(), laws=(), poisons=())
+        )
+        if not other.has_gradients:
+            yield from check_problem(other, other.problem)
             return
-        yield from primal(other)
-        name = other.any_random
+        yield from check_primal(other)
+        name = other.full_cotangent
         yield from judge_gradients(other, other.gradients(name), other.expected_gradients(name))
         return
-    yield unsupported("out", refusals[0])
+    yield build_unsupported("out", refusals[0])
 
 
-def _numpy(pair: Pair) -> Iterator[Judgement]:
+def _check_numpy(pair: ProblemPair) -> Iterator[Judgement]:
     """Operands that are NumPy arrays, outside `jit`, then other values in the same arrays.
 
     The first result is looked at after the second call, which must not change it.
     """
-    for problem, other in (pair.problems, *_with_mask_arrays(pair)):
-        refused, found = pair.subject.executor.run(sequences.numpy_operands, problem, other)
+    for problem, other in (pair.problems, *_add_dense_masks(pair)):
+        refused, found = pair.subject.executor.run(call_sequences.run_on_reused_numpy_arrays, problem, other)
         if refused:
-            yield unsupported("out", refused)
+            yield build_unsupported("out", refused)
             return
         for got, meant in zip(found, (problem, other), strict=True):
-            yield pair.judge_out_of(got, (meant,), (pair.subject.expect(meant),))
+            yield pair.judge_out_for(got, (meant,), (pair.subject.expect(meant),))
 
 
-def _numpy_views(pair: Pair) -> Iterator[Judgement]:
+def _check_numpy_views(pair: ProblemPair) -> Iterator[Judgement]:
     """NumPy arrays whose numbers do not lie behind each other, outside `jit`."""
-    refused, got = pair.subject.executor.run(sequences.numpy_views, pair.problems[0])
-    yield unsupported("out", refused) if refused else pair.judge_out(got)
+    refused, got = pair.subject.executor.run(call_sequences.run_on_numpy_views, pair.problems[0])
+    yield build_unsupported("out", refused) if refused else pair.judge_out(got)
 
 
-def _with_mask_arrays(pair: Pair) -> list[tuple[Problem, Problem]]:
+def _add_dense_masks(pair: ProblemPair) -> list[tuple[Problem, Problem]]:
     """The two problems with masks that are arrays, where such a mask reaches the call as one."""
     case, subject = pair.subject.case, pair.subject
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     one, other = (
-        dataclasses.replace(problem, mask=mask_spec.build(spec, *sizes))
+        dataclasses.replace(problem, mask=mask_spec.build_mask(spec, *sizes))
         for problem, spec in zip(pair.problems, ("dense-d60", "dense-d30"), strict=True)
     )
     refused = case.storage is not None or subject.implementation.supports(dataclasses.replace(case, mask="dense-d60"))
-    return [] if refused or not subject.executor.run(alone.flags, one)["mask"] else [(one, other)]
+    return [] if refused or not subject.executor.run(single_calls.find_mask_arguments, one)["mask"] else [(one, other)]
 
 
-def _in_a_thread(pair: Pair) -> Iterator[Judgement]:
+def _check_thread(pair: ProblemPair) -> Iterator[Judgement]:
     """The call outside `jit`, made in a thread of its own."""
-    yield pair.judge_out(pair.subject.executor.run(sequences.in_a_thread, pair.problems[0]))
+    yield pair.judge_out(pair.subject.executor.run(call_sequences.run_in_thread, pair.problems[0]))
 
 
-def _same_ids(pair: Pair) -> Iterator[Judgement]:
+def _check_shared_ids(pair: ProblemPair) -> Iterator[Judgement]:
     """One array for the segment ids of queries and keys, as in self-attention, with ids that come back."""
     case = dataclasses.replace(pair.subject.case, segments="segwild")
     refusal = pair.subject.implementation.supports(case)
     if refusal is not None or case.q_length != case.kv_length:
-        yield unsupported("out", refusal or "the lengths differ")
+        yield build_unsupported("out", refusal or "the lengths differ")
         return
-    problem = draw(case)
+    problem = draw_problem(case)
     assert problem.segment_ids is not None
     shared = dataclasses.replace(problem, segment_ids=(problem.segment_ids[1],) * 2)
-    got = pair.subject.executor.run(sequences.of_one_array_of_ids, shared)
-    yield pair.judge_out_of(got, (shared,), (pair.subject.expect(shared),))
+    got = pair.subject.executor.run(call_sequences.run_on_shared_ids, shared)
+    yield pair.judge_out_for(got, (shared,), (pair.subject.expect(shared),))
 
 
-def _one_array(pair: Pair) -> Iterator[Judgement]:
+def _check_shared_array(pair: ProblemPair) -> Iterator[Judgement]:
     """One array for queries, keys and values, as layers without projections have, outside `jit`; it ends with zeros."""
     case = pair.subject.case
     if case.storage is not None:
-        yield unsupported("out", "the operands of stored sequences lie elsewhere")
+        yield build_unsupported("out", "the operands of stored sequences lie elsewhere")
         return
     alike: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
     alike |= {
@@ -314,37 +318,37 @@ def _one_array(pair: Pair) -> Iterator[Judgement]:
     refusals = []
     for other in possible:
         if (refusal := pair.subject.implementation.supports(other)) is None:
-            problem = draw(other)
+            problem = draw_problem(other)
             tokens = problem.q.copy()
             tokens[:, 1:][:, -1:] = 0  # a token of padding, like any other where no mask hides it; never the only one
             shared = dataclasses.replace(problem, q=tokens, k=tokens, v=tokens)
             subject = dataclasses.replace(pair.subject, case=other)
-            got = pair.subject.executor.run(sequences.of_one_array, shared)
-            yield subject.judge("out", got, subject.expect(shared).forward["out"], subject.judged_out_of(shared))
+            got = pair.subject.executor.run(call_sequences.run_on_shared_array, shared)
+            yield subject.judge("out", got, subject.expect(shared).forward["out"], subject.find_judged_rows(shared))
             return
         refusals.append(refusal)
-    yield unsupported("out", refusals[0])
+    yield build_unsupported("out", refusals[0])
 
 
-def _a_thousand(pair: Pair) -> Iterator[Judgement]:
+def _check_repetition(pair: ProblemPair) -> Iterator[Judgement]:
     """The same program on the same operands, again and again, gives the same bits."""
-    count = _CALLS_INTERPRETED if pair.subject.implementation.accelerator.interpreted else _CALLS
-    different = pair.subject.executor.run(sequences.again_and_again, pair.problems[0], count)
+    count = _REPEATS_INTERPRETED if pair.subject.implementation.accelerator.interpreted else _REPEATS
+    different = pair.subject.executor.run(call_sequences.count_differing_calls, pair.problems[0], count)
     reason = "" if not different else f"{different} of {count:,} calls give other bits than the first"
     yield Judgement(observable="bits", verdict=records.FAIL if different else records.PASS, reason=reason)
 
 
-_SEQUENCES: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
-    "other_masks": _other_masks,
-    "other_values": _other_values,
-    "other_bias": _other_bias,
-    "other_shapes": _other_shapes,
-    "numpy": _numpy,
-    "numpy_views": _numpy_views,
-    "thread": _in_a_thread,
-    "same_ids": _same_ids,
-    "one_array": _one_array,
-    "a_thousand": _a_thousand,
-    **{name: functools.partial(_of_size, changes) for name, changes in _SIZES.items()},
-    **{name: functools.partial(_of_few_operands, call) for name, call in few_operands.CALLS.items()},
+_SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
+    "other_masks": _check_other_masks,
+    "other_values": _check_other_values,
+    "other_bias": _check_other_bias,
+    "other_shapes": _check_other_shapes,
+    "numpy": _check_numpy,
+    "numpy_views": _check_numpy_views,
+    "thread": _check_thread,
+    "same_ids": _check_shared_ids,
+    "one_array": _check_shared_array,
+    "a_thousand": _check_repetition,
+    **{name: functools.partial(_check_size, changes) for name, changes in _SIZES.items()},
+    **{name: functools.partial(_check_few_operands, call) for name, call in few_operand_calls.CALLS.items()},
 }

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from conformance import records
-from conformance.accelerators.targets import targets_of
-from conformance.asking.judgement import Judgement
-from conformance.asking.subject import Subject
-from conformance.driving import compiled
+from conformance.accelerators.targets import list_targets
+from conformance.check_api.judgement import Judgement
+from conformance.check_api.subject import Subject
+from conformance.executor_tasks import native_compilation
 
 _VERDICTS = {
     "compiled": records.PASS,
@@ -18,20 +18,22 @@ _VERDICTS = {
 }
 
 
-def compiles(subject: Subject) -> Iterator[Judgement]:
+def check_compiles(subject: Subject) -> Iterator[Judgement]:
     """The call, with residuals and with gradients too, compiles for each generation of its accelerator.
 
     Where a compiler takes seconds a program, only the plainest and the fullest of these programs are compiled.
     """
     implementation = subject.implementation
     if implementation.accelerator.native is None:
-        yield _unjudged("all", "the implementation declares no `native` call, which its accelerator's compiler takes")
+        yield _build_unjudged(
+            "all", "the implementation declares no `native` call, which its accelerator's compiler takes"
+        )
         return
-    targets = targets_of(implementation.accelerator.platform)
+    targets = list_targets(implementation.accelerator.platform)
     if missing := {reason for target in targets if (reason := target.toolchain.missing)}:
-        yield _unjudged("all", "; ".join(sorted(missing)))
+        yield _build_unjudged("all", "; ".join(sorted(missing)))
         return
-    found = subject.executor.run(compiled.natively, subject.case, gradients=subject.with_gradients)
+    found = subject.executor.run(native_compilation.compile_programs, subject.case, gradients=subject.has_gradients)
     for one in found:
         yield Judgement(
             observable=f"{one['target']}.{one['program']}",
@@ -41,5 +43,5 @@ def compiles(subject: Subject) -> Iterator[Judgement]:
         )
 
 
-def _unjudged(observable: str, reason: str) -> Judgement:
+def _build_unjudged(observable: str, reason: str) -> Judgement:
     return Judgement(observable=observable, verdict=records.UNJUDGED, reason=reason)

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from cases.counter_rng import normal
-from cases.inputs import Cotangent, Problem
-from cases.moba import depends_on_data
-from cases.operands import GRADIENT_OF
+from cases.counter_rng import draw_normal
+from cases.moba_mask import depends_on_data
+from cases.operand_registry import GRADIENT_OF
+from cases.operand_values import Cotangent, Problem
 from conformance import records
-from conformance.asking.judgement import Judgement, told_apart, unsupported
-from conformance.asking.subject import Subject
-from conformance.driving import transformed
-from conformance.truth.bounds import Bounded, expect
+from conformance.check_api.judgement import Judgement, build_unsupported, format_distinct
+from conformance.check_api.subject import Subject
+from conformance.executor_tasks import transformed_calls
+from conformance.truth.rounding_bounds import Bounded, compute_expectation
 
 _OPERAND = {gradient: operand for operand, gradient in GRADIENT_OF.items()}
 # Rounding grows as 1/step, curvature as step**2; logits move by a few steps.
@@ -30,41 +30,41 @@ _STEP = 2.0**-5
 _CONSTANT = 0.75  # not 1, which the sum of `out` gives, and held by every dtype
 
 
-def differentiation(subject: Subject) -> Iterator[Judgement]:
+def check_differentiation(subject: Subject) -> Iterator[Judgement]:
     """Zero cotangents give zeros, ones what they should; gradients add up, and agree with finite differences (f32)."""
-    if not subject.with_gradients:
+    if not subject.has_gradients:
         return
-    yield from _zero(subject)
-    yield from _ones(subject)
-    yield from _sum(subject)
+    yield from _check_zero(subject)
+    yield from _check_ones(subject)
+    yield from _check_sum(subject)
     if subject.case.dtype == "f32":
-        yield from _finite_differences(subject)
-    yield from _few(subject)
+        yield from _check_finite_differences(subject)
+    yield from _check_sparse_cotangents(subject)
 
 
-def _zero(subject: Subject) -> Iterator[Judgement]:
-    cotangent = _times(subject.cotangents[subject.any_random], 0.0)
-    for name, got in _gradients(subject, cotangent).items():
+def _check_zero(subject: Subject) -> Iterator[Judgement]:
+    cotangent = _scale_cotangent(subject.cotangents[subject.full_cotangent], 0.0)
+    for name, got in _compute_gradients(subject, cotangent).items():
         zeros = np.zeros(got.shape)
         yield _judge(subject, f"{name}.zero", name, got, Bounded(zeros, zeros))
 
 
-def _ones(subject: Subject) -> Iterator[Judgement]:
+def _check_ones(subject: Subject) -> Iterator[Judgement]:
     """The gradients of the sum of `out`: of its judged rows."""
-    like = subject.cotangents[subject.any_random]
+    like = subject.cotangents[subject.full_cotangent]
     lse = None if like.logsumexp is None else np.zeros_like(like.logsumexp)
     cotangent = dataclasses.replace(like, out=subject.judged_out * np.ones_like(like.out), logsumexp=lse)
     expected = subject.expect(subject.problem, [cotangent]).gradients[0]
-    for name, got in _gradients(subject, cotangent).items():
+    for name, got in _compute_gradients(subject, cotangent).items():
         yield _judge(subject, f"{name}.ones", name, got, expected[name])
 
 
-def _few(subject: Subject) -> Iterator[Judgement]:
+def _check_sparse_cotangents(subject: Subject) -> Iterator[Judgement]:
     """The gradients of what a loss may read of `out` alone: one element, a column, the first row of the first head.
 
     So are those of a multiple of its sum, as its mean is.
     """
-    like = subject.cotangents[subject.any_random]
+    like = subject.cotangents[subject.full_cotangent]
     there = np.argwhere(like.out)
     if not len(there):
         return
@@ -78,17 +78,17 @@ def _few(subject: Subject) -> Iterator[Judgement]:
     given = [dataclasses.replace(like, out=out, logsumexp=lse) for out in cotangents.values()]
     expected = subject.expect(subject.problem, given).gradients
     for name, cotangent, bounded in zip(cotangents, given, expected, strict=True):
-        for gradient, got in _gradients(subject, cotangent).items():
+        for gradient, got in _compute_gradients(subject, cotangent).items():
             yield _judge(subject, f"{gradient}.{name}", gradient, got, bounded[gradient])
 
 
-def _sum(subject: Subject) -> Iterator[Judgement]:
+def _check_sum(subject: Subject) -> Iterator[Judgement]:
     """The gradients for cotangents of even and of odd queries, added up, against those for both together."""
-    whole = subject.cotangents[subject.any_random]
-    parts = [_queries(whole, slice(start, None, 2)) for start in (0, 1)]
-    got = [_gradients(subject, part) for part in parts]
-    together = subject.gradients(subject.any_random).values
-    bounds = expect(
+    whole = subject.cotangents[subject.full_cotangent]
+    parts = [_keep_queries(whole, slice(start, None, 2)) for start in (0, 1)]
+    got = [_compute_gradients(subject, part) for part in parts]
+    together = subject.gradients(subject.full_cotangent).values
+    bounds = compute_expectation(
         subject.problem, subject.implementation.arithmetic, [whole, *parts], empty_rows=subject.empty_rows
     ).gradients
     for name in got[0]:
@@ -97,30 +97,30 @@ def _sum(subject: Subject) -> Iterator[Judgement]:
         yield _judge(subject, f"{name}.sum", name, total, Bounded(together[name].astype(np.float64), np.asarray(bound)))
 
 
-def _finite_differences(subject: Subject) -> Iterator[Judgement]:
+def _check_finite_differences(subject: Subject) -> Iterator[Judgement]:
     """`<gradient, direction>` against central differences of `<out, cotangent>`, at one step and at half of it.
 
     The difference between the two steps is at least twice what curvature leaves in the second. Queries that choose
     other keys at one of these points jump, and are left out.
     """
-    cotangent = dataclasses.replace(subject.cotangents[subject.any_random], logsumexp=None)
-    gradients = _gradients(subject, cotangent)
+    cotangent = dataclasses.replace(subject.cotangents[subject.full_cotangent], logsumexp=None)
+    gradients = _compute_gradients(subject, cotangent)
     for name in gradients:
-        direction = _direction(subject, _OPERAND[name])
+        direction = _draw_direction(subject, _OPERAND[name])
         problems = {
-            step: [_moved_problem(subject, _OPERAND[name], sign * step * direction) for sign in (1, -1)]
+            step: [_move_operand(subject, _OPERAND[name], sign * step * direction) for sign in (1, -1)]
             for step in (_STEP, _STEP / 2)
         }
-        stays = _chooses_as_before(subject.problem, [moved for pair in problems.values() for moved in pair])
+        stays = _find_unchanged_choices(subject.problem, [moved for pair in problems.values() for moved in pair])
         smooth, gradient = cotangent, gradients[name]
         if not stays.all():
             smooth = dataclasses.replace(cotangent, out=np.where(stays, cotangent.out, np.zeros_like(cotangent.out)))
-            gradient = _gradients(subject, smooth)[name]
+            gradient = _compute_gradients(subject, smooth)[name]
         weights = smooth.out.astype(np.float64)
         noise = np.sqrt(np.sum((weights * subject.expectation.forward["out"].bound) ** 2))
         slope, size = {}, 0.0
         for step, pair in problems.items():
-            ahead, behind = (_moved(subject, _OPERAND[name], problem) for problem in pair)
+            ahead, behind = (_run_moved(subject, _OPERAND[name], problem) for problem in pair)
             difference = (ahead.out - behind.out) * weights
             moved = ahead.operand - behind.operand
             slope[step] = float(difference.sum()) - float(np.sum(gradient.astype(np.float64) * moved))
@@ -136,7 +136,7 @@ def _finite_differences(subject: Subject) -> Iterator[Judgement]:
             if error <= allowed
             else f"moving {_OPERAND[name]} by up to {size:.2g} changes <out, cotangent> by "
             + "{} more or less than the gradient says, {} is explained by rounding and curvature".format(
-                *told_apart(error, allowed)
+                *format_distinct(error, allowed)
             ),
         )
 
@@ -147,18 +147,18 @@ class _Moved:
     out: np.ndarray
 
 
-def _moved_problem(subject: Subject, operand: str, by: np.ndarray) -> Problem:
+def _move_operand(subject: Subject, operand: str, by: np.ndarray) -> Problem:
     value = getattr(subject.problem, operand)
     changed: dict[str, Any] = {operand: (value.astype(np.float64) + by).astype(value.dtype)}
     return dataclasses.replace(subject.problem, **changed)
 
 
-def _moved(subject: Subject, operand: str, problem: Problem) -> _Moved:
-    out = subject.forward_of(problem).values["out"].astype(np.float64)
+def _run_moved(subject: Subject, operand: str, problem: Problem) -> _Moved:
+    out = subject.run_forward(problem).values["out"].astype(np.float64)
     return _Moved(getattr(problem, operand).astype(np.float64), np.where(subject.judged_out, out, 0.0))
 
 
-def _chooses_as_before(problem: Problem, others: Sequence[Problem]) -> np.ndarray:
+def _find_unchanged_choices(problem: Problem, others: Sequence[Problem]) -> np.ndarray:
     """Which queries attend to the same keys in all the problems, booleans `[B, T, N, 1]`."""
     if not depends_on_data(problem.mask):
         return np.ones((1, 1, 1, 1), bool)
@@ -166,23 +166,25 @@ def _chooses_as_before(problem: Problem, others: Sequence[Problem]) -> np.ndarra
     return np.logical_and.reduce(same).transpose(0, 2, 1)[..., None]
 
 
-def _direction(subject: Subject, operand: str) -> np.ndarray:
-    direction: np.ndarray = normal(subject.case.seed, f"direction-{operand}", getattr(subject.problem, operand).shape)
+def _draw_direction(subject: Subject, operand: str) -> np.ndarray:
+    direction: np.ndarray = draw_normal(
+        subject.case.seed, f"direction-{operand}", getattr(subject.problem, operand).shape
+    )
     return direction
 
 
-def _gradients(subject: Subject, cotangent: Cotangent) -> Mapping[str, np.ndarray]:
-    values = subject.gradients_of(subject.problem, cotangent).values
+def _compute_gradients(subject: Subject, cotangent: Cotangent) -> Mapping[str, np.ndarray]:
+    values = subject.run_gradients(subject.problem, cotangent).values
     return {name: values[name] for name in _OPERAND if name in values and name in subject.implementation.gradients}
 
 
-def _times(cotangent: Cotangent, factor: float) -> Cotangent:
+def _scale_cotangent(cotangent: Cotangent, factor: float) -> Cotangent:
     lse = cotangent.logsumexp
     scaled = (cotangent.out * np.asarray(factor, cotangent.out.dtype)).astype(cotangent.out.dtype)
     return dataclasses.replace(cotangent, out=scaled, logsumexp=None if lse is None else lse * np.float32(factor))
 
 
-def _queries(cotangent: Cotangent, rows: slice) -> Cotangent:
+def _keep_queries(cotangent: Cotangent, rows: slice) -> Cotangent:
     out = np.zeros_like(cotangent.out)
     out[:, rows] = cotangent.out[:, rows]
     if cotangent.logsumexp is None:
@@ -196,28 +198,31 @@ def _judge(subject: Subject, label: str, name: str, got: np.ndarray, expected: B
     return subject.judge(name, got, expected, label=label)
 
 
-def second_derivatives(subject: Subject) -> Iterator[Judgement]:
+def check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
     """The derivative of `<gradients, weights>` agrees with its finite differences (f32), or asking for it raises."""
     if subject.case.dtype != "f32" or depends_on_data(subject.problem.mask):
         return
-    cotangent = dataclasses.replace(subject.cotangents[subject.any_random], logsumexp=None)
+    cotangent = dataclasses.replace(subject.cotangents[subject.full_cotangent], logsumexp=None)
     names = [
         name
         for name, gradient in GRADIENT_OF.items()
         if gradient in subject.implementation.gradients and getattr(subject.problem, name) is not None
     ]
-    weights = {name: _weights(subject, name) for name in names}
+    weights = {name: _draw_weights(subject, name) for name in names}
     try:
-        found = subject.executor.run(transformed.second_derivative, subject.problem, cotangent.out, weights)
+        found = subject.executor.run(transformed_calls.run_second_derivative, subject.problem, cotangent.out, weights)
     except Exception as error:  # whatever is raised, nothing wrong was returned
-        yield unsupported("second", f"{type(error).__name__}: {error}".split("\n")[0])
+        yield build_unsupported("second", f"{type(error).__name__}: {error}".split("\n")[0])
         return
-    bounds = subject.expected_gradients(subject.any_random)
+    bounds = subject.expected_gradients(subject.full_cotangent)
     noise = np.sqrt(sum(np.sum((weights[name] * bounds[GRADIENT_OF[name]].bound) ** 2) for name in names))
     limit = subject.limits.limit("f32", "dq").ratio
     for name in names:
-        direction = _direction(subject, name)
-        left = {step: _left(subject, cotangent, weights, name, step * direction, found) for step in (_STEP, _STEP / 2)}
+        direction = _draw_direction(subject, name)
+        left = {
+            step: _compute_discrepancy(subject, cotangent, weights, name, step * direction, found)
+            for step in (_STEP, _STEP / 2)
+        }
         # What the two steps leave differs by at least twice what curvature leaves of the second.
         allowed = abs(left[_STEP] / 2 - left[_STEP / 2]) + 2 * limit * float(noise)
         off = abs(left[_STEP / 2])
@@ -231,17 +236,17 @@ def second_derivatives(subject: Subject) -> Iterator[Judgement]:
             if agrees
             else f"moving {name} changes <gradients, weights> by "
             + "{} more or less than their derivative says, {} is explained by rounding and curvature".format(
-                *told_apart(off, allowed)
+                *format_distinct(off, allowed)
             ),
         )
 
 
-def _weights(subject: Subject, operand: str) -> np.ndarray:
-    weights: np.ndarray = normal(subject.case.seed, f"weights-{operand}", getattr(subject.problem, operand).shape)
+def _draw_weights(subject: Subject, operand: str) -> np.ndarray:
+    weights: np.ndarray = draw_normal(subject.case.seed, f"weights-{operand}", getattr(subject.problem, operand).shape)
     return weights
 
 
-def _left(
+def _compute_discrepancy(
     subject: Subject,
     cotangent: Cotangent,
     weights: Mapping[str, np.ndarray],
@@ -255,7 +260,7 @@ def _left(
     for sign in (1, -1):
         changed: dict[str, Any] = {moved: (value.astype(np.float64) + sign * by).astype(value.dtype)}
         problem = dataclasses.replace(subject.problem, **changed)
-        gradients = subject.gradients_of(problem, cotangent).values
+        gradients = subject.run_gradients(problem, cotangent).values
         ends.append(sum(float(np.sum(gradients[GRADIENT_OF[name]] * x)) for name, x in weights.items()))
         along.append(changed[moved].astype(np.float64))
     return ends[0] - ends[1] - float(np.sum(derivative[moved] * (along[0] - along[1])))

@@ -2,7 +2,7 @@
 
 There are two statistics for each observable. **Bias** is the mean error away from zero, in units of half the spacing of
 the output dtype. A correct kernel has 0; one that truncates instead of rounding has -1. **Spread** is the root mean
-square error, as a multiple of what a correct kernel is expected to have (`conformance.truth.spread`). A kernel that
+square error, as a multiple of what a correct kernel is expected to have (`conformance.truth.error_variance`). A kernel that
 accumulates in the operands' dtype instead of f32 rounds at every step, which shows here.
 
 In f16 a sum in the operands' dtype also overflows. That is asked too, of the program that there is.
@@ -17,12 +17,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from cases.case import Case
-from cases.inputs import Cotangent
+from cases.operand_values import Cotangent
 from conformance import records
-from conformance.asking.judgement import Judgement, apart, unsupported
-from conformance.asking.subject import Subject
-from conformance.calling.execution import Result
-from conformance.truth.spread import Spread, spread
+from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
+from conformance.check_api.subject import Subject
+from conformance.execution.executor import Result
+from conformance.truth.error_variance import ErrorVariance, compute_error_variance
 
 SEEDS = 6
 """Problems that the statistics run over; they differ in their values only and share one compiled program."""
@@ -41,8 +41,8 @@ _STANDARD_ERRORS = 6.0
 # which are alike in both. So products in `D = <out, do>` and in `<do, v>` are some 100,000, and sums over half of the
 # depth more, which f16 does not have. The whole sums are within: a probability that JAX casts to f16 has its gradient
 # in f16.
-_SHIFT = 256.0
-_LOUDER = 512.0
+_VALUE_SHIFT = 256.0
+_COTANGENT_FACTOR = 512.0
 # Seeds of one case lie this far apart, so that no two base seeds share a problem.
 _SEED_STEP = 2**32
 
@@ -56,13 +56,13 @@ class Statistics:
     spread: float
 
 
-def ensemble(subject: Subject) -> Iterator[Judgement]:
+def check_ensemble(subject: Subject) -> Iterator[Judgement]:
     """Over many seeds, errors in bf16 and f16 neither lean to one side nor scatter more than roundings explain."""
-    collected: dict[str, list[tuple[np.ndarray, Spread]]] = {}
-    for case in reseeded(subject.case):
+    collected: dict[str, list[tuple[np.ndarray, ErrorVariance]]] = {}
+    for case in list_reseeded_cases(subject.case):
         one = dataclasses.replace(subject, case=case)
-        expected = spread(one.problem, one.implementation.arithmetic, one.cotangents.get("random"))
-        result = _run(one)
+        expected = compute_error_variance(one.problem, one.implementation.arithmetic, one.cotangents.get("random"))
+        result = _run_case(one)
         for name, exact in expected.items():
             if name != "out" and name not in subject.implementation.gradients:
                 continue
@@ -73,22 +73,24 @@ def ensemble(subject: Subject) -> Iterator[Judgement]:
                 return
             collected.setdefault(name, []).append((got, exact))
     for name, pairs in collected.items():
-        yield from judge_statistics(name, statistics(pairs), subject.case.dtype)
+        yield from judge_statistics(name, compute_statistics(pairs), subject.case.dtype)
     if subject.case.dtype == "f16" and "random" in subject.cotangents:
-        yield from apart("wide_sums", functools.partial(_wide_sums, subject))
+        yield from run_subcheck("wide_sums", functools.partial(_check_wide_sums, subject))
 
 
-def _wide_sums(subject: Subject) -> Iterator[Judgement]:
+def _check_wide_sums(subject: Subject) -> Iterator[Judgement]:
     """Gradients are right where parts of the sums over depth are beyond f16, and whole sums are not."""
     if subject.implementation.arithmetic.softmax != "f32":
-        yield unsupported("gradients", "sums on the way back are declared in f16")
+        yield build_unsupported("gradients", "sums on the way back are declared in f16")
         return
     v, drawn = subject.problem.v, subject.cotangents["random"].out
     half = v.shape[-1] // 2
     depth = np.arange(v.shape[-1])
-    problem = dataclasses.replace(subject.problem, v=v + np.where(depth < half, _SHIFT, -_SHIFT).astype(v.dtype))
+    problem = dataclasses.replace(
+        subject.problem, v=v + np.where(depth < half, _VALUE_SHIFT, -_VALUE_SHIFT).astype(v.dtype)
+    )
     alike = np.abs(drawn[..., np.where(depth < half, depth, depth - half)])
-    cotangent = Cotangent("random", alike * drawn.dtype.type(_LOUDER))
+    cotangent = Cotangent("random", alike * drawn.dtype.type(_COTANGENT_FACTOR))
     got = subject.executor.gradients(problem, cotangent).values
     expected = subject.expect(problem, [cotangent]).gradients[0]
     for name in subject.implementation.gradients:
@@ -96,7 +98,7 @@ def _wide_sums(subject: Subject) -> Iterator[Judgement]:
             yield subject.judge(name, got[name], expected[name])
 
 
-def statistics(pairs: list[tuple[np.ndarray, Spread]]) -> Statistics:
+def compute_statistics(pairs: list[tuple[np.ndarray, ErrorVariance]]) -> Statistics:
     """Of results and what they should be, over all their elements.
 
     Elements of a row (along the last axis) share their probabilities, so the bias is taken row by row and then averaged
@@ -121,12 +123,12 @@ def statistics(pairs: list[tuple[np.ndarray, Spread]]) -> Statistics:
     )
 
 
-def reseeded(case: Case) -> list[Case]:
+def list_reseeded_cases(case: Case) -> list[Case]:
     """The cases that the statistics of `case` run over."""
     return [dataclasses.replace(case, seed=(case.seed + number * _SEED_STEP) % 2**64) for number in range(SEEDS)]
 
 
-def _run(subject: Subject) -> Result:
+def _run_case(subject: Subject) -> Result:
     if "random" in subject.cotangents:
         return subject.gradients("random")
     return subject.executor.forward(subject.problem)
@@ -135,20 +137,20 @@ def _run(subject: Subject) -> Result:
 def judge_statistics(name: str, found: Statistics, dtype: str) -> Iterator[Judgement]:
     """Judge both statistics of an observable, as `name.bias` and `name.spread`."""
     limit = max(BIAS_LIMIT, _STANDARD_ERRORS * found.standard_error)
-    yield _judgement(f"{name}.bias", found.bias, limit, _leaning(found.bias))
+    yield _judge_statistic(f"{name}.bias", found.bias, limit, _describe_bias(found.bias))
     scatter = f"errors scatter {found.spread:.3g} times as much as all roundings of a correct kernel together"
     if abs(found.bias) <= limit:  # else that is the explanation
         scatter += f": is a sum rounded to {dtype} at every step, instead of being accumulated in f32?"
-    yield _judgement(f"{name}.spread", found.spread, SPREAD_LIMIT, scatter)
+    yield _judge_statistic(f"{name}.spread", found.spread, SPREAD_LIMIT, scatter)
 
 
-def _leaning(bias: float) -> str:
+def _describe_bias(bias: float) -> str:
     side = "towards" if bias < 0 else "away from"
     cause = "truncation instead of rounding" if -1.1 < bias < -0.9 else "an error below one rounding, but always there"
     return f"errors lean {side} zero by {abs(bias):.2g} of half a spacing: {cause}"
 
 
-def _judgement(observable: str, value: float, limit: float, reason: str) -> Judgement:
+def _judge_statistic(observable: str, value: float, limit: float, reason: str) -> Judgement:
     passes = abs(value) <= limit
     if not np.isfinite(value):
         reason = "some results are not finite"

@@ -16,13 +16,13 @@ import ml_dtypes
 import numpy as np
 
 from cases.case import Case
-from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Dense
-from cases.moba import depends_on_data
+from cases.moba_mask import depends_on_data
+from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance import records
-from conformance.asking.judgement import Judgement, unsupported
-from conformance.asking.subject import Subject
-from conformance.driving import alone
+from conformance.check_api.judgement import Judgement, build_unsupported
+from conformance.check_api.subject import Subject
+from conformance.executor_tasks import single_calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,35 +42,35 @@ class _Form:
     case: Case | None = None
 
 
-def forms(subject: Subject) -> Iterator[Judgement]:
+def check_forms(subject: Subject) -> Iterator[Judgement]:
     """Numbers of every type, windows in lists, shared axes and narrow biases mean what they say, or are refused."""
-    for form in _forms(subject):
-        yield _judged(subject, form)
-    yield from _residuals_of_shared_by_keys(subject)
-    yield from _gradient_of_shared_by_keys(subject)
+    for form in _iter_forms(subject):
+        yield _judge_form(subject, form)
+    yield from _check_shared_bias_residuals(subject)
+    yield from _check_shared_bias_gradient(subject)
 
 
-def _judged(subject: Subject, form: _Form) -> Judgement:
+def _judge_form(subject: Subject, form: _Form) -> Judgement:
     label = f"out.{form.name}"
     subject = dataclasses.replace(subject, case=form.case or subject.case)
     try:
-        got = subject.executor.run(alone.in_form, form.meant, form.given)
+        got = subject.executor.run(single_calls.run_with_arguments, form.meant, form.given)
     except Exception as error:  # whatever is raised, nothing wrong was returned
-        return unsupported(label, f"{type(error).__name__}: {error}".split("\n")[0])
+        return build_unsupported(label, f"{type(error).__name__}: {error}".split("\n")[0])
     expected = subject.expect(form.meant).forward["out"]
-    found = subject.judge("out", got, expected, subject.judged_out_of(form.meant), label=label)
+    found = subject.judge("out", got, expected, subject.find_judged_rows(form.meant), label=label)
     if found.verdict == records.PASS and got.dtype != form.meant.q.dtype:
         # Right, and wider, as JAX's rules of promotion have it: nothing is taken for something else.
-        return unsupported(label, f"the argument makes the result {got.dtype}, where q is {form.meant.q.dtype}")
+        return build_unsupported(label, f"the argument makes the result {got.dtype}, where q is {form.meant.q.dtype}")
     return found
 
 
-def _forms(subject: Subject) -> Iterator[_Form]:
+def _iter_forms(subject: Subject) -> Iterator[_Form]:
     problem = subject.problem
-    flags = subject.executor.run(alone.flags, problem)
+    flags = subject.executor.run(single_calls.find_mask_arguments, problem)
     for name in ("scale", "soft_cap"):
         if getattr(problem, name) is not None:
-            yield from _numbers(subject, name)
+            yield from _iter_number_forms(subject, name)
     if problem.scale is not None:
         # A number like any other, and none where somebody tests for truth.
         yield _Form("scale_zero", dataclasses.replace(problem, scale=0.0))
@@ -84,17 +84,17 @@ def _forms(subject: Subject) -> Iterator[_Form]:
         yield _Form("window_list", problem, {"window": list(window)})
         yield _Form("window_numpy", problem, {"window": tuple(None if n is None else np.int32(n) for n in window)})
     if flags["mask"] and subject.case.mask.startswith("dense-"):
-        yield from _shared_masks(problem)
+        yield from _iter_mask_forms(problem)
     if problem.bias is not None and (subject.case.bias == "bias" or not _takes_any_bias(subject)):
-        yield from _biases(problem)
-        yield from _of_rank_three(subject)
+        yield from _iter_bias_forms(problem)
+        yield from _iter_rank_three_bias(subject)
 
 
 def _takes_any_bias(subject: Subject) -> bool:
     return subject.implementation.supports(dataclasses.replace(subject.case, bias="bias")) is None
 
 
-def _numbers(subject: Subject, name: str) -> Iterator[_Form]:
+def _iter_number_forms(subject: Subject, name: str) -> Iterator[_Form]:
     """A whole number as an integer; a traced one; and beside operands of 16 bits, which none must make wider."""
     whole: dict[str, Any] = {name: 1.0}
     yield _Form(f"{name}_int", dataclasses.replace(subject.problem, **whole), {name: 1})
@@ -103,7 +103,7 @@ def _numbers(subject: Subject, name: str) -> Iterator[_Form]:
     yield _Form(f"{name}_traced", dataclasses.replace(subject.problem, **as_narrow), {name: traced})
     narrow = dataclasses.replace(subject.case, dtype="bf16")
     if subject.implementation.supports(narrow) is None:
-        problem = draw(narrow)
+        problem = draw_problem(narrow)
         number = getattr(problem, name)
         exact: dict[str, Any] = {name: float(np.float32(number))}
         meant = dataclasses.replace(problem, **exact)
@@ -111,7 +111,7 @@ def _numbers(subject: Subject, name: str) -> Iterator[_Form]:
         yield _Form(f"{name}_jax", meant, {name: jnp.float32(number)}, narrow)
 
 
-def _shared_masks(problem: Problem) -> Iterator[_Form]:
+def _iter_mask_forms(problem: Problem) -> Iterator[_Form]:
     """Booleans that heads and rows, or heads and keys, share; and without the axes of batch and heads."""
     whole = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])[:1, :1]
     key = int(np.argmin(np.abs(whole[0, 0].mean(axis=0) - 0.5)))  # that some rows see, and some do not
@@ -121,7 +121,7 @@ def _shared_masks(problem: Problem) -> Iterator[_Form]:
     yield _Form("mask_of_rank_two", dataclasses.replace(problem, mask=Dense(whole)), {"mask": whole[0, 0]})
 
 
-def _biases(problem: Problem) -> Iterator[_Form]:
+def _iter_bias_forms(problem: Problem) -> Iterator[_Form]:
     """Numbers that rows or keys share; in 16 bits beside operands of 32; and without the axes of batch and heads."""
     assert problem.bias is not None
     parts = {
@@ -135,7 +135,7 @@ def _biases(problem: Problem) -> Iterator[_Form]:
     yield _Form("bias_of_rank_two", dataclasses.replace(problem, bias=plane), {"bias": plane[0, 0]})
 
 
-def _residuals_of_shared_by_keys(subject: Subject) -> Iterator[Judgement]:
+def _check_shared_bias_residuals(subject: Subject) -> Iterator[Judgement]:
     """What a bias with one column for all keys does where it changes no weight: it is in the residuals."""
     if subject.problem.bias is None or not subject.implementation.residuals:
         return
@@ -143,7 +143,7 @@ def _residuals_of_shared_by_keys(subject: Subject) -> Iterator[Judgement]:
     try:
         got = subject.executor.residuals(shared).values
     except Exception as error:  # as above
-        yield unsupported("logsumexp.bias_shared_by_keys", f"{type(error).__name__}: {error}".split("\n")[0])
+        yield build_unsupported("logsumexp.bias_shared_by_keys", f"{type(error).__name__}: {error}".split("\n")[0])
         return
     expected = subject.expect(shared).forward
     live = ~shared.empty_rows & shared.decided
@@ -151,9 +151,9 @@ def _residuals_of_shared_by_keys(subject: Subject) -> Iterator[Judgement]:
         yield subject.judge(name, got[name], expected[name], live, label=f"{name}.bias_shared_by_keys")
 
 
-def _gradient_of_shared_by_keys(subject: Subject) -> Iterator[Judgement]:
+def _check_shared_bias_gradient(subject: Subject) -> Iterator[Judgement]:
     """What a bias with one column for all keys is pulled back to: the sum over the keys of every row."""
-    if subject.problem.bias is None or not subject.with_gradients or "dbias" not in subject.implementation.gradients:
+    if subject.problem.bias is None or not subject.has_gradients or "dbias" not in subject.implementation.gradients:
         return
     # Without a sink, what all keys share changes nothing.
     beside = dataclasses.replace(subject.case, sinks=True)
@@ -163,24 +163,24 @@ def _gradient_of_shared_by_keys(subject: Subject) -> Iterator[Judgement]:
     assert problem.bias is not None
     shared = dataclasses.replace(problem, bias=problem.bias[..., :1])
     drawn = draw_cotangent(subject.case).out
-    cotangent = Cotangent("random", np.where(subject.judged_out_of(shared), drawn, np.zeros_like(drawn)))
+    cotangent = Cotangent("random", np.where(subject.find_judged_rows(shared), drawn, np.zeros_like(drawn)))
     label = "dbias.bias_shared_by_keys"
     try:
         got = subject.executor.gradients(shared, cotangent).values
     except Exception as error:  # as above
-        yield unsupported(label, f"{type(error).__name__}: {error}".split("\n")[0])
+        yield build_unsupported(label, f"{type(error).__name__}: {error}".split("\n")[0])
         return
     expected = subject.expect(shared, [cotangent])
-    judged = subject.judged_out_of(shared)
+    judged = subject.find_judged_rows(shared)
     yield subject.judge("out", got["out"], expected.forward["out"], judged, label="out.bias_shared_beside_sinks")
     yield subject.judge("dbias", got["dbias"], expected.gradients[0]["dbias"], label=label)
 
 
-def _of_rank_three(subject: Subject) -> Iterator[_Form]:
+def _iter_rank_three_bias(subject: Subject) -> Iterator[_Form]:
     """A bias without the axis of the batch, where there are as many batch rows as heads: only the order tells them."""
     square = dataclasses.replace(subject.case, batch=subject.case.num_q_heads)
     if subject.implementation.supports(square) is None:
-        problem = draw(square)
+        problem = draw_problem(square)
         assert problem.bias is not None
         shared = problem.bias[:1]
         yield _Form("bias_of_rank_three", dataclasses.replace(problem, bias=shared), {"bias": shared[0]}, square)

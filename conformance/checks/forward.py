@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cases.operands import RESIDUALS
-from conformance.asking import pages
-from conformance.asking.judgement import Judgement, unsupported
-from conformance.asking.subject import Subject
-from conformance.calling.execution import Result
+from cases.operand_registry import RESIDUALS
+from conformance.check_api.judgement import Judgement, build_unsupported
+from conformance.check_api.subject import Subject
+from conformance.checks import page_comparison
+from conformance.execution.executor import Result
 from conformance.truth.comparison import compare
 
 
-def forward(subject: Subject) -> Iterator[Judgement]:
+def check_forward(subject: Subject) -> Iterator[Judgement]:
     """`out` of the call without residuals is right, in shape and dtype too.
 
     With a quantised cache, right means: for the keys and values that the cache stands for. A figure beside the verdict
@@ -25,20 +25,20 @@ def forward(subject: Subject) -> Iterator[Judgement]:
     Where the call writes pages, `k_pages` and `v_pages` are what they must be, bit for bit.
     """
     judgement = judge_out(subject, subject.forward)
-    if (before := subject.before_storing) is not None:
+    if (before := subject.expectation_before_storing) is not None:
         comparison = compare(subject.forward.values["out"], before.forward["out"], subject.judged_out)
         judgement = dataclasses.replace(judgement, figures={"ratio_before_storing": comparison.ratio})
     yield judgement
     if subject.implementation.writes_pages:
-        yield from pages.pages(subject, save_residuals=False)
+        yield from page_comparison.check_pages(subject, save_residuals=False)
 
 
-def residuals(subject: Subject) -> Iterator[Judgement]:
+def check_residuals(subject: Subject) -> Iterator[Judgement]:
     """With `save_residuals=True`, `out` stays right and `logsumexp` and `max_logits` are."""
     offered = subject.implementation.residuals
     for name in RESIDUALS:
         if name not in offered:
-            yield unsupported(name, f"{name} is not offered")
+            yield build_unsupported(name, f"{name} is not offered")
     if not offered:
         return
     result = subject.residuals
@@ -47,10 +47,10 @@ def residuals(subject: Subject) -> Iterator[Judgement]:
         if name in offered:
             yield judge_residual(subject, name, result)
     if subject.implementation.writes_pages:
-        yield from pages.pages(subject, save_residuals=True)
+        yield from page_comparison.check_pages(subject, save_residuals=True)
 
 
-def primal(subject: Subject) -> Iterator[Judgement]:
+def check_primal(subject: Subject) -> Iterator[Judgement]:
     """The value that `jax.vjp` returns is right as well: a custom VJP has a forward pass of its own."""
     if "random" in subject.cotangents:
         yield judge_out(subject, subject.gradients("random"))

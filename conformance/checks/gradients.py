@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from cases.inputs import Cotangent, Problem, draw_cotangent
-from cases.serving.storage import NOBODY
+from cases.operand_values import Cotangent, Problem, draw_cotangent
+from cases.storage_forms.storage_layout import NOBODY
 from conformance import records
-from conformance.asking.judgement import Judgement, labelled, unsupported
-from conformance.asking.subject import Subject
-from conformance.calling.execution import Result
+from conformance.check_api.judgement import Judgement, add_label, build_unsupported
+from conformance.check_api.subject import Subject
+from conformance.execution.executor import Result
 from conformance.records import Worst
 from conformance.truth import oracle
-from conformance.truth.bounds import Bounded
+from conformance.truth.rounding_bounds import Bounded
 
 
-def gradients(subject: Subject) -> Iterator[Judgement]:
+def check_gradients(subject: Subject) -> Iterator[Judgement]:
     """`dq dk dv dsinks dbias` for a random cotangent of `out`.
 
     Each is compared with the truth (vanilla) and with the flash formula applied to the implementation's own rounded
@@ -26,26 +26,26 @@ def gradients(subject: Subject) -> Iterator[Judgement]:
     yield from _judge_if_drawn(subject, "random", saved=True)
 
 
-def gradients_lse(subject: Subject) -> Iterator[Judgement]:
+def check_gradients_lse(subject: Subject) -> Iterator[Judgement]:
     """Gradients for random cotangents of `out` and `logsumexp` together; silent zeros for the second fail."""
-    if not subject.with_gradients:
+    if not subject.has_gradients:
         return
     if "logsumexp" not in subject.implementation.differentiable_residuals:
         offered = "logsumexp" in subject.implementation.residuals
         reason = "logsumexp is declared not differentiable" if offered else "logsumexp is not offered"
-        yield unsupported("all", reason)
+        yield build_unsupported("all", reason)
         return
     yield from _judge_if_drawn(subject, "random_lse", saved=True)
 
 
-def gradients_part(subject: Subject) -> Iterator[Judgement]:
+def check_gradients_part(subject: Subject) -> Iterator[Judgement]:
     """Gradients for cotangents on one row, one head, `logsumexp` alone, and only rows that may attend to nothing.
 
     The gradients of one row or one head show what those of the others would hide. They also show what a kernel leaves
     out because most of the cotangent is zero.
     """
     for part in ("row", "head", "lse", "empty"):
-        yield from labelled(part, _judge_if_drawn(subject, part))
+        yield from add_label(part, _judge_if_drawn(subject, part))
 
 
 def _judge_if_drawn(subject: Subject, cotangent: str, *, saved: bool = False) -> Iterator[Judgement]:
@@ -53,7 +53,7 @@ def _judge_if_drawn(subject: Subject, cotangent: str, *, saved: bool = False) ->
         return
     result = subject.gradients(cotangent)
     expected = subject.expected_gradients(cotangent)
-    flash = _flash_from_saved(subject, cotangent, result) if saved else {}
+    flash = _compute_flash_gradients(subject, cotangent, result) if saved else {}
     yield from judge_gradients(subject, result, expected, flash)
 
 
@@ -66,7 +66,7 @@ def judge_gradients(
     """Judge every gradient that the problem has."""
     for name, bounded in expected.items():
         if name not in subject.implementation.gradients:
-            yield unsupported(name, f"the gradient {name} is not offered")
+            yield build_unsupported(name, f"the gradient {name} is not offered")
             continue
         yield subject.judge(name, result.values[name], bounded, flash=flash[name] if flash else None)
     yield from _judge_padding(subject, result)
@@ -98,7 +98,7 @@ def _judge_padding(subject: Subject, result: Result) -> Iterator[Judgement]:
         yield Judgement(observable="padding", verdict=records.PASS)
 
 
-def _flash_from_saved(subject: Subject, cotangent: str, result: Result) -> dict[str, np.ndarray]:
+def _compute_flash_gradients(subject: Subject, cotangent: str, result: Result) -> dict[str, np.ndarray]:
     """Gradients by the flash formula from the implementation's own `out` and, if it has one, `logsumexp`.
 
     Empty where what was saved is not finite in a row that counts: there is nothing to recompute from.
@@ -116,19 +116,19 @@ def _flash_from_saved(subject: Subject, cotangent: str, result: Result) -> dict[
     saved = oracle.Forward(out, lse, truth["max_logits"].value)
     drawn = subject.cotangents[cotangent]
     with np.errstate(invalid="ignore", over="ignore"):  # infinities of a wrong `logsumexp`
-        return oracle.backward(
+        return oracle.compute_backward(
             subject.problem, drawn.out, drawn.logsumexp, form="flash", saved=saved, empty_rows=subject.empty_rows
         )
 
 
-def right_on(subject: Subject, problem: Problem) -> Iterator[Judgement]:
+def check_problem(subject: Subject, problem: Problem) -> Iterator[Judgement]:
     """Results and gradients on any problem are those of the oracle."""
     drawn = draw_cotangent(subject.case).out
-    judged = subject.judged_out_of(problem)
-    cotangents = [Cotangent("random", np.where(judged, drawn, np.zeros_like(drawn)))] if subject.with_gradients else []
+    judged = subject.find_judged_rows(problem)
+    cotangents = [Cotangent("random", np.where(judged, drawn, np.zeros_like(drawn)))] if subject.has_gradients else []
     expected = subject.expect(problem, cotangents)
     live = (~problem.empty_rows | (subject.implementation.empty_rows == "zero")) & problem.decided
-    for name, got in subject.results_of(problem).items():
+    for name, got in subject.run_results(problem).items():
         yield subject.judge(name, got, expected.forward[name], judged if name == "out" else live)
     for cotangent, gradients in zip(cotangents, expected.gradients, strict=True):
         pulled = subject.executor.gradients(problem, cotangent).values

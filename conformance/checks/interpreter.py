@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cases.operands import RESIDUALS
+from cases.operand_registry import RESIDUALS
 from conformance import records
-from conformance.accelerators.interpreters import seeds
-from conformance.asking.judgement import Judgement, labelled
-from conformance.asking.subject import Subject
-from conformance.calling.execution import Result
+from conformance.accelerators.interpreters import list_seeds
+from conformance.check_api.judgement import Judgement, add_label
+from conformance.check_api.subject import Subject
 from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
-from conformance.driving import interpreted
+from conformance.execution.executor import Result
+from conformance.executor_tasks import interpreter_runs
 
 _BACKWARD_SEEDS = 2
 # The cotangents of the programs that are gradients.
-_PULLED = {"gradients": "random", "gradients_lse": "random_lse"}
+_COTANGENT_OF = {"gradients": "random", "gradients_lse": "random_lse"}
 
 
-def interpreter(subject: Subject) -> Iterator[Judgement]:
+def check_interpreter(subject: Subject) -> Iterator[Judgement]:
     """Under its accelerator's interpreter, with NaN in fresh memory and in any order, it is right and nothing races."""
     accelerator = subject.implementation.accelerator
     if accelerator.under_interpreter is None:
@@ -27,22 +27,28 @@ def interpreter(subject: Subject) -> Iterator[Judgement]:
         yield Judgement(observable="all", verdict=records.UNJUDGED, reason=reason)
         return
     raced: dict[str, list[str]] = {}
-    cotangents = {program: subject.cotangents[name] for program, name in _PULLED.items() if name in subject.cotangents}
-    for seed in seeds(accelerator.platform):
-        programs = _programs(subject, seed)
+    cotangents = {
+        program: subject.cotangents[name] for program, name in _COTANGENT_OF.items() if name in subject.cotangents
+    }
+    for seed in list_seeds(accelerator.platform):
+        programs = _list_programs(subject, seed)
         for name, values, races, stopped in subject.executor.run(
-            interpreted.run, subject.problem, seed, programs, {p: x for p, x in cotangents.items() if p in programs}
+            interpreter_runs.run_programs,
+            subject.problem,
+            seed,
+            programs,
+            {p: x for p, x in cotangents.items() if p in programs},
         ):
             raced.setdefault(name, []).extend(races)
             if stopped:
                 yield Judgement(observable=f"{name}.seed{seed}", verdict=records.FAIL, reason=stopped)
-                yield from _race_judgements(raced)
+                yield from _judge_races(raced)
                 return
-            yield from labelled(f"seed{seed}", _judge(subject, name, Result(values)))
-    yield from _race_judgements(raced)
+            yield from add_label(f"seed{seed}", _judge_program(subject, name, Result(values)))
+    yield from _judge_races(raced)
 
 
-def _programs(subject: Subject, seed: int) -> list[interpreted.Program]:
+def _list_programs(subject: Subject, seed: int) -> list[interpreter_runs.Program]:
     """What is run, by name: the call with every seed, its backward pass with two, the call with residuals with one.
 
     The numbers of seeds follow from the costs. A backward pass is three kernels, and runs the call with residuals as
@@ -50,7 +56,7 @@ def _programs(subject: Subject, seed: int) -> list[interpreted.Program]:
     """
     residuals = subject.implementation.residuals
     leave_out = subject.implementation.accelerator.platform == "gpu" and residuals
-    found: list[interpreted.Program] = [] if leave_out else ["forward"]
+    found: list[interpreter_runs.Program] = [] if leave_out else ["forward"]
     if seed == 0 and residuals:
         found.append("residuals")
     if seed >= _BACKWARD_SEEDS:
@@ -62,19 +68,19 @@ def _programs(subject: Subject, seed: int) -> list[interpreted.Program]:
     return found
 
 
-def _judge(subject: Subject, name: str, result: Result) -> Iterator[Judgement]:
+def _judge_program(subject: Subject, name: str, result: Result) -> Iterator[Judgement]:
     labels = {"residuals": "out_with_residuals", "gradients": "primal", "gradients_lse": "primal"}
     yield judge_out(subject, result, label=labels.get(name, "out"))
     if name == "residuals":
         for residual in RESIDUALS:
             if residual in subject.implementation.residuals:
                 yield judge_residual(subject, residual, result)
-    cotangent = _PULLED.get(name)
+    cotangent = _COTANGENT_OF.get(name)
     if cotangent is not None:
         yield from judge_gradients(subject, result, subject.expected_gradients(cotangent))
 
 
-def _race_judgements(raced: dict[str, list[str]]) -> Iterator[Judgement]:
+def _judge_races(raced: dict[str, list[str]]) -> Iterator[Judgement]:
     for name, found in raced.items():
         reason = f"{len(found)} races, the first: {found[0]}" if found else ""
         yield Judgement(observable=f"races.{name}", verdict=records.FAIL if found else records.PASS, reason=reason)

@@ -12,52 +12,54 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from cases.inputs import Problem
-from cases.masks import Full, conjuncts
-from cases.operands import PLACED, RESIDUALS
-from conformance.asking.judgement import Judgement, unsupported
-from conformance.asking.subject import Subject
-from conformance.truth.bounds import Bounded, Expectation
+from cases.masks import Full, list_conjuncts
+from cases.operand_registry import PLACED, RESIDUALS
+from cases.operand_values import Problem
+from conformance.check_api.judgement import Judgement, build_unsupported
+from conformance.check_api.subject import Subject
+from conformance.truth.rounding_bounds import Bounded, Expectation
 
 Values = Mapping[str, np.ndarray]
 
 
-def invariance(subject: Subject) -> Iterator[Judgement]:
+def check_invariance(subject: Subject) -> Iterator[Judgement]:
     """Permuted keys, keys merged from two halves, padding and other block sizes give the same results."""
     if subject.problem.storage is None:
-        yield from _with_every_key(subject)
-        yield from _padded(subject)
+        yield from _check_full_mask(subject)
+        yield from _check_padding(subject)
     else:
         for name in ("permuted", "merged", "padded"):
-            yield unsupported(name, "where keys lie is said by tables, and other keys lie elsewhere")
-    yield from _variants(subject)
+            yield build_unsupported(name, "where keys lie is said by tables, and other keys lie elsewhere")
+    yield from _check_variants(subject)
 
 
-def _with_every_key(subject: Subject) -> Iterator[Judgement]:
+def _check_full_mask(subject: Subject) -> Iterator[Judgement]:
     """The ways that have a meaning only where mask and operands treat all keys alike; others are left out."""
     if (reason := subject.implementation.supports(dataclasses.replace(subject.case, mask="full"))) is not None:
-        yield unsupported("permuted", reason)
-        yield unsupported("merged", reason)
+        yield build_unsupported("permuted", reason)
+        yield build_unsupported("merged", reason)
         return
     problem = dataclasses.replace(subject.problem.without(*PLACED), mask=Full())
-    whole = subject.results_of(problem)
+    whole = subject.run_results(problem)
     expected = subject.expect(problem)
-    yield from _compared(subject, "permuted", subject.results_of(_permuted(problem)), whole, expected)
+    yield from _compare_results(subject, "permuted", subject.run_results(_permute_keys(problem)), whole, expected)
     if "logsumexp" not in subject.implementation.residuals:
-        yield unsupported("merged", "logsumexp is not offered")
+        yield build_unsupported("merged", "logsumexp is not offered")
         return
     bare = problem.without("sinks")
     if problem.sinks is not None:
-        whole, expected = subject.results_of(bare), subject.expect(bare)
+        whole, expected = subject.run_results(bare), subject.expect(bare)
     # Every second key, so that each half has keys of every segment.
-    halves = [_keys(bare, slice(start, None, 2)) for start in (0, 1)]
-    merged = _merged([_part(subject, half) for half in halves])
-    yield from _compared(subject, "merged", merged, whole, expected, _merged_bounds(list(map(subject.expect, halves))))
+    halves = [_select_keys(bare, slice(start, None, 2)) for start in (0, 1)]
+    merged = _merge([_run_part(subject, half) for half in halves])
+    yield from _compare_results(
+        subject, "merged", merged, whole, expected, _compute_merged_bounds(list(map(subject.expect, halves)))
+    )
 
 
-def _part(subject: Subject, problem: Problem) -> Values:
+def _run_part(subject: Subject, problem: Problem) -> Values:
     """Results over some of the keys. Empty rows are left out where they are declared undefined."""
-    part = subject.results_of(problem)
+    part = subject.run_results(problem)
     if subject.implementation.empty_rows == "zero":
         return part
     empty = problem.empty_rows
@@ -67,24 +69,24 @@ def _part(subject: Subject, problem: Problem) -> Values:
     }
 
 
-def _permuted(problem: Problem) -> Problem:
+def _permute_keys(problem: Problem) -> Problem:
     order = np.random.Generator(np.random.Philox(0)).permutation(problem.k.shape[1])
-    return _keys(problem, order)
+    return _select_keys(problem, order)
 
 
-def _keys(problem: Problem, keys: np.ndarray | slice) -> Problem:
+def _select_keys(problem: Problem, keys: np.ndarray | slice) -> Problem:
     """The problem with these keys only, in this order."""
     return problem.along("S", lambda x, axis: x[(slice(None),) * axis + (keys,)])
 
 
-def _merged(parts: Sequence[Values]) -> Values:
+def _merge(parts: Sequence[Values]) -> Values:
     """Attention over all keys from normalised parts and their `logsumexp` (docs/contract.md, section 4)."""
-    weights, merged = _weights([part["logsumexp"] for part in parts])
-    out = sum(_by_row(w) * part["out"].astype(np.float64) for w, part in zip(weights, parts, strict=True))
+    weights, merged = _compute_weights([part["logsumexp"] for part in parts])
+    out = sum(_align_with_out(w) * part["out"].astype(np.float64) for w, part in zip(weights, parts, strict=True))
     return {"out": np.asarray(out), "logsumexp": merged}
 
 
-def _weights(logsumexps: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _compute_weights(logsumexps: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The weight of each part, `[parts, B, N, T]`, and `logsumexp` over all keys, `[B, N, T]`, from those of parts."""
     lse = np.stack(logsumexps).astype(np.float64)
     top = lse.max(axis=0)
@@ -94,71 +96,71 @@ def _weights(logsumexps: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         return weight / np.where(total == 0, 1, total), np.where(np.isfinite(top), top, 0.0) + np.log(total)
 
 
-def _by_row(x: np.ndarray) -> np.ndarray:
+def _align_with_out(x: np.ndarray) -> np.ndarray:
     """`[B, N, T]` as `[B, T, N, 1]`, beside `out`."""
     return x.transpose(0, 2, 1)[..., None]
 
 
-def _merged_bounds(parts: Sequence[Expectation]) -> dict[str, np.ndarray]:
+def _compute_merged_bounds(parts: Sequence[Expectation]) -> dict[str, np.ndarray]:
     """How far merged results may be off, to first order.
 
     An error `e_i` in part `i`'s out, which is rounded by itself, counts by its weight `w_i`. One of `d_i` in its
     `logsumexp` moves `w_i` by `w_i (d_i - sum_j w_j d_j)`, so `out` by `w_i d_i (out_i - out)`.
     """
     found = [part.forward for part in parts]
-    weights, _ = _weights([part["logsumexp"].value for part in found])
+    weights, _ = _compute_weights([part["logsumexp"].value for part in found])
     off = [np.where(w > 0, part["logsumexp"].bound, 0.0) for w, part in zip(weights, found, strict=True)]
-    whole = sum(_by_row(w) * part["out"].value for w, part in zip(weights, found, strict=True))
+    whole = sum(_align_with_out(w) * part["out"].value for w, part in zip(weights, found, strict=True))
     out = sum(
-        _by_row(w) * (part["out"].bound + np.abs(part["out"].value - whole) * _by_row(d))
+        _align_with_out(w) * (part["out"].bound + np.abs(part["out"].value - whole) * _align_with_out(d))
         for w, part, d in zip(weights, found, off, strict=True)
     )
     return {"out": np.asarray(out), "logsumexp": np.asarray(sum(w * d for w, d in zip(weights, off, strict=True)))}
 
 
-def _padded(subject: Subject) -> Iterator[Judgement]:
+def _check_padding(subject: Subject) -> Iterator[Judgement]:
     """One more query and one more key ahead of the others, in segments of their own: the length becomes odd.
 
     It is ahead so that the last key, which may then be alone in its block, is one that counts.
     """
     problem = subject.problem
-    if not all(part.relative for part in conjuncts(problem.mask)):
-        yield unsupported("padded", "the mask of this case means another one at other positions")
+    if not all(part.relative for part in list_conjuncts(problem.mask)):
+        yield build_unsupported("padded", "the mask of this case means another one at other positions")
         return
     if (reason := subject.implementation.supports(dataclasses.replace(subject.case, segments="seg"))) is not None:
-        yield unsupported("padded", reason)
+        yield build_unsupported("padded", reason)
         return
     batch, q_length = problem.q.shape[:2]
     kv_length = problem.k.shape[1]
     ids = problem.segment_ids or (np.zeros((batch, q_length), np.int32), np.zeros((batch, kv_length), np.int32))
     q_ids, kv_ids = (np.pad(x, [(0, 0), (1, 0)], constant_values=n) for x, n in zip(ids, (-1, -2), strict=True))
-    longer = problem.along("T", _first_twice).along("S", _first_twice)
+    longer = problem.along("T", _prepend_first).along("S", _prepend_first)
     longer = dataclasses.replace(longer, segment_ids=(q_ids, kv_ids))
-    got = subject.results_of(longer)
+    got = subject.run_results(longer)
     kept = {name: x[:, 1:] if name == "out" else x[..., 1:] for name, x in got.items()}
-    yield from _compared(subject, "padded", kept, subject.results_of(problem), subject.expectation)
+    yield from _compare_results(subject, "padded", kept, subject.run_results(problem), subject.expectation)
 
 
-def _first_twice(x: np.ndarray, axis: int) -> np.ndarray:
+def _prepend_first(x: np.ndarray, axis: int) -> np.ndarray:
     return np.concatenate([x.take([0], axis), x], axis)
 
 
-def _variants(subject: Subject) -> Iterator[Judgement]:
-    clean = subject.results_of(subject.problem)
+def _check_variants(subject: Subject) -> Iterator[Judgement]:
+    clean = subject.run_results(subject.problem)
     for name in subject.implementation.variants:
         variant = dataclasses.replace(subject, executor=subject.executor.variant(name))
-        got = variant.results_of(subject.problem)
-        yield from _compared(subject, name, got, clean, subject.expectation)
-        if not subject.with_gradients:
+        got = variant.run_results(subject.problem)
+        yield from _compare_results(subject, name, got, clean, subject.expectation)
+        if not subject.has_gradients:
             continue
-        cotangent = subject.any_random
+        cotangent = subject.full_cotangent
         here, there = subject.gradients(cotangent), variant.gradients(cotangent)
         for gradient, expected in subject.expected_gradients(cotangent).items():
             if gradient in subject.implementation.gradients:
-                yield _agree(subject, gradient, name, there.values[gradient], here.values[gradient], expected)
+                yield _judge_agreement(subject, gradient, name, there.values[gradient], here.values[gradient], expected)
 
 
-def _compared(
+def _compare_results(
     subject: Subject,
     how: str,
     got: Values,
@@ -170,10 +172,10 @@ def _compared(
     for name in ("out", *RESIDUALS):
         if name in got and name in whole:
             bound = None if bounds is None else bounds[name]
-            yield _agree(subject, name, how, got[name], whole[name], expected.forward[name], bound)
+            yield _judge_agreement(subject, name, how, got[name], whole[name], expected.forward[name], bound)
 
 
-def _agree(
+def _judge_agreement(
     subject: Subject,
     name: str,
     how: str,

@@ -14,71 +14,71 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cases.inputs import Cotangent
+from cases.operand_values import Cotangent
 from conformance import records
-from conformance.asking.judgement import Judgement, labelled
-from conformance.asking.subject import Subject
+from conformance.check_api.judgement import Judgement, add_label
+from conformance.check_api.subject import Subject
 from conformance.records import Worst
-from conformance.truth.bounds import Bounded
+from conformance.truth.rounding_bounds import Bounded
 from conformance.truth.roundoff import UNIT_ROUNDOFF
 
 # Not in f16, where all of it would underflow.
 _TINY_FACTOR = {"f32": 2.0**-40, "bf16": 2.0**-40}
 _FACTOR = {"f32": 2.0**20, "bf16": 2.0**20, "f16": 2.0**4}
 # Results below the first may have lost bits to underflow, results above the second may overflow once scaled.
-_SMALLEST = 2.0**-80
-_LARGEST = {"f32": 2.0**100, "bf16": 2.0**100, "f16": 2.0**11}
+_MIN_EXACT = 2.0**-80
+_MAX_UNSCALED = {"f32": 2.0**100, "bf16": 2.0**100, "f16": 2.0**11}
 
 
 # A sum of large terms may lie in the middle between two numbers. Then a term that is far smaller decides how it is
 # rounded, and that one may underflow in one of the two calls. Such sums are few, and off by a rounding.
-_TIES = 0.01
+_MAX_TIES = 0.01
 
 
-def linearity(subject: Subject) -> Iterator[Judgement]:
+def check_linearity(subject: Subject) -> Iterator[Judgement]:
     """`v` and cotangents times 2**20 (16 in f16), and cotangents times 2**-40, give as many times the results."""
-    if "linearity" not in subject.turn.laws:
+    if "linearity" not in subject.rotation.laws:
         return
     factor = _FACTOR[subject.case.dtype]
     problem = subject.problem
     # Values that are coordinates of the keys are in the logits too.
-    fits = float(np.abs(problem.values).max()) * factor < _LARGEST[subject.case.dtype]
+    fits = float(np.abs(problem.values).max()) * factor < _MAX_UNSCALED[subject.case.dtype]
     if fits and not problem.tied:
         if problem.kv_scales is None:
-            scaled = dataclasses.replace(problem, v=_times(problem.v, factor))
+            scaled = dataclasses.replace(problem, v=_scale(problem.v, factor))
         else:
             k_scales, v_scales = problem.kv_scales
-            scaled = dataclasses.replace(problem, kv_scales=(k_scales, _times(v_scales, factor)))
-        calls = subject.shaped(subject.forward), subject.shaped(subject.forward_of(scaled))
+            scaled = dataclasses.replace(problem, kv_scales=(k_scales, _scale(v_scales, factor)))
+        calls = subject.require_shapes(subject.forward), subject.require_shapes(subject.run_forward(scaled))
         before, after = (np.where(subject.judged_out, result.values["out"], 0) for result in calls)
         bound = np.where(subject.judged_out, subject.expectation.forward["out"].bound, 0)
-        yield _proportional(subject, "out", before, after, bound, factor)
-    if subject.with_gradients:
-        yield from _cotangents(subject, -factor)
+        yield _judge_proportional(subject, "out", before, after, bound, factor)
+    if subject.has_gradients:
+        yield from _check_cotangents(subject, -factor)
         if (tiny := _TINY_FACTOR.get(subject.case.dtype)) is not None:
-            yield from labelled("tiny", _cotangents(subject, tiny))
+            yield from add_label("tiny", _check_cotangents(subject, tiny))
 
 
-def _cotangents(subject: Subject, factor: float) -> Iterator[Judgement]:
-    cotangent = subject.cotangents[subject.any_random]
-    clean = subject.gradients(subject.any_random)
-    scaled = subject.gradients_of(subject.problem, _scaled(cotangent, factor))
-    for name, expected in subject.expected_gradients(subject.any_random).items():
+def _check_cotangents(subject: Subject, factor: float) -> Iterator[Judgement]:
+    cotangent = subject.cotangents[subject.full_cotangent]
+    clean = subject.gradients(subject.full_cotangent)
+    scaled = subject.run_gradients(subject.problem, _scale_cotangent(cotangent, factor))
+    for name, expected in subject.expected_gradients(subject.full_cotangent).items():
         if name in subject.implementation.gradients:
-            yield _proportional(subject, name, clean.values[name], scaled.values[name], expected.bound, factor)
+            yield _judge_proportional(subject, name, clean.values[name], scaled.values[name], expected.bound, factor)
 
 
-def _scaled(cotangent: Cotangent, factor: float) -> Cotangent:
-    lse = None if cotangent.logsumexp is None else _times(cotangent.logsumexp, factor)
-    return dataclasses.replace(cotangent, out=_times(cotangent.out, factor), logsumexp=lse)
+def _scale_cotangent(cotangent: Cotangent, factor: float) -> Cotangent:
+    lse = None if cotangent.logsumexp is None else _scale(cotangent.logsumexp, factor)
+    return dataclasses.replace(cotangent, out=_scale(cotangent.out, factor), logsumexp=lse)
 
 
-def _times(x: np.ndarray, factor: float) -> np.ndarray:
+def _scale(x: np.ndarray, factor: float) -> np.ndarray:
     scaled: np.ndarray = (x.astype(np.float64) * factor).astype(x.dtype)
     return scaled
 
 
-def _proportional(
+def _judge_proportional(
     subject: Subject, name: str, before: np.ndarray, after: np.ndarray, bound: np.ndarray, factor: float
 ) -> Judgement:
     label = f"{name}.scaled"
@@ -86,13 +86,13 @@ def _proportional(
     if subject.case.dtype == "f16":
         both = Bounded(once, 2 * bound)
         # Heads of a group may be rounded before they are added up, at whatever size: their roundings are in the bound.
-        fits = np.maximum(np.abs(once), bound / UNIT_ROUNDOFF["f16"]) < _LARGEST["f16"]
+        fits = np.maximum(np.abs(once), bound / UNIT_ROUNDOFF["f16"]) < _MAX_UNSCALED["f16"]
         return subject.judge(name, scaled, both, fits, label=label)
     # Zero may become a number that had underflowed, and no other.
-    smallest = _SMALLEST / min(1.0, abs(factor))
+    smallest = _MIN_EXACT / min(1.0, abs(factor))
     underflowed = (np.abs(once) < smallest) & (np.abs(scaled) < smallest)
     wrong = ~underflowed & ~(scaled == once)
-    if wrong.mean() <= _TIES and (np.abs(scaled - once)[wrong] <= 2 * bound[wrong]).all():
+    if wrong.mean() <= _MAX_TIES and (np.abs(scaled - once)[wrong] <= 2 * bound[wrong]).all():
         return Judgement(observable=label, verdict=records.PASS)
     index = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
     operand = "v" if name == "out" else "the cotangent"

@@ -5,34 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cases.case import CaseIdError
-from cases.inputs import draw
-from cases.serving.calls import of_length
+from cases.operand_values import draw_problem
+from cases.storage_forms.stored_case_rules import with_length
 from conformance import records
-from conformance.asking.judgement import Judgement, unsupported
-from conformance.asking.subject import Subject
-from conformance.driving import alone
+from conformance.check_api.judgement import Judgement, build_unsupported
+from conformance.check_api.subject import Subject
+from conformance.executor_tasks import single_calls
 
 _LENGTHS = (512, 2048)
 # Linear growth gives 1, quadratic growth 4. Padding and alignment stay far below the rest.
 _LIMIT = 1.25
 
 
-def memory(subject: Subject) -> Iterator[Judgement]:
+def check_memory(subject: Subject) -> Iterator[Judgement]:
     """Compiled temporary memory of forward and backward at 2048 is at most 1.25 times four times that at 512."""
     if subject.implementation.memory != "linear":
-        yield unsupported("temporaries", "linear memory is not claimed")
+        yield build_unsupported("temporaries", "linear memory is not claimed")
         return
     sizes = []
     for length in _LENGTHS:
         try:
-            case = of_length(subject.case, length)
+            case = with_length(subject.case, length)
         except CaseIdError as error:
-            yield unsupported("temporaries", f"this case has no longer form: {error}")
+            yield build_unsupported("temporaries", f"this case has no longer form: {error}")
             return
         if (reason := subject.implementation.supports(case)) is not None:
-            yield unsupported("temporaries", reason)
+            yield build_unsupported("temporaries", reason)
             return
-        sizes.append(subject.executor.run(alone.temporary_bytes, draw(case), gradients=subject.with_gradients))
+        sizes.append(
+            subject.executor.run(
+                single_calls.measure_temporary_bytes, draw_problem(case), gradients=subject.has_gradients
+            )
+        )
     if None in sizes or 0 in sizes:
         reason = "the compiler does not say how much temporary memory the program takes"
         yield Judgement(observable="temporaries", verdict=records.UNJUDGED, reason=reason)

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cases.inputs import Problem
-from conformance.asking.judgement import Judgement, unsupported
-from conformance.asking.subject import Subject
-from conformance.driving import alone
-from conformance.truth.bounds import Bounded, expect
+from cases.operand_values import Problem
+from conformance.check_api.judgement import Judgement, build_unsupported
+from conformance.check_api.subject import Subject
+from conformance.executor_tasks import single_calls
+from conformance.truth.rounding_bounds import Bounded, compute_expectation
 from conformance.truth.roundoff import U
 
 
-class Part(NamedTuple):
+class UnnormalizedPart(NamedTuple):
     """What an implementation returned, on the host."""
 
     out: np.ndarray  # [B, T, N, V]
@@ -29,29 +29,29 @@ class Part(NamedTuple):
     sum: np.ndarray  # [B, T, N, 1]
 
 
-def parts(subject: Subject) -> Iterator[Judgement]:
+def check_parts(subject: Subject) -> Iterator[Judgement]:
     """`out / sum` and `max + log(sum)` of a part are right, and of parts over pieces of the cache that are merged."""
     if subject.implementation.parts is None:
         return
-    expected = _expected(subject)
-    yield from _judge(subject, "part", subject.part, expected)
-    pieces = _pieces(subject.problem)
+    expected = _compute_expectation(subject)
+    yield from _judge_part(subject, "part", subject.part, expected)
+    pieces = _split_cache(subject.problem)
     if not pieces:
-        yield unsupported("out.merged", "the mask of this case has no meaning on a piece of the cache")
+        yield build_unsupported("out.merged", "the mask of this case has no meaning on a piece of the cache")
         return
     # A sink with no key beside it is rare, and merging must treat it separately: there it is always asked.
     lone_sink = subject.problem.sinks is not None and any(piece.empty_rows.any() for piece in pieces)
-    if not (lone_sink or subject.turn.merges):
+    if not (lone_sink or subject.rotation.merges):
         return
     found = [subject.executor.part(piece) for piece in pieces]
-    yield from _judge(subject, "merged", _merged(subject, found), expected)
+    yield from _judge_part(subject, "merged", _merge_parts(subject, found), expected)
 
 
-def _merged(subject: Subject, found: Sequence[Any]) -> Any:
+def _merge_parts(subject: Subject, found: Sequence[Any]) -> Any:
     """Merged by the implementation, or by the contract's formula if it has no merge of its own."""
     if subject.implementation.merge is not None:
-        return subject.executor.run(alone.merged, list(found))
-    arrays = [Part(*(np.asarray(x, np.float64) for x in part)) for part in found]
+        return subject.executor.run(single_calls.merge_parts, list(found))
+    arrays = [UnnormalizedPart(*(np.asarray(x, np.float64) for x in part)) for part in found]
     top = np.max([np.where(part.sum > 0, part.max, -np.inf) for part in arrays], axis=0)
     weights = [
         np.exp(np.where(part.sum > 0, part.max - np.where(np.isfinite(top), top, 0), -np.inf)) for part in arrays
@@ -61,13 +61,13 @@ def _merged(subject: Subject, found: Sequence[Any]) -> Any:
         for name in ("out", "sum")
     )
     out, total = (x.astype(np.float32) for x in sums)
-    return Part(out, top.astype(np.float32), total)
+    return UnnormalizedPart(out, top.astype(np.float32), total)
 
 
-def _expected(subject: Subject) -> Mapping[str, Bounded]:
+def _compute_expectation(subject: Subject) -> Mapping[str, Bounded]:
     """`out` and `logsumexp`, and the largest logit with the sink among them."""
     problem, implementation = subject.problem, subject.implementation
-    forward = expect(problem, implementation.arithmetic, empty_rows="zero", rounds_out=False).forward
+    forward = compute_expectation(problem, implementation.arithmetic, empty_rows="zero", rounds_out=False).forward
     top = forward["max_logits"]
     if problem.sinks is None:
         return forward
@@ -79,8 +79,8 @@ def _expected(subject: Subject) -> Mapping[str, Bounded]:
     return {**forward, "max_logits": bounded}
 
 
-def _judge(subject: Subject, how: str, part: Any, expected: Mapping[str, Bounded]) -> Iterator[Judgement]:
-    wrong = _malformed(subject.problem, part)
+def _judge_part(subject: Subject, how: str, part: Any, expected: Mapping[str, Bounded]) -> Iterator[Judgement]:
+    wrong = _find_malformation(subject.problem, part)
     values: dict[str, np.ndarray] = {}
     if not wrong:
         out, top, total = (np.asarray(x, np.float64) for x in part)
@@ -96,12 +96,12 @@ def _judge(subject: Subject, how: str, part: Any, expected: Mapping[str, Bounded
             yield subject.judge(name, values[name], expected[name], label=f"{label}.{how}")
 
 
-def _malformed(problem: Problem, part: Any) -> str:
+def _find_malformation(problem: Problem, part: Any) -> str:
     """What is wrong with the form of a part, if anything is."""
     if not (isinstance(part, tuple | list) and len(part) == 3):
         return f"a part must be (out, max, sum), got {type(part).__name__}"
     rows = problem.q.shape[:3]
-    for name, array, depth in zip(Part._fields, part, (problem.v.shape[3], 1, 1), strict=True):
+    for name, array, depth in zip(UnnormalizedPart._fields, part, (problem.v.shape[3], 1, 1), strict=True):
         if np.shape(array) != (*rows, depth):
             return f"{name} of a part must have shape {(*rows, depth)}, got {np.shape(array)}"
         if array.dtype != np.float32:
@@ -109,14 +109,14 @@ def _malformed(problem: Problem, part: Any) -> str:
     return ""
 
 
-def _pieces(problem: Problem) -> list[Problem]:
+def _split_cache(problem: Problem) -> list[Problem]:
     """The problem over two pieces of the cache. The sink belongs to the second piece, even one without keys.
 
     Empty if there are no such pieces.
     """
     kv_length = problem.k.shape[1]
     cut = problem.mask.key_step or (kv_length + 1) // 2
-    if problem.bias is not None or problem.segment_ids is not None or problem.placed or cut >= kv_length:
+    if problem.bias is not None or problem.segment_ids is not None or problem.is_positional or cut >= kv_length:
         return []
     before, after = problem.mask.of_keys(0, cut), problem.mask.of_keys(cut, kv_length)
     if before is None or after is None:

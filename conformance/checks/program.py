@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from conformance import records
-from conformance.asking.judgement import Judgement
-from conformance.asking.subject import Subject
-from conformance.driving import program as driven
+from conformance.check_api.judgement import Judgement
+from conformance.check_api.subject import Subject
+from conformance.executor_tasks import program_inspection as driven
 
 
-def program(subject: Subject) -> Iterator[Judgement]:
+def check_program(subject: Subject) -> Iterator[Judgement]:
     """All products of f32 operands that are declared exact ask for the same, and no platform has a path of its own."""
-    do = subject.cotangents[subject.any_random].out if subject.with_gradients else None
-    products, chosen, other = subject.executor.run(driven.read, subject.problem, do)
-    yield from _products(subject, products)
+    do = subject.cotangents[subject.full_cotangent].out if subject.has_gradients else None
+    products, chosen, other = subject.executor.run(driven.inspect_program, subject.problem, do)
+    yield from _judge_products(subject, products)
     # Kernels of a platform are reported as such where that is missing.
     if subject.implementation.accelerator.platform is None:
-        yield _paths(subject, chosen, other)
+        yield _judge_paths(subject, chosen, other)
 
 
-def _products(subject: Subject, products: Sequence[tuple[bool, str, str]]) -> Iterator[Judgement]:
+def _judge_products(subject: Subject, products: Sequence[tuple[bool, str, str]]) -> Iterator[Judgement]:
     if subject.implementation.arithmetic.products != "exact" or subject.case.dtype != "f32":
         return
     low = [(precision, place) for exact, precision, place in products if not exact]
@@ -42,7 +42,7 @@ def _products(subject: Subject, products: Sequence[tuple[bool, str, str]]) -> It
     yield Judgement(observable="products", verdict=verdict, reason=reason, figures=figures)
 
 
-def _paths(subject: Subject, chosen: bool, other: str) -> Judgement:
+def _judge_paths(subject: Subject, chosen: bool, other: str) -> Judgement:
     """What is chosen by the platform is not what was judged here."""
     if not (chosen or other):
         return Judgement(observable="paths", verdict=records.PASS)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cases.operands import OPTIONAL, REMOVABLE
+from cases.operand_registry import OPTIONAL, REMOVABLE
 from conformance import records
-from conformance.asking.judgement import Judgement
-from conformance.asking.subject import Subject
-from conformance.driving import alone
+from conformance.check_api.judgement import Judgement
+from conformance.check_api.subject import Subject
+from conformance.executor_tasks import single_calls
 
 
-def refusals(subject: Subject) -> Iterator[Judgement]:
+def check_refusals(subject: Subject) -> Iterator[Judgement]:
     """A call that needs a feature declared unsupported raises `NotImplementedError`.
 
     The call is made as a user makes it, outside `jit`. It is differentiated where the case asks for gradients: an
@@ -22,14 +22,14 @@ def refusals(subject: Subject) -> Iterator[Judgement]:
     all the same, it is; that it cannot is no judgement.
     """
     if subject.implementation.refuses_by_signature:
-        yield from _by_signature(subject)
+        yield from _check_signature(subject)
         return
     handed = [o.name for o in OPTIONAL if o.opt_in and getattr(subject.problem, o.name) is not None]
-    if not all(subject.executor.run(alone.takes, name) for name in handed):
+    if not all(subject.executor.run(single_calls.has_parameter, name) for name in handed):
         return
     declared = subject.implementation.supports(subject.case) or ""
     try:
-        subject.executor.run(alone.ask, subject.problem, gradients=subject.case.phase == "train")
+        subject.executor.run(single_calls.run_eagerly, subject.problem, gradients=subject.case.phase == "train")
     except NotImplementedError:
         yield Judgement(observable="refusal", verdict=records.PASS)
     except Exception as error:  # any other error is the finding: the user is told the wrong thing
@@ -40,14 +40,14 @@ def refusals(subject: Subject) -> Iterator[Judgement]:
         yield Judgement(observable="refusal", verdict=records.FAIL, reason=reason)
 
 
-def _by_signature(subject: Subject) -> Iterator[Judgement]:
+def _check_signature(subject: Subject) -> Iterator[Judgement]:
     """A fault if the call takes an operand that it is declared to have no parameter for; nothing is computed."""
     lacking = set(subject.implementation.unsupported)
     operands = [o.name for o in REMOVABLE if o.name in lacking and getattr(subject.case, o.field) != o.absent]
-    if not operands or not all(subject.executor.run(alone.takes, name) for name in operands):
+    if not operands or not all(subject.executor.run(single_calls.has_parameter, name) for name in operands):
         return
     try:
-        subject.executor.run(alone.trace, subject.problem)
+        subject.executor.run(single_calls.trace_call, subject.problem)
     except Exception:  # whatever it says: it cannot be asked for
         return
     reason = f"declared unsupported ({', '.join(operands)}), not to be asked for, but the call is accepted"

@@ -7,24 +7,24 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from cases.case import Case
-from conformance.asking.subject import Subject
-from conformance.calling.execution import Result
-from conformance.commands.errors import CannotJudge
+from conformance.check_api.subject import Subject
+from conformance.commands.command_errors import CannotJudge
 from conformance.contract import Implementation
+from conformance.execution.executor import Result
 from conformance.sandbox.sandboxed_executor import SupportQueryFailed, create_executor
-from conformance.truth import terms
-from conformance.truth.bounds import Bounded, Expectation
+from conformance.truth import bound_sources
 from conformance.truth.comparison import compare
+from conformance.truth.rounding_bounds import Bounded, Expectation
 from conformance.truth.tolerances import Tolerances
-from reports import wording
-from reports.summary import Metric
+from reports import text_format
+from reports.conformity import Metric
 
-_ROUNDING = 8.0
+_MAX_ROUNDING_TIMES = 8.0
 """How many times its term an error of rounding may be; what is further off is no rounding of that size."""
 
-_NAMED = 3
-_WHOLE = "the whole bound"
-_WORDS = {**terms.SOURCES, _WHOLE: "the bound as a whole, no term alone"}
+_MAX_NAMED_TERMS = 3
+_WHOLE_BOUND = "the whole bound"
+_TERM_NAMES = {**bound_sources.SOURCES, _WHOLE_BOUND: "the bound as a whole, no term alone"}
 
 
 def explain_bounds(implementation: Implementation, case: Case, tolerances: Tolerances) -> str:
@@ -42,21 +42,24 @@ def explain_bounds(implementation: Implementation, case: Case, tolerances: Toler
         raise CannotJudge(str(error)) from error
     if reason is not None:
         raise CannotJudge(f"{implementation.name} does not support {case.id}: {reason}")
-    cotangents = {name: subject.cotangents[name] for name in subject.cotangents if name == subject.any_random}
+    cotangents = {name: subject.cotangents[name] for name in subject.cotangents if name == subject.full_cotangent}
     with np.errstate(divide="ignore", invalid="ignore"):
-        by_source = terms.expected_by_source(
+        by_source = bound_sources.compute_expectation_by_source(
             subject.problem, implementation.arithmetic, list(cotangents.values()), empty_rows=subject.empty_rows
         )
     lines = [f"{implementation.name} on {case.id}: of what the bound consists at the worst element of each result"]
-    for name, result, bounded, judged, pick in _results(subject):
-        lines += ["", *_told(subject, name, result, bounded, judged, terms.arrays(by_source, pick))]
+    for name, result, bounded, judged, pick in _iter_results(subject):
+        lines += [
+            "",
+            *_format_terms(subject, name, result, bounded, judged, bound_sources.select_bounds(by_source, pick)),
+        ]
     return "\n".join(lines)
 
 
-_Found = tuple[str, Callable[[], Result], Bounded, np.ndarray, Callable[[Expectation], np.ndarray]]
+_OfferedResult = tuple[str, Callable[[], Result], Bounded, np.ndarray, Callable[[Expectation], np.ndarray]]
 
 
-def _results(subject: Subject) -> Iterator[_Found]:
+def _iter_results(subject: Subject) -> Iterator[_OfferedResult]:
     """Results that are offered: by name, how to get them, what is expected, what is judged, where its bound is."""
 
     def forward(name: str) -> Callable[[Expectation], np.ndarray]:
@@ -69,7 +72,7 @@ def _results(subject: Subject) -> Iterator[_Found]:
     yield "out", lambda: subject.forward, truth["out"], subject.judged_out, forward("out")
     for name in (name for name in truth if name in subject.implementation.residuals):
         yield name, lambda: subject.residuals, truth[name], subject.judged_residuals, forward(name)
-    cotangent = subject.any_random
+    cotangent = subject.full_cotangent
     if cotangent in subject.cotangents:
         everywhere = np.ones((), bool)
         for name, bounded in subject.expected_gradients(cotangent).items():
@@ -77,7 +80,7 @@ def _results(subject: Subject) -> Iterator[_Found]:
                 yield name, lambda: subject.gradients(cotangent), bounded, everywhere, gradient(name)
 
 
-def _told(
+def _format_terms(
     subject: Subject,
     name: str,
     result: Callable[[], Result],
@@ -88,7 +91,7 @@ def _told(
     try:
         values = result().values
     except Exception as error:  # whatever a kernel raises is what there is to say of this result
-        return [f"{name}: raised {type(error).__name__}: {wording.shorten(str(error), longest=300)}"]
+        return [f"{name}: raised {type(error).__name__}: {text_format.shorten(str(error), longest=300)}"]
     if name not in values:
         return [f"{name}: was not returned"]
     comparison = compare(values[name], bounded, judged)
@@ -96,38 +99,38 @@ def _told(
     if comparison.problem or worst is None:
         return [f"{name}: {comparison.problem or 'no element is judged'}"]
     limit = subject.limits.limit(subject.case.dtype, name)
-    place = wording.worst_place(worst)
-    lines = [f"{name}: {wording.metric_text(Metric('max', comparison.ratio, limit.ratio))}", f"  {place}"]
-    found = terms.at(by_source, worst.index, worst.bound)
+    place = text_format.format_worst(worst)
+    lines = [f"{name}: {text_format.metric_text(Metric('max', comparison.ratio, limit.ratio))}", f"  {place}"]
+    found = bound_sources.list_terms(by_source, worst.index, worst.bound)
     for source, size in found:
-        lines.append(f"  {wording.number(size):>9}  {size / worst.bound:>4.0%}  {terms.SOURCES[source]}")
+        lines.append(f"  {text_format.number(size):>9}  {size / worst.bound:>4.0%}  {bound_sources.SOURCES[source]}")
     rest = worst.bound - sum(size for _, size in found)
     if worst.bound and abs(rest) >= 0.01 * worst.bound:
         why = "more, since errors are not small here" if rest > 0 else "less, since not all are largest at once"
-        lines.append(f"  {wording.number(rest):>9}  {rest / worst.bound:>4.0%}  {why}")
+        lines.append(f"  {text_format.number(rest):>9}  {rest / worst.bound:>4.0%}  {why}")
     if not worst.bound:
         lines.append("  nothing rounds here: the bound is zero, and the value must be exact")
     passes = comparison.ratio <= limit.ratio
-    return [*lines, f"  {_resemblance(np.asarray(values[name]), bounded, judged, by_source, passes)}"]
+    return [*lines, f"  {_describe_resemblance(np.asarray(values[name]), bounded, judged, by_source, passes)}"]
 
 
-def _resemblance(
+def _describe_resemblance(
     got: np.ndarray, bounded: Bounded, judged: np.ndarray, by_source: dict[str, np.ndarray], passes: bool
 ) -> str:
     """Which term the errors of all elements resemble, in words; of what passes, only a term that is large enough."""
     error = np.abs(got.astype(np.float64) - bounded.value)
     counts = np.broadcast_to(judged, error.shape)
     off = int((error[counts] > 0).sum())
-    if off < terms.ENOUGH:
-        return f"what the error resembles cannot be told: {wording.counted(off, 'element')} off"
-    most = _ROUNDING if passes else np.inf
-    found = terms.resembles(error, by_source | {_WHOLE: bounded.bound}, counts, most=most)
+    if off < bound_sources.MIN_ELEMENTS:
+        return f"what the error resembles cannot be told: {text_format.format_count(off, 'element')} off"
+    most = _MAX_ROUNDING_TIMES if passes else np.inf
+    found = bound_sources.find_resemblance(error, by_source | {_WHOLE_BOUND: bounded.bound}, counts, most=most)
     if found is None:
         return "the error resembles no term: over the elements it is not distributed like any"
-    named = ", or ".join(_WORDS[source] for source in found.sources[:_NAMED])
-    size = f"{wording.number(found.times, digits=2)} times"
+    named = ", or ".join(_TERM_NAMES[source] for source in found.sources[:_MAX_NAMED_TERMS])
+    size = f"{text_format.number(found.times, digits=2)} times"
     if not found.is_random:
         return f"the error resembles {named}, but is always about {size} it, which no rounding is"
-    if found.times > _ROUNDING:
+    if found.times > _MAX_ROUNDING_TIMES:
         return f"the error resembles {named}, but is {size} it, as if that were done with fewer bits"
     return f"the error resembles {named}: {size} it by root mean square"

@@ -12,22 +12,22 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from conformance.calling import registry
-from conformance.commands import annotate, compare
-from conformance.commands.errors import CannotJudge
-from conformance.commands.outputs import Outputs, step_summary
-from conformance.commands.probes import budget, diagnose
+from conformance.commands import compare, run_annotations
+from conformance.commands.command_errors import CannotJudge
+from conformance.commands.probes import bug_diagnosis, follow_up
+from conformance.commands.run_outputs import Outputs, find_step_summary
+from conformance.execution import implementation_registry
 from conformance.judging import gate, provenance
-from conformance.judging.evidence import gather
-from conformance.judging.journal import Journal, Unlike, from_file, to_go_on
-from conformance.judging.plan import Plan
-from conformance.judging.runner import Runner, changed_file_records, hardware_records
+from conformance.judging.journal import Journal, ResumeMismatchError, describe_resumed_jobs, load_resumed_run
+from conformance.judging.run_aggregation import aggregate_runs
+from conformance.judging.run_plan import Plan
+from conformance.judging.runner import Runner, build_changed_file_records, build_hardware_records
 from conformance.judging.settings import Settings
-from conformance.records import RED, Record, RunInfo, printable
-from conformance.runs import Recorded, Run
+from conformance.records import RED, Record, RunInfo, make_printable
+from conformance.runs import RecordedRun, Run
 from conformance.sandbox.kernel_options import KernelOptions
-from conformance.sensitivity import detection
-from reports import changes, summary, terminal, wording
+from conformance.sensitivity import detection_table
+from reports import changes, conformity, terminal, text_format
 from reports.changes import Comparison
 
 _WIDEST = 400
@@ -46,7 +46,7 @@ def described(
 ) -> Run:
     """What holds for all records of a run of the gate."""
     implementations = list({job.implementation.name: job.implementation for job in planned.jobs}.values())
-    return provenance.recorded_run(
+    return provenance.build_run(
         implementations,
         planned,
         command=" ".join(["pytest", *map(shlex.quote, arguments)]),
@@ -67,14 +67,14 @@ def kept_from(place: Path, run: Run) -> tuple[Run, dict[int, tuple[Record, ...]]
       ValueError: with one line, if the file is of another run or cannot be read.
     """
     try:
-        return to_go_on(place, run)
+        return load_resumed_run(place, run)
     except OSError as error:
         raise ValueError(f"{place} cannot be read: {error.strerror or error}") from error
-    except Unlike as error:
+    except ResumeMismatchError as error:
         raise ValueError(str(error)) from error
 
 
-def baseline(name: str | None, written: Sequence[str | None]) -> compare.Side | None:
+def baseline(name: str | None, written: Sequence[str | None]) -> compare.ComparedRuns | None:
     """The run to compare with. Raises `ValueError` with one line if there is none, or if this run writes it."""
     if name is None:
         return None
@@ -82,7 +82,7 @@ def baseline(name: str | None, written: Sequence[str | None]) -> compare.Side | 
     if Path(name).resolve() in [found.resolve() for place in places for found in (place, place.with_suffix(".jsonl"))]:
         raise ValueError(f"{name} is written by this run too: give the records another file")
     try:
-        return compare.side(name)
+        return compare.read_compared_runs(name)
     except CannotJudge as error:
         raise ValueError(str(error)) from error
 
@@ -98,7 +98,7 @@ class Written:
         report: Path | None,
         json: Path | None,
         kept: dict[int, tuple[Record, ...]] | None = None,
-        baseline: compare.Side | None = None,
+        baseline: compare.ComparedRuns | None = None,
         suite: Callable[[str, str], None] | None = None,
     ) -> None:
         """Begin the files; properties of the run go to the `suite` at its end. Raises `CannotWrite`."""
@@ -107,9 +107,9 @@ class Written:
         self.changed: Comparison | None = None
         self.told: list[str] = []
         self.verdict: list[str] = []
-        self._from_file = [from_file(len(kept))] if kept else []
+        self._from_file = [describe_resumed_jobs(len(kept))] if kept else []
         self._implementations = {job.implementation.name: job.implementation for job in planned.jobs}
-        self._outputs = Outputs(report=report, json=json, markdown=None, step=step_summary())
+        self._outputs = Outputs(report=report, json=json, markdown=None, step=find_step_summary())
         self._run = run
         self._started = time.perf_counter()
         self._journal = Journal(self._outputs.journals, run, kept)
@@ -122,7 +122,7 @@ class Written:
             self._journal.job(job, found)
 
     def probe(self, runner: Runner, seconds: Sequence[float | None], beside_workers: bool) -> None:
-        """Confirm findings and diagnose them by the process that reports, in the seconds of a `budget.Budget`.
+        """Confirm findings and diagnose them by the process that reports, in the seconds of a `follow_up.FollowUpSeconds`.
 
         Workers have ended their tests by then, and still hold an accelerator: beside them there is neither there.
 
@@ -135,8 +135,8 @@ class Written:
             return
         said = Console(file=(text := io.StringIO()), width=_WIDEST)
         spent = time.perf_counter() - self._started
-        kernels, allowed = list(self._implementations.values()), budget.Budget(*seconds)
-        budget.ask(self._journal, kernels, runner, allowed, spent=spent, console=said)
+        kernels, allowed = list(self._implementations.values()), follow_up.FollowUpSeconds(*seconds)
+        follow_up.follow_up(self._journal, kernels, runner, allowed, spent=spent, console=said)
         self.told += text.getvalue().splitlines()
 
     @property
@@ -153,29 +153,34 @@ class Written:
         """
         names = sorted({record.implementation for record in self._journal.recorded.records})
         judged = [self._implementations[name] for name in names if name in self._implementations]
-        changed_files = changed_file_records(self._run, self._journal.recorded.records)
-        self._journal.add([*more, *hardware_records(judged), *changed_files])
+        changed_files = build_changed_file_records(self._run, self._journal.recorded.records)
+        self._journal.add([*more, *build_hardware_records(judged), *changed_files])
         self._journal.end(how, reason=reason, seconds=time.perf_counter() - self._started)
-        facts: dict[str, Any] = {"command": self._run.command, "detection": detection.load()}
-        found, info = gather([self._journal.recorded], **facts)
-        info = diagnose.told(info, found)
-        self.told += terminal.findings_text(found, info, str(self._outputs.report or ""))
-        self.verdict = [*self._from_file, wording.headline(summary.standings(found), info)]
+        facts: dict[str, Any] = {"command": self._run.command, "detection": detection_table.load_table()}
+        found, info = aggregate_runs([self._journal.recorded], **facts)
+        info = bug_diagnosis.add_diagnoses(info, found)
+        self.told += terminal.format_findings(found, info, str(self._outputs.report or ""))
+        self.verdict = [*self._from_file, text_format.format_headline(conformity.build_standings(found), info)]
         if self._suite is not None:
             for name, value in properties(self._journal.recorded, found, info):
                 self._suite(name, value)
         self._outputs.write(found, info)
         if self._baseline is None:
             return ""
-        changed = compare.compared(self._baseline, compare.side_of([self._journal.recorded], "this run"))
+        changed = compare.compare_runs(
+            self._baseline, compare.gather_compared_runs([self._journal.recorded], "this run")
+        )
         self.changed = changed
         if not changed.regressions:
             return ""
-        groups = [f"{len(group)} {' '.join(key)}, as in {group[0].record.case}" for key, group in changes.told(changed)]
-        return "\n".join([changes.headline(changed), *groups])
+        groups = [
+            f"{len(group)} {' '.join(key)}, as in {group[0].record.case}"
+            for key, group in changes.list_reported_changes(changed)
+        ]
+        return "\n".join([changes.format_changes_headline(changed), *groups])
 
 
-def properties(recorded: Recorded, found: Sequence[Record], info: RunInfo) -> list[tuple[str, str]]:
+def properties(recorded: RecordedRun, found: Sequence[Record], info: RunInfo) -> list[tuple[str, str]]:
     """What JUnit files say of the run as a whole; a name in brackets is that of an implementation."""
     run = recorded.run
     assert run is not None
@@ -186,23 +191,32 @@ def properties(recorded: Recorded, found: Sequence[Record], info: RunInfo) -> li
         "narrowed": run.narrowed,
         "seeds": ", ".join(map(str, run.seeds)),
         "shard": run.shard,
-        "state": wording.state_text(info),
+        "state": text_format.format_state(info),
     }
     facts |= {f"environment.{name}": value for name, value in run.environment.items()}
-    for standing in summary.standings(found):
-        facts[f"verdict[{standing.contender.label}]"] = wording.standing_text(standing, info)
+    for standing in conformity.build_standings(found):
+        facts[f"verdict[{standing.contender.label}]"] = text_format.format_standing(standing, info)
     for name, kernel in run.kernels.items():
         facts[f"declared[{name}]"] = ", ".join(kernel.asks_less) or "as the defaults"
         facts[f"package[{name}]"] = kernel.package
         facts[f"source[{name}]"] = kernel.source
-        apart = "ran in a confined process of its own" if not registry.is_ours(name) else "ran in the judge's process"
+        apart = (
+            "ran in a confined process of its own"
+            if not implementation_registry.is_builtin(name)
+            else "ran in the judge's process"
+        )
         facts[f"place[{name}]"] = kernel.place or apart
-    return [(printable(name), printable(value)) for name, value in facts.items()]
+    return [(make_printable(name), make_printable(value)) for name, value in facts.items()]
 
 
 def told(found: list[Record], places: Sequence[str], written: Written | None) -> list[str]:
     """What the terminal is told at the end: findings, counts, places, the verdict, annotations of GitHub Actions."""
     counted = [*gate.table(found), *places]
     if written is None:
-        return [*counted, *annotate.annotated(found)]
-    return [*written.told, *counted, *written.verdict, *annotate.annotated(found, written.changed, written.probes)]
+        return [*counted, *run_annotations.annotate_run(found)]
+    return [
+        *written.told,
+        *counted,
+        *written.verdict,
+        *run_annotations.annotate_run(found, written.changed, written.probes),
+    ]

@@ -7,19 +7,19 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from cases import sizes
-from cases.case import FEATURES, Case, matches
-from cases.grid import grid
-from cases.problems import PROBLEMS
+from cases import size_model
+from cases.case import FEATURES, Case, matches_query
+from cases.grid import build_grid
+from cases.named_problems import PROBLEMS
 from cases.regressions import REGRESSIONS
-from conformance.asking.scopes import Asked
-from conformance.calling import registry
+from conformance.check_api.scopes import ImplementationGrids
 from conformance.checks import CHECKS
-from conformance.commands import lookup
+from conformance.commands import argument_lookup
 from conformance.commands.bound_terms import explain_bounds
-from conformance.commands.errors import CannotJudge
-from conformance.commands.explaining import explain_case
+from conformance.commands.case_description import explain_case
+from conformance.commands.command_errors import CannotJudge
 from conformance.contract import Implementation
+from conformance.execution import implementation_registry
 
 
 def list_things(arguments: argparse.Namespace) -> int:
@@ -29,7 +29,7 @@ def list_things(arguments: argparse.Namespace) -> int:
         if arguments.what != "cases" and getattr(arguments, option) is not None:
             raise CannotJudge(f"--{option} goes with `list cases`, not with `list {arguments.what}`")
     if arguments.what == "cases":
-        for case in _listed_cases(arguments):
+        for case in _select_cases(arguments):
             print(case.id)
         return 0
     if arguments.what == "regressions":
@@ -45,35 +45,38 @@ def list_things(arguments: argparse.Namespace) -> int:
     table.add_column("what it is")
     if arguments.what == "checks":
         table.add_column("asked of")
-    for row in _descriptions(arguments.what):
+    for row in _list_descriptions(arguments.what):
         table.add_row(*row)
     console.print(table)
     return 0
 
 
-def _listed_cases(arguments: argparse.Namespace) -> list[Case]:
+def _select_cases(arguments: argparse.Namespace) -> list[Case]:
     level, seed = arguments.level or "quick", arguments.seed or 0
-    lookup.reject_bad_seed(seed)
+    argument_lookup.reject_bad_seed(seed)
     if arguments.impl is None:
-        found = dict.fromkeys((*grid(level, seed).cases, *grid(level, seed, model=sizes.MODEL).cases))
+        found = dict.fromkeys((*build_grid(level, seed).cases, *build_grid(level, seed, model=size_model.MODEL).cases))
     else:
-        asked = Asked(lookup.find(arguments.impl), level, seed)
+        asked = ImplementationGrids(argument_lookup.find_implementation(arguments.impl), level, seed)
         found = dict.fromkeys((*asked.grid.cases, *asked.sizes.cases))
-    chosen = [case for case in found if arguments.cases is None or matches(arguments.cases, case.id)]
+    chosen = [case for case in found if arguments.cases is None or matches_query(arguments.cases, case.id)]
     if not chosen:
         raise CannotJudge(f"no case of the {level} grid matches {arguments.cases or '*'!r}")
     return chosen
 
 
-def _descriptions(what: str) -> list[tuple[str, ...]]:
+def _list_descriptions(what: str) -> list[tuple[str, ...]]:
     if what == "checks":
         return [(check.name, check.asks, check.scope.about) for check in CHECKS]
     if what == "features":
         return list(FEATURES.items())
-    return [(name, _described(lookup.find(name))) for name in registry.names()]
+    return [
+        (name, _describe_implementation(argument_lookup.find_implementation(name)))
+        for name in implementation_registry.list_implementations()
+    ]
 
 
-def _described(implementation: Implementation) -> str:
+def _describe_implementation(implementation: Implementation) -> str:
     if implementation.accelerator.absent is None:
         return implementation.description
     return f"{implementation.description}; not on this machine: {implementation.accelerator.absent}"
@@ -81,9 +84,15 @@ def _described(implementation: Implementation) -> str:
 
 def explain(arguments: argparse.Namespace) -> int:
     """`explain`: what a case is and what judges it, or of what the bounds of an implementation consist there."""
-    case, tolerances = lookup.case(arguments.case), lookup.load_settings().tolerances
+    case, tolerances = argument_lookup.parse_case(arguments.case), argument_lookup.load_project_settings().tolerances
     if arguments.impl is None:
         print(explain_case(case, tolerances))
     else:
-        print(explain_bounds(lookup.find(arguments.impl, lookup.kernels(arguments)), case, tolerances))
+        print(
+            explain_bounds(
+                argument_lookup.find_implementation(arguments.impl, argument_lookup.build_kernel_options(arguments)),
+                case,
+                tolerances,
+            )
+        )
     return 0

@@ -16,26 +16,38 @@ import jax
 from rich.console import Console
 
 from conformance import interrupts, records
-from conformance.asking.turn import EVERYTHING, Turn
-from conformance.calling import registry
-from conformance.checks import BY_NAME, CHECKS, Check
-from conformance.commands import annotate, compare, lookup
-from conformance.commands.errors import CannotJudge
-from conformance.commands.outputs import Outputs, command_line, outputs_of, step_summary, writable
-from conformance.commands.probes import budget, diagnose
-from conformance.commands.progress import Progress
-from conformance.commands.streams import OutputFailed
+from conformance.check_api.rotation import FULL_ROTATION, Rotation
+from conformance.checks import CHECKS, CHECKS_BY_NAME, Check
+from conformance.commands import argument_lookup, compare, run_annotations
+from conformance.commands.command_errors import CannotJudge
+from conformance.commands.probes import bug_diagnosis, follow_up
+from conformance.commands.progress_display import RunProgress
+from conformance.commands.run_outputs import (
+    Outputs,
+    check_outputs,
+    check_writable,
+    find_step_summary,
+    format_command_line,
+)
+from conformance.commands.standard_streams import OutputFailed
 from conformance.contract import Implementation
-from conformance.judging import flag_share, plan, provenance, runner, settings
-from conformance.judging.evidence import gather
+from conformance.execution import implementation_registry
+from conformance.judging import flag_share, provenance, run_plan, runner, settings
 from conformance.judging.job import Job
-from conformance.judging.journal import CannotWrite, Journal, Unlike, from_file, to_go_on
-from conformance.judging.parallel import run_parallel
+from conformance.judging.journal import (
+    Journal,
+    JournalWriteError,
+    ResumeMismatchError,
+    describe_resumed_jobs,
+    load_resumed_run,
+)
+from conformance.judging.parallel_judging import judge_in_parallel
+from conformance.judging.run_aggregation import aggregate_runs
 from conformance.records import Record
 from conformance.runs import COMPLETE, FAILED, INTERRUPTED, Run
 from conformance.sandbox.kernel_options import KernelOptions
-from conformance.sensitivity import detection
-from reports import changes_page, summary, terminal
+from conformance.sensitivity import detection_table
+from reports import changes_page, conformity, terminal
 
 # Options that say what to judge.
 _QUERY = (
@@ -68,13 +80,13 @@ def run(arguments: argparse.Namespace) -> int:
     """`run`: judge, report, and say by the exit code whether all conform."""
     started = time.perf_counter()
     before = _taken_up(arguments)
-    lookup.reject_contradictions(arguments)
-    outputs = dataclasses.replace(outputs_of(arguments), step=step_summary())
+    argument_lookup.reject_contradictions(arguments)
+    outputs = dataclasses.replace(check_outputs(arguments), step=find_step_summary())
     baseline = _baseline(arguments, outputs)
-    chosen = lookup.load_settings()
-    kernels = lookup.kernels(arguments)
+    chosen = argument_lookup.load_project_settings()
+    kernels = argument_lookup.build_kernel_options(arguments)
     implementations = _implementations(arguments, chosen, kernels)
-    notes = lookup.draw_seeds(arguments)
+    notes = argument_lookup.draw_seeds(arguments)
     planned = _plan(arguments, implementations, arguments.level or "quick")
     if not planned.jobs:
         raise CannotJudge(_nothing_planned(arguments))
@@ -82,26 +94,26 @@ def run(arguments: argparse.Namespace) -> int:
     kept: dict[int, tuple[Record, ...]] = {}
     if before is not None:
         try:
-            described, kept = to_go_on(before, described)
-            notes = [*notes, from_file(len(kept))]
-        except Unlike as error:
+            described, kept = load_resumed_run(before, described)
+            notes = [*notes, describe_resumed_jobs(len(kept))]
+        except ResumeMismatchError as error:
             raise CannotJudge(f"--resume: {error}") from error
     console = Console(stderr=True)
-    interrupts.finish()  # from here on a signal ends in a summary and a page
+    interrupts.stop_raising()  # from here on a signal ends in a summary and a page
     try:
         journal = Journal(
             outputs.journals if before is None else _with_first(before, outputs.journals), described, kept
         )
-    except CannotWrite as error:
+    except JournalWriteError as error:
         raise CannotJudge(str(error)) from error
     shrunk: list[str] = []
     try:
         how, reason = _written_down(arguments, planned.jobs, implementations, chosen, journal, started, console, shrunk)
-    except CannotWrite as error:
+    except JournalWriteError as error:
         how, reason = FAILED, f"{error}; what was judged before is in it"
         journal.abandon(reason)
-    found, info = gather([journal.recorded], command=described.command, detection=detection.load())
-    info = diagnose.told(info, found)
+    found, info = aggregate_runs([journal.recorded], command=described.command, detection=detection_table.load_table())
+    info = bug_diagnosis.add_diagnoses(info, found)
     outputs.write(found, info)
     if how == FAILED:
         raise CannotJudge(reason)
@@ -113,20 +125,20 @@ def run(arguments: argparse.Namespace) -> int:
     code = _exit_code(found, implementations, arguments.require_platform, how != COMPLETE, console)
     changed = None
     if baseline is not None:
-        changed = compare.compared(baseline, compare.side_of([journal.recorded], "this run"))
+        changed = compare.compare_runs(baseline, compare.gather_compared_runs([journal.recorded], "this run"))
         changes_page.print_comparison(changed, Console())
-    print("".join(f"{line}\n" for line in annotate.annotated(found, changed, info.probes)), end="")
+    print("".join(f"{line}\n" for line in run_annotations.annotate_run(found, changed, info.probes)), end="")
     return code or (1 if changed is not None and changed.regressions else 0)
 
 
-def _baseline(arguments: argparse.Namespace, outputs: Outputs) -> compare.Side | None:
+def _baseline(arguments: argparse.Namespace, outputs: Outputs) -> compare.ComparedRuns | None:
     """The run to compare with, read before anything is written."""
     if arguments.baseline is None:
         return None
     written = [path.resolve() for path in outputs.journals]
-    if lookup.input_file(arguments.baseline).resolve() in written:
+    if argument_lookup.parse_input_path(arguments.baseline).resolve() in written:
         raise CannotJudge(f"--baseline={arguments.baseline} is written by this run too: give the records another file")
-    return compare.side(arguments.baseline)
+    return compare.read_compared_runs(arguments.baseline)
 
 
 def _written_down(
@@ -144,17 +156,17 @@ def _written_down(
         how, reason = _judge(arguments, jobs, chosen, journal, console)
         if how == COMPLETE and (missing := _missing(arguments, jobs, journal)):
             how, reason = FAILED, f"{missing:,} of its jobs have no records"
-        if how == COMPLETE and interrupts.received() is None:
+        if how == COMPLETE and interrupts.get_received_signal() is None:
             shrunk += _probed(arguments, implementations, chosen, journal, started, console)
-    except CannotWrite:
+    except JournalWriteError:
         raise
     except Exception as error:  # an error of ours: it is raised, and what was judged stays
-        with contextlib.suppress(CannotWrite):
+        with contextlib.suppress(JournalWriteError):
             journal.end(FAILED, reason=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - started)
         raise
-    journal.add(runner.hardware_records(implementations))
+    journal.add(runner.build_hardware_records(implementations))
     journal.add(flag_share.find_excess(journal.recorded.records))
-    journal.add(runner.changed_file_records(journal.run, journal.recorded.records))
+    journal.add(runner.build_changed_file_records(journal.run, journal.recorded.records))
     if how == COMPLETE and _is_whole(arguments):
         journal.add(chosen.stale(journal.recorded.records, jax.__version__))
     journal.end(how, reason=reason, seconds=time.perf_counter() - started)
@@ -164,7 +176,7 @@ def _written_down(
 def _missing(arguments: argparse.Namespace, jobs: Sequence[Job], journal: Journal) -> int:
     """Count the jobs of this run, or of this shard of it, that are not done."""
     numbers = {id(job): number for number, job in enumerate(jobs)}
-    mine = plan.sharded(jobs, *arguments.shard) if arguments.shard else jobs
+    mine = run_plan.select_shard(jobs, *arguments.shard) if arguments.shard else jobs
     done = journal.recorded.done
     return sum(numbers[id(job)] not in done for job in mine)
 
@@ -179,14 +191,14 @@ def _judge(
     """Judge what is not judged yet; how it ended, and why if not by itself."""
     done = journal.recorded.done
     numbers = {id(job): number for number, job in enumerate(jobs)}
-    mine = plan.sharded(jobs, *arguments.shard) if arguments.shard else tuple(jobs)
+    mine = run_plan.select_shard(jobs, *arguments.shard) if arguments.shard else tuple(jobs)
     waiting = [job for job in mine if numbers[id(job)] not in done]
     before = [done[numbers[id(job)]] for job in mine if numbers[id(job)] in done]
     if arguments.fail_fast:
         waiting.sort(key=lambda job: not job.short)  # few programs each: a failure shows sooner
     try:
-        with interrupts.stoppable(), Progress(len(waiting) + len(before), console, before) as progress:
-            interrupts.check()
+        with interrupts.raise_on_signal(), RunProgress(len(waiting) + len(before), console, before) as progress:
+            interrupts.raise_if_stopped()
 
             def on_job(job: Job, judged: list[Record]) -> None:
                 journal.job(numbers[id(job)], judged)
@@ -195,15 +207,15 @@ def _judge(
                     raise _FirstFailure
 
             if waiting:
-                kernels = lookup.kernels(arguments)
+                kernels = argument_lookup.build_kernel_options(arguments)
                 _run_jobs(waiting, arguments.jobs, kernels, chosen, on_job, one_by_one=arguments.fail_fast)
     except _FirstFailure:
         console.print("stopped at the first failure, as --fail-fast says", style="yellow")
         return INTERRUPTED, "stopped at the first failure, as --fail-fast says"
-    except registry.ImplementationNotFound as error:  # a worker finds less than this process did
+    except implementation_registry.ImplementationNotFound as error:  # a worker finds less than this process did
         return FAILED, str(error)
     except KeyboardInterrupt:
-        return INTERRUPTED, interrupts.reason()
+        return INTERRUPTED, interrupts.describe_signal()
     except OutputFailed as error:
         return INTERRUPTED, str(error)
     return COMPLETE, ""
@@ -221,16 +233,16 @@ def _probed(
     if not any(record.verdict in records.RED for record in journal.recorded.records):
         return []
     told: list[str] = []
-    here = runner.Runner(chosen, options=lookup.kernels(arguments).options)
+    here = runner.Runner(chosen, options=argument_lookup.build_kernel_options(arguments).options)
     if arguments.case is None and not arguments.problem:
-        seconds = budget.Budget(arguments.confirm_seconds, arguments.diagnose_seconds)
+        seconds = follow_up.FollowUpSeconds(arguments.confirm_seconds, arguments.diagnose_seconds)
         spent = time.perf_counter() - started
-        budget.ask(journal, implementations, here, seconds, spent=spent, console=console)
-    if arguments.shrink and interrupts.received() is None:
-        from conformance.commands.probes import shrink  # imported late: nothing else here needs Hypothesis
+        follow_up.follow_up(journal, implementations, here, seconds, spent=spent, console=console)
+    if arguments.shrink and interrupts.get_received_signal() is None:
+        from conformance.commands.probes import finding_shrinker  # imported late: nothing else here needs Hypothesis
 
-        with interrupts.until_stopped():
-            for line in shrink.shrink(journal, implementations, here, console):
+        with interrupts.end_on_signal():
+            for line in finding_shrinker.shrink_findings(journal, implementations, here, console):
                 told.append(line)  # one by one: what was found before Ctrl-C is told
     return told
 
@@ -238,7 +250,7 @@ def _probed(
 def _described(
     arguments: argparse.Namespace,
     implementations: Sequence[Implementation],
-    planned: plan.Plan,
+    planned: run_plan.Plan,
     chosen: settings.Settings,
     kernels: KernelOptions,
 ) -> Run:
@@ -246,10 +258,10 @@ def _described(
     level = "one case" if arguments.case is not None else "regressions" if arguments.regressions else arguments.level
     level = "a named problem" if arguments.problem and arguments.case is None else level
     named = arguments.case is not None or arguments.regressions or arguments.problem
-    return provenance.recorded_run(
+    return provenance.build_run(
         implementations,
         planned,
-        command=command_line(),
+        command=format_command_line(),
         level=level or "quick",
         seeds=() if named else tuple(arguments.seed) or (0,),
         narrowed=_narrowed_to(arguments),
@@ -265,7 +277,7 @@ def _taken_up(arguments: argparse.Namespace) -> Path | None:
     if arguments.resume is None:
         return None
     path = Path(arguments.resume)
-    found = [one.run for one in lookup.recorded(arguments.resume)]
+    found = [one.run for one in argument_lookup.read_recorded_runs(arguments.resume)]
     if len(found) != 1 or found[0] is None:
         what = f"{len(found)} runs" if len(found) > 1 else "no run record"
         raise CannotJudge(f"--resume={arguments.resume} has {what}: it takes the file of one run")
@@ -276,7 +288,7 @@ def _taken_up(arguments: argparse.Namespace) -> Path | None:
         arguments.shard = tuple(map(int, found[0].shard.split("/"))) if found[0].shard else None
     if not any(getattr(arguments, name) for name in ("impl", "all")):
         raise CannotJudge(f"--resume={arguments.resume} is no run of this command: give what it was given")
-    writable(arguments.resume, "resume")
+    check_writable(arguments.resume, "resume")
     return path
 
 
@@ -288,31 +300,33 @@ def _with_first(first: Path, others: Sequence[Path]) -> list[Path]:
 def _implementations(
     arguments: argparse.Namespace, chosen: settings.Settings, kernels: KernelOptions
 ) -> list[Implementation]:
-    names = registry.names() if arguments.all else chosen.members(arguments.impl)
-    return [lookup.find(name, kernels) for name in names]
+    names = implementation_registry.list_implementations() if arguments.all else chosen.resolve_groups(arguments.impl)
+    return [argument_lookup.find_implementation(name, kernels) for name in names]
 
 
 def _checks(arguments: argparse.Namespace) -> tuple[Check, ...]:
     for name in arguments.check:
-        if name not in BY_NAME:
+        if name not in CHECKS_BY_NAME:
             if "," in name:
                 raise CannotJudge(f"{name!r} is several names: give --check once for each")
-            raise CannotJudge(f"unknown check {name!r}: known are {', '.join(BY_NAME)}")
+            raise CannotJudge(f"unknown check {name!r}: known are {', '.join(CHECKS_BY_NAME)}")
     return tuple(check for check in CHECKS if not arguments.check or check.name in arguments.check)
 
 
-def _plan(arguments: argparse.Namespace, implementations: Sequence[Implementation], level: str) -> plan.Plan:
+def _plan(arguments: argparse.Namespace, implementations: Sequence[Implementation], level: str) -> run_plan.Plan:
     checks = _checks(arguments)
     if arguments.problem:
-        return plan.problem(implementations, lookup.problem_cases(arguments), checks)
+        return run_plan.plan_problem(implementations, argument_lookup.select_problem_cases(arguments), checks)
     if arguments.case is not None:
-        case = lookup.case(arguments.case)
-        turn = Turn(pulled=(arguments.pullback,)) if arguments.pullback else EVERYTHING
-        plans = [plan.single(implementation, case, checks, turn) for implementation in implementations]
-        return plan.Plan(tuple(job for one in plans for job in one.jobs), ())
+        case = argument_lookup.parse_case(arguments.case)
+        turn = Rotation(pulled=(arguments.pullback,)) if arguments.pullback else FULL_ROTATION
+        plans = [run_plan.plan_case(implementation, case, checks, turn) for implementation in implementations]
+        return run_plan.Plan(tuple(job for one in plans for job in one.jobs), ())
     if arguments.regressions:
-        return plan.regressions(implementations, checks)
-    return plan.plan(implementations, level=level, seeds=arguments.seed or (0,), query=arguments.cases, checks=checks)
+        return run_plan.plan_regressions(implementations, checks)
+    return run_plan.plan_run(
+        implementations, level=level, seeds=arguments.seed or (0,), query=arguments.cases, checks=checks
+    )
 
 
 def _nothing_planned(arguments: argparse.Namespace) -> str:
@@ -338,7 +352,7 @@ def _run_jobs(
     if workers == 1:
         here.run(jobs, on_job)
     else:
-        run_parallel(jobs, workers, kernels, on_job, here.lost, one_by_one=one_by_one)
+        judge_in_parallel(jobs, workers, kernels, on_job, here.report_lost, one_by_one=one_by_one)
 
 
 def _workers(jobs: int) -> int:
@@ -377,15 +391,17 @@ def _exit_code(
     present = [i for i in implementations if i.accelerator.absent is None or i.name in judged]
     # What cannot run here is shown as unjudged; it is no reason to fail a run that judged the others.
     standings = {
-        implementation.name: summary.conformity([r for r in found if r.implementation == implementation.name])
+        implementation.name: conformity.compute_conformity(
+            [r for r in found if r.implementation == implementation.name]
+        )
         for implementation in present or implementations
     }
     is_missing = bool(required) and not any(r.platform == required and r.verdict in records.JUDGED for r in found)
     if is_missing:
         console.print(f"--require-platform={required}: nothing was judged there", style="red")
-    if summary.DOES_NOT_CONFORM in standings.values():
+    if conformity.DOES_NOT_CONFORM in standings.values():
         return 1
-    if is_missing or interrupted or summary.NOT_JUDGED in standings.values():
+    if is_missing or interrupted or conformity.NOT_JUDGED in standings.values():
         return 2
     return 0
 
@@ -394,12 +410,14 @@ def judge_all(names: Sequence[str], level: str, seeds: Sequence[int], workers: i
     """The records of whole grids, with progress."""
     found: list[Record] = []
     kernels = KernelOptions()
-    planned = plan.plan([lookup.find(name, kernels) for name in names], level=level, seeds=seeds)
-    with Progress(len(planned.jobs), Console(stderr=True)) as progress:
+    planned = run_plan.plan_run(
+        [argument_lookup.find_implementation(name, kernels) for name in names], level=level, seeds=seeds
+    )
+    with RunProgress(len(planned.jobs), Console(stderr=True)) as progress:
 
         def on_job(job: Job, judged: list[Record]) -> None:
             found.extend(judged)
             progress.advance(judged)
 
-        _run_jobs(planned.jobs, workers, kernels, lookup.load_settings(), on_job)
+        _run_jobs(planned.jobs, workers, kernels, argument_lookup.load_project_settings(), on_job)
     return found

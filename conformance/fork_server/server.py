@@ -28,7 +28,7 @@ from types import FrameType
 from conformance import environment, packages
 from conformance.fork_server import forked_process
 
-_PRELOADED_MODULES = ("conformance.judging.parallel", "conformance.sandbox.kernel_server")
+_PRELOADED_MODULES = ("conformance.judging.parallel_judging", "conformance.sandbox.kernel_server")
 _MAX_FILES = 16
 _PR_SET_PDEATHSIG = 1
 _TERMINATION_SECONDS = 10.0  # from SIGTERM to SIGKILL, for a process that was released
@@ -48,11 +48,11 @@ def serve(requests: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import_environment = forked_process.read_import_environment()
-    packages.claim()
-    environment.prepare()
+    packages.claim_names()
+    environment.prepare_environment()
     for name in _PRELOADED_MODULES:
         importlib.import_module(name)
-    environment.collect_rarely()
+    environment.collect_garbage_rarely()
     child_task = _ForkServer(socket.socket(fileno=requests), import_environment).serve()
     if child_task is not None:
         child_task()

@@ -14,30 +14,30 @@ from typing import Any
 
 import numpy as np
 
-from cases.inputs import Problem
 from cases.masks import Causal, Dense, Full, Mask
-from cases.moba import Moba
-from cases.operands import REMOVABLE
-from conformance.asking.subject import Subject
-from conformance.truth import kept, oracle
+from cases.moba_mask import Moba
+from cases.operand_registry import REMOVABLE
+from cases.operand_values import Problem
+from conformance.check_api.subject import Subject
+from conformance.truth import disk_cache, oracle
 from conformance.truth.comparison import compare
 
 REQUIRED_MARGIN = 1.5
-MOST_UNDECIDED = 0.1
+MAX_UNDECIDED_SHARE = 0.1
 """The largest share of rows that a case may leave out because rounding could change what their queries choose.
 
-Operands are drawn anew up to eight times while there is such a row (`cases.inputs.draw`). That leaves none at any
+Operands are drawn anew up to eight times while there is such a row (`cases.operand_values.draw_problem`). That leaves none at any
 distribution of values but `huge`, whose gates of 1e5 leave 19% of the rows and more: what is left then is no sample of
 what queries choose, it is those whose choice is easy.
 """
 
 
-def undecided_rows(problem: Problem) -> tuple[int, int]:
+def count_undecided_rows(problem: Problem) -> tuple[int, int]:
     """How many rows of `problem` are not judged because rounding could change what they choose, and of how many."""
     return int(np.count_nonzero(~problem.decided)), problem.decided.size
 
 
-def margins(subject: Subject) -> dict[str, float]:
+def compute_margins(subject: Subject) -> dict[str, float]:
     """Margin by null result, for the nulls that differ from the truth in this case."""
     asked = (
         "margins",
@@ -45,11 +45,11 @@ def margins(subject: Subject) -> dict[str, float]:
         (subject.judged_out, subject.judged_residuals, "logsumexp" in subject.implementation.residuals),
         (subject.case.dtype, subject.limits.limits),
     )
-    return kept.numbers(asked, lambda: _computed(subject))
+    return disk_cache.compute_cached(asked, lambda: _compute_uncached_margins(subject))
 
 
-def _computed(subject: Subject) -> dict[str, float]:
-    found = {name: _forward_margin(subject, forward) for name, forward in _forward_nulls(subject.problem)}
+def _compute_uncached_margins(subject: Subject) -> dict[str, float]:
+    found = {name: _compute_forward_margin(subject, forward) for name, forward in _iter_forward_nulls(subject.problem)}
     choice = _has_choice(subject.problem)
     for expected in subject.expectation.gradients:
         for name, bounded in expected.items():
@@ -60,19 +60,19 @@ def _computed(subject: Subject) -> dict[str, float]:
     return found
 
 
-def tells(subject: Subject) -> bool:
+def discriminates(subject: Subject) -> bool:
     """Whether every null result would fall as far as is required."""
-    found = margins(subject)
-    return not found or weakest(found)[1] >= REQUIRED_MARGIN
+    found = compute_margins(subject)
+    return not found or find_weakest_null(found)[1] >= REQUIRED_MARGIN
 
 
-def weakest(found: Mapping[str, float]) -> tuple[str, float]:
+def find_weakest_null(found: Mapping[str, float]) -> tuple[str, float]:
     """The null result that is hardest to see, and its margin."""
     name = min(found, key=lambda n: found[n])
     return name, found[name]
 
 
-def _forward_margin(subject: Subject, null: oracle.Forward) -> float:
+def _compute_forward_margin(subject: Subject, null: oracle.Forward) -> float:
     expected, limit = subject.expectation.forward, subject.limits.limit
     dtype = subject.case.dtype
     margin = compare(null.out, expected["out"], subject.judged_out).ratio / limit(dtype, "out").ratio
@@ -90,7 +90,7 @@ def _has_choice(problem: Problem) -> bool:
     return bool(columns.max() > 1)
 
 
-def _forward_nulls(problem: Problem) -> Iterator[tuple[str, oracle.Forward]]:
+def _iter_forward_nulls(problem: Problem) -> Iterator[tuple[str, oracle.Forward]]:
     truth_lse = np.zeros((problem.q.shape[0], problem.q.shape[2], problem.q.shape[1]))
     if problem.allowed.any():
         zeros = np.zeros((*problem.q.shape[:3], problem.v.shape[-1]))
@@ -99,12 +99,12 @@ def _forward_nulls(problem: Problem) -> Iterator[tuple[str, oracle.Forward]]:
         same_keys = problem.resolved_mask
         plain: dict[str, Any] = {operand.name: None for operand in REMOVABLE if operand.name != "segment_ids"}
         flat = dataclasses.replace(problem, mask=same_keys, q=np.zeros_like(problem.q), **plain)
-        yield "mean_of_v", oracle.forward(flat)
-    for name, changed in _altered(problem):
-        yield name, oracle.forward(changed)
+        yield "mean_of_v", oracle.compute_forward(flat)
+    for name, changed in _iter_altered_problems(problem):
+        yield name, oracle.compute_forward(changed)
 
 
-def _altered(problem: Problem) -> Iterator[tuple[str, Problem]]:
+def _iter_altered_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
     q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
     unmasked = dataclasses.replace(problem, mask=Full())
     if (unmasked.allowed != problem.allowed).any():
@@ -114,7 +114,7 @@ def _altered(problem: Problem) -> Iterator[tuple[str, Problem]]:
         shifted = dataclasses.replace(problem, mask=Dense(np.roll(dense, 1, axis=-1)))
         if not np.array_equal(shifted.allowed, problem.allowed):
             yield "mask_shifted", shifted
-    for name, mask in _other_choices(problem.mask):
+    for name, mask in _iter_other_moba_masks(problem.mask):
         other = dataclasses.replace(problem, mask=mask)
         if (other.allowed != problem.allowed).any():
             yield name, other
@@ -122,7 +122,7 @@ def _altered(problem: Problem) -> Iterator[tuple[str, Problem]]:
         alone = dataclasses.replace(problem, segment_ids=None)
         if (alone.allowed != problem.allowed).any():
             yield "segment_ids_ignored", alone
-    if (heads := _wrong_heads(problem)) is not None:
+    if (heads := _build_wrong_head_map(problem)) is not None:
         wrong = dataclasses.replace(problem, k=problem.k[:, :, heads], v=problem.v[:, :, heads])
         if problem.kv_scales is not None and not problem.has_whole_scales:
             k_scales, v_scales = problem.kv_scales
@@ -136,7 +136,7 @@ def _altered(problem: Problem) -> Iterator[tuple[str, Problem]]:
             yield f"{operand.name}_ignored", problem.without(operand.name)
 
 
-def _other_choices(mask: Mask) -> Iterator[tuple[str, Mask]]:
+def _iter_other_moba_masks(mask: Mask) -> Iterator[tuple[str, Mask]]:
     """Chunks that gates choose: all of them, only the query's own, one too many."""
     if isinstance(mask, Moba):
         yield "gates_ignored", Causal(mask.offset)
@@ -144,7 +144,7 @@ def _other_choices(mask: Mask) -> Iterator[tuple[str, Mask]]:
         yield "one_chunk_more", dataclasses.replace(mask, topk=mask.topk + 1)
 
 
-def _wrong_heads(problem: Problem) -> np.ndarray | None:
+def _build_wrong_head_map(problem: Problem) -> np.ndarray | None:
     """Key/value head of each query head under a wrong map: interleaved groups, or heads rotated by one."""
     num_q_heads, num_kv_heads = problem.q.shape[2], problem.k.shape[2]
     if num_kv_heads == 1:

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from cases.case import Case
-from cases.exploring.clues import Clues
-from cases.operands import REMOVABLE
+from cases.case_space.clue_numbers import Clues
+from cases.operand_registry import REMOVABLE
 from conformance.records import Record
 
 
@@ -28,7 +28,7 @@ class Exploration:
       reached: how many judged cases had each feature, value distribution and phase.
       clues: the numbers that the implementation shows.
       used: beside how many of them, and on which side, some judged case had a size or a number.
-      beyond: how many pairs of marks (`cases.exploring.novelty`) judged cases had that no case of the grids has.
+      beyond: how many pairs of marks (`cases.case_space.novelty`) judged cases had that no case of the grids has.
       seconds: duration.
       interrupted: whether it was stopped by hand.
     """
@@ -50,7 +50,7 @@ class Exploration:
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class JudgedCase:
     """What an exploration tells while it goes on: a judged case, and whether it was met while shrinking."""
 
     case: Case
@@ -58,7 +58,7 @@ class Seen:
     shrinking: bool
 
 
-def plainness(case: Case) -> tuple[int, int, int, str]:
+def compute_plainness(case: Case) -> tuple[int, int, int, str]:
     """Sorts cases, the plainest first: by how many things are out of the ordinary, then by size."""
     odd = (
         case.phase != "train",
@@ -74,7 +74,7 @@ def plainness(case: Case) -> tuple[int, int, int, str]:
     return sum(odd) + terms, size, len(case.id), case.id
 
 
-def told(found: Exploration, seed: int) -> list[str]:
+def describe_exploration(found: Exploration, seed: int) -> list[str]:
     """What a person should know of an exploration, beside its records: one line each."""
     rate = found.judged / max(found.seconds, 1e-3)
     lines = [

@@ -1,7 +1,7 @@
 """Limit how many passes of a kernel may rest on the compiler's flags.
 
 A result that is wrong under the flags that make compiling cheap, and right under JAX's own, is a pass
-(`conformance.judging.rejudge`). XLA makes few results so, if any. A kernel that can tell which flags it is compiled
+(`conformance.judging.rejudgement`). XLA makes few results so, if any. A kernel that can tell which flags it is compiled
 under makes as many as it likes. So beyond a small share the flags are not believed to be the cause.
 """
 

@@ -13,12 +13,12 @@ import pytest
 
 from conformance import environment, packages
 from conformance.fork_server import forked_process
-from conformance.judging.levels import LEVELS
+from conformance.judging.run_levels import LEVELS
 from conformance.output_files import PAGE, RECORDS, OutputRefused, check_output
 
 if TYPE_CHECKING:
     from conformance.judging.job import Job
-    from conformance.judging.plan import Plan
+    from conformance.judging.run_plan import Plan
     from conformance.records import Record
     from conformance.runs import Run
     from conformance.sandbox.kernel_options import KernelOptions
@@ -98,12 +98,12 @@ def add_options(parser: pytest.Parser) -> None:
 
 def prepare(config: pytest.Config) -> None:
     """What comes before JAX is loaded, by a process that plans. Raises `pytest.UsageError`."""
-    environment.prepare()
+    environment.prepare_environment()
     try:
-        packages.claim()
+        packages.claim_names()
     except packages.NameTaken as error:
         raise pytest.UsageError(str(error)) from error
-    if (reason := environment.not_compiled()) is not None:
+    if (reason := environment.find_disabled_jit()) is not None:
         raise pytest.UsageError(reason)
     names = config.getoption("--impl") or _listed(config.rootpath)
     if any(":" in name for name in names) and not config.getoption("--conformance-in-process"):
@@ -192,7 +192,7 @@ def tell_worker(told: dict[str, object], planned: Plan) -> None:
 
 def reject_unwritable(option: str, place: Path, *, page: bool) -> None:
     """Refuse a file that cannot be written, the one of records beside a page too. Raises `pytest.UsageError`."""
-    from conformance.records import printable
+    from conformance.records import make_printable
 
     if page and place.suffix == ".jsonl":
         raise pytest.UsageError(f"{option} is the file of records beside the page: give the page another suffix")
@@ -201,7 +201,7 @@ def reject_unwritable(option: str, place: Path, *, page: bool) -> None:
             check_output(path, kind)
         except OutputRefused as error:
             beside = f": {path.name} beside it" if path != place else ""
-            raise pytest.UsageError(printable(f"{option}{beside} {error}")) from error
+            raise pytest.UsageError(make_printable(f"{option}{beside} {error}")) from error
 
 
 def properties(job: Job, found: Iterable[Record]) -> list[tuple[str, object]]:
@@ -249,10 +249,10 @@ def not_asked(config: pytest.Config, planned: Plan | None, judged: Collection[in
         return "nothing was judged: no test was run (see addopts in the settings of pytest)"
     if any(map(_may_choose, arguments)):
         return ""
-    from conformance.judging import plan
+    from conformance.judging import run_plan
 
     part = shard(config.getoption("--conformance-shard"))
-    mine = plan.sharded(planned.jobs, *part) if part else planned.jobs
+    mine = run_plan.select_shard(planned.jobs, *part) if part else planned.jobs
     missing = len(mine) - len(judged)
     if missing <= 0:
         return ""

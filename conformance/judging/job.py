@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from cases.case import Case
-from conformance.asking.scopes import GRID
-from conformance.asking.turn import EVERYTHING, Turn
+from conformance.check_api.rotation import FULL_ROTATION, Rotation
+from conformance.check_api.scopes import GRID
 from conformance.checks import Check
 from conformance.contract import Implementation
 
@@ -18,10 +18,10 @@ class Job:
     implementation: Implementation
     case: Case
     checks: tuple[Check, ...]
-    turn: Turn = EVERYTHING
+    rotation: Rotation = FULL_ROTATION
 
     @property
-    def on_grid(self) -> bool:
+    def is_on_grid(self) -> bool:
         """Whether it is a case of the covering grid under the checks that are asked of each."""
         return {check.scope for check in self.checks} == {GRID}
 
@@ -33,5 +33,5 @@ class Job:
     @property
     def id(self) -> str:
         """`implementation-case`, with the checks where they are not those of the grid."""
-        extra = "" if self.on_grid else "-".join(check.name for check in self.checks) + "-"
+        extra = "" if self.is_on_grid else "-".join(check.name for check in self.checks) + "-"
         return f"{self.implementation.name}-{extra}{self.case.id}"

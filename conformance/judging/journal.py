@@ -17,11 +17,11 @@ from conformance import interrupts, output_files, records, runs
 from conformance.judging import provenance
 from conformance.output_files import OutputRefused
 from conformance.records import Record
-from conformance.runs import End, Recorded, Run
+from conformance.runs import End, RecordedRun, Run
 from conformance.sandbox import loaded_files
 
 
-class CannotWrite(Exception):  # noqa: N818 -- a statement, as the message is
+class JournalWriteError(Exception):
     """A file of records cannot be written; the message names it and says why."""
 
 
@@ -36,18 +36,20 @@ class Journal:
             nothing is kept, but in the latter case.
         """
         self._run = run
-        self._recorded = Recorded(run=run, done=dict(kept or {}))
+        self._recorded = RecordedRun(run=run, done=dict(kept or {}))
         self._done: dict[int, tuple[Record, ...]] = dict(kept or {})
         self._others: list[Record] = []
         self._probes: list[Record] = []
-        beginning = runs.run_line(run) + "\n" + "".join(runs.job_lines(n, found) for n, found in self._done.items())
-        self._files: list[_File] = []
+        beginning = (
+            runs.serialize_run(run) + "\n" + "".join(runs.serialize_job(n, found) for n, found in self._done.items())
+        )
+        self._files: list[_RecordFile] = []
         try:
             for path in dict.fromkeys(paths):
-                self._files.append(_File(path))
+                self._files.append(_RecordFile(path))
             for file in self._files:
                 file.begin(beginning.encode(), replace=bool(kept))
-        except CannotWrite:
+        except JournalWriteError:
             self._close()
             raise
 
@@ -57,40 +59,46 @@ class Journal:
         return self._run
 
     @property
-    def recorded(self) -> Recorded:
+    def recorded(self) -> RecordedRun:
         """The run as a reader of its file would have it."""
         others, probes = tuple(self._others), tuple(self._probes)
         return dataclasses.replace(self._recorded, done=dict(self._done), others=others, probes=probes)
 
     def job(self, number: int, found: Sequence[Record]) -> None:
         """A job is done, once more perhaps: then it has both answers. Raises `CannotWrite`."""
-        with interrupts.held():
+        with interrupts.delay_signals():
             self._done[number] = (*self._done.get(number, ()), *found)
-            self._put(runs.job_lines(number, found))
+            self._put(runs.serialize_job(number, found))
 
     def add(self, found: Sequence[Record]) -> None:
         """Records of no job. Raises `CannotWrite`."""
-        with interrupts.held():
+        with interrupts.delay_signals():
             self._others += found
-            self._put("".join(records.to_json(record) + "\n" for record in found))
+            self._put("".join(records.serialize_record(record) + "\n" for record in found))
 
     def probe(self, found: Sequence[Record]) -> None:
         """What was judged to confirm a finding. Raises `CannotWrite`."""
-        with interrupts.held():
+        with interrupts.delay_signals():
             self._probes += found
-            self._put("".join(map(runs.probe_line, found)))
+            self._put("".join(map(runs.serialize_probe, found)))
 
     def end(self, how: str, *, reason: str = "", seconds: float = 0.0) -> None:
         """The run is over, as it says. Raises `CannotWrite`."""
-        end = End(ended=provenance.now(), how=how, reason=reason, jobs=len(self._done), seconds=round(seconds, 1))
-        with interrupts.held():
+        end = End(
+            ended=provenance.format_current_time(),
+            how=how,
+            reason=reason,
+            jobs=len(self._done),
+            seconds=round(seconds, 1),
+        )
+        with interrupts.delay_signals():
             self._recorded = dataclasses.replace(self._recorded, end=end)
-            self._put(runs.end_line(end) + "\n")
+            self._put(runs.serialize_end(end) + "\n")
         self._close()
 
     def abandon(self, reason: str) -> None:
         """The run ends since its files cannot be written; what is in memory is all that can be told of it."""
-        end = End(ended=provenance.now(), how=runs.FAILED, reason=reason, jobs=len(self._done))
+        end = End(ended=provenance.format_current_time(), how=runs.FAILED, reason=reason, jobs=len(self._done))
         self._recorded = dataclasses.replace(self._recorded, end=end)
         self._close()
 
@@ -106,11 +114,11 @@ class Journal:
             file.append(data)
 
 
-class Unlike(Exception):  # noqa: N818 -- a statement, as the message is
+class ResumeMismatchError(Exception):
     """A file cannot be gone on with: it is of another run. The message says what differs."""
 
 
-def to_go_on(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record, ...]]]:
+def load_resumed_run(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record, ...]]]:
     """The run of a file with the present time noted, and the records of the jobs that are done.
 
     Raises:
@@ -118,28 +126,28 @@ def to_go_on(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record, ...]]]:
       ValueError: if it is no file of records.
       Unlike: if it is not of this run: another question, another version, another kernel.
     """
-    found = runs.read(path)
+    found = runs.read_runs(path)
     if not found or found[0].run is None:
-        raise Unlike(f"{path} has no run record, as before there were any: nothing says what it is of")
+        raise ResumeMismatchError(f"{path} has no run record, as before there were any: nothing says what it is of")
     if len(found) > 1:
-        raise Unlike(f"{path} has {len(found)} runs: one can be gone on with")
+        raise ResumeMismatchError(f"{path} has {len(found)} runs: one can be gone on with")
     (recorded,) = found
     before = recorded.run
     assert before is not None
     later = [file for record in recorded.records for file in record.files.items()]
-    if (difference := _difference(before, run, later)) is not None:
-        raise Unlike(f"{path} is of another run: {difference}")
+    if (difference := _find_difference(before, run, later)) is not None:
+        raise ResumeMismatchError(f"{path} is of another run: {difference}")
     if recorded.is_complete and len(recorded.done) == len(run.jobs):
         return before, dict(recorded.done)
-    return dataclasses.replace(before, resumed=(*before.resumed, provenance.now())), dict(recorded.done)
+    return dataclasses.replace(before, resumed=(*before.resumed, provenance.format_current_time())), dict(recorded.done)
 
 
-def from_file(jobs: int) -> str:
+def describe_resumed_jobs(jobs: int) -> str:
     """What to say of jobs that were taken from the file which is gone on with: nobody has signed it."""
     return f"of the jobs, {jobs:,} are as the file has them that is gone on with, and were not judged again"
 
 
-def _difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) -> str | None:
+def _find_difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) -> str | None:
     """What differs between two runs that should be one, in words.
 
     `later` are files that kernels of the first read after they were loaded, with their digests. They must be as they
@@ -147,7 +155,7 @@ def _difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) -> str 
     """
     for name in ("level", "narrowed", "shard", "seeds"):
         if getattr(before, name) != getattr(now, name):
-            return f"{name} was {_shown(getattr(before, name))} there and is {_shown(getattr(now, name))} here"
+            return f"{name} was {_format_value(getattr(before, name))} there and is {_format_value(getattr(now, name))} here"
     if list(before.kernels) != list(now.kernels):
         return f"it judges {', '.join(before.kernels)}, and not {', '.join(now.kernels)}"
     if changed := loaded_files.find_changed(later):
@@ -156,18 +164,18 @@ def _difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) -> str 
         there, here = before.provenance(implementation), now.provenance(implementation)
         there |= {name: here[name] for file, _ in later if (name := f"{runs.DIGEST_OF}{file}") in here}
         # A digest of a file says more than that of all sources: it names the file.
-        for name in sorted(runs.differences(there, here), key=lambda name: not name.startswith(runs.DIGEST_OF)):
+        for name in sorted(runs.list_differences(there, here), key=lambda name: not name.startswith(runs.DIGEST_OF)):
             what = name if len(now.kernels) == 1 else f"{name} of {implementation}"
-            return f"{what} was {_shown(there.get(name))} there and is {_shown(here.get(name))} here"
+            return f"{what} was {_format_value(there.get(name))} there and is {_format_value(here.get(name))} here"
     return "other jobs are planned" if [j.key for j in before.jobs] != [j.key for j in now.jobs] else None
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     text = str(value) if value not in ("", None, ()) else "nothing"
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-class _File:
+class _RecordFile:
     """A file of which the first `_good` bytes are whole lines."""
 
     def __init__(self, path: Path) -> None:
@@ -178,11 +186,11 @@ class _File:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             self._regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
             if self._regular:
-                output_files.lock(self._descriptor, path)
+                output_files.lock_file(self._descriptor, path)
         except OutputRefused as error:
-            raise CannotWrite(str(error)) from error
+            raise JournalWriteError(str(error)) from error
         except OSError as error:
-            raise CannotWrite(self._why(error)) from error
+            raise JournalWriteError(self._format_error(error)) from error
 
     def begin(self, beginning: bytes, *, replace: bool) -> None:
         """Put these whole lines in place of what is there. Raises `CannotWrite`."""
@@ -192,14 +200,14 @@ class _File:
                 beside = place.with_name(f".{place.name}.{os.getpid()}")
                 beside.write_bytes(beginning)
                 descriptor = os.open(beside, os.O_WRONLY | os.O_APPEND)
-                output_files.lock(descriptor, beside)
+                output_files.lock_file(descriptor, beside)
                 beside.replace(place)
                 os.close(self._descriptor)
                 self._descriptor, self._good = descriptor, len(beginning)
             elif self._regular:
                 os.ftruncate(self._descriptor, 0)
         except OSError as error:
-            raise CannotWrite(self._why(error)) from error
+            raise JournalWriteError(self._format_error(error)) from error
         if not self._good:
             self.append(beginning)
 
@@ -212,7 +220,7 @@ class _File:
             if self._regular:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, self._good)
-            raise CannotWrite(self._why(error)) from error
+            raise JournalWriteError(self._format_error(error)) from error
         self._good += len(data)
 
     def close(self) -> None:
@@ -221,5 +229,5 @@ class _File:
                 os.fsync(self._descriptor)
             os.close(self._descriptor)
 
-    def _why(self, error: OSError) -> str:
+    def _format_error(self, error: OSError) -> str:
         return f"{self._path} cannot be written: {error.strerror or error}"

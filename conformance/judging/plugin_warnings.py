@@ -12,9 +12,9 @@ from collections.abc import Generator
 
 import pytest
 
-from conformance.judging import ending
+from conformance.judging import exit_guard
 
-_NOT_THEIRS = frozenset({"_pytest", "pytest", "conformance"})
+_OWN_PACKAGES = frozenset({"_pytest", "pytest", "conformance"})
 
 
 class PluginWarnings:
@@ -30,10 +30,10 @@ class PluginWarnings:
     def pytest_configure(self, config: pytest.Config) -> None:
         """Show them while plugins are configured, if this run is to judge."""
         option = config.getoption
-        if ending.is_asked_for(config.args, option("--impl"), option("--conformance-cases")):
+        if exit_guard.is_requested(config.args, option("--impl"), option("--conformance-cases")):
             plugins = [plugin for plugin, _ in config.pluginmanager.list_plugin_distinfo()]
             modules = {getattr(plugin, "__name__", type(plugin).__module__) for plugin in plugins}
-            self._names = frozenset(module.partition(".")[0] for module in modules) - _NOT_THEIRS
+            self._names = frozenset(module.partition(".")[0] for module in modules) - _OWN_PACKAGES
         self._show()
 
     @pytest.hookimpl(wrapper=True, trylast=True)

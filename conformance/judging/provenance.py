@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from conformance import environment
-from conformance.calling import registry, sources
 from conformance.contract import Implementation
-from conformance.judging.declarations import declared
-from conformance.judging.plan import Plan
-from conformance.judging.reach import usual_lengths
-from conformance.runs import OWN_PROCESS, Kernel, Planned, Run
+from conformance.execution import implementation_registry, source_digests
+from conformance.judging.block_coverage import find_block_lengths
+from conformance.judging.declarations import list_lenient_declarations
+from conformance.judging.run_plan import Plan
+from conformance.runs import OWN_PROCESS, Kernel, PlannedJob, Run
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.sandboxed_executor import create_executor
 from conformance.truth import tolerances
 
-_HOME = Path(__file__).resolve().parent.parent.parent
-_OURS = ("cases", "conformance", "impls", "reports")
+_PROJECT_FOLDER = Path(__file__).resolve().parent.parent.parent
+_PACKAGES = ("cases", "conformance", "impls", "reports")
 # Fields of an implementation that are data, and say what is asked of it.
-_DECLARED = (
+_DATA_FIELDS = (
     "unsupported",
     "offers",
     "arithmetic",
@@ -41,10 +41,10 @@ _DECLARED = (
     "devices",
 )
 # Fields that are functions: whether they are there says what is asked.
-_OFFERED = ("parts", "merge", "front_end", "supports_case", "tunable")
+_FUNCTION_FIELDS = ("parts", "merge", "front_end", "supports_case", "tunable")
 
 
-def recorded_run(
+def build_run(
     implementations: Sequence[Implementation],
     planned: Plan,
     *,
@@ -61,25 +61,27 @@ def recorded_run(
     table = tuple(limits)
     return Run(
         id=secrets.token_hex(4),
-        started=now(),
+        started=format_current_time(),
         command=command,
         level=level,
         seeds=tuple(seeds),
         narrowed=narrowed,
         query=query or {},
         shard=shard,
-        environment=environment.describe() | project(),
+        environment=environment.describe_environment() | describe_project(),
         tolerances=table,
         kernels={
-            implementation.name: _kernel(implementation, planned, kernels or KernelOptions(), _raised(table))
+            implementation.name: _describe_kernel(
+                implementation, planned, kernels or KernelOptions(), _list_raised_limits(table)
+            )
             for implementation in implementations
         },
         jobs=tuple(
-            Planned(
+            PlannedJob(
                 job.implementation.name,
                 job.case.id,
                 tuple(check.name for check in job.checks),
-                planned.rows_of(job),
+                planned.find_rows(job),
             )
             for job in planned.jobs
         ),
@@ -87,70 +89,82 @@ def recorded_run(
     )
 
 
-def now() -> str:
+def format_current_time() -> str:
     """The time, in UTC, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 @functools.cache
-def project() -> dict[str, str]:
+def describe_project() -> dict[str, str]:
     """The commit of this project, where it is run from a clone, and a digest of its source."""
-    modules = [path for name in _OURS for path in sorted((_HOME / name).rglob("*.py"))]
-    return {"commit": _commit(), "source of attention-conformance": sources.digest(modules)}
+    modules = [path for name in _PACKAGES for path in sorted((_PROJECT_FOLDER / name).rglob("*.py"))]
+    return {"commit": _find_commit(), "source of attention-conformance": source_digests.compute_digest(modules)}
 
 
-def _commit() -> str:
-    if not (_HOME / ".git").exists():
+def _find_commit() -> str:
+    if not (_PROJECT_FOLDER / ".git").exists():
         return "unknown"
     try:
-        asked = ["git", "-C", str(_HOME), "describe", "--always", "--dirty", "--abbrev=12", "--match=", "--exclude=*"]
+        asked = [
+            "git",
+            "-C",
+            str(_PROJECT_FOLDER),
+            "describe",
+            "--always",
+            "--dirty",
+            "--abbrev=12",
+            "--match=",
+            "--exclude=*",
+        ]
         done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return done.stdout.strip() or "unknown"
 
 
-def _raised(limits: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+def _list_raised_limits(limits: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """The limits that are larger than ours: whoever is judged by them has less asked of it."""
-    ours = {(row["dtype"], row["observable"]): row["limit"] for row in tolerances.default().rows()}
+    ours = {(row["dtype"], row["observable"]): row["limit"] for row in tolerances.load_default_tolerances().rows()}
     larger = (row for row in limits if row["limit"] > ours.get((row["dtype"], row["observable"]), 0.0))
     return tuple(f"limit of {row['dtype']}.{row['observable']} {row['limit']:g}" for row in larger)
 
 
-def _kernel(implementation: Implementation, planned: Plan, kernels: KernelOptions, raised: tuple[str, ...]) -> Kernel:
-    package, source = sources.origin(implementation.name)
+def _describe_kernel(
+    implementation: Implementation, planned: Plan, kernels: KernelOptions, raised: tuple[str, ...]
+) -> Kernel:
+    package, source = source_digests.describe_source(implementation.name)
     arrays = planned.arrays.get(implementation.name)
-    cases = [job.case for job in planned.jobs if job.implementation.name == implementation.name and job.on_grid]
+    cases = [job.case for job in planned.jobs if job.implementation.name == implementation.name and job.is_on_grid]
     return Kernel(
         package=package,
         source=source,
-        declared=_declared(implementation),
-        asks_less=(*declared(implementation), *raised),
-        block_lengths=tuple(usual_lengths(implementation, cases)),
+        declared=_collect_declarations(implementation),
+        asks_less=(*list_lenient_declarations(implementation), *raised),
+        block_lengths=tuple(find_block_lengths(implementation, cases)),
         arrays=arrays.arrays if arrays is not None else (),
         declined=arrays.declined if arrays is not None else 0,
         parted=arrays.parted if arrays is not None else (0, 0),
-        place=_place(implementation, kernels),
+        place=_describe_place(implementation, kernels),
         files=dict(create_executor(implementation).files),
     )
 
 
-def _place(implementation: Implementation, kernels: KernelOptions) -> str:
-    if kernels.in_process and not registry.is_ours(implementation.name):
+def _describe_place(implementation: Implementation, kernels: KernelOptions) -> str:
+    if kernels.in_process and not implementation_registry.is_builtin(implementation.name):
         return "ran in the judge's own process (--in-process), which it could alter"
     isolation = create_executor(implementation).isolation
     return "" if isolation in ("", "confined") else f"{OWN_PROCESS}{isolation}"
 
 
-def _declared(implementation: Implementation) -> dict[str, Any]:
-    found: dict[str, Any] = {name: _data(getattr(implementation, name)) for name in _DECLARED}
-    found |= {name: getattr(implementation, name) is not None for name in _OFFERED}
+def _collect_declarations(implementation: Implementation) -> dict[str, Any]:
+    found: dict[str, Any] = {name: _to_plain_data(getattr(implementation, name)) for name in _DATA_FIELDS}
+    found |= {name: getattr(implementation, name) is not None for name in _FUNCTION_FIELDS}
     accelerator = implementation.accelerator
     place = {"platform": accelerator.platform, "interpreted": accelerator.interpreted, "absent": accelerator.absent}
     return found | {"variants": sorted(implementation.variants), "accelerator": place}
 
 
-def _data(value: Any) -> Any:
+def _to_plain_data(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, frozenset):

@@ -34,9 +34,9 @@ from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from cases.case import matches
+from cases.case import matches_query
 from conformance import records
-from conformance.calling import registry
+from conformance.execution import implementation_registry
 from conformance.records import Record
 from conformance.truth import tolerances
 from conformance.truth.tolerances import Tolerances
@@ -81,7 +81,7 @@ class ExpectedFailure:
         return (
             record.implementation == self.implementation
             and self.holds(jax_version, record.platform)
-            and matches(self.case, record.case)
+            and matches_query(self.case, record.case)
             and any(fnmatch.fnmatchcase(record.check, pattern) for pattern in self.check)
             and any(fnmatch.fnmatchcase(record.observable, pattern) for pattern in self.observable)
         )
@@ -93,11 +93,11 @@ class Settings:
 
     implementations: tuple[str, ...] = ()
     expected_failures: tuple[ExpectedFailure, ...] = ()
-    tolerances: Tolerances = dataclasses.field(default_factory=tolerances.default)
+    tolerances: Tolerances = dataclasses.field(default_factory=tolerances.load_default_tolerances)
     bank: str = ""
     groups: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
-    def members(self, names: Iterable[str]) -> list[str]:
+    def resolve_groups(self, names: Iterable[str]) -> list[str]:
         """The implementations that `names` stand for, groups by their members, each once."""
         found = (member for name in names for member in self.groups.get(name, (name,)))
         return list(dict.fromkeys(found))
@@ -143,7 +143,7 @@ class Settings:
         ]
 
 
-def load(start: Path) -> Settings:
+def load_settings(start: Path) -> Settings:
     """The settings of the nearest `pyproject.toml` at or above `start`; defaults if there is none.
 
     Raises:
@@ -160,20 +160,22 @@ def load(start: Path) -> Settings:
                 raise SettingsError(f"{file} cannot be read: {error.strerror or error}") from error
             if not isinstance(tool, dict):
                 raise SettingsError(f"{file}: tool must be a table, got {tool!r}: write [tool.{TABLE}]")
-            return _parse(tool.get(TABLE, {}), file)
+            return _parse_table(tool.get(TABLE, {}), file)
     return Settings()
 
 
-def _parse(table: Any, file: Path) -> Settings:
+def _parse_table(table: Any, file: Path) -> Settings:
     try:
         _reject_unknown("the table", table, ("implementations", "groups", "tolerances", "expected_failures", "bank"))
         names = table.get("implementations", [])
-        _require(_is_strings(names), f"implementations must be a list of names, got {names!r}")
-        groups = _groups(table.get("groups", {}))
-        limits = tolerances.overridden(tolerances.default(), _overrides(table.get("tolerances", {})), file.name)
+        _require(_is_string_list(names), f"implementations must be a list of names, got {names!r}")
+        groups = _parse_groups(table.get("groups", {}))
+        limits = tolerances.override_limits(
+            tolerances.load_default_tolerances(), _parse_tolerances(table.get("tolerances", {})), file.name
+        )
         entries = table.get("expected_failures", [])
         _require(isinstance(entries, list), f"expected_failures must be a list of tables, got {entries!r}")
-        expected = tuple(_expected_failure(entry) for entry in entries)
+        expected = tuple(_parse_expected_failure(entry) for entry in entries)
         bank = table.get("bank", "")
         _require(isinstance(bank, str), f"bank must be a string module:attribute, got {bank!r}")
     except ValueError as error:
@@ -181,16 +183,16 @@ def _parse(table: Any, file: Path) -> Settings:
     return Settings(tuple(names), expected, limits, bank, groups)
 
 
-def _groups(found: Any) -> dict[str, tuple[str, ...]]:
+def _parse_groups(found: Any) -> dict[str, tuple[str, ...]]:
     _require(isinstance(found, dict), f"groups must be a table of lists of names, got {found!r}")
     for name, members in found.items():
-        _require(_is_strings(members), f"the group {name!r} must be a list of names, got {members!r}")
-        taken = registry.is_ours(name) or registry.may_be_found(name)
+        _require(_is_string_list(members), f"the group {name!r} must be a list of names, got {members!r}")
+        taken = implementation_registry.is_builtin(name) or implementation_registry.may_exist(name)
         _require(not taken, f"the group {name!r} has the name of an implementation, which would not be judged by it")
     return {name: tuple(members) for name, members in found.items()}
 
 
-def _overrides(found: Any) -> dict[str, float]:
+def _parse_tolerances(found: Any) -> dict[str, float]:
     _require(isinstance(found, dict), f"tolerances must be a table, got {found!r}")
     for key, value in found.items():
         _require(not isinstance(value, dict), f'the tolerance {key!r} must be written in quotes, as "{key}.out" = 5.0')
@@ -199,7 +201,7 @@ def _overrides(found: Any) -> dict[str, float]:
     return dict(found)
 
 
-def _expected_failure(entry: Any) -> ExpectedFailure:
+def _parse_expected_failure(entry: Any) -> ExpectedFailure:
     fields = dataclasses.fields(ExpectedFailure)
     _reject_unknown("an expected failure", entry, [field.name for field in fields])
     for field in fields:
@@ -207,7 +209,7 @@ def _expected_failure(entry: Any) -> ExpectedFailure:
         _require(
             given or field.default is not dataclasses.MISSING, f"an expected failure needs {field.name!r}: {entry}"
         )
-        kind, is_kind = _KINDS[field.type]
+        kind, is_kind = _FIELD_TYPES[field.type]
         _require(
             not given or is_kind(entry.get(field.name)),
             f"{field.name} of an expected failure must be {kind}, got {entry.get(field.name)!r}",
@@ -218,21 +220,21 @@ def _expected_failure(entry: Any) -> ExpectedFailure:
     except InvalidSpecifier as error:
         raise ValueError(f"jax of an expected failure is no version range such as '>=0.11': {error}") from error
     where = entry.get("platform", "")
-    known = ", ".join(_PLATFORMS)
-    _require(where in ("", *_PLATFORMS), f"platform of an expected failure must be one of {known}, got {where!r}")
+    known = ", ".join(_KNOWN_PLATFORMS)
+    _require(where in ("", *_KNOWN_PLATFORMS), f"platform of an expected failure must be one of {known}, got {where!r}")
     return ExpectedFailure(**entry)
 
 
-def _is_strings(value: Any) -> bool:
+def _is_string_list(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-_PLATFORMS = ("cpu", "cpu-interpret", "gpu", "tpu")
+_KNOWN_PLATFORMS = ("cpu", "cpu-interpret", "gpu", "tpu")
 # What a field may hold, by its annotation.
-_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+_FIELD_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a string", lambda value: isinstance(value, str)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "Sequence[str]": ("a list of patterns", _is_strings),
+    "Sequence[str]": ("a list of patterns", _is_string_list),
 }
 
 

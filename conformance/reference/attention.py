@@ -73,9 +73,9 @@ def reference_attention(
     if segment_ids is not None:
         allowed = allowed & (segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :])
     if mask_mod is not None:
-        allowed = allowed & mask_mod(*_places((*q.shape[:1], q.shape[2], q.shape[1], k.shape[1])))
+        allowed = allowed & mask_mod(*_build_positions((*q.shape[:1], q.shape[2], q.shape[1], k.shape[1])))
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    function = _vanilla if backward == "vanilla" else _flash
+    function = _attend if backward == "vanilla" else _attend_flash
     out, lse, top = function((q, k, v, sinks, bias, alibi_slopes), allowed, soft_cap, factor, score_mod)
     if not save_residuals:
         return out
@@ -89,23 +89,23 @@ ScoreMod = Callable[..., jax.Array]
 """`(score, b, n, i, j) -> score`."""
 
 
-def _places(shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+def _build_positions(shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
     """Batch row, query head, query and key of logits `[B, N, T, S]`, each along its own axis."""
     axes = range(len(shape))
     return tuple(jnp.arange(shape[axis]).reshape([-1 if axis == other else 1 for other in axes]) for axis in axes)
 
 
-def _accumulator(x: jax.Array) -> Any:
+def _get_accumulator_dtype(x: jax.Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _grouped(x: jax.Array, num_kv_heads: int) -> jax.Array:
+def _split_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
     """`[B, T, N, D]` to `[B, K, G, T, D]`."""
     batch, length, heads, depth = x.shape
     return x.reshape(batch, length, num_kv_heads, heads // num_kv_heads, depth).transpose(0, 2, 3, 1, 4)
 
 
-def _ungrouped(x: jax.Array) -> jax.Array:
+def _merge_heads(x: jax.Array) -> jax.Array:
     """`[B, K, G, T, D]` to `[B, T, N, D]`."""
     batch, kv_heads, group, length, depth = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group, depth)
@@ -115,13 +115,13 @@ def _dot(spec: str, *operands: jax.Array) -> jax.Array:
     return jnp.einsum(spec, *operands, precision=jax.lax.Precision.HIGHEST, preferred_element_type=operands[0].dtype)
 
 
-def _logits(
+def _compute_logits(
     operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float, score_mod: ScoreMod | None
 ) -> tuple[jax.Array, Any]:
     """Capped logits `[B, N, T, S]`, not masked, and the derivative of cap and score."""
     q, k, _, _, bias, slopes = operands
-    dtype = _accumulator(q)
-    x = scale * _dot("bkgth,bskh->bkgts", _grouped(q.astype(dtype), k.shape[2]), k.astype(dtype))
+    dtype = _get_accumulator_dtype(q)
+    x = scale * _dot("bkgth,bskh->bkgts", _split_heads(q.astype(dtype), k.shape[2]), k.astype(dtype))
     x = x.reshape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if bias is not None:
         x = x + bias.astype(dtype)
@@ -130,7 +130,7 @@ def _logits(
         x = x - jax.lax.stop_gradient(slopes).astype(dtype)[:, None, None] * distance.astype(dtype)
     slope: Any = 1.0
     if score_mod is not None:
-        score = functools.partial(score_mod, **dict(zip("bnij", _places(x.shape), strict=True)))
+        score = functools.partial(score_mod, **dict(zip("bnij", _build_positions(x.shape), strict=True)))
         # What the mask hides may be NaN, and a derivative there is multiplied by 0.
         x, pullback = jax.vjp(lambda x: jnp.asarray(score(x), dtype), jnp.where(allowed, x, 0))
         (slope,) = pullback(jnp.ones_like(x))
@@ -140,14 +140,14 @@ def _logits(
     return soft_cap * tanh, slope * (1 - tanh**2)
 
 
-def _vanilla(
+def _attend(
     operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float, score_mod: ScoreMod | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q, k, v, sinks, bias, slopes = operands
     allowed = jnp.broadcast_to(allowed, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     # Hidden NaN would reach dq through 0 * NaN when this is differentiated.
-    k, v = _hidden_to_zero(k, allowed), _hidden_to_zero(v, allowed)
-    z, _ = _logits((q, k, v, sinks, bias, slopes), allowed, soft_cap, scale, score_mod)
+    k, v = _zero_hidden(k, allowed), _zero_hidden(v, allowed)
+    z, _ = _compute_logits((q, k, v, sinks, bias, slopes), allowed, soft_cap, scale, score_mod)
     top = jnp.max(z, axis=-1, where=allowed, initial=-jnp.inf)
     sink = None if sinks is None else sinks.astype(z.dtype)[:, None]
     pivot = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
@@ -162,10 +162,10 @@ def _vanilla(
     lse = jnp.where(total > 0, pivot + jnp.log(safe), -jnp.inf)
     shape = (q.shape[0], k.shape[2], -1, *p.shape[2:])
     out = _dot("bkgts,bskv->bkgtv", p.reshape(shape), v.astype(p.dtype))
-    return _ungrouped(out).astype(q.dtype), lse, top
+    return _merge_heads(out).astype(q.dtype), lse, top
 
 
-def _hidden_to_zero(x: jax.Array, allowed: jax.Array) -> jax.Array:
+def _zero_hidden(x: jax.Array, allowed: jax.Array) -> jax.Array:
     """Keys or values `[B, S, K, D]` with zeros where no query may look."""
     batch, length, kv_heads, _ = x.shape
     seen = allowed.any(axis=2).reshape(batch, kv_heads, -1, length).any(axis=2)  # [B, K, S]
@@ -173,40 +173,40 @@ def _hidden_to_zero(x: jax.Array, allowed: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _flash(
+def _attend_flash(
     operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float, score_mod: ScoreMod | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _vanilla(operands, allowed, soft_cap, scale, score_mod)
+    return _attend(operands, allowed, soft_cap, scale, score_mod)
 
 
-def _flash_forward(
+def _attend_flash_forward(
     operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float, score_mod: ScoreMod | None
 ) -> Any:
-    out, lse, top = _vanilla(operands, allowed, soft_cap, scale, score_mod)
+    out, lse, top = _attend(operands, allowed, soft_cap, scale, score_mod)
     return (out, lse, top), (operands, allowed, out, lse)
 
 
-def _flash_backward(
+def _attend_flash_backward(
     soft_cap: float | None, scale: float, score_mod: ScoreMod | None, saved: Any, cotangents: Any
 ) -> Any:
     operands, allowed, out, lse = saved
     do, dlse, _ = cotangents
     q, k, v, sinks, bias, _ = operands
-    z, derivative = _logits(operands, allowed, soft_cap, scale, score_mod)
+    z, derivative = _compute_logits(operands, allowed, soft_cap, scale, score_mod)
     dtype, kv_heads = z.dtype, k.shape[2]
     allowed = jnp.broadcast_to(allowed, z.shape)
     finite = jnp.where(jnp.isfinite(lse), lse, 0)[..., None]
     p = jnp.where(allowed, jnp.exp(jnp.where(allowed, z - finite, 0)), 0)
-    grouped_do = _grouped(do.astype(dtype), kv_heads)
-    seen_v = _hidden_to_zero(v, allowed).astype(dtype)
-    seen_k = _hidden_to_zero(k, allowed).astype(dtype)
+    grouped_do = _split_heads(do.astype(dtype), kv_heads)
+    seen_v = _zero_hidden(v, allowed).astype(dtype)
+    seen_k = _zero_hidden(k, allowed).astype(dtype)
     dp = _dot("bkgtv,bskv->bkgts", grouped_do, seen_v).reshape(z.shape)
     d = jnp.einsum("btnv,btnv->bnt", out.astype(dtype), do.astype(dtype))
     dx = jnp.where(allowed, derivative * p * (dp - d[..., None] + dlse[..., None]), 0)
     by_group = (q.shape[0], kv_heads, -1, *z.shape[2:])
     dx_grouped = dx.reshape(by_group)
-    dq = scale * _ungrouped(_dot("bkgts,bskh->bkgth", dx_grouped, seen_k))
-    dk = scale * _dot("bkgts,bkgth->bskh", dx_grouped, _grouped(q.astype(dtype), kv_heads))
+    dq = scale * _merge_heads(_dot("bkgts,bskh->bkgth", dx_grouped, seen_k))
+    dk = scale * _dot("bkgts,bkgth->bskh", dx_grouped, _split_heads(q.astype(dtype), kv_heads))
     dv = _dot("bkgts,bkgtv->bskv", p.reshape(by_group), grouped_do)
     dsinks = dbias = None
     if sinks is not None:
@@ -219,4 +219,4 @@ def _flash_backward(
     return gradients, None
 
 
-_flash.defvjp(_flash_forward, _flash_backward)
+_attend_flash.defvjp(_attend_flash_forward, _attend_flash_backward)

@@ -12,7 +12,7 @@ from os import _exit, getpid, read, write
 from struct import Struct
 from typing import Any
 
-from conformance.calling.mishaps import told
+from conformance.execution.kernel_errors import describe_kernel_error
 from conformance.sandbox.private_copy import load_private_copy
 
 protocol = load_private_copy("conformance.sandbox.protocol")
@@ -80,7 +80,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         "type": type(error).__name__,
         "kinds": kinds,
         "message": message[:_MAX_MESSAGE],
-        "told": told(error),
+        "told": describe_kernel_error(error),
         "causes": ["PermissionError" for cause in denied if isinstance(cause, PermissionError)],
         "missing": next((name[:_MAX_MESSAGE] for name in named if isinstance(name, str)), ""),
     }

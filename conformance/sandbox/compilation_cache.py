@@ -24,8 +24,8 @@ import stat
 import time
 from pathlib import Path
 
-from conformance.calling import registry, sources
-from conformance.truth import kept
+from conformance.execution import implementation_registry, source_digests
+from conformance.truth import disk_cache
 
 _RUN_START = time.time()  # inherited: workers and kernels' processes are forked from a process that has imported this
 _FOLDER = "programs"
@@ -41,10 +41,10 @@ _SETTLE_SECONDS = 1.0  # seconds; a program that was written to more recently th
 
 def find_cache_folder(name: str) -> Path | None:
     """Return the folder for a kernel's programs; None if nothing is cached, or its source is not known."""
-    folder = kept.folder()
-    if folder is None or registry.is_ours(name):
+    folder = disk_cache.find_cache_folder()
+    if folder is None or implementation_registry.is_builtin(name):
         return None
-    package, source = sources.origin(name)
+    package, source = source_digests.describe_source(name)
     if not package and not source:
         return None
     digest = hashlib.blake2b(repr((name, package, source, _describe_machine())).encode(), digest_size=16).hexdigest()

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from cases.case import Case
-from conformance.calling.execution import Executor
-from conformance.calling.plain_support import PlainSupport
 from conformance.contract import Accelerator, Arithmetic, BehindMask, EmptyRows, Implementation
-from conformance.records import printable
+from conformance.execution.executor import Executor
+from conformance.execution.plain_support import PlainSupport
+from conformance.records import make_printable
 from conformance.sandbox.handshake import MAX_TEXT
 
 _SET_FIELDS = ("offers", "residuals", "differentiable_residuals", "gradients")
@@ -98,16 +98,16 @@ def parse_declarations(
             plain["causal"],
             bool(plain["narrow"]),
             plain["storage"],
-            tuple(map(printable, plain["others"])),
-            tuple(map(printable, plain["scales"])),
+            tuple(map(make_printable, plain["others"])),
+            tuple(map(make_printable, plain["scales"])),
         )
     fields: dict[str, Any] = {name: declared[name] for name in _PLAIN_FIELDS}
-    fields["description"] = printable(declared["description"][:MAX_TEXT])
+    fields["description"] = make_printable(declared["description"][:MAX_TEXT])
     fields |= {name: frozenset(declared[name]) for name in _SET_FIELDS}
     return Implementation(
         call=call,
         **fields,
-        unsupported={feature: printable(reason[:MAX_TEXT]) for feature, reason in declared["unsupported"].items()},
+        unsupported={feature: make_printable(reason[:MAX_TEXT]) for feature, reason in declared["unsupported"].items()},
         arithmetic=Arithmetic(**declared["arithmetic"]),
         storage=declared["storage"],
         checkpoint_names=tuple(declared["checkpoint_names"]),

@@ -8,7 +8,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from conformance import packages
-from conformance.records import printable
+from conformance.records import make_printable
 
 UNCONFINED = "--in-process runs the kernel without a sandbox"
 
@@ -32,7 +32,7 @@ def explain_denial(missing: str, *, is_permission_error: bool) -> str:
 def _explain_file(name: str) -> str:
     if not os.access(name, os.R_OK):
         return f"; a sandboxed kernel writes to its scratch folder alone: {UNCONFINED}"
-    folder = printable(name if os.path.isdir(name) else os.path.dirname(name))
+    folder = make_printable(name if os.path.isdir(name) else os.path.dirname(name))
     return (
         f"; a sandboxed kernel reads its own source tree and writes to its scratch folder alone: "
         f"--sandbox-read={folder} lets it read that folder"
@@ -55,5 +55,5 @@ def _explain_module(name: str) -> str:
     places = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
     if not places or not os.path.exists(places[0]):
         return ""
-    folder = printable(str(Path(places[0]).parent))
+    folder = make_printable(str(Path(places[0]).parent))
     return f"; the sandbox does not let a kernel read {folder}, where {top} lies: --sandbox-read={folder} allows it"

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from conformance.calling import installed_packages
+from conformance.execution import installed_packages
 
 _BYTE_CODE = ".pyc"
 _DELETED = " (deleted)"  # the system adds this to the name of a mapped file that was removed

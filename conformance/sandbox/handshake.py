@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from conformance.records import printable
+from conformance.records import make_printable
 
 MAX_TEXT = 10_000
 """The most characters of a kernel's message or reason. Longer ones are cut: each record of the kernel has them."""
@@ -88,4 +88,4 @@ def parse_handshake(
 def _find_differences(*texts: str) -> list[str]:
     """Return the names of the fields in which two texts of handshakes differ."""
     one, other = ({**handshake.pop("declared"), **handshake} for handshake in map(json.loads, texts))
-    return [printable(name) for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+    return [make_printable(name) for name in sorted({*one, *other}) if one.get(name) != other.get(name)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from conformance.calling import registry
 from conformance.contract import Implementation, Products
+from conformance.execution import implementation_registry
 from conformance.sandbox import confinement, sandboxed_executor
 from conformance.sandbox.kernel_process import Limits
 from conformance.sandbox.policy import SandboxPolicy
@@ -54,12 +54,14 @@ class KernelOptions:
         Raises:
           registry.ImplementationNotFound: with one line that says why.
         """
-        if registry.is_ours(name) or not registry.may_be_found(name):
-            return registry.find(name, products=self.products, problem=self.problem)
+        if implementation_registry.is_builtin(name) or not implementation_registry.may_exist(name):
+            return implementation_registry.find_implementation(name, products=self.products, problem=self.problem)
         if self.in_process:
             if self.require_sandbox:
-                raise registry.ImplementationNotFound("--in-process has no sandbox, and --require-sandbox asks for one")
-            return registry.find(name, products=self.products, problem=self.problem)
+                raise implementation_registry.ImplementationNotFound(
+                    "--in-process has no sandbox, and --require-sandbox asks for one"
+                )
+            return implementation_registry.find_implementation(name, products=self.products, problem=self.problem)
         limits = Limits.from_options(self.seconds, self.gib)
         first_handshake = dict(self.handshakes).get(name, "")
         found = sandboxed_executor.load_sandboxed(
@@ -68,5 +70,7 @@ class KernelOptions:
         sentence = sandboxed_executor.create_executor(found).isolation
         if self.require_sandbox and not confinement.is_confined(sentence):
             sandboxed_executor.end_process(found)
-            raise registry.ImplementationNotFound(f"{name} is {sentence}; --require-sandbox judges no such kernel")
+            raise implementation_registry.ImplementationNotFound(
+                f"{name} is {sentence}; --require-sandbox judges no such kernel"
+            )
         return found

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance import environment, interrupts, records
-from conformance.calling import mishaps
+from conformance.execution import kernel_errors
 from conformance.fork_server import visible_environment
 from conformance.fork_server.forked_process import ForkedProcess
 from conformance.sandbox import (
@@ -165,7 +165,7 @@ class KernelProcess:
     def with_default_flags(self) -> KernelProcess:
         """Return another process of the same kernel, which compiles under JAX's default flags."""
         if self._with_default_flags is None:
-            self._with_default_flags = self.create_fresh(environment.default_flags())
+            self._with_default_flags = self.create_fresh(environment.build_default_flags())
         return self._with_default_flags
 
     def create_fresh(self, xla_flags: str | None = None) -> KernelProcess:
@@ -281,7 +281,7 @@ class KernelProcess:
         return dataclasses.replace(self.limits, seconds=seconds)
 
     def _start(self) -> None:
-        with interrupts.held():  # an interrupt here would leave the process, and its folder, to nobody
+        with interrupts.delay_signals():  # an interrupt here would leave the process, and its folder, to nobody
             running = _RunningProcess(self._cache_folder, self.limits, self._sandbox, reads_cache=self._reads_cache)
             self._running.append(running)
         try:
@@ -294,8 +294,8 @@ class KernelProcess:
             raise LoadFailed(f"{self.name} does not load: {lost}") from lost
         except Exception as error:  # of any type: the kernel's import raised it
             self.end()
-            message = str(error).strip() or f"{self.name} does not import: {mishaps.told(error)}"
-            raise LoadFailed(records.printable(message.split("\n")[0]) + running.denial) from error
+            message = str(error).strip() or f"{self.name} does not import: {kernel_errors.describe_kernel_error(error)}"
+            raise LoadFailed(records.make_printable(message.split("\n")[0]) + running.denial) from error
         try:
             self._handshake = parse_handshake(result, running.confined, self._first_handshake, self.files.files_at_load)
         except ValueError as error:
@@ -321,7 +321,7 @@ def end_all_processes() -> None:
 
 
 def _end(running: list[_RunningProcess]) -> None:
-    with interrupts.held():
+    with interrupts.delay_signals():
         while running:
             running.pop().end()
 
@@ -409,7 +409,7 @@ class _RunningProcess:
         """Return the last lines that the process printed, in brackets; empty if it printed nothing."""
         self._read_output()
         text = b"".join(self._output_parts)[-_MAX_KEPT_OUTPUT:].decode(errors="replace")
-        lines = [records.printable(line.strip()) for line in text.splitlines() if line.strip()]
+        lines = [records.make_printable(line.strip()) for line in text.splitlines() if line.strip()]
         return f" (it printed: {' | '.join(lines[-3:])[:300]})" if lines else ""
 
     def end(self) -> None:
@@ -505,7 +505,7 @@ def _unpack_result(message: Any, running: _RunningProcess) -> Any:
         if not isinstance(message["replaced"], list):
             raise ProcessLost("the kernel's process answered with what is no answer")
         if message["replaced"]:
-            names = records.printable(", ".join(str(name) for name in message["replaced"][:3]))
+            names = records.make_printable(", ".join(str(name) for name in message["replaced"][:3]))
             raise ProcessLost(
                 f"the kernel has replaced {names} in its process: what comes from there is not what it computes"
             )
@@ -519,5 +519,7 @@ def _unpack_result(message: Any, running: _RunningProcess) -> Any:
     running.denial = denials.explain_denial(
         str(raised.get("missing", ""))[:MAX_TEXT], is_permission_error="PermissionError" in raised.get("causes", ())
     )
-    mishaps.tell(error, f"{str(raised.get('told'))[:MAX_TEXT]}{running.denial}{running.format_output()}")
+    kernel_errors.set_remote_message(
+        error, f"{str(raised.get('told'))[:MAX_TEXT]}{running.denial}{running.format_output()}"
+    )
     raise error

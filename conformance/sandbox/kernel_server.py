@@ -18,10 +18,10 @@ from typing import Any
 
 import jax
 
-import conformance.driving
+import conformance.executor_tasks
 from conformance import environment, program_cache
-from conformance.calling import registry
-from conformance.calling.execution import Executor
+from conformance.execution import implementation_registry
+from conformance.execution.executor import Executor
 from conformance.sandbox import compilation_cache, confinement, declaration_codec, policy, supervisor
 from conformance.sandbox.policy import SandboxPolicy
 from conformance.sandbox.private_copy import load_private_copy
@@ -58,7 +58,7 @@ class CallRequest:
       options: options of the compiler.
       variant: the name of one of the implementation's variants; empty for its plain call.
       generation: distinguishes executors that are otherwise alike; each compiles for itself.
-      function: a function of `conformance.driving`, or of another module of this project.
+      function: a function of `conformance.executor_tasks`, or of another module of this project.
       arguments: its arguments after the executor.
       keywords: its keyword arguments.
     """
@@ -133,13 +133,17 @@ def _find_readable(load_request: LoadRequest, trees: Iterable[Path]) -> Iterator
 
 def _import_request_functions() -> None:
     """Import the functions that requests call, before the kernel can replace any of them."""
-    for module in pkgutil.iter_modules(conformance.driving.__path__):
-        importlib.import_module(f"{conformance.driving.__name__}.{module.name}")
+    for module in pkgutil.iter_modules(conformance.executor_tasks.__path__):
+        importlib.import_module(f"{conformance.executor_tasks.__name__}.{module.name}")
 
 
 def _load_kernel(load_request: LoadRequest) -> tuple[Callable[[CallRequest], Executor], dict[str, Any]]:
     """Import the kernel; return a function that returns the executor for a request, and the handshake."""
-    implementation = registry.find(load_request.name, products=load_request.products, problem=load_request.problem)  # type: ignore[arg-type] # checked before
+    implementation = implementation_registry.find_implementation(
+        load_request.name,
+        products=load_request.products,  # type: ignore[arg-type] # checked before
+        problem=load_request.problem,
+    )
     executors: dict[Any, Executor] = {}
 
     def get_executor(request: CallRequest) -> Executor:
@@ -153,6 +157,6 @@ def _load_kernel(load_request: LoadRequest) -> tuple[Callable[[CallRequest], Exe
 
     programs = compilation_cache.find_linked_programs(load_request.scratch)
     if programs is not None and jax.default_backend() == "cpu":
-        program_cache.use(programs)
+        program_cache.use_cache_folder(programs)
     place = {"backend": jax.default_backend(), "count": len(jax.devices())}
     return get_executor, {"declared": declaration_codec.serialize_declarations(implementation), **place}

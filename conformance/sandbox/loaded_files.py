@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from conformance.calling import installed_packages
-from conformance.records import printable
+from conformance.execution import installed_packages
+from conformance.records import make_printable
 
 _DIGEST_DIGITS = 32  # of hexadecimal: 128 bits, so that no two files with the same digest can be found
 _MAX_HASHED_BYTES = 2**32  # a larger file is not read; its digest is of its size
@@ -103,7 +103,7 @@ class LoadedFiles:
         here = os.getcwd()
         if any(path.startswith(f"{folder}{os.sep}") for folder in (here, self._folder) if folder):
             path = os.path.relpath(path, here)
-        return printable(path)
+        return make_printable(path)
 
 
 def find_changed(files: Iterable[tuple[str, str]]) -> list[str]:

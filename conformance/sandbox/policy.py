@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from conformance import packages
-from conformance.calling import registry
+from conformance.execution import implementation_registry
 
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/gnu/store", "/sys")
 # Entries of /etc that libraries read. Others may hold keys and passwords, which root can read.
@@ -133,7 +133,7 @@ def _find_home(name: str) -> Path | None:
     place = name.rpartition(":")[0]
     if place.endswith(".py"):
         return Path(place).resolve().parent
-    point = None if place else registry.entry_point(name)
+    point = None if place else implementation_registry.find_entry_point(name)
     module = place or (point.module if point is not None else "")
     if module.partition(".")[0] in packages.NAMES:  # a user's package may have the name of ours: it is refused by name
         return Path.cwd()

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import ml_dtypes
 import numpy as np
 
-from cases.inputs import Problem
+from cases.operand_values import Problem
 
 LENGTHS = struct.Struct("<QQ")
 MAX_JSON_BYTES = 2**22

@@ -13,11 +13,11 @@ from typing import Any, Concatenate
 
 from cases.case import Case
 from conformance import environment
-from conformance.calling import mishaps
-from conformance.calling.execution import Executor, P, Returned
-from conformance.calling.registry import ImplementationNotFound
 from conformance.contract import Implementation
-from conformance.records import printable
+from conformance.execution import kernel_errors
+from conformance.execution.executor import Executor, P, Returned
+from conformance.execution.implementation_registry import ImplementationNotFound
+from conformance.records import make_printable
 from conformance.sandbox import declaration_codec
 from conformance.sandbox.handshake import MAX_TEXT
 from conformance.sandbox.kernel_process import KernelProcess, Limits, LoadFailed, ProcessLost
@@ -57,9 +57,9 @@ class KernelProxy:
         try:
             found = self.process.call(CallRequest((), "", 0, declaration_codec.evaluate_support, (unseeded,), {}))
         except (Exception, ProcessLost) as error:
-            why = str(error) if isinstance(error, ProcessLost) else mishaps.told(error)
+            why = str(error) if isinstance(error, ProcessLost) else kernel_errors.describe_kernel_error(error)
             raise SupportQueryFailed(f"{self.process.name} cannot say whether it supports {case.id}: {why}") from error
-        self._support_by_case[unseeded] = None if found is None else printable(str(found)[:MAX_TEXT])
+        self._support_by_case[unseeded] = None if found is None else make_printable(str(found)[:MAX_TEXT])
         return self._support_by_case[unseeded]
 
 
@@ -113,7 +113,7 @@ class SandboxedExecutor(Executor):
         On a CPU it uses another process, whose XLA has read other flags at its start. The requests are the same.
         Processes cannot share an accelerator: there it uses this process, with compiler options.
         """
-        options = environment.default_options()
+        options = environment.build_default_options()
         if not options:
             return None
         if self.backend != "cpu":
@@ -195,7 +195,7 @@ def load_sandboxed(
     except LoadFailed as error:
         raise ImplementationNotFound(str(error)) from error
     except (ValueError, TypeError, KeyError) as error:
-        raise ImplementationNotFound(printable(f"{name} declares what no implementation can: {error}")) from error
+        raise ImplementationNotFound(make_printable(f"{name} declares what no implementation can: {error}")) from error
 
 
 def create_executor(implementation: Implementation) -> Executor:

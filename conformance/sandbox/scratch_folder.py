@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from conformance.records import printable
+from conformance.records import make_printable
 
 _PREFIX = "conformance-kernel-"
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -93,7 +93,7 @@ def remove_folder(folder: str) -> list[str]:
 def report_remains(remains: list[str]) -> None:
     """Print a warning about files that could not be removed: the first few, and how many more."""
     for what in remains[:3]:
-        print(f"warning: a kernel left what cannot be removed: {printable(what)}", file=sys.stderr)
+        print(f"warning: a kernel left what cannot be removed: {make_printable(what)}", file=sys.stderr)
     if len(remains) > 3:
         print(f"warning: and {len(remains) - 3} files more", file=sys.stderr)
 

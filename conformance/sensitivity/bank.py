@@ -15,11 +15,11 @@ from conformance.contract import Implementation
 _SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
-def _always(case: Case) -> bool:
+def _matches_any_case(case: Case) -> bool:
     return True
 
 
-def _everywhere() -> str | None:
+def _find_no_obstacle() -> str | None:
     return None
 
 
@@ -45,8 +45,8 @@ class PlantedBug:
     reference: str
     shows: tuple[str, ...]
     build: Callable[[], Implementation]
-    trigger: Callable[[Case], bool] = _always
-    unmeasurable: Callable[[], str | None] = _everywhere
+    trigger: Callable[[Case], bool] = _matches_any_case
+    unmeasurable: Callable[[], str | None] = _find_no_obstacle
 
     def __post_init__(self) -> None:
         if not _SLUG.fullmatch(self.name):

@@ -1,6 +1,6 @@
 """Diagnosis: which planted bugs a kernel is wrong most like.
 
-Both are known by how wrong they are on the same cases (`conformance.sensitivity.signatures`). They are compared by
+Both are known by how wrong they are on the same cases (`conformance.sensitivity.failure_signatures`). They are compared by
 Tversky's index of two sets (Tversky, 1977, "Features of similarity"), whose elements are the results that are wrong:
 what both have, for what both or one of them has. What a bug shows and the kernel does not counts in full, for it speaks
 against the bug. What the kernel shows beyond the bug counts less, for a kernel may have several faults. An element that
@@ -17,55 +17,55 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from cases.serving.spec import KINDS
-from conformance.sensitivity.signatures import BY, Element, Known, Signature
+from cases.storage_forms.storage_spec import KINDS
+from conformance.sensitivity.failure_signatures import CHECK_SEPARATOR, Element, KnownBug, Signature
 
-MOST = 3
+MAX_NAMED = 3
 """So many bugs are named of a fault, and so many faults are told apart, at most."""
-ALIKE = 0.3
+MIN_SIMILARITY = 0.3
 """What is less like than this is called like none; `confusions` measures what that lets through."""
-SOMEWHERE, MORE_IN_FEW = 0.4, 0.4
+MIN_SIMILARITY_EVERYWHERE, MORE_FOR_FEW_CASES = 0.4, 0.4
 """A kernel that is wrong in every case that was asked is in the same places as half the bank. So it must be more like
 than the first, and more by the second over the root of how many cases that were."""
-SAME = 0.97
+SAME_SIMILARITY = 0.97
 """What is as like as this is wrong by the same numbers, but for rounding."""
 # Families that say how operands lie, and not what is wrong: a kernel that takes them so is compared with no others.
-_STORED = frozenset({*KINDS, "quantised caches"})
+_STORAGE_FAMILIES = frozenset({*KINDS, "quantised caches"})
 # Families of what is around a kernel: how devices share a sequence, which kernel a call is given to, and what tries to
 # be called right. By their numbers they are like whatever they get wrong, and that is what there is to name.
-_AROUND = frozenset({"context parallelism", "dispatch", "gaming"})
+_SURROUNDING_FAMILIES = frozenset({"context parallelism", "dispatch", "gaming"})
 # What the kernel shows beyond the bug, against 1 for what the bug shows beyond the kernel.
-_BEYOND = 0.4
+_EXTRA_WEIGHT = 0.4
 # By so much less counts what a bug shows in the gradients that are wrong, if it shows in other results as well.
-_THERE_TOO = 0.75
+_SHARED_RESULT_WEIGHT = 0.75
 # Two results that are wrong at the same place are alike by so much whatever their sizes, by some more if these are of
 # the same order, and by the rest if they agree: a third is left where the logarithms to base 10 differ by so much.
-_SAME_PLACE = 0.35
-_ORDER, _OF_ORDER = 0.1, 0.5
-_SPREAD = 0.1
+_SAME_PLACE_SHARE = 0.35
+_ORDER_SHARE, _ORDER_DECAY = 0.1, 0.5
+_SIZE_DECAY = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Likeness:
+class Similarity:
     """A planted bug, and how like it a kernel is wrong: 1 is by the same numbers everywhere.
 
     `shared` are the wrong results that both have; `rest` is how many more the kernel has.
     """
 
-    bug: Known
-    likeness: float
+    bug: KnownBug
+    similarity: float
     shared: tuple[Element, ...]
     rest: int
 
 
-def diagnose(found: Signature, bank: Sequence[Known]) -> list[list[Likeness]]:
+def diagnose(found: Signature, bank: Sequence[KnownBug]) -> list[list[Similarity]]:
     """For each fault that can be told apart the bugs that it is most like; at most `MOST` faults.
 
     The first are those of the kernel as a whole. What the first of them shows is then left out, case by case, and the
     rest is compared anew: a kernel with two faults is like two bugs.
     """
-    faults: list[list[Likeness]] = []
-    while len(faults) < MOST and (near := nearest(found, bank)):
+    faults: list[list[Similarity]] = []
+    while len(faults) < MAX_NAMED and (near := find_nearest(found, bank)):
         faults.append(near)
         shown = {case for case, _ in near[0].bug.signature.wrong}
         found = Signature({case: sizes for case, sizes in found.sizes.items() if case not in shown})
@@ -98,20 +98,22 @@ class Confusion:
     others: tuple[str, ...]
 
 
-def confusions(bank: Sequence[Known]) -> list[Confusion]:
+def measure_confusions(bank: Sequence[KnownBug]) -> list[Confusion]:
     """What is named for each bug that is wrong on any of the cases if the bug itself were not known, by family.
 
     Bugs around a kernel are neither asked nor named.
     """
-    visible = [bug for bug in bank if bug.signature.wrong and bug.family not in _AROUND]
-    named: dict[str, list[tuple[Known, list[Likeness]]]] = {}
+    visible = [bug for bug in bank if bug.signature.wrong and bug.family not in _SURROUNDING_FAMILIES]
+    named: dict[str, list[tuple[KnownBug, list[Similarity]]]] = {}
     for bug in visible:
-        near = nearest(bug.signature, [other for other in visible if other is not bug])
+        near = find_nearest(bug.signature, [other for other in visible if other is not bug])
         named.setdefault(bug.family, []).append((bug, near))
-    return [_confusion(family, found, visible) for family, found in sorted(named.items())]
+    return [_measure_confusion(family, found, visible) for family, found in sorted(named.items())]
 
 
-def _confusion(family: str, named: Sequence[tuple[Known, Sequence[Likeness]]], visible: Sequence[Known]) -> Confusion:
+def _measure_confusion(
+    family: str, named: Sequence[tuple[KnownBug, Sequence[Similarity]]], visible: Sequence[KnownBug]
+) -> Confusion:
     right = [[_is_right(bug, each) for each in near] for bug, near in named]
     wrong = (near[0].bug.family for (_, near), known in zip(named, right, strict=True) if near and not known[0])
     return Confusion(
@@ -120,97 +122,101 @@ def _confusion(family: str, named: Sequence[tuple[Known, Sequence[Likeness]]], v
         first=sum(any(known[:1]) for known in right),
         named=sum(map(any, right)),
         none=sum(not near for _, near in named),
-        alone=sum(not any(_is_of_class(bug, other) for other in visible if other is not bug) for bug, _ in named),
+        alone=sum(not any(_is_same_class(bug, other) for other in visible if other is not bug) for bug, _ in named),
         others=tuple(other for other, _ in Counter(wrong).most_common()),
     )
 
 
-def _is_right(bug: Known, named: Likeness) -> bool:
-    return _is_of_class(bug, named.bug) or named.likeness >= SAME
+def _is_right(bug: KnownBug, named: Similarity) -> bool:
+    return _is_same_class(bug, named.bug) or named.similarity >= SAME_SIMILARITY
 
 
-def _is_of_class(bug: Known, other: Known) -> bool:
-    if bug.family in _STORED:
-        return _sort(bug) == _sort(other)
+def _is_same_class(bug: KnownBug, other: KnownBug) -> bool:
+    if bug.family in _STORAGE_FAMILIES:
+        return _get_kind_prefix(bug) == _get_kind_prefix(other)
     return bug.kind == other.kind or bug.family == other.family
 
 
-def _sort(bug: Known) -> str:
+def _get_kind_prefix(bug: KnownBug) -> str:
     """Its kind, or of a kind that is written in two parts the first: `kvscale.twice` is about scales."""
     return bug.kind.partition(".")[0]
 
 
-def nearest(found: Signature, bank: Iterable[Known]) -> list[Likeness]:
+def find_nearest(found: Signature, bank: Iterable[KnownBug]) -> list[Similarity]:
     """The bugs, each of another kind, that a kernel is wrong most like; none where it is like none of the bank."""
-    named: dict[str, Likeness] = {}
-    least = _least(found)
-    for each in ranked(found, bank):
-        if each.likeness < least or len(named) == MOST:
+    named: dict[str, Similarity] = {}
+    least = _compute_min_similarity(found)
+    for each in rank_bugs(found, bank):
+        if each.similarity < least or len(named) == MAX_NAMED:
             break
         named.setdefault(each.bug.kind, each)
     return list(named.values())
 
 
-def _least(found: Signature) -> float:
+def _compute_min_similarity(found: Signature) -> float:
     """How like a bug must be to be named."""
     everywhere = all(any(size is not None for size in sizes.values()) for sizes in found.sizes.values())
-    return SOMEWHERE + MORE_IN_FEW / math.sqrt(len(found.sizes)) if everywhere and found.sizes else ALIKE
+    return (
+        MIN_SIMILARITY_EVERYWHERE + MORE_FOR_FEW_CASES / math.sqrt(len(found.sizes))
+        if everywhere and found.sizes
+        else MIN_SIMILARITY
+    )
 
 
-def ranked(found: Signature, bank: Iterable[Known]) -> list[Likeness]:
+def rank_bugs(found: Signature, bank: Iterable[KnownBug]) -> list[Similarity]:
     """The bugs of kernels that share anything with a kernel's signature, the most alike first."""
-    compared = (likeness(found, bug) for bug in bank if bug.family not in _AROUND)
-    return sorted((each for each in compared if each.shared), key=lambda each: (-each.likeness, each.bug.name))
+    compared = (compare_signatures(found, bug) for bug in bank if bug.family not in _SURROUNDING_FAMILIES)
+    return sorted((each for each in compared if each.shared), key=lambda each: (-each.similarity, each.bug.name))
 
 
-def likeness(found: Signature, bug: Known) -> Likeness:
+def compare_signatures(found: Signature, bug: KnownBug) -> Similarity:
     """How like a planted bug a kernel is wrong, by what both were asked and judged by."""
-    mine, other = _comparable(found, bug.signature), _comparable(bug.signature, found)
-    alike = _index(mine, other)
-    wrong = {_result(element) for element in mine}
+    mine, other = _select_comparable(found, bug.signature), _select_comparable(bug.signature, found)
+    alike = _compute_tversky_index(mine, other)
+    wrong = {_get_result_name(element) for element in mine}
     if all(name.startswith("d") for name in wrong):
-        there = {element: size for element, size in other.items() if _result(element) in wrong}
-        alike = max(alike, _THERE_TOO * _index(mine, there))
+        there = {element: size for element, size in other.items() if _get_result_name(element) in wrong}
+        alike = max(alike, _SHARED_RESULT_WEIGHT * _compute_tversky_index(mine, there))
     both = sorted(mine.keys() & other.keys())
-    return Likeness(bug, alike, tuple(both), len(found.wrong) - len(both))
+    return Similarity(bug, alike, tuple(both), len(found.wrong) - len(both))
 
 
-def _index(mine: Mapping[Element, float], other: Mapping[Element, float]) -> float:
+def _compute_tversky_index(mine: Mapping[Element, float], other: Mapping[Element, float]) -> float:
     """Tversky's index of what is wrong with a kernel and with a bug."""
-    weights = _weights(mine.keys() | other.keys())
-    both = {element: _closeness(mine[element], other[element]) for element in mine.keys() & other.keys()}
+    weights = _compute_weights(mine.keys() | other.keys())
+    both = {element: _compute_closeness(mine[element], other[element]) for element in mine.keys() & other.keys()}
     common = sum(weights[element] * close for element, close in both.items())
     apart = sum(weights[element] * (1 - close) for element, close in both.items())
     alone = sum(weights[element] for element in other.keys() - mine.keys())
     # Where the forward pass is wrong the gradients follow: a bug in these gradients alone explains neither.
     unexplained = {case for case, name in mine.keys() - other.keys() if name == "out"} & {case for case, _ in other}
     further = mine.keys() - other.keys()
-    beyond = sum(weights[one] * (1 if one[0] in unexplained else _BEYOND) for one in further)
+    beyond = sum(weights[one] * (1 if one[0] in unexplained else _EXTRA_WEIGHT) for one in further)
     whole = common + apart + alone + beyond
     return common / whole if whole else 0.0
 
 
-def _result(element: Element) -> str:
+def _get_result_name(element: Element) -> str:
     """The result, whichever check found it wrong."""
-    return element[1].partition(BY)[0]
+    return element[1].partition(CHECK_SEPARATOR)[0]
 
 
-def _comparable(one: Signature, other: Signature) -> dict[Element, float]:
+def _select_comparable(one: Signature, other: Signature) -> dict[Element, float]:
     """What is wrong with `one`, of the cases that `other` was asked and the results that it gave too."""
     return {
         (case, name): size
         for (case, name), size in one.wrong.items()
-        if case in other.sizes and _result((case, name)) in {"all", *other.sizes[case]}
+        if case in other.sizes and _get_result_name((case, name)) in {"all", *other.sizes[case]}
     }
 
 
-def _weights(elements: Iterable[Element]) -> Mapping[Element, float]:
+def _compute_weights(elements: Iterable[Element]) -> Mapping[Element, float]:
     """The weight of each element: many wrong results of one case count more than few, but not as many times."""
     count = Counter(case for case, _ in elements)
     return {(case, name): 1 / math.sqrt(count[case]) for case, name in elements}
 
 
-def _closeness(one: float, other: float) -> float:
+def _compute_closeness(one: float, other: float) -> float:
     apart = abs(one - other)
-    equal = 1 - _SAME_PLACE - _ORDER
-    return _SAME_PLACE + _ORDER * math.exp(-apart / _OF_ORDER) + equal * math.exp(-apart / _SPREAD)
+    equal = 1 - _SAME_PLACE_SHARE - _ORDER_SHARE
+    return _SAME_PLACE_SHARE + _ORDER_SHARE * math.exp(-apart / _ORDER_DECAY) + equal * math.exp(-apart / _SIZE_DECAY)

@@ -7,16 +7,16 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from cases.case import Case
-from conformance.asking.judgement import asking_only
+from conformance.check_api.judgement import select_subchecks
 from conformance.checks import CHECKS
 from conformance.judging.job import Job
-from conformance.judging.plan import plan
+from conformance.judging.run_plan import plan_run
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import ERROR, RED, Record
 from conformance.sensitivity.bank import PlantedBug
 
-NEAR = 2
+NEAREST_CASES = 2
 """Cases of the grid that come first: those nearest to a bug's trigger."""
 # One case in so many of the rest of the grid, for a bug that one check alone has seen.
 _STRIDE = 4
@@ -62,63 +62,63 @@ class Examination:
         return not self.kills
 
 
-def ordered_jobs(bug: PlantedBug, level: str) -> list[Job]:
+def order_jobs_for_bug(bug: PlantedBug, level: str) -> list[Job]:
     """The jobs of the gate for the bug's implementation: `NEAR` cases of the grid, what is not on it, the rest of it.
 
     Cases that have the bug's trigger come first, small before big; what is not on the grid comes in the order of
     `SCOPES`. All jobs are there: the order saves time and changes no result. At `smoke` the order is that of a
     run, since how soon that turns red is what is measured.
     """
-    jobs = plan([bug.build()], level=level).jobs
+    jobs = plan_run([bug.build()], level=level).jobs
     if level == "smoke":
         return list(jobs)
-    on_grid = [job for job in jobs if job.on_grid]
-    on_grid.sort(key=lambda job: (not bug.trigger(job.case), _size(job.case)))
-    special = [job for job in jobs if not job.on_grid]
-    return [*on_grid[:NEAR], *special, *on_grid[NEAR:]]
+    on_grid = [job for job in jobs if job.is_on_grid]
+    on_grid.sort(key=lambda job: (not bug.trigger(job.case), _compute_size(job.case)))
+    special = [job for job in jobs if not job.is_on_grid]
+    return [*on_grid[:NEAREST_CASES], *special, *on_grid[NEAREST_CASES:]]
 
 
 def is_still_asked(bug: PlantedBug, level: str, kills: Mapping[str, Kill]) -> bool:
     """Whether some check that saw the bug is still asked of the case on which it did."""
-    asked = {(check.name, job.case.id) for job in ordered_jobs(bug, level) for check in job.checks}
+    asked = {(check.name, job.case.id) for job in order_jobs_for_bug(bug, level) for check in job.checks}
     return any((check, kill.case) in asked for check, kill in kills.items())
 
 
-def _size(case: Case) -> int:
+def _compute_size(case: Case) -> int:
     return case.batch * case.num_q_heads * case.q_length * case.kv_length
 
 
-def without_second_looks() -> Runner:
+def create_single_look_runner() -> Runner:
     """A failure of what is known to be wrong needs no second judgement, which costs a third of the time."""
     return Runner(Settings(), confirmed=0)
 
 
-def red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | None = None) -> Iterator[Record]:
+def iter_red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | None = None) -> Iterator[Record]:
     """The red records, as they come: whoever has seen enough stops.
 
     `seen` says which checks saw the bug before, where, and by which of their questions. Those are asked first, alone
     and beginning there; then everything is asked as if nothing were known, so that a bug that others see now is found
     all the same.
     """
-    runner = without_second_looks()
-    jobs = ordered_jobs(bug, level)
-    questions = {question for kill in (seen or {}).values() for question in _questions(kill.observable)}
-    for job in as_seen(jobs, seen or {}):
-        yield from _red(runner.stream(job), questions)
+    runner = create_single_look_runner()
+    jobs = order_jobs_for_bug(bug, level)
+    questions = {question for kill in (seen or {}).values() for question in _iter_question_names(kill.observable)}
+    for job in select_seen_jobs(jobs, seen or {}):
+        yield from _iter_red(runner.stream(job), questions)
     for job in jobs:
-        yield from _red(runner.stream(job), None)
+        yield from _iter_red(runner.stream(job), None)
 
 
-def _questions(observable: str) -> Iterator[str]:
+def _iter_question_names(observable: str) -> Iterator[str]:
     """What may name the question that `observable` answers, one told apart from others: `deep` in `dq.deep`."""
     parts = observable.split(".")
     return (".".join(parts[first:]) for first in range(len(parts)))
 
 
-def _red(records: Iterator[Record], questions: Collection[str] | None) -> Iterator[Record]:
+def _iter_red(records: Iterator[Record], questions: Collection[str] | None) -> Iterator[Record]:
     """The red ones, of all questions or of these; whoever takes them may ask something else meanwhile."""
     while True:
-        with asking_only(questions):
+        with select_subchecks(questions):
             record = next(records, None)
         if record is None:
             return
@@ -126,7 +126,7 @@ def _red(records: Iterator[Record], questions: Collection[str] | None) -> Iterat
             yield record
 
 
-def as_seen(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]:
+def select_seen_jobs(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]:
     """The jobs with a check that saw the bug, with no other check, those on a case where one saw it first.
 
     Of these the ones whose check comes first in `CHECKS` are first: plain questions, which take the fewest programs.
@@ -144,11 +144,11 @@ def examine(bug: PlantedBug, level: str) -> Examination:
     on the nearest cases and on all that is not on the grid is shown to a quarter of the rest of the grid, and one that
     none has seen to all of it.
     """
-    runner = without_second_looks()
+    runner = create_single_look_runner()
     started = time.perf_counter()
     first_red = None
-    jobs = ordered_jobs(bug, level)
-    beside = NEAR + sum(not job.on_grid for job in jobs)
+    jobs = order_jobs_for_bug(bug, level)
+    beside = NEAREST_CASES + sum(not job.is_on_grid for job in jobs)
     kills: dict[str, Kill] = {}
     seconds: dict[str, float] = {}
     judged = 0
@@ -178,7 +178,7 @@ def examine(bug: PlantedBug, level: str) -> Examination:
     )
 
 
-def shows_as_said(bug: PlantedBug, red: Record) -> bool:
+def shows_as_declared(bug: PlantedBug, red: Record) -> bool:
     """Whether a red record is of an observable by which the bug should show; a crash counts as `"error"`."""
     if red.verdict == ERROR:
         return "error" in bug.shows
@@ -195,7 +195,7 @@ class CheckPower:
     seconds: float
 
 
-def powers(examined: Sequence[Examination]) -> list[CheckPower]:
+def compute_check_powers(examined: Sequence[Examination]) -> list[CheckPower]:
     """The power of each check, in the order in which checks run."""
     return [
         CheckPower(

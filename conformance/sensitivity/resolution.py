@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 
 from cases.case import DTYPES, Case
-from cases.ensemble import plain_cases
-from cases.grid import grid
-from cases.inputs import Cotangent, Problem, draw, draw_cotangent
+from cases.ensemble_cases import select_plain_cases
+from cases.grid import build_grid
+from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance import records
-from conformance.asking.judgement import by_bound
-from conformance.checks.ensemble import judge_statistics, reseeded, statistics
+from conformance.check_api.judgement import judge_comparison
+from conformance.checks.ensemble import compute_statistics, judge_statistics, list_reseeded_cases
 from conformance.contract import Arithmetic
 from conformance.truth import oracle, tolerances
-from conformance.truth.bounds import Bounded, expect
 from conformance.truth.comparison import compare
+from conformance.truth.error_variance import compute_error_variance
+from conformance.truth.rounding_bounds import Bounded, compute_expectation
 from conformance.truth.roundoff import UNIT_ROUNDOFF
-from conformance.truth.spread import spread
 from conformance.truth.tolerances import Tolerances
 
 SCALE = "scale"
@@ -38,8 +38,8 @@ GRADIENT = "gradient {}"
 
 # Errors are powers of this, from far below a roundoff to 100%: neighbours are 10% apart.
 _STEP = 1.1
-_LEAST = round(math.log(2.0**-30, _STEP))
-_TELLING = ("dominant", "heavy", "huge")
+_MIN_POWER = round(math.log(2.0**-30, _STEP))
+_REVEALING_DISTRIBUTIONS = ("dominant", "heavy", "huge")
 
 Values = Mapping[str, np.ndarray]
 
@@ -60,14 +60,14 @@ class Resolution:
     case: str
 
 
-def default_cases(dtype: str, seed: int = 0) -> list[Case]:
+def select_default_cases(dtype: str, seed: int = 0) -> list[Case]:
     """One to two dozen cases of the quick grid with gradients: some spread over it, and those that tell most.
 
     Few products to a logit and no cancellation among them leave the least room for rounding errors: the least depth,
     and values that one coordinate or one key dominates; so do logits that leave one key to a row. The first with sinks
     is there for their gradient.
     """
-    found = [case for case in grid("quick", seed).cases if case.dtype == dtype and case.phase == "train"]
+    found = [case for case in build_grid("quick", seed).cases if case.dtype == dtype and case.phase == "train"]
     every = max(1, len(found) // 8)
     with_sinks = next((case for case in found if case.sinks), None)
     return [
@@ -76,15 +76,15 @@ def default_cases(dtype: str, seed: int = 0) -> list[Case]:
         if number % every == 0
         or case is with_sinks
         or case.distribution == "large"
-        or (case.head_dim == 16 and case.distribution in _TELLING)
+        or (case.head_dim == 16 and case.distribution in _REVEALING_DISTRIBUTIONS)
     ]
 
 
-def resolve(
+def measure_resolutions(
     table: Tolerances | None = None,
     *,
     dtypes: Sequence[str] = DTYPES,
-    cases: Callable[[str], Sequence[Case]] = default_cases,
+    cases: Callable[[str], Sequence[Case]] = select_default_cases,
     ensemble: bool = True,
 ) -> list[Resolution]:
     """The resolution of the gate for each perturbation, dtype and observable that can show it.
@@ -95,23 +95,23 @@ def resolve(
       cases: dtype to the cases to judge by.
       ensemble: whether the ensemble check judges too, in bf16 and f16; its observables are `out.bias` and the like.
     """
-    table = table or tolerances.default()
+    table = table or tolerances.load_default_tolerances()
     found: list[Resolution] = []
     for dtype in dtypes:
         best: dict[tuple[str, str], tuple[float, str]] = {}
         for case in cases(dtype):
-            for perturbation in _perturbations(case, table):
-                _search(perturbation, case, best)
-        for case in plain_cases(0) if ensemble else ():
+            for perturbation in _iter_perturbations(case, table):
+                _lower_best(perturbation, case, best)
+        for case in select_plain_cases(0) if ensemble else ():
             if case.dtype == dtype:
-                for perturbation in _ensemble_perturbations(case):
-                    _search(perturbation, case, best)
-        found += [_resolution(dtype, *key, *shown) for key, shown in best.items()]
+                for perturbation in _iter_ensemble_perturbations(case):
+                    _lower_best(perturbation, case, best)
+        found += [_build_resolution(dtype, *key, *shown) for key, shown in best.items()]
     order = (SCALE, *(GRADIENT.format(name) for name in ("dq", "dk", "dv")), KEY, ELEMENT)
     return sorted(found, key=lambda x: (list(dtypes).index(x.dtype), order.index(x.perturbation)))
 
 
-def _resolution(dtype: str, perturbation: str, observable: str, smallest: float, case: str) -> Resolution:
+def _build_resolution(dtype: str, perturbation: str, observable: str, smallest: float, case: str) -> Resolution:
     if smallest == math.inf:
         return Resolution(perturbation, dtype, observable, None, None, "")
     return Resolution(perturbation, dtype, observable, smallest, smallest / UNIT_ROUNDOFF[dtype], case)
@@ -126,7 +126,7 @@ class _Perturbation:
     seen: Callable[[float], Mapping[str, bool]]
 
 
-def _search(perturbation: _Perturbation, case: Case, best: dict[tuple[str, str], tuple[float, str]]) -> None:
+def _lower_best(perturbation: _Perturbation, case: Case, best: dict[tuple[str, str], tuple[float, str]]) -> None:
     """Lower the entries of `best` that this case lowers."""
     seen = functools.cache(lambda power: perturbation.seen(_STEP**power))
     for observable in perturbation.observables:
@@ -135,32 +135,32 @@ def _search(perturbation: _Perturbation, case: Case, best: dict[tuple[str, str],
         # Only what is seen below the smallest so far is worth a search.
         high = 0 if smallest == math.inf else round(math.log(smallest, _STEP)) - 1
         if seen(high)[observable]:
-            best[key] = (_STEP ** _least(seen, observable, high), case.id)
+            best[key] = (_STEP ** _find_least_power(seen, observable, high), case.id)
 
 
-def _least(seen: Callable[[int], Mapping[str, bool]], observable: str, high: int) -> int:
+def _find_least_power(seen: Callable[[int], Mapping[str, bool]], observable: str, high: int) -> int:
     """The least power at which the observable shows the error, given that it does at `high`."""
-    low = _LEAST
+    low = _MIN_POWER
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if seen(middle)[observable] else (middle, high)
     return high
 
 
-def _perturbations(case: Case, table: Tolerances) -> Iterator[_Perturbation]:
+def _iter_perturbations(case: Case, table: Tolerances) -> Iterator[_Perturbation]:
     """Those that are judged element by element: results, and gradients for cotangents on all rows and on a single one.
 
     In a single row no sum over the rows hides an error of the logits: its dv and dk show it about as well as residuals.
     """
-    problem = draw(case)
-    cotangents = _cotangents(case, problem)
-    expectation = expect(problem, Arithmetic(), cotangents)
+    problem = draw_problem(case)
+    cotangents = _build_cotangents(case, problem)
+    expectation = compute_expectation(problem, Arithmetic(), cotangents)
     for cotangent, gradients in zip(cotangents, expectation.gradients, strict=True):
         forward = expectation.forward if cotangent is cotangents[0] else {}
-        yield from _judged(case, problem, cotangent, {**forward, **gradients}, table)
+        yield from _iter_judged_perturbations(case, problem, cotangent, {**forward, **gradients}, table)
 
 
-def _cotangents(case: Case, problem: Problem) -> list[Cotangent]:
+def _build_cotangents(case: Case, problem: Problem) -> list[Cotangent]:
     """On all rows, and on the last row that attends to anything, as the checks `gradients` and `gradients_row` have."""
     out = draw_cotangent(case).out
     live = np.flatnonzero(~problem.empty_rows.all(axis=(0, 1)))
@@ -168,7 +168,7 @@ def _cotangents(case: Case, problem: Problem) -> list[Cotangent]:
     return [Cotangent("random", out), Cotangent("row", alone)]
 
 
-def _judged(
+def _iter_judged_perturbations(
     case: Case, problem: Problem, cotangent: Cotangent, expected: Mapping[str, Bounded], table: Tolerances
 ) -> Iterator[_Perturbation]:
     attention = _Attention.of(problem, cotangent)
@@ -178,42 +178,44 @@ def _judged(
         names = tuple(observable for observable in observables if observable in expected)
 
         def seen(e: float) -> dict[str, bool]:
-            values = _rounded(results(e), problem)
+            values = _round_values(results(e), problem)
             return {observable: fails(observable, values[observable]) for observable in names}
 
         return _Perturbation(name, names, seen)
 
     def fails(observable: str, value: np.ndarray) -> bool:
-        judged = by_bound(observable, compare(value, expected[observable]), dtype=case.dtype, tolerances=table)
+        judged = judge_comparison(observable, compare(value, expected[observable]), dtype=case.dtype, tolerances=table)
         return judged.verdict == records.FAIL
 
     yield perturbation(SCALE, lambda e: attention(e, 0.0), expected)
     yield perturbation(KEY, lambda e: attention(0.0, e), ("out", "dq", "dk", "dv"))
     for name in ("dq", "dk", "dv"):
-        yield perturbation(GRADIENT.format(name), _times(exact, name), (name,))
+        yield perturbation(GRADIENT.format(name), _scale_observable(exact, name), (name,))
     if "out" in expected:
-        yield perturbation(ELEMENT, _times(exact, "out", _clearest(expected["out"])), ("out",))
+        yield perturbation(ELEMENT, _scale_observable(exact, "out", _find_clearest_element(expected["out"])), ("out",))
 
 
-def _ensemble_perturbations(case: Case) -> Iterator[_Perturbation]:
+def _iter_ensemble_perturbations(case: Case) -> Iterator[_Perturbation]:
     """Those that the ensemble check judges: what changes all elements of a result."""
     members = []
-    for one in reseeded(case):
-        problem, cotangent = draw(one), draw_cotangent(one)
-        members.append((_Attention.of(problem, cotangent), spread(problem, Arithmetic(), cotangent)))
+    for one in list_reseeded_cases(case):
+        problem, cotangent = draw_problem(one), draw_cotangent(one)
+        members.append((_Attention.of(problem, cotangent), compute_error_variance(problem, Arithmetic(), cotangent)))
     exact = [attention(0.0, 0.0) for attention, _ in members]
 
     def perturbation(name: str, results: Callable[[int, float], Values], observables: Sequence[str]) -> _Perturbation:
         """`results` takes the number of the member and the error."""
 
         def seen(e: float) -> dict[str, bool]:
-            rounded = [_rounded(results(n, e), member.problem) for n, (member, _) in enumerate(members)]
+            rounded = [_round_values(results(n, e), member.problem) for n, (member, _) in enumerate(members)]
             judged = [
                 judgement
                 for observable in observables
                 for judgement in judge_statistics(
                     observable,
-                    statistics([(x[observable], y[observable]) for x, (_, y) in zip(rounded, members, strict=True)]),
+                    compute_statistics(
+                        [(x[observable], y[observable]) for x, (_, y) in zip(rounded, members, strict=True)]
+                    ),
                     case.dtype,
                 )
             ]
@@ -224,15 +226,15 @@ def _ensemble_perturbations(case: Case) -> Iterator[_Perturbation]:
 
     yield perturbation(SCALE, lambda n, e: members[n][0](e, 0.0), ("out", "dq", "dk", "dv"))
     for name in ("dq", "dk", "dv"):
-        times = [_times(values, name) for values in exact]
-        yield perturbation(GRADIENT.format(name), functools.partial(_member, times), (name,))
+        times = [_scale_observable(values, name) for values in exact]
+        yield perturbation(GRADIENT.format(name), functools.partial(_call_member, times), (name,))
 
 
-def _member(results: Sequence[Callable[[float], Values]], number: int, e: float) -> Values:
+def _call_member(results: Sequence[Callable[[float], Values]], number: int, e: float) -> Values:
     return results[number](e)
 
 
-def _rounded(values: Values, problem: Problem) -> Values:
+def _round_values(values: Values, problem: Problem) -> Values:
     """In the dtypes in which an implementation returns them."""
     dtypes = dict.fromkeys(("out", "dq", "dk", "dv"), problem.q.dtype)
     if problem.bias is not None:
@@ -240,7 +242,7 @@ def _rounded(values: Values, problem: Problem) -> Values:
     return {name: x.astype(dtypes.get(name, np.float32)) for name, x in values.items()}
 
 
-def _times(exact: Values, name: str, place: tuple[Any, ...] = ()) -> Callable[[float], Values]:
+def _scale_observable(exact: Values, name: str, place: tuple[Any, ...] = ()) -> Callable[[float], Values]:
     """`1 + e` times the observable, or its element at `place`."""
 
     def results(e: float) -> Values:
@@ -251,7 +253,7 @@ def _times(exact: Values, name: str, place: tuple[Any, ...] = ()) -> Callable[[f
     return results
 
 
-def _clearest(expected: Bounded) -> tuple[Any, ...]:
+def _find_clearest_element(expected: Bounded) -> tuple[Any, ...]:
     """The element with the smallest bound relative to its value."""
     relative = np.divide(
         np.abs(expected.value), expected.bound, where=expected.bound > 0, out=np.zeros_like(expected.bound)
@@ -270,14 +272,14 @@ class _Attention:
     @classmethod
     def of(cls, problem: Problem, cotangent: Cotangent) -> _Attention:
         """Of `problem`, with the key that has the largest probability of all."""
-        top = [(slab.p.max(), int(slab.p.max(axis=(0, 1)).argmax())) for slab in oracle.slabs(problem)]
-        return cls(problem, _heads_first(cotangent.out), max(top)[1])
+        top = [(slab.p.max(), int(slab.p.max(axis=(0, 1)).argmax())) for slab in oracle.iter_slabs(problem)]
+        return cls(problem, _move_heads_first(cotangent.out), max(top)[1])
 
     @functools.cached_property
     def operands(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """q, k, v, `[B, N, length, depth]`."""
-        k, v = (np.repeat(_heads_first(x), self.group, axis=1) for x in (self.problem.k, self.problem.v))
-        return _heads_first(self.problem.q), k, v
+        k, v = (np.repeat(_move_heads_first(x), self.group, axis=1) for x in (self.problem.k, self.problem.v))
+        return _move_heads_first(self.problem.q), k, v
 
     @property
     def group(self) -> int:
@@ -333,5 +335,5 @@ class _Attention:
         return grouped.sum(axis=2).transpose(0, 2, 1, 3)
 
 
-def _heads_first(x: np.ndarray) -> np.ndarray:
+def _move_heads_first(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x.astype(np.float32).transpose(0, 2, 1, 3))

@@ -14,15 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cases.case import parse
-from cases.operands import OBSERVABLES
+from cases.case import parse_case_id
+from cases.operand_registry import OBSERVABLES
 from conformance import output_files
 from conformance.records import ERROR, FAIL, PASS, UNEXPECTED_PASS, Record
 from conformance.truth.tolerances import CALIBRATION, CALIBRATION_SCHEMA, DTYPES
 
 # Checks that compare with the oracle element by element; the others compare answers with each other, or have limits of
 # their own.
-_AGAINST_THE_ORACLE = frozenset(
+_ORACLE_CHECKS = frozenset(
     (
         "forward",
         "residuals",
@@ -36,7 +36,7 @@ _AGAINST_THE_ORACLE = frozenset(
     )
 )
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
-_SIGNIFICANT = 3
+_SIGNIFICANT_DIGITS = 3
 
 
 def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> dict[str, Any]:
@@ -64,7 +64,7 @@ def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> di
             )
     judged: dict[tuple[str, str], list[Record]] = {}
     for record in found:
-        if record.verdict == PASS and record.ratio is not None and (observable := _observable(record)):
+        if record.verdict == PASS and record.ratio is not None and (observable := _find_observable(record)):
             judged.setdefault((record.dtype, observable), []).append(record)
     if missing := [f"{d}.{o}" for d in DTYPES for o in OBSERVABLES if (d, o) not in judged]:
         raise ValueError(f"no record judges {', '.join(missing)}: add an implementation that offers it")
@@ -73,15 +73,19 @@ def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> di
         "implementations": sorted({record.implementation for record in counted}),
         "platforms": sorted({record.platform for record in counted}),
         "level": level,
-        "seeds": sorted({parse(case).seed for case in {record.case for record in counted}}),
+        "seeds": sorted({parse_case_id(case).seed for case in {record.case for record in counted}}),
         "jax": jax,
         "judgements": len(counted),
     }
-    rows = [_row(d, o, judged[d, o]) for d in DTYPES for o in OBSERVABLES]
-    return {"schema": CALIBRATION_SCHEMA, "provenance": {"name": _name(provenance), **provenance}, "rows": rows}
+    rows = [_build_row(d, o, judged[d, o]) for d in DTYPES for o in OBSERVABLES]
+    return {
+        "schema": CALIBRATION_SCHEMA,
+        "provenance": {"name": _format_source(provenance), **provenance},
+        "rows": rows,
+    }
 
 
-def joined(table: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, Any]:
+def merge_calibrations(table: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, Any]:
     """The larger of the figures of two calibrations; the quantiles are those of the one that judged more.
 
     A limit may only be narrowed by measuring everything anew: what a correct implementation once reached, it may reach.
@@ -98,10 +102,10 @@ def joined(table: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, Any]:
     }
     for field in ("implementations", "platforms", "seeds"):
         provenance[field] = sorted({*before[field], *here[field]})
-    return {"schema": CALIBRATION_SCHEMA, "provenance": provenance, "rows": [_larger(*pair) for pair in both]}
+    return {"schema": CALIBRATION_SCHEMA, "provenance": provenance, "rows": [_merge_rows(*pair) for pair in both]}
 
 
-def _larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     reached = max(one, other, key=lambda row: row["max_ratio"])
     judged = max(one, other, key=lambda row: row["judged"])
     rms = [row["max_rms"] for row in (one, other) if row["max_rms"] is not None]
@@ -113,7 +117,7 @@ def _larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(calibration: Mapping[str, Any], path: Path = CALIBRATION) -> None:
+def write_calibration(calibration: Mapping[str, Any], path: Path = CALIBRATION) -> None:
     """Write a calibration as JSON, a line for each row."""
     rows = ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in calibration["rows"])
     output_files.write_text(
@@ -123,15 +127,15 @@ def write(calibration: Mapping[str, Any], path: Path = CALIBRATION) -> None:
     )
 
 
-def _observable(record: Record) -> str:
+def _find_observable(record: Record) -> str:
     """The observable whose limit judged the record; empty if it was not compared with the oracle."""
-    if record.check not in _AGAINST_THE_ORACLE:
+    if record.check not in _ORACLE_CHECKS:
         return ""
     name = record.observable.partition(".")[0].removesuffix("_with_residuals")
     return name if name in OBSERVABLES else ""
 
 
-def _row(dtype: str, observable: str, group: Sequence[Record]) -> dict[str, Any]:
+def _build_row(dtype: str, observable: str, group: Sequence[Record]) -> dict[str, Any]:
     ratios = sorted(record.ratio for record in group if record.ratio is not None)
     largest = max(group, key=lambda record: record.ratio or 0.0)
     rms = [record.rms for record in group if record.rms is not None and record.rms_limit is not None]
@@ -139,24 +143,24 @@ def _row(dtype: str, observable: str, group: Sequence[Record]) -> dict[str, Any]
         "dtype": dtype,
         "observable": observable,
         "judged": len(ratios),
-        "quantiles": {str(share): _rounded(_quantile(ratios, share)) for share in QUANTILES},
-        "max_ratio": _rounded(ratios[-1]),
-        "max_rms": _rounded(max(rms)) if rms else None,
+        "quantiles": {str(share): _round_to_digits(_compute_quantile(ratios, share)) for share in QUANTILES},
+        "max_ratio": _round_to_digits(ratios[-1]),
+        "max_rms": _round_to_digits(max(rms)) if rms else None,
         "reached_by": largest.implementation,
         "reached_on": largest.case,
     }
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
+def _compute_quantile(ordered: Sequence[float], share: float) -> float:
     """The smallest value that at least this share of them does not exceed."""
     return ordered[math.ceil(share * len(ordered)) - 1]
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.{_SIGNIFICANT}g}")
+def _round_to_digits(value: float) -> float:
+    return float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
 
 
-def _name(provenance: Mapping[str, Any]) -> str:
+def _format_source(provenance: Mapping[str, Any]) -> str:
     """How the tolerance table says where its figures come from."""
     level = f"at {provenance['level']}, " if provenance["level"] else ""
     seeds = len(provenance["seeds"])

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from conformance.records import Worst
-from conformance.truth.bounds import Bounded
+from conformance.truth.rounding_bounds import Bounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ def compare(got: object, expected: Bounded, judged: np.ndarray | None = None) ->
         return Comparison.malformed(f"dtype is {array.dtype.name}, must be a real floating-point one")
     values = array.astype(np.float64)
     mask = np.ones(values.shape, bool) if judged is None else np.broadcast_to(judged, values.shape)
-    ratios = ratios_of(values, expected, mask)
+    ratios = compute_ratios(values, expected, mask)
     count = int(mask.sum())
     if count == 0:
         return Comparison(0.0, 0.0, 0)
@@ -63,7 +63,7 @@ def compare(got: object, expected: Bounded, judged: np.ndarray | None = None) ->
     return Comparison(float(ratios[index]), rms, count, worst)
 
 
-def ratios_of(values: np.ndarray, expected: Bounded, judged: np.ndarray) -> np.ndarray:
+def compute_ratios(values: np.ndarray, expected: Bounded, judged: np.ndarray) -> np.ndarray:
     """`|values - expected| / bound` of each element in float64: infinite for what is no number, -1 if not judged."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         error = np.abs(values - expected.value)

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cases.inputs import Problem
-from cases.operands import GRADIENT_OF
+from cases.operand_registry import GRADIENT_OF
+from cases.operand_values import Problem
 
 Array = np.ndarray
 Backward = Literal["vanilla", "flash"]
@@ -98,7 +98,7 @@ class Slab:
     @functools.cached_property
     def p(self) -> Array:
         """Probabilities of the keys, `[G, T, S]`; zero in empty rows."""
-        return self.weights * np.exp(self.pivot - _finite(self.logsumexp))[..., None]
+        return self.weights * np.exp(self.pivot - _replace_infinite(self.logsumexp))[..., None]
 
     @functools.cached_property
     def p_sink(self) -> Array:
@@ -145,7 +145,7 @@ class Forward:
 _NO_SINK = -1e30
 
 
-def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
+def iter_slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
     """The problem cut into its key/value heads, in float64; operands behind the mask become zeros."""
     batch, _, num_q_heads, _ = problem.q.shape
     num_kv_heads = problem.k.shape[2]
@@ -184,20 +184,20 @@ def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
             )
 
 
-def forward(problem: Problem, empty_rows: EmptyRows = "zero") -> Forward:
+def compute_forward(problem: Problem, empty_rows: EmptyRows = "zero") -> Forward:
     """`out`, `logsumexp` and `max_logits` in float64 (contract, section 2)."""
     batch, q_length, num_q_heads, _ = problem.q.shape
     out = np.empty((batch, q_length, num_q_heads, problem.v.shape[-1]))
     logsumexp = np.empty((batch, num_q_heads, q_length))
     max_logits = np.empty_like(logsumexp)
-    for slab in slabs(problem, empty_rows):
+    for slab in iter_slabs(problem, empty_rows):
         out[slab.batch, :, slab.heads] = slab.out.transpose(1, 0, 2)
         logsumexp[slab.batch, slab.heads] = slab.logsumexp
         max_logits[slab.batch, slab.heads] = slab.max_logits
     return Forward(out, logsumexp, max_logits)
 
 
-def backward(
+def compute_backward(
     problem: Problem,
     do: Array,
     dlse: Array | None = None,
@@ -221,7 +221,7 @@ def backward(
       empty_rows: what rows that may attend to nothing return, as in `forward`.
     """
     gradients = Gradients.zeros(problem)
-    for slab in slabs(problem, empty_rows):
+    for slab in iter_slabs(problem, empty_rows):
         do_slab = do[slab.batch, :, slab.heads].astype(np.float64).transpose(1, 0, 2)
         dlse_slab = np.zeros(slab.pivot.shape) if dlse is None else dlse[slab.batch, slab.heads].astype(np.float64)
         dp = slab.dp(do_slab)
@@ -251,11 +251,11 @@ def backward(
         )
     found = dict(gradients.arrays)
     if problem.tied:
-        found["dk"] = found["dk"] + padded(found.pop("dv"), problem.k.shape[-1])
+        found["dk"] = found["dk"] + pad_value_gradient(found.pop("dv"), problem.k.shape[-1])
     return found
 
 
-def padded(dv: Array, depth: int) -> Array:
+def pad_value_gradient(dv: Array, depth: int) -> Array:
     """Gradients of values that are the first coordinates of keys, `[B, S, K, V]`, as they reach these `depth` ones."""
     return np.pad(dv, ((0, 0), (0, 0), (0, 0), (0, depth - dv.shape[-1])))
 
@@ -301,5 +301,5 @@ def _add_broadcast(total: Array, slab: Slab, dx: Array, rows: Rows) -> None:
         total[batch][slab.heads, rows] += dx
 
 
-def _finite(lse: Array) -> Array:
+def _replace_infinite(lse: Array) -> Array:
     return np.where(np.isfinite(lse), lse, 0.0)

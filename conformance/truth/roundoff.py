@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from cases.inputs import Problem
+from cases.operand_values import Problem
 from conformance.contract import Arithmetic
 
 # Unit roundoff 2**-p for p significand bits.
@@ -45,7 +45,7 @@ class Roundoff:
     @classmethod
     def of(cls, arithmetic: Arithmetic, problem: Problem, dtype: str | None = None) -> Roundoff:
         """The roundoffs that `arithmetic` means for operands of `dtype`, by default that of `problem`."""
-        dtype = dtype_name(problem.q.dtype) if dtype is None else dtype
+        dtype = get_dtype_name(problem.q.dtype) if dtype is None else dtype
         u_in = UNIT_ROUNDOFF[dtype]
         single = dtype == "f32"
         exact = arithmetic.products == "exact"
@@ -64,39 +64,39 @@ class Roundoff:
             scaled_q=u_in if arithmetic.scaled_q and not power_of_two else 0.0,
             residuals=below if arithmetic.residuals == "input" else 0.0,
             out=u_in,
-            bias=UNIT_ROUNDOFF[dtype_name(problem.bias.dtype)] if problem.bias is not None else U,
+            bias=UNIT_ROUNDOFF[get_dtype_name(problem.bias.dtype)] if problem.bias is not None else U,
             cache=0.0 if problem.kv_scales is None else max(U, u_in if arithmetic.cache == "input" else 0.0),
             tiny=_TINY[dtype],
         )
 
     def gamma(self, terms: int) -> float:
         """`gamma` as far as sums round."""
-        return self.sums * steps(terms)
+        return self.sums * compute_walk_steps(terms)
 
     def blocks(self, length: int) -> int:
         """How many sums over blocks of `length` keys or queries there are; one if sums stay in f32."""
         return 1 if self.block is None else -(-length // self.block)
 
-    def over_blocks(self, length: int) -> float:
+    def bound_block_sums(self, length: int) -> float:
         """Relative error of rounding a sum of `length` terms after each block, against the sum of magnitudes."""
         count = self.blocks(length)
-        return self.block_sums * steps(count) if count > 1 else 0.0
+        return self.block_sums * compute_walk_steps(count) if count > 1 else 0.0
 
-    def over_heads(self, count: int) -> float:
+    def bound_head_sums(self, count: int) -> float:
         """The same of a sum over the heads of a group."""
-        return self.group_sums * steps(count) if count > 1 else 0.0
+        return self.group_sums * compute_walk_steps(count) if count > 1 else 0.0
 
 
-def dtype_name(dtype: np.dtype) -> str:
+def get_dtype_name(dtype: np.dtype) -> str:
     """`f32`, `bf16` or `f16`."""
     return {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[np.dtype(dtype).name]
 
 
-def gamma(terms: int) -> float:
+def compute_gamma(terms: int) -> float:
     """Relative error of an f32 sum of `terms` terms, against the sum of their magnitudes (module docstring)."""
-    return U * steps(terms)
+    return U * compute_walk_steps(terms)
 
 
-def steps(terms: int) -> float:
+def compute_walk_steps(terms: int) -> float:
     """By how much the roundings of `terms` partial sums exceed one of the sum of magnitudes."""
     return float(max(1.0, np.sqrt(terms) / 4))

@@ -16,85 +16,85 @@ from typing import Any
 import numpy as np
 
 from conformance.truth.oracle import Array
-from conformance.truth.roundoff import U, gamma
+from conformance.truth.roundoff import U, compute_gamma
 
 
 @dataclasses.dataclass(frozen=True)
-class Number:
+class BoundedNumber:
     """An array of exact values, and how far from each a computation in f32 may be."""
 
     value: Array
     error: Array
 
     @classmethod
-    def exact(cls, value: Any) -> Number:
+    def exact(cls, value: Any) -> BoundedNumber:
         """Values that f32 has as they are."""
         value = np.asarray(value, np.float64)
         return cls(value, np.zeros_like(value))
 
     @classmethod
-    def rounded(cls, value: Any, roundoff: float = U) -> Number:
+    def rounded(cls, value: Any, roundoff: float = U) -> BoundedNumber:
         """Values of which f32 has the nearest it can have."""
         value = np.asarray(value, np.float64)
         return cls(value, roundoff * np.abs(value))
 
-    def __add__(self, other: Number) -> Number:
-        return _rounded(self.value + other.value, self.error + other.error)
+    def __add__(self, other: BoundedNumber) -> BoundedNumber:
+        return _add_rounding(self.value + other.value, self.error + other.error)
 
-    def __sub__(self, other: Number) -> Number:
-        return _rounded(self.value - other.value, self.error + other.error)
+    def __sub__(self, other: BoundedNumber) -> BoundedNumber:
+        return _add_rounding(self.value - other.value, self.error + other.error)
 
-    def __mul__(self, other: Number) -> Number:
+    def __mul__(self, other: BoundedNumber) -> BoundedNumber:
         error = np.abs(self.value) * other.error + np.abs(other.value) * self.error
-        return _rounded(self.value * other.value, error)
+        return _add_rounding(self.value * other.value, error)
 
-    def __truediv__(self, other: Number) -> Number:
+    def __truediv__(self, other: BoundedNumber) -> BoundedNumber:
         value = self.value / other.value
         error = (self.error + np.abs(value) * other.error) / np.abs(other.value)
-        return _rounded(value, error, 2 * U)  # by the reciprocal, perhaps
+        return _add_rounding(value, error, 2 * U)  # by the reciprocal, perhaps
 
-    def __getitem__(self, where: Any) -> Number:
-        return Number(self.value[where], self.error[where])
+    def __getitem__(self, where: Any) -> BoundedNumber:
+        return BoundedNumber(self.value[where], self.error[where])
 
-    def sqrt(self) -> Number:
+    def sqrt(self) -> BoundedNumber:
         """Square root."""
         value = np.sqrt(self.value)
-        return _rounded(value, self.error / (2 * value), 2 * U)
+        return _add_rounding(value, self.error / (2 * value), 2 * U)
 
-    def cos(self) -> Number:
+    def cos(self) -> BoundedNumber:
         """Cosine."""
-        return Number(np.cos(self.value), np.abs(np.sin(self.value)) * self.error + 2 * U)
+        return BoundedNumber(np.cos(self.value), np.abs(np.sin(self.value)) * self.error + 2 * U)
 
-    def sin(self) -> Number:
+    def sin(self) -> BoundedNumber:
         """Sine."""
-        return Number(np.sin(self.value), np.abs(np.cos(self.value)) * self.error + 2 * U)
+        return BoundedNumber(np.sin(self.value), np.abs(np.cos(self.value)) * self.error + 2 * U)
 
-    def sum(self, axis: int | tuple[int, ...], *, keepdims: bool = False) -> Number:
+    def sum(self, axis: int | tuple[int, ...], *, keepdims: bool = False) -> BoundedNumber:
         """Sum over `axis`, whose terms may all be off in the same direction."""
         return self._summed(axis, self.error.sum(axis=axis, keepdims=keepdims), keepdims)
 
-    def sum_of_rows(self, axis: tuple[int, ...]) -> Number:
-        """Sum over `axis`, whose terms are off independently, as those of dsinks are (`conformance.truth.bounds`)."""
+    def sum_independent(self, axis: tuple[int, ...]) -> BoundedNumber:
+        """Sum over `axis`, whose terms are off independently, as those of dsinks are (`conformance.truth.rounding_bounds`)."""
         return self._summed(axis, 2 * np.sqrt((self.error**2).sum(axis=axis)), False)
 
-    def _summed(self, axis: int | tuple[int, ...], error: Array, keepdims: bool) -> Number:
+    def _summed(self, axis: int | tuple[int, ...], error: Array, keepdims: bool) -> BoundedNumber:
         value = self.value.sum(axis=axis, keepdims=keepdims)
         terms = self.value.size // max(1, value.size)
         sizes = np.abs(self.value).sum(axis=axis, keepdims=keepdims)
-        return Number(value, error + gamma(terms) * sizes)
+        return BoundedNumber(value, error + compute_gamma(terms) * sizes)
 
-    def stored(self, roundoff: float, tiny: float) -> Number:
+    def stored(self, roundoff: float, tiny: float) -> BoundedNumber:
         """Rounded to a dtype with this unit roundoff and underflow."""
-        return Number(self.value, self.error + roundoff * np.abs(self.value) + tiny * (self.error > 0))
+        return BoundedNumber(self.value, self.error + roundoff * np.abs(self.value) + tiny * (self.error > 0))
 
 
-def _rounded(value: Array, error: Array, roundoff: float = U) -> Number:
-    return Number(value, error + roundoff * np.abs(value))
+def _add_rounding(value: Array, error: Array, roundoff: float = U) -> BoundedNumber:
+    return BoundedNumber(value, error + roundoff * np.abs(value))
 
 
-def placed(parts: tuple[tuple[Array, Number], ...], whole: Number) -> Number:
+def replace_last_axis(parts: tuple[tuple[Array, BoundedNumber], ...], whole: BoundedNumber) -> BoundedNumber:
     """`whole` with its last axis replaced by each part at the part's places."""
     value, error = whole.value.copy(), whole.error.copy()
     for places, part in parts:
         value[..., places], error[..., places] = part.value, part.error
-    return Number(value, error)
+    return BoundedNumber(value, error)

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cases.operands import OBSERVABLES
+from cases.operand_registry import OBSERVABLES
 from conformance.contract import Arithmetic
 
 DTYPES = ("f32", "bf16", "f16")
@@ -36,7 +36,7 @@ CALIBRATION = Path(__file__).with_name("calibration.json")
 CALIBRATION_SCHEMA = "attention-conformance/calibration/1"
 _HEADROOM = 1.5
 _HEADROOM_RMS = 3.0
-_STEPS_RMS = 10  # in 1
+_RMS_STEPS_PER_UNIT = 10  # in 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Tolerances:
     def of(self, arithmetic: Arithmetic, platform: str) -> Tolerances:
         """The table for an implementation that declares `arithmetic`, on a platform (JAX's name of the backend)."""
         plain = dataclasses.replace(arithmetic, probabilities="input") == Arithmetic()  # the stricter one costs nothing
-        return self if plain and platform in self.platforms else self._widest()
+        return self if plain and platform in self.platforms else self._widen_all()
 
-    def _widest(self) -> Tolerances:
+    def _widen_all(self) -> Tolerances:
         """Every limit as wide as the widest that was calibrated; what the user has set stays."""
-        calibrated = default().limits
+        calibrated = load_default_tolerances().limits
         ratio = max(limit.ratio for limit in calibrated.values())
         rms = max(limit.rms for limit in calibrated.values())
         why = "the widest limit of all: nothing narrower was measured for this arithmetic and platform"
@@ -82,12 +82,12 @@ class Tolerances:
 
 
 @functools.cache
-def default() -> Tolerances:
+def load_default_tolerances() -> Tolerances:
     """The calibrated table."""
-    return from_calibration(calibrated())
+    return build_tolerances(load_calibration())
 
 
-def from_calibration(calibration: Mapping[str, Any]) -> Tolerances:
+def build_tolerances(calibration: Mapping[str, Any]) -> Tolerances:
     """The table that the figures of correct implementations lead to (module docstring).
 
     Raises:
@@ -102,30 +102,34 @@ def from_calibration(calibration: Mapping[str, Any]) -> Tolerances:
     widest = math.ceil(2 * _HEADROOM * max(row["max_rms"] or 0.0 for row in rows.values())) / 2
     name = calibration["provenance"]["name"]
     limits = {
-        (d, o): Limit(ratio, min(widest, _rms(rows[d, o]["max_rms"])), _source(rows[d, o], name))
+        (d, o): Limit(
+            ratio, min(widest, _compute_rms_limit(rows[d, o]["max_rms"])), _format_limit_source(rows[d, o], name)
+        )
         for d in DTYPES
         for o in OBSERVABLES
     }
     return Tolerances(limits, frozenset(calibration["provenance"]["platforms"]))
 
 
-def _rms(largest: float | None) -> float:
+def _compute_rms_limit(largest: float | None) -> float:
     """No limit of its own for what never has elements enough."""
-    return math.inf if largest is None else math.ceil(_STEPS_RMS * _HEADROOM_RMS * largest) / _STEPS_RMS
+    return (
+        math.inf if largest is None else math.ceil(_RMS_STEPS_PER_UNIT * _HEADROOM_RMS * largest) / _RMS_STEPS_PER_UNIT
+    )
 
 
 @functools.cache
-def calibrated() -> Mapping[str, Any]:
+def load_calibration() -> Mapping[str, Any]:
     """What correct implementations reached, as it is kept."""
     return json.loads(CALIBRATION.read_text())
 
 
-def _source(row: Mapping[str, Any], name: str) -> str:
+def _format_limit_source(row: Mapping[str, Any], name: str) -> str:
     rms = "" if row["max_rms"] is None else f" (rms {row['max_rms']:.2f})"
     return f"correct kernels reached {row['max_ratio']:.2f}{rms} {name}"
 
 
-def overridden(table: Tolerances, overrides: Mapping[str, float], source: str) -> Tolerances:
+def override_limits(table: Tolerances, overrides: Mapping[str, float], source: str) -> Tolerances:
     """The table with limits replaced.
 
     Args:

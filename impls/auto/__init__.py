@@ -2,7 +2,7 @@
 
 from impls.auto.attention import attention
 from impls.auto.implementation import IMPLEMENTATIONS
-from impls.auto.routes import CANDIDATES, Candidate, Route, route
-from impls.features import Phase
+from impls.auto.kernel_routes import CANDIDATES, Candidate, Route, find_route
+from impls.requested_features import Phase
 
-__all__ = ["CANDIDATES", "IMPLEMENTATIONS", "Candidate", "Phase", "Route", "attention", "route"]
+__all__ = ["CANDIDATES", "IMPLEMENTATIONS", "Candidate", "Phase", "Route", "attention", "find_route"]

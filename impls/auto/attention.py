@@ -10,8 +10,8 @@ import jax
 
 from cases.masks import Full, Mask
 from conformance.contract import validate_operands
-from impls.auto.routes import CANDIDATES, Candidate, Route, route
-from impls.features import OPTIONAL, Phase
+from impls.auto.kernel_routes import CANDIDATES, Candidate, Route, find_route
+from impls.requested_features import OPTIONAL, Phase
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def attention(
     validate_operands(q, k, v, **options)
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
-    found, candidate = route(
+    found, candidate = find_route(
         q, k, v, mask=mask, phase=phase, kernel=kernel, fall_back=fall_back, candidates=candidates, options=options
     )
     _log.info("%s", found)

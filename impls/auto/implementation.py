@@ -10,10 +10,10 @@ import jax
 from cases.case import Case
 from conformance.contract import Arithmetic, Implementation, structured_mask
 from impls.auto.attention import attention
-from impls.auto.routes import CANDIDATES, Candidate
+from impls.auto.kernel_routes import CANDIDATES, Candidate
 
 
-def forced(candidate: Candidate) -> Implementation:
+def build_forced(candidate: Candidate) -> Implementation:
     """The route to one kernel, whose declarations it shares."""
     kernel = candidate.kernel
     return dataclasses.replace(
@@ -30,7 +30,7 @@ def forced(candidate: Candidate) -> Implementation:
     )
 
 
-def _supported(case: Case) -> str | None:
+def _find_unsupported(case: Case) -> str | None:
     """Why no kernel that this process may be given supports `case`, or none if one does."""
     may = [c for c in CANDIDATES if c.special or c.kernel.gradients]
     here = [c for c in may if c.platform in (None, jax.default_backend())]
@@ -48,6 +48,6 @@ AUTO = Implementation(
     empty_rows="zero",
     validates=True,
     offers=frozenset[str]().union(*(candidate.kernel.offers for candidate in CANDIDATES)),
-    supports_case=_supported,
+    supports_case=_find_unsupported,
 )
-IMPLEMENTATIONS: tuple[Implementation, ...] = (AUTO, *(forced(c) for c in CANDIDATES))
+IMPLEMENTATIONS: tuple[Implementation, ...] = (AUTO, *(build_forced(c) for c in CANDIDATES))

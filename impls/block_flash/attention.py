@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from cases.masks import Full, Indexer, Mask, known, leaves
+from cases.masks import Full, Indexer, Mask, iter_leaves, relax_to_known
 from conformance.contract import validate_mask, validate_operands
 from impls.block_flash.backward import backward
+from impls.block_flash.block_schedule import BlockFlashPlan
 from impls.block_flash.block_sizes import look_up
-from impls.block_flash.blocks import Operands
 from impls.block_flash.forward import Outputs, forward
-from impls.block_flash.schedule import BlockFlashPlan
-from impls.explicit import takes_explicit
-from impls.varying import varying_axes, varying_over
+from impls.block_flash.operand_blocks import Operands
+from impls.explicit_sharding import accept_explicit_sharding
+from impls.varying_axes import find_varying_axes, mark_varying
 
 
-@takes_explicit
+@accept_explicit_sharding
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -83,10 +83,10 @@ def attention(
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
     sizes = look_up(q_length, kv_length)
     selected = None
-    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+    if any(isinstance(leaf, Indexer) for leaf in iter_leaves(mask)):
         selected = jnp.asarray(mask.dense(q_length, kv_length))
     plan = BlockFlashPlan(
-        mask=known(mask),
+        mask=relax_to_known(mask),
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         q_length=q_length,
@@ -99,7 +99,7 @@ def attention(
         score_mod=score_mod,
     )
     operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, alibi_slopes, sinks, segment_ids, selected))
-    outputs = _attend(plan, varying_over(operands, varying_axes(operands)))
+    outputs = _attend(plan, mark_varying(operands, find_varying_axes(operands)))
     if not save_residuals:
         return outputs.out
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}

@@ -1,7 +1,7 @@
 """Backward pass: one scan over the active pairs of blocks, probabilities recomputed from `logsumexp`.
 
 Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent `dlse` of `logsumexp`, soft cap, bias and sinks. With
-the logits z of `impls.block_flash.blocks`:
+the logits z of `impls.block_flash.operand_blocks`:
 
     (8)  p_ij = exp(z_ij - logsumexp_i)
     (9)  dv_j = sum_i p_ij dout_i
@@ -26,27 +26,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.block_flash.blocks import (
+from impls.block_flash.block_schedule import BlockFlashPlan, PairIndices
+from impls.block_flash.forward import replace_neg_inf
+from impls.block_flash.operand_blocks import (
     Operands,
     Pair,
-    bias_corner,
     compute_pair,
-    cut,
+    compute_unless_empty,
+    cut_operands,
     cut_queries,
     cut_rows,
     join_keys,
     join_queries,
-    product,
-    put,
-    take,
-    unless_empty,
+    locate_pair,
+    multiply,
+    put_block,
+    take_block,
 )
-from impls.block_flash.forward import finite_or_zero
-from impls.block_flash.schedule import BlockFlashPlan, Places
-from impls.varying import varying_axes, varying_over
+from impls.varying_axes import find_varying_axes, mark_varying
 
 
-class Parts(NamedTuple):
+class PairGradients(NamedTuple):
     """What one pair of blocks adds, f32."""
 
     dq: jax.Array  # [B, K, G, block_q, H]
@@ -55,7 +55,7 @@ class Parts(NamedTuple):
     dx: jax.Array | None  # [B, K, G, block_q, block_kv]; only where there is a bias
 
 
-class _Gradients(NamedTuple):
+class _GradientSums(NamedTuple):
     """Sums so far, f32, in the shapes of `Blocks`."""
 
     q: jax.Array
@@ -76,40 +76,42 @@ def backward(
 
     `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
     """
-    blocks = cut(plan, operands)
-    shift = finite_or_zero(logsumexp)
+    blocks = cut_operands(plan, operands)
+    shift = replace_neg_inf(logsumexp)
     # (11)
     row_sums = jnp.einsum("btnv,btnv->bnt", out, d_out, precision="highest", preferred_element_type=jnp.float32)
     row_sums = row_sums - d_logsumexp
     d_outs, shifts, rows = cut_queries(plan, d_out), cut_rows(plan, shift), cut_rows(plan, row_sums)
 
-    def parts(pair: Places) -> Parts:
+    def parts(pair: PairIndices) -> PairGradients:
         block = compute_pair(plan, blocks, pair)
-        found = parts_of(block, take(d_outs, pair.q), take(shifts, pair.q), take(rows, pair.q))
+        found = compute_pair_gradients(
+            block, take_block(d_outs, pair.q), take_block(shifts, pair.q), take_block(rows, pair.q)
+        )
         return found if blocks.bias is not None else found._replace(dx=None)
 
-    def step(sums: _Gradients, pair: Places) -> tuple[_Gradients, None]:
-        found = unless_empty(plan, blocks, pair, functools.partial(parts, pair), nothing)
-        return _Gradients(
-            q=put(sums.q, take(sums.q, pair.q) + found.dq, pair.q),
-            k=put(sums.k, take(sums.k, pair.kv) + found.dk, pair.kv),
-            v=put(sums.v, take(sums.v, pair.kv) + found.dv, pair.kv),
+    def step(sums: _GradientSums, pair: PairIndices) -> tuple[_GradientSums, None]:
+        found = compute_unless_empty(plan, blocks, pair, functools.partial(parts, pair), nothing)
+        return _GradientSums(
+            q=put_block(sums.q, take_block(sums.q, pair.q) + found.dq, pair.q),
+            k=put_block(sums.k, take_block(sums.k, pair.kv) + found.dk, pair.kv),
+            v=put_block(sums.v, take_block(sums.v, pair.kv) + found.dv, pair.kv),
             bias=_add_bias(plan, sums.bias, found.dx, pair),
         ), None
 
-    sums = _Gradients(
-        q=_zeros(blocks.q),
-        k=_zeros(blocks.k),
-        v=_zeros(blocks.v),
-        bias=None if blocks.bias is None else _zeros(blocks.bias),
+    sums = _GradientSums(
+        q=_make_zeros(blocks.q),
+        k=_make_zeros(blocks.k),
+        v=_make_zeros(blocks.v),
+        bias=None if blocks.bias is None else _make_zeros(blocks.bias),
     )
-    nothing = Parts(
+    nothing = PairGradients(
         dq=jnp.zeros(blocks.q.shape[1:], jnp.float32),
         dk=jnp.zeros(blocks.k.shape[1:], jnp.float32),
         dv=jnp.zeros(blocks.v.shape[1:], jnp.float32),
         dx=None if blocks.bias is None else jnp.zeros((*blocks.q.shape[1:-1], plan.block_kv), jnp.float32),
     )
-    sums, nothing = varying_over((sums, nothing), varying_axes(operands))
+    sums, nothing = mark_varying((sums, nothing), find_varying_axes(operands))
     pairs = plan.schedule.pairs
     if len(pairs.q):
         sums, _ = lax.scan(step, sums, jax.tree.map(jnp.asarray, pairs))
@@ -117,52 +119,54 @@ def backward(
         q=join_queries(plan, (sums.q * plan.scale).astype(operands.q.dtype)),  # (14)
         k=join_keys(plan, (sums.k * plan.scale).astype(operands.k.dtype)),  # (15)
         v=join_keys(plan, sums.v.astype(operands.v.dtype)),
-        bias=_bias_gradient(sums.bias, operands.bias),
+        bias=_finish_bias_gradient(sums.bias, operands.bias),
         alibi_slopes=None,
-        sinks=sink_gradient(operands.sinks, shift, row_sums),
+        sinks=compute_dsinks(operands.sinks, shift, row_sums),
         segment_ids=None,
         selected=None,
     )
 
 
-def parts_of(block: Pair, do: jax.Array, shift: jax.Array, row_sums: jax.Array) -> Parts:
+def compute_pair_gradients(block: Pair, do: jax.Array, shift: jax.Array, row_sums: jax.Array) -> PairGradients:
     """What a pair of blocks adds, of `do [B, K, G, block_q, V]`, `logsumexp` and (11) - dlse `[B, K, G, block_q]`."""
     dtype = block.q.dtype
     p = jnp.exp(block.logits - shift[..., None])  # (8)
-    dv = product("bkgts,bkgtv->bksv", p.astype(dtype), do)  # (9)
-    dp = product("bkgtv,bksv->bkgts", do, block.v)  # (10)
+    dv = multiply("bkgts,bkgtv->bksv", p.astype(dtype), do)  # (9)
+    dp = multiply("bkgtv,bksv->bkgts", do, block.v)  # (10)
     dx = p * (dp - row_sums[..., None])  # (12)
     if block.slope is not None:
         dx = dx * block.slope  # (13)
     if block.allowed is not None:
         dx = jnp.where(block.allowed, dx, 0.0)
     rounded = dx.astype(dtype)
-    dq = product("bkgts,bksh->bkgth", rounded, block.k)  # (14), not scaled
-    dk = product("bkgts,bkgth->bksh", rounded, block.q)  # (15), not scaled
-    return Parts(dq, dk, dv, dx)
+    dq = multiply("bkgts,bksh->bkgth", rounded, block.k)  # (14), not scaled
+    dk = multiply("bkgts,bkgth->bksh", rounded, block.q)  # (15), not scaled
+    return PairGradients(dq, dk, dv, dx)
 
 
-def _zeros(x: jax.Array) -> jax.Array:
+def _make_zeros(x: jax.Array) -> jax.Array:
     return jnp.zeros(x.shape, jnp.float32)
 
 
-def _add_bias(plan: BlockFlashPlan, total: jax.Array | None, dx: jax.Array | None, pair: Places) -> jax.Array | None:
+def _add_bias(
+    plan: BlockFlashPlan, total: jax.Array | None, dx: jax.Array | None, pair: PairIndices
+) -> jax.Array | None:
     if total is None or dx is None:
         return None
-    start, size = bias_corner(plan, total, pair)
+    start, size = locate_pair(plan, total, pair)
     broadcast = tuple(axis for axis, (n, m) in enumerate(zip(size, dx.shape, strict=True)) if n < m)
     update = lax.dynamic_slice(total, start, size) + dx.sum(axis=broadcast, keepdims=True)  # (16)
     return lax.dynamic_update_slice(total, update, start)
 
 
-def _bias_gradient(total: jax.Array | None, bias: jax.Array | None) -> jax.Array | None:
+def _finish_bias_gradient(total: jax.Array | None, bias: jax.Array | None) -> jax.Array | None:
     if total is None or bias is None:
         return None
     total = total.reshape(*bias.shape[:2], *total.shape[3:])
     return total[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
 
 
-def sink_gradient(sinks: jax.Array | None, shift: jax.Array, row_sums: jax.Array) -> jax.Array | None:
+def compute_dsinks(sinks: jax.Array | None, shift: jax.Array, row_sums: jax.Array) -> jax.Array | None:
     """Gradient `[N]`; `row_sums [B, N, T]` is `D - dlse`."""
     if sinks is None:
         return None

@@ -9,15 +9,15 @@ from typing import Any
 import jax
 
 from cases.case import Case
-from conformance.tunable import Knob, KnobSettings, Setting, Tunable, read
+from conformance.tunable import Knob, KnobSettings, Setting, Tunable, read_table
 
-PLAIN = {"block_q": 128, "block_kv": 128}
+DEFAULT_SIZES = {"block_q": 128, "block_kv": 128}
 """Where nothing was measured, and for short calls, which larger blocks would cut in one piece."""
-SHORTEST_TUNED = 1024
+MIN_TUNED_LENGTH = 1024
 
 TABLE = Path(__file__).with_name("block_sizes.json")
-_ENTRIES = read(TABLE)
-_SIDES = (64, 128, 256, 512)
+_ENTRIES = read_table(TABLE)
+_BLOCK_LENGTHS = (64, 128, 256, 512)
 
 
 def look_up(q_length: int, kv_length: int) -> Setting:
@@ -26,12 +26,12 @@ def look_up(q_length: int, kv_length: int) -> Setting:
     fitting = [
         entry
         for entry in _ENTRIES
-        if entry.device == device and SHORTEST_TUNED <= entry.key["min_length"] <= min(q_length, kv_length)
+        if entry.device == device and MIN_TUNED_LENGTH <= entry.key["min_length"] <= min(q_length, kv_length)
     ]
-    return max(fitting, key=lambda entry: entry.key["min_length"]).settings["blocks"] if fitting else PLAIN
+    return max(fitting, key=lambda entry: entry.key["min_length"]).settings["blocks"] if fitting else DEFAULT_SIZES
 
 
-def tunable(call: Callable[..., Any]) -> Tunable:
+def build_tunable(call: Callable[..., Any]) -> Tunable:
     """What may be tuned of `call`, which takes `block_q` and `block_kv`."""
 
     def with_settings(settings: KnobSettings) -> Callable[..., Any]:
@@ -41,21 +41,21 @@ def tunable(call: Callable[..., Any]) -> Tunable:
         return attention
 
     return Tunable(
-        knobs=(Knob(name="blocks", phase="forward+backward", candidates=_candidates),),
+        knobs=(Knob(name="blocks", phase="forward+backward", candidates=_iter_candidates),),
         settings=lambda case: {"blocks": look_up(case.q_length, case.kv_length)},
         call=with_settings,
         key=lambda case: {"min_length": min(case.q_length, case.kv_length)},
-        cases=lambda: tuple(_case(length) for length in (1024, 4096)),
+        cases=lambda: tuple(_build_case(length) for length in (1024, 4096)),
         table=TABLE,
     )
 
 
-def _candidates(case: Case) -> Iterator[Setting]:
-    for block_q in _SIDES:
-        for block_kv in _SIDES:
+def _iter_candidates(case: Case) -> Iterator[Setting]:
+    for block_q in _BLOCK_LENGTHS:
+        for block_kv in _BLOCK_LENGTHS:
             if block_q <= case.q_length and block_kv <= case.kv_length:
                 yield {"block_q": block_q, "block_kv": block_kv}
 
 
-def _case(length: int) -> Case:
+def _build_case(length: int) -> Case:
     return Case(q_length=length, kv_length=length, num_q_heads=4, num_kv_heads=4, mask="causal")

@@ -1,6 +1,6 @@
 """Forward pass: one scan over the active pairs of blocks, with a softmax that takes in one block of keys at a time.
 
-From the logits z of `impls.block_flash.blocks`:
+From the logits z of `impls.block_flash.operand_blocks`:
 
     (4)  m_i = max(max_j z_ij, sink)
     (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
@@ -23,20 +23,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.block_flash.blocks import (
+from impls.block_flash.block_schedule import BlockFlashPlan, FlashSizes, PairIndices
+from impls.block_flash.operand_blocks import (
     Operands,
     Pair,
     compute_pair,
-    cut,
+    compute_unless_empty,
+    cut_operands,
     join_queries,
     join_rows,
-    product,
-    put,
-    take,
-    unless_empty,
+    multiply,
+    put_block,
+    take_block,
 )
-from impls.block_flash.schedule import BlockFlashPlan, Places, Sizes
-from impls.varying import varying_axes, varying_over
+from impls.varying_axes import find_varying_axes, mark_varying
 
 
 class Outputs(NamedTuple):
@@ -47,7 +47,7 @@ class Outputs(NamedTuple):
     max_logits: jax.Array  # [B, N, T] f32
 
 
-class Running(NamedTuple):
+class RunningSoftmax(NamedTuple):
     """The softmax of the keys so far, f32."""
 
     maximum: jax.Array  # [q blocks, B, K, G, block_q]
@@ -55,61 +55,61 @@ class Running(NamedTuple):
     out: jax.Array  # [q blocks, B, K, G, block_q, V]
 
 
-def finite_or_zero(x: jax.Array) -> jax.Array:
+def replace_neg_inf(x: jax.Array) -> jax.Array:
     """`x` with -inf replaced by 0, so that `exp(-inf - x)` is 0 and not NaN."""
     return jnp.where(x == -jnp.inf, 0.0, x)
 
 
 def forward(plan: BlockFlashPlan, operands: Operands) -> Outputs:
     """Attention of `operands`. Memory beyond operands and outputs is linear in the lengths."""
-    blocks = cut(plan, operands)
+    blocks = cut_operands(plan, operands)
     rows = blocks.q.shape[:-1]
 
-    def add(old: Running, pair: Places) -> Running:
-        return with_block(old, compute_pair(plan, blocks, pair))
+    def add(old: RunningSoftmax, pair: PairIndices) -> RunningSoftmax:
+        return add_block(old, compute_pair(plan, blocks, pair))
 
-    def step(running: Running, pair: Places) -> tuple[Running, None]:
-        old = Running(*(take(x, pair.q) for x in running))
-        new = unless_empty(plan, blocks, pair, functools.partial(add, old, pair), old)
-        return Running(*(put(x, y, pair.q) for x, y in zip(running, new, strict=True))), None
+    def step(running: RunningSoftmax, pair: PairIndices) -> tuple[RunningSoftmax, None]:
+        old = RunningSoftmax(*(take_block(x, pair.q) for x in running))
+        new = compute_unless_empty(plan, blocks, pair, functools.partial(add, old, pair), old)
+        return RunningSoftmax(*(put_block(x, y, pair.q) for x, y in zip(running, new, strict=True))), None
 
-    running = varying_over(nothing_yet(rows, blocks.v.shape[-1]), varying_axes(operands))
+    running = mark_varying(start_softmax(rows, blocks.v.shape[-1]), find_varying_axes(operands))
     pairs = plan.schedule.pairs
     if len(pairs.q):
         running, _ = lax.scan(step, running, jax.tree.map(jnp.asarray, pairs))
-    return finish(plan, running, operands.sinks, operands.q.dtype)
+    return finish_softmax(plan, running, operands.sinks, operands.q.dtype)
 
 
-def nothing_yet(rows: tuple[int, ...], depth: int) -> Running:
+def start_softmax(rows: tuple[int, ...], depth: int) -> RunningSoftmax:
     """The softmax of no keys, of `rows` and values of this depth."""
-    return Running(
+    return RunningSoftmax(
         maximum=jnp.full(rows, -jnp.inf, jnp.float32),
         total=jnp.zeros(rows, jnp.float32),
         out=jnp.zeros((*rows, depth), jnp.float32),
     )
 
 
-def with_block(old: Running, block: Pair) -> Running:
+def add_block(old: RunningSoftmax, block: Pair) -> RunningSoftmax:
     """The softmax of a block of queries `[B, K, G, block_q]` with one more block of keys."""
     maximum = jnp.maximum(old.maximum, block.logits.max(axis=-1))  # (4)
-    shift = finite_or_zero(maximum)
+    shift = replace_neg_inf(maximum)
     weights = jnp.exp(block.logits - shift[..., None])
     decay = jnp.exp(old.maximum - shift)
-    update = product("bkgts,bksv->bkgtv", weights.astype(block.v.dtype), block.v)
-    return Running(
+    update = multiply("bkgts,bksv->bkgtv", weights.astype(block.v.dtype), block.v)
+    return RunningSoftmax(
         maximum,
         total=old.total * decay + weights.sum(axis=-1),  # (5)
         out=old.out * decay[..., None] + update,  # (6), not divided
     )
 
 
-def finish(plan: Sizes, running: Running, sinks: jax.Array | None, dtype: Any) -> Outputs:
+def finish_softmax(plan: FlashSizes, running: RunningSoftmax, sinks: jax.Array | None, dtype: Any) -> Outputs:
     """Add the sinks `[N]` to (4) and (5), then divide; `out` is of this dtype."""
     maximum, total, out = running
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, 1, plan.num_kv_heads, -1, 1)
         maximum = jnp.maximum(maximum, sink)  # (4)
-        shift = finite_or_zero(maximum)
+        shift = replace_neg_inf(maximum)
         decay = jnp.exp(running.maximum - shift)
         total = total * decay + jnp.exp(sink - shift)  # (5)
         out = out * decay[..., None]

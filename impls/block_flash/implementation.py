@@ -6,15 +6,15 @@ import functools
 
 from conformance.contract import Arithmetic, Implementation
 from impls.block_flash.attention import attention
-from impls.block_flash.block_sizes import tunable
-from impls.block_flash.latent import latent_attention
-from impls.block_flash.packed import packed_attention
+from impls.block_flash.block_flash_latent import latent_attention
+from impls.block_flash.block_flash_packed import packed_attention
+from impls.block_flash.block_sizes import build_tunable
 
 # Smaller and larger than each other, neither dividing the other nor the usual lengths.
 _OTHER_BLOCKS = ((32, 48), (80, 24))
 
 
-def implementation(name: str, *, block_q: int | None = None, block_kv: int | None = None) -> Implementation:
+def build_implementation(name: str, *, block_q: int | None = None, block_kv: int | None = None) -> Implementation:
     """Block flash attention with these block sizes, by default those of the table, under `name`."""
     blocks = "tuned blocks" if block_q is None or block_kv is None else f"blocks of {block_q} x {block_kv}"
     return Implementation(
@@ -33,11 +33,11 @@ def implementation(name: str, *, block_q: int | None = None, block_kv: int | Non
         },
         memory="linear",
         checkpoint_names=("out", "logsumexp"),
-        tunable=tunable(attention),
+        tunable=build_tunable(attention),
     )
 
 
-def packed_implementation(name: str, *, block_q: int, block_kv: int) -> Implementation:
+def build_packed_implementation(name: str, *, block_q: int, block_kv: int) -> Implementation:
     """Block flash attention over packed sequences with these block sizes, under `name`."""
     return Implementation(
         name=name,
@@ -62,7 +62,7 @@ def packed_implementation(name: str, *, block_q: int, block_kv: int) -> Implemen
     )
 
 
-def latent_implementation(name: str) -> Implementation:
+def build_latent_implementation(name: str) -> Implementation:
     """Block flash attention to one latent for all heads, under `name`."""
     return Implementation(
         name=name,
@@ -82,7 +82,7 @@ def latent_implementation(name: str) -> Implementation:
 
 # The blocks of the packed form are small and unlike each other, so that sequences begin and end within blocks.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    implementation("block_flash"),
-    packed_implementation("block_flash_packed", block_q=16, block_kv=24),
-    latent_implementation("block_flash_latent"),
+    build_implementation("block_flash"),
+    build_packed_implementation("block_flash_packed", block_q=16, block_kv=24),
+    build_latent_implementation("block_flash_latent"),
 )

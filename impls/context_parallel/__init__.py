@@ -2,8 +2,8 @@
 
 from impls.context_parallel.all_gather import all_gather
 from impls.context_parallel.attention import attention
-from impls.context_parallel.implementation import IMPLEMENTATIONS, implementation
-from impls.context_parallel.layout import Layout
+from impls.context_parallel.implementation import IMPLEMENTATIONS, build_implementation
 from impls.context_parallel.ring import ring
+from impls.context_parallel.sequence_layout import Layout
 
-__all__ = ["IMPLEMENTATIONS", "Layout", "all_gather", "attention", "implementation", "ring"]
+__all__ = ["IMPLEMENTATIONS", "Layout", "all_gather", "attention", "build_implementation", "ring"]

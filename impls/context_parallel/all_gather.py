@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from cases.masks import Mask
-from impls.context_parallel.layout import Layout
-from impls.context_parallel.local import Kernel, Local, Operands, Outputs
-from impls.context_parallel.masks import schedule
+from impls.context_parallel.device_masks import build_schedule
+from impls.context_parallel.local_attention import Kernel, LocalAttention, Operands, Outputs
+from impls.context_parallel.sequence_layout import Layout
 
 
 def all_gather(
@@ -60,18 +60,18 @@ def all_gather(
     """
     if keys.balanced:
         raise ValueError("keys must be in sequence order to be gathered, got a balanced Layout")
-    plan = schedule(mask, queries, Layout(keys.length, 1, balanced=False))
-    local = Local(kernel, plan.masks, soft_cap, scale)
-    gathered = _Gathered(local, tuple(row[0] for row in plan.table), keys, axis_name)
+    plan = build_schedule(mask, queries, Layout(keys.length, 1, balanced=False))
+    local = LocalAttention(kernel, plan.masks, soft_cap, scale)
+    gathered = _GatherPlan(local, tuple(row[0] for row in plan.table), keys, axis_name)
     outputs = _attend(gathered, Operands(q, k, v, bias, sinks, segment_ids))
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Gathered:
+class _GatherPlan:
     """What is static: the kernel and its masks, which of them each device has, the layout of keys and the mesh axis."""
 
-    local: Local
+    local: LocalAttention
     masks: tuple[int, ...]
     keys: Layout
     axis_name: str
@@ -103,15 +103,15 @@ class _Gathered:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(gathered: _Gathered, operands: Operands) -> Outputs:
+def _attend(gathered: _GatherPlan, operands: Operands) -> Outputs:
     return gathered.local.forward(gathered.index(), gathered.whole(operands))
 
 
-def _forward(gathered: _Gathered, operands: Operands) -> tuple[Outputs, Operands]:
+def _forward(gathered: _GatherPlan, operands: Operands) -> tuple[Outputs, Operands]:
     return _attend(gathered, operands), operands
 
 
-def _backward(gathered: _Gathered, operands: Operands, cotangents: Outputs) -> tuple[Operands]:
+def _backward(gathered: _GatherPlan, operands: Operands, cotangents: Outputs) -> tuple[Operands]:
     # In f32, since what the devices find for a key is added up: rounded to bf16 each, the sum loses more the more
     # devices there are.
     local = dataclasses.replace(gathered.local, wide=True)

@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from cases.masks import Full, Indexer, Mask, leaves
+from cases.masks import Full, Indexer, Mask, iter_leaves
 from conformance.contract import validate_mask, validate_operands
 from impls import block_flash
 from impls.context_parallel.all_gather import all_gather
-from impls.context_parallel.layout import Layout
-from impls.context_parallel.local import Kernel
+from impls.context_parallel.local_attention import Kernel
 from impls.context_parallel.ring import ring
-from impls.explicit import explicit_mesh
+from impls.context_parallel.sequence_layout import Layout
+from impls.explicit_sharding import find_explicit_mesh
 
 Method = Literal["all_gather", "ring"]
 METHODS = {"all_gather": all_gather, "ring": ring}
-AXIS = "context"
-DEVICES = 4
+CONTEXT_AXIS = "context"
+DEFAULT_DEVICES = 4
 UNSUPPORTED = {"indexer": "the masks of the devices are found before the program runs"}
 
 
@@ -53,7 +53,7 @@ def attention(
     save_residuals: bool = False,
     kernel: Kernel = block_flash.attention,
     method: Method = "ring",
-    devices: int = DEVICES,
+    devices: int = DEFAULT_DEVICES,
     balanced: bool = True,
 ) -> Any:
     """Softmax attention (`conformance.contract`) by `kernel`, its sequence shared by the first `devices` devices.
@@ -89,13 +89,13 @@ def attention(
     validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if method not in METHODS:
         raise ValueError(f"method must be one of {tuple(METHODS)}, got {method!r}")
-    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+    if any(isinstance(leaf, Indexer) for leaf in iter_leaves(mask)):
         raise NotImplementedError(f"context parallelism does not support indexer: {UNSUPPORTED['indexer']}")
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise NotImplementedError(
             "context_parallel.attention makes its own shard_map: inside another one call ring or all_gather"
         )
-    if explicit_mesh((q, k, v, segment_ids, sinks, bias)) is not None:
+    if find_explicit_mesh((q, k, v, segment_ids, sinks, bias)) is not None:
         raise NotImplementedError(
             "context_parallel.attention makes its own mesh: for operands on one with explicit axes, call ring or "
             "all_gather in a shard_map over it"
@@ -109,7 +109,7 @@ def attention(
         soft_cap=soft_cap,
         scale=scale,
     )
-    _mesh(devices)  # raises before any work
+    _build_mesh(devices)  # raises before any work
     arrays = {"q": q, "k": k, "v": v, "segment_ids": segment_ids, "sinks": sinks, "bias": bias}
     out, residuals = _attend(plan, {name: x for name, x in arrays.items() if x is not None})
     return (out, residuals) if save_residuals else out
@@ -119,20 +119,20 @@ def attention(
 def _attend(plan: _ContextPlan, arrays: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
     queries, keys = plan.queries, plan.keys
     dealt = {"q": queries.deal(arrays["q"], 1), "k": keys.deal(arrays["k"], 1), "v": keys.deal(arrays["v"], 1)}
-    sequence = _spec(None, AXIS)
+    sequence = _build_spec(None, CONTEXT_AXIS)
     specs: dict[str, Any] = {"q": sequence, "k": sequence, "v": sequence}
     if "segment_ids" in arrays:
         q_ids, kv_ids = (jnp.asarray(ids) for ids in arrays["segment_ids"])
         dealt["segment_ids"] = queries.deal(q_ids, 1), keys.deal(kv_ids, 1)
         specs["segment_ids"] = sequence
     if "sinks" in arrays:
-        dealt["sinks"], specs["sinks"] = jnp.asarray(arrays["sinks"]), _spec()
+        dealt["sinks"], specs["sinks"] = jnp.asarray(arrays["sinks"]), _build_spec()
     if "bias" in arrays:
         bias = jnp.asarray(arrays["bias"])
-        specs["bias"] = _spec(None, None, AXIS) if bias.shape[2] > 1 else _spec()
+        specs["bias"] = _build_spec(None, None, CONTEXT_AXIS) if bias.shape[2] > 1 else _build_spec()
         bias = queries.deal(bias, 2) if bias.shape[2] > 1 else bias
         dealt["bias"] = keys.deal(bias, 3) if bias.shape[3] > 1 and plan.method == "ring" else bias
-    rows = _spec(None, None, AXIS)
+    rows = _build_spec(None, None, CONTEXT_AXIS)
 
     def on_device(x: dict[str, Any]) -> Any:
         return METHODS[plan.method](
@@ -141,14 +141,14 @@ def _attend(plan: _ContextPlan, arrays: dict[str, Any]) -> tuple[jax.Array, dict
             mask=plan.mask,
             queries=queries,
             keys=keys,
-            axis_name=AXIS,
+            axis_name=CONTEXT_AXIS,
             soft_cap=plan.soft_cap,
             scale=plan.scale,
         )
 
     out, residuals = jax.shard_map(
         on_device,
-        mesh=_mesh(queries.devices),
+        mesh=_build_mesh(queries.devices),
         in_specs=(specs,),
         out_specs=(sequence, {"logsumexp": rows, "max_logits": rows}),
         check_vma=False,  # Pallas kernels in interpret mode do not say over which axes they vary
@@ -158,15 +158,15 @@ def _attend(plan: _ContextPlan, arrays: dict[str, Any]) -> tuple[jax.Array, dict
 
 
 @functools.lru_cache(maxsize=8)
-def _mesh(devices: int) -> Mesh:
+def _build_mesh(devices: int) -> Mesh:
     """A mesh of the first `devices` devices. Raises `ValueError` if there are fewer."""
     if (count := len(jax.devices())) < devices:
         raise ValueError(
             f"devices must be at most the number of devices, got {devices} and there are {count}; on CPU, XLA_FLAGS "
             f"can have --xla_force_host_platform_device_count={devices}"
         )
-    return jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    return jax.make_mesh((devices,), (CONTEXT_AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
 
-def _spec(*axes: str | None) -> Any:
+def _build_spec(*axes: str | None) -> Any:
     return PartitionSpec(*axes)  # type: ignore[no-untyped-call]  # JAX leaves it untyped

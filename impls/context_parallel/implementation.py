@@ -7,10 +7,10 @@ from typing import Any
 
 from conformance.contract import Accelerator, Implementation
 from impls import block_flash
-from impls.context_parallel.attention import DEVICES, UNSUPPORTED, Method, attention
+from impls.context_parallel.attention import DEFAULT_DEVICES, UNSUPPORTED, Method, attention
 
 
-def implementation(name: str, kernel: Implementation, method: Method, **options: Any) -> Implementation:
+def build_implementation(name: str, kernel: Implementation, method: Method, **options: Any) -> Implementation:
     """`kernel` on several devices under `name`, with the other options of `attention`.
 
     Raises:
@@ -19,7 +19,7 @@ def implementation(name: str, kernel: Implementation, method: Method, **options:
     if not {"logsumexp", "max_logits"} <= kernel.residuals or "logsumexp" not in kernel.differentiable_residuals:
         raise ValueError(f"{name}: {kernel.name} must return max_logits and a differentiable logsumexp")
     call = functools.partial(attention, kernel=kernel.call, method=method, **options)
-    devices = options.get("devices", DEVICES)
+    devices = options.get("devices", DEFAULT_DEVICES)
     how = {"all_gather": "all-gather of keys and values", "ring": "keys and values in a ring"}[method]
     return Implementation(
         name=name,
@@ -43,6 +43,6 @@ def implementation(name: str, kernel: Implementation, method: Method, **options:
 
 _KERNEL = block_flash.IMPLEMENTATIONS[0]
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    implementation("block_flash_allgather", _KERNEL, "all_gather"),
-    implementation("block_flash_ring", _KERNEL, "ring"),
+    build_implementation("block_flash_allgather", _KERNEL, "all_gather"),
+    build_implementation("block_flash_ring", _KERNEL, "ring"),
 )

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from cases.masks import Mask
-from impls import merging
-from impls.context_parallel.layout import Layout
-from impls.context_parallel.local import Kernel, Local, Operands, Outputs
-from impls.context_parallel.masks import schedule
-from impls.context_parallel.parts import as_part, by_row, results, share, with_sinks
+from impls import softmax_merge
+from impls.context_parallel.device_masks import build_schedule
+from impls.context_parallel.local_attention import Kernel, LocalAttention, Operands, Outputs
+from impls.context_parallel.result_parts import add_sinks, build_part, compute_share, restore_results, transpose_rows
+from impls.context_parallel.sequence_layout import Layout
 
 
 def ring(
@@ -65,20 +65,20 @@ def ring(
     Returns:
       f32 `out [B, queries.local, N, V]`, and the residuals.
     """
-    plan = schedule(mask, queries, keys)
-    steps = _Ring(Local(kernel, plan.masks, soft_cap, scale, wide=True), plan.table, axis_name)
+    plan = build_schedule(mask, queries, keys)
+    steps = _RingPlan(LocalAttention(kernel, plan.masks, soft_cap, scale, wide=True), plan.table, axis_name)
     outputs = _attend(steps, Operands(q, k, v, bias, None, segment_ids))
     out, logsumexp = outputs.out, outputs.logsumexp
     if sinks is not None:
-        out, logsumexp = with_sinks(out, logsumexp, sinks)
+        out, logsumexp = add_sinks(out, logsumexp, sinks)
     return out, {"logsumexp": logsumexp, "max_logits": outputs.max_logits}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ring:
+class _RingPlan:
     """What is static: the kernel and its masks, which of them each pair of devices has, and the mesh axis."""
 
-    local: Local
+    local: LocalAttention
     table: tuple[tuple[int, ...], ...]
     axis_name: str
 
@@ -101,60 +101,62 @@ class _Ring:
         return jax.tree.map(pass_on, x)
 
 
-def _columns(bias: jax.Array | None, source: jax.Array, length: int) -> jax.Array | None:
+def _cut_columns(bias: jax.Array | None, source: jax.Array, length: int) -> jax.Array | None:
     """The columns of `bias` that belong to the keys of `source`."""
     if bias is None or bias.shape[3] == 1:
         return bias
     return lax.dynamic_slice_in_dim(bias, source * length, length, axis=3)
 
 
-def _at_step(operands: Operands, moving: Any, source: jax.Array) -> Operands:
+def _build_step_operands(operands: Operands, moving: Any, source: jax.Array) -> Operands:
     """The operands of a step: this device's queries, and what has come from `source`."""
     k, v, kv_ids = moving
     ids = None if operands.segment_ids is None else (operands.segment_ids[0], kv_ids)
-    return Operands(operands.q, k, v, _columns(operands.bias, source, k.shape[1]), None, ids)
+    return Operands(operands.q, k, v, _cut_columns(operands.bias, source, k.shape[1]), None, ids)
 
 
-def _moving(operands: Operands) -> Any:
+def _list_moving(operands: Operands) -> Any:
     kv_ids = None if operands.segment_ids is None else operands.segment_ids[1]
     return operands.k, operands.v, kv_ids
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(steps: _Ring, operands: Operands) -> Outputs:
+def _attend(steps: _RingPlan, operands: Operands) -> Outputs:
     def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
         moving, done, top = carry
         coming = steps.passed_on(moving)  # first, so that it can travel while this step computes
         source = steps.source(number)
-        found = steps.local.forward(steps.index(source), _at_step(operands, moving, source))
-        done = merging.merge([done, as_part(found.out, found.logsumexp)])
+        found = steps.local.forward(steps.index(source), _build_step_operands(operands, moving, source))
+        done = softmax_merge.merge([done, build_part(found.out, found.logsumexp)])
         return (coming, done, jnp.maximum(top, found.max_logits)), None
 
     q, v = operands.q, operands.v
     nothing = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
-    start = as_part(jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32), nothing)
-    (_, done, top), _ = lax.scan(step, (_moving(operands), start, nothing), jnp.arange(steps.devices, dtype=jnp.int32))
-    return Outputs(*results(done), top)
+    start = build_part(jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32), nothing)
+    (_, done, top), _ = lax.scan(
+        step, (_list_moving(operands), start, nothing), jnp.arange(steps.devices, dtype=jnp.int32)
+    )
+    return Outputs(*restore_results(done), top)
 
 
-def _forward(steps: _Ring, operands: Operands) -> tuple[Outputs, Any]:
+def _forward(steps: _RingPlan, operands: Operands) -> tuple[Outputs, Any]:
     outputs = _attend(steps, operands)
     return outputs, (operands, outputs.out, outputs.logsumexp)
 
 
-def _backward(steps: _Ring, saved: Any, cotangents: Outputs) -> tuple[Operands]:
+def _backward(steps: _RingPlan, saved: Any, cotangents: Outputs) -> tuple[Operands]:
     operands, out, logsumexp = saved
     do, dlse = cotangents.out, cotangents.logsumexp
-    shift = dlse - _row_sums(do, out)
+    shift = dlse - _compute_row_sums(do, out)
 
     def of_step(found: Outputs) -> tuple[jax.Array, jax.Array]:
-        weight = share(found.logsumexp, logsumexp)
-        return do * by_row(weight), weight * (_row_sums(do, found.out) + shift)
+        weight = compute_share(found.logsumexp, logsumexp)
+        return do * transpose_rows(weight), weight * (_compute_row_sums(do, found.out) + shift)
 
     def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
         moving, travelling, dq, dbias = carry
         source = steps.source(number)
-        at = _at_step(operands, moving, source)
+        at = _build_step_operands(operands, moving, source)
         found = steps.local.backward(steps.index(source), at, of_step)
         dk, dv = travelling
         travelling = (dk + found.k, dv + found.v)
@@ -162,7 +164,7 @@ def _backward(steps: _Ring, saved: Any, cotangents: Outputs) -> tuple[Operands]:
         return (*steps.passed_on((moving, travelling)), dq + found.q, dbias), None
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), operands._replace(segment_ids=None))
-    carry = (_moving(operands), (zeros.k, zeros.v), zeros.q, zeros.bias)
+    carry = (_list_moving(operands), (zeros.k, zeros.v), zeros.q, zeros.bias)
     (_, (dk, dv), dq, dbias), _ = lax.scan(step, carry, jnp.arange(steps.devices, dtype=jnp.int32))
     found = Operands(dq, dk, dv, dbias, None, None)
     return (jax.tree.map(lambda x, like: x.astype(like.dtype), found, operands._replace(segment_ids=None)),)
@@ -171,7 +173,7 @@ def _backward(steps: _Ring, saved: Any, cotangents: Outputs) -> tuple[Operands]:
 _attend.defvjp(_forward, _backward)
 
 
-def _row_sums(do: jax.Array, out: jax.Array) -> jax.Array:
+def _compute_row_sums(do: jax.Array, out: jax.Array) -> jax.Array:
     """`<do, out>`, `[B, N, T]`."""
     return jnp.einsum("btnv,btnv->bnt", do, out, precision="highest")
 

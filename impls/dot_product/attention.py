@@ -30,7 +30,7 @@ AxisOrder = tuple[int, int, int, int]
 ScoreMod = Callable[..., jax.Array]
 
 # Axis order to the two products, and to the axes that bring the second one back to [B, T, K, G, V].
-PRODUCTS: dict[AxisOrder, tuple[str, str]] = {
+EINSUMS: dict[AxisOrder, tuple[str, str]] = {
     (0, 1, 2, 3): ("btkgh,bskh->bkgts", "bkgts,bskv->btkgv"),
     (0, 2, 1, 3): ("bkgth,bksh->bkgts", "bkgts,bksv->bkgtv"),
 }
@@ -89,14 +89,14 @@ def attention(
     options["score_mod"] = score_mod
     validate_operands(q, k, v, segment_ids=segment_ids, scale=scale, **options)
     validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if compute_axis_order not in PRODUCTS:
-        raise ValueError(f"compute_axis_order must be one of {tuple(PRODUCTS)}, got {compute_axis_order}")
+    if compute_axis_order not in EINSUMS:
+        raise ValueError(f"compute_axis_order must be one of {tuple(EINSUMS)}, got {compute_axis_order}")
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     return attend(
         q,
         k,
         v,
-        allowed=allowed_pairs(mask, segment_ids, q.shape[1], k.shape[1], k.shape[2]),
+        allowed=compute_allowed_pairs(mask, segment_ids, q.shape[1], k.shape[1], k.shape[2]),
         scale=scale,
         **options,
         save_residuals=save_residuals,
@@ -131,37 +131,37 @@ def attend(
     stay in f32.
     """
     dtype, num_kv_heads = q.dtype, k.shape[2]
-    k_scales, v_scales = (None, None) if kv_scales is None else (_of_pairs(x, k, allowed) for x in kv_scales)
-    k, v = (_without_dead_rows(x, allowed) for x in (k, v))
+    k_scales, v_scales = (None, None) if kv_scales is None else (_broadcast_scales(x, k, allowed) for x in kv_scales)
+    k, v = (_zero_unseen_rows(x, allowed) for x in (k, v))
     q = q.reshape(*q.shape[:2], num_kv_heads, -1, q.shape[3])  # [B, T, K, G, H]
     if compute_axis_order == (0, 2, 1, 3):
         q = q.transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
         k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))  # [B, K, S, ·]
-    qk, pv = PRODUCTS[compute_axis_order]
+    qk, pv = EINSUMS[compute_axis_order]
 
     operands = (q.astype(jnp.float32), k.astype(jnp.float32)) if float32_qk_product else (q, k)
-    logits = _product(qk, *operands) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)  # (1)
+    logits = _multiply(qk, *operands) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)  # (1)
     if k_scales is not None:
         logits = logits * k_scales
     if bias is not None:
         logits = logits + _split_heads(jnp.asarray(bias, jnp.float32), num_kv_heads)
     if alibi_slopes is not None:
-        logits = logits - _falls(alibi_slopes, logits.shape)
+        logits = logits - _compute_alibi(alibi_slopes, logits.shape)
     if score_mod is not None:
-        logits = _scored(logits, allowed, score_mod)
-    logits = _capped(logits, allowed, soft_cap)  # (2)
+        logits = _apply_score_mod(logits, allowed, score_mod)
+    logits = _apply_soft_cap(logits, allowed, soft_cap)  # (2)
     if not (float32_logits or float32_qk_product):
-        logits = _rounded(logits, dtype)
+        logits = _round_to_dtype(logits, dtype)
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
 
     sink = None if sinks is None else jnp.asarray(sinks, jnp.float32).reshape(1, num_kv_heads, -1, 1)
-    probabilities, logsumexp, max_logits = _softmax(logits, sink)
+    probabilities, logsumexp, max_logits = _compute_softmax(logits, sink)
     # (6)
     if v_scales is None:
-        out = _product(pv, probabilities.astype(dtype), v)
+        out = _multiply(pv, probabilities.astype(dtype), v)
     else:
-        out = _product(pv, probabilities * v_scales, v.astype(jnp.float32))
+        out = _multiply(pv, probabilities * v_scales, v.astype(jnp.float32))
     if compute_axis_order == (0, 2, 1, 3):
         out = out.transpose(0, 3, 1, 2, 4)
     out = out.astype(dtype).reshape(*out.shape[:2], -1, out.shape[-1])  # [B, T, N, V]
@@ -170,11 +170,11 @@ def attend(
     return out, {"logsumexp": _join_heads(logsumexp), "max_logits": _join_heads(max_logits)}
 
 
-def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def _multiply(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def _falls(slopes: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _compute_alibi(slopes: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """By how much logits `[B, K, G, T, S]` fall with the distance, `[K, G, T, S]`; a last query is at the last key."""
     *_, num_kv_heads, group, q_length, kv_length = shape
     i, j = jnp.arange(q_length, dtype=jnp.int32)[:, None], jnp.arange(kv_length, dtype=jnp.int32)
@@ -183,7 +183,7 @@ def _falls(slopes: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return slopes.reshape(num_kv_heads, group, 1, 1) * distance
 
 
-def _scored(logits: jax.Array, allowed: jax.Array | None, score_mod: ScoreMod) -> jax.Array:
+def _apply_score_mod(logits: jax.Array, allowed: jax.Array | None, score_mod: ScoreMod) -> jax.Array:
     """Logits `[B, K, G, T, S]` as the function has them."""
     batch, num_kv_heads, group, q_length, kv_length = logits.shape
     if allowed is not None:
@@ -193,7 +193,7 @@ def _scored(logits: jax.Array, allowed: jax.Array | None, score_mod: ScoreMod) -
     return score_mod(logits, b, n, i, j)
 
 
-def _capped(logits: jax.Array, allowed: jax.Array | None, soft_cap: float | None) -> jax.Array:
+def _apply_soft_cap(logits: jax.Array, allowed: jax.Array | None, soft_cap: float | None) -> jax.Array:
     if soft_cap is None:
         return logits
     if allowed is not None:
@@ -202,13 +202,13 @@ def _capped(logits: jax.Array, allowed: jax.Array | None, soft_cap: float | None
     return soft_cap * jnp.tanh(logits / soft_cap)
 
 
-def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+def _round_to_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     # XLA may drop a pair of converts (xla_allow_excess_precision), reduce_precision it must keep.
     info = jnp.finfo(dtype)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
-def _softmax(logits: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _compute_softmax(logits: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Probabilities of `logits [B, K, G, T, S]`, their logsumexp and maximum `[B, K, G, T]`; `sink [1, K, G, 1]`."""
     max_logits = lax.stop_gradient(jnp.max(logits, axis=-1, initial=-jnp.inf))
     shift = max_logits if sink is None else jnp.maximum(max_logits, lax.stop_gradient(sink))  # (4)
@@ -224,7 +224,7 @@ def _softmax(logits: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.
     return weights / total[..., None], logsumexp, max_logits
 
 
-def _without_dead_rows(x: jax.Array, allowed: jax.Array | None) -> jax.Array:
+def _zero_unseen_rows(x: jax.Array, allowed: jax.Array | None) -> jax.Array:
     """Rows of `x [B, S, K, D]` that no query attends to, replaced by zeros: `0 * NaN` is not 0."""
     if allowed is None:
         return x
@@ -232,13 +232,13 @@ def _without_dead_rows(x: jax.Array, allowed: jax.Array | None) -> jax.Array:
     return jnp.where(seen[..., None], x, jnp.zeros((), x.dtype))
 
 
-def _of_pairs(scales: jax.Array, k: jax.Array, allowed: jax.Array | None) -> jax.Array:
+def _broadcast_scales(scales: jax.Array, k: jax.Array, allowed: jax.Array | None) -> jax.Array:
     """Scales `[b, s, K]` of the keys, or of the values, as `[B, K, 1, 1, S]`."""
     each = jnp.broadcast_to(scales, k.shape[:3])[..., None]
-    return _without_dead_rows(each, allowed).transpose(0, 2, 3, 1)[:, :, None]
+    return _zero_unseen_rows(each, allowed).transpose(0, 2, 3, 1)[:, :, None]
 
 
-def allowed_pairs(
+def compute_allowed_pairs(
     mask: Mask, segment_ids: SegmentIds | None, q_length: int, kv_length: int, num_kv_heads: int
 ) -> jax.Array | None:
     """Mask and segment ids as booleans `[b, k, g, T, S]`, an axis of size 1 where nothing differs; none if all true."""

@@ -8,12 +8,12 @@ from typing import Any
 
 from cases.case import Case
 from conformance.contract import Arithmetic, Implementation
-from impls.dot_product.attention import PRODUCTS, attention
+from impls.dot_product.attention import EINSUMS, attention
 
 _OPTIONS = ("float32_logits", "float32_qk_product", "compute_axis_order")
 
 
-def implementation(name: str, **options: Any) -> Implementation:
+def build_implementation(name: str, **options: Any) -> Implementation:
     """Dot-product attention with `options` bound, under `name`.
 
     Raises:
@@ -31,28 +31,28 @@ def implementation(name: str, **options: Any) -> Implementation:
         description=", ".join(["plain dot-product attention, any backend", *changed]),
         arithmetic=Arithmetic(logits="input" if rounds_logits else "f32", probabilities="input"),
         offers=frozenset({"alibi_slopes", "score_mod"}),
-        supports_case=_logits_fit_f16 if rounds_logits else None,
+        supports_case=_refuse_large_logits if rounds_logits else None,
         empty_rows="zero",
         behind_mask="any",
         validates=True,
-        variants=_other_axis_order(options),
+        variants=_build_axis_variants(options),
     )
 
 
-def _other_axis_order(options: dict[str, Any]) -> dict[str, Any]:
+def _build_axis_variants(options: dict[str, Any]) -> dict[str, Any]:
     """The same attention computed in the axis order that is not the default."""
     default = inspect.signature(attention).parameters["compute_axis_order"].default
-    orders = [order for order in PRODUCTS if order != options.get("compute_axis_order", default)]
+    orders = [order for order in EINSUMS if order != options.get("compute_axis_order", default)]
     return {
         f"axes_{''.join(map(str, order))}": functools.partial(attention, **{**options, "compute_axis_order": order})
         for order in orders
     }
 
 
-def _logits_fit_f16(case: Case) -> str | None:
+def _refuse_large_logits(case: Case) -> str | None:
     if case.dtype == "f16" and case.distribution == "huge":
         return "logits beyond 65504 overflow when they are rounded to float16"
     return None
 
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = (implementation("dot_product"),)
+IMPLEMENTATIONS: tuple[Implementation, ...] = (build_implementation("dot_product"),)

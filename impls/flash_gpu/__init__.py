@@ -8,8 +8,8 @@ The modules in the order in which they build on each other: `block_sizes` (tiles
 
 from impls.flash_gpu.attention import attention
 from impls.flash_gpu.block_sizes import BlockSizes, Ring, Tiles
-from impls.flash_gpu.implementation import IMPLEMENTATIONS, implementation, packed_implementation
-from impls.flash_gpu.packed import packed_attention
+from impls.flash_gpu.flash_gpu_packed import packed_attention
+from impls.flash_gpu.implementation import IMPLEMENTATIONS, build_implementation, build_packed_implementation
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -17,7 +17,7 @@ __all__ = [
     "Ring",
     "Tiles",
     "attention",
-    "implementation",
+    "build_implementation",
+    "build_packed_implementation",
     "packed_attention",
-    "packed_implementation",
 ]

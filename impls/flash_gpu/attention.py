@@ -11,24 +11,24 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from cases.masks import Full, Indexer, Mask, leaves
+from cases.masks import Full, Indexer, Mask, iter_leaves
 from conformance.contract import validate_mask, validate_operands
-from impls.explicit import takes_explicit
-from impls.flash_gpu.backends import Backend, choose, fitted
+from impls.derivative_refusals import refuse_derivatives
+from impls.explicit_sharding import accept_explicit_sharding
 from impls.flash_gpu.block_sizes import BlockSizes, look_up
-from impls.flash_gpu.operands import Operands, Outputs
-from impls.flash_gpu.passes import backward_pass, forward_pass
-from impls.flash_gpu.schedule import FlashGpuPlan
-from impls.once import once
-from impls.varying import varying_axes, varying_over
-from impls.versions import device_kind, interpret_or
+from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs
+from impls.flash_gpu.flash_gpu_passes import run_backward, run_forward
+from impls.flash_gpu.pallas_backends import Backend, choose_mosaic_kernels, fit_rings
+from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.jax_compat import get_device_kind, resolve_interpret
+from impls.varying_axes import find_varying_axes, mark_varying
 
 Products = Literal["exact", "tf32"]
 
 UNSUPPORTED = {"indexer": "finds the tiles to visit before the program runs"}
 
 
-@takes_explicit
+@accept_explicit_sharding
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -70,9 +70,9 @@ def attention(
       save_residuals: also return `logsumexp` and `max_logits`.
       block_sizes: tiles and launch of each kernel, by default those of `block_sizes.TABLE`; cut to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32. An interpreter's products are exact.
-      backend: of Pallas. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper (`impls.flash_gpu.mosaic.launch`);
+      backend: of Pallas. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper (`impls.flash_gpu.mosaic.mosaic_launch`);
         by default Mosaic for the kernels that were measured there to be right and faster, else Triton
-        (`impls.flash_gpu.backends`). Triton also serves the backward pass of depths beyond 128.
+        (`impls.flash_gpu.pallas_backends`). Triton also serves the backward pass of depths beyond 128.
       interpret: run in an interpreter, by default wherever the process does not compute on a GPU: Pallas's fast one for
         Triton, JAX's interpreter of Mosaic GPU for Mosaic, which takes its parameters here instead of `True`.
 
@@ -88,12 +88,12 @@ def attention(
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
-    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+    if any(isinstance(leaf, Indexer) for leaf in iter_leaves(mask)):
         raise NotImplementedError(f"flash_gpu does not support indexer: it {UNSUPPORTED['indexer']}")
     if products not in ("exact", "tf32"):
         raise ValueError(f"products must be 'exact' or 'tf32', got {products!r}")
     depth = max(head_dim, v.shape[3])
-    sizes = look_up(device_kind("gpu"), depth, q.dtype.itemsize).sizes if block_sizes is None else block_sizes
+    sizes = look_up(get_device_kind("gpu"), depth, q.dtype.itemsize).sizes if block_sizes is None else block_sizes
     plan = FlashGpuPlan(
         mask=mask,
         num_q_heads=num_q_heads,
@@ -107,13 +107,13 @@ def attention(
         segmented=segment_ids is not None,
         exact=products == "exact",
         sizes=sizes.cut_to(q_length, kv_length),
-        interpret=interpret_or(interpret, "gpu"),
+        interpret=resolve_interpret(interpret, "gpu"),
     )
     operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids))
     if block_sizes is None:
-        plan = dataclasses.replace(plan, sizes=fitted(plan))
-    plan = dataclasses.replace(plan, mosaic=choose(backend, plan, operands))
-    outputs = attend(plan, varying_over(operands, varying_axes(operands)))
+        plan = dataclasses.replace(plan, sizes=fit_rings(plan))
+    plan = dataclasses.replace(plan, mosaic=choose_mosaic_kernels(backend, plan, operands))
+    outputs = attend(plan, mark_varying(operands, find_varying_axes(operands)))
     if not save_residuals:
         return outputs.out
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
@@ -121,11 +121,11 @@ def attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash(plan: FlashGpuPlan, operands: Operands) -> Outputs:
-    return forward_pass(plan, operands)
+    return run_forward(plan, operands)
 
 
 def _flash_forward(plan: FlashGpuPlan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
-    outputs = once(plan.name, functools.partial(forward_pass, plan), operands)
+    outputs = refuse_derivatives(plan.name, functools.partial(run_forward, plan), operands)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
     return Outputs(out, logsumexp, outputs.max_logits), (operands, out, logsumexp)
@@ -134,8 +134,8 @@ def _flash_forward(plan: FlashGpuPlan, operands: Operands) -> tuple[Outputs, tup
 def _flash_backward(
     plan: FlashGpuPlan, residuals: tuple[Operands, jax.Array, jax.Array], cotangents: Outputs
 ) -> tuple[Operands]:
-    pull_back = functools.partial(backward_pass, plan)
-    return (once(plan.name, pull_back, *residuals, cotangents.out, cotangents.logsumexp),)
+    pull_back = functools.partial(run_backward, plan)
+    return (refuse_derivatives(plan.name, pull_back, *residuals, cotangents.out, cotangents.logsumexp),)
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

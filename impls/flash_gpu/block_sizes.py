@@ -19,7 +19,7 @@ Kernel = Literal["forward", "dq", "dkv"]
 KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkv")
 
 # The smallest side of an operand of Triton's matrix product.
-SMALLEST = 16
+MIN_TILE = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class Tiles:
 
     def __post_init__(self) -> None:
         for name, block in (("block_q", self.block_q), ("block_kv", self.block_kv)):
-            if block < SMALLEST or block & (block - 1):
-                raise ValueError(f"{name} must be a power of two of at least {SMALLEST}, got {block}")
+            if block < MIN_TILE or block & (block - 1):
+                raise ValueError(f"{name} must be a power of two of at least {MIN_TILE}, got {block}")
         if self.num_warps < 1 or self.num_warps & (self.num_warps - 1):
             raise ValueError(f"num_warps must be a power of two, got {self.num_warps}")
         if self.num_stages < 1:
@@ -51,8 +51,8 @@ class Tiles:
         """The same with tiles no larger than the lengths need."""
         return dataclasses.replace(
             self,
-            block_q=min(self.block_q, padded(q_length)),
-            block_kv=min(self.block_kv, padded(kv_length)),
+            block_q=min(self.block_q, round_up_to_tile(q_length)),
+            block_kv=min(self.block_kv, round_up_to_tile(kv_length)),
         )
 
 
@@ -140,14 +140,14 @@ class Entry:
     provenance: str
 
 
-def _sizes(forward: Tiles, dq: Tiles, dkv: Tiles, **rings: Ring) -> BlockSizes:
+def _build_sizes(forward: Tiles, dq: Tiles, dkv: Tiles, **rings: Ring) -> BlockSizes:
     return BlockSizes(forward=forward, dq=dq, dkv=dkv, **rings)
 
 
-MEASURED = Path(__file__).with_name("block_sizes.json")
+MEASURED_TABLE = Path(__file__).with_name("block_sizes.json")
 
 
-def from_settings(settings: Mapping[str, Mapping[str, Any]]) -> BlockSizes:
+def parse_settings(settings: Mapping[str, Mapping[str, Any]]) -> BlockSizes:
     """Sizes out of plain data, whose names are those of `BlockSizes`, `Tiles` and `Ring`."""
     sizes: dict[str, Any] = {
         name: (Ring if name.startswith("mosaic_") else Tiles)(**setting) for name, setting in settings.items()
@@ -155,27 +155,27 @@ def from_settings(settings: Mapping[str, Mapping[str, Any]]) -> BlockSizes:
     return BlockSizes(**sizes)
 
 
-def _measured() -> tuple[Entry, ...]:
+def _load_measured() -> tuple[Entry, ...]:
     """The entries of the file."""
     return tuple(
         Entry(
             device=entry.device,
             max_depth=entry.key["max_depth"],
             max_itemsize=entry.key["max_itemsize"],
-            sizes=from_settings(entry.settings),
+            sizes=parse_settings(entry.settings),
             provenance=f"measured on {entry.device}, {entry.provenance['date']}, jax {entry.provenance['jax']}",
         )
-        for entry in tunable.read(MEASURED)
+        for entry in tunable.read_table(MEASURED_TABLE)
     )
 
 
 _REASONED = "reasoned from shared memory and registers, compiled for A100, H100 and B200, timed on none of them"
-_TABLE: tuple[Entry, ...] = (
+_REASONED_ENTRIES: tuple[Entry, ...] = (
     Entry(
         device="",
         max_depth=64,
         max_itemsize=2,
-        sizes=_sizes(
+        sizes=_build_sizes(
             Tiles(block_q=128, block_kv=64, num_warps=4, num_stages=3),
             Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
             Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
@@ -186,7 +186,7 @@ _TABLE: tuple[Entry, ...] = (
         device="",
         max_depth=128,
         max_itemsize=2,
-        sizes=_sizes(
+        sizes=_build_sizes(
             Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2),
             Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
             Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
@@ -197,7 +197,7 @@ _TABLE: tuple[Entry, ...] = (
         device="",
         max_depth=128,
         max_itemsize=4,
-        sizes=_sizes(
+        sizes=_build_sizes(
             Tiles(block_q=64, block_kv=32, num_warps=4, num_stages=2),
             Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
             Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
@@ -208,7 +208,7 @@ _TABLE: tuple[Entry, ...] = (
         device="",
         max_depth=256,
         max_itemsize=2,
-        sizes=_sizes(
+        sizes=_build_sizes(
             Tiles(block_q=64, block_kv=32, num_warps=4, num_stages=2),
             Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
             Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
@@ -219,7 +219,7 @@ _TABLE: tuple[Entry, ...] = (
         device="",
         max_depth=1 << 30,
         max_itemsize=4,
-        sizes=_sizes(
+        sizes=_build_sizes(
             Tiles(block_q=32, block_kv=16, num_warps=4, num_stages=1),
             Tiles(block_q=16, block_kv=16, num_warps=4, num_stages=1),
             Tiles(block_q=16, block_kv=16, num_warps=4, num_stages=1),
@@ -233,13 +233,13 @@ _COUNTED = "counted in machine code (`python -m conformance cycles --target=h100
 # Of 64 queries or keys, 8 warps would each compute half of the pairs twice there.
 _WIDE_DQ = Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2)
 _WIDE_DKV = Tiles(block_q=64, block_kv=128, num_warps=8, num_stages=2)
-_OF_HOPPER = tuple(
+_HOPPER_ENTRIES = tuple(
     Entry(device=device, max_depth=depth, max_itemsize=2, sizes=sizes, provenance=_COUNTED)
     for device in ("H100", "H200")
     for depth, sizes in (
         (
             64,
-            _sizes(
+            _build_sizes(
                 Tiles(block_q=128, block_kv=128, num_warps=8, num_stages=2),
                 Tiles(block_q=64, block_kv=128, num_warps=4, num_stages=2),
                 Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
@@ -249,7 +249,7 @@ _OF_HOPPER = tuple(
         ),
         (
             128,
-            _sizes(
+            _build_sizes(
                 Tiles(block_q=128, block_kv=128, num_warps=8, num_stages=2),
                 _WIDE_DQ,
                 _WIDE_DKV,
@@ -258,17 +258,17 @@ _OF_HOPPER = tuple(
         ),
     )
 )
-_OF_BLACKWELL = (
+_BLACKWELL_ENTRIES = (
     Entry(
         device="B200",
         max_depth=128,
         max_itemsize=2,
-        sizes=_sizes(Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2), _WIDE_DQ, _WIDE_DKV),
+        sizes=_build_sizes(Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2), _WIDE_DQ, _WIDE_DKV),
         provenance=_COUNTED,
     ),
 )
 
-TABLE = (*_measured(), *_TABLE, *_OF_HOPPER, *_OF_BLACKWELL)
+TABLE = (*_load_measured(), *_REASONED_ENTRIES, *_HOPPER_ENTRIES, *_BLACKWELL_ENTRIES)
 
 
 def look_up(device_kind: str, depth: int, itemsize: int) -> Entry:
@@ -276,10 +276,10 @@ def look_up(device_kind: str, depth: int, itemsize: int) -> Entry:
 
     Entries for a smaller dtype come before those for a smaller depth; of two for the same, the one of this device.
     """
-    return narrowest(TABLE, device_kind, depth, itemsize)
+    return find_narrowest(TABLE, device_kind, depth, itemsize)
 
 
-def narrowest(table: tuple[Entry, ...], device_kind: str, depth: int, itemsize: int) -> Entry:
+def find_narrowest(table: tuple[Entry, ...], device_kind: str, depth: int, itemsize: int) -> Entry:
     """The entry of any such table that `look_up` would give."""
     fitting = (
         entry
@@ -289,6 +289,6 @@ def narrowest(table: tuple[Entry, ...], device_kind: str, depth: int, itemsize: 
     return min(fitting, key=lambda entry: (entry.max_itemsize, entry.max_depth, not entry.device))
 
 
-def padded(size: int) -> int:
+def round_up_to_tile(size: int) -> int:
     """The side of the tile that holds `size`: the next power of two, at least `SMALLEST`."""
-    return max(SMALLEST, 1 << (size - 1).bit_length())
+    return max(MIN_TILE, 1 << (size - 1).bit_length())

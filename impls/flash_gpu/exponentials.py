@@ -18,12 +18,12 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
 
-def exp(x: jax.Array) -> jax.Array:
+def compute_exp(x: jax.Array) -> jax.Array:
     """`e ** x`, as the power of two that GPUs have an instruction for."""
     return jnp.exp2(x * jnp.float32(LOG2_E))
 
 
-def fused_exp2(x: jax.Array, shift: jax.Array, *, factor: float, interpret: object) -> jax.Array:
+def compute_fused_exp2(x: jax.Array, shift: jax.Array, *, factor: float, interpret: object) -> jax.Array:
     """`2 ** (factor x - shift)` in a Triton kernel, with 0 for what would be subnormal; f32, all in one shape.
 
     These are a GPU's two instructions for it. Triton would multiply and subtract by two, and scale what is near the
@@ -43,6 +43,6 @@ def fused_exp2(x: jax.Array, shift: jax.Array, *, factor: float, interpret: obje
     return found
 
 
-def finite_or_zero(x: jax.Array) -> jax.Array:
+def replace_neg_inf(x: jax.Array) -> jax.Array:
     """`x` with -inf replaced by 0, so that `exp(-inf - x)` is 0 and not NaN."""
     return jnp.where(x == -jnp.inf, 0.0, x)

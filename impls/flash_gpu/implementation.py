@@ -10,19 +10,19 @@ import jax.numpy as jnp
 
 from cases import mask_spec
 from cases.case import Case
-from cases.inputs import DTYPES
 from cases.masks import Full
+from cases.operand_values import DTYPES
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.flash_gpu.attention import UNSUPPORTED, Products, attention
-from impls.flash_gpu.backends import limits, misfits
 from impls.flash_gpu.block_sizes import RING_BLOCKS, BlockSizes, Ring, Tiles, look_up
-from impls.flash_gpu.packed import packed_attention
-from impls.flash_gpu.schedule import has_dead_keys
-from impls.flash_gpu.tuning import tunable
-from impls.versions import device_kind, runs_on
+from impls.flash_gpu.flash_gpu_packed import packed_attention
+from impls.flash_gpu.flash_gpu_tuning import build_tunable
+from impls.flash_gpu.pallas_backends import find_call_limit, find_misfit
+from impls.flash_gpu.tile_schedule import has_dead_keys
+from impls.jax_compat import get_device_kind, runs_on
 
 
-def same_tiles(block_q: int, block_kv: int) -> BlockSizes:
+def build_uniform_sizes(block_q: int, block_kv: int) -> BlockSizes:
     """The same tiles in every kernel."""
     tiles = Tiles(block_q=block_q, block_kv=block_kv)
     return BlockSizes(forward=tiles, dq=tiles, dkv=tiles)
@@ -30,21 +30,21 @@ def same_tiles(block_q: int, block_kv: int) -> BlockSizes:
 
 # Small, so that the usual cases of 100 to 400 tokens have several blocks each way, and unlike each other: a kernel that
 # takes another one's tiles shows.
-INTERPRETED = BlockSizes(
+INTERPRETED_SIZES = BlockSizes(
     forward=Tiles(block_q=64, block_kv=64),
     dq=Tiles(block_q=64, block_kv=64),
     dkv=Tiles(block_q=64, block_kv=64),
 )
 _OTHER_BLOCKS = ((32, 32), (16, 128))
 # Smaller still, so that sequences of a pack begin and end within blocks and beyond them.
-_INTERPRETED_PACKS = BlockSizes(
+_INTERPRETED_PACKED_SIZES = BlockSizes(
     forward=Tiles(block_q=16, block_kv=32),
     dq=Tiles(block_q=32, block_kv=16),
     dkv=Tiles(block_q=16, block_kv=16),
 )
 _LONGER_RING = Ring(block=64, num_stages=3)
 _OTHER_RINGS = dataclasses.replace(
-    INTERPRETED, mosaic_forward=_LONGER_RING, mosaic_dq=_LONGER_RING, mosaic_dkv=_LONGER_RING
+    INTERPRETED_SIZES, mosaic_forward=_LONGER_RING, mosaic_dq=_LONGER_RING, mosaic_dkv=_LONGER_RING
 )
 _OTHER_SCHEDULES = {
     "ping_pong": Ring(ping_pong=True),
@@ -59,12 +59,12 @@ _MOSAIC_UNSUPPORTED = {
 }
 
 
-def implementation(
+def build_implementation(
     name: str, *, products: Products = "exact", block_sizes: BlockSizes | None = None, on_gpu: bool | None = None
 ) -> Implementation:
     """Flash attention with these products and tiles under `name`, interpreted unless the process runs on a GPU."""
     on_gpu = runs_on("gpu") if on_gpu is None else on_gpu
-    sizes = INTERPRETED if block_sizes is None and not on_gpu else block_sizes
+    sizes = INTERPRETED_SIZES if block_sizes is None and not on_gpu else block_sizes
     call = functools.partial(attention, products=products)
     return Implementation(
         name=name,
@@ -73,33 +73,36 @@ def implementation(
         unsupported=UNSUPPORTED,
         arithmetic=Arithmetic(products="tf32" if products == "tf32" and on_gpu else "exact", probabilities="input"),
         variants={
-            f"blocks_{q}_{kv}": functools.partial(call, block_sizes=same_tiles(q, kv)) for q, kv in _OTHER_BLOCKS
+            f"blocks_{q}_{kv}": functools.partial(call, block_sizes=build_uniform_sizes(q, kv))
+            for q, kv in _OTHER_BLOCKS
         },
         accelerator=Accelerator(
             platform="gpu",
             interpreted=not on_gpu,
             native=functools.partial(call, interpret=False),
         ),
-        tunable=tunable(call),
-        **_common(),
+        tunable=build_tunable(call),
+        **_get_common_declarations(),
     )
 
 
-def mosaic_implementation(name: str) -> Implementation:
+def build_mosaic_implementation(name: str) -> Implementation:
     """Its kernels of Mosaic GPU: judged on a Hopper GPU; elsewhere compiled, and run by JAX's interpreter of them."""
     call = functools.partial(attention, backend="mosaic")
-    here = limits(device_kind("gpu"), jnp.bfloat16, Full(), biased=False)
+    here = find_call_limit(get_device_kind("gpu"), jnp.bfloat16, Full(), biased=False)
     return Implementation(
         name=name,
         call=call,
         description="flash_gpu with backend='mosaic': Mosaic GPU on Hopper, but for the backward pass beyond depth 128",
         unsupported=_MOSAIC_UNSUPPORTED,
-        supports_case=_misfit,
+        supports_case=_find_misfit,
         arithmetic=Arithmetic(probabilities="input"),
         variants={
             "rings_of_3": functools.partial(call, block_sizes=_OTHER_RINGS),
             **{
-                variant: functools.partial(call, block_sizes=dataclasses.replace(INTERPRETED, mosaic_forward=ring))
+                variant: functools.partial(
+                    call, block_sizes=dataclasses.replace(INTERPRETED_SIZES, mosaic_forward=ring)
+                )
                 for variant, ring in _OTHER_SCHEDULES.items()
             },
         },
@@ -109,16 +112,16 @@ def mosaic_implementation(name: str) -> Implementation:
             native=functools.partial(call, interpret=False),
             under_interpreter=lambda parameters: functools.partial(call, interpret=parameters),
         ),
-        **_common(),
+        **_get_common_declarations(),
     )
 
 
-def packed_implementation(
+def build_packed_implementation(
     name: str, *, block_sizes: BlockSizes | None = None, on_gpu: bool | None = None
 ) -> Implementation:
     """Flash attention over packed sequences with these tiles under `name`, interpreted unless it runs on a GPU."""
     on_gpu = runs_on("gpu") if on_gpu is None else on_gpu
-    sizes = _INTERPRETED_PACKS if block_sizes is None and not on_gpu else block_sizes
+    sizes = _INTERPRETED_PACKED_SIZES if block_sizes is None and not on_gpu else block_sizes
     return Implementation(
         name=name,
         call=functools.partial(packed_attention, block_sizes=sizes),
@@ -135,15 +138,15 @@ def packed_implementation(
         variants={
             "default_blocks": packed_attention,
             **{
-                f"blocks_{q}_{kv}": functools.partial(packed_attention, block_sizes=same_tiles(q, kv))
+                f"blocks_{q}_{kv}": functools.partial(packed_attention, block_sizes=build_uniform_sizes(q, kv))
                 for q, kv in _OTHER_BLOCKS
             },
         },
-        **{**_common(), "validates": False},
+        **{**_get_common_declarations(), "validates": False},
     )
 
 
-def _common() -> dict[str, Any]:
+def _get_common_declarations() -> dict[str, Any]:
     return {
         "empty_rows": "zero",
         "behind_mask": "any",
@@ -153,18 +156,18 @@ def _common() -> dict[str, Any]:
     }
 
 
-def _misfit(case: Case) -> str | None:
+def _find_misfit(case: Case) -> str | None:
     depths = case.head_dim, case.v_head_dim
-    ring = look_up(device_kind("gpu"), max(depths), DTYPES[case.dtype].itemsize).sizes.mosaic_forward
+    ring = look_up(get_device_kind("gpu"), max(depths), DTYPES[case.dtype].itemsize).sizes.mosaic_forward
     ring = dataclasses.replace(ring, block=RING_BLOCKS[0])  # which it takes where larger ones do not fit
-    mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     dead = case.segments is not None or has_dead_keys(mask, case.q_length, case.kv_length)
-    return misfits("forward", ring, *depths, segmented=case.segments is not None, dead_keys=dead)
+    return find_misfit("forward", ring, *depths, segmented=case.segments is not None, dead_keys=dead)
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    implementation("flash_gpu"),
-    implementation("flash_gpu_tf32", products="tf32"),
-    mosaic_implementation("flash_gpu_mosaic"),
-    packed_implementation("flash_gpu_packed"),
+    build_implementation("flash_gpu"),
+    build_implementation("flash_gpu_tf32", products="tf32"),
+    build_mosaic_implementation("flash_gpu_mosaic"),
+    build_packed_implementation("flash_gpu_packed"),
 )

@@ -1,6 +1,6 @@
 """Forward pass: each block of rows against its chunk, then each row's parts put together.
 
-From the logits z of `impls.moba.blocks`:
+From the logits z of `impls.moba.moba_blocks`:
 
     (4)  m_i = max(max_j z_ij, sink)
     (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.block_flash.blocks import product
-from impls.block_flash.forward import finite_or_zero
-from impls.moba import tpu
-from impls.moba.blocks import Lanes, Operands, Parts, compute_block, from_rows, lanes_of
-from impls.moba.plan import MobaPlan, Work
-from impls.varying import varying_axes, varying_over
+from impls.block_flash.forward import replace_neg_inf
+from impls.block_flash.operand_blocks import multiply
+from impls.moba import moba_tpu
+from impls.moba.moba_blocks import BlockSoftmax, Lanes, Operands, compute_block, restore_rows, split_lanes
+from impls.moba.moba_plan import MobaPlan, MobaWork
+from impls.varying_axes import find_varying_axes, mark_varying
 
 Array = jax.Array
 
@@ -40,18 +40,20 @@ class Outputs(NamedTuple):
     max_logits: Array  # [B, N, T] f32
 
 
-def forward(plan: MobaPlan, operands: Operands, work: Work) -> Outputs:
+def forward(plan: MobaPlan, operands: Operands, work: MobaWork) -> Outputs:
     """Attention of `operands`. Memory beyond operands and outputs is linear in the lengths."""
-    parts = (tpu.parts if plan.backend == "tpu" else _parts)(plan, lanes_of(plan, operands), work)
-    maximum, total, out = (slots(x, work.places, fill) for x, fill in zip(parts, (-jnp.inf, 0, 0), strict=True))
+    parts = (moba_tpu.compute_parts if plan.backend == "tpu" else _compute_parts)(
+        plan, split_lanes(plan, operands), work
+    )
+    maximum, total, out = (gather_slots(x, work.places, fill) for x, fill in zip(parts, (-jnp.inf, 0, 0), strict=True))
     top = maximum.max(axis=-1)  # (4) without the sink, [L R]
     pivot = top
     if operands.sinks is not None:
-        sink = _sink_of_rows(plan, operands.sinks)
+        sink = _broadcast_sinks(plan, operands.sinks)
         pivot = jnp.maximum(top, sink)  # (4)
     # A row that its bias leaves no weight has none of all this: it is zero, and its logsumexp -inf.
     some = pivot != -jnp.inf
-    pivot = finite_or_zero(pivot)
+    pivot = replace_neg_inf(pivot)
     weight = jnp.exp(maximum - pivot[:, None])
     total = (weight * total).sum(axis=-1)  # (5)
     if operands.sinks is not None:
@@ -60,42 +62,42 @@ def forward(plan: MobaPlan, operands: Operands, work: Work) -> Outputs:
     out = (weight[..., None] * out).sum(axis=1) / total[:, None]  # (6)
     rows = (plan.batch, plan.num_q_heads, plan.q_length)
     return Outputs(
-        out=from_rows(plan, out.astype(operands.q.dtype)),
+        out=restore_rows(plan, out.astype(operands.q.dtype)),
         logsumexp=jnp.where(some, pivot + jnp.log(total), -jnp.inf).reshape(rows),  # (7)
         max_logits=top.reshape(rows),
     )
 
 
-def _parts(plan: MobaPlan, lanes: Lanes, work: Work) -> Parts:
-    def step(number: Array, parts: Parts) -> Parts:
+def _compute_parts(plan: MobaPlan, lanes: Lanes, work: MobaWork) -> BlockSoftmax:
+    def step(number: Array, parts: BlockSoftmax) -> BlockSoftmax:
         block = compute_block(plan, lanes, work, number)
         maximum = block.logits.max(axis=-1)  # (4) of the chunk
-        weights = jnp.exp(block.logits - finite_or_zero(maximum)[:, None])
-        out = product("rj,jv->rv", weights.astype(block.v.dtype), block.v)  # (6) of the chunk, not divided
-        part = Parts(maximum, weights.sum(axis=-1), out)  # (5) of the chunk
-        return Parts(*(put(x, y, number) for x, y in zip(parts, part, strict=True)))
+        weights = jnp.exp(block.logits - replace_neg_inf(maximum)[:, None])
+        out = multiply("rj,jv->rv", weights.astype(block.v.dtype), block.v)  # (6) of the chunk, not divided
+        part = BlockSoftmax(maximum, weights.sum(axis=-1), out)  # (5) of the chunk
+        return BlockSoftmax(*(put_block(x, y, number) for x, y in zip(parts, part, strict=True)))
 
     shape = (plan.most_blocks, plan.block_rows)
-    none = Parts(*(jnp.zeros(s, jnp.float32) for s in (shape, shape, (*shape, lanes.v.shape[-1]))))
-    none = varying_over(none, varying_axes((lanes, work)))
-    parts: Parts = lax.fori_loop(jnp.zeros_like(work.in_use), work.in_use, step, none)
+    none = BlockSoftmax(*(jnp.zeros(s, jnp.float32) for s in (shape, shape, (*shape, lanes.v.shape[-1]))))
+    none = mark_varying(none, find_varying_axes((lanes, work)))
+    parts: BlockSoftmax = lax.fori_loop(jnp.zeros_like(work.in_use), work.in_use, step, none)
     return parts
 
 
-def put(x: Array, block: Array, number: Array) -> Array:
+def put_block(x: Array, block: Array, number: Array) -> Array:
     """`x` with its block `number` replaced; inside a loop XLA does this in place."""
     updated: Array = lax.dynamic_update_index_in_dim(x, block, number, 0)
     return updated
 
 
-def slots(x: Array, places: Array, fill: float) -> Array:
+def gather_slots(x: Array, places: Array, fill: float) -> Array:
     """What the slots of each row got, `[L R, slots, ...]`: `x [blocks, block_rows, ...]`, `fill` in empty ones."""
     flat = x.reshape(-1, *x.shape[2:])
     found: Array = flat.at[places].get(mode="fill", fill_value=fill)
     return found
 
 
-def _sink_of_rows(plan: MobaPlan, sinks: Array) -> Array:
+def _broadcast_sinks(plan: MobaPlan, sinks: Array) -> Array:
     """`[L R]` of `[N]`."""
     by_head = jnp.repeat(sinks.astype(jnp.float32), plan.q_length)
     return jnp.tile(by_head, plan.batch)

@@ -10,22 +10,22 @@ from typing import Any, Literal
 from cases import mask_spec
 from cases.case import Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from impls.moba import dense, sparse
-from impls.versions import runs_on
+from impls.jax_compat import runs_on
+from impls.moba import moba_dense, moba_sparse
 
 _UNSUPPORTED = {"segment_ids": "whether the mean of a chunk takes in other segments is not defined"}
-_OTHER_ROWS = (16, 64)
-_ANY = Accelerator()
+_VARIANT_ROWS = (16, 64)
+_ANY_ACCELERATOR = Accelerator()
 
 
-def _only_moba(case: Case) -> str | None:
-    kind, *others = mask_spec.parse(case.mask)[0]
+def _refuse_other_masks(case: Case) -> str | None:
+    kind, *others = mask_spec.parse_mask_spec(case.mask)[0]
     if kind[0] != "moba":
-        return f"{mask_spec.features(case.mask)[0]}: only MoBA masks"
+        return f"{mask_spec.list_mask_features(case.mask)[0]}: only MoBA masks"
     return "moba: not combined with another mask" if others or "_or_" in case.mask else None
 
 
-def _implementation(
+def _build_implementation(
     name: str,
     call: Callable[..., Any],
     description: str,
@@ -34,7 +34,7 @@ def _implementation(
     memory: Literal["linear"] | None = None,
     checkpoint_names: tuple[str, ...] = (),
     refused: Mapping[str, str] = MappingProxyType({}),
-    accelerator: Accelerator = _ANY,
+    accelerator: Accelerator = _ANY_ACCELERATOR,
 ) -> Implementation:
     return Implementation(
         name=name,
@@ -42,7 +42,7 @@ def _implementation(
         description=description,
         offers=frozenset({"moba"}),
         unsupported={**_UNSUPPORTED, **refused},
-        supports_case=_only_moba,
+        supports_case=_refuse_other_masks,
         arithmetic=Arithmetic(probabilities="input"),
         empty_rows="zero",
         behind_mask="any",
@@ -54,42 +54,42 @@ def _implementation(
     )
 
 
-def _on_a_tpu(**options: Any) -> Callable[..., Any]:
-    return functools.partial(sparse.attention, backend="tpu", **options)
+def _bind_tpu_call(**options: Any) -> Callable[..., Any]:
+    return functools.partial(moba_sparse.attention, backend="tpu", **options)
 
 
-def _interpreted_by(parameters: Any) -> Callable[..., Any]:
-    return _on_a_tpu(keys_together=128, interpret=parameters)
+def _interpret_with(parameters: Any) -> Callable[..., Any]:
+    return _bind_tpu_call(keys_together=128, interpret=parameters)
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    _implementation(
+    _build_implementation(
         "moba",
-        sparse.attention,
+        moba_sparse.attention,
         "mixture of block attention, block-sparse by the chunks that queries choose, any backend",
-        variants={f"rows_{n}": functools.partial(sparse.attention, most_rows=n) for n in _OTHER_ROWS},
+        variants={f"rows_{n}": functools.partial(moba_sparse.attention, most_rows=n) for n in _VARIANT_ROWS},
         memory="linear",
         checkpoint_names=("out", "logsumexp"),
     ),
-    _implementation(
+    _build_implementation(
         "moba_tpu",
-        _on_a_tpu(keys_together=128),  # so that chunks of more keys are gone through in steps
+        _bind_tpu_call(keys_together=128),  # so that chunks of more keys are gone through in steps
         "mixture of block attention in Pallas for TPU, a grid step for each block of queries that took a chunk",
-        variants={"default_keys": _on_a_tpu(), "rows_16": _on_a_tpu(keys_together=128, most_rows=16)},
+        variants={"default_keys": _bind_tpu_call(), "rows_16": _bind_tpu_call(keys_together=128, most_rows=16)},
         memory="linear",
         checkpoint_names=("out", "logsumexp"),
         refused={"bias": "the kernels take none", "f16": "the matrix unit multiplies no float16"},
         accelerator=Accelerator(
             platform="tpu",
             interpreted=not runs_on("tpu"),
-            native=_on_a_tpu(interpret=False),
-            under_interpreter=_interpreted_by,
+            native=_bind_tpu_call(interpret=False),
+            under_interpreter=_interpret_with,
         ),
     ),
-    _implementation(
+    _build_implementation(
         "moba_dense",
-        dense.attention,
+        moba_dense.attention,
         "mixture of block attention as a mask over all logits, any backend",
-        variants={"block_sparse": sparse.attention},
+        variants={"block_sparse": moba_sparse.attention},
     ),
 )

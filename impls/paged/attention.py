@@ -10,23 +10,23 @@ import jax
 import jax.numpy as jnp
 
 from conformance.contract import FLOATS
-from impls import merging
-from impls.flash_gpu.block_sizes import SMALLEST
-from impls.merging import Part
-from impls.paged import gpu, portable, tpu
-from impls.paged import scales as side_by_side
-from impls.paged.blocks import block_kv_of, block_q_of
-from impls.paged.plan import Operands, PagedPlan
-from impls.versions import interpret_or
+from impls import softmax_merge
+from impls.flash_gpu.block_sizes import MIN_TILE
+from impls.jax_compat import resolve_interpret
+from impls.paged import page_scales as side_by_side
+from impls.paged import paged_gpu, paged_portable, paged_tpu
+from impls.paged.page_blocks import choose_block_kv, choose_block_q
+from impls.paged.paged_plan import Operands, PagedPlan
+from impls.softmax_merge import Part
 
 Backend = Literal["portable", "tpu", "gpu"]
-SCALED = ("int8", "float8_e4m3fn")
+SCALED_DTYPES = ("int8", "float8_e4m3fn")
 """The dtypes of pages that have scales."""
 BLOCK_Q = 32
 """Queries of a tile by default: a prompt's pages are read once for so many of its queries."""
 BLOCK_KV = 256
 """Keys that are read together by default, in whole pages. Both sizes are reasoned, not measured. A TPU's follow from
-its memory (`impls.paged.blocks`)."""
+its memory (`impls.paged.page_blocks`)."""
 BLOCK_KV_GPU = 64
 """The same on a GPU, wherever pages end: what Triton pipelines in shared memory. Reasoned, not measured."""
 
@@ -71,7 +71,7 @@ def attention(
       num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
       k_scales: f32 `[pages, page_size, K]`, with pages in int8 or float8_e4m3fn: keys are `k_pages * k_scales`.
       v_scales: likewise of the values. Scales of what no query sees may be anything.
-      page_scales: on a TPU in place of both, in the layout of `impls.paged.scales.side_by_side`, f32
+      page_scales: on a TPU in place of both, in the layout of `impls.paged.page_scales.side_by_side`, f32
         `[pages, page_size, W]`.
       k_scale: a number, in place of both with pages in these dtypes: keys are `k_pages * k_scale`.
       v_scale: likewise of the values.
@@ -97,7 +97,7 @@ def attention(
       NotImplementedError: differentiation, float16 on a TPU, scales in another layout than the back end's, or any on a
         GPU.
     """
-    check_operands(
+    check_paged_operands(
         q,
         k_pages,
         v_pages,
@@ -115,10 +115,10 @@ def attention(
     _refuse_scales(backend, k_scales, page_scales, k_scale)
     if backend == "tpu":
         refuse_f16(q)
-        block_q = block_q or block_q_of(*q.shape[:2])
-        block_kv = block_kv or block_kv_of(num_kv_heads, (q.shape[2], v_pages.shape[3]), q.dtype.itemsize)
+        block_q = block_q or choose_block_q(*q.shape[:2])
+        block_kv = block_kv or choose_block_kv(num_kv_heads, (q.shape[2], v_pages.shape[3]), q.dtype.itemsize)
     if backend == "gpu":
-        block_q = block_q or gpu.block_q_of(q.shape[0], len(kv_lens), q.shape[1] // num_kv_heads)
+        block_q = block_q or paged_gpu.choose_block_q(q.shape[0], len(kv_lens), q.shape[1] // num_kv_heads)
         block_kv = block_kv or BLOCK_KV_GPU
     block_q, block_kv = block_q or BLOCK_Q, block_kv or BLOCK_KV
     plan = PagedPlan(
@@ -133,10 +133,10 @@ def attention(
     tables = (jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
     scales = (None if x is None else jnp.asarray(x) for x in (k_scales, v_scales, page_scales))
     operands = Operands(jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables, *scales)
-    return results(
+    return compute_results(
         plan,
         backend,
-        interpret_or(interpret, backend),
+        resolve_interpret(interpret, backend),
         operands,
         sinks,
         save_residuals=save_residuals,
@@ -144,7 +144,7 @@ def attention(
     )
 
 
-def results(
+def compute_results(
     plan: PagedPlan,
     backend: Backend,
     interpret: Any,
@@ -158,15 +158,15 @@ def results(
     part = _attend(plan, backend, interpret, operands)
     if v_scale != 1.0:
         part = part._replace(out=part.out * jnp.float32(v_scale))
-    every = part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
-    found = merging.normalise(every)
+    every = part if sinks is None else softmax_merge.merge([part, softmax_merge.build_sink_part(jnp.asarray(sinks))])
+    found = softmax_merge.normalise(every)
     out = found.out.astype(operands.q.dtype)
     if not save_residuals:
         return out
     return out, {"logsumexp": found.logsumexp, "max_logits": part.max[..., 0]}
 
 
-def check_operands(
+def check_paged_operands(
     q: Any,
     k: Any,
     v: Any,
@@ -194,24 +194,24 @@ def check_operands(
     if str(q.dtype) not in FLOATS:
         raise ValueError(f"q must have a dtype of {FLOATS}, got {q.dtype}: cast with astype")
     if any(x is not None for x in of_all):
-        _check_stored(k, v)
-        _check_numbers(of_all, (*scales, page_scales))
+        _check_stored_dtypes(k, v)
+        _check_whole_scales(of_all, (*scales, page_scales))
     elif page_scales is not None:
-        _check_stored(k, v)
-        side_by_side.check(page_scales, k)
+        _check_stored_dtypes(k, v)
+        side_by_side.check_page_scales(page_scales, k)
     elif any(x is not None for x in scales):
-        _check_stored(k, v)
+        _check_stored_dtypes(k, v)
         _check_scales(k, *scales)
     elif not q.dtype == k.dtype == v.dtype:
-        also = "" if str(k.dtype) not in SCALED else ", or k_scales and v_scales, f32 [pages, page_size, heads]"
+        also = "" if str(k.dtype) not in SCALED_DTYPES else ", or k_scales and v_scales, f32 [pages, page_size, heads]"
         raise ValueError(f"q and pages must have one dtype of {FLOATS}, got {q.dtype}, {k.dtype} and {v.dtype}{also}")
     check_options(q.shape[1], sinks, window, *blocks)
 
 
-def _check_stored(k: Any, v: Any) -> None:
-    if not (k.dtype == v.dtype and str(k.dtype) in SCALED):
+def _check_stored_dtypes(k: Any, v: Any) -> None:
+    if not (k.dtype == v.dtype and str(k.dtype) in SCALED_DTYPES):
         raise ValueError(
-            f"k_pages and v_pages must have one dtype of {SCALED} with scales, got {k.dtype} and {v.dtype}: "
+            f"k_pages and v_pages must have one dtype of {SCALED_DTYPES} with scales, got {k.dtype} and {v.dtype}: "
             "quantise them, or leave k_scales and v_scales out"
         )
 
@@ -228,7 +228,7 @@ def _check_scales(k: Any, k_scales: Any, v_scales: Any) -> None:
             raise ValueError(f"{name} must be float32, got {x.dtype}: cast with astype")
 
 
-def _check_numbers(of_all: tuple[Any, Any], others: tuple[Any, ...]) -> None:
+def _check_whole_scales(of_all: tuple[Any, Any], others: tuple[Any, ...]) -> None:
     for name, x in zip(("k_scale", "v_scale"), of_all, strict=True):
         if not isinstance(x, int | float):
             raise ValueError(f"{name} must be a number that is known before tracing, as the other's is, got {x!r}")
@@ -277,8 +277,8 @@ def check_tables(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any)
 def _check_backend(backend: Backend, block_kv: int | None, num_programs: int | None) -> None:
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
-    if backend == "gpu" and block_kv is not None and (block_kv < SMALLEST or block_kv & (block_kv - 1)):
-        raise ValueError(f"block_kv must be a power of two of at least {SMALLEST} on a GPU, got {block_kv}")
+    if backend == "gpu" and block_kv is not None and (block_kv < MIN_TILE or block_kv & (block_kv - 1)):
+        raise ValueError(f"block_kv must be a power of two of at least {MIN_TILE} on a GPU, got {block_kv}")
     if num_programs is not None and num_programs <= 0:
         raise ValueError(f"num_programs must be positive or None (automatic), got {num_programs}")
 
@@ -294,18 +294,18 @@ def _refuse_scales(backend: Backend, k_scales: Any, page_scales: Any, k_scale: A
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _run(plan: PagedPlan, backend: Backend, interpret: Any, operands: Operands) -> Part:
+def _run_backend(plan: PagedPlan, backend: Backend, interpret: Any, operands: Operands) -> Part:
     if backend == "portable":
-        return portable.attend(plan, operands)
+        return paged_portable.attend(plan, operands)
     if backend == "tpu":
-        return tpu.attend(plan, operands, interpret=interpret)
-    return gpu.attend(plan, operands, interpret=bool(interpret))
+        return paged_tpu.attend(plan, operands, interpret=interpret)
+    return paged_gpu.attend(plan, operands, interpret=bool(interpret))
 
 
-@_run.defjvp
-def _no_derivative(plan: PagedPlan, backend: Backend, interpret: Any, primals: Any, tangents: Any) -> Any:
+@_run_backend.defjvp
+def _refuse_derivative(plan: PagedPlan, backend: Backend, interpret: Any, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError("paged does not support train: pages are read and pass no gradient")
 
 
 # Jitted so that calls outside `jit` compile once for each plan, not once a call.
-_attend = jax.jit(_run, static_argnums=(0, 1, 2))
+_attend = jax.jit(_run_backend, static_argnums=(0, 1, 2))

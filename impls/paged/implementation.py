@@ -9,23 +9,26 @@ from typing import Any, Literal
 
 from cases.case import SCALED_FEATURES, WHOLE_FEATURES, Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.jax_compat import runs_on
 from impls.paged.attention import Backend, attention
-from impls.paged.latent import latent_attention
-from impls.paged.scales import side_by_side
-from impls.paged.update import attention_with_update
-from impls.versions import runs_on
+from impls.paged.page_scales import side_by_side
+from impls.paged.paged_latent import latent_attention
+from impls.paged.paged_update import attention_with_update
 
 # Tiles and blocks are small and unlike each other, so that prompts have several tiles, and sequences end before, at and
 # behind the ends of blocks.
-_JUDGED: dict[str, Any] = {"block_q": 8, "block_kv": 48}
+_JUDGED_SIZES: dict[str, Any] = {"block_q": 8, "block_kv": 48}
 # A GPU's blocks begin and end within pages. Programs are as many as it takes for long sequences to have several shares.
-_JUDGED_ON: dict[Backend, dict[str, Any]] = {
-    "portable": _JUDGED,
-    "tpu": _JUDGED,
+_JUDGED_SIZES_BY_BACKEND: dict[Backend, dict[str, Any]] = {
+    "portable": _JUDGED_SIZES,
+    "tpu": _JUDGED_SIZES,
     "gpu": {"block_q": 8, "block_kv": 32, "num_programs": 40},
 }
 # Units of a latent hold a part of a query's heads, or several queries'.
-_JUDGED_LATENTS: dict[Backend, dict[str, Any]] = {"portable": _JUDGED, "tpu": {**_JUDGED, "block_rows": 16}}
+_JUDGED_LATENT_SIZES: dict[Backend, dict[str, Any]] = {
+    "portable": _JUDGED_SIZES,
+    "tpu": {**_JUDGED_SIZES, "block_rows": 16},
+}
 _VARIANTS: dict[Backend, dict[str, dict[str, Any]]] = {
     "portable": {
         "default_blocks": {},
@@ -42,11 +45,11 @@ _DESCRIPTIONS: dict[Backend, str] = {
 }
 
 
-def implementation(name: str, *, backend: Backend = "portable") -> Implementation:
+def build_implementation(name: str, *, backend: Backend = "portable") -> Implementation:
     """Paged attention on `backend`, under `name`; interpreted unless the process runs on its platform."""
     return Implementation(
         name=name,
-        call=functools.partial(attention, backend=backend, **_JUDGED_ON[backend]),
+        call=functools.partial(attention, backend=backend, **_JUDGED_SIZES_BY_BACKEND[backend]),
         description=f"attention over a cache in pages, {_DESCRIPTIONS[backend]}, prompts and single tokens in one call",
         unsupported={"f16": "the matrix unit multiplies no float16"} if backend == "tpu" else {},
         arithmetic=Arithmetic(probabilities="input"),
@@ -57,7 +60,7 @@ def implementation(name: str, *, backend: Backend = "portable") -> Implementatio
         storage="paged",
         refuses_by_signature=True,
         memory="linear" if backend == "gpu" else None,
-        accelerator=_accelerator(backend),
+        accelerator=_build_accelerator(backend),
         variants={
             variant: functools.partial(attention, backend=backend, **changed)
             for variant, changed in _VARIANTS[backend].items()
@@ -65,11 +68,11 @@ def implementation(name: str, *, backend: Backend = "portable") -> Implementatio
     )
 
 
-def _updating(name: str) -> Implementation:
+def _build_update_implementation(name: str) -> Implementation:
     """The same in plain JAX, which writes the new keys and values into pages first."""
     return dataclasses.replace(
-        implementation(name),
-        call=functools.partial(attention_with_update, **_JUDGED),
+        build_implementation(name),
+        call=functools.partial(attention_with_update, **_JUDGED_SIZES),
         description="attention over a cache in pages, in plain JAX, new keys and values written into the pages first",
         writes_pages=True,
         variants={
@@ -79,37 +82,37 @@ def _updating(name: str) -> Implementation:
     )
 
 
-def _scaled(name: str) -> Implementation:
+def _build_scaled_implementation(name: str) -> Implementation:
     """The same in plain JAX over pages with scales, and no others: `paged` is asked for these."""
     return dataclasses.replace(
-        implementation(name),
+        build_implementation(name),
         description="attention over a cache in int8 or fp8 pages with scales, in plain JAX",
         offers=SCALED_FEATURES | WHOLE_FEATURES,
-        supports_case=_only_scaled,
+        supports_case=_refuse_unscaled,
     )
 
 
-def _only_scaled(case: Case) -> str | None:
+def _refuse_unscaled(case: Case) -> str | None:
     return None if case.kv_cache else "k_scales: pages without scales, which are those of paged"
 
 
-def quantized_tpu(name: str) -> Implementation:
+def build_quantized_tpu_implementation(name: str) -> Implementation:
     """The TPU kernel over pages with scales, and no others, under `name`."""
     return dataclasses.replace(
-        implementation(name, backend="tpu"),
-        call=functools.partial(_over_scales, backend="tpu", **_JUDGED),
+        build_implementation(name, backend="tpu"),
+        call=functools.partial(_attend_with_scales, backend="tpu", **_JUDGED_SIZES),
         description="attention over int8 or fp8 pages with scales, in Pallas for TPU",
         offers=SCALED_FEATURES | WHOLE_FEATURES,
-        supports_case=_only_scaled,
-        accelerator=_accelerator("tpu", _over_scales),
+        supports_case=_refuse_unscaled,
+        accelerator=_build_accelerator("tpu", _attend_with_scales),
         variants={
-            variant: functools.partial(_over_scales, backend="tpu", **changed)
+            variant: functools.partial(_attend_with_scales, backend="tpu", **changed)
             for variant, changed in _VARIANTS["tpu"].items()
         },
     )
 
 
-def _over_scales(
+def _attend_with_scales(
     q: Any, k_pages: Any, v_pages: Any, *, k_scales: Any = None, v_scales: Any = None, **options: Any
 ) -> Any:
     """The call of the contract. A server keeps scales in the kernel's layout: to change it touches all pages."""
@@ -118,8 +121,8 @@ def _over_scales(
     return attention(q, k_pages, v_pages, page_scales=side_by_side(k_scales, v_scales), **options)
 
 
-def _accelerator(
-    backend: Backend, call: Callable[..., Any] = attention, judged: dict[str, Any] = _JUDGED
+def _build_accelerator(
+    backend: Backend, call: Callable[..., Any] = attention, judged: dict[str, Any] = _JUDGED_SIZES
 ) -> Accelerator:
     if backend == "portable":
         return Accelerator()
@@ -127,24 +130,24 @@ def _accelerator(
         platform=backend,
         interpreted=not runs_on(backend),
         native=functools.partial(call, backend=backend, interpret=False),
-        under_interpreter=functools.partial(_interpreted_by, call, judged) if backend == "tpu" else None,
+        under_interpreter=functools.partial(_interpret_with, call, judged) if backend == "tpu" else None,
     )
 
 
-def _interpreted_by(call: Callable[..., Any], judged: dict[str, Any], parameters: Any) -> Any:
+def _interpret_with(call: Callable[..., Any], judged: dict[str, Any], parameters: Any) -> Any:
     return functools.partial(call, backend="tpu", **judged, interpret=parameters)
 
 
-def latents(name: str, *, backend: Literal["portable", "tpu"] = "portable") -> Implementation:
+def build_latent_implementation(name: str, *, backend: Literal["portable", "tpu"] = "portable") -> Implementation:
     """Latent attention over pages on `backend`, under `name`."""
-    judged = _JUDGED_LATENTS[backend]
+    judged = _JUDGED_LATENT_SIZES[backend]
     return dataclasses.replace(
-        implementation(name, backend=backend),
+        build_implementation(name, backend=backend),
         call=functools.partial(latent_attention, backend=backend, **judged),
         description=f"latent attention in its absorbed form over latents in pages, {_DESCRIPTIONS[backend]}",
         storage="latent_pages",
         memory="linear" if backend == "portable" else None,
-        accelerator=_accelerator(backend, latent_attention, judged),
+        accelerator=_build_accelerator(backend, latent_attention, judged),
         variants={
             variant: functools.partial(latent_attention, backend=backend, **changed)
             for variant, changed in _VARIANTS[backend].items()
@@ -153,12 +156,12 @@ def latents(name: str, *, backend: Literal["portable", "tpu"] = "portable") -> I
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    implementation("paged"),
-    implementation("paged_tpu", backend="tpu"),
-    implementation("paged_gpu", backend="gpu"),
-    _updating("paged_update"),
-    latents("paged_latent"),
-    latents("paged_latent_tpu", backend="tpu"),
-    _scaled("paged_quantized"),
-    quantized_tpu("paged_quantized_tpu"),
+    build_implementation("paged"),
+    build_implementation("paged_tpu", backend="tpu"),
+    build_implementation("paged_gpu", backend="gpu"),
+    _build_update_implementation("paged_update"),
+    build_latent_implementation("paged_latent"),
+    build_latent_implementation("paged_latent_tpu", backend="tpu"),
+    _build_scaled_implementation("paged_quantized"),
+    build_quantized_tpu_implementation("paged_quantized_tpu"),
 )

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from cases.masks import Full, Mask
 from conformance.contract import validate_mask, validate_operands
-from impls.dot_product.attention import allowed_pairs, attend
-from impls.explicit import takes_explicit
+from impls.dot_product.attention import attend, compute_allowed_pairs
+from impls.explicit_sharding import accept_explicit_sharding
 
 Scales = tuple[jax.Array, jax.Array]
 
 
-@takes_explicit
+@accept_explicit_sharding
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -57,14 +57,14 @@ def attention(
     if kv_scales is None:
         raise NotImplementedError("kv_scales: only quantised caches; impls.dot_product takes plain keys and values")
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    allowed = allowed_pairs(mask, segment_ids, q.shape[1], k.shape[1], k.shape[2])
+    allowed = compute_allowed_pairs(mask, segment_ids, q.shape[1], k.shape[1], k.shape[2])
     options |= {"allowed": allowed, "save_residuals": save_residuals}
     if dequantize:
-        k, v = (_dequantized(x, s).astype(q.dtype) for x, s in zip((k, v), kv_scales, strict=True))
+        k, v = (_dequantize(x, s).astype(q.dtype) for x, s in zip((k, v), kv_scales, strict=True))
         return attend(q, k, v, **options)
     k_scales, v_scales = (jnp.asarray(s, jnp.float32) for s in kv_scales)
     return attend(q, k, v, kv_scales=(k_scales, v_scales), **options)
 
 
-def _dequantized(stored: jax.Array, scales: Any) -> jax.Array:
+def _dequantize(stored: jax.Array, scales: Any) -> jax.Array:
     return stored.astype(jnp.float32) * jnp.asarray(scales, jnp.float32)[..., None]

@@ -9,19 +9,19 @@ from conformance.contract import Arithmetic, Implementation
 from impls.quantized_kv.attention import attention
 
 
-def _only_caches(case: Case) -> str | None:
+def _refuse_plain_kv(case: Case) -> str | None:
     if case.phase == "train":
         return "train: a cache is read, not differentiated"
     return None if case.kv_cache else f"{case.phase}: only from a quantised cache"
 
 
-def _implementation(name: str, description: str, *, dequantize: bool) -> Implementation:
+def _build_implementation(name: str, description: str, *, dequantize: bool) -> Implementation:
     return Implementation(
         name=name,
         call=functools.partial(attention, dequantize=dequantize),
         description=description,
         offers=KV_FEATURES,
-        supports_case=_only_caches,
+        supports_case=_refuse_plain_kv,
         arithmetic=Arithmetic(cache="input" if dequantize else "f32", probabilities="input" if dequantize else "f32"),
         gradients=frozenset(),
         differentiable_residuals=frozenset(),
@@ -32,12 +32,12 @@ def _implementation(name: str, description: str, *, dequantize: bool) -> Impleme
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    _implementation(
+    _build_implementation(
         "quantized_kv",
         "dot-product attention over an int8, int4 or fp8 cache, by products that are scaled, any backend",
         dequantize=False,
     ),
-    _implementation(
+    _build_implementation(
         "quantized_kv_dequantized",
         "dot-product attention over an int8, int4 or fp8 cache that is dequantised first, any backend",
         dequantize=True,

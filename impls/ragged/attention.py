@@ -12,16 +12,16 @@ import numpy as np
 
 from cases.masks import Full, Mask
 from conformance.contract import validate_mask, validate_operands
-from impls import merging
-from impls.explicit import takes_explicit
-from impls.flash_gpu.block_sizes import SMALLEST
-from impls.merging import Part
-from impls.ragged import gpu, portable, tpu
-from impls.ragged.plan import Operands, RaggedPlan, lower, queries_of, rows_of
-from impls.versions import interpret_or
+from impls import softmax_merge
+from impls.explicit_sharding import accept_explicit_sharding
+from impls.flash_gpu.block_sizes import MIN_TILE
+from impls.jax_compat import resolve_interpret
+from impls.ragged import ragged_gpu, ragged_portable, ragged_tpu
+from impls.ragged.ragged_plan import Operands, RaggedPlan, flatten_queries, lower_lengths, restore_queries
+from impls.softmax_merge import Part
 
 Backend = Literal["portable", "tpu", "gpu"]
-BLOCK = {"portable": 256, "tpu": 512, "gpu": 64}
+DEFAULT_BLOCKS = {"portable": 256, "tpu": 512, "gpu": 64}
 """Keys a block by default. A block of 512 keys of depth 128 is 128 KiB in bf16, whose fetch to a TPU takes longer than
 a step costs to start. By the compiler's schedule, blocks of 1,024 and 2,048 keys, of which fewer heads fit a step, take
 as long for a key within 3% on v6e and 7x. 64 is what Triton pipelines in shared memory: reasoned, not measured."""
@@ -39,7 +39,7 @@ UNSUPPORTED = {
 }
 
 
-class Options(NamedTuple):
+class BackendOptions(NamedTuple):
     """How a back end runs."""
 
     backend: Backend
@@ -48,8 +48,8 @@ class Options(NamedTuple):
     interpret: Any
 
 
-@takes_explicit
-def parts(
+@accept_explicit_sharding
+def compute_parts(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -69,7 +69,7 @@ def parts(
 ) -> Part:
     """Attention of a few query tokens over a padded cache, not normalised (docs/contract.md, section 4).
 
-    `out / sum` is attention over the keys that exist, and parts over disjoint sets of keys merge with `impls.merging`:
+    `out / sum` is attention over the keys that exist, and parts over disjoint sets of keys merge with `impls.softmax_merge`:
     a prompt's cache with that of what was generated since, or one device's share of a cache with another's. Blocks that
     hold no key that a query sees are neither fetched nor computed.
 
@@ -102,15 +102,15 @@ def parts(
       NotImplementedError: an operand that is refused, another mask or dtype, too many query tokens for the back end, or
         differentiation.
     """
-    chosen = Options(*_checked(backend, block_kv, num_splits), interpret=interpret)
+    chosen = BackendOptions(*_check_options(backend, block_kv, num_splits), interpret=interpret)
     validate_operands(q, k, v, soft_cap=soft_cap, sinks=sinks, scale=scale)
-    _refuse(q, k, segment_ids, bias, chosen)
+    _refuse_unsupported(q, k, segment_ids, bias, chosen)
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length, offers=("own_window",))
-    formula, own_lengths, own_positions = lower(mask, batch, kv_length)
-    given = _vector("lengths", lengths, batch, highest=kv_length)
-    moved = _vector("positions", positions, batch, highest=None)
+    formula, own_lengths, own_positions = lower_lengths(mask, batch, kv_length)
+    given = _check_vector("lengths", lengths, batch, highest=kv_length)
+    moved = _check_vector("positions", positions, batch, highest=None)
     plan = RaggedPlan(
         mask=formula,
         q_length=q_length,
@@ -122,17 +122,17 @@ def parts(
     whole_lengths = jnp.broadcast_to(jnp.asarray(own_lengths), (batch,))
     last_positions = jnp.broadcast_to(jnp.asarray(own_positions), (batch,))
     operands = Operands(
-        q=rows_of(jnp.asarray(q), num_kv_heads),
+        q=flatten_queries(jnp.asarray(q), num_kv_heads),
         k=jnp.asarray(k),
         v=jnp.asarray(v),
         lengths=whole_lengths if given is None else jnp.minimum(given, whole_lengths),
         positions=last_positions if moved is None else moved + last_positions,
     )
-    part = queries_of(_attend(plan, chosen, operands), q_length)
-    return part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
+    part = restore_queries(_attend(plan, chosen, operands), q_length)
+    return part if sinks is None else softmax_merge.merge([part, softmax_merge.build_sink_part(jnp.asarray(sinks))])
 
 
-@takes_explicit
+@accept_explicit_sharding
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -181,7 +181,7 @@ def attention(
       NotImplementedError: likewise.
     """
     validate_operands(q, k, v, sinks=sinks)  # `parts` is called without them, since they are not in `max_logits`
-    part = parts(
+    part = compute_parts(
         q,
         k,
         v,
@@ -197,19 +197,19 @@ def attention(
         num_splits=num_splits,
         interpret=interpret,
     )
-    every = part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
-    found = merging.normalise(every)
+    every = part if sinks is None else softmax_merge.merge([part, softmax_merge.build_sink_part(jnp.asarray(sinks))])
+    found = softmax_merge.normalise(every)
     out = found.out.astype(q.dtype)
     if not save_residuals:
         return out
     return out, {"logsumexp": found.logsumexp.swapaxes(1, 2), "max_logits": part.max[..., 0].swapaxes(1, 2)}
 
 
-def _checked(backend: Backend, block_kv: int | None, num_splits: int | None) -> tuple[Backend, int, int | None]:
-    if backend not in BLOCK:
-        raise ValueError(f"backend must be one of {', '.join(BLOCK)}, got {backend!r}")
-    block = BLOCK[backend] if block_kv is None else block_kv
-    step = {"portable": 1, "tpu": tpu.SUBLANES, "gpu": SMALLEST}[backend]
+def _check_options(backend: Backend, block_kv: int | None, num_splits: int | None) -> tuple[Backend, int, int | None]:
+    if backend not in DEFAULT_BLOCKS:
+        raise ValueError(f"backend must be one of {', '.join(DEFAULT_BLOCKS)}, got {backend!r}")
+    block = DEFAULT_BLOCKS[backend] if block_kv is None else block_kv
+    step = {"portable": 1, "tpu": ragged_tpu.SUBLANES, "gpu": MIN_TILE}[backend]
     if block <= 0 or block % step:
         raise ValueError(f"block_kv must be a positive multiple of {step} for backend {backend!r}, got {block}")
     if backend == "gpu" and block & (block - 1):
@@ -219,7 +219,7 @@ def _checked(backend: Backend, block_kv: int | None, num_splits: int | None) -> 
     return backend, block, num_splits
 
 
-def _refuse(q: Any, k: Any, segment_ids: Any, bias: Any, options: Options) -> None:
+def _refuse_unsupported(q: Any, k: Any, segment_ids: Any, bias: Any, options: BackendOptions) -> None:
     """Refuse what is not supported."""
     for name, operand in (("segment_ids", segment_ids), ("bias", bias)):
         if operand is not None:
@@ -237,14 +237,14 @@ def _refuse(q: Any, k: Any, segment_ids: Any, bias: Any, options: Options) -> No
         )
     if options.backend == "tpu":
         rows = q.shape[1] * q.shape[2] // k.shape[2]
-        if rows > tpu.MOST_ROWS:
+        if rows > ragged_tpu.MAX_ROWS:
             raise NotImplementedError(
                 f"ragged does not support {rows} rows (query tokens times query heads a key/value head) with backend "
-                f"'tpu', at most {tpu.MOST_ROWS}: cut the queries in chunks"
+                f"'tpu', at most {ragged_tpu.MAX_ROWS}: cut the queries in chunks"
             )
 
 
-def _vector(name: str, values: Any, batch: int, *, highest: int | None) -> jax.Array | None:
+def _check_vector(name: str, values: Any, batch: int, *, highest: int | None) -> jax.Array | None:
     """Lengths or positions as int32 `[B]`; their values are checked where they are known."""
     if values is None:
         return None
@@ -261,21 +261,21 @@ def _vector(name: str, values: Any, batch: int, *, highest: int | None) -> jax.A
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _run(plan: RaggedPlan, options: Options, operands: Operands) -> Part:
+def _run_backend(plan: RaggedPlan, options: BackendOptions, operands: Operands) -> Part:
     if options.backend == "portable":
-        return portable.attend(plan, operands, block_kv=options.block_kv)
-    interpret = interpret_or(options.interpret, options.backend)
+        return ragged_portable.attend(plan, operands, block_kv=options.block_kv)
+    interpret = resolve_interpret(options.interpret, options.backend)
     if options.backend == "tpu":
-        return tpu.attend(plan, operands, block_kv=options.block_kv, interpret=interpret)
-    return gpu.attend(
+        return ragged_tpu.attend(plan, operands, block_kv=options.block_kv, interpret=interpret)
+    return ragged_gpu.attend(
         plan, operands, block_kv=options.block_kv, num_splits=options.num_splits, interpret=bool(interpret)
     )
 
 
-@_run.defjvp
-def _no_derivative(plan: RaggedPlan, options: Options, primals: Any, tangents: Any) -> Any:
+@_run_backend.defjvp
+def _refuse_derivative(plan: RaggedPlan, options: BackendOptions, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(f"ragged does not support train: {UNSUPPORTED['train']}")
 
 
 # Jitted so that calls outside `jit` compile once for each plan, not once a call.
-_attend = jax.jit(_run, static_argnums=(0, 1))
+_attend = jax.jit(_run_backend, static_argnums=(0, 1))

@@ -12,15 +12,15 @@ from cases import mask_spec
 from cases.case import Case
 from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from impls import merging
-from impls.ragged import tpu
-from impls.ragged.attention import UNSUPPORTED, Backend, attention, parts
-from impls.ragged.plan import lower
-from impls.versions import runs_on
+from impls import softmax_merge
+from impls.jax_compat import runs_on
+from impls.ragged import ragged_tpu
+from impls.ragged.attention import UNSUPPORTED, Backend, attention, compute_parts
+from impls.ragged.ragged_plan import lower_lengths
 
 # Small, so that a cache of 200 keys has several blocks; unlike each other, so that lengths fall before, at and behind
 # the ends of some.
-_JUDGED: dict[Backend, dict[str, Any]] = {
+_JUDGED_SIZES: dict[Backend, dict[str, Any]] = {
     "portable": {"block_kv": 48},
     "tpu": {"block_kv": 64},
     "gpu": {"block_kv": 32, "num_splits": 3},
@@ -41,13 +41,13 @@ def lower_mask(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
 ) -> tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]:
     """Lengths and positions as arrays, the rest of the mask as it is."""
-    formula, lengths, positions = lower(mask, batch, kv_length)
+    formula, lengths, positions = lower_lengths(mask, batch, kv_length)
     return {"mask": formula}, {"lengths": lengths, "positions": positions}
 
 
-def implementation(name: str, *, backend: Backend) -> Implementation:
+def build_implementation(name: str, *, backend: Backend) -> Implementation:
     """Decode attention on `backend`, under `name`; interpreted unless the process runs on its platform."""
-    options: dict[str, Any] = {"backend": backend, **_JUDGED[backend]}
+    options: dict[str, Any] = {"backend": backend, **_JUDGED_SIZES[backend]}
     call = functools.partial(attention, **options)
     refused = UNSUPPORTED | ({"f16": "the matrix unit multiplies no float16"} if backend == "tpu" else {})
     return Implementation(
@@ -56,7 +56,7 @@ def implementation(name: str, *, backend: Backend) -> Implementation:
         description=f"decode attention over a padded cache {_DESCRIPTIONS[backend]}",
         unsupported=refused,
         offers=frozenset({"own_window"}),
-        supports_case=functools.partial(_limits, backend),
+        supports_case=functools.partial(_find_case_limit, backend),
         arithmetic=Arithmetic(probabilities="input"),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),
@@ -64,50 +64,50 @@ def implementation(name: str, *, backend: Backend) -> Implementation:
         behind_mask="any",
         validates=True,
         lower_mask=lower_mask,
-        accelerator=_accelerator(backend),
+        accelerator=_build_accelerator(backend),
         variants={
             variant: functools.partial(attention, backend=backend, **changed)
             for variant, changed in _VARIANTS[backend].items()
         },
         memory="linear",
-        parts=functools.partial(parts, **options),
-        merge=merging.merge,
+        parts=functools.partial(compute_parts, **options),
+        merge=softmax_merge.merge,
     )
 
 
-def _accelerator(backend: Backend) -> Accelerator:
+def _build_accelerator(backend: Backend) -> Accelerator:
     if backend == "portable":
         return Accelerator()
     return Accelerator(
         platform=backend,
         interpreted=not runs_on(backend),
         native=functools.partial(attention, backend=backend, interpret=False),
-        under_interpreter=_interpreted_by if backend == "tpu" else None,
+        under_interpreter=_interpret_with if backend == "tpu" else None,
     )
 
 
-def _interpreted_by(parameters: Any) -> Any:
-    return functools.partial(attention, backend="tpu", **_JUDGED["tpu"], interpret=parameters)
+def _interpret_with(parameters: Any) -> Any:
+    return functools.partial(attention, backend="tpu", **_JUDGED_SIZES["tpu"], interpret=parameters)
 
 
-def own_windows_alone(case: Case) -> str | None:
+def refuse_mixed_windows(case: Case) -> str | None:
     """Refuses a window that moves with each sequence beside a mask that does not."""
-    kinds = {kind for group in mask_spec.parse(case.mask) for kind, _ in group}
+    kinds = {kind for group in mask_spec.parse_mask_spec(case.mask) for kind, _ in group}
     mixed = "own" in kinds and kinds - {"own", "lengths"}
     return "own_window: combined with another mask than lengths" if mixed else None
 
 
-def _limits(backend: Backend, case: Case) -> str | None:
-    if (reason := own_windows_alone(case)) is not None or backend != "tpu":
+def _find_case_limit(backend: Backend, case: Case) -> str | None:
+    if (reason := refuse_mixed_windows(case)) is not None or backend != "tpu":
         return reason
     rows = case.q_length * case.num_q_heads // case.num_kv_heads
-    if rows <= tpu.MOST_ROWS:
+    if rows <= ragged_tpu.MAX_ROWS:
         return None
-    return f"{rows} rows (query tokens times query heads a key/value head), at most {tpu.MOST_ROWS} fit VMEM"
+    return f"{rows} rows (query tokens times query heads a key/value head), at most {ragged_tpu.MAX_ROWS} fit VMEM"
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    implementation("ragged", backend="portable"),
-    implementation("ragged_tpu", backend="tpu"),
-    implementation("ragged_gpu", backend="gpu"),
+    build_implementation("ragged", backend="portable"),
+    build_implementation("ragged_tpu", backend="tpu"),
+    build_implementation("ragged_gpu", backend="gpu"),
 )

@@ -11,7 +11,7 @@ cases run on the chip: `pytest -k tpu`. What only a chip can say, and what is do
   those of one pass. Mosaic offers none between: three, enough for a declaration of tf32, are not written by hand.
 - `exp`, `tanh` and `log` of the vector unit are taken to be as accurate as error bounds allow for f32.
 - Block sizes: 512 by 512 compile everywhere at every depth up to 256. A call that names none takes those of a table,
-  which was filled by the compiler's schedules (`impls.splash_tpu.tuned`); which are fastest on a chip is not known. The
+  which was filled by the compiler's schedules (`impls.splash_tpu.splash_tuning`); which are fastest on a chip is not known. The
   gate runs blocks of 128 so that its short cases have several, and others as variants.
 - Two cores of v4 and v5p share the heads of all batch rows (`"parallel"`); with one head and one row, one idles.
 - Scalar memory, 1 MiB a core, holds the lists of steps, three to five bytes a step: lengths beyond 32768 want blocks
@@ -21,9 +21,9 @@ cases run on the chip: `pytest -k tpu`. What only a chip can say, and what is do
 
 from impls.splash_tpu.attention import attention
 from impls.splash_tpu.block_sizes import Blocks, BlockSizes, Layouts
-from impls.splash_tpu.implementation import IMPLEMENTATIONS, implementation, packed_implementation
-from impls.splash_tpu.kernel import Splash, make_splash, make_splash_dynamic
-from impls.splash_tpu.packed import packed_attention
+from impls.splash_tpu.implementation import IMPLEMENTATIONS, build_implementation, build_packed_implementation
+from impls.splash_tpu.splash_kernel import Splash, make_splash, make_splash_dynamic
+from impls.splash_tpu.splash_packed import packed_attention
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -32,9 +32,9 @@ __all__ = [
     "Layouts",
     "Splash",
     "attention",
-    "implementation",
+    "build_implementation",
+    "build_packed_implementation",
     "make_splash",
     "make_splash_dynamic",
     "packed_attention",
-    "packed_implementation",
 ]

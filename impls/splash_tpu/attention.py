@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cases.masks import Full, Indexer, Mask, leaves
+from cases.masks import Full, Indexer, Mask, iter_leaves
 from conformance.contract import validate_mask, validate_operands
-from impls.explicit import takes_explicit
+from impls.explicit_sharding import accept_explicit_sharding
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts
-from impls.splash_tpu.call import Precision
-from impls.splash_tpu.kernel import Splash, make_splash, make_splash_dynamic
-from impls.splash_tpu.tuned import look_up
+from impls.splash_tpu.splash_kernel import Splash, make_splash, make_splash_dynamic
+from impls.splash_tpu.splash_plan import Precision
+from impls.splash_tpu.splash_tuning import look_up
 from impls.splash_tpu.vmem import Depths
 
 UNSUPPORTED = {
@@ -24,7 +24,7 @@ UNSUPPORTED = {
 }
 
 
-@takes_explicit
+@accept_explicit_sharding
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -100,10 +100,10 @@ def attention(
         "checkpoint_name": "splash_residuals",
         "interpret": interpret,
     }
-    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+    if any(isinstance(leaf, Indexer) for leaf in iter_leaves(mask)):
         kernel = make_splash_dynamic(jnp.asarray(mask.dense(q_length, kv_length)), **options)
     else:
-        kernel = _kernel(mask, q_length, kv_length, **options)
+        kernel = _build_kernel(mask, q_length, kv_length, **options)
     heads_first = (x.swapaxes(1, 2) for x in (q, k, v))
     result = kernel(*heads_first, segment_ids=segment_ids, sinks=sinks, save_residuals=save_residuals)
     if not save_residuals:
@@ -112,6 +112,6 @@ def attention(
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(mask: Mask, q_length: int, kv_length: int, **options: Any) -> Splash:
+def _build_kernel(mask: Mask, q_length: int, kv_length: int, **options: Any) -> Splash:
     """Kept, so that the same call does not build its schedule again."""
     return make_splash(mask, q_length, kv_length, **options)

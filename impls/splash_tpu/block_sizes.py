@@ -8,7 +8,7 @@ from typing import Literal
 LANES = 128
 """Width of a vector register; block lengths are multiples of it."""
 
-_MOST_PARTS = 16
+_MAX_PARTS = 16
 
 Layout = Literal["head_dim_minor", "sequence_minor"]
 
@@ -37,7 +37,7 @@ class Blocks:
     All are multiples of 128; `kv_compute` divides `kv` and is `kv` by default. Of a block that the mask hides in part,
     the parts of `part` queries and keys are left out that it hides whole. In long blocks more of the products run under
     the exponentials of others, and parts keep them from computing what is hidden. A part may be shorter than the keys
-    of one step of computing where its place is known when the kernel is built (`impls.splash_tpu.bands`).
+    of one step of computing where its place is known when the kernel is built (`impls.splash_tpu.diagonal_bands`).
     """
 
     q: int = 512
@@ -65,18 +65,18 @@ class Blocks:
         """Queries and keys of a part: those of the block where parts do not divide it or are too many for flags."""
         q = self.part if self.q % self.part == 0 else self.q
         kv = self.part if self.kv % self.part == 0 and self.part % self.compute == 0 else self.kv
-        few = (self.q // q) * (self.kv // kv) <= _MOST_PARTS
+        few = (self.q // q) * (self.kv // kv) <= _MAX_PARTS
         return (q, kv) if few else (self.q, self.kv)
 
     @property
-    def known_parts(self) -> tuple[int, int]:
+    def static_parts(self) -> tuple[int, int]:
         """Likewise, of a block of which it is known when the kernel is built what is hidden: no flags say it."""
         q, kv = (self.part if length % self.part == 0 else length for length in (self.q, self.kv))
         return q, kv if kv % self.compute == 0 or self.compute % kv == 0 else self.kv
 
-    def clipped(self, q_length: int, kv_length: int) -> Blocks:
+    def clip(self, q_length: int, kv_length: int) -> Blocks:
         """No block longer than the whole length in whole lanes."""
-        q, kv = min(self.q, whole(q_length, LANES)), min(self.kv, whole(kv_length, LANES))
+        q, kv = min(self.q, round_up(q_length, LANES)), min(self.kv, round_up(kv_length, LANES))
         compute = self.compute if self.compute < kv and kv % self.compute == 0 else None
         return Blocks(q, kv, compute, self.part)
 
@@ -85,7 +85,7 @@ class Blocks:
 class BlockSizes:
     """Block sizes of each phase; with `fused_backward` one kernel gives all gradients and `dq` is not used.
 
-    None leaves that to the table (`impls.splash_tpu.tuned`) in the canonical call; elsewhere it is as false.
+    None leaves that to the table (`impls.splash_tpu.splash_tuning`) in the canonical call; elsewhere it is as false.
     """
 
     forward: Blocks = Blocks()
@@ -108,6 +108,6 @@ class BlockSizes:
         return cls(forward=blocks, dkv=blocks, dq=blocks, fused_backward=fused_backward)
 
 
-def whole(length: int, block: int) -> int:
+def round_up(length: int, block: int) -> int:
     """`length` rounded up to whole blocks."""
     return -(-length // block) * block

@@ -6,15 +6,15 @@ import functools
 from typing import Any
 
 from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.jax_compat import runs_on
 from impls.splash_tpu.attention import UNSUPPORTED, attention
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts
-from impls.splash_tpu.call import Precision
-from impls.splash_tpu.packed import packed_attention
-from impls.splash_tpu.tuned import tunable
-from impls.versions import runs_on
+from impls.splash_tpu.splash_packed import packed_attention
+from impls.splash_tpu.splash_plan import Precision
+from impls.splash_tpu.splash_tuning import build_tunable
 
 # Small, so that lengths of a few hundred have several blocks; the backward is what a caller gets who names none.
-_JUDGED = BlockSizes.uniform(128, 128, fused_backward=None)
+_JUDGED_SIZES = BlockSizes.uniform(128, 128, fused_backward=None)
 _SEQUENCE_MINOR = Layouts("sequence_minor", "sequence_minor", "sequence_minor")
 _VARIANTS: dict[str, dict[str, Any]] = {
     "fused": {"block_sizes": BlockSizes.uniform(128, 128, fused_backward=True)},
@@ -22,15 +22,17 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "unequal_blocks": {"block_sizes": BlockSizes.uniform(256, 128)},
     "computed_in_parts": {"block_sizes": BlockSizes.uniform(256, 256, 128, part=128)},
     "sequence_minor": {
-        "block_sizes": _JUDGED,
+        "block_sizes": _JUDGED_SIZES,
         "layouts": _SEQUENCE_MINOR,
     },
 }
 
-_VARIANTS_OF_PACKS = ("fused", "default_blocks", "unequal_blocks", "computed_in_parts")
+_PACKED_VARIANTS = ("fused", "default_blocks", "unequal_blocks", "computed_in_parts")
 
 
-def implementation(name: str, *, block_sizes: BlockSizes = _JUDGED, precision: Precision = "exact") -> Implementation:
+def build_implementation(
+    name: str, *, block_sizes: BlockSizes = _JUDGED_SIZES, precision: Precision = "exact"
+) -> Implementation:
     """Splash attention with these block sizes, under `name`."""
     backward = "one fused kernel" if block_sizes.fused_backward else "one kernel, or two for dq and for dk, dv"
     call = functools.partial(attention, block_sizes=block_sizes, precision=precision)
@@ -55,11 +57,13 @@ def implementation(name: str, *, block_sizes: BlockSizes = _JUDGED, precision: P
         variants={variant: functools.partial(attention, **options) for variant, options in _VARIANTS.items()},
         memory="linear",
         checkpoint_names=("splash_residuals",),
-        tunable=None if block_sizes.fused_backward else tunable(functools.partial(attention, precision=precision)),
+        tunable=None
+        if block_sizes.fused_backward
+        else build_tunable(functools.partial(attention, precision=precision)),
     )
 
 
-def packed_implementation(name: str, *, block_sizes: BlockSizes = _JUDGED) -> Implementation:
+def build_packed_implementation(name: str, *, block_sizes: BlockSizes = _JUDGED_SIZES) -> Implementation:
     """Splash attention over packed sequences with these block sizes, under `name`."""
     call = functools.partial(packed_attention, block_sizes=block_sizes)
     return Implementation(
@@ -80,7 +84,7 @@ def packed_implementation(name: str, *, block_sizes: BlockSizes = _JUDGED) -> Im
         ),
         variants={
             variant: functools.partial(packed_attention, block_sizes=_VARIANTS[variant]["block_sizes"])
-            for variant in _VARIANTS_OF_PACKS
+            for variant in _PACKED_VARIANTS
         },
         memory="linear",
         checkpoint_names=("splash_residuals",),
@@ -88,7 +92,7 @@ def packed_implementation(name: str, *, block_sizes: BlockSizes = _JUDGED) -> Im
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    implementation("splash_tpu"),
-    implementation("splash_tpu_fused", block_sizes=BlockSizes.uniform(128, 128, fused_backward=True)),
-    packed_implementation("splash_tpu_packed"),
+    build_implementation("splash_tpu"),
+    build_implementation("splash_tpu_fused", block_sizes=BlockSizes.uniform(128, 128, fused_backward=True)),
+    build_packed_implementation("splash_tpu_packed"),
 )

@@ -5,38 +5,38 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from impls.splash_tpu.block_sizes import LANES, Blocks, whole
-from impls.versions import tpu_vmem_bytes
+from impls.jax_compat import find_tpu_vmem
+from impls.splash_tpu.block_sizes import LANES, Blocks, round_up
 
 DEFAULT_SCOPED = 16 * 2**20
 """What the compiler lets a kernel take unless the kernel asks for more, on every generation."""
 
-SMALLEST = 16 * 2**20
+SMALLEST_VMEM = 16 * 2**20
 """VMEM of a core of v4, the least of the generations since (`pltpu.get_tpu_info_for_chip`)."""
 
-_SIZES = (4096, 2048, 1024, 512, 256, 128)
+_CANDIDATE_SIZES = (4096, 2048, 1024, 512, 256, 128)
 
 
 @dataclasses.dataclass(frozen=True)
-class Limit:
+class VmemLimit:
     """How much VMEM a kernel may take, and why."""
 
     bytes: int
     of: str
 
 
-def limit_of(asked: int | None) -> Limit:
+def find_limit(asked: int | None) -> VmemLimit:
     """The limit of a kernel that is traced now: the one asked for, else the chip's, else the smallest chip's.
 
     The chip is that of the mesh in scope or of the process; in an interpreter there is none.
     """
     if asked is not None:
-        return Limit(asked, "vmem_limit_bytes")
-    found = tpu_vmem_bytes()
+        return VmemLimit(asked, "vmem_limit_bytes")
+    found = find_tpu_vmem()
     if found is None:
-        return Limit(SMALLEST, "a core of v4, the smallest; for a larger chip give vmem_limit_bytes")
+        return VmemLimit(SMALLEST_VMEM, "a core of v4, the smallest; for a larger chip give vmem_limit_bytes")
     kind, capacity = found
-    return Limit(capacity, f"a core of {kind}")
+    return VmemLimit(capacity, f"a core of {kind}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Depths:
     itemsize: int
 
 
-def vmem_bytes(
+def estimate_vmem(
     phase: str, blocks: Blocks, depths: Depths, *, stored_mask: bool, fused: bool = False, ranged: bool = False
 ) -> int:
     """VMEM that a kernel takes, estimated.
@@ -64,7 +64,7 @@ def vmem_bytes(
       fused: whether the kernel of dk and dv gives dq too.
       ranged: whether each query has a range of keys, which has a column more than segment ids.
     """
-    h, v = whole(depths.head_dim, LANES), whole(depths.head_dim_v, LANES)
+    h, v = round_up(depths.head_dim, LANES), round_up(depths.head_dim_v, LANES)
     q_row, kv_row, f32 = h * depths.itemsize, (h + v) * depths.itemsize, 4
     fetched = blocks.q * q_row + blocks.kv * kv_row + (blocks.q * blocks.kv if stored_mask else 0)
     columns = (4 if ranged else 3) * LANES
@@ -80,7 +80,7 @@ def vmem_bytes(
     return 2 * fetched + scratch + 3 * blocks.q * blocks.compute * f32
 
 
-def check_vmem(phase: str, blocks: Blocks, depths: Depths, *, limit: Limit, **kind: bool) -> int:
+def check_vmem(phase: str, blocks: Blocks, depths: Depths, *, limit: VmemLimit, **kind: bool) -> int:
     """Refuse blocks that do not fit; the estimate in bytes of those that do.
 
     Args:
@@ -93,14 +93,14 @@ def check_vmem(phase: str, blocks: Blocks, depths: Depths, *, limit: Limit, **ki
     Raises:
       ValueError: the estimate is over the limit; the message says which sizes would fit.
     """
-    need = vmem_bytes(phase, blocks, depths, **kind)
+    need = estimate_vmem(phase, blocks, depths, **kind)
     if need <= limit.bytes:
         return need
-    sizes = [size for size in _SIZES if size <= max(blocks.q, blocks.kv)]
+    sizes = [size for size in _CANDIDATE_SIZES if size <= max(blocks.q, blocks.kv)]
     fitting = [
         f"{q} x {kv}"
         for q, kv in itertools.product(sizes, sizes)
-        if vmem_bytes(phase, Blocks(q, kv), depths, **kind) <= limit.bytes
+        if estimate_vmem(phase, Blocks(q, kv), depths, **kind) <= limit.bytes
     ]
     remedy = f"these would fit (q x kv): {', '.join(fitting[:4])}" if fitting else "no block size would fit"
     raise ValueError(

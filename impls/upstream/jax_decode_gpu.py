@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.case import FEATURES, Case
-from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, conjuncts
+from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from impls.upstream.mask_flags import case_mask
-from impls.upstream.refusals import forward_only, refuse
-from impls.versions import default_products, interpret_or, runs_on
+from impls.jax_compat import get_default_products, resolve_interpret, runs_on
+from impls.upstream.adapter_refusals import forbid_gradients, refuse_unsupported
+from impls.upstream.mask_flags import build_case_mask
 
 NAME = "jax_decode_gpu"
 SPLITS = 2
@@ -80,7 +80,7 @@ def attention(
       save_residuals: Return the logsumexp too.
       interpret: As in `pallas_call`; by default true unless the process runs on a GPU.
     """
-    refuse(
+    refuse_unsupported(
         NAME,
         UNSUPPORTED,
         q,
@@ -98,14 +98,14 @@ def attention(
     if q.shape[1] != 1:
         phase = "prefill" if q.shape[1] < kv_length else "train"
         raise NotImplementedError(f"{NAME} does not support {phase} ({FEATURES[phase]}): it {UNSUPPORTED[phase]}")
-    ranges = key_ranges(mask, batch, kv_length)
+    ranges = find_key_ranges(mask, batch, kv_length)
     if ranges is None:
         raise NotImplementedError(f"{NAME} does not support this call: it {_RANGE}")
     start, end = map(jnp.asarray, ranges)  # [B], [B]
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         room = ((0, 0), (0, -kv_length % (SPLITS * BLOCK)), (0, 0), (0, 0))
-        return _module().gqa(
+        return _load_module().gqa(
             q[:, 0],
             jnp.pad(k, room),
             jnp.pad(v, room),
@@ -114,24 +114,24 @@ def attention(
             sm_scale=1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
             block_k=BLOCK,
             k_splits=SPLITS,
-            interpret=bool(interpret_or(interpret, "gpu")),
+            interpret=bool(resolve_interpret(interpret, "gpu")),
             return_residuals=True,
         )
 
-    found, (total, maximum) = forward_only(NAME, "has no gradients", kernel)(q, k, v)
+    found, (total, maximum) = forbid_gradients(NAME, "has no gradients", kernel)(q, k, v)
     out = found[:, None].astype(q.dtype)  # [B, 1, N, H]
     if not save_residuals:
         return out
     return out, {"logsumexp": (maximum + jnp.log(total))[..., None]}  # [B, N, 1]
 
 
-def key_ranges(mask: Mask, batch: int, kv_length: int) -> tuple[np.ndarray, np.ndarray] | None:
+def find_key_ranges(mask: Mask, batch: int, kv_length: int) -> tuple[np.ndarray, np.ndarray] | None:
     """The first key that the one query of each sequence sees and the first that it no longer sees, i32 `[B]` each.
 
     None if `mask` is anything but such ranges.
     """
     start, end = np.zeros(batch, np.int32), np.full(batch, kv_length, np.int32)
-    for part in conjuncts(mask):
+    for part in list_conjuncts(mask):
         low: Any = 0
         high: Any = kv_length
         if isinstance(part, Causal):
@@ -149,13 +149,13 @@ def key_ranges(mask: Mask, batch: int, kv_length: int) -> tuple[np.ndarray, np.n
     return start.astype(np.int32), np.maximum(end, 0).astype(np.int32)
 
 
-def _module() -> Any:
+def _load_module() -> Any:
     """The library's own module, loaded when it is called: on import some versions warn."""
     return importlib.import_module("jax.experimental.pallas.ops.gpu.decode_attention")
 
 
-def _limits(case: Case) -> str | None:
-    if key_ranges(case_mask(case), case.batch, case.kv_length) is None:
+def _find_case_limit(case: Case) -> str | None:
+    if find_key_ranges(build_case_mask(case), case.batch, case.kv_length) is None:
         return _RANGE
     if runs_on("gpu") and case.head_dim & (case.head_dim - 1):
         return f"needs a head depth that is a power of two; H is {case.head_dim}"
@@ -169,8 +169,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         description="jax.experimental.pallas.ops.gpu.decode_attention.gqa",
         unsupported=UNSUPPORTED,
         offers=OFFERS,
-        supports_case=_limits,
-        arithmetic=Arithmetic(products=default_products()),
+        supports_case=_find_case_limit,
+        arithmetic=Arithmetic(products=get_default_products()),
         residuals=frozenset({"logsumexp"}),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),

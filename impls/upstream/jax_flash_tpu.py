@@ -18,9 +18,9 @@ from jax.experimental.pallas.ops.tpu import flash_attention as flash
 from cases.case import Case
 from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from impls.upstream.mask_flags import ONLY_CAUSAL, case_mask, causal_flag
-from impls.upstream.refusals import forward_only, refuse, refuse_because
-from impls.versions import default_products, interpret_or, runs_on, tpu_interpreter
+from impls.jax_compat import get_default_products, resolve_interpret, runs_on, use_tpu_interpreter
+from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
+from impls.upstream.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
 
 NAME = "jax_flash_tpu"
 BLOCK = 128  # All of `BlockSizes.get_default`, and the least its kernels take.
@@ -59,7 +59,7 @@ def attention(
     interpret: Any = None,
 ) -> Any:
     """The canonical call (`conformance.contract`); `interpret` as in `pallas_call`, by default true off a TPU."""
-    refuse(
+    refuse_unsupported(
         NAME,
         UNSUPPORTED,
         q,
@@ -72,15 +72,15 @@ def attention(
         bias=bias,
         scale=scale,
     )
-    causal = causal_flag(mask)
-    refuse_because(NAME, _limit(causal, q.shape[1], k.shape[1], q.shape[3]))
+    causal = find_causal_flag(mask)
+    refuse_because(NAME, _find_limit(causal, q.shape[1], k.shape[1], q.shape[3]))
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     if bias is not None:
         bias = jnp.broadcast_to(bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1])).astype(jnp.float32) / factor
     kernel: Callable[..., Any] = functools.partial(flash.flash_attention, causal=causal, sm_scale=factor)
-    kernel = _interpretable(kernel, interpret_or(interpret, "tpu"))
-    if reason := _gradient_limit(q.shape[1]):
-        kernel = forward_only(NAME, reason, kernel)
+    kernel = _make_interpretable(kernel, resolve_interpret(interpret, "tpu"))
+    if reason := _find_gradient_limit(q.shape[1]):
+        kernel = forbid_gradients(NAME, reason, kernel)
     out = kernel(
         *(x.transpose(0, 2, 1, 3) for x in (q, k, v)),
         bias,
@@ -89,7 +89,7 @@ def attention(
     return (out, {}) if save_residuals else out
 
 
-def _interpretable(kernel: Callable[..., Any], interpret: Any) -> Callable[..., Any]:
+def _make_interpretable(kernel: Callable[..., Any], interpret: Any) -> Callable[..., Any]:
     """`kernel` traced in the interpreter, its backward pass too.
 
     The kernel has no `interpret` argument, only a context; JAX traces a backward pass after the forward call has
@@ -100,33 +100,33 @@ def _interpretable(kernel: Callable[..., Any], interpret: Any) -> Callable[..., 
 
     @jax.custom_vjp
     def run(*operands: Any) -> Any:
-        with tpu_interpreter(interpret):
+        with use_tpu_interpreter(interpret):
             return kernel(*operands)
 
     def forward(*operands: Any) -> tuple[Any, Any]:
-        with tpu_interpreter(interpret):
+        with use_tpu_interpreter(interpret):
             return jax.vjp(kernel, *operands)
 
     def backward(pullback: Any, cotangent: Any) -> Any:
-        with tpu_interpreter(interpret):
+        with use_tpu_interpreter(interpret):
             return pullback(cotangent)
 
     run.defvjp(forward, backward)
     return run
 
 
-def _limits(case: Case) -> str | None:
-    reason = _limit(causal_flag(case_mask(case)), case.q_length, case.kv_length, case.head_dim)
-    return reason or (_gradient_limit(case.q_length) if case.phase == "train" else None)
+def _find_case_limit(case: Case) -> str | None:
+    reason = _find_limit(find_causal_flag(build_case_mask(case)), case.q_length, case.kv_length, case.head_dim)
+    return reason or (_find_gradient_limit(case.q_length) if case.phase == "train" else None)
 
 
-def _gradient_limit(q_length: int) -> str | None:
+def _find_gradient_limit(q_length: int) -> str | None:
     if q_length % BLOCK:
         return f"needs a multiple of {BLOCK} queries, its block, for gradients; T is {q_length}"
     return None
 
 
-def _limit(causal: bool | None, q_length: int, kv_length: int, head_dim: int) -> str | None:
+def _find_limit(causal: bool | None, q_length: int, kv_length: int, head_dim: int) -> str | None:
     if causal is None:
         return ONLY_CAUSAL
     if q_length < BLOCK:
@@ -144,8 +144,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         call=attention,
         description="jax.experimental.pallas.ops.tpu.flash_attention",
         unsupported=UNSUPPORTED,
-        supports_case=_limits,
-        arithmetic=Arithmetic(products=default_products()),
+        supports_case=_find_case_limit,
+        arithmetic=Arithmetic(products=get_default_products()),
         residuals=frozenset(),
         differentiable_residuals=frozenset(),
         gradients=frozenset({"dq", "dk", "dv", "dbias"}),

@@ -18,9 +18,9 @@ import numpy as np
 from cases.case import Case
 from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation, Products
-from impls.upstream.mask_flags import ONLY_CAUSAL, case_mask, causal_flag
-from impls.upstream.refusals import forward_only, refuse, refuse_because
-from impls.versions import interpret_or, pallas_gpu_attention, runs_on
+from impls.jax_compat import load_pallas_gpu_attention, resolve_interpret, runs_on
+from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
+from impls.upstream.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
 
 BLOCK = 128  # `BlockSizes.get_default()`: forward blocks of 128, cut to shorter lengths,
 BACKWARD_BLOCK = 32  # and backward blocks of 32, likewise.
@@ -78,8 +78,8 @@ def attention(
       backward: `"triton"` or `"xla"`, the library's `backward_pass_impl`.
       interpret: As in `pallas_call`; by default true unless the process runs on a GPU.
     """
-    name = _name(backward)
-    refuse(
+    name = _get_name(backward)
+    refuse_unsupported(
         name,
         UNSUPPORTED,
         q,
@@ -92,21 +92,21 @@ def attention(
         bias=bias,
         scale=scale,
     )
-    causal = causal_flag(mask)
-    refuse_because(name, _limit(causal, q.shape[1], k.shape[1], segment_ids is not None))
-    if not interpret_or(interpret, "gpu"):
-        refuse_because(name, _memory_limit(max(q.shape[1], k.shape[1]), q.shape[3], q.dtype.itemsize))
-    ids, same = (None, None) if segment_ids is None else _shared_ids(name, *segment_ids)
+    causal = find_causal_flag(mask)
+    refuse_because(name, _find_limit(causal, q.shape[1], k.shape[1], segment_ids is not None))
+    if not resolve_interpret(interpret, "gpu"):
+        refuse_because(name, _find_memory_limit(max(q.shape[1], k.shape[1]), q.shape[3], q.dtype.itemsize))
+    ids, same = (None, None) if segment_ids is None else _merge_ids(name, *segment_ids)
     kernel: Callable[..., Any] = functools.partial(
-        pallas_gpu_attention().mha,
+        load_pallas_gpu_attention().mha,
         sm_scale=1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
         causal=causal,
         backward_pass_impl=backward,
-        interpret=interpret_or(interpret, "gpu"),
+        interpret=resolve_interpret(interpret, "gpu"),
         return_residuals=save_residuals,
     )
-    if reason := _gradient_limit(backward, q.shape[1], k.shape[1]):
-        kernel = forward_only(name, reason, kernel)
+    if reason := _find_gradient_limit(backward, q.shape[1], k.shape[1]):
+        kernel = forbid_gradients(name, reason, kernel)
     result = kernel(q, k, v, ids)
     out, base_2 = result if save_residuals else (result, None)
     if same is not None:
@@ -114,7 +114,7 @@ def attention(
     return out if base_2 is None else (out, {"logsumexp": base_2 * math.log(2)})
 
 
-def _shared_ids(name: str, q_ids: Any, kv_ids: Any) -> tuple[Any, jax.Array | None]:
+def _merge_ids(name: str, q_ids: Any, kv_ids: Any) -> tuple[Any, jax.Array | None]:
     """The one array of ids, and whether the two given are equal where only run time can tell.
 
     Raises:
@@ -128,16 +128,18 @@ def _shared_ids(name: str, q_ids: Any, kv_ids: Any) -> tuple[Any, jax.Array | No
     return q_ids, jnp.all(q_ids == kv_ids) if traced else None
 
 
-def _limits(case: Case, *, backward: str) -> str | None:
+def _find_case_limit(case: Case, *, backward: str) -> str | None:
     if case.segments == "segpad":
         return f"{_ONE_ARRAY}, and the padding of the two has different ids"
-    reason = _limit(causal_flag(case_mask(case)), case.q_length, case.kv_length, case.segments is not None)
+    reason = _find_limit(
+        find_causal_flag(build_case_mask(case)), case.q_length, case.kv_length, case.segments is not None
+    )
     if reason is None and runs_on("gpu"):
-        reason = _memory_limit(max(case.q_length, case.kv_length), case.head_dim, 4 if case.dtype == "f32" else 2)
-    return reason or (_gradient_limit(backward, case.q_length, case.kv_length) if case.phase == "train" else None)
+        reason = _find_memory_limit(max(case.q_length, case.kv_length), case.head_dim, 4 if case.dtype == "f32" else 2)
+    return reason or (_find_gradient_limit(backward, case.q_length, case.kv_length) if case.phase == "train" else None)
 
 
-def _memory_limit(length: int, head_dim: int, itemsize: int) -> str | None:
+def _find_memory_limit(length: int, head_dim: int, itemsize: int) -> str | None:
     # As compiled for H100: 4 blocks, 256 KiB at depth 128 in f32 and 512 KiB at depth 256.
     need = 4 * min(BLOCK, length) * head_dim * itemsize
     if need > SHARED_MEMORY:
@@ -147,7 +149,7 @@ def _memory_limit(length: int, head_dim: int, itemsize: int) -> str | None:
     return None
 
 
-def _gradient_limit(backward: str, q_length: int, kv_length: int) -> str | None:
+def _find_gradient_limit(backward: str, q_length: int, kv_length: int) -> str | None:
     q_blocks, kv_blocks = (n // min(n, BACKWARD_BLOCK) for n in (q_length, kv_length))
     if backward == "triton" and q_blocks != kv_blocks:
         return (
@@ -157,7 +159,7 @@ def _gradient_limit(backward: str, q_length: int, kv_length: int) -> str | None:
     return None
 
 
-def _limit(causal: bool | None, q_length: int, kv_length: int, segments: bool) -> str | None:
+def _find_limit(causal: bool | None, q_length: int, kv_length: int, segments: bool) -> str | None:
     if causal is None:
         return ONLY_CAUSAL
     if segments and q_length != kv_length:
@@ -170,18 +172,18 @@ def _limit(causal: bool | None, q_length: int, kv_length: int, segments: bool) -
     return None
 
 
-def _name(backward: str) -> str:
+def _get_name(backward: str) -> str:
     return "jax_mha_gpu" if backward == "triton" else f"jax_mha_gpu_{backward}_bwd"
 
 
-def _implementation(backward: str) -> Implementation:
+def _build_implementation(backward: str) -> Implementation:
     products: Products = "tf32" if runs_on("gpu") else "exact"
     return Implementation(
-        name=_name(backward),
+        name=_get_name(backward),
         call=functools.partial(attention, backward=backward),
         description=f"jax.experimental.pallas.ops.gpu.attention.mha, backward pass {backward!r}",
         unsupported=UNSUPPORTED,
-        supports_case=functools.partial(_limits, backward=backward),
+        supports_case=functools.partial(_find_case_limit, backward=backward),
         arithmetic=Arithmetic(products=products),
         residuals=frozenset({"logsumexp"}),
         differentiable_residuals=frozenset(),
@@ -195,4 +197,4 @@ def _implementation(backward: str) -> Implementation:
     )
 
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = (_implementation("triton"), _implementation("xla"))
+IMPLEMENTATIONS: tuple[Implementation, ...] = (_build_implementation("triton"), _build_implementation("xla"))

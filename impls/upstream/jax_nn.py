@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.case import Case
-from cases.masks import Causal, Full, Lengths, Mask, Window, conjuncts
+from cases.masks import Causal, Full, Lengths, Mask, Window, list_conjuncts
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from impls.upstream.refusals import refuse, refuse_because
-from impls.versions import compute_capability, default_products, runs_on
+from impls.jax_compat import get_compute_capability, get_default_products, runs_on
+from impls.upstream.adapter_refusals import refuse_because, refuse_unsupported
 
 UNSUPPORTED = {
     "soft_cap": "takes no soft cap",
@@ -53,9 +53,9 @@ def attention(
     backend: str = "xla",
 ) -> Any:
     """The canonical call (`conformance.contract`), by `backend`, the library's `implementation`."""
-    refuse(
-        _name(backend),
-        _unsupported(backend),
+    refuse_unsupported(
+        _get_name(backend),
+        _get_unsupported(backend),
         q,
         k,
         v,
@@ -66,10 +66,10 @@ def attention(
         bias=bias,
         scale=scale,
     )
-    arguments = mask_arguments(mask, q.shape[0], q.shape[1], k.shape[1], backend=backend)
+    arguments = build_mask_arguments(mask, q.shape[0], q.shape[1], k.shape[1], backend=backend)
     if backend == "cudnn":
         narrow = bias is not None and bias.shape[2:] != (q.shape[1], k.shape[1])
-        refuse_because(_name(backend), _cudnn_limit(q.shape[3], narrow=narrow))
+        refuse_because(_get_name(backend), _find_cudnn_limit(q.shape[3], narrow=narrow))
     result: Any = jax.nn.dot_product_attention(  # type: ignore[call-overload] # overloads want a literal flag
         q, k, v, bias, scale=scale, implementation=backend, return_residual=save_residuals, **arguments
     )
@@ -79,9 +79,11 @@ def attention(
     return out, {"logsumexp": logsumexp.astype(jnp.float32).transpose(0, 2, 1)}
 
 
-def mask_arguments(mask: Mask, batch: int, q_length: int, kv_length: int, *, backend: str = "xla") -> dict[str, Any]:
+def build_mask_arguments(
+    mask: Mask, batch: int, q_length: int, kv_length: int, *, backend: str = "xla"
+) -> dict[str, Any]:
     """Keyword arguments of `jax.nn.dot_product_attention` that together mean `mask`."""
-    native, rest = _divided(mask, backend)
+    native, rest = _split_mask(mask, backend)
     arguments: dict[str, Any] = {}
     for part in native:
         if isinstance(part, Causal):
@@ -100,9 +102,9 @@ def mask_arguments(mask: Mask, batch: int, q_length: int, kv_length: int, *, bac
     return arguments
 
 
-def _divided(mask: Mask, backend: str) -> tuple[list[Mask], list[Mask]]:
+def _split_mask(mask: Mask, backend: str) -> tuple[list[Mask], list[Mask]]:
     """The parts of a mask that arguments of their own say, one of each kind, and the rest."""
-    parts = [part for part in conjuncts(mask) if not isinstance(part, Full)]
+    parts = [part for part in list_conjuncts(mask) if not isinstance(part, Full)]
     # cuDNN has a window to the left only, and only beside its causal mask.
     windows = backend == "xla" or Causal(0) in parts
     native: list[Mask] = []
@@ -115,8 +117,8 @@ def _divided(mask: Mask, backend: str) -> tuple[list[Mask], list[Mask]]:
     return native, rest
 
 
-def _cudnn_limit(head_dim: int, *, narrow: bool) -> str | None:
-    deepest = 256 if (capability := compute_capability()) is None or capability >= _HOPPER else 128
+def _find_cudnn_limit(head_dim: int, *, narrow: bool) -> str | None:
+    deepest = 256 if (capability := get_compute_capability()) is None or capability >= _HOPPER else 128
     if head_dim > deepest or head_dim % 8:
         return f"needs a head_dim that is a multiple of 8 up to {deepest}, got {head_dim}"
     if narrow:
@@ -124,31 +126,31 @@ def _cudnn_limit(head_dim: int, *, narrow: bool) -> str | None:
     return None
 
 
-def _cudnn_limits(case: Case) -> str | None:
-    if (reason := _cudnn_limit(case.head_dim, narrow=case.bias == "biaskey")) is not None:
+def _find_cudnn_case_limit(case: Case) -> str | None:
+    if (reason := _find_cudnn_limit(case.head_dim, narrow=case.bias == "biaskey")) is not None:
         return reason
     if case.phase == "train" and (case.q_length % 2 or case.kv_length % 2):
         return f"needs even lengths for gradients; T={case.q_length} and S={case.kv_length}"
     return None
 
 
-def _unsupported(backend: str) -> dict[str, str]:
+def _get_unsupported(backend: str) -> dict[str, str]:
     return CUDNN_UNSUPPORTED if backend == "cudnn" else UNSUPPORTED
 
 
-def _name(backend: str) -> str:
+def _get_name(backend: str) -> str:
     return f"jax_nn_{backend}"
 
 
-def _implementation(backend: str) -> Implementation:
+def _build_implementation(backend: str) -> Implementation:
     cudnn = backend == "cudnn"
     return Implementation(
-        name=_name(backend),
+        name=_get_name(backend),
         call=functools.partial(attention, backend=backend),
         description=f'jax.nn.dot_product_attention(implementation="{backend}")',
-        unsupported=_unsupported(backend),
-        supports_case=_cudnn_limits if cudnn else None,
-        arithmetic=Arithmetic(products=default_products(), residuals="input" if cudnn else "f32"),
+        unsupported=_get_unsupported(backend),
+        supports_case=_find_cudnn_case_limit if cudnn else None,
+        arithmetic=Arithmetic(products=get_default_products(), residuals="input" if cudnn else "f32"),
         residuals=frozenset({"logsumexp"}),
         differentiable_residuals=frozenset(),
         gradients=frozenset({"dq", "dk", "dv", "dbias"}),
@@ -159,4 +161,4 @@ def _implementation(backend: str) -> Implementation:
     )
 
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = (_implementation("xla"), _implementation("cudnn"))
+IMPLEMENTATIONS: tuple[Implementation, ...] = (_build_implementation("xla"), _build_implementation("cudnn"))

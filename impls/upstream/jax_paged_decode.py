@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from cases.case import SCALED_FEATURES, Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.jax_compat import get_default_products, resolve_interpret, runs_on, use_tpu_interpreter
 from impls.upstream.mask_flags import ONLY_CAUSAL
-from impls.versions import default_products, interpret_or, runs_on, tpu_interpreter
 
 PAGES_TOGETHER = 2
 SPLITS = 2
@@ -64,12 +64,12 @@ def attention(
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % (PAGES_TOGETHER * SPLITS))))
     k, v = (x.transpose(2, 0, 1, 3) for x in (k_pages, v_pages))
     scales = None if k_scales is None or v_scales is None else (x.transpose(2, 0, 1) for x in (k_scales, v_scales))
-    interpret = interpret_or(interpret, platform)
+    interpret = resolve_interpret(interpret, platform)
     if platform == "tpu":
         if scales is not None:
-            k, v = (_quantized(x, of_x) for x, of_x in zip((k, v), scales, strict=True))
-        with tpu_interpreter(interpret):
-            out = _module("tpu").paged_attention(
+            k, v = (_quantize_pages(x, of_x) for x, of_x in zip((k, v), scales, strict=True))
+        with use_tpu_interpreter(interpret):
+            out = _load_module("tpu").paged_attention(
                 of_sequence,
                 k,
                 v,
@@ -80,7 +80,7 @@ def attention(
             )
     else:
         by_name = {} if scales is None else dict(zip(("k_scales_pages", "v_scales_pages"), scales, strict=True))
-        out = _module("gpu").paged_attention(
+        out = _load_module("gpu").paged_attention(
             of_sequence,
             k,
             v,
@@ -96,18 +96,18 @@ def attention(
     return found
 
 
-def _quantized(pages: jax.Array, scales: jax.Array) -> Any:
+def _quantize_pages(pages: jax.Array, scales: jax.Array) -> Any:
     """Pages `[K, pages, page_size, H]` and their scales as the kernel for TPUs takes them."""
     module = importlib.import_module("jax.experimental.pallas.ops.tpu.paged_attention.quantization_utils")
     return module.QuantizedTensor(pages, scales[..., None] * jnp.float32(module.MAX_INT8))
 
 
-def _module(platform: str) -> ModuleType:
+def _load_module(platform: str) -> ModuleType:
     """The library's own module, loaded when it is called: on import some versions warn."""
     return importlib.import_module(f"jax.experimental.pallas.ops.{platform}.paged_attention")
 
 
-def _limits(platform: str, case: Case) -> str | None:
+def _find_case_limit(platform: str, case: Case) -> str | None:
     if any(kv == 0 and q for q, kv in zip(case.q_lengths, case.kv_lengths, strict=True)):
         return "needs a key for each query"
     if platform == "gpu" and case.head_dim & (case.head_dim - 1):
@@ -118,7 +118,7 @@ def _limits(platform: str, case: Case) -> str | None:
     return None
 
 
-def _implementation(name: str, platform: str) -> Implementation:
+def _build_implementation(name: str, platform: str) -> Implementation:
     call: Callable[..., Any] = functools.partial(attention, platform=platform)
     return Implementation(
         name=name,
@@ -126,11 +126,11 @@ def _implementation(name: str, platform: str) -> Implementation:
         description=f"jax.experimental.pallas.ops.{platform}.paged_attention",
         unsupported=UNSUPPORTED | (_ONLY_TPU if platform == "tpu" else {}),
         offers=SCALED_FEATURES,
-        supports_case=functools.partial(_limits, platform),
+        supports_case=functools.partial(_find_case_limit, platform),
         # The kernel for TPUs makes keys and values bf16 once they are in VMEM, whatever they are. Those with scales are
         # f32 there, and a chip's products at default precision round them.
         arithmetic=Arithmetic(
-            products="bf16" if platform == "tpu" else default_products(),
+            products="bf16" if platform == "tpu" else get_default_products(),
             scaled_q=True,
             cache="input" if platform == "tpu" else "f32",
         ),
@@ -153,6 +153,6 @@ def _implementation(name: str, platform: str) -> Implementation:
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    _implementation("jax_paged_tpu", "tpu"),
-    _implementation("jax_paged_gpu", "gpu"),
+    _build_implementation("jax_paged_tpu", "tpu"),
+    _build_implementation("jax_paged_gpu", "gpu"),
 )

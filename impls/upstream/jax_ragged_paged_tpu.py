@@ -19,14 +19,14 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as rag
 
 from cases.case import WHOLE_FEATURES, Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from impls.versions import default_products, runs_on
+from impls.jax_compat import get_default_products, runs_on
 
 NAME = "jax_ragged_paged_tpu"
 LANES = 128
 BLOCK_Q, BLOCK_KV = 32, 512
 """Queries and keys of a block on a TPU, about those of its own table for most shapes."""
 NO_TPU = "needs a TPU: JAX's interpreters of TPU kernels stop at its masked stores and at its reshaped refs"
-_JUDGED: dict[str, Any] = {"block_q": 8, "block_kv": 48}
+_JUDGED_SIZES: dict[str, Any] = {"block_q": 8, "block_kv": 48}
 UNSUPPORTED = {
     "f16": "the matrix unit multiplies no float16",
     "sinks": "takes no sinks",
@@ -73,7 +73,7 @@ def attention(
     return out
 
 
-def _limits(case: Case) -> str | None:
+def _find_case_limit(case: Case) -> str | None:
     if case.head_dim % LANES:
         return f"needs a head depth that is a multiple of {LANES}; H is {case.head_dim}"
     lanes = 2 * case.num_kv_heads // (1 if case.dtype == "f32" else 2)
@@ -86,13 +86,13 @@ def _limits(case: Case) -> str | None:
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(
         name=NAME,
-        call=functools.partial(attention, **_JUDGED),
+        call=functools.partial(attention, **_JUDGED_SIZES),
         description="jax.experimental.pallas.ops.tpu.ragged_paged_attention",
         unsupported=UNSUPPORTED,
         offers=WHOLE_FEATURES,
-        supports_case=_limits,
+        supports_case=_find_case_limit,
         # Keys and values times their scale are rounded to the dtype of q.
-        arithmetic=Arithmetic(products=default_products(), cache="input"),
+        arithmetic=Arithmetic(products=get_default_products(), cache="input"),
         residuals=frozenset(),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),

@@ -19,14 +19,14 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
-from cases.case import Case, parse
+from cases.case import Case, parse_case_id
 from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable, no_traffic
-from impls.upstream.mask_flags import case_mask
-from impls.upstream.refusals import refuse, refuse_because
-from impls.upstream.splash_masks import BLOCK, lazy_mask, whole_blocks
-from impls.versions import default_products, interpret_or, runs_on
+from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable, report_no_traffic
+from impls.jax_compat import get_default_products, resolve_interpret, runs_on
+from impls.upstream.adapter_refusals import refuse_because, refuse_unsupported
+from impls.upstream.mask_flags import build_case_mask
+from impls.upstream.splash_masks import BLOCK, build_library_mask, find_length_limit
 
 BlockSizes = splash.BlockSizes
 _COMPILED_BLOCK = 512  # As ours by default: with the smallest ones, which are its own default, a call is slow.
@@ -68,8 +68,8 @@ def attention(
       block_sizes: Of each of its kernels, instead.
       interpret: As in `pallas_call`; by default true unless the process runs on a TPU.
     """
-    refuse(
-        _name(fused_backward),
+    refuse_unsupported(
+        _get_name(fused_backward),
         UNSUPPORTED,
         q,
         k,
@@ -84,13 +84,13 @@ def attention(
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     group = num_q_heads // num_kv_heads
-    refuse_because(_name(fused_backward), _limit(mask, q_length, kv_length))
+    refuse_because(_get_name(fused_backward), _find_limit(mask, q_length, kv_length))
     factor = 1 / math.sqrt(head_dim) if scale is None else scale
     q = (q.astype(jnp.float32) * factor).astype(q.dtype)
 
     by_head = not mask.is_computed and mask.dense(q_length, kv_length).shape[1] > 1
     in_groups = group > 1 and not by_head
-    kernel: Callable[..., Any] = _kernel(
+    kernel: Callable[..., Any] = _build_kernel(
         mask,
         q_length,
         kv_length,
@@ -98,8 +98,9 @@ def attention(
         is_mqa=in_groups,
         soft_cap=None if soft_cap is None else float(soft_cap),
         save_residuals=save_residuals,
-        block_sizes=block_sizes or _uniform(q_length, kv_length, largest_block, fused_backward=fused_backward),
-        interpret=interpret_or(interpret, "tpu"),
+        block_sizes=block_sizes
+        or _build_uniform_sizes(q_length, kv_length, largest_block, fused_backward=fused_backward),
+        interpret=resolve_interpret(interpret, "tpu"),
     )
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
     if in_groups:
@@ -116,7 +117,7 @@ def attention(
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(
+def _build_kernel(
     mask: Mask,
     q_length: int,
     kv_length: int,
@@ -133,7 +134,7 @@ def _kernel(
     # Called while tracing, the arrays of the kernel must still be arrays: the next trace gets them from the cache.
     with jax.ensure_compile_time_eval():
         kernel: Callable[..., Any] = make(
-            splash_mask.MultiHeadMask(_head_masks(mask, q_length, kv_length, num_heads)),
+            splash_mask.MultiHeadMask(_build_head_masks(mask, q_length, kv_length, num_heads)),
             block_sizes=block_sizes,
             save_residuals=save_residuals,
             attn_logits_soft_cap=soft_cap,
@@ -142,7 +143,7 @@ def _kernel(
     return kernel
 
 
-def _uniform(q_length: int, kv_length: int, largest: int, *, fused_backward: bool) -> BlockSizes:
+def _build_uniform_sizes(q_length: int, kv_length: int, largest: int, *, fused_backward: bool) -> BlockSizes:
     """The same blocks in every kernel, as long as `largest` or the next power of two below it that divides a length."""
     q, kv = (math.gcd(length, largest) for length in (q_length, kv_length))
     return BlockSizes(
@@ -156,27 +157,27 @@ def _uniform(q_length: int, kv_length: int, largest: int, *, fused_backward: boo
     )
 
 
-def _head_masks(mask: Mask, q_length: int, kv_length: int, num_heads: int) -> list[splash_mask.Mask]:
+def _build_head_masks(mask: Mask, q_length: int, kv_length: int, num_heads: int) -> list[splash_mask.Mask]:
     shape = (q_length, kv_length)
     if mask.is_computed:
-        return [lazy_mask(splash_mask, mask, shape)] * num_heads
+        return [build_library_mask(splash_mask, mask, shape)] * num_heads
     dense = mask.dense(q_length, kv_length)
     return [splash_mask.NumpyMask(head) for head in np.broadcast_to(dense[0], (num_heads, *shape))]
 
 
-def _limits(case: Case) -> str | None:
-    return _limit(case_mask(case), case.q_length, case.kv_length)
+def _find_case_limit(case: Case) -> str | None:
+    return _find_limit(build_case_mask(case), case.q_length, case.kv_length)
 
 
-def _limit(mask: Mask, q_length: int, kv_length: int) -> str | None:
-    if reason := whole_blocks(q_length, kv_length):
+def _find_limit(mask: Mask, q_length: int, kv_length: int) -> str | None:
+    if reason := find_length_limit(q_length, kv_length):
         return reason
     if not mask.is_computed and mask.dense(q_length, kv_length).shape[0] > 1:
         return "takes one mask for the whole batch, not one for each batch row (dense_batch, lengths)"
     return None
 
 
-def _tunable(attention: Callable[..., Any]) -> Tunable:
+def _build_tunable(attention: Callable[..., Any]) -> Tunable:
     """Its blocks, of each of its kernels, and whether the backward is one of them or two."""
 
     def call(settings: KnobSettings, **options: Any) -> Callable[..., Any]:
@@ -196,69 +197,72 @@ def _tunable(attention: Callable[..., Any]) -> Tunable:
         return functools.partial(attention, block_sizes=sizes, **options)
 
     def candidates(case: Case) -> Iterator[Setting]:
-        for q, kv, compute in _TRIED:
+        for q, kv, compute in _CANDIDATES:
             if case.q_length % q == 0 and case.kv_length % kv == 0:
                 yield {"q": q, "kv": kv, "kv_compute": compute}
 
     def settings(case: Case) -> KnobSettings:
         q, kv = (math.gcd(length, _COMPILED_BLOCK) for length in (case.q_length, case.kv_length))
-        return {**{name: {"q": q, "kv": kv, "kv_compute": kv} for name in _KERNELS}, "backward": _WAYS[0][0]}
+        return {
+            **{name: {"q": q, "kv": kv, "kv_compute": kv} for name in _KERNEL_SUFFIXES},
+            "backward": _BACKWARD_CHOICES[0][0],
+        }
 
     def knob(name: str) -> Knob:
         return Knob(
             name=name,
             phase="forward" if name == "forward" else "forward+backward",
             candidates=candidates,
-            kernel=_KERNELS[name],
-            given=next(({"backward": way} for way, names in _WAYS if name in names), {}),
-            traffic=_traffic if name == "fused" else no_traffic,
+            kernel=_KERNEL_SUFFIXES[name],
+            given=next(({"backward": way} for way, names in _BACKWARD_CHOICES if name in names), {}),
+            traffic=_estimate_traffic if name == "fused" else report_no_traffic,
         )
 
     backward = Knob(
         name="backward",
         phase="forward+backward",
-        candidates=lambda case: tuple(way for way, _ in _WAYS),
-        ways=_WAYS,
+        candidates=lambda case: tuple(way for way, _ in _BACKWARD_CHOICES),
+        ways=_BACKWARD_CHOICES,
     )
     return Tunable(
-        knobs=(*map(knob, _KERNELS), backward),
+        knobs=(*map(knob, _KERNEL_SUFFIXES), backward),
         settings=settings,
         call=call,
         native=functools.partial(call, interpret=False),
         key=lambda case: {"kv_length": case.kv_length},
-        cases=lambda: (parse("train/bf16/B1.T8192.S8192.N1.K1.H128.V128/causal/normal/s0"),),
+        cases=lambda: (parse_case_id("train/bf16/B1.T8192.S8192.N1.K1.H128.V128/causal/normal/s0"),),
     )
 
 
-def _traffic(case: Case, setting: Setting) -> Traffic:
+def _estimate_traffic(case: Case, setting: Setting) -> Traffic:
     """Of dq, of which the fused kernel writes a part for each key block: these are read, and their sum is written."""
     whole = case.batch * case.num_q_heads * case.q_length * case.head_dim * (4 if case.dtype == "f32" else 2)
     return Traffic(beside=(case.kv_length // setting["kv"] + 1) * whole)
 
 
-_KERNELS = {  # how their names end
+_KERNEL_SUFFIXES = {  # how their names end
     "forward": "residuals",
     "dq": "_dq_no_residuals",
     "dkv": "_dkv_no_residuals",
     "fused": "_dkv_no_residuals",
 }
-_WAYS = (({"fused": 0}, ("dq", "dkv")), ({"fused": 1}, ("fused",)))
-_TRIED = ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (2048, 2048, 512))
+_BACKWARD_CHOICES = (({"fused": 0}, ("dq", "dkv")), ({"fused": 1}, ("fused",)))
+_CANDIDATES = ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (2048, 2048, 512))
 
 
-def _name(fused_backward: bool) -> str:
+def _get_name(fused_backward: bool) -> str:
     return "jax_splash_tpu_fused" if fused_backward else "jax_splash_tpu"
 
 
-def _implementation(fused_backward: bool) -> Implementation:
+def _build_implementation(fused_backward: bool) -> Implementation:
     kernels = "one fused kernel" if fused_backward else "separate kernels for dq and for dk, dv"
     return Implementation(
-        name=_name(fused_backward),
+        name=_get_name(fused_backward),
         call=functools.partial(attention, fused_backward=fused_backward),
         description=f"jax.experimental.pallas.ops.tpu.splash_attention, backward in {kernels}",
         unsupported=UNSUPPORTED,
-        supports_case=_limits,
-        arithmetic=Arithmetic(products=default_products(), scaled_q=True),
+        supports_case=_find_case_limit,
+        arithmetic=Arithmetic(products=get_default_products(), scaled_q=True),
         residuals=frozenset({"logsumexp"}),
         differentiable_residuals=frozenset(),
         gradients=frozenset({"dq", "dk", "dv", "dsinks"}),
@@ -273,8 +277,8 @@ def _implementation(fused_backward: bool) -> Implementation:
                 attention, fused_backward=fused_backward, largest_block=_COMPILED_BLOCK, interpret=False
             ),
         ),
-        tunable=None if fused_backward else _tunable(attention),
+        tunable=None if fused_backward else _build_tunable(attention),
     )
 
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = (_implementation(False), _implementation(True))
+IMPLEMENTATIONS: tuple[Implementation, ...] = (_build_implementation(False), _build_implementation(True))

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from cases import mask_spec
 from cases.case import Case
-from cases.masks import Causal, Full, Mask, conjuncts
+from cases.masks import Causal, Full, Mask, list_conjuncts
 
 ONLY_CAUSAL = "takes no mask but its causal flag"
 
 
-def causal_flag(mask: Mask) -> bool | None:
+def find_causal_flag(mask: Mask) -> bool | None:
     """`causal=` for a function that has no other mask operand; None if the mask is anything else."""
-    parts = conjuncts(mask)
+    parts = list_conjuncts(mask)
     if not all(isinstance(part, Full) or part == Causal(0) for part in parts):
         return None
     return Causal(0) in parts
 
 
-def case_mask(case: Case) -> Mask:
+def build_case_mask(case: Case) -> Mask:
     """The mask of a case."""
-    return mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    return mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)

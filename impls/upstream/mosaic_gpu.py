@@ -25,15 +25,15 @@ from packaging.version import Version
 from cases.case import Case
 from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from impls.upstream.mask_flags import ONLY_CAUSAL, case_mask, causal_flag
-from impls.upstream.refusals import forward_only, refuse, refuse_because
-from impls.versions import compute_capability, runs_on
+from impls.jax_compat import get_compute_capability, runs_on
+from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
+from impls.upstream.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
 
 HOPPER = (9, 0)
-QUERIES = 64  # a warpgroup; two of them compute
-KEYS = 128  # one of the three that the benchmark of JAX's kernel tries, and what tokamax takes by itself
-TOO_NEW = Version("0.11")
-BACKWARD = 64  # queries and keys a warpgroup, what tokamax takes by itself
+BLOCK_Q = 64  # a warpgroup; two of them compute
+BLOCK_KV = 128  # one of the three that the benchmark of JAX's kernel tries, and what tokamax takes by itself
+FIRST_UNSUPPORTED_JAX = Version("0.11")
+BACKWARD_BLOCK = 64  # queries and keys a warpgroup, what tokamax takes by itself
 _NO_MASKS = dict.fromkeys(
     (
         *("window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head", "dense_batch"),
@@ -41,7 +41,7 @@ _NO_MASKS = dict.fromkeys(
     ),
     ONLY_CAUSAL,
 )
-_NEITHER = {
+_SHARED_UNSUPPORTED = {
     **_NO_MASKS,
     "f32": "multiplies 16-bit numbers only",
     "segment_ids": "takes no segment ids",
@@ -50,10 +50,10 @@ _NEITHER = {
     "v_head_dim": "needs values of the same depth as keys",
 }
 UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
-    "jax_mosaic_gpu": {**_NEITHER, "bf16": "has buffers of f16", "soft_cap": "takes no soft cap"},
-    "tokamax_mosaic_gpu": _NEITHER,
+    "jax_mosaic_gpu": {**_SHARED_UNSUPPORTED, "bf16": "has buffers of f16", "soft_cap": "takes no soft cap"},
+    "tokamax_mosaic_gpu": _SHARED_UNSUPPORTED,
 }
-_TOKAMAX = "tokamax._src.ops.attention.pallas_mosaic_gpu"
+_TOKAMAX_MODULES = "tokamax._src.ops.attention.pallas_mosaic_gpu"
 
 
 def attention(
@@ -86,7 +86,7 @@ def attention(
       library: `"jax"` or `"tokamax"`.
     """
     name = f"{library}_mosaic_gpu"
-    refuse(
+    refuse_unsupported(
         name,
         UNSUPPORTED[name],
         q,
@@ -99,39 +99,39 @@ def attention(
         bias=bias,
         scale=scale,
     )
-    causal = causal_flag(mask)
-    refuse_because(name, _limit(causal, q.shape[1], k.shape[1], q.shape[3]))
+    causal = find_causal_flag(mask)
+    refuse_because(name, _find_limit(causal, q.shape[1], k.shape[1], q.shape[3]))
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     if library == "jax":
-        return _jax(name, q, k, v, bool(causal), factor, save_residuals)
-    out, logsumexp = jax.vmap(_tokamax(bool(causal), factor, soft_cap, save_residuals))(q, k, v)
+        return _call_jax(name, q, k, v, bool(causal), factor, save_residuals)
+    out, logsumexp = jax.vmap(_build_tokamax_call(bool(causal), factor, soft_cap, save_residuals))(q, k, v)
     return (out, {"logsumexp": logsumexp}) if save_residuals else out
 
 
-def _jax(name: str, q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, factor: float, residuals: bool) -> Any:
+def _call_jax(name: str, q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, factor: float, residuals: bool) -> Any:
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
     config = module.TuningConfig(
-        block_q=QUERIES,
-        block_kv=KEYS,
+        block_q=BLOCK_Q,
+        block_kv=BLOCK_KV,
         max_concurrent_steps=2,
         causal=causal,
-        block_q_dkv=BACKWARD,
-        block_kv_dkv=BACKWARD,
-        block_q_dq=BACKWARD,
-        block_kv_dq=BACKWARD,
+        block_q_dkv=BACKWARD_BLOCK,
+        block_kv_dkv=BACKWARD_BLOCK,
+        block_q_dq=BACKWARD_BLOCK,
+        block_kv_dq=BACKWARD_BLOCK,
         compute_wgs_bwd=2,
     )
     kernel: Callable[..., Any] = functools.partial(module.attention, config=config, save_residuals=residuals)
     if causal or residuals:
-        kernel = forward_only(name, "is differentiated without a mask and without residuals only", kernel)
+        kernel = forbid_gradients(name, "is differentiated without a mask and without residuals only", kernel)
     scaled = (q.astype(jnp.float32) * jnp.float32(factor)).astype(q.dtype)
     found = kernel(scaled, k, v)
     return (found[0], {"logsumexp": found[1][0] * math.log(2)}) if residuals else found
 
 
-def _tokamax(causal: bool, factor: float, soft_cap: float | None, residuals: bool) -> Callable[..., Any]:
+def _build_tokamax_call(causal: bool, factor: float, soft_cap: float | None, residuals: bool) -> Callable[..., Any]:
     """Attention of one batch row, `[T, N, H]`, and its logsumexp if residuals are asked for."""
-    forward_module, backward_module = _tokamax_module("kernel_sm90"), _tokamax_module("vjp_kernel_sm90")
+    forward_module, backward_module = _load_tokamax_module("kernel_sm90"), _load_tokamax_module("vjp_kernel_sm90")
     options = {"is_causal": causal, "logits_soft_cap": soft_cap, "logits_scale": factor}
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, residuals: bool) -> Any:
@@ -145,7 +145,7 @@ def _tokamax(causal: bool, factor: float, soft_cap: float | None, residuals: boo
             return_residuals=residuals,
             use_stable_softmax=True,
             rescale_threshold=1.0,
-            config=forward_module.Config(block_q=QUERIES, block_kv=KEYS, num_stages=2),
+            config=forward_module.Config(block_q=BLOCK_Q, block_kv=BLOCK_KV, num_stages=2),
             **options,
         )
 
@@ -155,7 +155,7 @@ def _tokamax(causal: bool, factor: float, soft_cap: float | None, residuals: boo
             out, (maximum, total) = forward(q, k, v, True)
             return out, maximum + jnp.log(total)
 
-        return forward_only("tokamax_mosaic_gpu", "is differentiated without residuals only", with_residuals)
+        return forbid_gradients("tokamax_mosaic_gpu", "is differentiated without residuals only", with_residuals)
 
     @jax.custom_vjp
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -168,7 +168,10 @@ def _tokamax(causal: bool, factor: float, soft_cap: float | None, residuals: boo
 
     def second(kept: Any, d_out: jax.Array) -> Any:
         config = backward_module.Config(
-            block_q_dkv=BACKWARD, block_kv_dkv=BACKWARD, block_q_dq=BACKWARD, block_kv_dq=BACKWARD
+            block_q_dkv=BACKWARD_BLOCK,
+            block_kv_dkv=BACKWARD_BLOCK,
+            block_q_dq=BACKWARD_BLOCK,
+            block_kv_dq=BACKWARD_BLOCK,
         )
         q, k, v, found, out = kept
         return backward_module.flash_attention_vjp_kernel(
@@ -179,38 +182,38 @@ def _tokamax(causal: bool, factor: float, soft_cap: float | None, residuals: boo
     return lambda q, k, v: (run(q, k, v), None)
 
 
-def _tokamax_module(name: str) -> ModuleType:
-    return importlib.import_module(f"{_TOKAMAX}_{name}")
+def _load_tokamax_module(name: str) -> ModuleType:
+    return importlib.import_module(f"{_TOKAMAX_MODULES}_{name}")
 
 
-def _limit(causal: bool | None, q_length: int, kv_length: int, head_dim: int) -> str | None:
+def _find_limit(causal: bool | None, q_length: int, kv_length: int, head_dim: int) -> str | None:
     if causal is None:
         return ONLY_CAUSAL
     if head_dim % 64 or head_dim > 128:
         return f"is given depths of 64 and 128 only; H is {head_dim}"
-    if q_length % (2 * QUERIES) or kv_length % KEYS:
-        return f"needs lengths that are multiples of {KEYS}; T is {q_length} and S {kv_length}"
+    if q_length % (2 * BLOCK_Q) or kv_length % BLOCK_KV:
+        return f"needs lengths that are multiples of {BLOCK_KV}; T is {q_length} and S {kv_length}"
     return None
 
 
-def _limits(library: str, case: Case) -> str | None:
-    causal = causal_flag(case_mask(case))
+def _find_case_limit(library: str, case: Case) -> str | None:
+    causal = find_causal_flag(build_case_mask(case))
     if library == "jax" and causal and case.phase == "train":
         return "has no backward pass with a mask"
-    return _limit(causal, case.q_length, case.kv_length, case.head_dim)
+    return _find_limit(causal, case.q_length, case.kv_length, case.head_dim)
 
 
-def _absent(library: str) -> str | None:
+def _explain_absence(library: str) -> str | None:
     if importlib.util.find_spec(library) is None:
         return f'{library} is not installed: pip install "attention-conformance[upstream]"'
-    if library == "tokamax" and Version(jax.__version__) >= TOO_NEW:
-        return f"tokamax 0.0.12 calls Mosaic GPU as jax before {TOO_NEW} had it, and this is {jax.__version__}"
-    if not runs_on("gpu") or compute_capability() != HOPPER:
+    if library == "tokamax" and Version(jax.__version__) >= FIRST_UNSUPPORTED_JAX:
+        return f"tokamax 0.0.12 calls Mosaic GPU as jax before {FIRST_UNSUPPORTED_JAX} had it, and this is {jax.__version__}"
+    if not runs_on("gpu") or get_compute_capability() != HOPPER:
         return "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other"
     return None
 
 
-def _implementation(library: str, what: str) -> Implementation:
+def _build_implementation(library: str, what: str) -> Implementation:
     call = functools.partial(attention, library=library)
     name = f"{library}_mosaic_gpu"
     here = importlib.util.find_spec(library) is not None
@@ -219,17 +222,17 @@ def _implementation(library: str, what: str) -> Implementation:
         call=call,
         description=f"{what}, for Hopper",
         unsupported=UNSUPPORTED[name],
-        supports_case=functools.partial(_limits, library),
+        supports_case=functools.partial(_find_case_limit, library),
         arithmetic=Arithmetic(probabilities="input", scaled_q=library == "jax"),
         residuals=frozenset({"logsumexp"}),
         differentiable_residuals=frozenset(),
         gradients=frozenset({"dq", "dk", "dv"}),
         empty_rows="undefined",
-        accelerator=Accelerator(platform="gpu", absent=_absent(library), native=call if here else None),
+        accelerator=Accelerator(platform="gpu", absent=_explain_absence(library), native=call if here else None),
     )
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    _implementation("jax", "jax.experimental.pallas.ops.gpu.attention_mgpu"),
-    _implementation("tokamax", "tokamax's Mosaic GPU kernels"),
+    _build_implementation("jax", "jax.experimental.pallas.ops.gpu.attention_mgpu"),
+    _build_implementation("tokamax", "tokamax's Mosaic GPU kernels"),
 )

@@ -9,7 +9,7 @@ from cases.masks import And, Causal, Chunked, Full, Mask, Or, Window
 BLOCK = 128  # In both the default block; the key block must be a multiple of 128, the number of TPU lanes.
 
 
-def lazy_mask(library: Any, mask: Mask, shape: tuple[int, int]) -> Any:
+def build_library_mask(library: Any, mask: Mask, shape: tuple[int, int]) -> Any:
     """The library's own mask of the same meaning where it has one, else an array.
 
     `Window` and `LocalMask` agree: both count the keys on each side without the query's own.
@@ -29,14 +29,14 @@ def lazy_mask(library: Any, mask: Mask, shape: tuple[int, int]) -> Any:
         case Chunked(size, 0):
             return library.ChunkedCausalMask(shape, size)
         case And():
-            return lazy_mask(library, mask.left, shape) & lazy_mask(library, mask.right, shape)
+            return build_library_mask(library, mask.left, shape) & build_library_mask(library, mask.right, shape)
         case Or():
-            return lazy_mask(library, mask.left, shape) | lazy_mask(library, mask.right, shape)
+            return build_library_mask(library, mask.left, shape) | build_library_mask(library, mask.right, shape)
         case _:
             return library.NumpyMask(mask.dense(*shape)[0, 0])
 
 
-def whole_blocks(q_length: int, kv_length: int) -> str | None:
+def find_length_limit(q_length: int, kv_length: int) -> str | None:
     """Why the lengths do not fit, or None."""
     for name, length in (("T", q_length), ("S", kv_length)):
         if length % BLOCK:

@@ -23,20 +23,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cases.case import Case, parse
-from cases.masks import Indexer, Mask, leaves
+from cases.case import Case, parse_case_id
+from cases.masks import Indexer, Mask, iter_leaves
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
-from impls.upstream.mask_flags import case_mask
-from impls.upstream.refusals import forward_only, refuse, refuse_because
-from impls.upstream.splash_masks import BLOCK, lazy_mask, whole_blocks
-from impls.versions import default_products, interpret_or, runs_on
+from impls.jax_compat import get_default_products, resolve_interpret, runs_on
+from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
+from impls.upstream.mask_flags import build_case_mask
+from impls.upstream.splash_masks import BLOCK, build_library_mask, find_length_limit
 
 NAME = "tokamax_splash_tpu"
 UNSUPPORTED = {"bias": "takes no bias", "dense_head": "takes one mask for all heads"}
 ABSENT = 'tokamax is not installed: pip install "attention-conformance[upstream]"'
 _DQ_ARRAYS = 3  # In which dq is summed under a mask known at run time; else there is one for each key block.
-_FEW_PARTS = 4  # Up to which the parts of dq, one for each key block, are in q's dtype; more are in f32.
+_MAX_NARROW_PARTS = 4  # Up to which the parts of dq, one for each key block, are in q's dtype; more are in f32.
 _PACKAGE = "tokamax._src.ops.experimental.tpu.splash_attention"
 
 
@@ -74,7 +74,7 @@ def attention(
     Raises:
       ImportError: tokamax is not installed.
     """
-    refuse(
+    refuse_unsupported(
         NAME,
         UNSUPPORTED,
         q,
@@ -88,28 +88,28 @@ def attention(
         scale=scale,
     )
     q_length, num_q_heads, kv_length, num_kv_heads = *q.shape[1:3], *k.shape[1:3]
-    refuse_because(NAME, _limit(mask, q_length, kv_length))
+    refuse_because(NAME, _find_limit(mask, q_length, kv_length))
     options: dict[str, Any] = {
         "is_mqa": num_kv_heads == 1,
         "soft_cap": None if soft_cap is None else float(soft_cap),
         "save_residuals": save_residuals,
         "config": config,
-        "interpret": interpret_or(interpret, "tpu"),
+        "interpret": resolve_interpret(interpret, "tpu"),
     }
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     q, k, v = (x.transpose(0, 2, 1, 3) for x in ((q.astype(jnp.float32) * factor).astype(q.dtype), k, v))
     if num_kv_heads == 1:
         k, v = k[:, 0], v[:, 0]
-    ids = None if segment_ids is None else _module("base").SegmentIds(*segment_ids)
-    if _at_run_time(mask):
+    ids = None if segment_ids is None else _load_module("base").SegmentIds(*segment_ids)
+    if _is_known_at_run_time(mask):
         seen = jnp.broadcast_to(jnp.asarray(mask.dense(q_length, kv_length))[:, 0], (len(q), q_length, kv_length))
-        row: Callable[..., Any] = functools.partial(_selected, **options)
+        row: Callable[..., Any] = functools.partial(_attend_selected, **options)
         run: Callable[..., Any] = jax.vmap(row, in_axes=(0, 0, 0, 0, 0, None))
-        if options["interpret"] is True and (reason := _in_place(num_q_heads // num_kv_heads, kv_length)):
-            run = forward_only(NAME, reason, run)
+        if options["interpret"] is True and (reason := _find_in_place_limit(num_q_heads // num_kv_heads, kv_length)):
+            run = forbid_gradients(NAME, reason, run)
         result = run(seen, q, k, v, ids, sinks)
     else:
-        kernel = _kernel(mask, q_length, kv_length, **options)
+        kernel = _build_kernel(mask, q_length, kv_length, **options)
         result = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(q, k, v, ids, sinks)
     if not save_residuals:
         return result.transpose(0, 2, 1, 3)
@@ -117,27 +117,27 @@ def attention(
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(mask: Mask, q_length: int, kv_length: int, *, is_mqa: bool, **options: Any) -> Callable[..., Any]:
+def _build_kernel(mask: Mask, q_length: int, kv_length: int, *, is_mqa: bool, **options: Any) -> Callable[..., Any]:
     """A kernel for one mask and shape. Cached: it holds the processed mask, and jit knows it by identity."""
-    library = _module("splash_attention_kernel")
+    library = _load_module("splash_attention_kernel")
     make = library.make_splash_mqa_single_device if is_mqa else library.make_splash_mha_single_device
-    allowed = lazy_mask(_module("splash_attention_mask"), mask, (q_length, kv_length))
+    allowed = build_library_mask(_load_module("splash_attention_mask"), mask, (q_length, kv_length))
     # Called while tracing, the arrays of the kernel must still be arrays: the next trace gets them from the cache.
     with jax.ensure_compile_time_eval():
-        kernel: Callable[..., Any] = make(allowed, **_made(library, **options))
+        kernel: Callable[..., Any] = make(allowed, **_build_options(library, **options))
     return kernel
 
 
-def _selected(
+def _attend_selected(
     seen: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, sinks: Any, *, is_mqa: bool, **options: Any
 ) -> Any:
     """One batch row under a mask `[T, S]` that may be traced; the kernel for it always sums dq in three arrays."""
-    library = _module("splash_attention_kernel")
+    library = _load_module("splash_attention_kernel")
     make = library.make_dynamic_splash_mqa if is_mqa else library.make_dynamic_splash_mha
-    return make(seen, **_made(library, **options))(q, k, v, ids, sinks)
+    return make(seen, **_build_options(library, **options))(q, k, v, ids, sinks)
 
 
-def _made(
+def _build_options(
     library: ModuleType, *, soft_cap: float | None, save_residuals: bool, config: Any, interpret: Any
 ) -> dict[str, Any]:
     """What kernels of both kinds are made with: its block sizes with these options."""
@@ -147,24 +147,24 @@ def _made(
     return {"config": config, "save_residuals": save_residuals}
 
 
-def _module(name: str) -> ModuleType:
+def _load_module(name: str) -> ModuleType:
     """A module of its kernel, imported when a call needs it: it takes seconds."""
     return importlib.import_module(f"{_PACKAGE}.{name}")
 
 
-def _at_run_time(mask: Mask) -> bool:
-    return any(isinstance(leaf, Indexer) for leaf in leaves(mask))
+def _is_known_at_run_time(mask: Mask) -> bool:
+    return any(isinstance(leaf, Indexer) for leaf in iter_leaves(mask))
 
 
-def _limits(case: Case) -> str | None:
-    mask = case_mask(case)
-    reason = _limit(mask, case.q_length, case.kv_length)
-    if reason is None and case.phase == "train" and _at_run_time(mask) and not runs_on("tpu"):
-        return _in_place(case.num_q_heads // case.num_kv_heads, case.kv_length)
+def _find_case_limit(case: Case) -> str | None:
+    mask = build_case_mask(case)
+    reason = _find_limit(mask, case.q_length, case.kv_length)
+    if reason is None and case.phase == "train" and _is_known_at_run_time(mask) and not runs_on("tpu"):
+        return _find_in_place_limit(case.num_q_heads // case.num_kv_heads, case.kv_length)
     return reason
 
 
-def _in_place(group: int, kv_length: int) -> str | None:
+def _find_in_place_limit(group: int, kv_length: int) -> str | None:
     """Why gradients under a mask known at run time say nothing in the fast interpreter, or None if they do.
 
     There an operand that shares its array with a result does not see what was written to the result. The TPU
@@ -175,20 +175,20 @@ def _in_place(group: int, kv_length: int) -> str | None:
     return "sums gradients in place under a mask known at run time, which needs a TPU: the fast interpreter cannot"
 
 
-def _limit(mask: Mask, q_length: int, kv_length: int) -> str | None:
-    if reason := whole_blocks(q_length, kv_length):
+def _find_limit(mask: Mask, q_length: int, kv_length: int) -> str | None:
+    if reason := find_length_limit(q_length, kv_length):
         return reason
-    if not (_at_run_time(mask) or mask.is_computed) and mask.dense(q_length, kv_length).shape[0] > 1:
+    if not (_is_known_at_run_time(mask) or mask.is_computed) and mask.dense(q_length, kv_length).shape[0] > 1:
         return "takes one mask for the whole batch, not one for each batch row (dense_batch, lengths)"
     return None
 
 
-def _tunable() -> Tunable:
+def _build_tunable() -> Tunable:
     """Blocks of both kernels, and whether dq is summed in three arrays or there is one for each key block."""
 
     def call(settings: KnobSettings, **options: Any) -> Callable[..., Any]:
         forward, fused = settings["forward"], settings["fused"]
-        config = _module("splash_attention_kernel").SplashConfig(
+        config = _load_module("splash_attention_kernel").SplashConfig(
             block_q=forward["q"],
             block_kv=forward["kv"],
             block_kv_compute=forward["kv_compute"],
@@ -207,53 +207,53 @@ def _tunable() -> Tunable:
             Knob(
                 name="forward",
                 phase="forward",
-                candidates=functools.partial(candidates, rows=_FORWARD),
+                candidates=functools.partial(candidates, rows=_FORWARD_CANDIDATES),
                 kernel="residuals",  # without gradients, and so without residuals, its name ends otherwise
             ),
             Knob(
                 name="fused",
                 phase="forward+backward",
-                candidates=functools.partial(candidates, rows=_FUSED),
+                candidates=functools.partial(candidates, rows=_FUSED_CANDIDATES),
                 kernel="_dkv_no_residuals",
-                traffic=_traffic,
+                traffic=_estimate_traffic,
             ),
         ),
-        settings=lambda case: {"forward": _DEFAULT, "fused": {**_DEFAULT, "dq_arrays": 0}},
+        settings=lambda case: {"forward": _DEFAULT_BLOCKS, "fused": {**_DEFAULT_BLOCKS, "dq_arrays": 0}},
         call=call,
         native=functools.partial(call, interpret=False),
         key=lambda case: {"kv_length": case.kv_length},
-        cases=lambda: (parse("train/bf16/B1.T8192.S8192.N1.K1.H128.V128/causal/normal/s0"),),
+        cases=lambda: (parse_case_id("train/bf16/B1.T8192.S8192.N1.K1.H128.V128/causal/normal/s0"),),
     )
 
 
-def _traffic(case: Case, setting: Setting) -> Traffic:
+def _estimate_traffic(case: Case, setting: Setting) -> Traffic:
     """Of dq, whose parts are read and whose sum is written; where there are three, they are cleared before."""
     itemsize = 4 if case.dtype == "f32" else 2
     elements = case.batch * case.num_q_heads * case.q_length * case.head_dim
     if setting["dq_arrays"]:
         return Traffic(beside=(2 * _DQ_ARRAYS + 1) * elements * itemsize)
     parts = case.kv_length // setting["kv"]
-    return Traffic(beside=elements * (parts * (itemsize if parts <= _FEW_PARTS else 4) + itemsize))
+    return Traffic(beside=elements * (parts * (itemsize if parts <= _MAX_NARROW_PARTS else 4) + itemsize))
 
 
-def _blocks(q: int, kv: int, kv_compute: int) -> dict[str, int]:
+def _build_blocks(q: int, kv: int, kv_compute: int) -> dict[str, int]:
     return {"q": q, "kv": kv, "kv_compute": kv_compute}
 
 
-_DEFAULT = _blocks(128, 128, 128)
-_FORWARD = (
-    _blocks(512, 512, 512),
-    _blocks(1024, 1024, 512),
-    _blocks(1024, 1024, 1024),
-    _blocks(1024, 2048, 512),
-    _blocks(2048, 2048, 512),
+_DEFAULT_BLOCKS = _build_blocks(128, 128, 128)
+_FORWARD_CANDIDATES = (
+    _build_blocks(512, 512, 512),
+    _build_blocks(1024, 1024, 512),
+    _build_blocks(1024, 1024, 1024),
+    _build_blocks(1024, 2048, 512),
+    _build_blocks(2048, 2048, 512),
 )
-_FUSED = (
-    {**_blocks(1024, 1024, 1024), "dq_arrays": 0},
-    {**_blocks(1024, 1024, 1024), "dq_arrays": _DQ_ARRAYS},
-    {**_blocks(2048, 2048, 512), "dq_arrays": _DQ_ARRAYS},
+_FUSED_CANDIDATES = (
+    {**_build_blocks(1024, 1024, 1024), "dq_arrays": 0},
+    {**_build_blocks(1024, 1024, 1024), "dq_arrays": _DQ_ARRAYS},
+    {**_build_blocks(2048, 2048, 512), "dq_arrays": _DQ_ARRAYS},
 )
-_INSTALLED = importlib.util.find_spec("tokamax") is not None
+_IS_INSTALLED = importlib.util.find_spec("tokamax") is not None
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(
@@ -261,8 +261,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         call=attention,
         description="splash attention of tokamax, backward in one fused kernel",
         unsupported=UNSUPPORTED,
-        supports_case=_limits,
-        arithmetic=Arithmetic(products=default_products(), scaled_q=True),
+        supports_case=_find_case_limit,
+        arithmetic=Arithmetic(products=get_default_products(), scaled_q=True),
         residuals=frozenset({"logsumexp", "max_logits"}),
         differentiable_residuals=frozenset(),
         gradients=frozenset({"dq", "dk", "dv", "dsinks"}),
@@ -270,12 +270,12 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         accelerator=Accelerator(
             platform="tpu",
             interpreted=not runs_on("tpu"),
-            absent=None if _INSTALLED else ABSENT,
+            absent=None if _IS_INSTALLED else ABSENT,
             under_interpreter=(lambda parameters: functools.partial(attention, interpret=parameters))
-            if _INSTALLED
+            if _IS_INSTALLED
             else None,
-            native=functools.partial(attention, interpret=False) if _INSTALLED else None,
+            native=functools.partial(attention, interpret=False) if _IS_INSTALLED else None,
         ),
-        tunable=_tunable(),
+        tunable=_build_tunable(),
     ),
 )

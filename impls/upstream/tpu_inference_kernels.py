@@ -32,19 +32,19 @@ from jax.experimental.pallas import tpu as pltpu
 
 from cases.case import Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from impls.versions import default_products, runs_on
+from impls.jax_compat import get_default_products, runs_on
 
 RAGGED, LATENT = "tpu_inference_ragged_paged_tpu", "tpu_inference_latent_tpu"
 LANES = 128
 BLOCK_Q, BLOCK_KV = 32, 512
 BLOCK_Q_LATENT = 8
 """Queries and keys of a block on a TPU. Both compile for every generation with these, at 64 and 128 heads in bf16."""
-VMEM = 64 << 20
+VMEM_LIMIT_BYTES = 64 << 20
 ABSENT = "tpu-inference is not installed: pip install --no-deps tpu-inference==0.32.0"
 NO_TPU = "needs a TPU: JAX's interpreters of TPU kernels stop at its reshaped refs"
 _PACKAGE = "tpu_inference"
-_LAST = 2**31 - 1  # of int32: no token is there
-_JUDGED: dict[str, Any] = {"block_q": 8, "block_kv": 32}
+_MAX_INT32 = 2**31 - 1  # of int32: no token is there
+_JUDGED_SIZES: dict[str, Any] = {"block_q": 8, "block_kv": 32}
 UNSUPPORTED = {
     "f16": "the matrix unit multiplies no float16",
     "sinks": "takes no sinks",
@@ -75,10 +75,10 @@ def attention(
       ImportError: tpu-inference is not installed.
     """
     pages, page_size, num_kv_heads, depth = k_pages.shape
-    library = _module("ragged_paged_attention.v3.kernel")
+    library = _load_module("ragged_paged_attention.v3.kernel")
     shape = library.get_kv_cache_shape(pages, page_size, num_kv_heads, depth, k_pages.dtype)
     both = jnp.stack([k_pages, v_pages], axis=3).reshape(pages, page_size, 2 * num_kv_heads, depth)
-    cache = _padded(_padded(both, 3, shape[4]), 2, shape[2] * shape[3]).reshape(shape)
+    cache = _pad_axis(_pad_axis(both, 3, shape[4]), 2, shape[2] * shape[3]).reshape(shape)
     keys = -(-block_kv // page_size) * page_size
     out, cache = library.ragged_paged_attention(
         q,
@@ -88,13 +88,13 @@ def attention(
         kv_lens,
         page_indices.reshape(-1),
         cu_q_lens,
-        _distribution(cu_q_lens, num_seqs),
+        _build_distribution(cu_q_lens, num_seqs),
         sm_scale=1 / math.sqrt(depth) if scale is None else float(scale),
-        sliding_window=_keys_of(window),
+        sliding_window=_count_window_keys(window),
         soft_cap=soft_cap,
         d_block_sizes=(1, keys, 1, keys),
         m_block_sizes=(block_q, keys, block_q, keys),
-        vmem_limit_bytes=VMEM,
+        vmem_limit_bytes=VMEM_LIMIT_BYTES,
     )
     both = cache.reshape(pages, page_size, -1, shape[4])[:, :, : 2 * num_kv_heads, :depth]
     both = both.reshape(pages, page_size, num_kv_heads, 2, depth)
@@ -121,11 +121,11 @@ def latent_attention(
     Its tokens are an even number in bf16, and its heads a multiple of the queries of a block.
     """
     page_size, total = latent_pages.shape[1], len(q)
-    q = _padded(q, 0, total + total % 2)
-    tokens = _tokens(len(q), latent_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
-    library = _module("mla.v1.kernel")
+    q = _pad_axis(q, 0, total + total % 2)
+    tokens = _gather_tokens(len(q), latent_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
+    library = _load_module("mla.v1.kernel")
     parts = (latent_pages[..., :value_dim], latent_pages[..., value_dim:])
-    cache = jnp.concatenate([_padded(x, 2, -(-x.shape[2] // LANES) * LANES) for x in parts], axis=2)
+    cache = jnp.concatenate([_pad_axis(x, 2, -(-x.shape[2] // LANES) * LANES) for x in parts], axis=2)
     shape = library.get_kv_cache_shape(len(cache), page_size, cache.shape[2], cache.dtype)
     out, _ = library.mla_ragged_paged_attention(
         q[..., :value_dim],
@@ -136,29 +136,29 @@ def latent_attention(
         kv_lens,
         page_indices.reshape(-1),
         cu_q_lens,
-        _distribution(cu_q_lens, num_seqs),
+        _build_distribution(cu_q_lens, num_seqs),
         sm_scale=float(scale),
-        sliding_window=_keys_of(window),
+        sliding_window=_count_window_keys(window),
         soft_cap=soft_cap,
         num_kv_pages_per_block=-(-block_kv // page_size),
         num_queries_per_block=math.gcd(block_q, q.shape[1]),
-        vmem_limit_bytes=VMEM,
+        vmem_limit_bytes=VMEM_LIMIT_BYTES,
     )
     found: jax.Array = out[:total]
     return found
 
 
-def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:
+def _pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
     """`x` with zeros behind it along `axis`, so that it is `size` long."""
     return jnp.pad(x, [(0, size - x.shape[axis] if n == axis else 0) for n in range(x.ndim)])
 
 
-def _keys_of(window: tuple[int | None, int] | None) -> int | None:
+def _count_window_keys(window: tuple[int | None, int] | None) -> int | None:
     """How many keys a query sees with its own, none for all before it."""
     return None if window is None or window[0] is None else window[0] + 1
 
 
-def _distribution(cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
+def _build_distribution(cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
     """int32 `[3]`: how many sequences of one query stand first, the same once more, and how many there are."""
     count = num_seqs[0].astype(jnp.int32)
     alone = jnp.cumprod((jnp.diff(cu_q_lens) == 1).astype(jnp.int32), dtype=jnp.int32).sum(dtype=jnp.int32)
@@ -166,7 +166,7 @@ def _distribution(cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
     return jnp.stack([first, first, count])
 
 
-def _tokens(
+def _gather_tokens(
     total: int,
     latent_pages: jax.Array,
     kv_lens: jax.Array,
@@ -177,7 +177,7 @@ def _tokens(
     """The latents of the queries' tokens, `[total_q, H]`, as they lie in the pages; zeros past the last sequence."""
     most, page_size = len(kv_lens), latent_pages.shape[1]
     token = jnp.arange(total, dtype=jnp.int32)
-    ends = jnp.where(jnp.arange(most) < num_seqs[0], cu_q_lens[1:], _LAST)
+    ends = jnp.where(jnp.arange(most) < num_seqs[0], cu_q_lens[1:], _MAX_INT32)
     sequence = jnp.minimum(jnp.searchsorted(ends, token, side="right"), most - 1)
     j = jnp.maximum(kv_lens[sequence] - cu_q_lens[sequence + 1] + token, 0)
     found = latent_pages[page_indices[sequence, j // page_size], j % page_size]
@@ -185,7 +185,7 @@ def _tokens(
 
 
 @contextlib.contextmanager
-def _without_its_init() -> Iterator[None]:
+def _skip_package_init() -> Iterator[None]:
     """The package found and not run, for as long as this lasts; one that is imported already is left as it is."""
     spec = importlib.util.find_spec(_PACKAGE)
     if _PACKAGE in sys.modules or spec is None:
@@ -204,13 +204,13 @@ def _without_its_init() -> Iterator[None]:
 
 
 @functools.cache
-def _module(name: str) -> ModuleType:
+def _load_module(name: str) -> ModuleType:
     """A module of its kernels, imported when a call needs it."""
-    with _without_its_init():
+    with _skip_package_init():
         return importlib.import_module(f"{_PACKAGE}.kernels.{name}")
 
 
-def _limits(case: Case) -> str | None:
+def _find_case_limit(case: Case) -> str | None:
     page_size = (case.stored and case.stored.page_size) or 1
     packing = 1 if case.dtype == "f32" else 2
     if page_size % packing:
@@ -221,22 +221,22 @@ def _limits(case: Case) -> str | None:
     return None
 
 
-def _limits_of_latents(case: Case) -> str | None:
+def _find_latent_case_limit(case: Case) -> str | None:
     if case.head_dim == case.v_head_dim:
         return "needs a rotary part behind the values"
     if case.dtype == "bf16" and not hasattr(pltpu, "reciprocal"):
         return "needs jax 0.11 in bf16, for pltpu.reciprocal"
-    return _limits(case)
+    return _find_case_limit(case)
 
 
-_INSTALLED = importlib.util.find_spec(_PACKAGE) is not None
+_IS_INSTALLED = importlib.util.find_spec(_PACKAGE) is not None
 
 
-def _implementation(name: str, call: Callable[..., Any], **declared: Any) -> Implementation:
+def _build_implementation(name: str, call: Callable[..., Any], **declared: Any) -> Implementation:
     absent = None if runs_on("tpu") else NO_TPU
     return Implementation(
         name=name,
-        call=functools.partial(call, **_JUDGED),
+        call=functools.partial(call, **_JUDGED_SIZES),
         residuals=frozenset(),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),
@@ -244,31 +244,31 @@ def _implementation(name: str, call: Callable[..., Any], **declared: Any) -> Imp
         behind_mask="finite",
         refuses_by_signature=True,
         accelerator=Accelerator(
-            platform="tpu", absent=absent if _INSTALLED else ABSENT, native=call if _INSTALLED else None
+            platform="tpu", absent=absent if _IS_INSTALLED else ABSENT, native=call if _IS_INSTALLED else None
         ),
         **declared,
     )
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    _implementation(
+    _build_implementation(
         RAGGED,
         attention,
         description="ragged paged attention (v3) of tpu-inference, which writes new keys and values into pages",
         unsupported=UNSUPPORTED,
-        supports_case=_limits,
+        supports_case=_find_case_limit,
         # In bf16 the maximum, the sum of weights and that of values are rounded after each block of keys.
-        arithmetic=Arithmetic(products=default_products(), softmax="input", block_sums=_JUDGED["block_kv"]),
+        arithmetic=Arithmetic(products=get_default_products(), softmax="input", block_sums=_JUDGED_SIZES["block_kv"]),
         storage="paged",
         writes_pages=True,
     ),
-    _implementation(
+    _build_implementation(
         LATENT,
         latent_attention,
         description="ragged paged attention over latents (MLA, v1) of tpu-inference",
         unsupported={name: reason for name, reason in UNSUPPORTED.items() if name != "v_head_dim"},
-        supports_case=_limits_of_latents,
-        arithmetic=Arithmetic(products=default_products()),
+        supports_case=_find_latent_case_limit,
+        arithmetic=Arithmetic(products=get_default_products()),
         storage="latent_pages",
     ),
 )

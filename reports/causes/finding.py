@@ -7,11 +7,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from cases.operands import RESIDUALS
+from cases.operand_registry import RESIDUALS
 from conformance.records import ERROR, FAIL, UNEXPECTED_PASS, Record
-from reports import findings
-from reports.causes.levels import Level
-from reports.summary import Contender
+from reports import shared_evidence
+from reports.causes.case_levels import Level
+from reports.conformity import Contender
 
 RAISES, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED = (
     "raises",
@@ -35,8 +35,8 @@ PLAIN_CALL = (
 """The results of the plain call, those first in which a fault of the forward pass shows most plainly."""
 
 # How reasons begin that say that what came back cannot be compared with what was expected.
-_OF_THE_FORM = re.compile(r"(dtype|shape) is ")
-_LINE = re.compile(r"\((?P<place>[^()\s][^()]*:\d+): ")
+_WRONG_FORM = re.compile(r"(dtype|shape) is ")
+_RAISING_LINE = re.compile(r"\((?P<place>[^()\s][^()]*:\d+): ")
 
 Question = tuple[str, str]
 """A check, and a result that it judges."""
@@ -94,26 +94,28 @@ class Finding:
     @property
     def own(self) -> tuple[Record, ...]:
         """The records that show it themselves."""
-        return tuple(record for record in self.records if kind_of(record) == self.kind)
+        return tuple(record for record in self.records if classify_record(record) == self.kind)
 
     @property
     def results(self) -> tuple[str, ...]:
         """The results that are wrong by its own kind of check, most often first."""
-        return _often(result_of(record.observable) for record in self.own or self.records)
+        return _order_by_frequency(get_result(record.observable) for record in self.own or self.records)
 
     @property
     def checks(self) -> tuple[str, ...]:
         """The checks that show it, most often first."""
-        return _often(record.check for record in self.own or self.records)
+        return _order_by_frequency(record.check for record in self.own or self.records)
 
     @property
     def follows(self) -> tuple[str, ...]:
         """Checks whose failures follow from it, most often first."""
         shown = set(self.checks)
-        return tuple(check for check in _often(record.check for record in self.records) if check not in shown)
+        return tuple(
+            check for check in _order_by_frequency(record.check for record in self.records) if check not in shown
+        )
 
 
-def foremost(found: Sequence[Finding], most: int) -> list[tuple[int, Finding]]:
+def choose_foremost(found: Sequence[Finding], most: int) -> list[tuple[int, Finding]]:
     """So many findings with their numbers, of each contender the first before the second of any other."""
     ranks: Counter[Contender] = Counter()
     ranked = []
@@ -124,43 +126,43 @@ def foremost(found: Sequence[Finding], most: int) -> list[tuple[int, Finding]]:
     return sorted(((number, finding) for _, number, finding in chosen), key=lambda one: one[0])
 
 
-def signal_of(record: Record) -> str:
+def get_signal(record: Record) -> str:
     """What a record says of its case, as a check and a result."""
-    return f"{record.check}/{result_of(record.observable)}"
+    return f"{record.check}/{get_result(record.observable)}"
 
 
-def kind_of(record: Record) -> str:
+def classify_record(record: Record) -> str:
     """What a red record would be about if nothing else explained it."""
     if record.verdict == UNEXPECTED_PASS:
         return UNEXPECTED
-    if record.verdict == ERROR or is_of_the_form(record):
+    if record.verdict == ERROR or is_wrong_form(record):
         return RAISES
-    if findings.leaks(record):
+    if shared_evidence.is_mask_leak(record):
         return BEHIND_MASK
-    if signal_of(record) in PLAIN_CALL:
+    if get_signal(record) in PLAIN_CALL:
         return FORWARD
-    return GRADIENTS if of_gradients(signal_of(record)) else CHECK
+    return GRADIENTS if is_about_gradients(get_signal(record)) else CHECK
 
 
-def is_of_the_form(record: Record) -> bool:
+def is_wrong_form(record: Record) -> bool:
     """Whether a result has another dtype or shape than asked, so that nothing is known of its numbers."""
-    return record.verdict == FAIL and record.worst is None and _OF_THE_FORM.match(record.reason) is not None
+    return record.verdict == FAIL and record.worst is None and _WRONG_FORM.match(record.reason) is not None
 
 
-def of_gradients(signal: str) -> bool:
+def is_about_gradients(signal: str) -> bool:
     """Whether a check and a result are about gradients."""
     return signal.startswith(("gradients", f"{STATISTICS}/"))
 
 
-def line_that_raises(reason: str) -> re.Match[str] | None:
+def find_raising_line(reason: str) -> re.Match[str] | None:
     """Where a reason names the line that raises, as `place`: last, since a message may say anything before."""
-    return next(reversed(list(_LINE.finditer(reason))), None)
+    return next(reversed(list(_RAISING_LINE.finditer(reason))), None)
 
 
-def result_of(observable: str) -> str:
+def get_result(observable: str) -> str:
     """`dq` of `dq.row.nan`."""
     return observable.partition(".")[0]
 
 
-def _often(names: Iterable[str]) -> tuple[str, ...]:
+def _order_by_frequency(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name, _ in Counter(names).most_common())

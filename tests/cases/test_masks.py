@@ -29,7 +29,7 @@ from cases.masks import (
     Or,
     OwnWindow,
     Window,
-    conjuncts,
+    list_conjuncts,
 )
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
@@ -191,8 +191,8 @@ def test_composition_is_elementwise(data: st.DataObject) -> None:
     np.testing.assert_array_equal(((a | b) & c).dense(q_length, kv_length), (da | db) & dc)
     np.testing.assert_array_equal((a & b | c).dense(q_length, kv_length), da & db | dc)
     assert (a & b).is_computed == (a.is_computed and b.is_computed)
-    assert conjuncts(a & b & c) == (a, b, c)
-    assert conjuncts(a | b) == (a | b,)
+    assert list_conjuncts(a & b & c) == (a, b, c)
+    assert list_conjuncts(a | b) == (a | b,)
 
 
 @SETTINGS

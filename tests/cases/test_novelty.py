@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from cases.case import Case
-from cases.exploring.clues import NO_CLUES, Clues
-from cases.exploring.novelty import Novelty, clues_in, marks, pairs
+from cases.case_space.clue_numbers import NO_CLUES, Clues
+from cases.case_space.novelty import Novelty, find_clue_marks, find_marks, pair_marks
 
 
 def test_clues_give_lengths_at_below_and_above_them_and_their_multiples() -> None:
@@ -33,25 +33,25 @@ def test_clues_are_told_with_where_they_stand() -> None:
 
 def test_a_case_stands_beside_the_clues_that_its_sizes_are_next_to() -> None:
     case = Case(kv_length=257, q_length=40, soft_cap=50.0)
-    assert clues_in(case, Clues(integers=(128,), floats=(50.0,))) == {"S 2*128+1", "soft_cap 50"}
+    assert find_clue_marks(case, Clues(integers=(128,), floats=(50.0,))) == {"S 2*128+1", "soft_cap 50"}
 
 
 def test_what_was_not_met_is_worth_more() -> None:
     plain, other = Case(), Case(mask="causal", dtype="bf16", sinks=True)
     novelty = Novelty([plain], NO_CLUES)
-    assert novelty.worth(plain) == 0
-    assert novelty.worth(other) == len(pairs(marks(other)) - pairs(marks(plain)))
+    assert novelty.count_new(plain) == 0
+    assert novelty.count_new(other) == len(pair_marks(find_marks(other)) - pair_marks(find_marks(plain)))
     assert novelty.best([plain, other]) == other
     assert novelty.beyond == 0
-    novelty.met(other)
-    assert novelty.worth(other) == 0
-    assert novelty.beyond == len(pairs(marks(other)) - pairs(marks(plain)))
+    novelty.add_case(other)
+    assert novelty.count_new(other) == 0
+    assert novelty.beyond == len(pair_marks(find_marks(other)) - pair_marks(find_marks(plain)))
 
 
 def test_a_clue_is_worth_another_case_with_another_mask() -> None:
     case = Case(kv_length=384)
     novelty = Novelty([case, dataclasses.replace(case, mask="causal")], Clues(integers=(384,)))
-    first = novelty.worth(case)
-    novelty.met(case)
-    assert novelty.worth(case) == 0
-    assert 0 < novelty.worth(dataclasses.replace(case, mask="causal")) < first
+    first = novelty.count_new(case)
+    novelty.add_case(case)
+    assert novelty.count_new(case) == 0
+    assert 0 < novelty.count_new(dataclasses.replace(case, mask="causal")) < first

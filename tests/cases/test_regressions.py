@@ -9,19 +9,19 @@ from collections.abc import Iterator
 import pytest
 from _pytest.mark import ParameterSet
 
-from cases.case import parse
-from cases.regressions import REGRESSIONS, Regression, by_case
+from cases.case import parse_case_id
+from cases.regressions import REGRESSIONS, Regression, find_regression
 from conformance import records
-from conformance.asking.scopes import GRID
-from conformance.asking.subject import Subject
-from conformance.calling import registry
-from conformance.calling.execution import Executor
+from conformance.check_api.scopes import GRID
+from conformance.check_api.subject import Subject
 from conformance.checks import CHECKS
-from conformance.judging.discrimination import REQUIRED_MARGIN, margins, weakest
+from conformance.execution import implementation_registry
+from conformance.execution.executor import Executor
+from conformance.judging.discrimination import REQUIRED_MARGIN, compute_margins, find_weakest_null
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.truth.tolerances import default
+from conformance.truth.tolerances import load_default_tolerances
 
 CHECKED = tuple(check for check in CHECKS if check.scope is GRID)
 PUBLISHED = re.compile(r"[\w.-]+/[\w.-]+(#\d+|@[0-9a-f]{7,40})|arXiv:\d{4}\.\d{5}")
@@ -39,8 +39,8 @@ def test_there_are_enough_and_no_two_are_the_same() -> None:
 
 @pytest.mark.parametrize("regression", REGRESSIONS, ids=named)
 def test_each_says_what_it_is(regression: Regression) -> None:
-    assert parse(regression.case.id) == regression.case
-    assert by_case(regression.case.id) is regression
+    assert parse_case_id(regression.case.id) == regression.case
+    assert find_regression(regression.case.id) is regression
     assert PUBLISHED.fullmatch(regression.reference)
     assert re.fullmatch(r"[a-z0-9-]+\.[a-z0-9-]+", regression.kind)
     assert regression.shows
@@ -48,7 +48,7 @@ def test_each_says_what_it_is(regression: Regression) -> None:
 
 
 def test_other_cases_are_no_regressions() -> None:
-    assert by_case("train/f32/B1.T64.S64.N2.K2.H32.V32/causal/normal/s12345") is None
+    assert find_regression("train/f32/B1.T64.S64.N2.K2.H32.V32/causal/normal/s12345") is None
 
 
 def test_a_name_that_a_list_could_not_show_is_refused() -> None:
@@ -64,8 +64,10 @@ def runner() -> Runner:
 
 @pytest.mark.parametrize("regression", REGRESSIONS, ids=named)
 def test_each_discriminates(regression: Regression) -> None:
-    subject = Subject(Executor(registry.find("dot_product")), regression.case, default())
-    null, margin = weakest(margins(subject))
+    subject = Subject(
+        Executor(implementation_registry.find_implementation("dot_product")), regression.case, load_default_tolerances()
+    )
+    null, margin = find_weakest_null(compute_margins(subject))
     assert margin >= REQUIRED_MARGIN, null
 
 
@@ -78,7 +80,7 @@ def _asked() -> Iterator[ParameterSet]:
 
 @pytest.mark.parametrize(("regression", "name"), list(_asked()))
 def test_kernels_of_this_project_pass(regression: Regression, name: str, runner: Runner) -> None:
-    found = runner.judge(Job(registry.find(name), regression.case, CHECKED))
+    found = runner.judge(Job(implementation_registry.find_implementation(name), regression.case, CHECKED))
     wrong = {(r.check, r.observable): r.reason for r in found if r.verdict not in {records.PASS, records.UNSUPPORTED}}
     assert wrong == {}
     assert any(r.verdict == records.PASS for r in found)

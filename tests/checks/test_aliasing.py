@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from cases.case import parse
-from conformance.calling.plain import from_function
-from conformance.checks import BY_NAME
-from conformance.judging import plan
+from cases.case import parse_case_id
+from conformance.checks import CHECKS_BY_NAME
+from conformance.execution.plain_functions import build_implementation
+from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import ERROR, FAIL, PASS, Record
@@ -26,7 +26,9 @@ class WrongType(Exception):  # noqa: N818 -- as libraries that check types have 
 
 
 def judge(function: Callable[..., Any], case: str = CASE) -> dict[str, Record]:
-    planned = plan.single(from_function(function, "kernel"), parse(case), [BY_NAME["aliasing"]])
+    planned = run_plan.plan_case(
+        build_implementation(function, "kernel"), parse_case_id(case), [CHECKS_BY_NAME["aliasing"]]
+    )
     return {record.observable: record for record in Runner(Settings()).run(planned.jobs)}
 
 

@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cases.case import parse
-from cases.decoding import decoded_cases
+from cases.case import parse_case_id
+from cases.decoding_cases import select_decoding_cases
 from conformance import declare
-from conformance.asking.scopes import COMPILED, DECLINED, GRID, INTERPRETED
-from conformance.asking.turn import Turn
-from conformance.calling import registry
-from conformance.calling.plain import from_function
-from conformance.checks import BY_NAME, CHECKS
+from conformance.check_api.rotation import Rotation
+from conformance.check_api.scopes import COMPILED, DECLINED, GRID, INTERPRETED
+from conformance.checks import CHECKS, CHECKS_BY_NAME
 from conformance.contract import Implementation
-from conformance.judging import plan
+from conformance.execution import implementation_registry
+from conformance.execution.plain_functions import build_implementation
+from conformance.judging import run_plan
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
@@ -39,7 +39,7 @@ ENSEMBLE = "train/bf16/B1.T128.S512.N8.K1.H64.V64/full/normal/s0"
 
 FRONT = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/front-rms-half/normal/s0"
 DECODE = "decode/f32/B3.T1.S40.N4.K2.H16.V24/lengths-0-17-40/sinks/normal/s0"
-DECODED = next(case.id for case in decoded_cases() if "window" in case.mask)
+DECODED = next(case.id for case in select_decoding_cases() if "window" in case.mask)
 
 CASE_OF = {"poison": SHORT, "arguments": CAPPED, "limits": SINKS, "ensemble": ENSEMBLE}
 CASE_OF |= {"calls": BIASED, "parts": DECODE, "decoding": DECODED, "front_end": FRONT, "forms": CAPPED}
@@ -48,10 +48,10 @@ CLAIMS = {"memory": "block_flash", "parts": "ragged"}
 
 
 def judge(implementation: Implementation | Callable[..., Any], case: str, check: str) -> list[Record]:
-    """The records of one check on one case, failures as they are first seen (`conformance.judging.rejudge`)."""
+    """The records of one check on one case, failures as they are first seen (`conformance.judging.rejudgement`)."""
     if not isinstance(implementation, Implementation):
-        implementation = from_function(implementation, "kernel")
-    planned = plan.single(implementation, parse(case), [BY_NAME[check]])
+        implementation = build_implementation(implementation, "kernel")
+    planned = run_plan.plan_case(implementation, parse_case_id(case), [CHECKS_BY_NAME[check]])
     return [record for record in Runner(Settings(), confirmed=0).run(planned.jobs) if record.check == check]
 
 
@@ -109,7 +109,9 @@ _LONG = ("calls", "errors", "transforms")
     "check", [pytest.param(check, marks=pytest.mark.long if check in _LONG else ()) for check in _PORTABLE]
 )
 def test_a_correct_implementation_passes(check: str) -> None:
-    found = judge(registry.find(CLAIMS.get(check, "dot_product")), CASE_OF.get(check, CAUSAL), check)
+    found = judge(
+        implementation_registry.find_implementation(CLAIMS.get(check, "dot_product")), CASE_OF.get(check, CAUSAL), check
+    )
     assert found
     # In another form a number that is traced may be refused by name, and ours is.
     refused = [record for record in found if check == "forms" and record.observable.endswith("_traced")]
@@ -160,7 +162,7 @@ off_in_the_rule.defvjp(lambda out: (1.01 * out, None), lambda _, cotangent: (cot
 
 def leak_from_empty_rows(out: Any, q: Any, k: Any, v: Any, options: Any) -> Any:
     """Zero in the forward pass, but rows that see nothing pull on `v`."""
-    ok = naive.allowed_pairs(q, k, options["causal"], None, options["mask"], options["segment_ids"])
+    ok = naive.build_mask(q, k, options["causal"], None, options["mask"], options["segment_ids"])
     empty = ~ok.any(axis=-1).transpose(0, 2, 1)[..., None]
     pulled = v.sum(axis=1, keepdims=True)
     return out + jnp.where(empty, pulled - jax.lax.stop_gradient(pulled), 0)
@@ -293,16 +295,16 @@ def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs() -> 
         traced.append(out.shape)
         return out
 
-    kernel = from_function(with_out(traces), "kernel")
+    kernel = build_implementation(with_out(traces), "kernel")
     checks = tuple(check for check in CHECKS if check.scope is GRID)
     runner = Runner(Settings())
 
     # What needs no compilation may differ from case to case.
-    once = Turn(pulled=("plain",), cotangents=("row",), laws=("linearity",))
+    once = Rotation(pulled=("plain",), cotangents=("row",), laws=("linearity",))
     again = dataclasses.replace(once, cotangents=("head",), laws=("independence",))
 
-    def judge_with(distribution: str, turn: Turn) -> list[Record]:
-        case = parse(CAPPED.replace("/full/", "/lengths-9/").replace("/normal/", f"/{distribution}/"))
+    def judge_with(distribution: str, turn: Rotation) -> list[Record]:
+        case = parse_case_id(CAPPED.replace("/full/", "/lengths-9/").replace("/normal/", f"/{distribution}/"))
         return runner.judge(Job(kernel, case, checks, turn))
 
     expected = {PASS, UNSUPPORTED}  # keys behind the mask are declared to be finite
@@ -318,9 +320,9 @@ def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs() -> 
 
 def test_every_check_says_what_it_asks() -> None:
     assert all(check.asks.endswith((".", ":")) or check.asks for check in CHECKS)
-    assert len(BY_NAME) == len(CHECKS)
+    assert len(CHECKS_BY_NAME) == len(CHECKS)
 
 
 def test_partial_application_keeps_the_declaration() -> None:
     declared = functools.partial(with_lse(jax.lax.stop_gradient))
-    assert from_function(declared, "kernel").behind_mask == "finite"
+    assert build_implementation(declared, "kernel").behind_mask == "finite"

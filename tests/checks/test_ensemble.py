@@ -10,21 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse
-from cases.ensemble import ensemble_cases, plain_cases
-from cases.inputs import DTYPES, Cotangent, Problem, draw, draw_cotangent
-from conformance.calling import registry
-from conformance.calling.plain import from_function
-from conformance.checks import BY_NAME
-from conformance.checks.ensemble import statistics
+from cases.case import parse_case_id
+from cases.ensemble_cases import select_ensemble_cases, select_plain_cases
+from cases.operand_values import DTYPES, Cotangent, Problem, draw_cotangent, draw_problem
+from conformance.checks import CHECKS_BY_NAME
+from conformance.checks.ensemble import compute_statistics
 from conformance.contract import Arithmetic, Implementation
-from conformance.judging import plan
+from conformance.execution import implementation_registry
+from conformance.execution.plain_functions import build_implementation
+from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record
-from conformance.truth.spread import Spread, spread, ulp
-from tests.kernels import blocked, low_precision, naive
-from tests.kernels.low_precision import Roundings, to_nearest, towards_zero
+from conformance.truth.error_variance import ErrorVariance, compute_error_variance, compute_ulp
+from tests.kernels import low_precision_attention, naive, online_softmax
+from tests.kernels.low_precision_attention import Roundings, round_to_nearest, round_towards_zero
 
 CASE = "train/{}/B1.T128.S512.N8.K1.H64.V64/full/normal/s0"
 DIGITS = ("bf16", "f16")
@@ -33,47 +33,49 @@ DIGITS = ("bf16", "f16")
 def judge(implementation: Implementation, dtype: str, seed: int = 0) -> dict[str, Record]:
     """Records of the check by observable.
 
-    Failures are not judged again, which costs seven times the check: `tests/judging/test_rejudge.py` asks about that.
+    Failures are not judged again, which costs seven times the check: `tests/judging/test_rejudgement.py` asks about that.
     """
-    [case] = [case for case in plain_cases(seed, implementation.supports) if case.dtype == dtype]
-    planned = plan.single(implementation, case, [BY_NAME["ensemble"]])
+    [case] = [case for case in select_plain_cases(seed, implementation.supports) if case.dtype == dtype]
+    planned = run_plan.plan_case(implementation, case, [CHECKS_BY_NAME["ensemble"]])
     return {record.observable: record for record in Runner(Settings(), confirmed=0).run(planned.jobs)}
 
 
-def failures(roundings: Roundings, dtype: str) -> dict[str, Record]:
-    found = judge(from_function(low_precision.kernel(roundings), "kernel"), dtype)
+def find_failures(roundings: Roundings, dtype: str) -> dict[str, Record]:
+    found = judge(build_implementation(low_precision_attention.build_kernel(roundings), "kernel"), dtype)
     return {name: record for name, record in found.items() if record.verdict != PASS}
 
 
-def ratio(record: Record) -> float:
+def get_ratio(record: Record) -> float:
     assert record.ratio is not None
     return record.ratio
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", DIGITS)
-@pytest.mark.parametrize("kernel", [naive.attention, blocked.attention, low_precision.kernel(Roundings())])
+@pytest.mark.parametrize(
+    "kernel", [naive.attention, online_softmax.attention, low_precision_attention.build_kernel(Roundings())]
+)
 def test_correct_kernels_pass_far_from_the_limits(kernel: Any, dtype: str) -> None:
-    found = judge(from_function(kernel, "kernel"), dtype)
+    found = judge(build_implementation(kernel, "kernel"), dtype)
     statistics = {f"{name}.{what}" for name in ("out", "dq", "dk", "dv") for what in ("bias", "spread")}
     wide = {f"{name}.wide_sums" for name in ("dq", "dk", "dv") if dtype == "f16"}
     assert found.keys() == statistics | wide
     assert {record.verdict for record in found.values()} == {PASS}
-    assert max(ratio(record) for name, record in found.items() if name.endswith("spread")) < 1.02
-    assert max(ratio(record) for name, record in found.items() if name.endswith("bias")) < 0.015
+    assert max(get_ratio(record) for name, record in found.items() if name.endswith("spread")) < 1.02
+    assert max(get_ratio(record) for name, record in found.items() if name.endswith("bias")) < 0.015
 
 
 @pytest.mark.long
 def test_correct_kernels_pass_with_other_seeds() -> None:
     for seed in (1, 2):
-        found = judge(from_function(naive.attention, "kernel"), "bf16", seed)
+        found = judge(build_implementation(naive.attention, "kernel"), "bf16", seed)
         assert {record.verdict for record in found.values()} == {PASS}
 
 
 @pytest.mark.parametrize("dtype", DIGITS)
 @pytest.mark.parametrize("observable", ["out", "dq"])
 def test_truncation_is_a_bias_of_minus_one(observable: str, dtype: str) -> None:
-    found = failures(Roundings(**{observable: towards_zero}), dtype)
+    found = find_failures(Roundings(**{observable: round_towards_zero}), dtype)
     assert f"{observable}.bias" in found
     record = found[f"{observable}.bias"]
     # Tolerance: six standard errors, of up to 0.004 (`conformance.checks.ensemble`).
@@ -95,9 +97,9 @@ def test_truncation_is_a_bias_of_minus_one(observable: str, dtype: str) -> None:
     ],
 )
 def test_rounding_at_every_step_of_a_sum_is_a_spread(step: str, shows: set[str], dtype: str) -> None:
-    found = failures(Roundings(**{step: to_nearest}), dtype)
+    found = find_failures(Roundings(**{step: round_to_nearest}), dtype)
     assert shows <= found.keys()
-    assert all(found[name].verdict == FAIL and ratio(found[name]) > 1.12 for name in shows)
+    assert all(found[name].verdict == FAIL and get_ratio(found[name]) > 1.12 for name in shows)
     assert all("instead of being accumulated in f32?" in found[name].reason for name in shows)
 
 
@@ -111,7 +113,7 @@ def test_a_gradient_that_is_always_a_little_too_large_is_a_bias() -> None:
 
     attend = jax.custom_vjp(lambda q, k, v: forward(q, k, v)[0])
     attend.defvjp(forward, backward)
-    found = judge(from_function(lambda q, k, v: attend(q, k, v), "kernel"), "bf16")
+    found = judge(build_implementation(lambda q, k, v: attend(q, k, v), "kernel"), "bf16")
     leaning = {name for name, record in found.items() if record.verdict == FAIL}
     assert leaning == {"dq.bias", "dk.bias", "dv.bias"}
     assert "away from zero" in found["dq.bias"].reason
@@ -121,23 +123,25 @@ def test_errors_that_all_rows_of_a_problem_share_are_one_error() -> None:
     """Of six problems, each of which moves all its rows by one random error, none leans for certain."""
     rng = np.random.default_rng(0)
     value = 1.0 + rng.random((200, 64))
-    exact = Spread(value=value, variance=np.ones_like(value), ulp=np.full_like(value, 2.0**-9))
+    exact = ErrorVariance(value=value, variance=np.ones_like(value), ulp=np.full_like(value, 2.0**-9))
     pairs = [(value + 0.1 * 2.0**-10 * shared, exact) for shared in rng.standard_normal(6)]
-    found = statistics(pairs)
+    found = compute_statistics(pairs)
     assert 0.02 < found.standard_error < 0.07  # 0.1 / sqrt(6), of six draws
     assert abs(found.bias) < 3 * found.standard_error
 
 
 def test_results_that_are_not_finite_fail() -> None:
-    found = judge(from_function(lambda q, k, v: naive.attention(q, k, v).at[0, 3].set(np.nan), "kernel"), "bf16")
+    found = judge(build_implementation(lambda q, k, v: naive.attention(q, k, v).at[0, 3].set(np.nan), "kernel"), "bf16")
     assert found["out.bias"].verdict == found["out.spread"].verdict == FAIL
     assert found["out.spread"].reason == "some results are not finite"
 
 
 def test_there_is_a_case_for_what_is_supported() -> None:
     def cases(**unsupported: str) -> list[str]:
-        declared = dataclasses.replace(registry.find("dot_product"), unsupported=unsupported)
-        return [case.id for case in plain_cases(3, declared.supports)]
+        declared = dataclasses.replace(
+            implementation_registry.find_implementation("dot_product"), unsupported=unsupported
+        )
+        return [case.id for case in select_plain_cases(3, declared.supports)]
 
     assert cases() == [CASE.format(dtype).replace("s0", "s3") for dtype in DIGITS]
     assert cases(f16="no", mqa="no") == ["train/bf16/B1.T128.S512.N8.K2.H64.V64/full/normal/s3"]
@@ -147,14 +151,14 @@ def test_there_is_a_case_for_what_is_supported() -> None:
 
 
 def test_windows_decoding_and_many_queries_are_asked_about_where_they_are_supported() -> None:
-    kernel = registry.find("dot_product")
-    assert [case.id for case in ensemble_cases(3, kernel.supports)[2:]] == [
+    kernel = implementation_registry.find_implementation("dot_product")
+    assert [case.id for case in select_ensemble_cases(3, kernel.supports)[2:]] == [
         "train/bf16/B1.T512.S512.N4.K2.H64.V64/window-l80-r0/normal/s3",
         "decode/bf16/B1.T1.S1024.N32.K4.H64.V64/full/normal/s3",
         "train/bf16/B1.T1152.S256.N2.K2.H64.V64/full/normal/s3",
     ]
     lacking = dataclasses.replace(kernel, unsupported={"window": "no", "decode": "no", "unequal_lengths": "no"})
-    assert len(ensemble_cases(3, lacking.supports)) == 2
+    assert len(select_ensemble_cases(3, lacking.supports)) == 2
 
 
 @pytest.mark.parametrize("from_the_end", [False, True])
@@ -170,8 +174,8 @@ def test_a_sum_that_is_rounded_on_the_way_may_begin_at_either_end(
 ) -> None:
     squares = []
     for seed in range(4):
-        case = parse(f"train/bf16/{shape}/full/normal/s{seed}")
-        problem, cotangent = draw(case), draw_cotangent(case)
+        case = parse_case_id(f"train/bf16/{shape}/full/normal/s{seed}")
+        problem, cotangent = draw_problem(case), draw_cotangent(case)
         rounded = lambda x, dtype=problem.v.dtype: x.astype(dtype).astype(np.float64)  # noqa: E731 -- to nearest
         q, k, do = (x[0].astype(np.float64) for x in (problem.q, problem.k, cotangent.out))
         z = problem.effective_scale * np.einsum("tngh,snh->ngts", q.reshape(len(q), k.shape[1], -1, q.shape[2]), k)
@@ -184,14 +188,14 @@ def test_a_sum_that_is_rounded_on_the_way_may_begin_at_either_end(
         total = np.zeros(parts.shape[1:])
         for part in parts[::-1] if from_the_end else parts:
             total = rounded(total + rounded(part))
-        exact = spread(problem, arithmetic, Cotangent("random", cotangent.out))["dv"]
+        exact = compute_error_variance(problem, arithmetic, Cotangent("random", cotangent.out))["dv"]
         value, variance = (x[0].swapaxes(0, 1) for x in (exact.value, exact.variance))
         squares.append(np.mean((total - value) ** 2 / variance))
     # What is left of 1: sums of rounded numbers are often a tie, and a tie errs by more than is usual.
     assert 0.9 < np.sqrt(np.mean(squares)) < 1.05
 
 
-def simulated(problem: Problem, cotangent: Cotangent, *, logits: bool, fused: bool) -> dict[str, np.ndarray]:
+def simulate(problem: Problem, cotangent: Cotangent, *, logits: bool, fused: bool) -> dict[str, np.ndarray]:
     """Attention in float64 but for the roundings that the model counts; `fused` takes D from the stored out."""
     dtype, scale = problem.q.dtype, problem.effective_scale
     rounded = lambda x: x.astype(dtype).astype(np.float64)  # noqa: E731 -- to nearest
@@ -231,17 +235,17 @@ def test_the_model_agrees_with_simulated_roundings(case: str, logits: bool, dtyp
     for fused in (False, True):
         found: dict[str, list[float]] = {}
         for seed in range(6):
-            drawn = parse(f"train/{dtype}/{case}/s{seed}")
-            problem, cotangent = draw(drawn), draw_cotangent(drawn)
-            got = simulated(problem, cotangent, logits=logits, fused=fused)
-            for name, exact in spread(problem, arithmetic, cotangent).items():
-                found.setdefault(name, []).append(float(np.mean(relative(got[name], exact))))
+            drawn = parse_case_id(f"train/{dtype}/{case}/s{seed}")
+            problem, cotangent = draw_problem(drawn), draw_cotangent(drawn)
+            got = simulate(problem, cotangent, logits=logits, fused=fused)
+            for name, exact in compute_error_variance(problem, arithmetic, cotangent).items():
+                found.setdefault(name, []).append(float(np.mean(compute_relative_errors(got[name], exact))))
         ratios = {name: np.mean(squares) for name, squares in found.items()}
         # Tolerance: 15% of a variance are 7% of a spread, less than the 10% by which SPREAD_LIMIT trusts the model.
         assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), rel=0.15, abs=0)
 
 
-def relative(got: np.ndarray, exact: Spread) -> np.ndarray:
+def compute_relative_errors(got: np.ndarray, exact: ErrorVariance) -> np.ndarray:
     """Squared error over expected variance; 0 where both are."""
     with np.errstate(invalid="ignore"):
         return np.where(got == exact.value, 0, (got - exact.value) ** 2 / exact.variance)
@@ -252,14 +256,18 @@ def test_ulp_is_the_distance_to_the_next_number(dtype: str) -> None:
     values = np.array([1.0, 1.3, 1.99, 2.0, 3e-5, 7e-4, 0.2, 250.0]).astype(DTYPES[dtype])
     bits = values.view(np.uint16)
     above = (bits + 1).view(DTYPES[dtype]).astype(np.float64)
-    np.testing.assert_array_equal(ulp(values.astype(np.float64), dtype), above - values.astype(np.float64))
+    np.testing.assert_array_equal(compute_ulp(values.astype(np.float64), dtype), above - values.astype(np.float64))
 
 
 def test_what_the_model_does_not_cover_is_said() -> None:
-    capped = draw(parse("train/bf16/B1.T8.S8.N1.K1.H16.V16/full/softcap2/normal/s0"))
+    capped = draw_problem(parse_case_id("train/bf16/B1.T8.S8.N1.K1.H16.V16/full/softcap2/normal/s0"))
     with pytest.raises(ValueError, match="without soft cap, sinks, bias and score"):
-        spread(capped, Arithmetic())
+        compute_error_variance(capped, Arithmetic())
     with pytest.raises(ValueError, match="bf16, f16, got operands in f32"):
-        spread(draw(parse("train/f32/B1.T8.S8.N1.K1.H16.V16/full/normal/s0")), Arithmetic())
+        compute_error_variance(
+            draw_problem(parse_case_id("train/f32/B1.T8.S8.N1.K1.H16.V16/full/normal/s0")), Arithmetic()
+        )
     with pytest.raises(ValueError, match="power of two"):
-        spread(draw(parse("train/bf16/B1.T8.S8.N1.K1.H32.V32/full/normal/s0")), Arithmetic(scaled_q=True))
+        compute_error_variance(
+            draw_problem(parse_case_id("train/bf16/B1.T8.S8.N1.K1.H32.V32/full/normal/s0")), Arithmetic(scaled_q=True)
+        )

@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from cases.case import parse
+from cases.case import parse_case_id
 from conformance import declare
-from conformance.calling.plain import from_function
-from conformance.checks import BY_NAME
-from conformance.judging import plan
+from conformance.checks import CHECKS_BY_NAME
+from conformance.execution.plain_functions import build_implementation
+from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, UNSUPPORTED
@@ -26,14 +26,16 @@ BIASED = f"train/f32/{_SHAPE}/full/bias/normal/s0"
 CAUSAL = f"train/f32/{_SHAPE}/causal/normal/s0"
 
 
-def asked(function: Callable[..., Any], case: str) -> dict[str, tuple[str, str]]:
+def judge_forms(function: Callable[..., Any], case: str) -> dict[str, tuple[str, str]]:
     """Verdict and reason by form."""
-    planned = plan.single(from_function(function, "kernel"), parse(case), [BY_NAME["forms"]])
+    planned = run_plan.plan_case(
+        build_implementation(function, "kernel"), parse_case_id(case), [CHECKS_BY_NAME["forms"]]
+    )
     found = Runner(Settings(), confirmed=0).run(planned.jobs)
     return {record.observable.removeprefix("out."): (record.verdict, record.reason) for record in found}
 
 
-def changed(**changes: Callable[[Any], Any]) -> Callable[..., Any]:
+def build_function(**changes: Callable[[Any], Any]) -> Callable[..., Any]:
     """The correct function, but for what it makes of some arguments."""
 
     @declare(behind_mask="finite")
@@ -45,13 +47,13 @@ def changed(**changes: Callable[[Any], Any]) -> Callable[..., Any]:
     return function
 
 
-def first_row_alone(mask: Any) -> Any:
+def keep_first_row(mask: Any) -> Any:
     return jnp.where(jnp.arange(24)[:, None] == 0, mask, True)
 
 
 @pytest.mark.parametrize("case", [WINDOW, DENSE, SCALED, BIASED, CAUSAL])
 def test_what_is_taken_for_what_it_means_passes(case: str) -> None:
-    found = asked(changed(), case)
+    found = judge_forms(build_function(), case)
     assert found
     assert {verdict for verdict, _ in found.values()} == {PASS}
 
@@ -69,7 +71,7 @@ def test_what_is_taken_for_what_it_means_passes(case: str) -> None:
         ),
         (SCALED, {"scale": lambda x: x or None}, {"scale_zero"}),
         (SCALED, {"scale": lambda x: abs(x)}, {"scale_below_zero"}),
-        (DENSE, {"mask": lambda x: x if x.shape[-2] > 1 else first_row_alone(x)}, {"mask_shared_by_rows"}),
+        (DENSE, {"mask": lambda x: x if x.shape[-2] > 1 else keep_first_row(x)}, {"mask_shared_by_rows"}),
         (BIASED, {"bias": lambda x: x if x.dtype == jnp.float32 else 0 * x}, {"bias_narrow"}),
         (BIASED, {"bias": lambda x: x if x.ndim == 4 else x.T}, {"bias_of_rank_two"}),
         (BIASED, {"bias": lambda x: x[:, None] if x.ndim == 3 else x}, {"bias_of_rank_three"}),
@@ -78,7 +80,7 @@ def test_what_is_taken_for_what_it_means_passes(case: str) -> None:
 def test_what_is_taken_for_something_else_fails(
     case: str, change: dict[str, Callable[[Any], Any]], caught: set[str]
 ) -> None:
-    found = asked(changed(**change), case)
+    found = judge_forms(build_function(**change), case)
     assert {form for form, (verdict, _) in found.items() if verdict == FAIL} == caught
 
 
@@ -88,7 +90,7 @@ def test_a_result_that_is_right_and_wider_is_shown_and_does_not_fail() -> None:
         out = naive.attention(q, k, v, scale=scale)
         return out if scale is None else out * jnp.ones_like(scale)
 
-    found = asked(function, SCALED)
+    found = judge_forms(function, SCALED)
     reason = "the argument makes the result float32, where q is bfloat16"
     assert found["scale_numpy"] == found["scale_jax"] == (UNSUPPORTED, reason)
 
@@ -99,6 +101,6 @@ def test_what_is_refused_is_shown_and_does_not_fail() -> None:
             raise TypeError("window must be a tuple")
         return window
 
-    found = asked(changed(window=tuples), WINDOW)
+    found = judge_forms(build_function(window=tuples), WINDOW)
     assert found["window_list"] == (UNSUPPORTED, "TypeError: window must be a tuple")
     assert found["window_numpy"][0] == PASS

@@ -10,23 +10,25 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from cases.case import parse
-from cases.inputs import draw
-from conformance.calling.registry import find
-from conformance.checks import BY_NAME, invariance
+from cases.case import parse_case_id
+from cases.operand_values import draw_problem
+from conformance.checks import CHECKS_BY_NAME, invariance
 from conformance.contract import Arithmetic
-from conformance.judging import plan
+from conformance.execution.implementation_registry import find_implementation
+from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import PASS, RED
-from conformance.truth.bounds import expect
+from conformance.truth.rounding_bounds import compute_expectation
 
 # Results are small beside those of its halves, which are rounded to bf16 by themselves.
 LONG = "prefill/bf16/B1.T64.S320.N6.K2.H32.V32/causal/softcap2/sinks/bias/scale0.3/kvint8-token/normal/s0"
 
 
 def test_halves_that_are_rounded_and_cancel_are_no_failure() -> None:
-    job = plan.single(find("quantized_kv"), parse(LONG), [BY_NAME["invariance"]]).jobs
+    job = run_plan.plan_case(
+        find_implementation("quantized_kv"), parse_case_id(LONG), [CHECKS_BY_NAME["invariance"]]
+    ).jobs
     found = Runner(Settings()).run(job)
     assert [record for record in found if record.verdict in RED] == []
     assert {record.observable for record in found if record.verdict == PASS} >= {"out.merged", "logsumexp.merged"}
@@ -37,15 +39,15 @@ def test_halves_that_are_rounded_and_cancel_are_no_failure() -> None:
 @hypothesis.given(seed=st.integers(0, 2**16), sign=st.sampled_from([-1.0, 1.0]))
 def test_parts_at_their_bounds_merge_within_the_merged_bounds(part: int, seed: int, sign: float) -> None:
     """Every element of a part as far off as it may be: the merged results are no further off than is said."""
-    problem = draw(parse(f"prefill/bf16/B1.T8.S24.N2.K1.H16.V16/full/bias/large/s{seed}"))
-    halves = [invariance._keys(problem, slice(start, None, 2)) for start in (0, 1)]
-    parts = [expect(half, Arithmetic()) for half in halves]
+    problem = draw_problem(parse_case_id(f"prefill/bf16/B1.T8.S24.N2.K1.H16.V16/full/bias/large/s{seed}"))
+    halves = [invariance._select_keys(problem, slice(start, None, 2)) for start in (0, 1)]
+    parts = [compute_expectation(half, Arithmetic()) for half in halves]
     exact = [{name: one.value for name, one in each.forward.items()} for each in parts]
     off = [dict(each) for each in exact]
     for name, one in parts[part].forward.items():
         off[part][name] = one.value + sign * one.bound
-    bounds = invariance._merged_bounds(parts)
-    whole, moved = invariance._merged(exact), invariance._merged(off)
+    bounds = invariance._compute_merged_bounds(parts)
+    whole, moved = invariance._merge(exact), invariance._merge(off)
     for name, bound in bounds.items():
         second = 1 + 4 * max(float(np.max(each.forward["logsumexp"].bound)) for each in parts)
         # Tolerance: bounds are to first order, and what is of second order is less by an error of `logsumexp`.
@@ -53,7 +55,7 @@ def test_parts_at_their_bounds_merge_within_the_merged_bounds(part: int, seed: i
 
 
 def test_a_half_that_is_off_by_more_than_rounding_is_a_failure() -> None:
-    whole = find("quantized_kv")
+    whole = find_implementation("quantized_kv")
 
     def attention(q: Any, k: Any, v: Any, **named: Any) -> Any:
         if k.shape[1] > 200:
@@ -62,5 +64,5 @@ def test_a_half_that_is_off_by_more_than_rounding_is_a_failure() -> None:
         return (out * 1.02, residuals) if named.get("save_residuals") else out * 1.02
 
     wrong = dataclasses.replace(whole, call=attention)
-    job = plan.single(wrong, parse(LONG), [BY_NAME["invariance"]]).jobs
+    job = run_plan.plan_case(wrong, parse_case_id(LONG), [CHECKS_BY_NAME["invariance"]]).jobs
     assert "out.merged" in {record.observable for record in Runner(Settings()).run(job) if record.verdict in RED}

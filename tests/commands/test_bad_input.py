@@ -104,7 +104,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(*arguments: str) -> int:
     """The exit code of a command."""
     try:
-        return cli.main(cli.parser().parse_args(arguments))
+        return cli.main(cli.build_parser().parse_args(arguments))
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else -1
 
@@ -532,7 +532,7 @@ def test_a_problem_that_needs_more_memory_than_there_is_says_how_much(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["run", "--impl=kernels.py:right", "--problem=sparse_attention", "--full-size"]
-    monkeypatch.setattr("conformance.commands.lookup._memory", lambda: 20 * 10**9)
+    monkeypatch.setattr("conformance.commands.argument_lookup._measure_memory", lambda: 20 * 10**9)
     assert run(*asked) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "sparse_attention needs about 27 GB, and this machine has 20 GB: a --case with fewer" in line

@@ -16,8 +16,8 @@ import pytest
 from conformance import records
 from conformance.commands import run as run_command
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED
-from tests.commands.folder_of_kernels import CASE, KERNELS, fill, judge, run
-from tests.processes import interrupted
+from tests.commands.kernel_folder import CASE, KERNELS, fill, judge_kernel, run_cli
+from tests.process_helpers import interrupt_command
 
 FEW = "train/f32/*.T1.*"
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("command", ["", "run", "list", "explain", "report", "bench", "tune"])
 def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*filter(None, [command, "--help"])) == 0
+    assert run_cli(*filter(None, [command, "--help"])) == 0
     said = capsys.readouterr().out
     assert "example" in said
     assert "exit codes: 0" in said
@@ -39,24 +39,24 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_does_not_load_jax() -> None:
-    code = "import sys; from conformance import cli; cli.parser(); sys.exit('jax' in sys.modules)"
+    code = "import sys; from conformance import cli; cli.build_parser(); sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert judge("right") == 0
+    assert judge_kernel("right") == 0
     assert "passes as far as asked (narrowed to one case)" in " ".join(capsys.readouterr().out.split())
-    assert judge("wrong") == 1
+    assert judge_kernel("wrong") == 1
     said = capsys.readouterr().out
     assert "does not conform" in said
     assert f"python -m conformance run --impl=kernels.py:wrong --case={CASE} --check=forward" in said
-    assert judge("never") == 2
+    assert judge_kernel("never") == 2
     assert "could not be judged" in capsys.readouterr().out
 
 
 def test_a_case_that_is_not_supported_is_shown_with_its_reason(folder: Path) -> None:
     capped = CASE.replace("/causal", "/causal/softcap30")
-    assert judge("right", "--check=forward", "--json=r.jsonl", case=capped) == 2
+    assert judge_kernel("right", "--check=forward", "--json=r.jsonl", case=capped) == 2
     (found,) = records.read_jsonl(folder / "r.jsonl")
     assert found.verdict == UNSUPPORTED
     assert found.reason == "soft_cap: the function has no parameter 'soft_cap'"
@@ -64,28 +64,28 @@ def test_a_case_that_is_not_supported_is_shown_with_its_reason(folder: Path) -> 
 
 def test_what_cannot_run_here_is_shown_and_fails_nothing_else(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     case = CASE.replace("f32", "bf16")
-    assert run("run", "--impl=jax_nn_cudnn", f"--case={case}") == 2
-    assert run("run", "--impl=dot_product", "--impl=jax_nn_cudnn", f"--case={case}", "--json=r.jsonl") == 0
+    assert run_cli("run", "--impl=jax_nn_cudnn", f"--case={case}") == 2
+    assert run_cli("run", "--impl=dot_product", "--impl=jax_nn_cudnn", f"--case={case}", "--json=r.jsonl") == 0
     assert "jax_nn_cudnn (gpu)" in capsys.readouterr().out
     absent = [record for record in records.read_jsonl(folder / "r.jsonl") if record.implementation == "jax_nn_cudnn"]
     assert [(record.verdict, record.check) for record in absent] == [(UNJUDGED, "hardware")]
     assert "needs an NVIDIA GPU" in absent[0].reason
-    assert run("list") == 0
+    assert run_cli("list") == 0
     assert "not on this machine: cuDNN attention needs an NVIDIA GPU" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_required_platform_that_judged_nothing_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert judge("right", "--check=forward", "--require-platform=tpu") == 2
+    assert judge_kernel("right", "--check=forward", "--require-platform=tpu") == 2
     assert "--require-platform=tpu: nothing was judged there" in capsys.readouterr().err
-    assert judge("right", "--check=forward", "--require-platform=cpu") == 0
+    assert judge_kernel("right", "--check=forward", "--require-platform=cpu") == 0
 
 
 def test_outputs_are_written_and_can_be_merged(folder: Path) -> None:
-    assert judge("right", "--check=forward", "--report=a.html", "--json=copy.jsonl", "--markdown=a.md") == 0
+    assert judge_kernel("right", "--check=forward", "--report=a.html", "--json=copy.jsonl", "--markdown=a.md") == 0
     assert (folder / "a.jsonl").read_text() == (folder / "copy.jsonl").read_text()
     assert (folder / "a.md").read_text()
-    assert judge("wrong", "--check=forward", "--json=b.jsonl") == 1
-    assert run("report", "a.jsonl", "b.jsonl", "--report=both.html") == 0
+    assert judge_kernel("wrong", "--check=forward", "--json=b.jsonl") == 1
+    assert run_cli("report", "a.jsonl", "b.jsonl", "--report=both.html") == 0
     page = (folder / "both.html").read_text()
     assert "kernels.py:right" in page
     assert "kernels.py:wrong" in page
@@ -100,7 +100,7 @@ def expect_failure(folder: Path, name: str, **fields: object) -> None:
 
 def test_expected_failures(folder: Path) -> None:
     expect_failure(folder, "wrong", link="https://example.org/1")
-    assert judge("wrong", "--check=forward", "--json=r.jsonl") == 0
+    assert judge_kernel("wrong", "--check=forward", "--json=r.jsonl") == 0
     (found,) = records.read_jsonl(folder / "r.jsonl")
     assert found.verdict == EXPECTED_FAIL
     assert "expected: known (https://example.org/1)" in found.reason
@@ -108,26 +108,28 @@ def test_expected_failures(folder: Path) -> None:
 
 def test_an_expected_failure_that_passes_turns_red(folder: Path) -> None:
     expect_failure(folder, "right")
-    assert judge("right", "--check=forward", "--json=r.jsonl") == 1
+    assert judge_kernel("right", "--check=forward", "--json=r.jsonl") == 1
     (found,) = records.read_jsonl(folder / "r.jsonl")
     assert found.verdict == UNEXPECTED_PASS
 
 
 def without_seconds(path: Path) -> list[records.Record]:
-    return records.merge(dataclasses.replace(record, seconds=0.0) for record in records.read_jsonl(path))
+    return records.merge_records(dataclasses.replace(record, seconds=0.0) for record in records.read_jsonl(path))
 
 
 @pytest.mark.long
 def test_records_do_not_depend_on_the_number_of_processes(folder: Path) -> None:
     for jobs in ("1", "2"):
-        assert run("run", "--impl=kernels.py:right", f"--cases={FEW}", f"--jobs={jobs}", f"--json={jobs}.jsonl") == 0
+        assert (
+            run_cli("run", "--impl=kernels.py:right", f"--cases={FEW}", f"--jobs={jobs}", f"--json={jobs}.jsonl") == 0
+        )
     assert without_seconds(folder / "1.jsonl") == without_seconds(folder / "2.jsonl")
 
 
 @pytest.mark.long
 def test_a_kernel_that_kills_its_process_costs_only_its_own_case(folder: Path) -> None:
     some = "train/f32/*.T48.*"  # with a soft cap and without
-    assert run("run", "--impl=kernels.py:dies", f"--cases={some}", "--jobs=2", "--json=r.jsonl") == 1
+    assert run_cli("run", "--impl=kernels.py:dies", f"--cases={some}", "--jobs=2", "--json=r.jsonl") == 1
     found = records.read_jsonl(folder / "r.jsonl")
     lost = [r for r in found if r.verdict == ERROR]
     assert lost
@@ -141,7 +143,7 @@ def test_the_first_failure_ends_a_run_that_is_to_fail_fast(
     jobs: int, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ("run", "--impl=kernels.py:wrong", f"--jobs={jobs}", "--fail-fast", "--json=r.jsonl")
-    assert run(*command) == 1
+    assert run_cli(*command) == 1
     found = records.read_jsonl(folder / "r.jsonl")
     assert len({r.case for r in found if r.verdict == FAIL}) == 1
     assert len({r.case for r in found}) <= 3 * jobs
@@ -153,7 +155,9 @@ def test_the_first_failure_ends_a_run_that_is_to_fail_fast(
 @pytest.mark.long
 def test_without_a_failure_a_run_that_is_to_fail_fast_is_like_any_other(folder: Path) -> None:
     for name, more in (("plain", ()), ("fast", ("--fail-fast",))):
-        assert run("run", "--impl=kernels.py:right", f"--cases={FEW}", "--jobs=1", f"--json={name}.jsonl", *more) == 0
+        assert (
+            run_cli("run", "--impl=kernels.py:right", f"--cases={FEW}", "--jobs=1", f"--json={name}.jsonl", *more) == 0
+        )
     plain, fast = (records.read_jsonl(folder / f"{name}.jsonl") for name in ("plain", "fast"))
     assert sorted((r.case, r.check, r.observable) for r in plain) == sorted(
         (r.case, r.check, r.observable) for r in fast
@@ -164,7 +168,7 @@ def test_without_a_failure_a_run_that_is_to_fail_fast_is_like_any_other(folder: 
 def test_an_interrupted_run_keeps_what_it_has(jobs: int, folder: Path) -> None:
     command = ["-m", "conformance", "run", "--impl=kernels.py:slow", "--in-process"]
     command += [f"--jobs={jobs}", "--report=r.html"]
-    found = interrupted(*command, traced=20 * jobs)  # the first results have come, some cases from each worker
+    found = interrupt_command(*command, traced=20 * jobs)  # the first results have come, some cases from each worker
     assert found.returncode == 130
     assert "Traceback" not in found.out + found.err
     assert "Interrupted" in found.out
@@ -192,12 +196,12 @@ def _running(group: int) -> bool:
     ],
 )
 def test_lists(what: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("list", what) == 0
+    assert run_cli("list", what) == 0
     assert expected in capsys.readouterr().out
 
 
 def test_cases_of_an_implementation_are_those_it_supports(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("list", "cases", "--impl=kernels.py:right", "--cases=train/f32") == 0
+    assert run_cli("list", "cases", "--impl=kernels.py:right", "--cases=train/f32") == 0
     listed = capsys.readouterr().out.splitlines()
     assert listed
     assert all(line.startswith("train/f32/") and "softcap" not in line for line in listed)
@@ -216,13 +220,13 @@ def test_a_kernel_of_yours_is_not_imported_where_it_is_judged(arguments: list[st
     text = f"{KERNELS}\nattention = right\nexits = lambda q, k, v, *, causal=False: os._exit(0)\n"
     there = "import sys\nif 'pytest' in sys.modules:\n    open('written', 'w').close()\n"
     (folder / "writes.py").write_text(text + there)
-    assert run(*arguments) == (2 if arguments[0] == "bench" else 0)
+    assert run_cli(*arguments) == (2 if arguments[0] == "bench" else 0)
     assert not (folder / "written").exists()
 
 
 def test_explain_says_what_a_case_is_and_what_judges_it(capsys: pytest.CaptureFixture[str]) -> None:
     case = "train/bf16/B2.T16.S16.N4.K2.H16.V16/causal/seg/softcap30/sinks/normal/s7"
-    assert run("explain", case) == 0
+    assert run_cli("explain", case) == 0
     said = capsys.readouterr().out
     for part in ("causal mask", "2 query head(s) to each", "packed sequences", "30 * tanh", "one logit a query head"):
         assert part in said

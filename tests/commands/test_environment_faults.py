@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import PATIENCE
+from tests.process_helpers import COMMAND_TIMEOUT
 
 # What is forked sets limits and starts another program. So JAX, which other tests have loaded here, has no part in it.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork:RuntimeWarning")
@@ -258,7 +258,7 @@ def run(fault: Fault, folder: Path) -> tuple[int, str, str]:
             stderr=opened.get("err", subprocess.PIPE),
             preexec_fn=before,
             check=False,
-            timeout=PATIENCE,
+            timeout=COMMAND_TIMEOUT,
         )
     except subprocess.SubprocessError as error:
         if fault.drops and "preexec_fn" in str(error):

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from conformance import cli, records, runs
-from conformance.commands.probes import confirm, shrink
-from conformance.judging.probing.confirming import Prober
+from conformance.commands.probes import finding_confirmation, finding_shrinker
+from conformance.judging.failure_probes.confirmation import Prober
 from conformance.record_schema import PROBE_SCHEMA
-from tests.processes import interruptible
+from tests.process_helpers import restore_signal_handlers
 
 KERNEL = """
 from conformance import declare
@@ -50,7 +50,7 @@ def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(*arguments: str) -> int:
     words = ["run", "--in-process", "--diagnose-seconds=0", *arguments]
-    return cli.main(cli.parser().parse_args(words))
+    return cli.main(cli.build_parser().parse_args(words))
 
 
 def probes(path: str) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def test_a_finding_is_confirmed_and_what_confirms_it_is_not_counted(capsys: pyte
     counted = [[record.key for record in records.read_jsonl(Path(name))] for name in ("confirmed.jsonl", "plain.jsonl")]
     assert counted[0] == counted[1]
 
-    report = cli.parser().parse_args(["report", "confirmed.jsonl", "plain.jsonl", "--report=page.html"])
+    report = cli.build_parser().parse_args(["report", "confirmed.jsonl", "plain.jsonl", "--report=page.html"])
     assert cli.main(report) == 0
     page = Path("page.html").read_text()
     assert "confirmed: this case fails, and the same without sinks passes" in page
@@ -89,8 +89,8 @@ def test_a_kernel_that_is_right_costs_nothing_more(monkeypatch: pytest.MonkeyPat
     def never(*arguments: Any) -> None:
         raise AssertionError("nothing is red")
 
-    monkeypatch.setattr(confirm, "confirm", never)
-    monkeypatch.setattr(shrink, "shrink", never)
+    monkeypatch.setattr(finding_confirmation, "confirm_findings", never)
+    monkeypatch.setattr(finding_shrinker, "shrink_findings", never)
     assert run("--impl=kernel.py:right", *WHAT, "--cases=train/f32/*T1.*", "--shrink") == 0
 
 
@@ -101,7 +101,7 @@ def test_a_single_case_is_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
     assert "smallest of finding 1: train/f32/B1.T1.S1.N1.K1.H1.V1/full/sinks/normal/s0 (" in out
     command = "run --impl=kernel.py:wrong --case=train/f32/B1.T1.S1.N1.K1.H1.V1/full/sinks/normal/s0 --check=forward"
     assert command in out
-    (recorded,) = runs.read(Path("small.jsonl"))
+    (recorded,) = runs.read_runs(Path("small.jsonl"))
     assert [record.case for record in recorded.records] == [case]
     assert recorded.is_complete
 
@@ -115,10 +115,10 @@ def test_a_signal_while_findings_are_confirmed_costs_nothing_that_was_judged(mon
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Prober, "confirm", press)
-    with interruptible():
+    with restore_signal_handlers():
         assert run("--impl=kernel.py:wrong", *WHAT, "--json=stopped.jsonl", "--diagnose-seconds=5") == 130
     assert len(pressed) == 1
-    (recorded,) = runs.read(Path("stopped.jsonl"))
+    (recorded,) = runs.read_runs(Path("stopped.jsonl"))
     assert recorded.is_complete
     assert recorded.probes == ()
 
@@ -137,7 +137,7 @@ def test_a_wrong_kernel_is_compared_with_planted_bugs_in_the_run_and_in_later_re
     told = capsys.readouterr()
     assert "kernel.py:right compared" not in told.err
     assert "kernel.py:wrong compared with planted bugs on " in told.err
-    cli.main(cli.parser().parse_args(["report", "compared.jsonl", "--report=compared.html"]))
+    cli.main(cli.build_parser().parse_args(["report", "compared.jsonl", "--report=compared.html"]))
     for text in (told.out, Path("compared.markdown").read_text(), Path("compared.html").read_text()):
         assert "wrong most like these planted bugs" in text
         assert "sinks-ignored" in text

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conformance.records import Record
-from tests.commands.reproducing import (
+from tests.commands.reproduction import (
     ALWAYS,
     AT_NIGHT,
     Found,

@@ -18,7 +18,7 @@ import pytest
 
 from conformance.fork_server import forked_process
 from conformance.fork_server.forked_process import ForkedProcess
-from tests.processes import ended, until
+from tests.process_helpers import kill_on_exit, wait_until
 
 ASKS = """
 from conformance.fork_server.forked_process import ForkedProcess
@@ -109,7 +109,7 @@ def test_it_ends_once_nobody_has_it_any_more() -> None:
     process = ForkedProcess(sleeps)
     number = process.pid
     process.release()
-    until(lambda: not is_there(number))
+    wait_until(lambda: not is_there(number))
 
 
 def test_what_does_not_listen_is_killed() -> None:
@@ -171,7 +171,7 @@ def test_what_was_forked_before_the_environment_changed_lives_on(
     assert following.wait() == 4
     assert sleeping.wait(0.5) is None
     sleeping.release()
-    until(lambda: not is_there(sleeping.pid))
+    wait_until(lambda: not is_there(sleeping.pid))
     following.release()
     forked_process._disconnect()
 
@@ -210,7 +210,7 @@ def test_a_killed_fork_server_ends_its_processes_and_is_replaced() -> None:
     _, server = forked_process._started_servers[-1]
     server.kill()
     assert process.wait() == -signal.SIGTERM
-    until(lambda: not is_there(number))
+    wait_until(lambda: not is_there(number))
     following = ForkedProcess(exits, 4)
     assert following.wait() == 4
     for one in (process, following):
@@ -221,9 +221,9 @@ def test_a_killed_fork_server_ends_its_processes_and_is_replaced() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
 def test_they_end_with_who_asked_for_them(number: signal.Signals) -> None:
     asking = subprocess.Popen([sys.executable, "-c", ASKS], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    with ended(asking):
+    with kill_on_exit(asking):
         assert asking.stdout is not None
         forked_number = int(asking.stdout.readline())
         assert is_there(forked_number)
         asking.send_signal(number)
-    until(lambda: not is_there(forked_number))
+    wait_until(lambda: not is_there(forked_number))

@@ -12,7 +12,7 @@ import pytest
 from conformance.fork_server import forked_process, shared_server
 from conformance.fork_server.forked_process import ForkedProcess
 from tests.fork_server.test_forked_process import sleeps
-from tests.processes import PATIENCE
+from tests.process_helpers import COMMAND_TIMEOUT
 
 BORROWS = """
 import sys
@@ -34,7 +34,7 @@ def parent(process: ForkedProcess) -> str:
 
 
 def said(*command: str) -> list[str]:
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMMAND_TIMEOUT)
     return done.stdout.split()
 
 

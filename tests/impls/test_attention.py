@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import Case, parse
-from cases.inputs import Cotangent, Problem, draw, draw_cotangent
+from cases.case import Case, parse_case_id
 from cases.masks import Causal, Dense, Full, Lengths, LoadBalancedCausal, Mask
+from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.contract import Implementation
 from impls import block_flash, dot_product
-from tests.judged import assert_attention
+from tests.comparison_asserts import assert_attention
 
 # Compiles faster; only run time, of no interest here, suffers.
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
-SMALL_BLOCKS = block_flash.implementation("small_blocks", block_q=32, block_kv=48)
+SMALL_BLOCKS = block_flash.build_implementation("small_blocks", block_q=32, block_kv=48)
 BOTH = (*dot_product.IMPLEMENTATIONS, SMALL_BLOCKS)
 JOINT = (
     "train/f32/B2.T50.S70.N4.K2.H16.V24/densebatch-d40_and_window-l40-r60/seg/softcap5/sinks/bias/scale0.3/normal/s1"
@@ -82,7 +82,7 @@ def run(impl: Implementation, problem: Problem, cotangent: Cotangent) -> dict[st
 
 
 def check(impl: Implementation, case_id: str) -> None:
-    problem, cotangent = draw(parse(case_id)), draw_cotangent(parse(case_id))
+    problem, cotangent = draw_problem(parse_case_id(case_id)), draw_cotangent(parse_case_id(case_id))
     assert_attention(run(impl, problem, cotangent), problem, cotangent, arithmetic=impl.arithmetic)
 
 
@@ -102,14 +102,14 @@ def test_forward_and_gradients_match_the_oracle(impl: Implementation, case_id: s
     ids=str,
 )
 def test_dot_product_options_stay_within_their_declared_arithmetic(options: dict[str, Any]) -> None:
-    check(dot_product.implementation("variant", **options), JOINT.replace("f32", "bf16"))
+    check(dot_product.build_implementation("variant", **options), JOINT.replace("f32", "bf16"))
 
 
 def test_logits_are_rounded_only_without_both_float32_options() -> None:
-    problem = draw(parse("train/bf16/B1.T40.S40.N2.K2.H16.V16/causal/normal/s1"))
+    problem = draw_problem(parse_case_id("train/bf16/B1.T40.S40.N2.K2.H16.V16/causal/normal/s1"))
 
     def rounded(**options: Any) -> bool:
-        impl = dot_product.implementation("variant", **options)
+        impl = dot_product.build_implementation("variant", **options)
         _, residuals = compiled(bind(impl, problem))(operands(problem))
         x = residuals["max_logits"]
         return bool((x == x.astype(jnp.bfloat16).astype(jnp.float32)).all())
@@ -121,8 +121,8 @@ def test_logits_are_rounded_only_without_both_float32_options() -> None:
 
 @pytest.mark.parametrize("impl", BOTH, ids=lambda impl: impl.name)
 def test_what_nobody_attends_to_never_matters(impl: Implementation) -> None:
-    case = parse(JOINT.replace("/seg/", "/segpad/"))
-    problem, cotangent = draw(case), draw_cotangent(case)
+    case = parse_case_id(JOINT.replace("/seg/", "/segpad/"))
+    problem, cotangent = draw_problem(case), draw_cotangent(case)
     dead = problem.dead_keys[..., None]
     assert dead.any()
     assert problem.bias is not None
@@ -147,7 +147,7 @@ def test_what_nobody_attends_to_never_matters(impl: Implementation) -> None:
 )
 def test_rows_that_may_attend_to_nothing(impl: Implementation, mask: Mask, sinks: bool) -> None:
     case = Case(batch=2, q_length=50, kv_length=70, head_dim=8, v_head_dim=8, sinks=sinks, soft_cap=4.0)
-    problem = dataclasses.replace(draw(case), mask=mask)
+    problem = dataclasses.replace(draw_problem(case), mask=mask)
     got = run(impl, problem, draw_cotangent(case))
     empty = problem.empty_rows  # [B, N, T]
     assert empty.any()
@@ -162,7 +162,7 @@ def test_rows_that_may_attend_to_nothing(impl: Implementation, mask: Mask, sinks
 
 @pytest.mark.parametrize("call", [dot_product.attention, block_flash.attention])
 def test_slopes_are_constants(call: Callable[..., Any]) -> None:
-    problem = draw(parse("train/f32/B1.T16.S24.N2.K1.H8.V8/full/alibi/normal/s0"))
+    problem = draw_problem(parse_case_id("train/f32/B1.T16.S24.N2.K1.H8.V8/full/alibi/normal/s0"))
     q, k, v = (jnp.asarray(x) for x in (problem.q, problem.k, problem.v))
     assert problem.alibi_slopes is not None
     gradient = jax.grad(lambda slopes: call(q, k, v, alibi_slopes=slopes).sum())(jnp.asarray(problem.alibi_slopes))
@@ -195,7 +195,7 @@ def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="compute_axis_order must be one of"):
         dot_product.attention(x, x, x, compute_axis_order=(0, 3, 1, 2))
     with pytest.raises(ValueError, match="no option block_q"):
-        dot_product.implementation("variant", block_q=3)
+        dot_product.build_implementation("variant", block_q=3)
 
 
 @pytest.mark.parametrize("impl", BOTH, ids=lambda impl: impl.name)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from _pytest.mark import ParameterSet
 
-from cases.case import Case, parse
-from cases.inputs import draw
+from cases.case import Case, parse_case_id
 from cases.masks import Causal, Dense, Full, Indexer, Lengths, Mask
-from cases.moba import Moba
-from conformance.checks import BY_NAME
+from cases.moba_mask import Moba
+from cases.operand_values import draw_problem
+from conformance.checks import CHECKS_BY_NAME
 from conformance.contract import Implementation
-from conformance.judging import plan
+from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import PASS, RED, UNSUPPORTED
@@ -30,7 +30,7 @@ FORCED = {impl.name: impl for impl in auto.IMPLEMENTATIONS if impl.name != "auto
 
 def shapes(case: Case) -> dict[str, Any]:
     """Operands that have nothing but a shape: choosing computes nothing."""
-    problem = draw(case)
+    problem = draw_problem(case)
     q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (problem.q, problem.k, problem.v))
     options = {name: getattr(problem, name) for name in ("segment_ids", "soft_cap", "sinks", "bias", "scale")}
     return {"q": q, "k": k, "v": v, "mask": problem.mask, "options": options}
@@ -54,16 +54,16 @@ PLAIN = "train/bf16/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0"
     ],
 )
 def test_the_kernel_suits_platform_phase_and_lengths(case_id: str, platform: str, kernel: str) -> None:
-    found, candidate = auto.route(**shapes(parse(case_id)), platform=platform)
+    found, candidate = auto.find_route(**shapes(parse_case_id(case_id)), platform=platform)
     assert found.kernel == candidate.kernel.name == kernel
     assert platform in found.reason
 
 
 def test_decode_goes_to_kernels_without_gradients_only_where_the_caller_says_so() -> None:
-    case = parse("decode/bf16/B1.T1.S200.N2.K2.H64.V64/lengths-70/normal/s0")
+    case = parse_case_id("decode/bf16/B1.T1.S200.N2.K2.H64.V64/lengths-70/normal/s0")
     for platform, kernel in (("cpu", "ragged"), ("tpu", "ragged_tpu"), ("gpu", "ragged_gpu")):
-        assert auto.route(**shapes(case), platform=platform, phase="decode")[0].kernel == kernel
-        guessed, _ = auto.route(**shapes(case), platform=platform)
+        assert auto.find_route(**shapes(case), platform=platform, phase="decode")[0].kernel == kernel
+        guessed, _ = auto.find_route(**shapes(case), platform=platform)
         assert guessed.kernel == "dot_product"
         assert dict(guessed.passed_over)[kernel] == "has no gradients, and nobody said that this is decode"
 
@@ -84,28 +84,28 @@ def test_decode_goes_to_kernels_without_gradients_only_where_the_caller_says_so(
 def test_a_fallback_says_what_was_passed_over_and_why(
     platform: str, change: dict[str, Any], kernel: str, lacking: tuple[str, str]
 ) -> None:
-    case = dataclasses.replace(parse(PLAIN), **change)
-    found, _ = auto.route(**shapes(case), platform=platform)
+    case = dataclasses.replace(parse_case_id(PLAIN), **change)
+    found, _ = auto.find_route(**shapes(case), platform=platform)
     assert found.kernel == kernel
     reasons = dict(found.passed_over)
     assert reasons[lacking[0]].startswith(lacking[1])
     assert f"{lacking[0]} {reasons[lacking[0]]}" in str(found)
     with pytest.raises(NotImplementedError, match=lacking[0]):
-        auto.route(**shapes(case), platform=platform, fall_back=False)
+        auto.find_route(**shapes(case), platform=platform, fall_back=False)
 
 
 def test_a_kernel_asked_for_by_name_is_taken_or_refuses() -> None:
-    found, _ = auto.route(**shapes(parse(PLAIN)), kernel="block_flash")
+    found, _ = auto.find_route(**shapes(parse_case_id(PLAIN)), kernel="block_flash")
     assert found == Route("block_flash", "asked for by name")
-    biased = shapes(dataclasses.replace(parse(PLAIN), bias="bias"))
+    biased = shapes(dataclasses.replace(parse_case_id(PLAIN), bias="bias"))
     with pytest.raises(NotImplementedError, match="splash_tpu does not support bias"):
-        auto.route(**biased, kernel="splash_tpu")
+        auto.find_route(**biased, kernel="splash_tpu")
     with pytest.raises(
         ValueError, match=r"kernel must be one of .*splash_tpu, flash_gpu, dot_product, block_flash, got 'x'"
     ):
-        auto.route(**biased, kernel="x")
+        auto.find_route(**biased, kernel="x")
     with pytest.raises(ValueError, match="phase must be one of"):
-        auto.route(**biased, phase="training")  # type: ignore[arg-type]  # on purpose
+        auto.find_route(**biased, phase="training")  # type: ignore[arg-type]  # on purpose
 
 
 def test_a_call_that_no_kernel_supports_says_what_each_lacks() -> None:
@@ -113,7 +113,7 @@ def test_a_call_that_no_kernel_supports_says_what_each_lacks() -> None:
     with pytest.raises(
         NotImplementedError, match=r"no kernel supports this call: splash_tpu is for tpu.*; flash_gpu is"
     ):
-        auto.route(**shapes(parse(PLAIN)), platform="cpu", candidates=only)
+        auto.find_route(**shapes(parse_case_id(PLAIN)), platform="cpu", candidates=only)
 
 
 def test_the_route_is_logged_and_handed_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +126,7 @@ def test_the_route_is_logged_and_handed_out(caplog: pytest.LogCaptureFixture) ->
 
 
 # Everything that a call can have, unlike in value and kind.
-EVERYTHING = parse("train/f32/B2.T8.S8.N4.K2.H4.V6/causal/seg/softcap5/sinks/bias/scale0.3/normal/s1")
+EVERYTHING = parse_case_id("train/f32/B2.T8.S8.N4.K2.H4.V6/causal/seg/softcap5/sinks/bias/scale0.3/normal/s1")
 MASKS: tuple[Mask, ...] = (
     Full(),
     Causal(2) & Lengths((3, 8)),
@@ -136,14 +136,14 @@ MASKS: tuple[Mask, ...] = (
 
 
 def test_a_quantised_cache_goes_to_the_kernel_that_takes_one() -> None:
-    case = parse("decode/bf16/B2.T1.S20.N2.K2.H8.V8/lengths-7-20/kvint8-token/normal/s0")
-    problem = draw(case)
+    case = parse_case_id("decode/bf16/B2.T1.S20.N2.K2.H8.V8/lengths-7-20/kvint8-token/normal/s0")
+    problem = draw_problem(case)
     asked: dict[str, Any] = {"mask": problem.mask, "options": {"kv_scales": problem.kv_scales}}
-    found, _ = auto.route(problem.q, problem.k, problem.v, **asked)
+    found, _ = auto.find_route(problem.q, problem.k, problem.v, **asked)
     assert found.kernel == "quantized_kv"
     with pytest.raises(NotImplementedError, match="block_flash does not support kv_int8"):
-        auto.route(problem.q, problem.k, problem.v, **asked, kernel="block_flash")
-    plain = draw(parse(PLAIN))
+        auto.find_route(problem.q, problem.k, problem.v, **asked, kernel="block_flash")
+    plain = draw_problem(parse_case_id(PLAIN))
     with pytest.raises(NotImplementedError, match="only quantised caches"):
         auto.attention(*map(jnp.asarray, (plain.q, plain.k, plain.v)), kernel="quantized_kv")
     assert red(AUTO, "forward", case) == []
@@ -167,7 +167,7 @@ def _arrives(candidate: auto.Candidate, mask: Mask, save_residuals: bool) -> Non
         return "what the kernel returns"
 
     double = dataclasses.replace(candidate, kernel=dataclasses.replace(candidate.kernel, call=kernel, unsupported={}))
-    problem = dataclasses.replace(draw(EVERYTHING), mask=mask)
+    problem = dataclasses.replace(draw_problem(EVERYTHING), mask=mask)
     sent = {
         name: getattr(problem, name) for name in ("q", "k", "v", "segment_ids", "soft_cap", "sinks", "bias", "scale")
     }
@@ -187,8 +187,12 @@ AUTO = next(impl for impl in auto.IMPLEMENTATIONS if impl.name == "auto")
 
 def red(impl: Implementation, check: str, case: Case | None = None) -> list[Any]:
     """What the gate has against the implementation in this check, over all its cases or on one."""
-    checks = (BY_NAME[check],)
-    chosen = plan.plan([impl], level="quick", checks=checks) if case is None else plan.single(impl, case, checks)
+    checks = (CHECKS_BY_NAME[check],)
+    chosen = (
+        run_plan.plan_run([impl], level="quick", checks=checks)
+        if case is None
+        else run_plan.plan_case(impl, case, checks)
+    )
     jobs = chosen.jobs
     found = [record for job in jobs for record in Runner(Settings()).judge(job)]
     assert found

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse
-from cases.inputs import draw, draw_cotangent
+from cases.case import parse_case_id
 from cases.masks import Causal, Dense, Full, Lengths, Mask, Window
+from cases.operand_values import draw_cotangent, draw_problem
 from impls import block_flash
-from impls.block_flash.schedule import BlockFlashPlan
+from impls.block_flash.block_schedule import BlockFlashPlan
+from tests.comparison_asserts import assert_attention
 from tests.impls.test_attention import bind, check, compiled, operands
-from tests.judged import assert_attention
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
 def test_block_sizes_agree(block: int) -> None:
-    impl = block_flash.implementation("block", block_q=block, block_kv=block)
+    impl = block_flash.build_implementation("block", block_q=block, block_kv=block)
     check(impl, "train/f32/B1.T150.S170.N2.K1.H16.V16/causal-o20/seg/softcap8/sinks/biashead/normal/s20")
 
 
@@ -84,9 +84,9 @@ def test_memory_is_linear_in_the_length(mask: Mask) -> None:
 
 
 def test_vmap_and_a_loop_are_right_for_each() -> None:
-    case = parse("train/f32/B1.T40.S50.N2.K1.H8.V8/causal-o10/sinks/normal/s3")
-    problem, cotangent = draw(case), draw_cotangent(case)
-    f = bind(block_flash.implementation("small", block_q=16, block_kv=16), problem)
+    case = parse_case_id("train/f32/B1.T40.S50.N2.K1.H8.V8/causal-o10/sinks/normal/s3")
+    problem, cotangent = draw_problem(case), draw_cotangent(case)
+    f = bind(block_flash.build_implementation("small", block_q=16, block_kv=16), problem)
     do = (cotangent.out, {"logsumexp": cotangent.logsumexp, "max_logits": np.zeros_like(cotangent.logsumexp)})
 
     def gradients(x: dict[str, jax.Array]) -> dict[str, jax.Array]:

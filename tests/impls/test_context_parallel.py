@@ -15,11 +15,11 @@ import pytest
 from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 
-from cases.case import parse
+from cases.case import parse_case_id
 from cases.masks import Causal, Chunked, Dense, Full, Indexer, Lengths, LoadBalancedCausal, Mask, Window
 from conformance import records
-from conformance.asking.turn import EVERYTHING, Turn
-from conformance.checks import BY_NAME
+from conformance.check_api.rotation import FULL_ROTATION, Rotation
+from conformance.checks import CHECKS_BY_NAME
 from conformance.contract import Implementation
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
@@ -27,7 +27,7 @@ from conformance.judging.settings import Settings
 from conformance.records import RED, UNJUDGED
 from impls import context_parallel, dot_product
 from impls.context_parallel import Layout
-from impls.context_parallel.masks import part_of, schedule
+from impls.context_parallel.device_masks import build_schedule, restrict_mask
 
 layouts = st.builds(Layout, st.integers(1, 40), st.integers(1, 5), st.booleans())
 
@@ -81,12 +81,12 @@ def test_the_parts_of_a_mask_are_the_mask(data: st.DataObject, queries: Layout, 
     keys = dataclasses.replace(keys, devices=queries.devices)
     mask = data.draw(masks(queries.length, keys.length))
     dense = mask.dense(queries.length, keys.length)
-    plan = schedule(mask, queries, keys)
+    plan = build_schedule(mask, queries, keys)
     for rank, source in np.ndindex(queries.devices, keys.devices):
         rows, columns = queries.places(rank), keys.places(source)
         i, j = rows.position(np.arange(rows.size)), columns.position(np.arange(columns.size))
         there = np.ix_(range(dense.shape[0]), range(dense.shape[1]), i[i < queries.length], j[j < keys.length])
-        local = part_of(mask, rows, columns).dense(rows.size, columns.size)
+        local = restrict_mask(mask, rows, columns).dense(rows.size, columns.size)
         shape = np.broadcast_shapes(local.shape[:2], dense.shape[:2])
         cut = np.broadcast_to(local, (*shape, *local.shape[2:]))[..., i < queries.length, :]
         np.testing.assert_array_equal(
@@ -100,7 +100,7 @@ def test_the_parts_of_a_mask_are_the_mask(data: st.DataObject, queries: Layout, 
 
 def test_a_causal_ring_in_balanced_order_has_three_kinds_of_steps_with_equal_work() -> None:
     layout = Layout(64, 4)
-    plan = schedule(Causal(), layout, layout)
+    plan = build_schedule(Causal(), layout, layout)
     assert len(plan.masks) == 3
     pairs = np.asarray([[_pairs(plan.masks[index], layout) for index in row] for row in plan.table])
     assert len(set(pairs[~np.eye(4, dtype=bool)])) == 1
@@ -113,7 +113,7 @@ def _pairs(mask: Mask | None, layout: Layout) -> int:
 
 def test_a_step_with_nothing_allowed_has_no_kernel() -> None:
     layout = Layout(64, 4, balanced=False)
-    plan = schedule(Causal(), layout, layout)
+    plan = build_schedule(Causal(), layout, layout)
     assert sum(mask is None for mask in plan.masks) == 1
     assert np.sum([[plan.masks[i] is None for i in row] for row in plan.table]) == 6
     called = []
@@ -145,12 +145,12 @@ JUDGED = {impl.name: impl for impl in context_parallel.IMPLEMENTATIONS}
 
 
 # One of the two calls differentiated, that with everything in it: the rest costs no compilation.
-ONE_CALL = Turn(pulled=("residuals",))
+ONE_CALL = Rotation(pulled=("residuals",))
 
 
-def red(impl: Implementation, case_id: str, *checks: str, turn: Turn = EVERYTHING) -> list[records.Record]:
-    chosen = tuple(BY_NAME[name] for name in checks)
-    found = Runner(Settings()).judge(Job(impl, parse(case_id), chosen, turn))
+def red(impl: Implementation, case_id: str, *checks: str, turn: Rotation = FULL_ROTATION) -> list[records.Record]:
+    chosen = tuple(CHECKS_BY_NAME[name] for name in checks)
+    found = Runner(Settings()).judge(Job(impl, parse_case_id(case_id), chosen, turn))
     assert any(record.verdict == records.PASS for record in found)
     return [record for record in found if record.verdict in RED]
 
@@ -194,8 +194,8 @@ def test_what_several_devices_find_for_a_key_is_added_up_in_f32(name: str, dtype
 
 
 def test_too_few_devices_are_shown_as_unjudged() -> None:
-    many = context_parallel.implementation("many", dot_product.IMPLEMENTATIONS[0], "ring", devices=64)
-    (record,) = Runner(Settings()).judge(Job(many, parse(FEW[0]), (BY_NAME["forward"],)))
+    many = context_parallel.build_implementation("many", dot_product.IMPLEMENTATIONS[0], "ring", devices=64)
+    (record,) = Runner(Settings()).judge(Job(many, parse_case_id(FEW[0]), (CHECKS_BY_NAME["forward"],)))
     assert record.verdict == UNJUDGED
     assert "64 devices are needed" in record.reason
     assert "--xla_force_host_platform_device_count=64" in record.reason
@@ -211,7 +211,7 @@ def test_what_cannot_be_shared_is_refused_by_name() -> None:
         context_parallel.attention(q, q, q, devices=99)
     silent = dataclasses.replace(dot_product.IMPLEMENTATIONS[0], differentiable_residuals=frozenset())
     with pytest.raises(ValueError, match="must return max_logits and a differentiable logsumexp"):
-        context_parallel.implementation("x", silent, "ring")
+        context_parallel.build_implementation("x", silent, "ring")
 
 
 def test_inside_another_shard_map_the_call_says_what_to_do() -> None:

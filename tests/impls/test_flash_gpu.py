@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
-from cases.case import parse
-from cases.inputs import draw, draw_cotangent
+from cases.case import parse_case_id
 from cases.masks import Bidirectional, Causal, Chunked, Dense, Full, Lengths, LoadBalancedCausal, Mask, Window
+from cases.operand_values import draw_cotangent, draw_problem
 from impls import flash_gpu
-from impls.flash_gpu import schedule
+from impls.flash_gpu import tile_schedule
 from impls.flash_gpu.block_sizes import TABLE, BlockSizes, Tiles, look_up
-from impls.flash_gpu.implementation import same_tiles
-from impls.flash_gpu.schedule import FlashGpuPlan, Kind
+from impls.flash_gpu.implementation import build_uniform_sizes
+from impls.flash_gpu.tile_schedule import BlockKind, FlashGpuPlan
+from tests.comparison_asserts import assert_attention
 from tests.impls.test_attention import check, compiled, operands, run
-from tests.judged import assert_attention
 
 JOINT = (
     "train/{}/B2.T50.S70.N4.K2.H24.V40/densebatch-d40_and_window-l40-r60/seg/softcap5/sinks/biashead/scale0.3/normal/s1"
@@ -29,7 +29,9 @@ LOWERING = "__gpu$xla.gpu.triton"
 
 
 def small(block_q: int = 16, block_kv: int = 32, **options: Any) -> Any:
-    return flash_gpu.implementation("small", block_sizes=same_tiles(block_q, block_kv), on_gpu=False, **options)
+    return flash_gpu.build_implementation(
+        "small", block_sizes=build_uniform_sizes(block_q, block_kv), on_gpu=False, **options
+    )
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
@@ -55,14 +57,14 @@ def plan(mask: Mask, length: int, block: int = 128, **changes: Any) -> FlashGpuP
         "soft_cap": None,
         "segmented": False,
         "exact": True,
-        "sizes": same_tiles(block, block),
+        "sizes": build_uniform_sizes(block, block),
         "interpret": True,
     }
     return FlashGpuPlan(**{**given, **changes})
 
 
 def visited(found: FlashGpuPlan, axis: Any = "q") -> dict[str, int]:
-    visits = found.visits(found.sizes.forward, axis)
+    visits = found.build_visits(found.sizes.forward, axis)
     return {"full": int(visits.table[..., 1].sum()), "partial": int(visits.table[..., 3].sum())}
 
 
@@ -93,7 +95,7 @@ def test_a_window_visits_a_number_of_blocks_that_is_linear_in_the_length() -> No
 def test_full_blocks_are_not_masked_and_empty_ones_not_visited(mask: Mask, full: int, partial: int) -> None:
     found = plan(mask, 128, 32)
     assert visited(found) == visited(found, "kv") == {"full": full, "partial": partial}
-    assert set(found.visits(found.sizes.forward, "q").lists) == {
+    assert set(found.build_visits(found.sizes.forward, "q").lists) == {
         kind for kind, count in (("full", full), ("partial", partial)) if count
     }
 
@@ -101,7 +103,7 @@ def test_full_blocks_are_not_masked_and_empty_ones_not_visited(mask: Mask, full:
 def test_blocks_are_listed_only_where_they_are_not_contiguous() -> None:
     def lists(mask: Mask) -> dict[str, bool]:
         found = plan(mask, 256, 32)
-        return {kind: x is not None for kind, x in found.visits(found.sizes.forward, "q").lists.items()}
+        return {kind: x is not None for kind, x in found.build_visits(found.sizes.forward, "q").lists.items()}
 
     assert lists(Causal()) == {"full": False, "partial": False}
     assert lists(Window(95, 0)) == {"full": False, "partial": True}
@@ -114,8 +116,8 @@ def test_every_block_of_the_mask_is_visited_once(axis: Any) -> None:
     array = np.kron(kinds, np.ones((16, 16))).astype(int)
     array = np.where(array == 1, np.tile(np.eye(16, dtype=bool), (4, 4)), array == 2)
     found = plan(Dense(array), 64, 16, num_q_heads=4)
-    visits = found.visits(found.sizes.forward, axis)
-    kinds_of_block: tuple[tuple[int, Kind], ...] = ((0, "full"), (2, "partial"))
+    visits = found.build_visits(found.sizes.forward, axis)
+    kinds_of_block: tuple[tuple[int, BlockKind], ...] = ((0, "full"), (2, "partial"))
     for column, kind in kinds_of_block:
         want = kinds == {"full": 2, "partial": 1}[kind]
         want = want if axis == "q" else want.swapaxes(-1, -2)
@@ -132,8 +134,8 @@ def test_every_block_of_the_mask_is_visited_once(axis: Any) -> None:
 @pytest.mark.long
 def test_nothing_beyond_the_arrays_is_read() -> None:
     """The interpreter pads with NaN what a block has beyond its array: a tile that reads it without a guard shows."""
-    case = parse("train/f32/B1.T33.S41.N2.K1.H17.V19/causal-o8/seg/sinks/biashead/normal/s4")
-    problem, cotangent = draw(case), draw_cotangent(case)
+    case = parse_case_id("train/f32/B1.T33.S41.N2.K1.H17.V19/causal-o8/seg/sinks/biashead/normal/s4")
+    problem, cotangent = draw_problem(case), draw_cotangent(case)
     for block_q, block_kv in ((16, 32), (64, 64)):
         got = run(small(block_q, block_kv), problem, cotangent)
         assert all(np.isfinite(x).all() for x in got.values())
@@ -156,8 +158,8 @@ def test_memory_is_linear_in_the_length() -> None:
 
 @pytest.mark.long
 def test_an_unused_gradient_of_the_bias_costs_nothing() -> None:
-    case = parse("train/f32/B1.T40.S40.N2.K2.H16.V16/causal/biashead/normal/s0")
-    problem = draw(case)
+    case = parse_case_id("train/f32/B1.T40.S40.N2.K2.H16.V16/causal/biashead/normal/s0")
+    problem = draw_problem(case)
     x = operands(problem)
 
     def kernels(*names: str) -> int:
@@ -227,7 +229,7 @@ def test_the_table_has_an_entry_for_every_depth_and_dtype() -> None:
 
 
 def test_tiles_are_cut_to_short_lengths() -> None:
-    sizes: BlockSizes = same_tiles(128, 64).cut_to(33, 5)
+    sizes: BlockSizes = build_uniform_sizes(128, 64).cut_to(33, 5)
     assert (sizes.forward.block_q, sizes.forward.block_kv) == (64, 16)
 
 
@@ -301,4 +303,4 @@ def test_lowering_for_cuda_under_x64() -> None:
 def test_keys_of_nobody_are_known_to_be_there(mask: Mask, lengths: tuple[int, int]) -> None:
     """They may hold NaN, so that where there are some, their rows are zeroed."""
     seen = mask.dense(*lengths).any(axis=-2)
-    assert schedule.has_dead_keys(mask, *lengths) == (not seen.all())
+    assert tile_schedule.has_dead_keys(mask, *lengths) == (not seen.all())

@@ -22,11 +22,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cases.masks import Causal, Full, Lengths, Mask, Window
 from impls import flash_gpu
-from impls.flash_gpu.mosaic import forward, launch, turns
-from impls.flash_gpu.mosaic.shape import COMPUTING
-from impls.flash_gpu.mosaic.turns import Turns
-from impls.flash_gpu.operands import Operands
-from impls.flash_gpu.schedule import FlashGpuPlan
+from impls.flash_gpu.flash_gpu_arrays import Operands
+from impls.flash_gpu.mosaic import forward, mosaic_launch, tensor_core_turns
+from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS
+from impls.flash_gpu.mosaic.tensor_core_turns import TensorCoreTurns
+from impls.flash_gpu.tile_schedule import FlashGpuPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,18 +130,18 @@ def programs(plan: FlashGpuPlan, operands: Operands) -> tuple[list[list[Events]]
         return jnp.float32(0)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (forward, launch, turns):
+        for module in (forward, mosaic_launch, tensor_core_turns):
             for name, stand_in in machine.modules().items():
                 if hasattr(module, name):
                     patch.setattr(module, name, stand_in)
-        patch.setattr(launch, "mosaic_call", call)
-        patch.setattr(launch, "varying_over", lambda found, axes: found)
+        patch.setattr(mosaic_launch, "build_mosaic_call", call)
+        patch.setattr(mosaic_launch, "mark_varying", lambda found, axes: found)
         for name in ("product", "accumulate"):
             patch.setattr(forward, name, multiplied)
-        patch.setattr(forward, "weigh", lambda plan, softmax, z, masked: (softmax, z))
-        patch.setattr(forward, "logits_of", lambda plan, z: (z, None))
-        patch.setattr(forward, "allowed_keys", lambda place, at, slot: lambda keys_first: True)
-        patch.setattr(forward, "hidden_rows", lambda v, seen: v)
+        patch.setattr(forward, "update_softmax", lambda plan, softmax, z, masked: (softmax, z))
+        patch.setattr(forward, "compute_logits", lambda plan, z: (z, None))
+        patch.setattr(forward, "prepare_allowed", lambda place, at, slot: lambda keys_first: True)
+        patch.setattr(forward, "zero_unseen_rows", lambda v, seen: v)
         forward.forward(plan, operands)
     return found, arrivals
 
@@ -251,7 +251,7 @@ def test_no_order_of_events_ends_in_waiting(ring: str, call: str) -> None:
 def test_queries_come_once_results_in_their_place_are_gone() -> None:
     """Nothing interprets these waits: JAX's interpreter copies results at once."""
     found, _ = asked(Causal(), TURNS["both"], (512, 512))
-    for events in itertools.chain.from_iterable(program[:COMPUTING] for program in found):
+    for events in itertools.chain.from_iterable(program[:COMPUTE_WARPGROUPS] for program in found):
         under_way = False
         for event in events:
             assert not (under_way and event.kind == "copy")
@@ -265,7 +265,7 @@ def test_queries_come_once_results_in_their_place_are_gone() -> None:
     [("begin", "everybody waits"), ("end", "not in their first state"), ("give", "everybody waits")],
 )
 def test_what_is_left_out_of_the_turns_is_noticed(left_out: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Turns, left_out, lambda self: None)
+    monkeypatch.setattr(TensorCoreTurns, left_out, lambda self: None)
     found, arrivals = asked(Causal(), TURNS["ping_pong"], (128, 128))
     assert words in (stuck(found[0], arrivals) or "")
 
@@ -280,9 +280,9 @@ def turns_of(mine: int, tiles: Sequence[int], monkeypatch: pytest.MonkeyPatch) -
     """What a warpgroup does with the barriers of turns, if its tiles have so many steps."""
     machine = Machine()
     for name, stand_in in machine.modules().items():
-        if hasattr(turns, name):
-            monkeypatch.setattr(turns, name, stand_in)
-    found = Turns(mine, Reference("turn"))
+        if hasattr(tensor_core_turns, name):
+            monkeypatch.setattr(tensor_core_turns, name, stand_in)
+    found = TensorCoreTurns(mine, Reference("turn"))
     found.begin()
     for steps in tiles:
         for _ in range(steps + 1 if steps else 0):
@@ -295,7 +295,9 @@ def turns_of(mine: int, tiles: Sequence[int], monkeypatch: pytest.MonkeyPatch) -
 def test_turns_end_if_and_only_if_both_take_equally_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each pair of numbers of steps of two tiles, that of a warpgroup which has nothing to do among them."""
     tiles = list(itertools.product(range(4), repeat=2))
-    events = {(mine, counts): turns_of(mine, counts, monkeypatch) for mine in range(COMPUTING) for counts in tiles}
+    events = {
+        (mine, counts): turns_of(mine, counts, monkeypatch) for mine in range(COMPUTE_WARPGROUPS) for counts in tiles
+    }
 
     def taken(counts: tuple[int, ...]) -> int:
         return sum(steps + 1 for steps in counts if steps)

@@ -17,23 +17,23 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
-from cases.accelerator import interpreted_cases
-from cases.case import Case, parse
+from cases.accelerator_cases import select_interpreted_cases
+from cases.case import Case, parse_case_id
 from cases.masks import Causal, Dense, Full, Lengths, Mask, Window
 from conformance.accelerators import interpreters
-from conformance.calling import registry
-from conformance.checks import BY_NAME
+from conformance.checks import CHECKS_BY_NAME
+from conformance.execution import implementation_registry
 from conformance.fork_server.forked_process import ForkedProcess
-from conformance.judging import plan
+from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record
 from impls import flash_gpu
-from impls.flash_gpu import backends, block_sizes
+from impls.flash_gpu import block_sizes, pallas_backends
 from impls.flash_gpu.block_sizes import Tiles
-from impls.flash_gpu.mosaic import launch as mosaic_launch
-from impls.flash_gpu.schedule import FlashGpuPlan
-from tests.processes import PATIENCE
+from impls.flash_gpu.mosaic import mosaic_launch as mosaic_launch
+from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from tests.process_helpers import COMMAND_TIMEOUT
 
 OF_ANY = block_sizes.look_up("any", 64, 2)
 CAUSAL = Causal()
@@ -157,13 +157,15 @@ def test_what_it_does_not_support_it_refuses_when_forced(kind: str, options: dic
 
 def judged(case: Case) -> dict[str, Record]:
     """Records of the check `interpreter`, by observable."""
-    jobs = plan.single(registry.find("flash_gpu_mosaic"), case, [BY_NAME["interpreter"]]).jobs
+    jobs = run_plan.plan_case(
+        implementation_registry.find_implementation("flash_gpu_mosaic"), case, [CHECKS_BY_NAME["interpreter"]]
+    ).jobs
     return {record.observable: record for record in Runner(Settings()).run(jobs)}
 
 
 @pytest.mark.long
 def test_it_is_right_in_the_interpreter_and_nothing_races() -> None:
-    (case,) = interpreted_cases(platform="gpu")
+    (case,) = select_interpreted_cases(platform="gpu")
     found = judged(case)
     names = ("out_with_residuals", "logsumexp", "max_logits", "primal", "dq", "dk", "dv", "dsinks")
     assert set(found) == {f"{name}.seed0" for name in names} | {"races.residuals", "races.gradients_lse"}
@@ -173,7 +175,7 @@ def test_it_is_right_in_the_interpreter_and_nothing_races() -> None:
 @pytest.mark.long
 def test_gradients_are_right_where_every_key_is_somebodys() -> None:
     """There logits are hidden, or differences of logits, and nothing is set to zero afterwards."""
-    found = judged(parse("train/bf16/B1.T128.S128.N1.K1.H64.V64/causal/normal/s0"))
+    found = judged(parse_case_id("train/bf16/B1.T128.S128.N1.K1.H64.V64/causal/normal/s0"))
     assert {"dq.seed0", "dk.seed0", "dv.seed0"} <= set(found)
     assert {record.verdict for record in found.values()} == {PASS}
 
@@ -183,7 +185,7 @@ def judges_careless(pipe: int) -> None:
     careless = types.SimpleNamespace(**vars(plgpu))
     careless.barrier_wait = lambda barrier: None  # only the fetching warpgroup waits there
     vars(mosaic_launch)["plgpu"] = careless
-    case = parse("prefill/f16/B1.T128.S192.N1.K1.H128.V128/full/normal/s0")
+    case = parse_case_id("prefill/f16/B1.T128.S192.N1.K1.H128.V128/full/normal/s0")
     os.write(pipe, b"red" if FAIL in {record.verdict for record in judged(case).values()} else b"green")
 
 
@@ -194,7 +196,7 @@ def test_a_slot_filled_before_it_is_let_go_of_is_a_race() -> None:
         reading, writing = os.pipe()
         process = ForkedProcess(judges_careless, pass_fds=(writing,))
         os.close(writing)
-        ended = process.wait(PATIENCE / 3)
+        ended = process.wait(COMMAND_TIMEOUT / 3)
         process.release()
         said = os.read(reading, 8) if ended == 0 else b""
         os.close(reading)
@@ -209,7 +211,7 @@ def test_what_no_query_may_attend_to_does_not_spread() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 60, 1, 64)), jnp.float16) for _ in range(3))
     poisoned = [x.at[:, 40:].set(jnp.nan) for x in (k, v)]
-    mask, parameters = Lengths((40,)), interpreters.parameters(0, "gpu")
+    mask, parameters = Lengths((40,)), interpreters.build_parameters(0, "gpu")
     clean, got = (
         flash_gpu.attention(q, *x, mask=mask, backend="mosaic", interpret=parameters) for x in ((k, v), poisoned)
     )
@@ -237,8 +239,8 @@ def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
         sizes=flash_gpu.BlockSizes(forward=tiles, dq=tiles, dkv=tiles),
         interpret=True,
     )
-    visits = found.visits(found.sizes.forward, "q")
-    table, blocks = mosaic_launch.listed(visits)
+    visits = found.build_visits(found.sizes.forward, "q")
+    table, blocks = mosaic_launch.list_visits(visits)
     kinds = mask.blocks(256, 256, 64, 32)
     for program, (start, full, total) in enumerate(table[0, 0]):
         mine = blocks[start : start + total].tolist()
@@ -259,7 +261,7 @@ def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
 def test_releases_of_cuda_that_miscompile_masks_are_avoided(
     monkeypatch: pytest.MonkeyPatch, cuda: int, mosaic: int
 ) -> None:
-    monkeypatch.setattr(backends, "cuda_runtime", lambda: cuda)
+    monkeypatch.setattr(pallas_backends, "get_cuda_version", lambda: cuda)
     assert kernels("NVIDIA H200") == [mosaic, 3 - mosaic]
     assert kernels("NVIDIA H200", mask=Full()) == [3, 0]
     if not mosaic:
@@ -269,7 +271,7 @@ def test_releases_of_cuda_that_miscompile_masks_are_avoided(
 
 def test_shards_of_a_mesh_are_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
     """`shard_map` demands that gradients differ over the mesh axes that the operands differ over."""
-    monkeypatch.setattr(backends, "device_kind", lambda platform: "NVIDIA H200")
+    monkeypatch.setattr(pallas_backends, "get_device_kind", lambda platform: "NVIDIA H200")
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"))

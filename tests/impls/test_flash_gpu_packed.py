@@ -15,18 +15,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from cases.inputs import draw, draw_cotangent
 from cases.masks import Dense
-from conformance.calling.execution import Executor
+from cases.operand_values import draw_cotangent, draw_problem
+from conformance.execution.executor import Executor
 from impls import flash_gpu
-from impls.flash_gpu import BlockSizes, Tiles, packed_attention, packed_implementation
-from impls.flash_gpu.implementation import same_tiles
-from impls.flash_gpu.packed_sizes import PACKED_TABLE, look_up_packed
-from impls.flash_gpu.ranges import PackedVisits, ranges_of, visits_of
+from impls.flash_gpu import BlockSizes, Tiles, build_packed_implementation, packed_attention
+from impls.flash_gpu.implementation import build_uniform_sizes
+from impls.flash_gpu.packed_block_sizes import PACKED_TABLE, look_up_packed
+from impls.flash_gpu.packed_visits import PackedVisits, compute_ranges, compute_visits
 from impls.flash_gpu.triton import backward, forward
+from tests.comparison_asserts import assert_attention
+from tests.impls.test_block_flash_packed import Lengths, pairs, tables
 from tests.impls.test_flash_gpu import LOWERING
-from tests.impls.test_packed import Lengths, pairs, tables
-from tests.judged import assert_attention
 from tests.planted.computing.flash_gpu.packed import CASE
 
 TOTAL = 150, 230  # queries and keys of a pack, which fill no whole number of blocks
@@ -40,7 +40,7 @@ MANY: Lengths = [(1, 40), (2, 0)] * 5 + [(1, 1)] * 20
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def visits_in(where: Any, sides: Any, tiles: Tiles, axis: Any) -> PackedVisits:
-    return visits_of(ranges_of(where, sides, TOTAL[0]), tiles, axis, TOTAL[1])
+    return compute_visits(compute_ranges(where, sides, TOTAL[0]), tiles, axis, TOTAL[1])
 
 
 def in_blocks(seen: np.ndarray, block_q: int, block_kv: int, beyond: bool) -> np.ndarray:
@@ -94,7 +94,7 @@ def test_exactly_the_blocks_that_hold_a_pair_are_visited(lengths: Lengths, sides
 def test_the_list_has_places_that_grow_with_the_length(axis: Any) -> None:
     def places(length: int) -> int:
         def find(where: Any) -> PackedVisits:
-            return visits_of(ranges_of(where, (None, 0), length), TILES[0], axis, length)
+            return compute_visits(compute_ranges(where, (None, 0), length), TILES[0], axis, length)
 
         return int(jax.eval_shape(find, tables([(1, 1)], 4)).partial.size)
 
@@ -118,7 +118,7 @@ def test_blocks_without_a_pair_are_not_computed(monkeypatch: pytest.MonkeyPatch)
 
     def loss(*given: jax.Array) -> Any:
         # A scale that no other call has: what was traced before counts nothing.
-        return packed_attention(*given, **where, causal=True, scale=0.43, block_sizes=same_tiles(16, 16)).sum()
+        return packed_attention(*given, **where, causal=True, scale=0.43, block_sizes=build_uniform_sizes(16, 16)).sum()
 
     jax.block_until_ready(jax.grad(loss, (0, 1, 2))(q, k, v))
     jax.effects_barrier()
@@ -129,11 +129,11 @@ def test_blocks_without_a_pair_are_not_computed(monkeypatch: pytest.MonkeyPatch)
 
 def test_packed_and_padded_are_both_right() -> None:
     """Judged by the same exact values and bounds: the padded form has the mask of the packed one as booleans."""
-    problem, drawn = draw(CASE), draw_cotangent(CASE)
+    problem, drawn = draw_problem(CASE), draw_cotangent(CASE)
     dense = dataclasses.replace(problem, storage=None, mask=Dense(problem.allowed))
     sizes = BlockSizes(forward=TILES[0], dq=TILES[1], dkv=Tiles(block_q=64, block_kv=32))
-    packed = packed_implementation("packed", block_sizes=sizes, on_gpu=False)
-    padded = flash_gpu.implementation("padded", block_sizes=sizes, on_gpu=False)
+    packed = build_packed_implementation("packed", block_sizes=sizes, on_gpu=False)
+    padded = flash_gpu.build_implementation("padded", block_sizes=sizes, on_gpu=False)
     for implementation, asked in ((padded, dense), (packed, problem)):
         executor = Executor(implementation)
         found = {**executor.residuals(asked).values, **executor.gradients_lse(asked, drawn).values}
@@ -149,7 +149,7 @@ def call(dtype: Any = jnp.float32, **changed: Any) -> Any:
         "k": jnp.ones((9, 2, 8), dtype),
         "v": jnp.ones((9, 2, 8), dtype),
         **tables([(2, 3), (3, 3)], 3)._asdict(),
-        "block_sizes": same_tiles(16, 16),
+        "block_sizes": build_uniform_sizes(16, 16),
     } | changed
     return packed_attention(**given)
 

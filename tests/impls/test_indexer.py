@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse
-from cases.inputs import Problem, draw, draw_cotangent
-from cases.masks import Causal, Dense, Full, Indexer, Lengths, Mask, Or, Window, known
-from conformance.calling import mask_tree  # noqa: F401  registers masks with JAX
+from cases.case import parse_case_id
+from cases.masks import Causal, Dense, Full, Indexer, Lengths, Mask, Or, Window, relax_to_known
+from cases.operand_values import Problem, draw_cotangent, draw_problem
 from conformance.contract import Implementation, structured_mask
-from conformance.truth.bounds import expect
+from conformance.execution import mask_pytrees  # noqa: F401  registers masks with JAX
+from conformance.truth.rounding_bounds import compute_expectation
 from impls import block_flash, dot_product, splash_tpu
-from tests import judged
+from tests import comparison_asserts
 
-CASE = parse("train/f32/B3.T40.S56.N4.K2.H16.V16/full/sinks/normal/s1")
+CASE = parse_case_id("train/f32/B3.T40.S56.N4.K2.H16.V16/full/sinks/normal/s1")
 IMPLEMENTATIONS = (
     dot_product.IMPLEMENTATIONS[0],
-    block_flash.implementation("small", block_q=16, block_kv=24),
+    block_flash.build_implementation("small", block_q=16, block_kv=24),
     splash_tpu.IMPLEMENTATIONS[0],
 )
 
@@ -38,7 +38,7 @@ def selections() -> list[np.ndarray]:
 @pytest.mark.parametrize("with_causal", [False, True])
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS, ids=lambda impl: impl.name)
 def test_one_program_serves_every_selection(impl: Implementation, with_causal: bool) -> None:
-    problem, do = draw(CASE), draw_cotangent(CASE)
+    problem, do = draw_problem(CASE), draw_cotangent(CASE)
     if with_causal:
         problem = dataclasses.replace(problem, sinks=None)
     traces = []
@@ -75,8 +75,8 @@ def masked(indexer: Indexer, with_causal: bool) -> Mask:
 def assert_right(problem: Problem, do: Any, got: dict[str, Any]) -> None:
     seen = ~problem.empty_rows if problem.sinks is None else np.ones_like(problem.empty_rows)
     cotangent = dataclasses.replace(do, logsumexp=np.where(seen, do.logsumexp, np.zeros_like(do.logsumexp)))
-    expected = expect(problem, IMPLEMENTATIONS[0].arithmetic, [cotangent])
-    judged.assert_right(got, {**expected.forward, **expected.gradients[0]})
+    expected = compute_expectation(problem, IMPLEMENTATIONS[0].arithmetic, [cotangent])
+    comparison_asserts.assert_right(got, {**expected.forward, **expected.gradients[0]})
 
 
 def test_a_mask_with_a_selection_is_an_operand_and_any_other_is_static() -> None:
@@ -102,8 +102,8 @@ def test_what_is_known_of_a_traced_mask_allows_all_that_it_may() -> None:
     def check(selected: jax.Array) -> jax.Array:
         mask = Causal(1) & at_run_time(selected)
         assert mask.at_run_time
-        assert not known(mask).at_run_time
-        assert known(mask) == Causal(1) & Full()
+        assert not relax_to_known(mask).at_run_time
+        assert relax_to_known(mask) == Causal(1) & Full()
         assert at_run_time(selected).blocks(2, 3, 1, 2).shape == (1, 1, 2, 2)
         dense: Any = mask.dense(2, 3)
         return dense
@@ -121,20 +121,20 @@ def test_a_selection_must_have_four_axes() -> None:
 def test_a_block_without_a_selected_key_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside `jit` a scan is a loop and a branch is taken or not, so that products can be counted."""
     import impls.block_flash.backward as backward
-    import impls.block_flash.blocks as blocks
     import impls.block_flash.forward as forward
+    import impls.block_flash.operand_blocks as blocks
 
     counts = {forward: 0, backward: 0}
 
     def counted(module: Any) -> Any:
         def product(*operands: Any) -> jax.Array:
             counts[module] += 1
-            return blocks.product(*operands)
+            return blocks.multiply(*operands)
 
         return product
 
     for module in counts:
-        monkeypatch.setattr(module, "product", counted(module))
+        monkeypatch.setattr(module, "multiply", counted(module))
     selected = np.zeros((2, 1, 48, 48), bool)
     selected[0, 0, 20, 3] = selected[1, 0, 40:, :20] = True  # three of the causal mask's six blocks of 16 x 16
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 48, 2, 8), np.float32))

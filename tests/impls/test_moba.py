@@ -13,23 +13,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.case import CaseIdError, parse
-from cases.grid import grid
-from cases.inputs import Problem, draw
+from cases.case import CaseIdError, parse_case_id
+from cases.grid import build_grid
 from cases.masks import Causal, Dense
-from cases.moba import Moba, choices, depends_on_data, resolve
-from conformance.calling import registry
-from conformance.checks import BY_NAME
-from conformance.judging import plan
-from conformance.judging.discrimination import MOST_UNDECIDED
+from cases.moba_mask import Moba, depends_on_data, list_choices, resolve_choices
+from cases.operand_values import Problem, draw_problem
+from conformance.checks import CHECKS_BY_NAME
+from conformance.execution import implementation_registry
+from conformance.judging import run_plan
+from conformance.judging.discrimination import MAX_UNDECIDED_SHARE
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import PASS, UNJUDGED, Record
-from conformance.truth.bounds import Bounded
+from conformance.truth.rounding_bounds import Bounded
 from impls import dot_product
-from impls.moba import attention, dense_attention, tpu
-from impls.moba.plan import MobaPlan, divide
-from tests.judged import assert_attention, assert_right, expected_of
+from impls.moba import attention, dense_attention, moba_tpu
+from impls.moba.moba_plan import MobaPlan, divide_work
+from tests.comparison_asserts import assert_attention, assert_right, compute_expected
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
 FORMS = {"block_sparse": attention, "dense": dense_attention}
@@ -65,9 +65,9 @@ def test_the_mask_is_the_definition_wherever_rounding_leaves_no_doubt(
     problem: tuple[Moba, np.ndarray, np.ndarray],
 ) -> None:
     mask, q, k = problem
-    resolved = resolve(mask, q, k)
+    resolved = resolve_choices(mask, q, k)
     allowed = resolved.dense(q.shape[1], k.shape[1])
-    (choice,) = choices(resolved)
+    (choice,) = list_choices(resolved)
     for b, n, i in np.ndindex(*allowed.shape[:3]):
         if choice.decided[b, n, i]:
             assert set(np.flatnonzero(allowed[b, n, i])) == by_definition(mask, q, k, b, n, i)
@@ -76,7 +76,7 @@ def test_the_mask_is_the_definition_wherever_rounding_leaves_no_doubt(
 def test_equal_chunks_tie_and_the_first_ones_are_taken() -> None:
     k = np.tile(np.random.default_rng(0).standard_normal((1, 3, 1, 8), np.float32), (1, 5, 1, 1))
     q = np.random.default_rng(1).standard_normal((1, 15, 1, 8)).astype(np.float32)
-    (choice,) = choices(resolve(Moba(3, 3), q, k))
+    (choice,) = list_choices(resolve_choices(Moba(3, 3), q, k))
     assert choice.decided.all()
     np.testing.assert_array_equal(np.flatnonzero(choice.array[0, 0, 14]), [0, 1, 2, 3, 4, 5, 12, 13, 14])
 
@@ -85,21 +85,23 @@ def test_a_choice_that_rounding_may_change_is_not_decided() -> None:
     k = np.zeros((1, 6, 1, 1), np.float32)
     k[0, :, 0, 0] = [1, 1, 1 + 2**-22, 1, 0, 0]
     q = np.ones((1, 6, 1, 1), np.float32)
-    (choice,) = choices(resolve(Moba(2, 2), q, k))
+    (choice,) = list_choices(resolve_choices(Moba(2, 2), q, k))
     np.testing.assert_array_equal(choice.decided[0, 0], [True, True, True, True, False, False])
-    (apart,) = choices(resolve(Moba(2, 2), q, k * np.array([1, 1, 2, 2, 1, 1], np.float32).reshape(1, 6, 1, 1)))
+    (apart,) = list_choices(
+        resolve_choices(Moba(2, 2), q, k * np.array([1, 1, 2, 2, 1, 1], np.float32).reshape(1, 6, 1, 1))
+    )
     assert apart.decided.all()
 
 
 def test_every_case_of_the_grid_has_one_right_choice() -> None:
-    supports = registry.find("moba").supports
-    for case in grid("quick", 0, supports).cases:
+    supports = implementation_registry.find_implementation("moba").supports
+    for case in build_grid("quick", 0, supports).cases:
         if case.kv_length < 1000:
-            assert draw(case).decided.all(), case.id
+            assert draw_problem(case).decided.all(), case.id
 
 
 def test_keys_that_choose_are_read_though_nobody_attends_to_them() -> None:
-    problem = draw(parse("prefill/f32/B1.T4.S40.N1.K1.H8.V8/moba-8-2-o36/normal/s0"))
+    problem = draw_problem(parse_case_id("prefill/f32/B1.T4.S40.N1.K1.H8.V8/moba-8-2-o36/normal/s0"))
     assert not problem.choosing[0, 0, 0, 32:].any()
     assert problem.choosing[0, 0, 0, :32].all()
     assert problem.dead_keys[0, :32].any()
@@ -125,7 +127,7 @@ def test_what_is_no_mask_is_named(make: Any, message: str) -> None:
 
 def test_a_case_without_a_chunk_for_every_query_has_no_id() -> None:
     with pytest.raises(CaseIdError, match="every query needs a chunk of its own"):
-        parse("train/f32/B1.T9.S8.N1.K1.H8.V8/moba-4-2/normal/s0")
+        parse_case_id("train/f32/B1.T9.S8.N1.K1.H8.V8/moba-4-2/normal/s0")
 
 
 def test_the_mask_alone_does_not_say_what_is_allowed() -> None:
@@ -142,10 +144,10 @@ def compiled(form: str, mask: Moba) -> Any:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_chunked_prefill_and_decode_are_rows_of_one_pass(form: str) -> None:
-    problem = draw(parse("train/f32/B1.T45.S45.N4.K2.H8.V4/moba-10-3/normal/s3"))
+    problem = draw_problem(parse_case_id("train/f32/B1.T45.S45.N4.K2.H8.V4/moba-10-3/normal/s3"))
     q, k, v = problem.q, problem.k, problem.v
     whole, residuals = compiled(form, Moba(10, 3))(q, k, v)
-    truth = expected_of(problem)
+    truth = compute_expected(problem)
     assert_right({"out": whole, **residuals}, truth)
     for start, stop in ((20, 45), (44, 45)):
         found = compiled(form, Moba(10, 3, start))(q[:, start:stop], k, v)
@@ -157,7 +159,9 @@ def test_chunked_prefill_and_decode_are_rows_of_one_pass(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mask", [Moba(8, 1), Moba(8, 99), Moba(64, 2), Moba(1, 3)], ids=str)
 def test_one_chunk_all_chunks_one_key_a_chunk_and_one_long_chunk(form: str, mask: Moba) -> None:
-    problem = dataclasses.replace(draw(parse("train/f32/B1.T30.S30.N2.K1.H8.V8/causal/normal/s5")), mask=mask)
+    problem = dataclasses.replace(
+        draw_problem(parse_case_id("train/f32/B1.T30.S30.N2.K1.H8.V8/causal/normal/s5")), mask=mask
+    )
     assert problem.decided.all()
     out, residuals = compiled(form, mask)(problem.q, problem.k, problem.v)
     assert_attention({"out": out, **residuals}, problem)
@@ -204,7 +208,7 @@ PLAN = MobaPlan(
     bias_shape=None,
     most_rows=16,
 )
-_DIVIDE = jax.jit(functools.partial(divide, PLAN))
+_DIVIDE = jax.jit(functools.partial(divide_work, PLAN))
 
 
 @settings(SETTINGS, max_examples=25)
@@ -242,13 +246,15 @@ def test_the_work_follows_what_is_chosen() -> None:
 
 
 def judged(case: str) -> list[Record]:
-    planned = plan.single(registry.find("moba"), parse(case), [BY_NAME["forward"]])
+    planned = run_plan.plan_case(
+        implementation_registry.find_implementation("moba"), parse_case_id(case), [CHECKS_BY_NAME["forward"]]
+    )
     return Runner(Settings()).run(planned.jobs)
 
 
 def test_rows_that_rounding_leaves_in_doubt_are_counted_in_the_records() -> None:
     case = "prefill/f32/B1.T70.S70.N2.K1.H16.V16/moba-32-2/huge/s0"
-    doubtful = int(np.count_nonzero(~draw(parse(case)).decided))
+    doubtful = int(np.count_nonzero(~draw_problem(parse_case_id(case)).decided))
     assert doubtful
     found = judged(case)
     assert {record.verdict for record in found} == {PASS}
@@ -261,7 +267,7 @@ def test_a_case_with_too_many_rows_in_doubt_is_unjudged_and_says_so() -> None:
     (record,) = judged("train/f32/B1.T128.S128.N2.K1.H16.V16/moba-16-3/huge/s0")
     assert (record.verdict, record.check) == (UNJUDGED, "discrimination")
     share = record.figures["undecided_rows"] / record.figures["rows"]
-    assert share > MOST_UNDECIDED
+    assert share > MAX_UNDECIDED_SHARE
     assert f"in {record.figures['undecided_rows']} of 256 rows" in record.reason
 
 
@@ -308,5 +314,5 @@ def test_what_no_tpu_kernel_takes_is_named(changes: dict[str, Any], error: type[
 
 def test_blocks_of_long_chunks_have_fewer_queries_where_vmem_is_small() -> None:
     few = MobaPlan(Moba(4096, 2), 1, 4, 1, 8192, 8192, 1.0, None, None, most_rows=512, backend="tpu")
-    assert tpu.with_room(few, (128, 128), 2).most_rows == 512
-    assert tpu.with_room(dataclasses.replace(few, moba=Moba(1024, 2)), (256, 256), 4).most_rows < 512
+    assert moba_tpu.fit_block_rows(few, (128, 128), 2).most_rows == 512
+    assert moba_tpu.fit_block_rows(dataclasses.replace(few, moba=Moba(1024, 2)), (256, 256), 4).most_rows < 512

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.case import parse
-from conformance.calling import registry
-from conformance.checks import BY_NAME
-from conformance.judging import plan
+from cases.case import parse_case_id
+from conformance.checks import CHECKS_BY_NAME
+from conformance.execution import implementation_registry
+from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import PASS, RED
 from impls import paged
-from impls.paged.blocks import blocks_of
-from impls.paged.plan import Operands, PagedPlan
-from impls.paged.schedule import tiles_of
-from impls.paged.shares import shares_of
+from impls.paged.key_shares import build_shares
+from impls.paged.page_blocks import build_blocks
+from impls.paged.paged_plan import Operands, PagedPlan
+from impls.paged.query_tiles import build_tiles
 
 
 def operands(q_lens: list[int], kv_lens: list[int], most: int, junk: int) -> Operands:
@@ -55,7 +55,7 @@ def on_host(lists: Any) -> Any:
 def test_tiles_are_the_queries_that_are_there(sequences: list[tuple[int, int]], block_q: int, junk: int) -> None:
     q_lens = [q_len for q_len, _ in sequences]
     kv_lens = [q_len + before for q_len, before in sequences]
-    tiles = on_host(tiles_of(operands(q_lens, kv_lens, 6, junk), block_q))
+    tiles = on_host(build_tiles(operands(q_lens, kv_lens, 6, junk), block_q))
     total = int(tiles.total)
     found = [tuple(int(x[number]) for x in tiles[1:]) for number in range(total)]
     wanted = [
@@ -82,8 +82,8 @@ def test_blocks_have_the_pages_that_a_tile_sees_and_follow_one_another(
     # Some sequences have fewer keys than queries: the first of these see none.
     given_ = operands(q_lens, [max(q_len + before - 5, 0) for q_len, before in sequences], 6, 2**30)
     plan = PagedPlan(left=left, scale=1.0, soft_cap=None, block_q=block_q, block_pages=block_pages)
-    tiles = tiles_of(given_, block_q)
-    blocks = on_host(blocks_of(plan, given_, tiles))
+    tiles = build_tiles(given_, block_q)
+    blocks = on_host(build_blocks(plan, given_, tiles))
     tiles = on_host(tiles)
     page_size, total = given_.k_pages.shape[1], int(tiles.total)
     counted = 0
@@ -117,8 +117,8 @@ def test_shares_are_the_blocks_that_tiles_see_each_once_and_of_one_size(
     # Some sequences have fewer keys than queries: the first of these see none.
     given_ = operands(q_lens, [max(q_len + before - 5, 0) for q_len, before in sequences], 6, 2**30)
     plan = PagedPlan(left=left, scale=1.0, soft_cap=None, block_q=block_q, block_pages=1)
-    tiles = tiles_of(given_, block_q)
-    shares = on_host(shares_of(plan, tiles, block=block, programs=programs))
+    tiles = build_tiles(given_, block_q)
+    shares = on_host(build_shares(plan, tiles, block=block, programs=programs))
     tiles = on_host(tiles)
     total = int(tiles.total)
     sizes: list[int] = []
@@ -207,8 +207,12 @@ OF_JAX = "decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/softcap30/kvint8-
     ],
 )
 def test_pages_with_scales_conform(name: str, case: str, asked: str) -> None:
-    checks = [BY_NAME[check] for check in asked.split()]
-    found = Runner(Settings()).run(plan.single(registry.find(name), parse(f"{case}/normal/s0"), checks).jobs)
+    checks = [CHECKS_BY_NAME[check] for check in asked.split()]
+    found = Runner(Settings()).run(
+        run_plan.plan_case(
+            implementation_registry.find_implementation(name), parse_case_id(f"{case}/normal/s0"), checks
+        ).jobs
+    )
     assert {record.check for record in found if record.verdict == PASS} == set(asked.split())
     assert [record for record in found if record.verdict in RED] == []
 

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import quantized
-from cases.case import CaseIdError, parse
-from cases.inputs import draw
-from cases.quantized import KV_CACHES
-from conformance.asking.subject import Subject
-from conformance.calling import registry
-from conformance.calling.execution import Executor
+from cases import quantization
+from cases.case import CaseIdError, parse_case_id
+from cases.operand_values import draw_problem
+from cases.quantization import KV_CACHES
+from conformance.check_api.subject import Subject
 from conformance.contract import Arithmetic
+from conformance.execution import implementation_registry
+from conformance.execution.executor import Executor
 from conformance.truth import oracle
-from conformance.truth.bounds import Inexact, expect
 from conformance.truth.comparison import compare
-from conformance.truth.tolerances import default
+from conformance.truth.rounding_bounds import OperandErrors, compute_expectation
+from conformance.truth.tolerances import load_default_tolerances
 from impls import quantized_kv
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
@@ -41,24 +41,24 @@ def keys(seed: int, size: int) -> np.ndarray:
 @given(st.integers(0, 10**6), st.integers(0, 12), st.sampled_from(KV_CACHES))
 def test_what_is_stored_is_within_half_a_step(seed: int, size: int, cache: str) -> None:
     x = keys(seed, size)
-    stored, scales = quantized.quantize(x, cache)
+    stored, scales = quantization.quantize(x, cache)
     assert scales.shape == ((2, 3, 2) if cache.endswith("token") else (1, 1, 2))
-    error = np.abs(x - quantized.dequantize(stored, scales))
+    error = np.abs(x - quantization.dequantize(stored, scales))
     # The scale is rounded to f32, and the largest number with it: 127 scales are off by up to 254 * 2**-24 half steps.
-    assert (error <= quantized.half_steps(stored, scales) * (1 + 255 * 2.0**-24)).all()
+    assert (error <= quantization.compute_half_steps(stored, scales) * (1 + 255 * 2.0**-24)).all()
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_our_cache_stores_what_the_cases_store(kind: Any) -> None:
     x = keys(1, 3)
-    stored, scales = quantized.quantize(x, f"kv{kind}-token")
+    stored, scales = quantization.quantize(x, f"kv{kind}-token")
     ours, our_scales = quantized_kv.quantize(jnp.asarray(x), kind)
     # Tolerance: a division of one rounding on either side, of two in ours where it is by the reciprocal.
     np.testing.assert_allclose(our_scales, scales, rtol=3 * 2.0**-24, atol=0)
     assert ours.dtype == stored.dtype
     # Halfway between two numbers, a scale that differs in its last bit decides.
-    difference = np.abs(quantized.dequantize(np.asarray(ours), scales) - quantized.dequantize(stored, scales))
-    assert (difference <= 2 * quantized.half_steps(stored, scales)).all()
+    difference = np.abs(quantization.dequantize(np.asarray(ours), scales) - quantization.dequantize(stored, scales))
+    assert (difference <= 2 * quantization.compute_half_steps(stored, scales)).all()
     assert np.mean(difference > 0) < 0.02
 
 
@@ -73,36 +73,43 @@ def test_given_scales_clip() -> None:
 
 
 def test_a_cache_is_part_of_the_id_and_not_for_training() -> None:
-    case = parse(CASE.format("kvint4-head"))
+    case = parse_case_id(CASE.format("kvint4-head"))
     assert case.kv_cache == "kvint4-head"
     assert {"kv_int4", "kv_head_scales"} <= set(case.features)
     with pytest.raises(CaseIdError, match="kvfp8-token is a cache, which prefill and decode read"):
-        parse("train/f32/B1.T8.S8.N1.K1.H8.V8/full/kvfp8-token/normal/s0")
+        parse_case_id("train/f32/B1.T8.S8.N1.K1.H8.V8/full/kvfp8-token/normal/s0")
 
 
 def test_who_does_not_offer_a_cache_does_not_get_one() -> None:
-    reason = registry.find("dot_product").supports(parse(CASE.format("kvint8-token")))
+    reason = implementation_registry.find_implementation("dot_product").supports(
+        parse_case_id(CASE.format("kvint8-token"))
+    )
     assert reason == "kv_int8: not declared (keys and values stored as int8, with scales)"
-    assert registry.find("quantized_kv").supports(parse(CASE.format("kvint8-token"))) is None
+    assert (
+        implementation_registry.find_implementation("quantized_kv").supports(parse_case_id(CASE.format("kvint8-token")))
+        is None
+    )
 
 
 @pytest.mark.parametrize("cache", KV_CACHES)
 def test_the_oracle_is_that_of_what_the_cache_means(cache: str) -> None:
-    problem = draw(parse(CASE.format(cache)))
+    problem = draw_problem(parse_case_id(CASE.format(cache)))
     meant = dataclasses.replace(problem, k=problem.keys, v=problem.values, kv_scales=None)
-    np.testing.assert_array_equal(oracle.forward(problem).out, oracle.forward(meant).out)
+    np.testing.assert_array_equal(oracle.compute_forward(problem).out, oracle.compute_forward(meant).out)
 
 
 @pytest.mark.parametrize("cache", KV_CACHES)
 def test_what_storing_costs_is_within_its_bound_and_more_than_rounding(cache: str) -> None:
     """Against the keys and values before they were stored: the steps explain the error, rounding alone does not."""
-    case = parse(CASE.format(cache))
-    subject = Subject(Executor(registry.find("quantized_kv")), case, default())
-    before = subject.before_storing
+    case = parse_case_id(CASE.format(cache))
+    subject = Subject(
+        Executor(implementation_registry.find_implementation("quantized_kv")), case, load_default_tolerances()
+    )
+    before = subject.expectation_before_storing
     assert before is not None
-    exact = oracle.forward(subject.problem).out
+    exact = oracle.compute_forward(subject.problem).out
     assert compare(exact, before.forward["out"]).ratio <= 1
-    plain = expect(draw(dataclasses.replace(case, kv_cache=None)), Arithmetic())
+    plain = compute_expectation(draw_problem(dataclasses.replace(case, kv_cache=None)), Arithmetic())
     assert compare(exact, plain.forward["out"]).ratio > 1e3
 
 
@@ -123,9 +130,9 @@ def test_what_is_no_cache_is_named() -> None:
 
 
 def test_a_written_cache_is_read_back() -> None:
-    problem = draw(parse("decode/f32/B1.T1.S30.N2.K1.H8.V8/full/normal/s1"))
+    problem = draw_problem(parse_case_id("decode/f32/B1.T1.S30.N2.K1.H8.V8/full/normal/s1"))
     (k, k_scales), (v, v_scales) = (quantized_kv.quantize(jnp.asarray(x), "int8") for x in (problem.k, problem.v))
     out = jax.jit(quantized_kv.attention)(problem.q, k, v, kv_scales=(k_scales, v_scales))
-    steps = (quantized.half_steps(np.asarray(x), np.asarray(s)) for x, s in ((k, k_scales), (v, v_scales)))
-    stored_to = Inexact("f32", np.zeros(problem.q.shape), *steps)
-    assert compare(out, expect(problem, Arithmetic(), inexact=stored_to).forward["out"]).ratio <= 1
+    steps = (quantization.compute_half_steps(np.asarray(x), np.asarray(s)) for x, s in ((k, k_scales), (v, v_scales)))
+    stored_to = OperandErrors("f32", np.zeros(problem.q.shape), *steps)
+    assert compare(out, compute_expectation(problem, Arithmetic(), inexact=stored_to).forward["out"]).ratio <= 1

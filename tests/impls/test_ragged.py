@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
-from cases.case import parse
-from cases.inputs import Problem as Operands
-from cases.inputs import draw
+from cases.case import parse_case_id
 from cases.masks import Causal, Chunked, Dense, Full, Indexer, Lengths, LoadBalancedCausal, Mask, OwnWindow, Window
-from conformance.truth.bounds import expect
+from cases.operand_values import Problem as Operands
+from cases.operand_values import draw_problem
+from conformance.truth.rounding_bounds import compute_expectation
 from impls import ragged
-from impls.merging import Part
-from impls.ragged import tpu
+from impls.ragged import ragged_tpu
 from impls.ragged.attention import Backend
-from impls.ragged.plan import Operands as Arrays
-from impls.ragged.plan import RaggedPlan, block_range, lower, rows_of, run_of_keys
-from impls.ragged.schedule import Steps, steps_of
-from tests.judged import assert_attention, assert_right
+from impls.ragged.ragged_plan import Operands as Arrays
+from impls.ragged.ragged_plan import RaggedPlan, find_block_range, find_key_range, flatten_queries, lower_lengths
+from impls.ragged.ragged_schedule import RaggedSteps, build_steps
+from impls.softmax_merge import Part
+from tests.comparison_asserts import assert_attention, assert_right
 
 OPTIONS: dict[Backend, dict[str, Any]] = {
     "portable": {"block_kv": 16},
@@ -50,7 +50,7 @@ class Traffic(NamedTuple):
     fetched: int
 
 
-def traffic(steps: Steps) -> Traffic:
+def traffic(steps: RaggedSteps) -> Traffic:
     """Counted from the lists; a block is fetched when it is another one than in the step before."""
     total = int(steps.total)
     blocks = list(zip(steps.kv_row[:total].tolist(), steps.kv_block[:total].tolist(), strict=True))
@@ -70,7 +70,7 @@ def int32(*values: int) -> jax.Array:
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=4, max_size=4), st.sampled_from([1, 7, 16, 50]))
 def test_blocks_follow_the_lengths_and_not_the_size_of_the_cache(lengths: list[int], block: int) -> None:
-    steps = steps_of(fixed(50), int32(*lengths), int32(0, 0, 0, 0), block)
+    steps = build_steps(fixed(50), int32(*lengths), int32(0, 0, 0, 0), block)
     blocks = [-(-length // block) for length in lengths]
     found = traffic(steps)
     assert found.computed == sum(blocks)
@@ -96,7 +96,7 @@ def test_blocks_follow_the_lengths_and_not_the_size_of_the_cache(lengths: list[i
 )
 def test_blocks_before_a_window_are_left_out_as_well(mask: Mask, blocks: list[int]) -> None:
     lengths, positions = int32(0, 1, 20, 128), int32(5, 0, 19, 100)
-    steps = steps_of(fixed(128, mask), lengths, positions, 16)
+    steps = build_steps(fixed(128, mask), lengths, positions, 16)
     assert steps.blocks.tolist() == blocks
     assert traffic(steps).computed == sum(blocks)
 
@@ -112,10 +112,10 @@ def test_the_run_of_keys_is_what_the_mask_allows(mask: Mask, position: int, leng
     plan = fixed(16, mask, queries)
     i, j = position + np.arange(queries)[:, None] + 100 * 30, np.arange(16)[None, :] + 100 * 30  # `allowed` from 0 on
     want = np.asarray(mask.allowed(i, j)) & (np.arange(16) < length)
-    runs = [run_of_keys(plan, jnp.int32(length), jnp.int32(position + t)) for t in range(queries)]
+    runs = [find_key_range(plan, jnp.int32(length), jnp.int32(position + t)) for t in range(queries)]
     got = np.array([(np.arange(16) >= int(low)) & (np.arange(16) < int(high)) for low, high in runs])
     np.testing.assert_array_equal(got, want)
-    first, count = block_range(plan, int32(length), int32(position), 4)
+    first, count = find_block_range(plan, int32(length), int32(position), 4)
     hit = np.flatnonzero(want.any(axis=0)) // 4
     assert set(hit) <= set(range(int(first[0]), int(first[0] + count[0])))
     assert len(hit) == 0 or (int(first[0]), int(first[0] + count[0]) - 1) == (hit[0], hit[-1])
@@ -151,7 +151,7 @@ def test_the_interpreter_fetches_and_computes_what_the_schedule_says(monkeypatch
     q, k, v = (np.asarray(x[name]) for name in "qkv")
     problem = Operands(q, k, v, mask=Lengths(tuple(lengths)))
     assert_attention({"out": ragged.attention(**x, lengths=int32(*lengths), **options)}, problem)
-    expected = traffic(steps_of(fixed(70), int32(*lengths), int32(*(0 for _ in lengths)), 16))
+    expected = traffic(build_steps(fixed(70), int32(*lengths), int32(*(0 for _ in lengths)), 16))
     blocks = [(row, 0, number, 0) for row, length in enumerate(lengths) for number in range(-(-length // 16))]
     assert expected.computed == expected.fetched == len(blocks) == 8  # and not 8 rows of 5 blocks
     for name in ("k_ref", "v_ref"):
@@ -173,10 +173,10 @@ def per_row(mask: Mask, lengths: list[int], positions: list[int], queries: int, 
 @pytest.mark.parametrize("backend", OPTIONS)
 @pytest.mark.parametrize("mask", [Window(20, 0), Chunked(24) & Window(30, 2)], ids=repr)
 def test_a_window_moves_with_the_position_of_each_sequence(backend: Backend, mask: Mask) -> None:
-    problem = draw(parse("prefill/f32/B4.T3.S70.N4.K2.H16.V24/full/softcap20/sinks/normal/s1"))
+    problem = draw_problem(parse_case_id("prefill/f32/B4.T3.S70.N4.K2.H16.V24/full/softcap20/sinks/normal/s1"))
     lengths, positions = [5, 70, 33, 16], [2, 67, 30, 13]
     rows = dataclasses.replace(problem, mask=per_row(mask, lengths, positions, 3, 70))
-    truth = expect(rows, IMPLEMENTATIONS["ragged"].arithmetic).forward
+    truth = compute_expectation(rows, IMPLEMENTATIONS["ragged"].arithmetic).forward
     behind = np.array(lengths)[:, None] <= np.arange(70)
     k, v = (np.where(behind[..., None, None], np.nan, x) for x in (problem.k, problem.v))
     out, residuals = ragged.attention(
@@ -203,7 +203,7 @@ def sinks_of(problem: Operands) -> jax.Array:
 @pytest.mark.parametrize("backend", OPTIONS)
 def test_the_part_of_an_empty_cache_is_nothing(backend: Backend) -> None:
     x = arrays(2, 40)
-    found = ragged.parts(**x, lengths=int32(0, 40), backend=backend, **OPTIONS[backend])
+    found = ragged.compute_parts(**x, lengths=int32(0, 40), backend=backend, **OPTIONS[backend])
     assert not np.asarray(found.out[0]).any()
     assert not np.asarray(found.sum[0]).any()
     assert (np.asarray(found.max[0]) == -np.inf).all()
@@ -213,9 +213,9 @@ def test_the_part_of_an_empty_cache_is_nothing(backend: Backend) -> None:
 
 def test_a_cache_with_heads_first_is_used_as_it_is() -> None:
     x = arrays(2, 40)
-    given = Arrays(rows_of(x["q"], 2), x["k"], x["v"], int32(40, 3), int32(0, 0))
+    given = Arrays(flatten_queries(x["q"], 2), x["k"], x["v"], int32(40, 3), int32(0, 0))
     plan = fixed(40, group=2)
-    run = functools.partial(tpu.attend, plan, block_kv=16, interpret=True)
+    run = functools.partial(ragged_tpu.attend, plan, block_kv=16, interpret=True)
     turned = given._replace(k=x["k"].swapaxes(1, 2), v=x["v"].swapaxes(1, 2))
     for one, other in zip(run(operands=given), run(operands=turned, heads_first=True), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -231,9 +231,9 @@ def test_lengths_that_are_traced_are_clipped_to_the_cache() -> None:
 
 def test_one_program_decodes_at_every_position() -> None:
     """Offsets and lengths are arrays, so that masks which differ only in them have one static form."""
-    forms = [lower(Causal(n) & Window(7, 0, n) & Lengths((n + 1, 1)), 2, 50)[0] for n in (3, 49)]
+    forms = [lower_lengths(Causal(n) & Window(7, 0, n) & Lengths((n + 1, 1)), 2, 50)[0] for n in (3, 49)]
     assert forms[0] == forms[1] == Causal() & Window(7, 0)
-    assert lower(Causal(3) & Window(7, 0, 5), 1, 50)[0] == Causal(3) & Window(7, 0, 5)
+    assert lower_lengths(Causal(3) & Window(7, 0, 5), 1, 50)[0] == Causal(3) & Window(7, 0, 5)
 
 
 def test_what_is_not_one_run_of_keys_is_refused() -> None:
@@ -246,7 +246,7 @@ def test_what_is_not_one_run_of_keys_is_refused() -> None:
 
 def test_a_window_of_each_sequence_has_one_place_and_no_other_mask_beside_it() -> None:
     x = arrays(2, 40)
-    assert lower(OwnWindow(7, (3, 29)) & Lengths((4, 30)), 2, 40)[0] == Window(7, 0)
+    assert lower_lengths(OwnWindow(7, (3, 29)) & Lengths((4, 30)), 2, 40)[0] == Window(7, 0)
     with pytest.raises(NotImplementedError, match="own_window combined with another mask"):
         ragged.attention(**x, mask=OwnWindow(7, (3, 29)) & Causal(39))
     with pytest.raises(ValueError, match="mask positions must be 2, one a batch row, got 1"):
@@ -325,15 +325,15 @@ def test_the_gpu_kernel_lowers_for_cuda(dtype: str, mask: Mask) -> None:
 
 
 def test_heads_share_a_step_as_far_as_vmem_goes() -> None:
-    assert tpu.heads_together(8, 8, 512, (128, 128), 2) in (1, 2, 4, 8)
-    assert tpu.heads_together(32, 8, 128, (128, 128), 2) > 4
-    assert tpu.heads_together(7, 1024, 512, (256, 256), 4) == 1
+    assert ragged_tpu.choose_num_heads(8, 8, 512, (128, 128), 2) in (1, 2, 4, 8)
+    assert ragged_tpu.choose_num_heads(32, 8, 128, (128, 128), 2) > 4
+    assert ragged_tpu.choose_num_heads(7, 1024, 512, (256, 256), 4) == 1
 
 
 def test_each_core_that_shares_a_call_has_some_of_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = functools.partial(tpu.heads_together, rows=8, block=512, depths=(128, 128), itemsize=2)
+    together = functools.partial(ragged_tpu.choose_num_heads, rows=8, block=512, depths=(128, 128), itemsize=2)
     assert together(8) == 8
-    monkeypatch.setattr(tpu, "tpu_cores", lambda: 2)
+    monkeypatch.setattr(ragged_tpu, "count_tpu_cores", lambda: 2)
     assert together(8) == 4
     assert together(1) == 1
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse
-from cases.inputs import Problem, draw
+from cases.case import parse_case_id
 from cases.masks import Causal, Chunked, Lengths, Mask, Window
-from conformance.truth.bounds import expect
-from impls import merging, ragged
+from cases.operand_values import Problem, draw_problem
+from conformance.truth.rounding_bounds import compute_expectation
+from impls import ragged, softmax_merge
 from impls.ragged.attention import Backend
+from tests.comparison_asserts import assert_right
 from tests.impls.test_ragged import IMPLEMENTATIONS, OPTIONS, int32, sinks_of
-from tests.judged import assert_right
 
 MASKS = {
     "causal": Causal(),
@@ -29,8 +29,10 @@ MASKS = {
 
 
 def whole_sequence(mask: Mask) -> tuple[Problem, dict[str, Any]]:
-    problem = dataclasses.replace(draw(parse("train/f32/B2.T50.S50.N4.K2.H16.V24/causal/sinks/normal/s1")), mask=mask)
-    return problem, dict(expect(problem, IMPLEMENTATIONS["ragged"].arithmetic).forward)
+    problem = dataclasses.replace(
+        draw_problem(parse_case_id("train/f32/B2.T50.S50.N4.K2.H16.V24/causal/sinks/normal/s1")), mask=mask
+    )
+    return problem, dict(compute_expectation(problem, IMPLEMENTATIONS["ragged"].arithmetic).forward)
 
 
 @pytest.mark.parametrize("backend", OPTIONS)
@@ -63,7 +65,7 @@ def test_chunks_of_a_prompt_then_every_token_are_one_causal_pass(backend: Backen
 @pytest.mark.parametrize("backend", OPTIONS)
 def test_a_prompts_cache_and_what_was_generated_since_merge_to_one_pass(backend: Backend) -> None:
     """Two caches with lengths of their own, either of which may be empty; the sink is counted with one of them."""
-    problem = draw(parse("decode/f32/B4.T1.S60.N4.K2.H16.V24/full/sinks/large/s2"))
+    problem = draw_problem(parse_case_id("decode/f32/B4.T1.S60.N4.K2.H16.V24/full/sinks/large/s2"))
     prompt, since = [0, 32, 7, 0], [28, 0, 21, 0]
     total = [a + b for a, b in zip(prompt, since, strict=True)]
     x: dict[str, Any] = {"backend": backend, **OPTIONS[backend]}
@@ -74,9 +76,11 @@ def test_a_prompts_cache_and_what_was_generated_since_merge_to_one_pass(backend:
             caches[number][row, :a] = array[row, :a]
             caches[2 + number][row, :b] = array[row, a : a + b]
     q, k_prompt, v_prompt, k_since, v_since = map(jnp.asarray, (problem.q, *caches))
-    first = ragged.parts(q, k_prompt, v_prompt, lengths=int32(*prompt), **x)
-    second = ragged.parts(q, k_since, v_since, lengths=int32(*since), sinks=sinks_of(problem), **x)
-    truth = expect(dataclasses.replace(problem, mask=Lengths(tuple(total))), IMPLEMENTATIONS["ragged"].arithmetic)
+    first = ragged.compute_parts(q, k_prompt, v_prompt, lengths=int32(*prompt), **x)
+    second = ragged.compute_parts(q, k_since, v_since, lengths=int32(*since), sinks=sinks_of(problem), **x)
+    truth = compute_expectation(
+        dataclasses.replace(problem, mask=Lengths(tuple(total))), IMPLEMENTATIONS["ragged"].arithmetic
+    )
     for parts in ([first, second], [second, first]):
-        found = merging.normalise(merging.merge(parts))
+        found = softmax_merge.normalise(softmax_merge.merge(parts))
         assert_right({"out": found.out, "logsumexp": np.asarray(found.logsumexp).swapaxes(1, 2)}, truth.forward)

@@ -13,15 +13,23 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cases.inputs import draw, draw_cotangent
-from conformance.calling.execution import Executor
-from impls.packs import keys_of_queries
-from impls.splash_tpu import BlockSizes, dkv, dq, forward, packed_attention, packed_implementation, tiles
+from cases.operand_values import draw_cotangent, draw_problem
+from conformance.execution.executor import Executor
+from impls.packed_sequences import compute_key_ranges
+from impls.splash_tpu import (
+    BlockSizes,
+    build_packed_implementation,
+    dkv_kernel,
+    dq_kernel,
+    forward,
+    packed_attention,
+    splash_tiles,
+)
 from impls.splash_tpu.block_sizes import Blocks
-from impls.splash_tpu.packed_steps import packed_steps
-from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED, PART, Order, Steps
-from tests.impls.test_packed import Lengths, pairs, tables
-from tests.judged import assert_attention
+from impls.splash_tpu.packed_schedule import build_packed_steps
+from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART, Order, Steps
+from tests.comparison_asserts import assert_attention
+from tests.impls.test_block_flash_packed import Lengths, pairs, tables
 from tests.planted.computing.splash_packed import CASE
 
 TOTAL = 520, 700  # queries and keys of a pack, which fill no whole number of blocks
@@ -33,10 +41,10 @@ GAPS: Lengths = [(130, 128), (1, 2), (0, 260), (200, 190), (60, 0), (3, 3)]
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def steps_of(where: Any, sides: Any, blocks: Blocks, order: Order) -> Steps:
-    low, high = keys_of_queries(where, sides, TOTAL[0])
+    low, high = compute_key_ranges(where, sides, TOTAL[0])
     left, right = sides
     seen = None if left is None or right is None else left + right + 1
-    return packed_steps(low, high, TOTAL[1], blocks, order, seen=seen)
+    return build_packed_steps(low, high, TOTAL[1], blocks, order, seen=seen)
 
 
 def in_blocks(seen: np.ndarray, q: int, kv: int) -> np.ndarray:
@@ -97,7 +105,7 @@ def test_a_step_that_computes_nothing_fetches_nothing() -> None:
 def test_under_a_window_lists_grow_with_the_length() -> None:
     def longest(blocks: int, seen: int | None) -> int:
         low = jax.ShapeDtypeStruct((blocks * WHOLE.q,), jnp.int32)
-        listed = functools.partial(packed_steps, kv_length=blocks * WHOLE.kv, blocks=WHOLE, order="q", seen=seen)
+        listed = functools.partial(build_packed_steps, kv_length=blocks * WHOLE.kv, blocks=WHOLE, order="q", seen=seen)
         return int(jax.eval_shape(listed, low, low).q.size)
 
     assert longest(24, 129) - longest(16, 129) == longest(16, 129) - longest(8, 129)
@@ -108,13 +116,13 @@ def test_under_a_window_lists_grow_with_the_length() -> None:
 def test_blocks_without_a_pair_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted as they are computed, in each pass and for each head."""
     run: Counter[str] = Counter()
-    plain_logits = tiles.logits_of
+    plain_logits = splash_tiles.compute_logits
 
     def counting(call: Any, *given: Any) -> Any:
         jax.debug.callback(lambda: run.update([call.phase]))
         return plain_logits(call, *given)
 
-    for module in (forward, dq, dkv):
+    for module in (forward, dq_kernel, dkv_kernel):
         monkeypatch.setattr(module, "logits_of", counting)
     q, k, v = (jnp.ones((total, heads, 8)) for total, heads in zip((*TOTAL, TOTAL[1]), (2, 1, 1), strict=True))
     where: Any = tables(GAPS, 8)._asdict()
@@ -142,8 +150,8 @@ SIZES = {
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_several_blocks_are_right_and_padding_has_no_gradient(sizes: BlockSizes) -> None:
-    problem, drawn = draw(CASE), draw_cotangent(CASE)
-    implementation = packed_implementation("packed", block_sizes=sizes)
+    problem, drawn = draw_problem(CASE), draw_cotangent(CASE)
+    implementation = build_packed_implementation("packed", block_sizes=sizes)
     executor = Executor(implementation)
     found = {**executor.residuals(problem).values, **executor.gradients_lse(problem, drawn).values}
     padding = {name: found.pop(name) for name in list(found) if "padding" in name}

@@ -16,26 +16,26 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, use_abstract_mesh
 
 from cases.case import Case
-from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import EMPTY, PARTIAL, Causal, Chunked, Dense, Full, LoadBalancedCausal, Mask, Window
+from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.accelerators.tpus import TPUS
-from conformance.calling import registry
+from conformance.execution import implementation_registry
 from impls.splash_tpu import (
     Blocks,
     BlockSizes,
     Layouts,
     attention,
-    dkv,
-    dq,
+    dkv_kernel,
+    dq_kernel,
     forward,
     make_splash,
     make_splash_dynamic,
-    tiles,
+    splash_tiles,
 )
-from impls.splash_tpu.call import Operands
-from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED, PART, Steps, static_steps
-from impls.splash_tpu.vmem import limit_of
-from tests.judged import assert_attention
+from impls.splash_tpu.splash_plan import Operands
+from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART, Steps, build_static_steps
+from impls.splash_tpu.vmem import find_limit
+from tests.comparison_asserts import assert_attention
 
 KINDS = [tpu.kind for tpu in TPUS]
 SMALL = BlockSizes.uniform(128, 128)
@@ -58,7 +58,7 @@ def problem_of(
         v_head_dim=64,
     )
     cotangent = dataclasses.replace(draw_cotangent(case), logsumexp=None)
-    return dataclasses.replace(draw(case), mask=mask), cotangent
+    return dataclasses.replace(draw_problem(case), mask=mask), cotangent
 
 
 def heads_first(*arrays: np.ndarray) -> tuple[jax.Array, ...]:
@@ -85,7 +85,7 @@ def visited(steps: Steps) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("order", ["q", "kv"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_exactly_the_blocks_with_an_allowed_pair_are_visited(mask: Mask, order: Any) -> None:
-    steps, _ = static_steps(mask, (512, 384), Blocks(128, 128), order, 1, 1)
+    steps, _ = build_static_steps(mask, (512, 384), Blocks(128, 128), order, 1, 1)
     kinds = mask.blocks(512, 384, 128, 128)[0, 0]
     found = visited(steps)
     assert sorted(found) == [tuple(pair) for pair in np.argwhere(kinds != EMPTY)]
@@ -98,7 +98,7 @@ def test_exactly_the_blocks_with_an_allowed_pair_are_visited(mask: Mask, order: 
 
 
 def test_a_step_that_computes_nothing_fetches_nothing() -> None:
-    steps, kinds = static_steps(Causal(-200), (512, 512), Blocks(128, 128), "q", 1, 1)
+    steps, kinds = build_static_steps(Causal(-200), (512, 512), Blocks(128, 128), "q", 1, 1)
     assert kinds.empty
     q, kv, flags = (np.asarray(x).ravel() for x in (steps.q, steps.kv, steps.flags))
     idle = np.flatnonzero(flags & COMPUTE == 0)
@@ -118,8 +118,8 @@ def test_work_follows_the_window() -> None:
 @pytest.mark.parametrize("mask", [Window(100, 0), Chunked(200), Causal(-150)])
 def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
     run: Counter[tuple[str, str]] = Counter()
-    plain_logits = tiles.logits_of
-    phases = {forward.__name__: "forward", dq.__name__: "dq", dkv.__name__: "dkv"}
+    plain_logits = splash_tiles.compute_logits
+    phases = {forward.__name__: "forward", dq_kernel.__name__: "dq", dkv_kernel.__name__: "dkv"}
 
     def count(phase: str, what: str) -> None:
         jax.debug.callback(lambda: run.update([(phase, what)]))
@@ -135,7 +135,7 @@ def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch
 
         return kernel
 
-    for module in (forward, dq, dkv):
+    for module in (forward, dq_kernel, dkv_kernel):
         monkeypatch.setattr(module, "logits_of", counting_logits)
         monkeypatch.setattr(module, "_kernel", counting_kernel(module.__name__, module._kernel))
     # A name of its own for the residuals, so that no function compiled without the counting is found.
@@ -151,7 +151,7 @@ def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("order", ["q", "kv"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_parts_of_masked_blocks_with_an_allowed_pair_are_computed(mask: Mask, order: Any) -> None:
-    steps, kinds = static_steps(mask, (512, 384), Blocks(256, 256, 128, 128), order, 1, 1)
+    steps, kinds = build_static_steps(mask, (512, 384), Blocks(256, 256, 128, 128), order, 1, 1)
     parts = np.full((4, 4), EMPTY)
     parts[:, :3] = mask.blocks(512, 384, 128, 128)[0, 0]
     computed = np.zeros((4, 4), bool)
@@ -176,7 +176,7 @@ def test_blocks_of_which_parts_are_left_out_are_right(mask: Mask) -> None:
 
 def test_different_partial_blocks_are_stored_once() -> None:
     block = np.random.default_rng(0).random((128, 128)) < 0.5
-    steps, kinds = static_steps(Dense(np.tile(block, (3, 3))), (384, 384), Blocks(128, 128), "q", 1, 1)
+    steps, kinds = build_static_steps(Dense(np.tile(block, (3, 3))), (384, 384), Blocks(128, 128), "q", 1, 1)
     assert kinds.stored
     assert len(steps.stored) == 1
 
@@ -317,8 +317,8 @@ def test_blocks_that_do_not_fit_are_refused_with_ones_that_would() -> None:
 def test_the_limit_is_that_of_the_chip_that_is_traced_for(kind: str, mib: int) -> None:
     device = AbstractDevice(device_kind=kind, platform="tpu", num_cores=1)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        assert limit_of(None).bytes == mib * 2**20
-    assert limit_of(None).bytes == 16 * 2**20
+        assert find_limit(None).bytes == mib * 2**20
+    assert find_limit(None).bytes == 16 * 2**20
 
 
 def kernels_of(call: Any, dtype: Any, mask: Mask, depth: int = 64, length: int = 256, **options: Any) -> set[str]:
@@ -349,7 +349,7 @@ def test_which_backward_a_call_takes_that_names_no_blocks(kind: str, mask: Mask,
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 5.0}, {"segment_ids": (np.zeros((1, 256), np.int32),) * 2}])
 def test_the_gate_judges_the_backward_that_a_chip_would_run(options: dict[str, Any]) -> None:
     """One kernel in bf16, and two in f32: of both it sees every feature."""
-    judged = registry.find("splash_tpu").call
+    judged = implementation_registry.find_implementation("splash_tpu").call
     for mask in (Causal(), Window(40, 0), Dense(np.tri(256, dtype=bool)[None, None])):
         assert kernels_of(judged, jnp.bfloat16, mask, **options) == ONE
         assert kernels_of(judged, jnp.float32, mask, **options) == TWO

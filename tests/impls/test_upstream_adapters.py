@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 
 from cases import masks
-from cases.case import FEATURES, parse
-from cases.inputs import Cotangent, Problem, draw, draw_cotangent
-from conformance.calling import registry
-from conformance.checks import BY_NAME
+from cases.case import FEATURES, parse_case_id
+from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
+from conformance.checks import CHECKS_BY_NAME
 from conformance.contract import Implementation
-from conformance.judging.plan import plan
+from conformance.execution import implementation_registry
+from conformance.judging.run_plan import plan_run
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from impls.catalogue import MODULES
 from impls.upstream.jax_mha_gpu import attention as mha_gpu
-from impls.upstream.jax_nn import mask_arguments
-from impls.upstream.mask_flags import causal_flag
-from tests.judged import assert_attention, assert_right, expected_of
+from impls.upstream.jax_nn import build_mask_arguments
+from impls.upstream.mask_flags import find_causal_flag
+from tests.comparison_asserts import assert_attention, assert_right, compute_expected
 
 CASES = {
     "jax_nn_xla": (
@@ -73,7 +73,7 @@ CASES = {
 def adapters() -> dict[str, Implementation]:
     """All adapters by name."""
     names = (name for name, module in MODULES.items() if module.startswith("impls.upstream."))
-    return {name: registry.find(name) for name in names}
+    return {name: implementation_registry.find_implementation(name) for name in names}
 
 
 def operands(problem: Problem) -> dict[str, Any]:
@@ -95,16 +95,16 @@ def statics(problem: Problem) -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "case_id"), [(name, case) for name, ids in CASES.items() for case in ids])
 def test_agrees_with_the_oracle(name: str, case_id: str) -> None:
     """Output, residuals and gradients, jitted as the harness does."""
-    implementation, case = adapters()[name], parse(case_id)
+    implementation, case = adapters()[name], parse_case_id(case_id)
     if implementation.accelerator.absent is not None:
         pytest.skip(implementation.accelerator.absent)
     assert implementation.supports(case) is None
-    problem = draw(case)
+    problem = draw_problem(case)
     fixed = statics(problem)
     live_rows = ~problem.empty_rows
     live = live_rows.transpose(0, 2, 1)[..., None]
     do = np.where(live, draw_cotangent(case).out, 0).astype(problem.q.dtype)
-    expected = expected_of(problem, Cotangent("random", do), arithmetic=implementation.arithmetic)
+    expected = compute_expected(problem, Cotangent("random", do), arithmetic=implementation.arithmetic)
     right = functools.partial(assert_right, dtype=case.dtype)
 
     out, residuals = jax.jit(lambda x: implementation.call(**x, **fixed, save_residuals=True))(operands(problem))
@@ -116,7 +116,7 @@ def test_agrees_with_the_oracle(name: str, case_id: str) -> None:
         # jax.nn returns it in the operands' dtype, an expected failure of the gate (pyproject.toml).
         stored = "input" if name == "jax_nn_xla" else implementation.arithmetic.residuals
         arithmetic = dataclasses.replace(implementation.arithmetic, residuals=stored)
-        truth = expected_of(problem, arithmetic=arithmetic)
+        truth = compute_expected(problem, arithmetic=arithmetic)
         right({"logsumexp": residuals["logsumexp"]}, truth, judged=live_rows)
 
     if case.phase == "train":
@@ -236,8 +236,8 @@ def test_refuses_what_it_declares_unsupported(name: str) -> None:
 )
 def test_limits_are_declared_and_refused(name: str, case_id: str, reason: str) -> None:
     """A limit beyond the features is a reason of the case and an error of the call."""
-    implementation, problem = adapters()[name], draw(parse(case_id))
-    assert implementation.supports(parse(case_id)) == reason
+    implementation, problem = adapters()[name], draw_problem(parse_case_id(case_id))
+    assert implementation.supports(parse_case_id(case_id)) == reason
     with pytest.raises(NotImplementedError, match=re.escape(reason)):
         implementation.call(**operands(problem), **statics(problem))
 
@@ -256,8 +256,8 @@ def test_gradient_limits_refuse_gradients_only(name: str, q_length: int) -> None
 @pytest.mark.skipif(importlib.util.find_spec("tokamax") is not None, reason="tokamax is installed")
 def test_without_tokamax_no_check_of_it_is_tried() -> None:
     tokamax = adapters()["tokamax_splash_tpu"]
-    asked = [BY_NAME[name] for name in ("forward", "interpreter", "compiles")]
-    jobs = plan([tokamax], level="quick", query="train/bf16/*", checks=asked).jobs
+    asked = [CHECKS_BY_NAME[name] for name in ("forward", "interpreter", "compiles")]
+    jobs = plan_run([tokamax], level="quick", query="train/bf16/*", checks=asked).jobs
     found = [record for job in jobs for record in Runner(Settings()).judge(job)]
     assert found
     assert {(record.verdict, record.reason) for record in found} == {("unjudged", tokamax.accelerator.absent)}
@@ -271,9 +271,9 @@ def test_tokamax_is_absent_with_a_remedy_where_it_is_not_installed() -> None:
     assert absent is None or 'pip install "attention-conformance[upstream]"' in absent
     shape = "f32/B2.T128.S256.N2.K1.H16.V16"
     reason = "sums gradients in place under a mask known at run time"
-    assert reason in (tokamax.supports(parse(f"train/{shape}/indexer-d40/normal/s0")) or "")
-    assert tokamax.supports(parse(f"prefill/{shape}/indexer-d40/normal/s0")) is None
-    assert tokamax.supports(parse(f"train/{shape}/causal/normal/s0")) is None
+    assert reason in (tokamax.supports(parse_case_id(f"train/{shape}/indexer-d40/normal/s0")) or "")
+    assert tokamax.supports(parse_case_id(f"prefill/{shape}/indexer-d40/normal/s0")) is None
+    assert tokamax.supports(parse_case_id(f"train/{shape}/causal/normal/s0")) is None
 
 
 def test_tokamax_refuses_gradients_that_the_fast_interpreter_gets_wrong() -> None:
@@ -292,9 +292,11 @@ def test_tokamax_refuses_gradients_that_the_fast_interpreter_gets_wrong() -> Non
 def test_gradient_limits_are_declared() -> None:
     """Limits of the backward pass count in training cases only."""
     shape = "f32/B1.T64.S128.N1.K1.H16.V16/full/normal/s0"
-    assert "as many query blocks as key blocks" in (adapters()["jax_mha_gpu"].supports(parse(f"train/{shape}")) or "")
-    assert adapters()["jax_mha_gpu"].supports(parse(f"prefill/{shape}")) is None
-    assert adapters()["jax_mha_gpu_xla_bwd"].supports(parse(f"train/{shape}")) is None
+    assert "as many query blocks as key blocks" in (
+        adapters()["jax_mha_gpu"].supports(parse_case_id(f"train/{shape}")) or ""
+    )
+    assert adapters()["jax_mha_gpu"].supports(parse_case_id(f"prefill/{shape}")) is None
+    assert adapters()["jax_mha_gpu_xla_bwd"].supports(parse_case_id(f"train/{shape}")) is None
 
 
 def test_mha_gpu_takes_equal_segment_ids_only() -> None:
@@ -311,8 +313,8 @@ def test_mha_gpu_takes_equal_segment_ids_only() -> None:
 def test_jax_nn_gets_native_arguments() -> None:
     """Flags where they mean the same, booleans for the rest."""
     mask = masks.Causal() & masks.Window(3, None) & masks.Full()
-    assert mask_arguments(mask, 2, 8, 12) == {"is_causal": True, "local_window_size": (3, 12)}
-    moved = mask_arguments(masks.Causal(4) & masks.Lengths((5, 9)), 2, 8, 12)
+    assert build_mask_arguments(mask, 2, 8, 12) == {"is_causal": True, "local_window_size": (3, 12)}
+    moved = build_mask_arguments(masks.Causal(4) & masks.Lengths((5, 9)), 2, 8, 12)
     assert moved["key_value_seq_lengths"].tolist() == [5, 9]
     np.testing.assert_array_equal(moved["mask"], masks.Causal(4).dense(8, 12))
     assert sorted(moved) == ["key_value_seq_lengths", "mask"]
@@ -320,7 +322,7 @@ def test_jax_nn_gets_native_arguments() -> None:
 
 def test_jax_nn_cudnn_gets_native_arguments() -> None:
     """Its window is to the left of the diagonal, beside a causal mask; any other goes into booleans."""
-    native = functools.partial(mask_arguments, backend="cudnn")
+    native = functools.partial(build_mask_arguments, backend="cudnn")
     assert native(masks.Causal() & masks.Window(3, 0), 1, 8, 8) == {"is_causal": True, "local_window_size": (3, 0)}
     alone = native(masks.Window(3, 2), 1, 8, 8)
     assert sorted(alone) == ["mask"]
@@ -332,18 +334,20 @@ def test_jax_nn_cudnn_is_declared_where_it_cannot_run() -> None:
     cudnn = adapters()["jax_nn_cudnn"]
     assert (cudnn.accelerator.absent is None) == (jax.default_backend() == "gpu")
     odd, even = ("B1.T17.S17.N2.K1.H16.V16", "B1.T18.S18.N2.K1.H16.V16")
-    assert cudnn.supports(parse(f"train/f32/{even}/causal/normal/s0")) == "f32: takes bf16 and f16 operands only"
-    assert cudnn.supports(parse(f"train/bf16/{even}/dense-d40/bias/normal/s0")) is None
-    assert "even lengths for gradients" in (cudnn.supports(parse(f"train/bf16/{odd}/causal/normal/s0")) or "")
-    assert cudnn.supports(parse(f"prefill/bf16/{odd}/causal/normal/s0")) is None
+    assert (
+        cudnn.supports(parse_case_id(f"train/f32/{even}/causal/normal/s0")) == "f32: takes bf16 and f16 operands only"
+    )
+    assert cudnn.supports(parse_case_id(f"train/bf16/{even}/dense-d40/bias/normal/s0")) is None
+    assert "even lengths for gradients" in (cudnn.supports(parse_case_id(f"train/bf16/{odd}/causal/normal/s0")) or "")
+    assert cudnn.supports(parse_case_id(f"prefill/bf16/{odd}/causal/normal/s0")) is None
 
 
 def test_masks_as_flags_and_features() -> None:
     """What a mask asks for."""
-    assert causal_flag(masks.Full() & masks.Causal()) is True
-    assert causal_flag(masks.Full()) is False
-    assert causal_flag(masks.Causal(1)) is None
-    assert causal_flag(masks.Full() | masks.Causal()) is None
+    assert find_causal_flag(masks.Full() & masks.Causal()) is True
+    assert find_causal_flag(masks.Full()) is False
+    assert find_causal_flag(masks.Causal(1)) is None
+    assert find_causal_flag(masks.Full() | masks.Causal()) is None
     assert (masks.Causal(2) & masks.Window(1, 1)).features == ("causal", "offset", "window")
     assert masks.Dense(np.ones((2, 3, 4, 4), bool)).features == ("dense_batch", "dense_head")
 

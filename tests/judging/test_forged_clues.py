@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from cases.exploring.clues import Clues
+from cases.case_space.clue_numbers import Clues
 from conformance import cli, records, runs
-from conformance.calling import registry
-from conformance.judging import explore
+from conformance.execution import implementation_registry
+from conformance.judging import explorer
 from conformance.sandbox.kernel_process import ProcessLost
 
 KERNEL = """\
-from conformance.calling import clues
+from conformance.execution import kernel_constants
 
 class Forged:
     integers, floats, in_source = ["many"], [], frozenset()
 
-clues.clues_of = lambda implementation: Forged
+kernel_constants.find_clues = lambda implementation: Forged
 
 def attention(q, k, v): return q
 """
@@ -35,7 +35,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
         return answer
 
     monkeypatch.setattr(
-        explore, "create_executor", lambda implementation: type("Process", (), {"run": staticmethod(run)})
+        explorer, "create_executor", lambda implementation: type("Process", (), {"run": staticmethod(run)})
     )
 
 
@@ -68,17 +68,17 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
 )
 def test_forged_clues_are_one_line(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, answer)
-    with pytest.raises(explore.WrongClues) as raised:
-        explore._clues(registry.find("dot_product"))
+    with pytest.raises(explorer.InvalidClues) as raised:
+        explorer._request_clues(implementation_registry.find_implementation("dot_product"))
     assert "dot_product" in str(raised.value)
     assert str(raised.value).isprintable()
 
 
 def test_clues_that_are_none_are_no_forgery(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, ([], [], []))
-    assert not explore._clues(registry.find("dot_product"))
+    assert not explorer._request_clues(implementation_registry.find_implementation("dot_product"))
     answering(monkeypatch, ([128, 3], [0.25, 1e300], [3, 0.25]))
-    found = explore._clues(registry.find("dot_product"))
+    found = explorer._request_clues(implementation_registry.find_implementation("dot_product"))
     assert found == Clues((128, 3), (0.25, 1e300), frozenset({3, 0.25}))
 
 
@@ -88,12 +88,12 @@ def test_explore_ends_at_forged_clues(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "forges.py").write_text(KERNEL)
     command = ["explore", "--impl=forges.py:attention", "--examples=1", "--seed=0", "--json=r.jsonl"]
-    assert cli.main(cli.parser().parse_args(command)) == 2
+    assert cli.main(cli.build_parser().parse_args(command)) == 2
     seed, line = capsys.readouterr().err.splitlines()
     assert seed == "seed 0"
     assert line.startswith("error: forges.py:attention ")
     assert "run" in line
-    (recorded,) = runs.read(tmp_path / "r.jsonl")
+    (recorded,) = runs.read_runs(tmp_path / "r.jsonl")
     assert recorded.end is not None
     assert recorded.end.how == runs.FAILED
     assert records.read_jsonl(tmp_path / "r.jsonl") == []

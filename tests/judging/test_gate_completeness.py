@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from conformance import runs
-from conformance.calling import registry
 from conformance.contract import Accelerator
-from conformance.judging import keywords
+from conformance.execution import implementation_registry
+from conformance.judging import keyword_selection
 from conformance.judging.job import Job
-from conformance.judging.plan import plan
-from tests.judging.gated import FEW, KERNEL, Repository, gate, with_kernel
-from tests.processes import PATIENCE
+from conformance.judging.run_plan import plan_run
+from tests.judging.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
+from tests.process_helpers import COMMAND_TIMEOUT
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    return with_kernel(tmp_path, monkeypatch)
+    return create_repository(tmp_path, monkeypatch)
 
 
 # In pytest's own process: the first worker that calls it dies, and no other.
@@ -42,22 +42,24 @@ def crashes(q, k, v, *, causal=False):
 @pytest.mark.long
 def test_a_job_whose_worker_died_is_missing_and_resumed(repository: Repository) -> None:
     (repository.path / "kernel.py").write_text(KERNEL + CRASHES)
-    words = (FEW, "--conformance-in-process", "-n", "2")
-    result = gate(repository, *words, "--conformance-json=r.jsonl", name="crashes")
+    words = (FEW_CASES, "--conformance-in-process", "-n", "2")
+    result = run_gate(repository, *words, "--conformance-json=r.jsonl", name="crashes")
     assert result.ret == 2
-    (found,) = runs.read(repository.path / "r.jsonl")
+    (found,) = runs.read_runs(repository.path / "r.jsonl")
     assert found.end is not None
     assert found.end.how == runs.INTERRUPTED
     assert "have no records" in found.end.reason
     before = len(found.done)
-    assert gate(repository, *words, "--conformance-resume=r.jsonl", name="crashes").ret == 0
-    (found,) = runs.read(repository.path / "r.jsonl")
+    assert run_gate(repository, *words, "--conformance-resume=r.jsonl", name="crashes").ret == 0
+    (found,) = runs.read_runs(repository.path / "r.jsonl")
     assert found.is_complete
     assert len(found.done) > before
 
 
 def job_for(platform: str | None, *, interpreted: bool, name: str) -> Job:
-    (job, *_) = plan([registry.find("dot_product")], level="quick", query="train/f32/*.T1.*").jobs
+    (job, *_) = plan_run(
+        [implementation_registry.find_implementation("dot_product")], level="quick", query="train/f32/*.T1.*"
+    ).jobs
     accelerator = Accelerator(platform=platform, interpreted=interpreted) if platform else Accelerator()
     return dataclasses.replace(
         job, implementation=dataclasses.replace(job.implementation, name=name, accelerator=accelerator)
@@ -86,10 +88,10 @@ def test_a_platform_word_is_what_the_kernel_is_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a machine with a GPU."""
-    monkeypatch.setattr(keywords, "platform_of", lambda _: "gpu-interpret" if interpreted else "gpu")
+    monkeypatch.setattr(keyword_selection, "find_platform", lambda _: "gpu-interpret" if interpreted else "gpu")
     job = job_for(platform, interpreted=interpreted, name=name)
     shown = f"test_conforms[{name}-gpu{'-interpret' if interpreted else ''}-{job.case.id}]"
-    assert bool(keywords.checks_chosen(expression, job, [shown])) is is_chosen
+    assert bool(keyword_selection.select_checks(expression, job, [shown])) is is_chosen
 
 
 PLUGIN = """
@@ -114,7 +116,7 @@ def test_a_plugin_that_warns_does_not_end_the_gate(repository: Repository) -> No
     (installed / "theirs.py").write_text(PLUGIN)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (facts / "entry_points.txt").write_text("[pytest11]\ntheirs = theirs\n")
-    words = ("--pyargs", "conformance", "--impl=kernel.py:attention", FEW, "--collect-only", "-q")
+    words = ("--pyargs", "conformance", "--impl=kernel.py:attention", FEW_CASES, "--collect-only", "-q")
     path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
@@ -122,7 +124,7 @@ def test_a_plugin_that_warns_does_not_end_the_gate(repository: Repository) -> No
         capture_output=True,
         text=True,
         check=False,
-        timeout=PATIENCE,
+        timeout=COMMAND_TIMEOUT,
     )
     assert "INTERNALERROR" not in done.stdout + done.stderr
     assert done.returncode == 0, done.stdout

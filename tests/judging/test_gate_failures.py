@@ -10,19 +10,19 @@ import pytest
 
 from conformance import cli, records, runs
 from conformance.records import FAIL
-from tests.judging.gated import FEW, KERNEL, Repository, gate, with_kernel
+from tests.judging.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    return with_kernel(tmp_path, monkeypatch)
+    return create_repository(tmp_path, monkeypatch)
 
 
 def test_a_kernel_that_hangs_costs_as_long_as_is_said(repository: Repository) -> None:
     hangs = "import time\ndef hangs(q, k, v, *, causal=False):\n    time.sleep(1000)\n"
     (repository.path / "kernel.py").write_text(KERNEL + hangs)
     limits = ("--conformance-timeout=1.5", "--conformance-memory=8")
-    result = gate(repository, FEW, "-k=T1 and forward", "--maxfail=1", *limits, name="hangs")
+    result = run_gate(repository, FEW_CASES, "-k=T1 and forward", "--maxfail=1", *limits, name="hangs")
     assert result.ret == 1
     result.stdout.fnmatch_lines(
         [
@@ -35,7 +35,7 @@ def test_a_kernel_that_hangs_costs_as_long_as_is_said(repository: Repository) ->
 def test_a_failure_says_what_where_and_how_to_repeat_it(
     repository: Repository, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = gate(repository, FEW, "--maxfail=1", "--conformance-report=r.html", name="wrong")
+    result = run_gate(repository, FEW_CASES, "--maxfail=1", "--conformance-report=r.html", name="wrong")
     assert result.ret == 1
     assert FAIL in {record.verdict for record in records.read_jsonl(repository.path / "r.jsonl")}
     result.stdout.fnmatch_lines(
@@ -57,7 +57,7 @@ def test_a_failure_says_what_where_and_how_to_repeat_it(
     words = shlex.split(command)[1:]
     assert words[:3] == ["python", "-m", "conformance"]
     capsys.readouterr()
-    assert cli.main(cli.parser().parse_args(words[3:])) == 1
+    assert cli.main(cli.build_parser().parse_args(words[3:])) == 1
     assert "does not conform" in capsys.readouterr().out
 
 
@@ -74,29 +74,29 @@ some = {some}
 @pytest.mark.long
 def test_expected_failures_do_not_fail_and_unexpected_passes_do(repository: Repository) -> None:
     repository.settings(EXPECTED.format(name="wrong", some="true"))
-    assert repository.pytest("--pyargs", "conformance", FEW).ret == 0
+    assert repository.pytest("--pyargs", "conformance", FEW_CASES).ret == 0
     repository.settings(EXPECTED.format(name="attention", some="false"))
-    result = repository.pytest("--pyargs", "conformance", FEW)
+    result = repository.pytest("--pyargs", "conformance", FEW_CASES)
     assert result.ret == 1
     result.stdout.fnmatch_lines(["*passes, but is listed in pyproject.toml as an expected failure: known"])
 
 
 def test_part_of_the_grid_says_nothing_about_stale_entries(repository: Repository) -> None:
     repository.settings(EXPECTED.format(name="attention", some="true"))
-    result = repository.pytest("--pyargs", "conformance", FEW)
+    result = repository.pytest("--pyargs", "conformance", FEW_CASES)
     assert result.ret == 0
     assert "expectations" not in result.stdout.str()
 
 
 # Few cases, so that the whole grid is soon judged.
 FEW_SUPPORTED = """
-from conformance.calling.plain import from_function
+from conformance.execution.plain_functions import build_implementation
 
 def one_query(case):
     plain = (case.q_length, case.dtype, case.distribution, case.head_dim) == (1, "f32", "normal", 64)
     return None if plain else "one query in f32 is all"
 
-narrow = dataclasses.replace(from_function(attention, "narrow"), supports_case=one_query)
+narrow = dataclasses.replace(build_implementation(attention, "narrow"), supports_case=one_query)
 """
 
 
@@ -120,12 +120,12 @@ def test_failures_are_findings_that_are_confirmed_compared_and_annotated(
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     beside = ("--conformance-confirm-seconds=3", "--conformance-diagnose-seconds=8", "--conformance-json=r.jsonl")
-    result = gate(repository, FEW, "-k", "forward", *beside, *processes, name="wrong")
+    result = run_gate(repository, FEW_CASES, "-k", "forward", *beside, *processes, name="wrong")
     said = [line for line in result.stdout.lines if line.startswith("::")]
     assert 1 <= len(said) < sum(line.startswith("FAILED") for line in result.stdout.lines)
     assert any(line.startswith("::error title=kernel.py%3Awrong (cpu)%3A out is wrong") for line in said)
     result.stdout.fnmatch_lines(["kernel.py:wrong compared with planted bugs on * cases in * s of at most 8 *"])
     result.stdout.fnmatch_lines(["* 1 kernel.py:wrong (cpu): out is wrong *", "kernel.py:wrong (cpu): wrong *"])
-    (recorded,) = runs.read(repository.path / "r.jsonl")
+    (recorded,) = runs.read_runs(repository.path / "r.jsonl")
     assert {record.check for record in recorded.probes} >= {"forward", "gradients"}
     assert {record.check for record in recorded.records} == {"forward"}

@@ -14,9 +14,9 @@ from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNEXPECTED_PAS
 JAX = "0.10.2"
 
 
-def load(folder: Path, text: str) -> Settings:
+def load_text(folder: Path, text: str) -> Settings:
     (folder / "pyproject.toml").write_text(text)
-    return settings.load(folder)
+    return settings.load_settings(folder)
 
 
 def table(text: str) -> str:
@@ -63,7 +63,7 @@ def entry(text: str) -> str:
 )
 def test_a_setting_that_cannot_be_used_is_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as caught:
-        load(tmp_path, text)
+        load_text(tmp_path, text)
     assert message in str(caught.value)
     assert "pyproject.toml" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -73,22 +73,22 @@ def test_settings_are_those_of_the_nearest_file_above(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(table('implementations = ["a"]\ntolerances = {"bf16.out" = 5}'))
     below = tmp_path / "one" / "two"
     below.mkdir(parents=True)
-    found = settings.load(below)
+    found = settings.load_settings(below)
     assert found.implementations == ("a",)
     limit = found.tolerances.limit("bf16", "out")
     assert (limit.ratio, limit.source) == (5.0, "pyproject.toml")
 
 
 def test_a_group_stands_for_its_members_and_each_is_judged_once(tmp_path: Path) -> None:
-    found = load(tmp_path, table('groups = {mine = ["a", "b"]}'))
-    assert found.members(["b", "mine", "c.py:mine"]) == ["b", "a", "c.py:mine"]
+    found = load_text(tmp_path, table('groups = {mine = ["a", "b"]}'))
+    assert found.resolve_groups(["b", "mine", "c.py:mine"]) == ["b", "a", "c.py:mine"]
 
 
 def test_a_file_without_the_table_means_the_defaults(tmp_path: Path) -> None:
-    assert load(tmp_path, "[project]\nname = 'x'\n") == Settings()
+    assert load_text(tmp_path, "[project]\nname = 'x'\n") == Settings()
 
 
-def record(verdict: str, **changes: Any) -> Record:
+def build_record(verdict: str, **changes: Any) -> Record:
     values: dict[str, Any] = {
         "implementation": "kernel",
         "platform": "cpu",
@@ -98,7 +98,7 @@ def record(verdict: str, **changes: Any) -> Record:
     return Record(**{**values, "observable": "dv", "verdict": verdict, **changes})
 
 
-def expecting(**fields: object) -> Settings:
+def build_settings(**fields: object) -> Settings:
     return Settings(expected_failures=(ExpectedFailure(implementation="kernel", reason="known", **fields),))  # type: ignore[arg-type]
 
 
@@ -114,7 +114,7 @@ def expecting(**fields: object) -> Settings:
     ],
 )
 def test_what_becomes_of_an_expected_failure(before: str, some: bool, after: str) -> None:
-    assert expecting(some=some).settle(record(before), JAX).verdict == after
+    assert build_settings(some=some).settle(build_record(before), JAX).verdict == after
 
 
 @pytest.mark.parametrize(
@@ -123,25 +123,25 @@ def test_what_becomes_of_an_expected_failure(before: str, some: bool, after: str
     ids=lambda fields: next(iter(fields)),
 )
 def test_what_an_entry_is_not_about_stays_a_failure(fields: dict[str, object]) -> None:
-    assert expecting(**fields).settle(record(FAIL), JAX).verdict == FAIL
+    assert build_settings(**fields).settle(build_record(FAIL), JAX).verdict == FAIL
 
 
 def test_patterns_and_version_ranges_match() -> None:
-    chosen = expecting(case="train/*", check=["grad*"], observable=["d?"], jax=">=0.10")
-    assert chosen.settle(record(FAIL), JAX).verdict == EXPECTED_FAIL
-    assert chosen.settle(record(FAIL), "0.12.0.1").verdict == EXPECTED_FAIL
+    chosen = build_settings(case="train/*", check=["grad*"], observable=["d?"], jax=">=0.10")
+    assert chosen.settle(build_record(FAIL), JAX).verdict == EXPECTED_FAIL
+    assert chosen.settle(build_record(FAIL), "0.12.0.1").verdict == EXPECTED_FAIL
 
 
 def test_an_entry_that_nothing_fails_for_is_stale_and_red() -> None:
-    (stale,) = expecting(some=True).stale([record(PASS)], JAX)
+    (stale,) = build_settings(some=True).stale([build_record(PASS)], JAX)
     assert stale.verdict == UNEXPECTED_PASS
     assert "nothing failed that pyproject.toml expects to fail: known" in stale.reason
 
 
 def test_an_entry_is_not_stale_where_it_fails_was_not_judged_or_is_about_another_version() -> None:
-    assert not expecting().stale([expecting().settle(record(FAIL), JAX)], JAX)
-    assert not expecting().stale([record(PASS, implementation="other")], JAX)
-    assert not expecting(jax=">=0.11").stale([record(PASS)], JAX)
-    assert not expecting(platform="gpu").stale([record(PASS, platform="cpu")], JAX)
-    assert expecting(platform="gpu").stale([record(PASS, platform="gpu")], JAX)
-    assert not expecting().stale([record(UNJUDGED, check="hardware")], JAX)
+    assert not build_settings().stale([build_settings().settle(build_record(FAIL), JAX)], JAX)
+    assert not build_settings().stale([build_record(PASS, implementation="other")], JAX)
+    assert not build_settings(jax=">=0.11").stale([build_record(PASS)], JAX)
+    assert not build_settings(platform="gpu").stale([build_record(PASS, platform="cpu")], JAX)
+    assert build_settings(platform="gpu").stale([build_record(PASS, platform="gpu")], JAX)
+    assert not build_settings().stale([build_record(UNJUDGED, check="hardware")], JAX)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from conformance import declare
 
 
-def allowed_pairs(q: Any, k: Any, causal: bool, window: Any, mask: Any, segment_ids: Any) -> jax.Array:
+def build_mask(q: Any, k: Any, causal: bool, window: Any, mask: Any, segment_ids: Any) -> jax.Array:
     """Booleans broadcastable to `[B, N, T, S]`."""
     i = jnp.arange(q.shape[1])[:, None]
     j = jnp.arange(k.shape[1])[None, :]
@@ -56,7 +56,7 @@ def attention(
         z = z + bias
     if soft_cap is not None:
         z = soft_cap * jnp.tanh(z / soft_cap)
-    ok = allowed_pairs(q, k, causal, window, mask, segment_ids)
+    ok = build_mask(q, k, causal, window, mask, segment_ids)
     z = jnp.where(ok, z, -1e30)
     m = z.max(axis=-1, keepdims=True)
     if sinks is not None:

@@ -20,12 +20,12 @@ _F32 = jnp.float32
 Order = Callable[[Any], Any]
 
 
-def _one_by_one(terms: Any, *, reverse: bool = False) -> Any:
+def _sum_sequentially(terms: Any, *, reverse: bool = False) -> Any:
     total, _ = jax.lax.scan(lambda total, term: (total + term, None), jnp.zeros_like(terms[0]), terms, reverse=reverse)
     return total
 
 
-def _as_tree(terms: Any) -> Any:
+def _sum_as_tree(terms: Any) -> Any:
     while terms.shape[0] > 1:
         if terms.shape[0] % 2:
             terms = jnp.concatenate([terms, jnp.zeros_like(terms[:1])])
@@ -34,24 +34,24 @@ def _as_tree(terms: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(order: Order, a: Any, b: Any) -> Any:
+def _multiply(order: Order, a: Any, b: Any) -> Any:
     """Of matrices `[., M, D]` and `[., D, N]`."""
     return order(jnp.moveaxis(a, -1, 0)[..., None] * jnp.moveaxis(b, -2, 0)[..., None, :])
 
 
 def _pull_back(order: Order, saved: Any, g: Any) -> Any:
     a, b = saved
-    return _product(order, g, b.swapaxes(-1, -2)), _product(order, a.swapaxes(-1, -2), g)
+    return _multiply(order, g, b.swapaxes(-1, -2)), _multiply(order, a.swapaxes(-1, -2), g)
 
 
-_product.defvjp(lambda order, a, b: (_product(order, a, b), (a, b)), _pull_back)
+_multiply.defvjp(lambda order, a, b: (_multiply(order, a, b), (a, b)), _pull_back)
 
 
 def _attend(order: Order, q: Any, k: Any, v: Any, mask: Any, bias: Any, soft_cap: Any, scale: Any, save: bool) -> Any:
     dtype, group = q.dtype, q.shape[2] // k.shape[2]
     q, k, v = (x.astype(_F32).swapaxes(1, 2) for x in (q, k, v))
     k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
-    z = _product(order, q, k.swapaxes(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    z = _multiply(order, q, k.swapaxes(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         z = z + bias
     if soft_cap is not None:
@@ -61,7 +61,7 @@ def _attend(order: Order, q: Any, k: Any, v: Any, mask: Any, bias: Any, soft_cap
     top = jax.lax.stop_gradient(z.max(axis=-1))
     weights = jnp.exp(z - top[..., None])
     total = order(jnp.moveaxis(weights, -1, 0))
-    out = (_product(order, weights, v) / total[..., None]).swapaxes(1, 2).astype(dtype)
+    out = (_multiply(order, weights, v) / total[..., None]).swapaxes(1, 2).astype(dtype)
     return (out, {"logsumexp": top + jnp.log(total), "max_logits": top}) if save else out
 
 
@@ -78,7 +78,7 @@ def from_the_first(
     save_residuals: bool = False,
 ) -> Any:
     """Terms are added one by one."""
-    return _attend(_one_by_one, q, k, v, mask, bias, soft_cap, scale, save_residuals)
+    return _attend(_sum_sequentially, q, k, v, mask, bias, soft_cap, scale, save_residuals)
 
 
 @declare(behind_mask="finite")
@@ -86,7 +86,7 @@ def from_the_last(
     q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None, scale: Any = None, save_residuals: bool = False
 ) -> Any:
     """Terms are added one by one, the last ones first."""
-    return _attend(functools.partial(_one_by_one, reverse=True), q, k, v, mask, bias, None, scale, save_residuals)
+    return _attend(functools.partial(_sum_sequentially, reverse=True), q, k, v, mask, bias, None, scale, save_residuals)
 
 
 @declare(behind_mask="finite")
@@ -94,7 +94,7 @@ def as_tree(
     q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None, scale: Any = None, save_residuals: bool = False
 ) -> Any:
     """Neighbours are added, then their sums, and so on."""
-    return _attend(_as_tree, q, k, v, mask, bias, None, scale, save_residuals)
+    return _attend(_sum_as_tree, q, k, v, mask, bias, None, scale, save_residuals)
 
 
 ORDERS = (from_the_first, from_the_last, as_tree)

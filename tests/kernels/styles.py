@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from conformance import declare
-from tests.kernels import low_precision
-from tests.kernels.low_precision import Roundings, to_nearest
-from tests.kernels.naive import allowed_pairs
+from tests.kernels import low_precision_attention
+from tests.kernels.low_precision_attention import Roundings, round_to_nearest
+from tests.kernels.naive import build_mask
 
 _F32 = jnp.float32
 _LARGE = -1e30
@@ -23,11 +23,11 @@ _BLOCK = 64
 _einsum = functools.partial(jnp.einsum, precision="highest", preferred_element_type=_F32)
 
 
-def _scale(q: Any, scale: Any) -> Any:
+def _get_scale(q: Any, scale: Any) -> Any:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _wide(*operands: Any) -> Any:
+def _cast_to_f32(*operands: Any) -> Any:
     return tuple(x.astype(_F32) for x in operands)
 
 
@@ -37,7 +37,7 @@ def einsum(q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None, scale:
     batch, length, heads, depth = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, depth)
-    logits = _einsum("btkgh,bskh->bkgts", grouped, k).reshape(batch, heads, length, -1) * _scale(q, scale)
+    logits = _einsum("btkgh,bskh->bkgts", grouped, k).reshape(batch, heads, length, -1) * _get_scale(q, scale)
     if bias is not None:
         logits = logits + bias
     if mask is not None:
@@ -50,29 +50,29 @@ def einsum(q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None, scale:
 @declare(behind_mask="finite", empty_rows="mean")
 def large_negative(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, segment_ids: Any = None) -> Any:
     """`-1e30` behind the mask: a row that sees nothing gets the mean of v."""
-    wide = _wide(q, k, v)
-    ok = allowed_pairs(q, k, causal, None, mask, segment_ids)
+    wide = _cast_to_f32(q, k, v)
+    ok = build_mask(q, k, causal, None, mask, segment_ids)
     k32, v32 = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in wide[1:])
-    logits = jnp.where(ok, _einsum("btnh,bsnh->bnts", wide[0], k32) * _scale(q, None), _LARGE)
+    logits = jnp.where(ok, _einsum("btnh,bsnh->bnts", wide[0], k32) * _get_scale(q, None), _LARGE)
     return _einsum("bnts,bsnv->btnv", jax.nn.softmax(logits, axis=-1), v32).astype(q.dtype)
 
 
 @declare(behind_mask="finite")
 def vmap_heads(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None, soft_cap: Any = None) -> Any:
     """One head written down, `vmap` over groups, heads and batch rows."""
-    ok = allowed_pairs(q, k, causal, window, None, None)[0, 0]
+    ok = build_mask(q, k, causal, window, None, None)[0, 0]
     # A row without a key sees all of them, and nobody relies on what it gets.
     ok = ok | ~ok.any(axis=-1, keepdims=True)
 
     def head(q: Any, k: Any, v: Any) -> Any:  # [T, H], [S, H], [S, V]
-        logits = _einsum("th,sh->ts", q, k) * _scale(q, None)
+        logits = _einsum("th,sh->ts", q, k) * _get_scale(q, None)
         if soft_cap is not None:
             logits = soft_cap * jnp.tanh(logits / soft_cap)
         return _einsum("ts,sv->tv", jax.nn.softmax(jnp.where(ok, logits, -jnp.inf), axis=-1), v)
 
     group = jax.vmap(head, in_axes=(1, None, None), out_axes=1)  # query heads that read one head
     heads = jax.vmap(group, in_axes=(1, 1, 1), out_axes=1)
-    q32, k32, v32 = _wide(q, k, v)
+    q32, k32, v32 = _cast_to_f32(q, k, v)
     grouped = q32.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     return jax.vmap(heads)(grouped, k32, v32).reshape(*q.shape[:3], -1).astype(q.dtype)
 
@@ -102,7 +102,7 @@ def repeat_in_operands_dtype(
 def repeat(q: Any, k: Any, v: Any, *, mask: Any = None, soft_cap: Any = None, scale: Any = None) -> Any:
     """`jnp.repeat` of k and v in the operands' dtype, softmax in f32."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    logits = _einsum("btnh,bsnh->bnts", q, k) * _scale(q, scale)
+    logits = _einsum("btnh,bsnh->bnts", q, k) * _get_scale(q, scale)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     p = jax.nn.softmax(logits if mask is None else jnp.where(mask, logits, _LARGE), axis=-1)
@@ -117,18 +117,18 @@ def broadcast(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
         jnp.broadcast_to(x[:, :, :, None], (*x.shape[:3], group, x.shape[3])).reshape(*x.shape[:2], -1, x.shape[3])
         for x in (k, v)
     )
-    logits = _einsum("btnh,bsnh->bnts", q, k) * _scale(q, None)
+    logits = _einsum("btnh,bsnh->bnts", q, k) * _get_scale(q, None)
     logits = logits.astype(q.dtype).astype(_F32)
-    ok = allowed_pairs(q, k, causal, None, mask, segment_ids)
+    ok = build_mask(q, k, causal, None, mask, segment_ids)
     p = jax.nn.softmax(jnp.where(ok, logits, _LARGE), axis=-1)
     return _einsum("bnts,bsnv->btnv", p.astype(q.dtype), v).astype(q.dtype)
 
 
-def _online(state: Any, block: Any, q: Any) -> Any:
+def _update_state(state: Any, block: Any, q: Any) -> Any:
     """One block of keys of the online softmax: q `[B, T, N, H]`, k and v `[B, s, N, .]`, ok `[., ., T, s]`."""
     top, total, acc = state
     k, v, ok = block
-    logits = jnp.where(ok, _einsum("btnh,bsnh->bnts", q, k) * _scale(q, None), -jnp.inf)
+    logits = jnp.where(ok, _einsum("btnh,bsnh->bnts", q, k) * _get_scale(q, None), -jnp.inf)
     new = jnp.maximum(top, jax.lax.stop_gradient(logits.max(axis=-1)))
     pivot = jnp.where(jnp.isfinite(new), new, 0)
     keep = jnp.where(jnp.isfinite(top), jnp.exp(top - pivot), 0)
@@ -137,7 +137,7 @@ def _online(state: Any, block: Any, q: Any) -> Any:
     return new, total * keep + weights.sum(axis=-1), acc
 
 
-def _cut(operands: Any, mask: Any, size: int = _BLOCK) -> Any:
+def _split_blocks(operands: Any, mask: Any, size: int = _BLOCK) -> Any:
     """k, v and the mask, padded and cut along the keys, the blocks first; and the state before the first."""
     q, k, v = operands
     batch, length, heads, _ = q.shape
@@ -153,7 +153,7 @@ def _cut(operands: Any, mask: Any, size: int = _BLOCK) -> Any:
     return (k, v, ok), (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1])))
 
 
-def _finished(state: Any, dtype: Any) -> Any:
+def _finish(state: Any, dtype: Any) -> Any:
     _, total, acc = state
     return (acc / jnp.where(total == 0, 1, total)[..., None]).swapaxes(1, 2).astype(dtype)
 
@@ -161,53 +161,53 @@ def _finished(state: Any, dtype: Any) -> Any:
 @declare(behind_mask="finite", empty_rows="zero")
 def scanned(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
     """Blocks of keys by `lax.scan`, differentiated by JAX."""
-    wide = _wide(q, k, v)
-    blocks, start = _cut(wide, mask)
-    state, _ = jax.lax.scan(lambda state, block: (_online(state, block, wide[0]), None), start, blocks)
-    return _finished(state, q.dtype)
+    wide = _cast_to_f32(q, k, v)
+    blocks, start = _split_blocks(wide, mask)
+    state, _ = jax.lax.scan(lambda state, block: (_update_state(state, block, wide[0]), None), start, blocks)
+    return _finish(state, q.dtype)
 
 
 @declare(behind_mask="finite", empty_rows="zero", unsupported={"train": "a loop whose length is dynamic to JAX"})
 def fori(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
     """Blocks of keys by `lax.fori_loop`, forward only."""
-    wide = _wide(q, k, v)
-    blocks, start = _cut(wide, mask)
+    wide = _cast_to_f32(q, k, v)
+    blocks, start = _split_blocks(wide, mask)
 
     def step(number: Any, state: Any) -> Any:
-        return _online(
+        return _update_state(
             state, jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), blocks), wide[0]
         )
 
-    return _finished(jax.lax.fori_loop(0, jnp.asarray(blocks[0].shape[0]), step, start), q.dtype)
+    return _finish(jax.lax.fori_loop(0, jnp.asarray(blocks[0].shape[0]), step, start), q.dtype)
 
 
 @declare(behind_mask="finite", empty_rows="zero")
 def unrolled(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
     """Blocks of keys by a Python loop, of which there are 64 at most: XLA takes minutes to compile hundreds."""
-    wide = _wide(q, k, v)
-    blocks, state = _cut(wide, mask, max(_BLOCK, -(-k.shape[1] // 64)))
+    wide = _cast_to_f32(q, k, v)
+    blocks, state = _split_blocks(wide, mask, max(_BLOCK, -(-k.shape[1] // 64)))
     for number in range(blocks[0].shape[0]):
-        state = _online(state, jax.tree.map(lambda x, n=number: x[n], blocks), wide[0])
-    return _finished(state, q.dtype)
+        state = _update_state(state, jax.tree.map(lambda x, n=number: x[n], blocks), wide[0])
+    return _finish(state, q.dtype)
 
 
 @declare(behind_mask="finite", empty_rows="zero")
 def checkpointed(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
     """Blocks of keys by `lax.scan`, each computed again for the backward pass by `jax.checkpoint`."""
-    wide = _wide(q, k, v)
-    blocks, start = _cut(wide, mask)
-    step = jax.checkpoint(lambda state, block: _online(state, block, wide[0]))
+    wide = _cast_to_f32(q, k, v)
+    blocks, start = _split_blocks(wide, mask)
+    step = jax.checkpoint(lambda state, block: _update_state(state, block, wide[0]))
     state, _ = jax.lax.scan(lambda state, block: (step(state, block), None), start, blocks)
-    return _finished(state, q.dtype)
+    return _finish(state, q.dtype)
 
 
 @declare(behind_mask="finite", empty_rows="zero")
 def double_where(q: Any, k: Any, v: Any, *, mask: Any = None, sinks: Any = None, save_residuals: bool = False) -> Any:
     """All logits at once, a `where` before `exp` and one after it, so that no gradient is NaN."""
-    q32, k32, v32 = _wide(q, k, v)
+    q32, k32, v32 = _cast_to_f32(q, k, v)
     k32, v32 = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k32, v32))
-    ok = allowed_pairs(q, k, False, None, mask, None)
-    logits = _einsum("btnh,bsnh->bnts", q32, k32) * _scale(q, None)
+    ok = build_mask(q, k, False, None, mask, None)
+    logits = _einsum("btnh,bsnh->bnts", q32, k32) * _get_scale(q, None)
     top = jax.lax.stop_gradient(jnp.where(ok, logits, -jnp.inf).max(axis=-1))
     pivot = top if sinks is None else jnp.maximum(top, jax.lax.stop_gradient(sinks)[:, None])
     pivot = jnp.where(jnp.isfinite(pivot), pivot, 0)
@@ -223,9 +223,9 @@ def double_where(q: Any, k: Any, v: Any, *, mask: Any = None, sinks: Any = None,
     return out, {"logsumexp": lse, "max_logits": jnp.where(ok, logits, -jnp.inf).max(axis=-1)}
 
 
-def _weights(q: Any, k: Any, ok: Any) -> tuple[Any, Any]:
+def _compute_probabilities(q: Any, k: Any, ok: Any) -> tuple[Any, Any]:
     """Probabilities `[B, N, T, S]`, zero in rows that see nothing, and logsumexp."""
-    logits = jnp.where(ok, _einsum("btnh,bsnh->bnts", q, k) * _scale(q, None), -jnp.inf)
+    logits = jnp.where(ok, _einsum("btnh,bsnh->bnts", q, k) * _get_scale(q, None), -jnp.inf)
     top = logits.max(axis=-1, keepdims=True)
     pivot = jnp.where(jnp.isfinite(top), top, 0)
     weights = jnp.where(ok, jnp.exp(logits - pivot), 0)
@@ -233,11 +233,11 @@ def _weights(q: Any, k: Any, ok: Any) -> tuple[Any, Any]:
     return weights / jnp.where(total == 0, 1, total), (pivot + jnp.log(total))[..., 0]
 
 
-def _repeated(x: Any, heads: int) -> Any:
+def _repeat_heads(x: Any, heads: int) -> Any:
     return jnp.repeat(x, heads // x.shape[2], axis=2)
 
 
-def _by_hand(flash: bool) -> Callable[..., Any]:
+def _build_custom_vjp(flash: bool) -> Callable[..., Any]:
     """Attention with a backward pass by hand: as flash attention has it, or from the probabilities."""
 
     @jax.custom_vjp
@@ -246,8 +246,8 @@ def _by_hand(flash: bool) -> Callable[..., Any]:
 
     def save(q: Any, k: Any, v: Any, ok: Any) -> Any:
         heads = q.shape[2]
-        p, lse = _weights(q.astype(_F32), _repeated(k.astype(_F32), heads), ok)
-        out = _einsum("bnts,bsnv->btnv", p.astype(v.dtype), _repeated(v, heads)).astype(q.dtype)
+        p, lse = _compute_probabilities(q.astype(_F32), _repeat_heads(k.astype(_F32), heads), ok)
+        out = _einsum("bnts,bsnv->btnv", p.astype(v.dtype), _repeat_heads(v, heads)).astype(q.dtype)
         return out, (q, k, v, ok, out, lse) if flash else (q, k, v, ok, p)
 
     def pull_back(saved: Any, do: Any) -> Any:
@@ -255,20 +255,20 @@ def _by_hand(flash: bool) -> Callable[..., Any]:
         heads = q.shape[2]
         q32, k32, v32, do32 = (
             q.astype(_F32),
-            _repeated(k, heads).astype(_F32),
-            _repeated(v, heads).astype(_F32),
+            _repeat_heads(k, heads).astype(_F32),
+            _repeat_heads(v, heads).astype(_F32),
             do.astype(_F32),
         )
         dp = _einsum("btnv,bsnv->bnts", do32, v32)
         if flash:
             out, lse = saved[4:]
-            logits = _einsum("btnh,bsnh->bnts", q32, k32) * _scale(q, None)
+            logits = _einsum("btnh,bsnh->bnts", q32, k32) * _get_scale(q, None)
             p = jnp.where(ok, jnp.exp(jnp.where(ok, logits - lse[..., None], 0)), 0)
             d = (out.astype(_F32) * do32).sum(axis=-1).swapaxes(1, 2)[..., None]
         else:
             p = saved[4]
             d = (p * dp).sum(axis=-1, keepdims=True)
-        dx = p * (dp - d) * _scale(q, None)
+        dx = p * (dp - d) * _get_scale(q, None)
         dq = _einsum("bnts,bsnh->btnh", dx, k32)
         dk, dv = _einsum("bnts,btnh->bsnh", dx, q32), _einsum("bnts,btnv->bsnv", p, do32)
         dk, dv = (x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[-1]).sum(axis=3) for x in (dk, dv))
@@ -278,27 +278,27 @@ def _by_hand(flash: bool) -> Callable[..., Any]:
     return attend
 
 
-_FLASH, _PLAIN = _by_hand(flash=True), _by_hand(flash=False)
+_FLASH, _PLAIN = _build_custom_vjp(flash=True), _build_custom_vjp(flash=False)
 
 
 @declare(behind_mask="finite", empty_rows="zero")
 def custom_vjp_flash(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None, mask: Any = None) -> Any:
     """A backward pass by hand from the saved out and logsumexp."""
-    return _FLASH(q, k, v, allowed_pairs(q, k, causal, window, mask, None))
+    return _FLASH(q, k, v, build_mask(q, k, causal, window, mask, None))
 
 
 @declare(behind_mask="finite", empty_rows="zero")
 def custom_vjp_probabilities(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None) -> Any:
     """A backward pass by hand from the saved probabilities."""
-    return _PLAIN(q, k, v, allowed_pairs(q, k, causal, None, mask, None))
+    return _PLAIN(q, k, v, build_mask(q, k, causal, None, mask, None))
 
 
-_IN_OPERANDS_DTYPE = low_precision.kernel(
-    Roundings(accumulator=to_nearest, dq_sum=to_nearest, group_sum=to_nearest),
+_IN_OPERANDS_DTYPE = low_precision_attention.build_kernel(
+    Roundings(accumulator=round_to_nearest, dq_sum=round_to_nearest, group_sum=round_to_nearest),
 )
 
 
-@declare(behind_mask="finite", block_sums=low_precision.BLOCK, group_sums="input")
+@declare(behind_mask="finite", block_sums=low_precision_attention.BLOCK, group_sums="input")
 def sums_in_operands_dtype(q: Any, k: Any, v: Any) -> Any:
     """Sums over blocks of keys and over the heads of a group in the operands' dtype, a backward pass by hand."""
     return _IN_OPERANDS_DTYPE(q, k, v)
@@ -313,7 +313,7 @@ def mapped_queries(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
 
     def block(numbered: tuple[Any, Any]) -> Any:
         number, q = numbered
-        logits = _einsum("btkgh,bskh->bkgts", q, k) * _scale(q, None)
+        logits = _einsum("btkgh,bskh->bkgts", q, k) * _get_scale(q, None)
         if causal:
             i = number * _BLOCK + jnp.arange(_BLOCK)[:, None]
             logits = jnp.where(jnp.arange(k.shape[1]) <= i, logits, -jnp.inf)

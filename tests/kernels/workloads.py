@@ -12,7 +12,7 @@ import jax.numpy as jnp
 # The benchmark's own functions have such a table in their module, and read it.
 CONFIG = {"num_heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128, "pages_per_seq": 256}
 
-_product = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+_multiply = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
 
 
 def flash(q: Any, k: Any, v: Any, *, scale: float | None = None, bias: Any = 0.0) -> Any:
@@ -20,10 +20,10 @@ def flash(q: Any, k: Any, v: Any, *, scale: float | None = None, bias: Any = 0.0
     group = q.shape[1] // k.shape[1]
     k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    x = _product("bnth,bnsh->bnts", q, k) * factor + bias
+    x = _multiply("bnth,bnsh->bnts", q, k) * factor + bias
     seen = jnp.tril(jnp.ones(x.shape[-2:], bool))
     p = jax.nn.softmax(jnp.where(seen, x, -jnp.inf), axis=-1)
-    return _product("bnts,bnsv->bntv", p.astype(v.dtype), v).astype(v.dtype)
+    return _multiply("bnts,bnsv->bntv", p.astype(v.dtype), v).astype(v.dtype)
 
 
 def zeros(q: Any, k: Any, v: Any) -> Any:
@@ -63,15 +63,15 @@ def mla(x: Any, q_down: Any, q_up: Any, kv_down: Any, k_up: Any, v_up: Any, o_pr
     batch, length = x.shape[:2]
 
     def projected(y: Any, *by: Any) -> Any:
-        return functools.reduce(lambda y, w: _product("bte,ef->btf", y, w).astype(x.dtype), by, y)
+        return functools.reduce(lambda y, w: _multiply("bte,ef->btf", y, w).astype(x.dtype), by, y)
 
     q = projected(x, q_down, q_up).reshape(batch, length, heads, -1)
     latent = projected(x, kv_down)
     k = projected(latent[..., :rank], k_up).reshape(batch, length, heads, nope)
     v = projected(latent[..., :rank], v_up).reshape(batch, length, heads, v_dim)
-    turned = _turned(latent[:, :, None, rank:]) if shared else latent[:, :, None, rank:]
+    turned = _rotate(latent[:, :, None, rank:]) if shared else latent[:, :, None, rank:]
     k = jnp.concatenate([k, jnp.broadcast_to(turned, (batch, length, heads, turned.shape[-1]))], axis=-1)
-    q = jnp.concatenate([q[..., :nope], _turned(q[..., nope:])], axis=-1)
+    q = jnp.concatenate([q[..., :nope], _rotate(q[..., nope:])], axis=-1)
     return projected(gqa(q, k, v).reshape(batch, length, -1), o_proj)
 
 
@@ -80,7 +80,7 @@ def keys_not_turned(*operands: Any) -> Any:
     return mla(*operands, shared=False)
 
 
-def _turned(x: Any) -> Any:
+def _rotate(x: Any) -> Any:
     """Rotary in halves of `x [B, T, heads, R]`, in f32."""
     pairs = x.shape[-1] // 2
     frequency = 10_000.0 ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
@@ -93,7 +93,7 @@ def _turned(x: Any) -> Any:
 def paged(q: Any, k_pages: Any, v_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any) -> Any:
     """One query a sequence."""
     row = jnp.arange(page_indices.shape[0])
-    return jax.vmap(lambda i: _token(q[cu_q_lens[i]], k_pages, v_pages, page_indices[i], kv_lens[i]))(row)
+    return jax.vmap(lambda i: _attend_token(q[cu_q_lens[i]], k_pages, v_pages, page_indices[i], kv_lens[i]))(row)
 
 
 def ragged(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> Any:
@@ -103,16 +103,16 @@ def ragged(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: An
     def one(t: Any) -> Any:
         row = jnp.clip(jnp.searchsorted(cu_q_lens, t, side="right") - 1, 0, page_indices.shape[0] - 1)
         seen = kv_lens[row] - cu_q_lens[row + 1] + t + 1
-        return _token(q[t], k_pages, v_pages, page_indices[row], seen)
+        return _attend_token(q[t], k_pages, v_pages, page_indices[row], seen)
 
     return jax.lax.map(one, jnp.arange(q.shape[0]), batch_size=16)
 
 
-def _token(q: Any, k_pages: Any, v_pages: Any, pages: Any, seen: Any) -> Any:
+def _attend_token(q: Any, k_pages: Any, v_pages: Any, pages: Any, seen: Any) -> Any:
     """Attention of a query `[N, H]` to the first `seen` keys in these pages."""
     k, v = (x[pages].reshape(-1, *x.shape[2:]) for x in (k_pages, v_pages))
     there = jnp.arange(len(k)) < seen
     k, v = (jnp.where(there[:, None, None], x, 0) for x in (k, v))
-    x = _product("kgh,skh->kgs", q.reshape(k.shape[1], -1, q.shape[-1]), k) / math.sqrt(q.shape[-1])
+    x = _multiply("kgh,skh->kgs", q.reshape(k.shape[1], -1, q.shape[-1]), k) / math.sqrt(q.shape[-1])
     p = jax.nn.softmax(jnp.where(there, x, -jnp.inf), axis=-1)
-    return _product("kgs,skv->kgv", p.astype(v.dtype), v).reshape(*q.shape[:-1], -1).astype(q.dtype)
+    return _multiply("kgs,skv->kgv", p.astype(v.dtype), v).reshape(*q.shape[:-1], -1).astype(q.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.sensitivity import PlantedBug, detection
+from conformance.sensitivity import PlantedBug, detection_table
 from tests.planted.beyond.bank import BEYOND
 from tests.planted.computing import (
     backward,
@@ -118,4 +118,7 @@ BANK: tuple[PlantedBug, ...] = (
 )
 
 # By which checks, and on which cases, each bug died when the bank was measured: it is looked for there first.
-SEEN = {found.bug: found.kills for found in detection.examinations(detection.load(), {bug.name for bug in BANK})}
+SEEN = {
+    found.bug: found.kills
+    for found in detection_table.parse_examinations(detection_table.load_table(), {bug.name for bug in BANK})
+}

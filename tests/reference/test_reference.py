@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse
-from cases.inputs import Problem, draw
+from cases.case import parse_case_id
 from cases.masks import Causal, Dense
+from cases.operand_values import Problem, draw_problem
 from conformance import reference_attention
-from conformance.asking.subject import Subject
-from conformance.calling.execution import Executor
+from conformance.check_api.subject import Subject
 from conformance.contract import Implementation
-from conformance.truth.bounds import Bounded
+from conformance.execution.executor import Executor
 from conformance.truth.comparison import compare
 from conformance.truth.oracle import Backward
-from conformance.truth.tolerances import default
-from tests.judged import assert_right, bounds_of_float64
+from conformance.truth.rounding_bounds import Bounded
+from conformance.truth.tolerances import load_default_tolerances
+from tests.comparison_asserts import assert_right, compute_float64_bounds
 
 CASES = (
     "train/f32/B2.T24.S32.N4.K2.H8.V6/causal-o8/seg/softcap2/sinks/bias/scale0.3/alibi/normal/s1",
@@ -40,7 +40,7 @@ def subject(case_id: str, backward: Backward) -> Subject:
         return reference_attention(*args, **kwargs, backward=backward)
 
     implementation = Implementation(name=f"reference_{backward}", call=call, empty_rows="zero", offers=OFFERED)
-    return Subject(Executor(implementation), parse(case_id), default())
+    return Subject(Executor(implementation), parse_case_id(case_id), load_default_tolerances())
 
 
 @pytest.mark.parametrize("backward", ["vanilla", "flash"])
@@ -65,13 +65,13 @@ def test_results_and_gradients_are_within_the_limits_of_the_oracle(case_id: str,
 
 @pytest.mark.parametrize("backward", ["vanilla", "flash"])
 def test_float64_operands_are_computed_in_float64(backward: Backward) -> None:
-    problem = draw(parse("train/f32/B1.T6.S8.N2.K1.H4.V4/causal-o2/normal/s1"))
+    problem = draw_problem(parse_case_id("train/f32/B1.T6.S8.N2.K1.H4.V4/causal-o2/normal/s1"))
     with jax.enable_x64(True):
         q, k, v = (jnp.asarray(x, jnp.float64) for x in (problem.q, problem.k, problem.v))
         out = reference_attention(q, k, v, mask=Causal(2), backward=backward)
         assert out.dtype == jnp.float64
         expected = subject("train/f32/B1.T6.S8.N2.K1.H4.V4/causal-o2/normal/s1", backward).expectation.forward["out"]
-        assert_right({"out": out}, bounds_of_float64({"out": expected}, computations=2))
+        assert_right({"out": out}, compute_float64_bounds({"out": expected}, computations=2))
 
 
 @pytest.mark.parametrize("backward", ["vanilla", "flash"])
@@ -79,7 +79,7 @@ def test_float64_operands_are_computed_in_float64(backward: Backward) -> None:
 def test_what_nobody_may_attend_to_reaches_no_gradient(backward: Backward, poison: float) -> None:
     hidden = np.ones((4, 5), bool)
     hidden[:, 3:] = False
-    problem = draw(parse("train/f32/B1.T4.S5.N2.K1.H4.V4/full/normal/s1"))
+    problem = draw_problem(parse_case_id("train/f32/B1.T4.S5.N2.K1.H4.V4/full/normal/s1"))
 
     def gradients(k: np.ndarray, v: np.ndarray) -> Any:
         def loss(*operands: jax.Array) -> jax.Array:
@@ -96,7 +96,7 @@ def test_what_nobody_may_attend_to_reaches_no_gradient(backward: Backward, poiso
 
 @pytest.mark.parametrize("backward", ["vanilla", "flash"])
 def test_a_mask_by_function_is_the_mask_that_it_says(backward: Backward) -> None:
-    problem = draw(parse("train/f32/B2.T6.S9.N4.K2.H4.V4/full/normal/s1"))
+    problem = draw_problem(parse_case_id("train/f32/B2.T6.S9.N4.K2.H4.V4/full/normal/s1"))
     q, k, v = map(jnp.asarray, (problem.q, problem.k, problem.v))
     b, n, i, j = np.ogrid[:2, :4, :6, :9]
 
@@ -122,7 +122,7 @@ def test_what_is_no_function_is_refused() -> None:
 
 
 def test_max_logits_carry_no_gradient() -> None:
-    problem = draw(parse("train/f32/B1.T4.S5.N2.K1.H4.V4/full/normal/s1"))
+    problem = draw_problem(parse_case_id("train/f32/B1.T4.S5.N2.K1.H4.V4/full/normal/s1"))
 
     q, k, v = map(jnp.asarray, (problem.q, problem.k, problem.v))
 
@@ -133,7 +133,7 @@ def test_max_logits_carry_no_gradient() -> None:
 
 
 def operands() -> dict[str, Any]:
-    problem: Problem = draw(parse("train/f32/B2.T4.S5.N4.K2.H8.V6/full/normal/s1"))
+    problem: Problem = draw_problem(parse_case_id("train/f32/B2.T4.S5.N4.K2.H8.V6/full/normal/s1"))
     return {name: jnp.asarray(getattr(problem, name)) for name in "qkv"}
 
 

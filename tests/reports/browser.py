@@ -39,7 +39,7 @@ _KEYS = {
 }
 
 
-def found() -> str | None:
+def find_browser() -> str | None:
     """The browser of this machine, if there is one."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
@@ -125,9 +125,9 @@ class Tab:
 
 
 @contextlib.contextmanager
-def tab(folder: Path) -> Iterator[Tab]:
+def open_tab(folder: Path) -> Iterator[Tab]:
     """A browser with a profile of its own in `folder`, closed at the end."""
-    browser = found()
+    browser = find_browser()
     assert browser is not None
     (to_read, to), (back, to_write) = os.pipe(), os.pipe()
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe")

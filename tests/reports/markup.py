@@ -63,7 +63,7 @@ class _Reader(HTMLParser):
         self.open[-1].text += data
 
 
-def parsed(page: str) -> Element:
+def parse_page(page: str) -> Element:
     """The elements of a page. Raises `ValueError` where one is not closed, or another is."""
     reader = _Reader()
     reader.feed(page)
@@ -73,45 +73,47 @@ def parsed(page: str) -> Element:
     return reader.root
 
 
-def without_scripts(page: str) -> str:
+def strip_scripts(page: str) -> str:
     """The page as it is read where no script runs."""
     return _SCRIPTS.sub("", page)
 
 
-def faults(page: str) -> list[str]:
+def find_faults(page: str) -> list[str]:
     """What is wrong with the structure of a page, in words."""
-    root = parsed(page)
-    every = _each(root)[1:]
+    root = parse_page(page)
+    every = _list_elements(root)[1:]
     ids = [element.attributes["id"] for element in every if "id" in element.attributes]
     found = [f"the id {name} is given {ids.count(name)} times" for name in set(ids) if ids.count(name) > 1]
-    found += [f"{link} leads nowhere" for link in sorted(_links(every)) if link not in ids]
-    found += _headings(root)
+    found += [f"{link} leads nowhere" for link in sorted(_list_links(every)) if link not in ids]
+    found += _check_headings(root)
     for table in root.all("table"):
-        found += _table(table)
-    labels = [label for element in every if element.attributes.get("role") == "region" for label in [_label(element)]]
+        found += _check_table(table)
+    labels = [
+        label for element in every if element.attributes.get("role") == "region" for label in [_get_label(element)]
+    ]
     found += [f"a region is called {label!r}" for label in set(labels) if labels.count(label) > 1 or not label]
     for element in every:
-        found += _of_one(element, ids)
+        found += _check_element(element, ids)
     return found
 
 
-def _each(element: Element) -> list[Element]:
-    return [element, *(x for child in element.children for x in _each(child))]
+def _list_elements(element: Element) -> list[Element]:
+    return [element, *(x for child in element.children for x in _list_elements(child))]
 
 
-def _links(every: list[Element]) -> set[str]:
+def _list_links(every: list[Element]) -> set[str]:
     links = {element.attributes["href"] for element in every if element.tag == "a"}
     return {unquote(link.removeprefix("#")) for link in links}
 
 
-def _headings(root: Element) -> list[str]:
+def _check_headings(root: Element) -> list[str]:
     levels = [int(heading.tag[1]) for heading in root.all("h1", "h2", "h3", "h4", "h5", "h6")]
     found = [f"{levels.count(1)} headings of level 1"] if levels.count(1) != 1 else []
     steps = zip([0, *levels], levels, strict=False)
     return found + [f"a heading of level {new} after one of {old}" for old, new in steps if new > old + 1]
 
 
-def _table(table: Element) -> list[str]:
+def _check_table(table: Element) -> list[str]:
     caption = [child for child in table.children if child.tag == "caption"]
     name = caption[0].words if caption else "a table"
     found = [] if caption and name else ["a table has no caption"]
@@ -121,7 +123,7 @@ def _table(table: Element) -> list[str]:
     return found
 
 
-def _of_one(element: Element, ids: list[str]) -> list[str]:
+def _check_element(element: Element, ids: list[str]) -> list[str]:
     named = element.attributes.get("aria-labelledby")
     found = [f"<{element.tag}> is labelled by {named}, which is nowhere"] if named and named not in ids else []
     if element.tag in ("input", "select") and not any(x.tag == "label" and x.words for x in element.above):
@@ -130,12 +132,12 @@ def _of_one(element: Element, ids: list[str]) -> list[str]:
         found.append("a figure has no label")
     if element.tag in ("summary", "button") and not element.words:
         found.append(f"<{element.tag}> has no text")
-    if element.tag == "section" and not _label(element):
+    if element.tag == "section" and not _get_label(element):
         found.append("a section has no label")
-    if "scroll" in element.attributes.get("class", "").split() and not _label(element):
+    if "scroll" in element.attributes.get("class", "").split() and not _get_label(element):
         found.append("what scrolls has no label")
     return found
 
 
-def _label(element: Element) -> str:
+def _get_label(element: Element) -> str:
     return element.attributes.get("aria-label") or element.attributes.get("aria-labelledby", "")

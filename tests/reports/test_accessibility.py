@@ -8,26 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from reports import html
+from reports import html_page
 from tests.reports import browser
 from tests.reports.browser import Tab
 from tests.reports.test_browser import RECORDS
-from tests.reports.test_page import some
-from tests.reports.test_reports import run_info
+from tests.reports.test_html_page import make_some
+from tests.reports.test_reports import make_run_info
 
-pytestmark = pytest.mark.skipif(browser.found() is None, reason="no Chromium here: the page was not tried in one")
+pytestmark = pytest.mark.skipif(
+    browser.find_browser() is None, reason="no Chromium here: the page was not tried in one"
+)
 
 
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    with browser.tab(tmp_path_factory.mktemp("profile")) as made:
+    with browser.open_tab(tmp_path_factory.mktemp("profile")) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
-    html.write(path, RECORDS, run_info())
+    html_page.save_page(path, RECORDS, make_run_info())
     return path
 
 
@@ -67,7 +69,9 @@ def test_few_stops_of_the_tab_key(tab: Tab, page: Path) -> None:
 def test_axe_finds_nothing_serious(tab: Tab, tmp_path: Path, width: int) -> None:
     axe_core = pytest.importorskip("axe_core_python", reason="axe-core is not installed: the page was not audited")
     page = tmp_path / "report.html"
-    html.write(page, [one for one in some() if not one.implementation.startswith("kernel_")], run_info())
+    html_page.save_page(
+        page, [one for one in make_some() if not one.implementation.startswith("kernel_")], make_run_info()
+    )
     tab.open(page, width=width)
     tab.evaluate((importlib.resources.files(axe_core) / "axe.min.js").read_text(encoding="utf-8") + ";0")
     found = "axe.run().then((told) => told.violations.map((one) => [one.id, one.impact, one.nodes[0].html]))"

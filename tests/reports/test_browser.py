@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 
 from conformance.records import RED
-from reports import html, matrices
-from reports.summary import contender_of
+from reports import html_page, matrices
+from reports.conformity import get_contender
 from tests.reports import browser
 from tests.reports.browser import Tab
-from tests.reports.test_page import asked, some, two_runs_in_one_file
-from tests.reports.test_reports import failure, many, record, run_info
+from tests.reports.test_html_page import make_some, run_query, save_two_runs
+from tests.reports.test_reports import make_failure, make_many, make_record, make_run_info
 
-pytestmark = pytest.mark.skipif(browser.found() is None, reason="no Chromium here: the page was not tried in one")
+pytestmark = pytest.mark.skipif(
+    browser.find_browser() is None, reason="no Chromium here: the page was not tried in one"
+)
 
-RECORDS = [*some(), *(record(case=f"more/{i}", features=("sinks",), check="poison") for i in range(120))]
+RECORDS = [*make_some(), *(make_record(case=f"more/{i}", features=("sinks",), check="poison") for i in range(120))]
 RED_ONES = sum(one.verdict in RED for one in RECORDS)
 ROWS = "document.querySelectorAll('#rows tbody tr').length"
 TOLD = "document.getElementById('told').textContent"
@@ -31,14 +33,14 @@ CHOOSE = """((name, text) => {
 
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    with browser.tab(tmp_path_factory.mktemp("profile")) as made:
+    with browser.open_tab(tmp_path_factory.mktemp("profile")) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
-    html.write(path, RECORDS, run_info())
+    html_page.save_page(path, RECORDS, make_run_info())
     return path
 
 
@@ -68,18 +70,22 @@ def test_filters_search_and_sort(tab: Tab, page: Path) -> None:
 
 
 def test_the_command_tells_runs_of_one_file_apart(tab: Tab, tmp_path: Path) -> None:
-    page, found, info = two_runs_in_one_file(tmp_path)
+    page, found, info = save_two_runs(tmp_path)
     tab.open(page)
     for label in info.runs:
         tab.evaluate(f"{CHOOSE}('contender', {label!r})")
         command = tab.evaluate("document.getElementById('query').textContent")
-        assert len(asked(command, tmp_path)) == sum(contender_of(one).label == label for one in found)
+        assert len(run_query(command, tmp_path)) == sum(get_contender(one).label == label for one in found)
     assert tab.errors == []
 
 
 def test_findings_are_searched(tab: Tab, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    html.write(page, [failure(implementation="first"), failure(implementation="second"), record()], run_info())
+    html_page.save_page(
+        page,
+        [make_failure(implementation="first"), make_failure(implementation="second"), make_record()],
+        make_run_info(),
+    )
     tab.open(page)
     tab.evaluate("document.querySelector('#find [type=search]').focus()")
     tab.type("second")
@@ -120,7 +126,7 @@ NAMES = "[...document.querySelector('table.matrix').tBodies[0].rows].map((row) =
 def test_a_matrix_is_sorted_by_a_column_by_keys_alone(tab: Tab, page: Path) -> None:
     tab.open(page)
     by_name = tab.evaluate(NAMES)
-    matrix = matrices.feature_matrix(RECORDS)
+    matrix = matrices.build_feature_matrix(RECORDS)
     ranks = [[matrix.ranks.get((x, column), 99) for x in matrix.contenders] for column in matrix.columns]
     number = next(n for n, each in enumerate(ranks) if each != sorted(each))
     column = matrix.columns[number]
@@ -177,7 +183,7 @@ def test_further_records_are_one_click_away(tab: Tab, page: Path) -> None:
 
 @pytest.mark.long
 def test_a_page_of_20000_records_is_drawn_in_two_seconds(tab: Tab, tmp_path: Path) -> None:
-    html.write(tmp_path / "report.html", many(20_000), run_info())
+    html_page.save_page(tmp_path / "report.html", make_many(20_000), make_run_info())
     assert tab.open(tmp_path / "report.html") < 2
     assert tab.evaluate(TOLD) == "20,000 records"
     assert tab.errors == []

@@ -30,7 +30,7 @@ from reports.changes import (
     NEWLY_JUDGED,
     NEWLY_UNJUDGED,
     NEWLY_UNSUPPORTED,
-    NOT_ASKED,
+    NOT_ASKED_AGAIN,
     Comparison,
 )
 
@@ -39,7 +39,7 @@ PLANNED = {(CASE.format(number), "forward") for number in range(40)}
 INFO = RunInfo(command="run", level="quick", environment={"jax": "0.10.2"}, tolerances=[])
 
 
-def record(number: int = 0, verdict: str = PASS, **changed: Any) -> Record:
+def make_record(number: int = 0, verdict: str = PASS, **changed: Any) -> Record:
     values: dict[str, Any] = {
         "implementation": "kernel",
         "platform": "cpu",
@@ -55,8 +55,8 @@ def record(number: int = 0, verdict: str = PASS, **changed: Any) -> Record:
     return Record(**values | changed)
 
 
-def compared(old: Sequence[Record], new: Sequence[Record], **options: Any) -> Comparison:
-    return changes.compare(old, new, **{"planned": PLANNED} | options)
+def compare_records(old: Sequence[Record], new: Sequence[Record], **options: Any) -> Comparison:
+    return changes.compare_runs(old, new, **{"planned": PLANNED} | options)
 
 
 @pytest.mark.parametrize(
@@ -84,82 +84,89 @@ def compared(old: Sequence[Record], new: Sequence[Record], **options: Any) -> Co
     ],
 )
 def test_what_becomes_of_a_judgement(before: str, after: str, kind: str | None) -> None:
-    found = compared([record(0, before)], [record(0, after)])
+    found = compare_records([make_record(0, before)], [make_record(0, after)])
     assert [change.kind for change in found.changes] == ([kind] if kind else [])
     assert bool(found.regressions) == (kind in changes.REGRESSIONS)
 
 
 def test_what_is_there_no_more_is_gone_if_its_case_was_asked() -> None:
-    old, new = [record(0), record(1)], [record(0)]
-    assert compared(old, new).counts == {GONE: 1}
-    assert compared(old, new, planned=None).counts == {GONE: 1}  # an older file, which does not say
-    assert compared(old, new, planned={(CASE.format(0), "forward")}).counts == {NOT_ASKED: 1}
-    assert compared(old, new, planned={(CASE.format(0), "forward"), (CASE.format(1), "poison")}).counts == {
-        NOT_ASKED: 1
+    old, new = [make_record(0), make_record(1)], [make_record(0)]
+    assert compare_records(old, new).counts == {GONE: 1}
+    assert compare_records(old, new, planned=None).counts == {GONE: 1}  # an older file, which does not say
+    assert compare_records(old, new, planned={(CASE.format(0), "forward")}).counts == {NOT_ASKED_AGAIN: 1}
+    assert compare_records(old, new, planned={(CASE.format(0), "forward"), (CASE.format(1), "poison")}).counts == {
+        NOT_ASKED_AGAIN: 1
     }
-    assert compared(old, [record(0), record(1, UNSUPPORTED, check="support", observable="case")]).counts == {
+    assert compare_records(
+        old, [make_record(0), make_record(1, UNSUPPORTED, check="support", observable="case")]
+    ).counts == {
         NEWLY_UNSUPPORTED: 2  # the judgement, and the reason that stands in its place
     }
-    assert compared([record(0), record(1, UNJUDGED)], new).counts == {}
+    assert compare_records([make_record(0), make_record(1, UNJUDGED)], new).counts == {}
 
 
 def test_what_raised_and_has_results_now_is_fixed() -> None:
-    raised = [record(0, ERROR, observable="all")]
-    assert compared(raised, [record(0), record(0, observable="logsumexp")]).counts == {FIXED: 1}
-    assert compared(raised, [record(0), record(0, FAIL, observable="logsumexp")]).counts == {NEW_FAILURE: 1, GONE: 1}
-    assert compared(raised, [record(0, check="primal")]).counts == {GONE: 1}
+    raised = [make_record(0, ERROR, observable="all")]
+    assert compare_records(raised, [make_record(0), make_record(0, observable="logsumexp")]).counts == {FIXED: 1}
+    assert compare_records(raised, [make_record(0), make_record(0, FAIL, observable="logsumexp")]).counts == {
+        NEW_FAILURE: 1,
+        GONE: 1,
+    }
+    assert compare_records(raised, [make_record(0, check="primal")]).counts == {GONE: 1}
 
 
 def test_a_failure_is_new_where_nothing_was_asked_before() -> None:
-    assert compared([record(0)], [record(0), record(1, FAIL)]).counts == {NEW_FAILURE: 1}
-    assert compared([record(0)], [record(0), record(1)]).counts == {}
+    assert compare_records([make_record(0)], [make_record(0), make_record(1, FAIL)]).counts == {NEW_FAILURE: 1}
+    assert compare_records([make_record(0)], [make_record(0), make_record(1)]).counts == {}
 
 
 def test_a_kernel_before_and_after_may_have_two_names_and_two_chips_two_platforms() -> None:
-    before = [record(number, implementation="old.py:attention") for number in range(3)]
-    after = [record(number, implementation="new.py:attention", platform="tpu") for number in range(3)]
-    assert compared(before, after).changes == ()
+    before = [make_record(number, implementation="old.py:attention") for number in range(3)]
+    after = [make_record(number, implementation="new.py:attention", platform="tpu") for number in range(3)]
+    assert compare_records(before, after).changes == ()
     worse = [*after[:2], dataclasses.replace(after[2], verdict=FAIL)]
-    assert compared(before, worse).counts == {NEW_FAILURE: 1}
+    assert compare_records(before, worse).counts == {NEW_FAILURE: 1}
 
 
 def test_ratios_that_move_are_shown_and_no_regression() -> None:
-    old = [record(number) for number in range(40)]
-    assert not compared(old, old).moved_alone
+    old = [make_record(number) for number in range(40)]
+    assert not compare_records(old, old).moved_alone
     slightly = [dataclasses.replace(one, ratio=1.0 + 0.01 * (place % 7)) for place, one in enumerate(old)]
-    assert not compared(old, slightly).moved_alone
-    assert not compared(old, slightly).moved_together
+    assert not compare_records(old, slightly).moved_alone
+    assert not compare_records(old, slightly).moved_together
     all_of_them = [dataclasses.replace(one, ratio=1.5) for one in old]
-    found = compared(old, all_of_them)
+    found = compare_records(old, all_of_them)
     assert [round(moved.factor, 3) for moved in found.moved_together] == [1.5]
     assert not found.moved_alone
     one_alone = [dataclasses.replace(old[0], ratio=3.9), *old[1:]]
-    assert not compared(old, one_alone).moved_together
+    assert not compare_records(old, one_alone).moved_together
     far = [dataclasses.replace(old[0], ratio=1.0 / 5), *old[1:]]
-    assert [moved.example for moved in compared(old, far).moved_alone] == [CASE.format(0)]
+    assert [moved.example for moved in compare_records(old, far).moved_alone] == [CASE.format(0)]
     small = [dataclasses.replace(one, ratio=1e-3) for one in old], [dataclasses.replace(one, ratio=0.1) for one in old]
-    assert not compared(*small).moved_alone  # far below the limit, before and after
+    assert not compare_records(*small).moved_alone  # far below the limit, before and after
     assert not found.regressions
 
 
 def test_every_text_says_it() -> None:
-    old = [record(number) for number in range(40)]
+    old = [make_record(number) for number in range(40)]
     hostile = "<script>alert(1)</script>"
-    new = [record(0, FAIL, reason=hostile), *(dataclasses.replace(one, ratio=3.0) for one in old[1:])]
-    found = compared(old, new)
+    new = [make_record(0, FAIL, reason=hostile), *(dataclasses.replace(one, ratio=3.0) for one in old[1:])]
+    found = compare_records(old, new)
     console = Console(file=io.StringIO(), width=100, color_system=None)
     changes_page.print_comparison(found, console)
     assert isinstance(console.file, io.StringIO)
-    page = changes_page.render(found, (old, INFO), (new, INFO))
-    for text in (page, changes_page.markdown(found), console.file.getvalue()):
+    page = changes_page.render_changes_page(found, (old, INFO), (new, INFO))
+    for text in (page, changes_page.format_changes_markdown(found), console.file.getvalue()):
         assert "Regression: 1 new failure, 1 moved" in text
         assert CASE.format(0) in text.replace("\\", "")
         assert "python -m conformance run --case=x" in text
     assert hostile not in page
-    assert page == changes_page.render(found, (old, INFO), (new, INFO))
+    assert page == changes_page.render_changes_page(found, (old, INFO), (new, INFO))
 
 
 def test_nothing_changed_reads_so() -> None:
-    found = compared([record()], [record()])
-    assert changes.headline(found) == "No regression: nothing changed; 1 judgements compared."
-    assert "Nothing: every judgement" in changes_page.render(found, ([record()], INFO), ([record()], INFO))
+    found = compare_records([make_record()], [make_record()])
+    assert changes.format_changes_headline(found) == "No regression: nothing changed; 1 judgements compared."
+    assert "Nothing: every judgement" in changes_page.render_changes_page(
+        found, ([make_record()], INFO), ([make_record()], INFO)
+    )

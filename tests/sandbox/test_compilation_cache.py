@@ -13,11 +13,11 @@ from jax import monitoring
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from cases.case import Case
-from cases.inputs import draw
+from cases.operand_values import draw_problem
 from conformance import program_cache
 from conformance.sandbox import compilation_cache, sandboxed_executor
 from conformance.sandbox.kernel_process import Limits
-from conformance.truth import kept
+from conformance.truth import disk_cache
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
 KERNEL = "import jax.numpy as jnp\ndef attention(q, k, v):\n    return {}\n"
@@ -27,7 +27,7 @@ PROGRAM = f"jit_call-{'0' * 64}-cache"
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What is kept is kept here, however lately it was written."""
-    monkeypatch.setenv(kept.VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(tmp_path / "kept"))
     monkeypatch.setattr(compilation_cache, "_SETTLE_SECONDS", -60.0)
     return tmp_path
 
@@ -44,7 +44,7 @@ def left_by_a_run(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[np.nda
     with monkeypatch.context() as patched:
         patched.setattr(compilation_cache, "store_programs", keep)
         found = sandboxed_executor.load_sandboxed(f"{kernel}:attention", None, Limits(seconds=60.0, memory=4 * 2**30))
-        out = sandboxed_executor.create_executor(found).forward(draw(CASE)).values["out"]
+        out = sandboxed_executor.create_executor(found).forward(draw_problem(CASE)).values["out"]
         sandboxed_executor.end_process(found)
     return out, compiled
 
@@ -108,7 +108,7 @@ def test_ours_have_none_and_what_has_no_source_neither(home: Path, name: str) ->
 
 
 def test_nothing_is_kept_where_nothing_is_to_be(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(kept.VARIABLE, "")
+    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, "")
     assert compilation_cache.find_cache_folder("kernel.py:attention") is None
 
 
@@ -216,9 +216,9 @@ def test_who_asks_what_compiling_costs_compiles(home: Path) -> None:
     monitoring.register_event_listener(hear)
     try:
         (home / "programs").mkdir()
-        program_cache.use(home / "programs")
+        program_cache.use_cache_folder(home / "programs")
         compile_it()
-        with program_cache.compiling_anew():
+        with program_cache.bypass_cache():
             asked.clear()
             compile_it()
             assert "/jax/compilation_cache/compile_requests_use_cache" not in asked

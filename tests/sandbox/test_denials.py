@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cases.case import parse
+from cases.case import parse_case_id
 from conformance import cli, records
-from conformance.calling.registry import ImplementationNotFound
-from conformance.checks import BY_NAME
+from conformance.checks import CHECKS_BY_NAME
+from conformance.execution.implementation_registry import ImplementationNotFound
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
@@ -69,7 +69,7 @@ def test_a_file_that_is_denied_names_the_option(tmp_path: Path) -> None:
         (KernelOptions(sandbox=build_policy([str(tmp_path / "tables")], [], [])), records.PASS),
     ):
         found = options.find(name)
-        (record,) = Runner(Settings()).run([Job(found, parse(CASE), (BY_NAME["forward"],))])
+        (record,) = Runner(Settings()).run([Job(found, parse_case_id(CASE), (CHECKS_BY_NAME["forward"],))])
         sandboxed_executor.end_process(found)
         assert record.verdict == verdict
         assert (f"--sandbox-read={tmp_path / 'tables'}" in record.reason) == (verdict == records.ERROR)
@@ -90,11 +90,11 @@ def test_a_sandbox_that_is_required_and_missing_is_one_line(monkeypatch: pytest.
 
 def test_the_headline_says_that_there_was_no_sandbox(capsys: pytest.CaptureFixture[str]) -> None:
     what = ["run", f"--impl={RIGHT}:attention", f"--case={CASE}", "--check=forward"]
-    assert cli.main(cli.parser().parse_args([*what, "--in-process"])) == 0
+    assert cli.main(cli.build_parser().parse_args([*what, "--in-process"])) == 0
     assert "judged without a sandbox." in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_path_that_is_not_there_cannot_be_allowed(capsys: pytest.CaptureFixture[str]) -> None:
     what = ["run", f"--impl={RIGHT}:attention", f"--case={CASE}", "--sandbox-read=/no/such/folder"]
-    assert cli.main(cli.parser().parse_args(what)) == 2
+    assert cli.main(cli.build_parser().parse_args(what)) == 2
     assert "--sandbox-read=/no/such/folder" in capsys.readouterr().err

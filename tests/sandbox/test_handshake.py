@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cases.case import Case
-from conformance.calling import registry
+from conformance.execution import implementation_registry
 from conformance.sandbox import kernel_process, sandboxed_executor
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import Limits
@@ -38,15 +38,17 @@ def ended() -> Iterator[None]:
 )
 def test_what_is_no_declaration_is_one_line(said: object, tmp_path: Path) -> None:
     (tmp_path / "forged.py").write_text(f"from tests.sandbox.kernels import forges\nattention = forges({said!r})\n")
-    with pytest.raises(registry.ImplementationNotFound, match=r"what is no answer|what no implementation can"):
+    with pytest.raises(
+        implementation_registry.ImplementationNotFound, match=r"what is no answer|what no implementation can"
+    ):
         KernelOptions().find(f"{tmp_path}/forged.py:attention")
 
 
 def test_a_kernel_goes_by_the_name_that_it_is_found_by(tmp_path: Path) -> None:
     (tmp_path / "named.py").write_text(
         "from conformance.sandbox import declaration_codec\n"
-        "from conformance.calling.plain import from_function\n"
-        "from tests.sandbox.kernels import forges, right\n"
+        "from conformance.execution.plain_functions import build_implementation\n"
+        "from tests.sandbox.misbehaving_kernels import forges, right\n"
         "told = declaration_codec.serialize_declarations(from_function(right, 'dot_product'))\n"
         "attention = forges({'declared': told, 'backend': 'cpu', 'count': 4})\n"
     )
@@ -58,7 +60,8 @@ def test_a_kernel_says_of_itself_what_it_said_first() -> None:
     said = sandboxed_executor.collect_handshakes([KernelOptions().find(f"{HERE}/declares.py:IMPLEMENTATION")])
     name, text = said[0]
     with pytest.raises(
-        registry.ImplementationNotFound, match=r"otherwise than when it was first loaded of: .*arithmetic"
+        implementation_registry.ImplementationNotFound,
+        match=r"otherwise than when it was first loaded of: .*arithmetic",
     ):
         sandboxed_executor.load_sandboxed(
             name, None, LIMITS, first_handshake=text.replace('"products": "exact"', '"products": "bf16"')
@@ -67,9 +70,9 @@ def test_a_kernel_says_of_itself_what_it_said_first() -> None:
 
 def test_a_kernel_that_says_it_has_fewer_devices_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "hides.py").write_text(
-        "from tests.sandbox.kernels import forges\nattention = forges({'declared': {}, 'backend': 'cpu', 'count': 1})\n"
+        "from tests.sandbox.misbehaving_kernels import forges\nattention = forges({'declared': {}, 'backend': 'cpu', 'count': 1})\n"
     )
-    with pytest.raises(registry.ImplementationNotFound, match="its process has 1 of 4 devices"):
+    with pytest.raises(implementation_registry.ImplementationNotFound, match="its process has 1 of 4 devices"):
         KernelOptions().find(f"{tmp_path}/hides.py:attention")
 
 
@@ -84,7 +87,9 @@ def test_a_kernel_cannot_change_how_many_devices_it_has(tmp_path: Path) -> None:
 
 def test_a_kernel_that_computes_elsewhere_than_the_judge_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "elsewhere.py").write_text(
-        "from tests.sandbox.kernels import forges\nattention = forges({'declared': {}, 'backend': 'gpu', 'count': 4})\n"
+        "from tests.sandbox.misbehaving_kernels import forges\nattention = forges({'declared': {}, 'backend': 'gpu', 'count': 4})\n"
     )
-    with pytest.raises(registry.ImplementationNotFound, match="its process computes on gpu, and the judge on cpu"):
+    with pytest.raises(
+        implementation_registry.ImplementationNotFound, match="its process computes on gpu, and the judge on cpu"
+    ):
         KernelOptions().find(f"{tmp_path}/elsewhere.py:attention")

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 from cases.case import Case
-from cases.inputs import draw, draw_cotangent
+from cases.operand_values import draw_cotangent, draw_problem
 from conformance import records
-from conformance.calling import mishaps, registry
-from conformance.calling.execution import Executor
-from conformance.checks import BY_NAME, CHECKS
+from conformance.checks import CHECKS, CHECKS_BY_NAME
 from conformance.contract import Implementation
+from conformance.execution import implementation_registry, kernel_errors
+from conformance.execution.executor import Executor
 from conformance.fork_server import forked_process
-from conformance.judging import plan
+from conformance.judging import run_plan
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
@@ -32,7 +32,7 @@ from conformance.sandbox import kernel_process, sandboxed_executor, supervisor
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import KernelProcess, Limits, ProcessLost
 from conformance.sandbox.policy import SandboxPolicy
-from tests.processes import ended, until
+from tests.process_helpers import kill_on_exit, wait_until
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
 HERE = Path(__file__).parent
@@ -66,7 +66,7 @@ def find() -> Iterator[Find]:
 def said(implementation: Implementation) -> str:
     """What is said of a kernel that gives no result."""
     with pytest.raises((Exception, ProcessLost)) as raised:
-        sandboxed_executor.create_executor(implementation).forward(draw(CASE))
+        sandboxed_executor.create_executor(implementation).forward(draw_problem(CASE))
     return f"{raised.type.__name__}: {raised.value}"
 
 
@@ -91,7 +91,7 @@ def said(implementation: Implementation) -> str:
         ("replaces", "ProcessLost: the kernel has replaced jax.vjp in its process"),
         (
             "replaces_a_method",
-            "ProcessLost: the kernel has replaced conformance.calling.execution.Executor.jit in its process",
+            "ProcessLost: the kernel has replaced conformance.execution.executor.Executor.jit in its process",
         ),
         ("exits", "SystemExit: 0"),
         ("raises", "OddError: q is odd"),
@@ -107,8 +107,8 @@ def test_what_it_does_there_is_told_in_a_sentence(find: Find, name: str, sentenc
 
 
 def test_what_was_begun_is_what_it_gives_when_it_is_asked(find: Find) -> None:
-    implementation, problem, other = find("plain"), draw(CASE), draw(dataclasses.replace(CASE, seed=1))
-    here = Executor(registry.find(f"{HERE}/kernels.py:plain"))
+    implementation, problem, other = find("plain"), draw_problem(CASE), draw_problem(dataclasses.replace(CASE, seed=1))
+    here = Executor(implementation_registry.find_implementation(f"{HERE}/kernels.py:plain"))
     apart = sandboxed_executor.create_executor(implementation)
     process = process_of(implementation)
     cotangent = draw_cotangent(CASE)
@@ -128,10 +128,10 @@ def test_what_was_begun_is_what_it_gives_when_it_is_asked(find: Find) -> None:
 def test_operands_that_the_pipe_does_not_hold_are_not_begun_beside_others(find: Find) -> None:
     implementation = find("plain")
     case = Case(q_length=256, kv_length=256, head_dim=1024, v_head_dim=1024)
-    large = draw(case)
+    large = draw_problem(case)
     apart = sandboxed_executor.create_executor(implementation)
     apart.begin_forward(large)
-    apart.begin_forward(draw(dataclasses.replace(CASE, seed=2)))
+    apart.begin_forward(draw_problem(dataclasses.replace(CASE, seed=2)))
     apart.begin_gradients(large, dataclasses.replace(draw_cotangent(case), logsumexp=None))
     assert len(process_of(implementation)._pending) == 1
     assert apart.forward(large).values["out"].shape == large.q.shape
@@ -141,7 +141,7 @@ def test_operands_that_the_pipe_does_not_hold_are_not_begun_beside_others(find: 
     ("name", "sentence"), [("dies", "ProcessLost: the kernel's process ended"), ("raises", "OddError: ")]
 )
 def test_what_goes_wrong_with_what_was_begun_is_told_when_it_is_asked(find: Find, name: str, sentence: str) -> None:
-    implementation, problem = find(name), draw(CASE)
+    implementation, problem = find(name), draw_problem(CASE)
     apart = sandboxed_executor.create_executor(implementation)
     apart.begin_forward(problem)
     with pytest.raises((Exception, ProcessLost)) as raised:
@@ -162,18 +162,18 @@ def test_a_call_that_takes_too_much_memory_is_ended(find: Find) -> None:
 
 
 def test_an_error_has_its_place_in_the_users_code_and_what_was_printed_before_it(find: Find) -> None:
-    (record,) = Runner(Settings()).run([Job(find("raises"), CASE, (BY_NAME["forward"],))])
+    (record,) = Runner(Settings()).run([Job(find("raises"), CASE, (CHECKS_BY_NAME["forward"],))])
     assert record.verdict == records.ERROR
     assert re.search(r"OddError: q is odd \(.*kernels\.py:\d+: raise OddError", record.reason)
     assert record.reason.endswith("(it printed: q has arrived)")
 
 
 def test_each_answer_has_all_that_was_printed_for_it_and_nothing_else(find: Find) -> None:
-    apart, problem = sandboxed_executor.create_executor(find("raises")), draw(CASE)
+    apart, problem = sandboxed_executor.create_executor(find("raises")), draw_problem(CASE)
     for _ in range(50):
         with pytest.raises(ValueError, match="q is odd") as raised:
             apart.forward(problem)
-        assert mishaps.told(raised.value).endswith("(it printed: q has arrived)")
+        assert kernel_errors.describe_kernel_error(raised.value).endswith("(it printed: q has arrived)")
 
 
 def test_a_process_ends_when_nobody_refers_to_its_kernel() -> None:
@@ -200,7 +200,7 @@ def test_what_a_kernel_started_and_let_go_of_ends_with_it(find: Find, monkeypatc
     seconds = f"1000.{os.getpid()}"
     monkeypatch.setenv("LINGERS", seconds)
     lingers = find("lingers")
-    sandboxed_executor.create_executor(lingers).forward(draw(CASE))
+    sandboxed_executor.create_executor(lingers).forward(draw_problem(CASE))
     assert left_behind(seconds)
     process_of(lingers).end()
     assert not left_behind(seconds)
@@ -218,7 +218,7 @@ def test_what_starts_another_and_ends_over_and_over_ends_with_its_kernel(
     chains = find("chains")
     # On a slow machine they may become more processes than a kernel may have, which ends them all the same.
     with contextlib.suppress(ProcessLost):
-        sandboxed_executor.create_executor(chains).forward(draw(CASE))
+        sandboxed_executor.create_executor(chains).forward(draw_problem(CASE))
     process_of(chains).end()
     assert not any(left_behind(number) for _ in range(10))  # one that is between two is not seen at once
 
@@ -232,14 +232,19 @@ def test_what_a_kernel_started_ends_with_a_judge_that_is_killed(monkeypatch: pyt
     command.append("--sandbox-env=LINGERS")
     environment = {**os.environ, "LINGERS": seconds}
     judge = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
-    with ended(judge):
-        until(lambda: left_behind(seconds), judge)
+    with kill_on_exit(judge):
+        wait_until(lambda: left_behind(seconds), judge)
         judge.kill()
-    until(lambda: not left_behind(seconds))
+    wait_until(lambda: not left_behind(seconds))
 
 
 def test_output_without_end_costs_nothing(find: Find) -> None:
-    assert sandboxed_executor.create_executor(find("floods")).forward(draw(CASE)).values["out"].shape == (1, 16, 2, 16)
+    assert sandboxed_executor.create_executor(find("floods")).forward(draw_problem(CASE)).values["out"].shape == (
+        1,
+        16,
+        2,
+        16,
+    )
 
 
 def test_a_process_that_was_lost_is_one_error_of_one_case(find: Find) -> None:
@@ -254,7 +259,7 @@ def test_the_judge_does_not_import_the_kernel_and_declares_nothing_for_it(find: 
     before = set(sys.modules)
     implementation = find("plain")
     assert not [name for name in set(sys.modules) - before if name.rpartition(".")[2] == "kernels"]
-    here = registry.find(f"{HERE}/kernels.py:plain")
+    here = implementation_registry.find_implementation(f"{HERE}/kernels.py:plain")
     for field in (
         "unsupported",
         "arithmetic",
@@ -280,7 +285,9 @@ def test_an_implementation_that_says_by_a_function_what_it_supports_is_asked_the
         assert found.supports(dataclasses.replace(CASE, seed=7)) is None, "it is not told which values a case has"
         assert found.supports(dataclasses.replace(CASE, head_dim=32)) == "head_dim 32 is too large"
         assert list(found.variants) == ["other"]
-        jobs = plan.single(found, CASE, [BY_NAME["forward"], BY_NAME["invariance"], BY_NAME["parts"]]).jobs
+        jobs = run_plan.plan_case(
+            found, CASE, [CHECKS_BY_NAME["forward"], CHECKS_BY_NAME["invariance"], CHECKS_BY_NAME["parts"]]
+        ).jobs
         judged = Runner(Settings()).run(jobs)
         assert {record.verdict for record in judged if record.observable == "out"} == {records.PASS}
         assert [r.verdict for r in judged if r.observable == "out.other"] == [records.FAIL]
@@ -298,11 +305,11 @@ def test_an_implementation_that_says_by_a_function_what_it_supports_is_asked_the
 def test_what_is_found_is_what_is_found_in_the_judges_process(check: str) -> None:
     name = f"{HERE.parent}/kernels/naive.py:attention"
     here, there = (KernelOptions(in_process=apart).find(name) for apart in (True, False))
-    planned = plan.plan([here], level="quick", checks=[BY_NAME[check]]).jobs
+    planned = run_plan.plan_run([here], level="quick", checks=[CHECKS_BY_NAME[check]]).jobs
     case = next(job.case for job in planned if check != "forms" or job.case.scale is not None)
     both = []
     for implementation in (here, there):
-        found = Runner(Settings()).run(plan.single(implementation, case, [BY_NAME[check]]).jobs)
+        found = Runner(Settings()).run(run_plan.plan_case(implementation, case, [CHECKS_BY_NAME[check]]).jobs)
         both.append([dataclasses.replace(record, seconds=0.0) for record in found])
     process_of(there).end()
     assert both[0] == both[1]
@@ -313,7 +320,7 @@ def test_what_is_found_is_what_is_found_in_the_judges_process(check: str) -> Non
 def test_a_kernel_that_does_not_load_is_one_line(name: str, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("raise RuntimeError('line one\\nline two')\n")
     source = f"{HERE}/kernels.py:nothing_here" if name == "nothing_here" else f"{tmp_path}/broken.py:attention"
-    with pytest.raises(registry.ImplementationNotFound) as raised:
+    with pytest.raises(implementation_registry.ImplementationNotFound) as raised:
         KernelOptions().find(source)
     assert "\n" not in str(raised.value)
 
@@ -322,14 +329,14 @@ def test_a_kernel_that_does_not_load_is_one_line(name: str, tmp_path: Path) -> N
 def test_what_cannot_say_what_it_supports_is_an_error_of_the_case(what: str, tmp_path: Path) -> None:
     (tmp_path / "mute.py").write_text(
         "import dataclasses, os\n"
-        "from tests.sandbox import declares\n"
+        "from tests.sandbox import declared_kernel\n"
         f"def supports(case):\n    {what}\n"
         "attention = dataclasses.replace(declares.IMPLEMENTATION, supports_case=supports)\n"
     )
     found = KernelOptions().find(f"{tmp_path}/mute.py:attention")
-    with pytest.raises(registry.ImplementationNotFound, match="cannot say whether it supports"):
-        plan.single(found, CASE)
-    (record,) = Runner(Settings()).run([Job(found, CASE, (BY_NAME["forward"],))])
+    with pytest.raises(implementation_registry.ImplementationNotFound, match="cannot say whether it supports"):
+        run_plan.plan_case(found, CASE)
+    (record,) = Runner(Settings()).run([Job(found, CASE, (CHECKS_BY_NAME["forward"],))])
     process_of(found).end()
     assert (record.check, record.verdict) == ("support", records.ERROR)
 
@@ -337,7 +344,7 @@ def test_what_cannot_say_what_it_supports_is_an_error_of_the_case(what: str, tmp
 def test_what_is_supported_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "once.py").write_text(
         "import dataclasses\n"
-        "from tests.sandbox import declares\n"
+        "from tests.sandbox import declared_kernel\n"
         "asked = []\n"
         "def supports(case):\n    asked.append(case)\n    return 'no more' if len(asked) > 1 else None\n"
         "attention = dataclasses.replace(declares.IMPLEMENTATION, supports_case=supports)\n"
@@ -353,13 +360,13 @@ def test_a_folder_of_any_depth_is_removed(find: Find) -> None:
     implementation = find("digs")
     (running,) = process_of(implementation)._running
     with contextlib.suppress(ProcessLost):  # more nested folders than are measured
-        sandboxed_executor.create_executor(implementation).forward(draw(CASE))
+        sandboxed_executor.create_executor(implementation).forward(draw_problem(CASE))
     process_of(implementation).end()
     assert not Path(running._scratch.path).exists()
 
 
 def test_what_a_kernel_forks_does_not_answer_for_it(find: Find) -> None:
-    implementation, problem = find("forks"), draw(CASE)
+    implementation, problem = find("forks"), draw_problem(CASE)
     apart = sandboxed_executor.create_executor(implementation)
     expected = sandboxed_executor.create_executor(find("plain")).forward(problem).values["out"]
     for _ in range(2):
@@ -369,8 +376,8 @@ def test_what_a_kernel_forks_does_not_answer_for_it(find: Find) -> None:
 @pytest.mark.long
 def test_a_kernel_that_does_not_read_is_too_slow(find: Find) -> None:
     apart = sandboxed_executor.create_executor(find("answers_ahead", Limits(seconds=3.0, memory=LIMITS.memory)))
-    large = draw(Case(q_length=256, kv_length=256, head_dim=1024, v_head_dim=1024))
-    apart.forward(draw(CASE))
+    large = draw_problem(Case(q_length=256, kv_length=256, head_dim=1024, v_head_dim=1024))
+    apart.forward(draw_problem(CASE))
     with pytest.raises(kernel_process.CallTimeout, match="does not read"):
         apart.forward(large)
 
@@ -383,7 +390,7 @@ def test_a_process_that_never_begins_is_one_line(monkeypatch: pytest.MonkeyPatch
     server.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(kernel_process, "_MIN_LOAD_SECONDS", 1.0)
     monkeypatch.setattr(kernel_process, "_END_SECONDS", 0.1)
-    with pytest.raises(registry.ImplementationNotFound, match="did not return within 1 s"):
+    with pytest.raises(implementation_registry.ImplementationNotFound, match="did not return within 1 s"):
         sandboxed_executor.load_sandboxed(f"{HERE}/kernels.py:plain", None, Limits(seconds=1.0, memory=2**40))
     forked_process._disconnect()
     server.kill()
@@ -391,13 +398,13 @@ def test_a_process_that_never_begins_is_one_line(monkeypatch: pytest.MonkeyPatch
 
 def test_a_file_of_a_package_that_imports_beside_itself_is_told_how_to_be_named(tmp_path: Path) -> None:
     (tmp_path / "flash.py").write_text("from .other import attention\n")
-    with pytest.raises(registry.ImplementationNotFound, match="a module of a package goes by its name"):
+    with pytest.raises(implementation_registry.ImplementationNotFound, match="a module of a package goes by its name"):
         KernelOptions().find(f"{tmp_path}/flash.py:attention")
 
 
 def test_a_kernel_that_reads_arguments_as_it_is_imported_gets_none(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        "import argparse\nfrom tests.sandbox.kernels import right as attention\n"
+        "import argparse\nfrom tests.sandbox.misbehaving_kernels import right as attention\n"
         "argparse.ArgumentParser().parse_args()\n"
     )
     process_of(KernelOptions().find(f"{tmp_path}/script.py:attention")).end()

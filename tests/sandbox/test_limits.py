@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from cases.case import Case
-from cases.inputs import draw
+from cases.operand_values import draw_problem
 from conformance.contract import Implementation
 from conformance.sandbox import resource_usage, sandboxed_executor, scratch_folder, supervisor
 from conformance.sandbox.kernel_process import Limits, ProcessLost
 from conformance.sandbox.resource_usage import OverLimit, UsageMonitor
 from conformance.sandbox.scratch_folder import ScratchFolder
-from tests.processes import ended, until
+from tests.process_helpers import kill_on_exit, wait_until
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
 HERE = Path(__file__).parent
@@ -53,7 +53,7 @@ def find() -> Iterator[Callable[[str], Implementation]]:
 @needs_supervisor
 def test_a_kernel_that_takes_too_much_is_ended(find: Callable[[str], Implementation], name: str, words: str) -> None:
     with pytest.raises(ProcessLost, match=words):
-        sandboxed_executor.create_executor(find(name)).forward(draw(CASE))
+        sandboxed_executor.create_executor(find(name)).forward(draw_problem(CASE))
 
 
 @pytest.mark.parametrize(
@@ -69,18 +69,23 @@ def test_an_answer_that_nobody_asked_for_is_not_read(
     find: Callable[[str], Implementation], name: str, words: str
 ) -> None:
     with pytest.raises(ProcessLost, match=words):
-        sandboxed_executor.create_executor(find(name)).forward(draw(CASE))
+        sandboxed_executor.create_executor(find(name)).forward(draw_problem(CASE))
 
 
 def test_a_file_has_a_largest_size(find: Callable[[str], Implementation]) -> None:
     with pytest.raises(OSError, match="File too large"):
-        sandboxed_executor.create_executor(find("writes_a_large_file")).forward(draw(CASE))
+        sandboxed_executor.create_executor(find("writes_a_large_file")).forward(draw_problem(CASE))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["shares_memory_with_children", "makes_a_sparse_file"])
 def test_what_takes_little_is_not_ended(find: Callable[[str], Implementation], name: str) -> None:
-    assert sandboxed_executor.create_executor(find(name)).forward(draw(CASE)).values["out"].shape == (1, 16, 2, 16)
+    assert sandboxed_executor.create_executor(find(name)).forward(draw_problem(CASE)).values["out"].shape == (
+        1,
+        16,
+        2,
+        16,
+    )
 
 
 # Each holds 192 MiB in a child of the process whose descendants are measured.
@@ -131,7 +136,7 @@ def check_holder(hold: str, folder: Path, memory: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", text], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    with ended(process):
+    with kill_on_exit(process):
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         monitor = UsageMonitor(process.pid, str(folder), memory)
@@ -191,7 +196,7 @@ def test_a_locked_folder_is_removed(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     kernel = find("locks_its_folder")
     assert leftovers(tmp_path)
-    sandboxed_executor.create_executor(kernel).forward(draw(CASE))
+    sandboxed_executor.create_executor(kernel).forward(draw_problem(CASE))
     sandboxed_executor.end_process(kernel)
     assert not leftovers(tmp_path)
 
@@ -263,8 +268,8 @@ def test_a_judge_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "conformance", "run", kernel, f"--case={case}"]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "CONFORMANCE_CACHE": ""}
     judge = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
-    with ended(judge):
-        until(lambda: leftovers(tmp_path), judge)
-        until(lambda: any(Path(tmp_path, name, "waits").exists() for name in leftovers(tmp_path)), judge)
+    with kill_on_exit(judge):
+        wait_until(lambda: leftovers(tmp_path), judge)
+        wait_until(lambda: any(Path(tmp_path, name, "waits").exists() for name in leftovers(tmp_path)), judge)
         judge.kill()
-    until(lambda: not leftovers(tmp_path))
+    wait_until(lambda: not leftovers(tmp_path))

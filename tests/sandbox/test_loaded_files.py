@@ -16,21 +16,21 @@ import numpy as np
 import pytest
 
 from cases.case import Case
-from cases.inputs import draw
+from cases.operand_values import draw_problem
 from conformance import runs
-from conformance.calling import installed_packages
-from conformance.calling.registry import ImplementationNotFound
 from conformance.contract import Implementation
+from conformance.execution import installed_packages
+from conformance.execution.implementation_registry import ImplementationNotFound
 from conformance.judging import provenance
-from conformance.judging.journal import Unlike, to_go_on
-from conformance.judging.plan import Plan
-from conformance.judging.runner import changed_file_records
+from conformance.judging.journal import ResumeMismatchError, load_resumed_run
+from conformance.judging.run_plan import Plan
+from conformance.judging.runner import build_changed_file_records
 from conformance.records import ERROR, PASS, Record
 from conformance.runs import Run
 from conformance.sandbox import kernel_process, loaded_files, sandboxed_executor
 from conformance.sandbox.kernel_process import Limits, ProcessLost
 from conformance.sandbox.sandboxed_executor import SandboxedExecutor
-from tests.processes import PATIENCE
+from tests.process_helpers import COMMAND_TIMEOUT
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
 KERNEL = """
@@ -65,7 +65,7 @@ def executor(implementation: Implementation) -> SandboxedExecutor:
 
 
 def run_of(implementation: Implementation) -> Run:
-    return provenance.recorded_run([implementation], Plan((), ()), command="", level="smoke", limits=())
+    return provenance.build_run([implementation], Plan((), ()), command="", level="smoke", limits=())
 
 
 def write_library(value: str) -> None:
@@ -138,10 +138,10 @@ def test_a_run_is_not_gone_on_with_when_a_file_has_changed(
         sandboxed_executor.end_process(implementation)
     once, again, changed = found
     assert {"kernel.py", name} <= set(once.kernels["kernel.py:attention"].files)
-    Path("r.jsonl").write_text(runs.run_line(once) + "\n")
-    assert to_go_on(Path("r.jsonl"), again)
-    with pytest.raises(Unlike, match=name):
-        to_go_on(Path("r.jsonl"), changed)
+    Path("r.jsonl").write_text(runs.serialize_run(once) + "\n")
+    assert load_resumed_run(Path("r.jsonl"), again)
+    with pytest.raises(ResumeMismatchError, match=name):
+        load_resumed_run(Path("r.jsonl"), changed)
 
 
 def test_a_run_is_not_gone_on_with_when_other_files_are_read(folder: Path) -> None:
@@ -169,7 +169,7 @@ def test_byte_code_beside_its_source_is_not_loaded(folder: Path) -> None:
     cached = f"__pycache__/helper.{sys.implementation.cache_tag}.pyc"
     byte_code("helper.py", "VALUE = 1\n", cached, py_compile.PycInvalidationMode.UNCHECKED_HASH)
     Path("helper.py").write_text("VALUE = 2\n")
-    problem = draw(CASE)
+    problem = draw_problem(CASE)
     implementation = load()
     out = executor(implementation).forward(problem).values["out"]
     np.testing.assert_array_equal(out, 2 * np.asarray(problem.q))
@@ -189,13 +189,13 @@ def test_a_file_that_is_first_read_in_a_call_is_told_once_and_may_not_change(fol
     implementation = load()
     asked = executor(implementation)
     assert "value" not in asked.files
-    asked.forward(draw(CASE))
+    asked.forward(draw_problem(CASE))
     assert list(asked.pop_later_files()) == ["value"]
-    asked.forward(draw(dataclasses.replace(CASE, q_length=32)))
+    asked.forward(draw_problem(dataclasses.replace(CASE, q_length=32)))
     assert asked.pop_later_files() == {}
     Path("value").write_text("2")
     with pytest.raises(ProcessLost, match="value has changed"):
-        asked.forward(draw(dataclasses.replace(CASE, q_length=64)))
+        asked.forward(draw_problem(dataclasses.replace(CASE, q_length=64)))
 
 
 def test_a_later_process_that_reads_another_content_is_refused(folder: Path) -> None:
@@ -252,7 +252,7 @@ def test_pipes_devices_and_what_is_not_there_have_no_digest(tmp_path: Path) -> N
 
 def judged(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "conformance", "run", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT)
 
 
 def test_a_file_that_is_read_in_calls_is_recorded_and_refuses_to_go_on(folder: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_file_that_is_read_in_calls_is_recorded_and_refuses_to_go_on(folder: P
     Path("value").write_text("1")
     case = "decode/f32/B1.T1.S16.N2.K2.H16.V16/full/normal/s0"
     judged("--impl=kernel.py:attention", f"--case={case}", "--check=forward", "--json=r.jsonl")
-    (run,) = runs.read(Path("r.jsonl"))
+    (run,) = runs.read_runs(Path("r.jsonl"))
     assert any("value" in record.files for record in run.records)
     Path("value").write_text("2")
     before = Path("r.jsonl").read_bytes()
@@ -277,9 +277,9 @@ def test_a_file_that_changed_until_the_end_of_a_run_is_an_error_that_names_it(fo
     record = Record(
         implementation="kernel.py:attention", platform="cpu", case="c", check="forward", observable="out", verdict=PASS
     )
-    assert changed_file_records(run, [record]) == []
+    assert build_changed_file_records(run, [record]) == []
     write_module("2")
-    (changed,) = changed_file_records(run, [record])
+    (changed,) = build_changed_file_records(run, [record])
     assert changed.verdict == ERROR
     assert "helper.py" in changed.reason
     assert "kernel.py" not in changed.reason

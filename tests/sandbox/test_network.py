@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from conformance.sandbox import confinement
-from tests.sandbox import network_ways
+from tests.sandbox import network_attempts
 
-WAYS = tuple(way.__name__ for way in network_ways.WAYS)
+WAYS = tuple(way.__name__ for way in network_attempts.WAYS)
 # These leave no message at a listener of ours: they count as open where the call itself succeeds.
 _BY_CALL = ("netlink", "io_uring")
 
@@ -72,7 +72,7 @@ def listeners(folder: Path) -> Iterator[Listeners]:
         "unix_stream": ((socket.AF_UNIX, socket.SOCK_STREAM), str(folder / "stream")),
         "unix_datagram": ((socket.AF_UNIX, socket.SOCK_DGRAM), str(folder / "datagram")),
         "abstract": ((socket.AF_UNIX, socket.SOCK_STREAM), f"\0{abstract}"),
-        "vsock": ((network_ways.AF_VSOCK, socket.SOCK_STREAM), (0xFFFFFFFF, 0xFFFFFFFF)),
+        "vsock": ((network_attempts.AF_VSOCK, socket.SOCK_STREAM), (0xFFFFFFFF, 0xFFFFFFFF)),
     }
     with contextlib.ExitStack() as closing:
         for name, (kind, address) in kinds.items():
@@ -98,7 +98,7 @@ def try_every_way(folder: Path, confined: str) -> Outcome:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             given = json.dumps(found.addresses | {"inherited": theirs.fileno()})
-            command = [sys.executable, "-m", "tests.sandbox.network_ways", given, str(folder / "scratch"), confined]
+            command = [sys.executable, "-m", "tests.sandbox.network_attempts", given, str(folder / "scratch"), confined]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[theirs.fileno()])
             while process.poll() is None:
                 if (port := folder / "scratch" / "port").exists() and port.read_text():

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases.case import Case
-from cases.inputs import draw
+from cases.operand_values import draw_problem
 from conformance.sandbox import protocol
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.int32, np.bool_, ml_dtypes.float8_e4m3fn, np.complex64)
@@ -107,7 +107,9 @@ def test_forged_answers_are_refused_by_name(text: bytes, names: str) -> None:
 
 
 def test_the_largest_answer_goes_by_what_was_asked() -> None:
-    small, large = (draw(Case(q_length=length, kv_length=16, head_dim=16, v_head_dim=64)) for length in (16, 64))
+    small, large = (
+        draw_problem(Case(q_length=length, kv_length=16, head_dim=16, v_head_dim=64)) for length in (16, 64)
+    )
     out = small.q.size // 16 * 64 * 8
     assert out < protocol.max_array_bytes(small) < protocol.max_array_bytes([large]) < 2**26
     assert protocol.max_array_bytes(Case(), None, "text", 3) == protocol.max_array_bytes()
@@ -188,7 +190,7 @@ def test_what_is_no_data_is_refused_where_it_is_made(value: Any) -> None:
 
 
 def test_a_request_has_the_operands_and_not_what_the_judge_found_out() -> None:
-    problem = draw(Case(mask="dense-d40"))
+    problem = draw_problem(Case(mask="dense-d40"))
     before = protocol.pack_request(problem)
     assert problem.allowed.any()
     assert problem.empty_rows.any() in (True, False)

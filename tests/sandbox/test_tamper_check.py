@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from conformance.calling import clues
+from conformance.execution import kernel_constants
 from conformance.sandbox import tamper_check
 
-FUNCTIONS = [value for value in vars(clues).values() if getattr(value, "__module__", "") == clues.__name__]
+FUNCTIONS = [
+    value for value in vars(kernel_constants).values() if getattr(value, "__module__", "") == kernel_constants.__name__
+]
 FUNCTION: Any = next(value for value in FUNCTIONS if hasattr(value, "__code__"))
-NAME = f"{clues.__name__}.{FUNCTION.__name__}.__code__"
+NAME = f"{kernel_constants.__name__}.{FUNCTION.__name__}.__code__"
 
 
 @pytest.fixture

@@ -8,31 +8,31 @@ import pytest
 
 from conformance.checks import CHECKS
 from conformance.contract import Implementation
-from conformance.judging import plan, runner, settings
+from conformance.judging import run_plan, runner, settings
 from conformance.records import RED
-from conformance.sensitivity import PlantedBug, detection
+from conformance.sensitivity import PlantedBug, detection_table
 from conformance.sensitivity.bank import load_bank
-from conformance.sensitivity.examination import red_records, shows_as_said
-from tests.kernels import pallas_tpu
+from conformance.sensitivity.examination import iter_red_records, shows_as_declared
+from tests.kernels import pallas_flash
 from tests.planted.bank import BANK, SEEN
 from tests.planted.features import caches
 from tests.planted.planting import flex, latent, moba, page_writes, served
 from tests.planted.planting.blockwise import implementation
 from tests.planted.planting.steps import BlockSteps
-from tests.sensitivity.by_day import asked
+from tests.sensitivity.nightly_bugs import sample_by_kind
 
 # Part of the short jobs, spread over them, on which the correct kernel must not fail; at night more of them.
 _CORRECT_STRIDES = [30, pytest.param(10, marks=pytest.mark.nightly)]
 _SEEN_AT_QUICK = 0.95
 
 
-@pytest.mark.parametrize("bug", asked(BANK))
+@pytest.mark.parametrize("bug", sample_by_kind(BANK))
 def test_a_planted_bug_dies_by_what_it_shows(bug: PlantedBug) -> None:
     if (reason := bug.unmeasurable()) is not None:
         pytest.skip(reason)
     seen: set[str] = set()
-    for red in red_records(bug, "quick", SEEN.get(bug.name)):
-        if shows_as_said(bug, red):
+    for red in iter_red_records(bug, "quick", SEEN.get(bug.name)):
+        if shows_as_declared(bug, red):
             return
         seen.add(f"{red.check}/{red.observable}")
     pytest.fail(f"survives the quick grid, or dies by {sorted(seen)} only and not by {bug.shows}")
@@ -45,7 +45,7 @@ def test_the_bank_is_large_and_names_its_sources() -> None:
 
 CORRECT = {
     "blockwise": implementation(BlockSteps(), "correct"),
-    "tpu": pallas_tpu.implementation("correct"),
+    "tpu": pallas_flash.build_pallas_implementation("correct"),
     "moba": moba.implementation("correct", moba.correct()),
     "moba-block-sparse": moba.implementation("correct", moba.block_sparse()),
     "caches": caches.implementation("correct"),
@@ -69,7 +69,7 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize("stride", _CORRECT_STRIDES)
 @pytest.mark.parametrize("kernel", [pytest.param(one, id=name, marks=_marks(name)) for name, one in CORRECT.items()])
 def test_a_kernel_without_a_bug_passes(kernel: Implementation, stride: int) -> None:
-    jobs = [job for job in plan.plan([kernel], level="quick").jobs if job.short][::stride]
+    jobs = [job for job in run_plan.plan_run([kernel], level="quick").jobs if job.short][::stride]
     found = runner.Runner(settings.Settings()).run(jobs)
     assert [record for record in found if record.verdict in RED] == []
     assert any(record.ratio is not None for record in found)
@@ -77,7 +77,7 @@ def test_a_kernel_without_a_bug_passes(kernel: Implementation, stride: int) -> N
 
 @pytest.fixture
 def measured() -> dict[str, Any]:
-    table = detection.load()
+    table = detection_table.load_table()
     assert table is not None, "measure it: python -m conformance sensitivity --save"
     return table
 

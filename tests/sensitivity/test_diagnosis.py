@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases.signature_cases import SIGNATURE_CASES
-from conformance.calling import registry
+from conformance.execution import implementation_registry
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import ERROR, FAIL, PASS, UNSUPPORTED, Record
-from conformance.sensitivity import diagnosis, signatures
-from conformance.sensitivity.signatures import Known, Signature
+from conformance.sensitivity import diagnosis, failure_signatures
+from conformance.sensitivity.failure_signatures import KnownBug, Signature
 from tests.planted.bank import BANK
 
 IDS = [asked.case.id for asked in SIGNATURE_CASES]
@@ -27,11 +27,11 @@ SIGNATURES = st.dictionaries(
 ).map(Signature)
 
 
-def bug(found: Signature, name: str = "bug", kind: str = "a.kind") -> Known:
-    return Known(name=name, family="family", kind=kind, reference="inferred from a test", signature=found)
+def build_bug(found: Signature, name: str = "bug", kind: str = "a.kind") -> KnownBug:
+    return KnownBug(name=name, family="family", kind=kind, reference="inferred from a test", signature=found)
 
 
-def record(case: str, check: str, observable: str, verdict: str, ratio: float | None = None) -> Record:
+def build_record(case: str, check: str, observable: str, verdict: str, ratio: float | None = None) -> Record:
     return Record(
         implementation="it", platform="cpu", case=case, check=check, observable=observable, verdict=verdict, ratio=ratio
     )
@@ -44,16 +44,16 @@ def test_no_case_is_there_twice_and_every_one_is_asked_forward() -> None:
 
 def test_records_say_what_is_right_and_by_how_much_the_rest_is_wrong() -> None:
     first, second, third, _ = IDS[:4]
-    found = signatures.signature(
+    found = failure_signatures.build_signature(
         [
-            record(first, "forward", "out", PASS, 0.1),
-            record(first, "gradients", "dq", FAIL, 1e3),
-            record(first, "residuals", "out", FAIL, 10.0),  # wrong where `forward` was right
-            record(second, "gradients", "dq", FAIL, 100.0),
-            record(second, "gradients_lse", "dq", FAIL, 101.0),  # the same fault again
-            record(second, "transforms", "out.vmap", FAIL, 100.0),  # not asked here
-            record(third, "forward", "out", UNSUPPORTED),
-            record("train/f32/B1.T8.S8.N1.K1.H8.V8/full/normal/s0", "forward", "out", FAIL, 9.0),
+            build_record(first, "forward", "out", PASS, 0.1),
+            build_record(first, "gradients", "dq", FAIL, 1e3),
+            build_record(first, "residuals", "out", FAIL, 10.0),  # wrong where `forward` was right
+            build_record(second, "gradients", "dq", FAIL, 100.0),
+            build_record(second, "gradients_lse", "dq", FAIL, 101.0),  # the same fault again
+            build_record(second, "transforms", "out.vmap", FAIL, 100.0),  # not asked here
+            build_record(third, "forward", "out", UNSUPPORTED),
+            build_record("train/f32/B1.T8.S8.N1.K1.H8.V8/full/normal/s0", "forward", "out", FAIL, 9.0),
         ]
     )
     assert found.sizes == {first: {"out": None, "dq": 3.0, "out@residuals": 1.0}, second: {"dq": 2.0}}
@@ -62,117 +62,122 @@ def test_records_say_what_is_right_and_by_how_much_the_rest_is_wrong() -> None:
 
 @pytest.mark.parametrize("ratio", [None, float("inf")])
 def test_what_raises_or_is_no_number_is_larger_than_anything(ratio: float | None) -> None:
-    found = signatures.signature([record(IDS[0], "forward", "all", ERROR, ratio)])
+    found = failure_signatures.build_signature([build_record(IDS[0], "forward", "all", ERROR, ratio)])
     assert found.wrong[IDS[0], "all"] > 30
 
 
 @given(one=SIGNATURES, two=SIGNATURES)
 def test_a_file_keeps_them(one: Signature, two: Signature, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "signatures.json"
-    signatures.save([bug(two, "b"), bug(one, "a")], path)
-    assert [(each.name, each.signature) for each in signatures.load(path)] == [("a", one), ("b", two)]
+    failure_signatures.save_signatures([build_bug(two, "b"), build_bug(one, "a")], path)
+    assert [(each.name, each.signature) for each in failure_signatures.load_signatures(path)] == [
+        ("a", one),
+        ("b", two),
+    ]
 
 
 @given(SIGNATURES, SIGNATURES)
 def test_likeness_is_between_none_and_the_same(one: Signature, two: Signature) -> None:
-    alike = diagnosis.likeness(one, bug(two))
-    assert 0 <= alike.likeness <= 1 + 1e-9
+    alike = diagnosis.compare_signatures(one, build_bug(two))
+    assert 0 <= alike.similarity <= 1 + 1e-9
     assert set(alike.shared) <= set(one.wrong)
     assert alike.rest == len(one.wrong) - len(alike.shared)
     if one.wrong:
-        assert diagnosis.likeness(one, bug(one)).likeness == 1.0
+        assert diagnosis.compare_signatures(one, build_bug(one)).similarity == 1.0
 
 
 @given(SIGNATURES, st.lists(SIGNATURES, max_size=6), st.randoms())
 def test_at_most_three_of_different_kinds_are_named_whatever_the_order(
     found: Signature, others: list[Signature], random: object
 ) -> None:
-    bank = [bug(other, f"bug-{n}", f"kind.{n % 4}") for n, other in enumerate(others)]
-    named = diagnosis.nearest(found, bank)
-    assert len(named) <= diagnosis.MOST
+    bank = [build_bug(other, f"bug-{n}", f"kind.{n % 4}") for n, other in enumerate(others)]
+    named = diagnosis.find_nearest(found, bank)
+    assert len(named) <= diagnosis.MAX_NAMED
     assert len({each.bug.kind for each in named}) == len(named)
-    assert all(each.likeness >= diagnosis.ALIKE for each in named)
-    assert [each.likeness for each in named] == sorted((each.likeness for each in named), reverse=True)
-    assert diagnosis.nearest(found, list(reversed(bank))) == named
+    assert all(each.similarity >= diagnosis.MIN_SIMILARITY for each in named)
+    assert [each.similarity for each in named] == sorted((each.similarity for each in named), reverse=True)
+    assert diagnosis.find_nearest(found, list(reversed(bank))) == named
 
 
 def test_what_a_bug_would_show_and_the_kernel_does_not_speaks_against_it() -> None:
-    shown: dict[str, signatures.Sizes] = {IDS[0]: {"out": 3.0, "dq": None}}
-    both = bug(Signature({IDS[0]: {"out": 3.0, "dq": 3.0}}))
-    one = bug(Signature({IDS[0]: {"out": 3.0, "dq": None}}))
+    shown: dict[str, failure_signatures.Sizes] = {IDS[0]: {"out": 3.0, "dq": None}}
+    both = build_bug(Signature({IDS[0]: {"out": 3.0, "dq": 3.0}}))
+    one = build_bug(Signature({IDS[0]: {"out": 3.0, "dq": None}}))
     kernel = Signature(shown)
-    assert diagnosis.likeness(kernel, one).likeness > diagnosis.likeness(kernel, both).likeness
+    assert diagnosis.compare_signatures(kernel, one).similarity > diagnosis.compare_signatures(kernel, both).similarity
     # A kernel with a second fault is still like the first.
     worse = Signature({**shown, IDS[1]: {"out": 3.0}})
-    assert diagnosis.nearest(worse, [bug(Signature({**one.signature.sizes, IDS[1]: {"out": None}}))])
+    assert diagnosis.find_nearest(worse, [build_bug(Signature({**one.signature.sizes, IDS[1]: {"out": None}}))])
 
 
 def test_a_mistake_in_one_gradient_alone_is_like_the_same_in_all_results() -> None:
-    every = bug(Signature({IDS[0]: {"out": 4.0, "dq": 3.0, "dk": 3.0}, IDS[1]: {"out": None, "dq": None, "dk": None}}))
+    every = build_bug(
+        Signature({IDS[0]: {"out": 4.0, "dq": 3.0, "dk": 3.0}, IDS[1]: {"out": None, "dq": None, "dk": None}})
+    )
     one = Signature({IDS[0]: {"out": None, "dq": None, "dk": 3.0}, IDS[1]: {"out": None, "dq": None, "dk": None}})
-    assert diagnosis.likeness(one, every).likeness == 0.75
+    assert diagnosis.compare_signatures(one, every).similarity == 0.75
     # By other numbers it is less so, and what the kernel is right in of the same gradient speaks against the bug.
     louder = Signature({**one.sizes, IDS[0]: {"out": None, "dq": None, "dk": 5.0}})
-    assert 0.25 < diagnosis.likeness(louder, every).likeness < 0.3
-    elsewhere = bug(Signature({**every.signature.sizes, IDS[1]: {"out": 4.0, "dq": 3.0, "dk": 3.0}}))
-    assert diagnosis.likeness(one, elsewhere).likeness < 0.5
+    assert 0.25 < diagnosis.compare_signatures(louder, every).similarity < 0.3
+    elsewhere = build_bug(Signature({**every.signature.sizes, IDS[1]: {"out": 4.0, "dq": 3.0, "dk": 3.0}}))
+    assert diagnosis.compare_signatures(one, elsewhere).similarity < 0.5
     # Where the forward pass is wrong, the gradients follow, and nothing is left out.
     forward = Signature({**one.sizes, IDS[0]: {"out": 4.0, "dq": None, "dk": 3.0}})
-    assert 0.66 < diagnosis.likeness(forward, every).likeness < 0.67  # two of three
+    assert 0.66 < diagnosis.compare_signatures(forward, every).similarity < 0.67  # two of three
 
 
 def test_a_kernel_with_two_faults_is_like_two_bugs() -> None:
-    right: signatures.Sizes = {"out": None}
-    one = bug(Signature({IDS[0]: {"out": 3.0}, IDS[1]: {"out": 4.0}, IDS[2]: right}), "one", "kind.one")
-    two = bug(Signature({IDS[0]: right, IDS[1]: right, IDS[2]: {"out": 5.0}}), "two", "kind.two")
+    right: failure_signatures.Sizes = {"out": None}
+    one = build_bug(Signature({IDS[0]: {"out": 3.0}, IDS[1]: {"out": 4.0}, IDS[2]: right}), "one", "kind.one")
+    two = build_bug(Signature({IDS[0]: right, IDS[1]: right, IDS[2]: {"out": 5.0}}), "two", "kind.two")
     both = Signature({IDS[0]: {"out": 3.0}, IDS[1]: {"out": 4.0}, IDS[2]: {"out": 5.0}})
     first, second = diagnosis.diagnose(both, [two, one])
     assert first[0].bug.name == "one"
     assert [each.bug.name for each in second] == ["two"]
     assert first[0].rest == 1
-    assert second[0].likeness == 1.0
+    assert second[0].similarity == 1.0
 
 
 def test_being_wrong_everywhere_by_other_numbers_is_like_nothing() -> None:
     sizes = ({"out": 3.0}, {"out": 4.0}, {"out": 5.0}, {"out": 3.5})
     everywhere = Signature(dict(zip(IDS, sizes, strict=False)))
-    other = bug(Signature({case: {"out": 6.0} for case in IDS[:4]}))
-    assert 0.35 <= diagnosis.likeness(everywhere, other).likeness < 0.4
-    assert diagnosis.nearest(everywhere, [other]) == []
+    other = build_bug(Signature({case: {"out": 6.0} for case in IDS[:4]}))
+    assert 0.35 <= diagnosis.compare_signatures(everywhere, other).similarity < 0.4
+    assert diagnosis.find_nearest(everywhere, [other]) == []
     # In one place of several it says where to look.
     somewhere = Signature({IDS[0]: {"out": 3.0}, **{case: {"out": None} for case in IDS[1:4]}})
-    there = bug(Signature({IDS[0]: {"out": 6.0}, **{case: {"out": None} for case in IDS[1:4]}}))
-    assert len(diagnosis.nearest(somewhere, [there])) == 1
-    assert len(diagnosis.nearest(everywhere, [bug(everywhere)])) == 1
+    there = build_bug(Signature({IDS[0]: {"out": 6.0}, **{case: {"out": None} for case in IDS[1:4]}}))
+    assert len(diagnosis.find_nearest(somewhere, [there])) == 1
+    assert len(diagnosis.find_nearest(everywhere, [build_bug(everywhere)])) == 1
 
 
 def test_how_operands_lie_is_no_class_of_what_is_wrong() -> None:
-    sizes: dict[str, signatures.Sizes] = {IDS[0]: {"out": 3.0}, IDS[1]: {"out": None}}
-    known = [bug(Signature({**sizes, IDS[0]: {"out": 3.0 + n}}), f"bug-{n}", f"kind {n}") for n in range(3)]
+    sizes: dict[str, failure_signatures.Sizes] = {IDS[0]: {"out": 3.0}, IDS[1]: {"out": None}}
+    known = [build_bug(Signature({**sizes, IDS[0]: {"out": 3.0 + n}}), f"bug-{n}", f"kind {n}") for n in range(3)]
     paged = [dataclasses.replace(each, family="paged") for each in known]
-    (row,) = diagnosis.confusions(paged)
+    (row,) = diagnosis.measure_confusions(paged)
     assert (row.bugs, row.named, row.alone) == (3, 0, 3)
-    (row,) = diagnosis.confusions([dataclasses.replace(each, kind=f"scales.{each.kind}") for each in paged])
+    (row,) = diagnosis.measure_confusions([dataclasses.replace(each, kind=f"scales.{each.kind}") for each in paged])
     assert (row.bugs, row.named, row.alone) == (3, 3, 0)
-    (row,) = diagnosis.confusions(known)
+    (row,) = diagnosis.measure_confusions(known)
     assert (row.bugs, row.named, row.alone) == (3, 3, 0)
 
 
 def test_what_only_one_of_them_was_asked_says_nothing() -> None:
     kernel = Signature({IDS[0]: {"out": 3.0}})
-    more = bug(Signature({IDS[0]: {"out": 3.0, "logsumexp": 4.0}, IDS[1]: {"out": 5.0}}))
-    assert diagnosis.likeness(kernel, more).likeness == 1.0
+    more = build_bug(Signature({IDS[0]: {"out": 3.0, "logsumexp": 4.0}, IDS[1]: {"out": 5.0}}))
+    assert diagnosis.compare_signatures(kernel, more).similarity == 1.0
 
 
 @pytest.mark.long
 def test_a_right_kernel_has_nothing_wrong() -> None:
-    implementation = registry.find("dot_product")
+    implementation = implementation_registry.find_implementation("dot_product")
     runner = Runner(Settings())
-    few = itertools.islice(signatures.jobs(implementation), 0, None, 5)
-    found = signatures.signature(record for job in few for record in runner.judge(job))
+    few = itertools.islice(failure_signatures.iter_signature_jobs(implementation), 0, None, 5)
+    found = failure_signatures.build_signature(record for job in few for record in runner.judge(job))
     assert found.sizes
     assert found.wrong == {}
-    assert diagnosis.nearest(found, signatures.load()) == []
+    assert diagnosis.find_nearest(found, failure_signatures.load_signatures()) == []
 
 
 ROW = re.compile(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([^|]*) \|$", re.MULTILINE)
@@ -180,8 +185,8 @@ ROW = re.compile(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (
 
 @pytest.mark.nightly
 def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
-    bank = signatures.load()
-    found = diagnosis.confusions(bank)
+    bank = failure_signatures.load_signatures()
+    found = diagnosis.measure_confusions(bank)
     rows = [[x.family, *map(str, (x.bugs, x.first, x.named, x.none, x.alone)), ", ".join(x.others)] for x in found]
     text = (Path(__file__).parents[2] / "docs" / "findings.md").read_text(encoding="utf-8")
     table = text.partition("## How often that is right")[2]
@@ -209,7 +214,7 @@ SAMPLE = ("cap-ignored", "decode-last-block-dropped", "moba-gate-of-the-largest-
 @pytest.mark.parametrize("name", [pytest.param(SAMPLE[0], marks=pytest.mark.nightly), *SAMPLE[1:]])
 def test_a_sample_has_the_signature_that_is_kept(name: str) -> None:
     (planted,) = (each for each in BANK if each.name == name)
-    (kept,) = (each for each in signatures.load() if each.name == name)
-    now = signatures.known(planted).signature
+    (kept,) = (each for each in failure_signatures.load_signatures() if each.name == name)
+    now = failure_signatures.measure_known_bug(planted).signature
     assert now.sizes.keys() == kept.signature.sizes.keys()
-    assert diagnosis.likeness(now, kept).likeness > 0.97
+    assert diagnosis.compare_signatures(now, kept).similarity > 0.97

@@ -8,14 +8,14 @@ from dataclasses import asdict
 
 import pytest
 
-from cases.case import Case, parse
-from cases.inputs import Cotangent, draw, draw_cotangent
+from cases.case import Case, parse_case_id
+from cases.operand_values import Cotangent, draw_cotangent, draw_problem
 from conformance.contract import Arithmetic
 from conformance.sensitivity import resolution
-from conformance.sensitivity.resolution import SCALE, Resolution, resolve
+from conformance.sensitivity.resolution import SCALE, Resolution, measure_resolutions
 from conformance.truth import tolerances
-from conformance.truth.bounds import expect
 from conformance.truth.comparison import compare
+from conformance.truth.rounding_bounds import compute_expectation
 from conformance.truth.roundoff import UNIT_ROUNDOFF
 
 FEW = {
@@ -29,7 +29,7 @@ FEW = {
 
 
 def few(dtype: str) -> list[Case]:
-    return [parse(case) for case in FEW[dtype]]
+    return [parse_case_id(case) for case in FEW[dtype]]
 
 
 def by_name(found: Sequence[Resolution]) -> dict[tuple[str, str, str], Resolution]:
@@ -38,12 +38,12 @@ def by_name(found: Sequence[Resolution]) -> dict[tuple[str, str, str], Resolutio
 
 @pytest.fixture(scope="module")
 def resolved() -> dict[tuple[str, str, str], Resolution]:
-    return by_name(resolve(cases=few, ensemble=False))
+    return by_name(measure_resolutions(cases=few, ensemble=False))
 
 
 @pytest.mark.long
 def test_a_scale_error_of_30_roundoffs_is_seen_in_f32() -> None:
-    found = by_name(resolve(dtypes=["f32"]))
+    found = by_name(measure_resolutions(dtypes=["f32"]))
     # The gradient shows it to who returns no residuals.
     for observable in ("logsumexp", "max_logits", "dv"):
         roundoffs = found["f32", SCALE, observable].roundoffs
@@ -74,10 +74,10 @@ def test_every_error_is_seen_by_what_it_concerns(resolved: dict[tuple[str, str, 
 def test_ten_times_the_smallest_is_seen_and_a_tenth_of_it_is_not(
     resolved: dict[tuple[str, str, str], Resolution],
 ) -> None:
-    table = tolerances.default()
+    table = tolerances.load_default_tolerances()
     seen: dict[tuple[str, str, str], list[tuple[bool, bool]]] = {}
     for case in [case for dtype in FEW for case in few(dtype)]:
-        for perturbation in resolution._perturbations(case, table):
+        for perturbation in resolution._iter_perturbations(case, table):
             for observable in perturbation.observables:
                 key = (case.dtype, perturbation.name, observable)
                 if (smallest := resolved[key].smallest) is not None:
@@ -92,9 +92,9 @@ def test_ten_times_the_smallest_is_seen_and_a_tenth_of_it_is_not(
 @pytest.mark.parametrize("dtype", list(FEW))
 def test_what_is_perturbed_is_right_before(dtype: str) -> None:
     for case in few(dtype):
-        problem, cotangent = draw(case), Cotangent("random", draw_cotangent(case).out)
-        expected = expect(problem, Arithmetic(), [cotangent])
-        values = resolution._rounded(resolution._Attention.of(problem, cotangent)(0.0, 0.0), problem)
+        problem, cotangent = draw_problem(case), Cotangent("random", draw_cotangent(case).out)
+        expected = compute_expectation(problem, Arithmetic(), [cotangent])
+        values = resolution._round_values(resolution._Attention.of(problem, cotangent)(0.0, 0.0), problem)
         for name, bounded in {**expected.forward, **expected.gradients[0]}.items():
             assert compare(values[name], bounded).ratio < 3
 
@@ -102,7 +102,7 @@ def test_what_is_perturbed_is_right_before(dtype: str) -> None:
 @pytest.mark.long
 def test_the_ensemble_sees_a_hundred_times_smaller_gradient_errors_in_bf16() -> None:
     [case] = few("bf16")
-    found = by_name(resolve(dtypes=["bf16"], cases=lambda dtype: [case]))
+    found = by_name(measure_resolutions(dtypes=["bf16"], cases=lambda dtype: [case]))
     by_element, by_bias = found["bf16", "gradient dq", "dq"], found["bf16", "gradient dq", "dq.bias"]
     assert by_element.smallest is not None
     assert by_bias.smallest is not None
@@ -110,18 +110,18 @@ def test_the_ensemble_sees_a_hundred_times_smaller_gradient_errors_in_bf16() -> 
 
 
 def test_an_error_that_nothing_shows_is_said() -> None:
-    table = tolerances.overridden(tolerances.default(), {"bf16.dq": 1e9}, "test")
-    found = by_name(resolve(table, dtypes=["bf16"], cases=few, ensemble=False))
+    table = tolerances.override_limits(tolerances.load_default_tolerances(), {"bf16.dq": 1e9}, "test")
+    found = by_name(measure_resolutions(table, dtypes=["bf16"], cases=few, ensemble=False))
     assert found["bf16", "gradient dq", "dq"] == Resolution("gradient dq", "bf16", "dq", None, None, "")
 
 
 def test_the_default_cases_are_a_dozen_or_so_of_every_dtype() -> None:
     for dtype in FEW:
-        cases = resolution.default_cases(dtype)
+        cases = resolution.select_default_cases(dtype)
         assert 12 <= len(cases) <= 25
         assert {(case.dtype, case.phase) for case in cases} == {(dtype, "train")}
         assert any(case.sinks for case in cases)
-        assert cases == resolution.default_cases(dtype)
+        assert cases == resolution.select_default_cases(dtype)
 
 
 def test_resolutions_are_json(resolved: dict[tuple[str, str, str], Resolution]) -> None:

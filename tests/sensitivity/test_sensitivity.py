@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from cases.masks import Mask, Window
-from conformance.judging import plan, runner, settings
+from conformance.judging import run_plan, runner, settings
 from conformance.records import FAIL, RED
 from conformance.sensitivity import PlantedBug
-from conformance.sensitivity.examination import red_records
+from conformance.sensitivity.examination import iter_red_records
 from tests.planted.planting.plain import (
     Array,
     BackwardSteps,
@@ -97,7 +97,7 @@ def _bug(name: str) -> PlantedBug:
 @pytest.mark.bank
 @pytest.mark.parametrize("name", SENSITIVITY)
 def test_a_planted_bug_fails_at_quick(name: str) -> None:
-    red = next(red_records(_bug(name), "quick"), None)
+    red = next(iter_red_records(_bug(name), "quick"), None)
     assert red is not None, f"{name!r} survives the quick grid"
     assert red.verdict == FAIL
     assert red.ratio is not None
@@ -110,7 +110,7 @@ def test_a_planted_bug_fails_at_quick(name: str) -> None:
 @pytest.mark.parametrize("back", [None, BackwardSteps()], ids=["differentiated", "vjp"])
 def test_the_kernel_without_a_bug_passes(back: BackwardSteps | None, stride: int) -> None:
     kernel = implementation("correct", back=back)
-    supported = [job for job in plan.plan([kernel], level="quick").jobs if kernel.supports(job.case) is None]
+    supported = [job for job in run_plan.plan_run([kernel], level="quick").jobs if kernel.supports(job.case) is None]
     found = runner.Runner(settings.Settings()).run(supported[::stride])
     assert [record for record in found if record.verdict in RED] == []
     assert any(record.ratio is not None for record in found)

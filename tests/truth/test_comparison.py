@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from conformance.truth.bounds import Bounded
 from conformance.truth.comparison import compare
+from conformance.truth.rounding_bounds import Bounded
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=80)
 SHAPE = (3, 4, 5)

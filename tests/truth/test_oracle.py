@@ -13,13 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse
-from cases.inputs import Cotangent, Problem, draw, draw_cotangent
+from cases.case import parse_case_id
 from cases.masks import Dense, Full
-from cases.scores import Alibi, Cap, Relative, Rows, Score
+from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
+from cases.score_functions import Alibi, Cap, Relative, Rows, Score
 from conformance.truth import oracle
-from conformance.truth.bounds import Bounded
-from tests.judged import LIMIT, TOLERANCES, assert_right, bounds_of_float64, expected_of, failures
+from conformance.truth.rounding_bounds import Bounded
+from tests.comparison_asserts import (
+    LIMIT,
+    TOLERANCES,
+    assert_right,
+    compute_expected,
+    compute_float64_bounds,
+    list_failures,
+)
 
 # T, S, H and V all differ, heads are grouped, some rows are empty and some keys dead.
 CASES = (
@@ -53,12 +60,12 @@ def in_float64(problem: Problem) -> Problem:
 
 
 def problem_of(case_id: str) -> Problem:
-    return in_float64(draw(parse(case_id)))
+    return in_float64(draw_problem(parse_case_id(case_id)))
 
 
 def cotangents(case_id: str) -> tuple[np.ndarray, np.ndarray]:
     """Of out and logsumexp, in float64; rows with nothing to see have no cotangent of their infinite logsumexp."""
-    drawn, problem = draw_cotangent(parse(case_id)), problem_of(case_id)
+    drawn, problem = draw_cotangent(parse_case_id(case_id)), problem_of(case_id)
     assert drawn.logsumexp is not None
     lse = drawn.logsumexp.astype(np.float64)
     if problem.sinks is None:
@@ -68,7 +75,9 @@ def cotangents(case_id: str) -> tuple[np.ndarray, np.ndarray]:
 
 def rounding(case_id: str, do: np.ndarray, dlse: np.ndarray | None = None, computations: int = 1) -> dict[str, Bounded]:
     """What the oracle says, and how far from the truth rounding in float64 may take it."""
-    return bounds_of_float64(expected_of(draw(parse(case_id)), Cotangent("random", do, dlse)), computations)
+    return compute_float64_bounds(
+        compute_expected(draw_problem(parse_case_id(case_id)), Cotangent("random", do, dlse)), computations
+    )
 
 
 def around(values: Gradients, rounded: dict[str, Bounded]) -> dict[str, Bounded]:
@@ -139,11 +148,11 @@ def by_autodiff(problem: Problem, do: np.ndarray, dlse: np.ndarray) -> tuple[np.
 def test_forward_and_backward_agree_with_autodiff_of_an_independent_forward(case_id: str) -> None:
     problem, (do, dlse) = problem_of(case_id), cotangents(case_id)
     out, lse, gradients = by_autodiff(problem, do, dlse)
-    forward = oracle.forward(problem)
+    forward = oracle.compute_forward(problem)
     seen = np.isfinite(forward.logsumexp)
     assert (seen == ~problem.empty_rows).all() or problem.sinks is not None
     bounds = rounding(case_id, do, dlse, computations=2)
-    found = oracle.backward(problem, do, dlse)
+    found = oracle.compute_backward(problem, do, dlse)
     assert set(found) == set(gradients)
     assert_right({"out": forward.out, **found}, around({"out": out, **gradients}, bounds))
     assert_right({"logsumexp": forward.logsumexp}, around({"logsumexp": lse}, bounds), judged=seen)
@@ -151,14 +160,14 @@ def test_forward_and_backward_agree_with_autodiff_of_an_independent_forward(case
 
 @pytest.mark.parametrize("case_id", CASES)
 def test_vanilla_and_flash_backward_agree_to_rounding(case_id: str) -> None:
-    problem, (do, dlse) = draw(parse(case_id)), cotangents(case_id)
+    problem, (do, dlse) = draw_problem(parse_case_id(case_id)), cotangents(case_id)
     expected = rounding(case_id, do, dlse)
-    saved = oracle.forward(problem)
-    assert_right(oracle.backward(problem, do, dlse), expected)
-    assert_right(oracle.backward(problem, do, dlse, form="flash"), expected)
-    assert_right(oracle.backward(problem, do, dlse, form="flash", saved=saved), expected)
+    saved = oracle.compute_forward(problem)
+    assert_right(oracle.compute_backward(problem, do, dlse), expected)
+    assert_right(oracle.compute_backward(problem, do, dlse, form="flash"), expected)
+    assert_right(oracle.compute_backward(problem, do, dlse, form="flash", saved=saved), expected)
     rounded = dataclasses.replace(saved, out=saved.out.astype(np.float32))
-    assert failures(oracle.backward(problem, do, dlse, form="flash", saved=rounded), expected)
+    assert list_failures(oracle.compute_backward(problem, do, dlse, form="flash", saved=rounded), expected)
 
 
 @pytest.mark.parametrize("case_id", [case_id for case_id in CASES if "huge" not in case_id])
@@ -171,16 +180,16 @@ def test_vanilla_and_flash_backward_may_differ_by_less_than_1e_12(case_id: str) 
 
 def test_flash_backward_shows_the_rounding_of_the_saved_output() -> None:
     problem, (do, dlse) = problem_of(CASES[1]), cotangents(CASES[1])
-    exact = oracle.forward(problem)
+    exact = oracle.compute_forward(problem)
     rounded = oracle.Forward(exact.out.astype(np.float16), exact.logsumexp, exact.max_logits)
     expected = rounding(CASES[1], do, dlse)
-    flash = oracle.backward(problem, do, dlse, form="flash", saved=rounded)
+    flash = oracle.compute_backward(problem, do, dlse, form="flash", saved=rounded)
     assert_right({"dv": flash["dv"]}, expected)
-    assert "dq" in failures({"dq": flash["dq"]}, expected)
+    assert "dq" in list_failures({"dq": flash["dq"]}, expected)
     limit = TOLERANCES.limit("f32", "dq").rms  # a few rows, each with one error in D
     # What rounding `out` moves D by, `|do|` times half a spacing of f16, moves dq by that times `scale p |k|`.
     bound = expected["dq"].bound.copy()
-    for slab in oracle.slabs(problem):
+    for slab in oracle.iter_slabs(problem):
         moved = (2.0**-11 * np.abs(slab.out) + 2.0**-25) * np.abs(do[slab.batch, :, slab.heads]).transpose(1, 0, 2)
         by_key = slab.scale * slab.p * moved.sum(axis=-1, keepdims=True)
         bound[slab.batch, :, slab.heads] += (by_key @ np.abs(slab.k)).transpose(1, 0, 2) / limit
@@ -188,7 +197,7 @@ def test_flash_backward_shows_the_rounding_of_the_saved_output() -> None:
 
 
 def loss(problem: Problem, do: np.ndarray, dlse: np.ndarray) -> float:
-    forward = oracle.forward(problem)
+    forward = oracle.compute_forward(problem)
     return float((forward.out * do).sum() + (forward.logsumexp[dlse != 0] * dlse[dlse != 0]).sum())
 
 
@@ -209,7 +218,7 @@ def elements(problem: Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
 @pytest.mark.parametrize("case_id", TINY)
 def test_backward_agrees_with_central_differences_in_every_element(case_id: str) -> None:
     problem, (do, dlse) = problem_of(case_id), cotangents(case_id)
-    gradients, expected = oracle.backward(problem, do, dlse), rounding(case_id, do, dlse)
+    gradients, expected = oracle.compute_backward(problem, do, dlse), rounding(case_id, do, dlse)
     step = 2.0**-15
     terms = {"out": do, "logsumexp": dlse}
     finite = {name: np.where(x != 0, expected[name].value, 0.0) for name, x in terms.items()}
@@ -237,7 +246,7 @@ def test_dv_sums_to_the_cotangent_that_the_sinks_leave(case_id: str) -> None:
     kv_heads = problem.k.shape[2]
     expected = rounding(case_id, do, computations=2)
     kept, bound = np.zeros_like(do), np.zeros_like(do)
-    for slab in oracle.slabs(problem):
+    for slab in oracle.iter_slabs(problem):
         share = (1 - slab.p_sink) * slab.allowed.any(axis=-1)
         kept[slab.batch, :, slab.heads] = share.T[..., None] * do[slab.batch, :, slab.heads]
         # What is left of 1 has the error of the sink's probability, `exp(sink - logsumexp)`, and two roundings more.
@@ -248,15 +257,15 @@ def test_dv_sums_to_the_cotangent_that_the_sinks_leave(case_id: str) -> None:
         x.sum(axis=1).reshape(do.shape[0], kv_heads, -1, do.shape[-1]).sum(axis=2) for x in (kept, bound)
     )
     summed = Bounded(by_group, expected["dv"].bound.sum(axis=1) + of_group)
-    assert_right({"dv": oracle.backward(problem, do)["dv"].sum(axis=1)}, {"dv": summed})
+    assert_right({"dv": oracle.compute_backward(problem, do)["dv"].sum(axis=1)}, {"dv": summed})
 
 
 @pytest.mark.parametrize("case_id", CASES)
 def test_backward_is_linear_in_the_cotangents(case_id: str) -> None:
     problem, (do, dlse) = problem_of(case_id), cotangents(case_id)
     other = np.random.default_rng(0).normal(size=do.shape)
-    one, two = oracle.backward(problem, do, dlse), oracle.backward(problem, other)
-    both = oracle.backward(problem, 2 * do - 3 * other, 2 * dlse)
+    one, two = oracle.compute_backward(problem, do, dlse), oracle.compute_backward(problem, other)
+    both = oracle.compute_backward(problem, 2 * do - 3 * other, 2 * dlse)
     of_one, of_two = rounding(case_id, do, dlse), rounding(case_id, other)
     of_both = rounding(case_id, 2 * do - 3 * other, 2 * dlse)
     # Rounding the cotangent of both, in float64 too, is at most as much again as its products are rounded by.
@@ -265,26 +274,26 @@ def test_backward_is_linear_in_the_cotangents(case_id: str) -> None:
         for name, x in one.items()
     }
     assert_right(both, summed)
-    assert not any(g.any() for g in oracle.backward(problem, np.zeros_like(do)).values())
+    assert not any(g.any() for g in oracle.compute_backward(problem, np.zeros_like(do)).values())
 
 
 def test_adding_a_constant_to_all_logits_moves_logsumexp_alone() -> None:
     case_id = "train/f32/B2.T12.S15.N4.K2.H6.V5/densehead-d40/bias/normal/s9"
-    drawn, (do, _) = draw(parse(case_id)), cotangents(case_id)
+    drawn, (do, _) = draw_problem(parse_case_id(case_id)), cotangents(case_id)
     assert drawn.bias is not None
     # A bias of few bits, to which 3.5 can be added exactly.
     bias = np.round(drawn.bias * np.float32(1024)) / np.float32(1024)
     moved = bias + np.float32(3.5)
     np.testing.assert_array_equal(moved.astype(np.float64), bias.astype(np.float64) + 3.5)
     problem, shifted = (dataclasses.replace(drawn, bias=x) for x in (bias, moved))
-    before, after = (bounds_of_float64(expected_of(x, Cotangent("out", do))) for x in (problem, shifted))
+    before, after = (compute_float64_bounds(compute_expected(x, Cotangent("out", do))) for x in (problem, shifted))
     both = {name: Bounded(x.value, x.bound + after[name].bound) for name, x in before.items()}
     for name in ("logsumexp", "max_logits"):
         both[name] = Bounded(both[name].value + 3.5, both[name].bound)
-    assert_right({**dataclasses.asdict(oracle.forward(shifted)), **oracle.backward(shifted, do)}, both)
+    assert_right({**dataclasses.asdict(oracle.compute_forward(shifted)), **oracle.compute_backward(shifted, do)}, both)
     dbias = before["dbias"]
     no_sum = Bounded(np.zeros(dbias.value.shape[:-1]), dbias.bound.sum(axis=-1))
-    assert_right({"dbias": oracle.backward(problem, do)["dbias"].sum(axis=-1)}, {"dbias": no_sum})
+    assert_right({"dbias": oracle.compute_backward(problem, do)["dbias"].sum(axis=-1)}, {"dbias": no_sum})
 
 
 def test_scale_bias_cap_and_mask_apply_in_the_contracts_order() -> None:
@@ -300,9 +309,11 @@ def test_scale_bias_cap_and_mask_apply_in_the_contracts_order() -> None:
         bias=np.full((1, 1, 1, 1), 1.0, np.float32),
         scale=0.5,
     )
-    forward = oracle.forward(problem)
+    forward = oracle.compute_forward(problem)
     by_hand = {"max_logits": np.full((1, 1, 1), 4 * math.tanh((0.5 * 2 * 3 + 1) / 4))}
-    assert_right({"max_logits": forward.max_logits}, around(by_hand, bounds_of_float64(expected_of(problem), 2)))
+    assert_right(
+        {"max_logits": forward.max_logits}, around(by_hand, compute_float64_bounds(compute_expected(problem), 2))
+    )
     assert forward.out.item() == 1.0  # one key: the exponential of zero
 
 
@@ -310,31 +321,33 @@ def test_query_heads_read_contiguous_groups() -> None:
     problem = problem_of("train/f32/B1.T5.S7.N6.K2.H4.V3/full/normal/s0")
     changed = problem.v.copy()
     changed[:, :, 1] += 1
-    moved_heads = oracle.forward(dataclasses.replace(problem, v=changed)).out != oracle.forward(problem).out
+    moved_heads = (
+        oracle.compute_forward(dataclasses.replace(problem, v=changed)).out != oracle.compute_forward(problem).out
+    )
     np.testing.assert_array_equal(moved_heads.any(axis=(0, 1, 3)), [False, False, False, True, True, True])
 
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_empty_rows_give_zero_or_the_mean_and_touch_no_gradient_but_the_means_dv(sinks: bool) -> None:
-    problem = draw(parse("train/f32/B1.T3.S4.N2.K2.H2.V2/full/sinks/normal/s0"))
+    problem = draw_problem(parse_case_id("train/f32/B1.T3.S4.N2.K2.H2.V2/full/sinks/normal/s0"))
     hidden = np.ones((3, 4), bool)
     hidden[1] = False
     problem = dataclasses.replace(problem, mask=Dense(hidden), sinks=problem.sinks if sinks else None)
     do = np.zeros((1, 3, 2, 2))
     do[:, 1] = 1.0
-    zero, mean = (oracle.forward(problem, e) for e in ("zero", "mean"))
+    zero, mean = (oracle.compute_forward(problem, e) for e in ("zero", "mean"))
     assert (zero.out[:, 1] == 0).all()
     assert (zero.max_logits[:, :, 1] == -np.inf).all()
     expected = np.full((1, 2), -np.inf) if problem.sinks is None else problem.sinks[None]
     np.testing.assert_array_equal(zero.logsumexp[:, :, 1], expected)
     np.testing.assert_array_equal(mean.logsumexp, zero.logsumexp)
     average = np.zeros((1, 2, 2)) if sinks else problem.v.astype(np.float64).mean(axis=1)
-    bound = bounds_of_float64(expected_of(problem, empty_rows="mean"), 2)["out"].bound[:, 1]
+    bound = compute_float64_bounds(compute_expected(problem, empty_rows="mean"), 2)["out"].bound[:, 1]
     assert_right({"out": mean.out[:, 1]}, {"out": Bounded(average, bound)})
     forms: tuple[oracle.Backward, ...] = ("vanilla", "flash")
     fillings: tuple[Literal["zero", "mean"], ...] = ("zero", "mean")
     for form, empty_rows in itertools.product(forms, fillings):
-        gradients = oracle.backward(problem, do, form=form, empty_rows=empty_rows)
+        gradients = oracle.compute_backward(problem, do, form=form, empty_rows=empty_rows)
         dv = gradients.pop("dv")
         assert (dv == (0.25 if empty_rows == "mean" and not sinks else 0)).all()
         assert not any(g.any() for g in gradients.values())
@@ -347,20 +360,20 @@ def test_what_nobody_may_attend_to_never_matters(poison: float) -> None:
     dead = problem.dead_keys[..., None]
     assert dead.any()
     poisoned = dataclasses.replace(problem, k=np.where(dead, poison, problem.k), v=np.where(dead, poison, problem.v))
-    clean, dirty = oracle.forward(problem), oracle.forward(poisoned)
+    clean, dirty = oracle.compute_forward(problem), oracle.compute_forward(poisoned)
     np.testing.assert_array_equal(dirty.out, clean.out)
     np.testing.assert_array_equal(dirty.logsumexp, clean.logsumexp)
     for form in ("vanilla", "flash"):
-        expected, got = (oracle.backward(p, do, dlse, form=form) for p in (problem, poisoned))
+        expected, got = (oracle.compute_backward(p, do, dlse, form=form) for p in (problem, poisoned))
         assert all(np.array_equal(got[name], expected[name]) for name in expected)
 
 
 def test_operands_of_sixteen_bits_are_taken_as_they_are() -> None:
-    problem = draw(parse("train/bf16/B1.T8.S8.N2.K2.H4.V4/full/normal/s0"))
-    np.testing.assert_array_equal(oracle.forward(problem).out, oracle.forward(in_float64(problem)).out)
+    problem = draw_problem(parse_case_id("train/bf16/B1.T8.S8.N2.K2.H4.V4/full/normal/s0"))
+    np.testing.assert_array_equal(oracle.compute_forward(problem).out, oracle.compute_forward(in_float64(problem)).out)
 
 
 def test_a_full_mask_is_the_same_as_none_hidden() -> None:
     problem = problem_of(CASES[0])
     dense = dataclasses.replace(problem, mask=Dense(Full().dense(9, 9)))
-    np.testing.assert_array_equal(oracle.forward(dense).out, oracle.forward(problem).out)
+    np.testing.assert_array_equal(oracle.compute_forward(dense).out, oracle.compute_forward(problem).out)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cases.operands import OBSERVABLES
+from cases.operand_registry import OBSERVABLES
 from conformance.contract import Arithmetic
 from conformance.records import FAIL, PASS, UNSUPPORTED, Record
 from conformance.truth import calibration, tolerances
@@ -19,13 +19,13 @@ STORED = json.loads(tolerances.CALIBRATION.read_text())
 
 
 def test_every_dtype_and_observable_has_a_limit_with_its_source() -> None:
-    table = tolerances.default()
+    table = tolerances.load_default_tolerances()
     assert [(row["dtype"], row["observable"]) for row in table.rows()] == [(d, o) for d in DTYPES for o in OBSERVABLES]
     assert all("correct kernels reached" in row["source"] for row in table.rows())
 
 
 def test_correct_kernels_stay_well_below_each_limit() -> None:
-    table = tolerances.default()
+    table = tolerances.load_default_tolerances()
     for row in STORED["rows"]:
         limit = table.limit(row["dtype"], row["observable"])
         assert row["max_ratio"] <= limit.ratio / 1.5
@@ -33,7 +33,7 @@ def test_correct_kernels_stay_well_below_each_limit() -> None:
 
 
 def test_no_limit_is_more_than_a_step_above_what_the_rule_gives() -> None:
-    table = tolerances.default()
+    table = tolerances.load_default_tolerances()
     ratio, rms = (max(row[name] or 0 for row in STORED["rows"]) for name in ("max_ratio", "max_rms"))
     for row in STORED["rows"]:
         limit = table.limit(row["dtype"], row["observable"])
@@ -43,7 +43,7 @@ def test_no_limit_is_more_than_a_step_above_what_the_rule_gives() -> None:
 
 
 def test_narrow_limits_hold_for_what_was_measured() -> None:
-    table = tolerances.default()
+    table = tolerances.load_default_tolerances()
     assert table.of(Arithmetic(), "cpu") == table
     assert table.of(Arithmetic(probabilities="f32"), "cpu") == table
     widest = {(max(x.ratio for x in table.limits.values()), max(x.rms for x in table.limits.values()))}
@@ -52,7 +52,7 @@ def test_narrow_limits_hold_for_what_was_measured() -> None:
 
 
 def test_a_limit_that_the_user_set_stays_where_nothing_was_measured() -> None:
-    own = tolerances.overridden(tolerances.default(), {"f32.out": 1.5}, "pyproject.toml")
+    own = tolerances.override_limits(tolerances.load_default_tolerances(), {"f32.out": 1.5}, "pyproject.toml")
     elsewhere = own.of(Arithmetic(), "gpu")
     assert elsewhere.limit("f32", "out") == own.limit("f32", "out")
     assert elsewhere.limit("f32", "dq").ratio == 4.0
@@ -123,8 +123,8 @@ def test_only_judgements_by_a_bound_count() -> None:
 
 def test_a_calibration_is_read_back_as_a_table(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
-    calibration.write(calibration.tabulate([*judged(), record("f16", "dk", 2.1)], level="quick"), path)
-    table = tolerances.from_calibration(json.loads(path.read_text()))
+    calibration.write_calibration(calibration.tabulate([*judged(), record("f16", "dk", 2.1)], level="quick"), path)
+    table = tolerances.build_tolerances(json.loads(path.read_text()))
     assert table.limit("f16", "dk").ratio == 4.0  # 1.5 * 2.1, rounded up
     assert table.limit("f16", "dk").rms == 1.0  # 1.5 * 2.1 / 4, rounded up to a half
     assert table.limit("f32", "out").ratio == 4.0  # one limit for all
@@ -136,7 +136,7 @@ def test_a_calibration_is_read_back_as_a_table(tmp_path: Path) -> None:
 def test_what_was_once_reached_stays_reached() -> None:
     before = calibration.tabulate([*judged(), record("f16", "dk", 2.1)], level="standard", jax="0.10.2")
     later = calibration.tabulate([*judged(), record("f32", "dq", 1.7)], level="quick", jax="0.10.3")
-    found = calibration.joined(later, before)
+    found = calibration.merge_calibrations(later, before)
     largest = {(row["dtype"], row["observable"]): (row["max_ratio"], row["max_rms"]) for row in found["rows"]}
     assert (largest["f16", "dk"], largest["f32", "dq"]) == ((2.1, 0.525), (1.7, 0.425))
     assert largest["f32", "out"] == (1.0, 0.25)
@@ -154,6 +154,6 @@ def test_failures_and_gaps_are_refused() -> None:
         calibration.tabulate([one for one in judged() if one.observable != "dbias"])
     rows = [row for row in STORED["rows"] if (row["dtype"], row["observable"]) != ("bf16", "out")]
     with pytest.raises(ValueError, match=r"no row for bf16\.out"):
-        tolerances.from_calibration({**STORED, "rows": rows})
+        tolerances.build_tolerances({**STORED, "rows": rows})
     with pytest.raises(ValueError, match="schema of the calibration is 'other'"):
-        tolerances.from_calibration({**STORED, "schema": "other"})
+        tolerances.build_tolerances({**STORED, "schema": "other"})

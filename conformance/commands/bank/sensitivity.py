@@ -13,49 +13,49 @@ from rich.console import Console
 from rich.table import Table
 
 from conformance import environment, interrupts
-from conformance.commands import lookup
-from conformance.commands.bank import signatures
-from conformance.commands.bank.twice import seen_twice
-from conformance.commands.errors import CannotJudge
-from conformance.commands.outputs import command_line, outputs_of
-from conformance.commands.progress import Progress
+from conformance.commands import argument_lookup
+from conformance.commands.bank import signatures_command
+from conformance.commands.bank.redundancy_command import measure_redundancy
+from conformance.commands.command_errors import CannotJudge
+from conformance.commands.progress_display import RunProgress
+from conformance.commands.run_outputs import check_outputs, format_command_line
 from conformance.records import RunInfo
-from conformance.sensitivity import detection, resolution
+from conformance.sensitivity import detection_table, resolution
 from conformance.sensitivity.bank import BankError, PlantedBug, load_bank
-from conformance.sensitivity.examination import CheckPower, Examination, is_still_asked, powers
-from conformance.sensitivity.parallel import KernelDied, examine_parallel
-from reports import wording
+from conformance.sensitivity.examination import CheckPower, Examination, compute_check_powers, is_still_asked
+from conformance.sensitivity.parallel_examination import BugKilledProcess, examine_parallel
+from reports import text_format
 
 
 def sensitivity(arguments: argparse.Namespace) -> int:
     """Judge every planted bug; 0 if all are seen and every check is needed, 1 if not."""
     started = time.perf_counter()
     level = arguments.level or "quick"
-    lookup.reject_no_workers(arguments.jobs)
-    outputs = outputs_of(arguments)
-    chosen = lookup.load_settings()
+    argument_lookup.reject_bad_job_count(arguments.jobs)
+    outputs = check_outputs(arguments)
+    chosen = argument_lookup.load_project_settings()
     bank = arguments.bank or chosen.bank
-    last = detection.load()
-    bugs = _bugs(bank)
+    last = detection_table.load_table()
+    bugs = _load_bugs(bank)
     if arguments.signatures:
-        return signatures.measure(bank, bugs, arguments)
+        return signatures_command.measure_signatures(bank, bugs, arguments)
     if arguments.twice:
-        return seen_twice(bugs, arguments)
-    asked = _asked(bugs, arguments, level, last)
+        return measure_redundancy(bugs, arguments)
+    asked = _select_bugs(bugs, arguments, level, last)
     unmeasured = {name: reason for name in asked if (reason := bugs[name].unmeasurable()) is not None}
     names = [name for name in asked if name not in unmeasured]
     if arguments.save and level == "smoke":
         raise CannotJudge("--save keeps what reports show, which is what a grid catches: give it without --level=smoke")
     whole = not (arguments.bug or arguments.new)
     weighed = whole and level != "smoke"  # a part of the checks is no measure of what each of them is worth
-    described = environment.describe()
+    described = environment.describe_environment()
     if arguments.save and not whole:
         _reject_other_conditions(last, level, described)
     examined: list[Examination] = []
     resolutions: list[resolution.Resolution] = []
     interrupted = False
     console = Console(stderr=True)
-    with Progress(len(names), console) as progress:
+    with RunProgress(len(names), console) as progress:
 
         def on_bug(found: Examination) -> None:
             examined.append(found)
@@ -64,24 +64,24 @@ def sensitivity(arguments: argparse.Namespace) -> int:
         try:
             examine_parallel(bank, names, level, arguments.jobs or os.cpu_count() or 1, on_bug)
             if weighed:
-                resolutions = list(resolution.resolve(chosen.tolerances))
-            interrupts.check()
-        except KernelDied as error:
+                resolutions = list(resolution.measure_resolutions(chosen.tolerances))
+            interrupts.raise_if_stopped()
+        except BugKilledProcess as error:
             raise CannotJudge(str(error)) from error
         except KeyboardInterrupt:
             interrupted = True
-    interrupts.finish()  # what was examined gets written whole
+    interrupts.stop_raising()  # what was examined gets written whole
     complete = bool(names) and len(examined) == len(names)
     stands = last if last is not None and last["level"] == level else None  # what another level saw says nothing here
-    kept = detection.examinations(stands, set(bugs) - set(names) if arguments.save else unmeasured)
+    kept = detection_table.parse_examinations(stands, set(bugs) - set(names) if arguments.save else unmeasured)
     examined += kept
-    table = detection.tabulate(examined, resolutions, level=level, environment=described)
+    table = detection_table.build_table(examined, resolutions, level=level, environment=described)
     if arguments.save and not whole:
-        table = detection.continued(table, last)
+        table = detection_table.merge_tables(table, last)
     if arguments.save and not interrupted:
-        detection.save(table)
+        detection_table.save_table(table)
     info = RunInfo(
-        command=command_line(),
+        command=format_command_line(),
         level=level,
         environment=described,
         tolerances=chosen.tolerances.rows(),
@@ -90,14 +90,14 @@ def sensitivity(arguments: argparse.Namespace) -> int:
         detection=table,
     )
     outputs.write([], info)
-    _print(examined, resolutions, whole=weighed and not interrupted)
+    _print_results(examined, resolutions, whole=weighed and not interrupted)
     _print_unmeasured(unmeasured, {e.bug for e in kept})
     seen = not any(e.survives for e in examined)
-    needed = not (weighed or arguments.save) or all(power.alone for power in powers(examined))
+    needed = not (weighed or arguments.save) or all(power.alone for power in compute_check_powers(examined))
     return (0 if seen and needed else 1) if complete else 2
 
 
-def _bugs(bank: str) -> dict[str, PlantedBug]:
+def _load_bugs(bank: str) -> dict[str, PlantedBug]:
     """The bank's bugs by name."""
     if not bank:
         raise CannotJudge("no bank: give --bank=module:attribute, or set bank in [tool.attention_conformance]")
@@ -107,7 +107,7 @@ def _bugs(bank: str) -> dict[str, PlantedBug]:
         raise CannotJudge(str(error)) from error
 
 
-def _asked(
+def _select_bugs(
     bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace, level: str, last: Mapping[str, Any] | None
 ) -> list[str]:
     """Names of the bugs to examine: those named, those without figures of what is asked today, or all."""
@@ -118,7 +118,7 @@ def _asked(
         return list(arguments.bug) or list(bugs)
     if arguments.bug:
         raise CannotJudge("--new chooses the bugs: it cannot be combined with --bug")
-    known = {examined.bug: examined.kills for examined in detection.examinations(last, bugs)}
+    known = {examined.bug: examined.kills for examined in detection_table.parse_examinations(last, bugs)}
     if found := [name for name in bugs if not (name in known and is_still_asked(bugs[name], level, known[name]))]:
         return found
     raise CannotJudge("every bug of the bank has kept figures of what is asked today: nothing is new")
@@ -134,15 +134,17 @@ def _reject_other_conditions(last: Mapping[str, Any] | None, level: str, describ
         raise CannotJudge(f"--save of a part: the kept figures are of {kept}, these of {here}; measure the whole bank")
 
 
-def _print(examined: Sequence[Examination], resolutions: Sequence[resolution.Resolution], *, whole: bool) -> None:
+def _print_results(
+    examined: Sequence[Examination], resolutions: Sequence[resolution.Resolution], *, whole: bool
+) -> None:
     console = Console(soft_wrap=True)
-    ranked = powers(examined)
+    ranked = compute_check_powers(examined)
     _print_matrix(console, examined, ranked)
     if whole:
         _print_powers(console, ranked)
         _print_resolution(console, resolutions)
     if times := [e.first_red for e in examined if e.first_red is not None]:
-        text = f"first red after {wording.brief(statistics.median(times))} of judging (median of those seen)"
+        text = f"first red after {text_format.brief(statistics.median(times))} of judging (median of those seen)"
         console.print(text, highlight=False)
     survivors = [e.bug for e in examined if e.survives]
     console.print(f"{len(examined) - len(survivors)} of {len(examined)} planted bugs are seen", highlight=False)

@@ -1,6 +1,6 @@
 """Backward kernels for Hopper in Mosaic GPU.
 
-With (1) and (2) from `impls.flash_gpu.mosaic.tiles`:
+With (1) and (2) from `impls.flash_gpu.mosaic.mosaic_tiles`:
 
     (8)  p_ij = exp(z_ij - logsumexp_i)
     (9)  dv_j = sum_i p_ij dout_i
@@ -11,7 +11,7 @@ With (1) and (2) from `impls.flash_gpu.mosaic.tiles`:
     (15) dk_j = scale sum_i dx_ij q_i
 
 Where a pair may not attend, z is set to -inf, which makes p and dx 0. Where a key may be nobody's, and its value NaN, p
-and dx are set to 0 instead. `D - dlse` comes from `impls.flash_gpu.passes`,
+and dx are set to 0 instead. `D - dlse` comes from `impls.flash_gpu.flash_gpu_passes`,
 as `row_sums`. One kernel owns blocks of queries and computes (14). One owns blocks of keys and computes (9) and (15),
 which it sums over the query heads of its group.
 """
@@ -28,61 +28,61 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from impls.flash_gpu.exponentials import LOG2_E
-from impls.flash_gpu.mosaic.forward import allowed_keys, bring_keys
-from impls.flash_gpu.mosaic.launch import Place, common_inputs, launch, padded
-from impls.flash_gpu.mosaic.shape import COMPUTING, ROWS, Shape, shape_of, tile
-from impls.flash_gpu.mosaic.tiles import (
-    Span,
+from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows, make_shape
+from impls.flash_gpu.mosaic.forward import copy_keys, prepare_allowed
+from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile, build_inputs, launch, pad_axes
+from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, KernelShape, allocate_tile, build_shape
+from impls.flash_gpu.mosaic.mosaic_tiles import (
+    PairSpan,
     accumulate,
-    allowed,
-    factor_of,
-    hidden_rows,
-    logits_of,
-    over_keys,
-    over_queries,
-    product,
+    broadcast_over_keys,
+    broadcast_over_queries,
+    compute_allowed,
+    compute_logits,
+    get_exponent_factor,
+    multiply,
+    zero_unseen_rows,
 )
-from impls.flash_gpu.operands import Operands, Rows, array_of
-from impls.flash_gpu.schedule import FlashGpuPlan
+from impls.flash_gpu.tile_schedule import FlashGpuPlan
 
 
-def _inputs(plan: FlashGpuPlan, shape: Shape, operands: Operands, rows: Rows) -> dict[str, jax.Array]:
-    inputs = common_inputs(plan, shape, operands)
+def _build_inputs(plan: FlashGpuPlan, shape: KernelShape, operands: Operands, rows: QueryRows) -> dict[str, jax.Array]:
+    inputs = build_inputs(plan, shape, operands)
     length = inputs["q"].shape[1]
-    inputs["d_out"] = padded(rows.d_out, {1: length, 3: shape.v_head_dim})
+    inputs["d_out"] = pad_axes(rows.d_out, {1: length, 3: shape.v_head_dim})
     rows = rows._replace(shift=rows.shift * jnp.float32(LOG2_E))
-    return inputs | {name: padded(getattr(rows, name), {2: length}) for name in ("shift", "row_sums")}
+    return inputs | {name: pad_axes(getattr(rows, name), {2: length}) for name in ("shift", "row_sums")}
 
 
-def scratch_of(shape: Shape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
+def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
     """Shared memory and barriers of a program, by name: tiles of what it owns, and of what it visits.
 
     Gradients leave in the tiles of what they are gradients of, which nobody reads any more by then.
     """
-    own, other = (COMPUTING, ROWS), (shape.slots, shape.visited)
+    own, other = (COMPUTE_WARPGROUPS, ROWS), (shape.slots, shape.visited)
     queries, keys = (own, other) if shape.axis == "q" else (other, own)
     ids = int(segmented)
     of_queries, of_keys = 4 + ids, 1 + ids  # q, d_out, shift, row_sums; k
     scratch: dict[str, Any] = {
-        "q_tile": tile(dtype, *queries, shape.head_dim),
-        "d_out_tile": tile(dtype, *queries, shape.v_head_dim),
+        "q_tile": allocate_tile(dtype, *queries, shape.head_dim),
+        "d_out_tile": allocate_tile(dtype, *queries, shape.v_head_dim),
         "shift_tile": plgpu.SMEM(queries, jnp.float32),
         "row_sums_tile": plgpu.SMEM(queries, jnp.float32),
-        "k_tile": tile(dtype, *keys, shape.head_dim),
-        "v_tile": tile(dtype, *keys, shape.v_head_dim),
+        "k_tile": allocate_tile(dtype, *keys, shape.head_dim),
+        "v_tile": allocate_tile(dtype, *keys, shape.v_head_dim),
         "q_here": plgpu.Barrier(num_arrivals=of_queries, num_barriers=queries[0]),
         "k_here": plgpu.Barrier(num_arrivals=of_keys, num_barriers=keys[0]),
         "v_here": plgpu.Barrier(num_barriers=keys[0]),
-        "free": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=shape.slots),
+        "free": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=shape.slots),
     }
     if segmented:
         scratch |= {"q_ids_tile": plgpu.SMEM(queries, jnp.int32), "kv_ids_tile": plgpu.SMEM(keys, jnp.int32)}
     if shape.axis == "q" and dead_keys:
-        scratch["k_seen"] = tile(dtype, COMPUTING, shape.visited, shape.head_dim)
+        scratch["k_seen"] = allocate_tile(dtype, COMPUTE_WARPGROUPS, shape.visited, shape.head_dim)
     return scratch
 
 
-def _bring_queries(place: Place, start: Any, size: int, head: Any, slot: Any) -> None:
+def _copy_queries(place: ProgramTile, start: Any, size: int, head: Any, slot: Any) -> None:
     """Fetch what is known of a block of queries of one head."""
     inputs, scratch, here = place.inputs, place.scratch, place.scratch["q_here"].at[slot]
     rows = pl.ds(start, size)
@@ -94,35 +94,35 @@ def _bring_queries(place: Place, start: Any, size: int, head: Any, slot: Any) ->
         plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[slot], here)
 
 
-def gradient_of_queries(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> jax.Array:
+def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> jax.Array:
     """Gradient of q, `[B, T, N, H]`."""
-    shape, dtype = shape_of(plan, "dq"), operands.q.dtype
-    inputs = _inputs(plan, shape, operands, rows)
+    shape, dtype = build_shape(plan, "dq"), operands.q.dtype
+    inputs = _build_inputs(plan, shape, operands, rows)
     (dq,) = launch(
-        _dq_program,
+        _run_dq_program,
         plan,
         shape,
         inputs,
         name="flash_gpu_mosaic_dq",
-        outputs=(array_of(inputs["q"].shape, dtype),),
-        scratch=scratch_of(shape, dtype, segmented=plan.segmented, dead_keys=plan.has_dead_keys),
+        outputs=(make_shape(inputs["q"].shape, dtype),),
+        scratch=build_scratch(shape, dtype, segmented=plan.segmented, dead_keys=plan.has_dead_keys),
     )
     return dq[:, : plan.q_length, :, : plan.head_dim]
 
 
-def _dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], place: Place) -> None:
+def _run_dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], place: ProgramTile) -> None:
     del inputs
 
-    @pl.when(place.warpgroup == COMPUTING)
+    @pl.when(place.warpgroup == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
         plgpu.set_max_registers(40, action="decrease")
-        place.fetch(place.total, functools.partial(bring_keys, place))
+        place.fetch(place.total, functools.partial(copy_keys, place))
 
-    @pl.when(place.warpgroup < COMPUTING)
+    @pl.when(place.warpgroup < COMPUTE_WARPGROUPS)
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
         mine = place.warpgroup
-        dq = _dq(place)
+        dq = _compute_dq(place)
         ready = scratch["q_tile"].at[mine]
         ready[...] = (dq * jnp.float32(place.plan.scale)).astype(outputs[0].dtype)  # (14)
         plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
@@ -130,10 +130,10 @@ def _dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], p
         plgpu.wait_smem_to_gmem(0)
 
 
-def _dq(place: Place) -> jax.Array:
+def _compute_dq(place: ProgramTile) -> jax.Array:
     """Gradient of this warpgroup's queries, without the scale."""
     scratch, plan, mine = place.scratch, place.plan, place.warpgroup
-    _bring_queries(place, place.start, ROWS, place.head, mine)
+    _copy_queries(place, place.start, ROWS, place.head, mine)
     plgpu.barrier_wait(scratch["q_here"].at[mine])
     q, d_out = scratch["q_tile"].at[mine], scratch["d_out_tile"].at[mine]
     shift, row_sums = scratch["shift_tile"].at[mine][...], scratch["row_sums_tile"].at[mine][...]
@@ -142,24 +142,24 @@ def _dq(place: Place) -> jax.Array:
         slot = place.slot(at)
         plgpu.barrier_wait(scratch["k_here"].at[slot])
         k = scratch["k_tile"].at[slot]
-        z, slope = logits_of(plan, product(plan, q, k, transposed=True))  # (1), (2)
-        may = allowed_keys(place, at, slot) if masked else None
-        y = z * factor_of(plan) - over_keys(shift, z.shape[1])
+        z, slope = compute_logits(plan, multiply(plan, q, k, transposed=True))  # (1), (2)
+        may = prepare_allowed(place, at, slot) if masked else None
+        y = z * get_exponent_factor(plan) - broadcast_over_keys(shift, z.shape[1])
         if may is not None and not plan.has_dead_keys:
             y = jnp.where(may(False), y, -jnp.inf)  # after one instruction has multiplied and subtracted
         p = jnp.exp2(y)  # (8)
         plgpu.barrier_wait(scratch["v_here"].at[slot])
-        dp = product(plan, d_out, scratch["v_tile"].at[slot], transposed=True)  # (10)
-        dx = p * (dp - over_keys(row_sums, z.shape[1]))  # (12)
+        dp = multiply(plan, d_out, scratch["v_tile"].at[slot], transposed=True)  # (10)
+        dx = p * (dp - broadcast_over_keys(row_sums, z.shape[1]))  # (12)
         dx = dx if slope is None else dx * slope  # (13)
         if may is not None and plan.has_dead_keys:
             dx = jnp.where(may(False), dx, 0.0)
             k_seen = scratch["k_seen"].at[mine]
-            k_seen[...] = hidden_rows(k[...], may(True))
+            k_seen[...] = zero_unseen_rows(k[...], may(True))
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
             k = k_seen
         dq = accumulate(plan, dq, dx.astype(k.dtype), k)  # (14), not scaled
-        place.let_go(slot)
+        place.release_slot(slot)
         return dq
 
     dq = jnp.zeros((ROWS, place.shape.head_dim), jnp.float32)
@@ -170,36 +170,36 @@ def _dq(place: Place) -> jax.Array:
     return dq
 
 
-def gradient_of_keys(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
+def compute_dkv(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> tuple[jax.Array, jax.Array]:
     """Gradients of k and v, `[B, S, K, .]`."""
-    shape, dtype = shape_of(plan, "dkv"), operands.k.dtype
-    inputs = _inputs(plan, shape, operands, rows)
+    shape, dtype = build_shape(plan, "dkv"), operands.k.dtype
+    inputs = _build_inputs(plan, shape, operands, rows)
     dk, dv = launch(
-        _dkv_program,
+        _run_dkv_program,
         plan,
         shape,
         inputs,
         name="flash_gpu_mosaic_dkv",
-        outputs=(array_of(inputs["k"].shape, dtype), array_of(inputs["v"].shape, dtype)),
-        scratch=scratch_of(shape, dtype, segmented=plan.segmented, dead_keys=plan.has_dead_keys),
+        outputs=(make_shape(inputs["k"].shape, dtype), make_shape(inputs["v"].shape, dtype)),
+        scratch=build_scratch(shape, dtype, segmented=plan.segmented, dead_keys=plan.has_dead_keys),
     )
     return dk[:, : plan.kv_length, :, : plan.head_dim], dv[:, : plan.kv_length, :, : plan.v_head_dim]
 
 
-def _dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], place: Place) -> None:
+def _run_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], place: ProgramTile) -> None:
     group = jnp.int32(place.plan.group)
     total = place.total
 
     def bring(at: Any, slot: Any) -> None:
         head = place.head * group + lax.div(at, total)
-        _bring_queries(place, place.visited(lax.rem(at, total)), place.shape.visited, head, slot)
+        _copy_queries(place, place.visited(lax.rem(at, total)), place.shape.visited, head, slot)
 
-    @pl.when(place.warpgroup == COMPUTING)
+    @pl.when(place.warpgroup == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
         plgpu.set_max_registers(40, action="decrease")
         place.fetch(total * group, bring)
 
-    @pl.when(place.warpgroup < COMPUTING)
+    @pl.when(place.warpgroup < COMPUTE_WARPGROUPS)
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
         mine, rows = place.warpgroup, pl.ds(place.start, ROWS)
@@ -210,7 +210,7 @@ def _dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], 
         plgpu.copy_gmem_to_smem(inputs["v"].at[place.batch, rows, place.head], scratch["v_tile"].at[mine], v_here)
         plgpu.barrier_wait(k_here)
         plgpu.barrier_wait(v_here)
-        dk, dv = _sums_of_group(place, group, total)
+        dk, dv = _sum_over_group(place, group, total)
         for ready, sums, out in (
             (scratch["k_tile"].at[mine], dk * jnp.float32(place.plan.scale), outputs[0]),  # (15)
             (scratch["v_tile"].at[mine], dv, outputs[1]),
@@ -221,7 +221,7 @@ def _dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], 
         plgpu.wait_smem_to_gmem(0)
 
 
-def _sums_of_group(place: Place, group: Any, total: Any) -> tuple[jax.Array, jax.Array]:
+def _sum_over_group(place: ProgramTile, group: Any, total: Any) -> tuple[jax.Array, jax.Array]:
     """dk, without the scale, and dv of this warpgroup's keys, summed over the query heads that read them."""
     scratch, plan, mine = place.scratch, place.plan, place.warpgroup
     k, v = scratch["k_tile"].at[mine], scratch["v_tile"].at[mine]
@@ -230,13 +230,15 @@ def _sums_of_group(place: Place, group: Any, total: Any) -> tuple[jax.Array, jax
         slot = place.slot(base + at)
         plgpu.barrier_wait(scratch["q_here"].at[slot])
         q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
-        z, slope = logits_of(plan, product(plan, k, q, transposed=True))  # (1), (2)
-        may = _allowed_queries(place, at, slot) if masked else None
+        z, slope = compute_logits(plan, multiply(plan, k, q, transposed=True))  # (1), (2)
+        may = _compute_allowed(place, at, slot) if masked else None
         if may is not None and not plan.has_dead_keys:
             z = jnp.where(may, z, -jnp.inf)
-        p = jnp.exp2(z * factor_of(plan) - over_queries(scratch["shift_tile"].at[slot][...], ROWS))  # (8)
-        dp = product(plan, v, d_out, transposed=True)  # (10)
-        dx = p * (dp - over_queries(scratch["row_sums_tile"].at[slot][...], ROWS))  # (12)
+        p = jnp.exp2(
+            z * get_exponent_factor(plan) - broadcast_over_queries(scratch["shift_tile"].at[slot][...], ROWS)
+        )  # (8)
+        dp = multiply(plan, v, d_out, transposed=True)  # (10)
+        dx = p * (dp - broadcast_over_queries(scratch["row_sums_tile"].at[slot][...], ROWS))  # (12)
         dx = dx if slope is None else dx * slope  # (13)
         if may is not None and plan.has_dead_keys:
             # k and v are no factors of (9) and (15), so NaN in keys behind the mask does not spread.
@@ -244,7 +246,7 @@ def _sums_of_group(place: Place, group: Any, total: Any) -> tuple[jax.Array, jax
         dk, dv = sums
         dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)  # (9)
         dk = accumulate(plan, dk, dx.astype(q.dtype), q)  # (15), not scaled
-        place.let_go(slot, read_as_values=True)  # the values of its rows
+        place.release_slot(slot, read_as_values=True)  # the values of its rows
         return dk, dv
 
     def visit_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -263,10 +265,10 @@ def _sums_of_group(place: Place, group: Any, total: Any) -> tuple[jax.Array, jax
     return found
 
 
-def _allowed_queries(place: Place, at: Any, slot: Any) -> jax.Array:
+def _compute_allowed(place: ProgramTile, at: Any, slot: Any) -> jax.Array:
     """Booleans `[keys, queries]` of a tile of this warpgroup's keys."""
-    span = Span(place.batch, place.visited(at), place.start, place.shape.visited, ROWS)
+    span = PairSpan(place.batch, place.visited(at), place.start, place.shape.visited, ROWS)
     ids = None
     if place.plan.segmented:
         ids = (place.scratch["q_ids_tile"].at[slot][...], place.scratch["kv_ids_tile"].at[place.warpgroup][...])
-    return allowed(place.plan, place.inputs, span, ids, keys_first=True)
+    return compute_allowed(place.plan, place.inputs, span, ids, keys_first=True)

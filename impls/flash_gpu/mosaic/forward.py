@@ -1,6 +1,6 @@
 """Forward kernel for Hopper in Mosaic GPU.
 
-With (1), (2) and the sums over one tile from `impls.flash_gpu.mosaic.tiles`:
+With (1), (2) and the sums over one tile from `impls.flash_gpu.mosaic.mosaic_tiles`:
 
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max(max_j z_ij, sink)
@@ -8,10 +8,10 @@ With (1), (2) and the sums over one tile from `impls.flash_gpu.mosaic.tiles`:
     (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
 
-The schedule is that of `impls.flash_gpu.schedule`. A program owns a block of queries of one head, half of it for each
-computing warpgroup, or several such blocks one after the other (`impls.flash_gpu.mosaic.order`). It goes over the
+The schedule is that of `impls.flash_gpu.tile_schedule`. A program owns a block of queries of one head, half of it for each
+computing warpgroup, or several such blocks one after the other (`impls.flash_gpu.mosaic.tile_order`). It goes over the
 blocks of keys that the mask leaves it, full ones first. Computing warpgroups multiply whenever they can, or in turns
-(`impls.flash_gpu.mosaic.turns`). Sources as in `impls.flash_gpu.triton.forward` and `impls.flash_gpu.mosaic.launch`.
+(`impls.flash_gpu.mosaic.tensor_core_turns`). Sources as in `impls.flash_gpu.triton.forward` and `impls.flash_gpu.mosaic.mosaic_launch`.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.exponentials import LN_2, LOG2_E, finite_or_zero
-from impls.flash_gpu.mosaic.launch import Place, common_inputs, launch
-from impls.flash_gpu.mosaic.shape import COMPUTING, ROWS, Shape, shape_of, tile
-from impls.flash_gpu.mosaic.tiles import (
-    SHARES,
-    Softmax,
-    Span,
+from impls.flash_gpu.exponentials import LN_2, LOG2_E, replace_neg_inf
+from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, make_shape
+from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile, build_inputs, launch
+from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, KernelShape, allocate_tile, build_shape
+from impls.flash_gpu.mosaic.mosaic_tiles import (
+    SUM_COLUMNS,
+    PairSpan,
+    RunningSoftmax,
     accumulate,
-    allowed,
-    hidden_rows,
-    logits_of,
-    over_keys,
-    product,
-    weigh,
+    broadcast_over_keys,
+    compute_allowed,
+    compute_logits,
+    multiply,
+    update_softmax,
+    zero_unseen_rows,
 )
-from impls.flash_gpu.mosaic.turns import Turns
-from impls.flash_gpu.operands import Operands, Outputs, array_of
-from impls.flash_gpu.schedule import FlashGpuPlan
+from impls.flash_gpu.mosaic.tensor_core_turns import TensorCoreTurns
+from impls.flash_gpu.tile_schedule import FlashGpuPlan
 
 
 def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
     """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
-    shape, dtype = shape_of(plan, "forward"), operands.q.dtype
+    shape, dtype = build_shape(plan, "forward"), operands.q.dtype
     batch, q_length, num_q_heads, _ = operands.q.shape
-    inputs = common_inputs(plan, shape, operands)
+    inputs = build_inputs(plan, shape, operands)
     if operands.sinks is not None:
         inputs["sinks"] = operands.sinks.astype(jnp.float32)
-    rows = array_of((batch, num_q_heads, inputs["q"].shape[1]), jnp.float32)
+    rows = make_shape((batch, num_q_heads, inputs["q"].shape[1]), jnp.float32)
     out, total, maximum = launch(
-        _program,
+        _run_program,
         plan,
         shape,
         inputs,
         name="flash_gpu_mosaic_forward",
-        outputs=(array_of((*inputs["q"].shape[:3], shape.v_head_dim), dtype), rows, rows),
-        scratch=scratch_of(shape, dtype, segmented=plan.segmented, dead_keys=plan.has_dead_keys),
+        outputs=(make_shape((*inputs["q"].shape[:3], shape.v_head_dim), dtype), rows, rows),
+        scratch=build_scratch(shape, dtype, segmented=plan.segmented, dead_keys=plan.has_dead_keys),
     )
     out, total, maximum = out[:, :q_length, :, : plan.v_head_dim], total[:, :, :q_length], maximum[:, :, :q_length]
     # Here, and not in the kernel, whose logarithm would be the GPU's own.
@@ -73,63 +73,63 @@ def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
     return Outputs(out, jnp.where(some, logsumexp, -jnp.inf), maximum * jnp.float32(LN_2))
 
 
-def scratch_of(shape: Shape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
+def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
     """Shared memory and barriers of a program, by name."""
     ids = int(segmented)
     scratch: dict[str, Any] = {
-        "q_tile": tile(dtype, COMPUTING, ROWS, shape.head_dim),
-        "k_tile": tile(dtype, shape.slots, shape.visited, shape.head_dim),
-        "v_tile": tile(dtype, shape.slots, shape.visited, shape.v_head_dim),
-        "total_tile": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
-        "max_tile": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
-        "q_here": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=COMPUTING),
+        "q_tile": allocate_tile(dtype, COMPUTE_WARPGROUPS, ROWS, shape.head_dim),
+        "k_tile": allocate_tile(dtype, shape.slots, shape.visited, shape.head_dim),
+        "v_tile": allocate_tile(dtype, shape.slots, shape.visited, shape.v_head_dim),
+        "total_tile": plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS), jnp.float32),
+        "max_tile": plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS), jnp.float32),
+        "q_here": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=COMPUTE_WARPGROUPS),
         "k_here": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=shape.slots),
         "v_here": plgpu.Barrier(num_barriers=shape.slots),
-        "free": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=shape.slots),
+        "free": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=shape.slots),
     }
     if shape.head_dim != shape.v_head_dim:
-        scratch["out_tile"] = tile(dtype, COMPUTING, ROWS, shape.v_head_dim)
+        scratch["out_tile"] = allocate_tile(dtype, COMPUTE_WARPGROUPS, ROWS, shape.v_head_dim)
     if shape.ping_pong:
-        scratch["turn"] = plgpu.Barrier(num_barriers=COMPUTING)
+        scratch["turn"] = plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS)
     if dead_keys:
-        scratch["v_seen"] = tile(dtype, COMPUTING, shape.visited, shape.v_head_dim)
+        scratch["v_seen"] = allocate_tile(dtype, COMPUTE_WARPGROUPS, shape.visited, shape.v_head_dim)
     if segmented:
-        scratch["q_ids_tile"] = plgpu.SMEM((COMPUTING, ROWS), jnp.int32)
+        scratch["q_ids_tile"] = plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS), jnp.int32)
         scratch["kv_ids_tile"] = plgpu.SMEM((shape.slots, shape.visited), jnp.int32)
     return scratch
 
 
-def _program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], place: Place) -> None:
+def _run_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], place: ProgramTile) -> None:
     """What the warpgroups of one program do."""
 
-    @pl.when(place.warpgroup == COMPUTING)
+    @pl.when(place.warpgroup == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
         plgpu.set_max_registers(40, action="decrease")
-        place.fetch_each(bring_keys)
+        place.fetch_tiles(copy_keys)
 
-    @pl.when(place.warpgroup < COMPUTING)
+    @pl.when(place.warpgroup < COMPUTE_WARPGROUPS)
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
-        turns = Turns(place.warpgroup, scratch.get("turn"))
+        turns = TensorCoreTurns(place.warpgroup, scratch.get("turn"))
         turns.begin()
-        place.each_tile(functools.partial(_attend, inputs, outputs, turns))
+        place.visit_tiles(functools.partial(_attend, inputs, outputs, turns))
         turns.end()
         plgpu.wait_smem_to_gmem(0)
 
 
-def _attend(inputs: dict[str, Any], outputs: Any, turns: Turns, place: Place) -> None:
+def _attend(inputs: dict[str, Any], outputs: Any, turns: TensorCoreTurns, place: ProgramTile) -> None:
     """What a warpgroup computes of a tile."""
     out, total_out, max_out = outputs
     mine, batch, head, scratch = place.warpgroup, place.batch, place.head, place.scratch
-    softmax = _softmax(place, turns)
+    softmax = _compute_softmax(place, turns)
     scratch["max_tile"].at[mine][...] = softmax.maximum
     if "sinks" in inputs:
-        softmax = _with_sink(softmax, inputs["sinks"][head])
+        softmax = _add_sink(softmax, inputs["sinks"][head])
     some = softmax.total > 0
     total = jnp.where(some, softmax.total, 1.0)
     scratch["total_tile"].at[mine][...] = softmax.total
     ready = scratch.get("out_tile", scratch["q_tile"]).at[mine]  # nobody reads the queries any more
-    ready[...] = (softmax.out / over_keys(total, place.shape.v_head_dim)).astype(out.dtype)  # (6)
+    ready[...] = (softmax.out / broadcast_over_keys(total, place.shape.v_head_dim)).astype(out.dtype)  # (6)
     plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
     rows = pl.ds(place.start, ROWS)
     plgpu.copy_smem_to_gmem(ready, out.at[batch, rows, head])
@@ -137,7 +137,7 @@ def _attend(inputs: dict[str, Any], outputs: Any, turns: Turns, place: Place) ->
     plgpu.copy_smem_to_gmem(scratch["max_tile"].at[mine], max_out.at[batch, head, rows])
 
 
-def bring_keys(place: Place, at: Any, slot: Any) -> None:
+def copy_keys(place: ProgramTile, at: Any, slot: Any) -> None:
     """Fetch the tiles of k and v, and the segments of the keys, of one step."""
     inputs, scratch = place.inputs, place.scratch
     keys, head = pl.ds(place.visited(at), place.shape.visited), lax.div(place.head, jnp.int32(place.plan.group))
@@ -148,9 +148,9 @@ def bring_keys(place: Place, at: Any, slot: Any) -> None:
     plgpu.copy_gmem_to_smem(inputs["v"].at[place.batch, keys, head], scratch["v_tile"].at[slot], v_here)
 
 
-def allowed_keys(place: Place, at: Any, slot: Any) -> Callable[[bool], jax.Array]:
+def prepare_allowed(place: ProgramTile, at: Any, slot: Any) -> Callable[[bool], jax.Array]:
     """Booleans of a tile of this warpgroup's queries, as a function of whether keys come first."""
-    span = Span(place.batch, place.start, place.visited(at), ROWS, place.shape.visited)
+    span = PairSpan(place.batch, place.start, place.visited(at), ROWS, place.shape.visited)
     scratch = place.scratch
 
     def found(keys_first: bool) -> jax.Array:
@@ -158,12 +158,12 @@ def allowed_keys(place: Place, at: Any, slot: Any) -> Callable[[bool], jax.Array
         if place.plan.segmented:
             # Read anew for each order: a row of ids and a column of ids lie differently in the registers.
             ids = (scratch["q_ids_tile"].at[place.warpgroup][...], scratch["kv_ids_tile"].at[slot][...])
-        return allowed(place.plan, place.inputs, span, ids, keys_first=keys_first)
+        return compute_allowed(place.plan, place.inputs, span, ids, keys_first=keys_first)
 
     return found
 
 
-def _softmax(place: Place, turns: Turns) -> Softmax:
+def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftmax:
     """The softmax of this warpgroup's queries over all blocks."""
     inputs, scratch, plan, mine = place.inputs, place.scratch, place.plan, place.warpgroup
     q_here, rows = scratch["q_here"].at[mine], pl.ds(place.start, ROWS)
@@ -175,21 +175,21 @@ def _softmax(place: Place, turns: Turns) -> Softmax:
         plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[mine], q_here)
     plgpu.barrier_wait(q_here)
 
-    def visit(masked: bool, at: Any, softmax: Softmax) -> Softmax:
+    def visit(masked: bool, at: Any, softmax: RunningSoftmax) -> RunningSoftmax:
         slot = place.slot(at)
         plgpu.barrier_wait(scratch["k_here"].at[slot])
-        products = product(plan, q, scratch["k_tile"].at[slot], transposed=True, issued=turns.give)  # (1)
-        z, _ = logits_of(plan, products)  # (2)
-        may = allowed_keys(place, at, slot) if masked else None
+        products = multiply(plan, q, scratch["k_tile"].at[slot], transposed=True, issued=turns.give)  # (1)
+        z, _ = compute_logits(plan, products)  # (2)
+        may = prepare_allowed(place, at, slot) if masked else None
         if may is not None:
             z = jnp.where(may(False), z, -jnp.inf)  # (3)
-        softmax, weights = weigh(plan, softmax, z, masked=masked)  # (4), (5)
+        softmax, weights = update_softmax(plan, softmax, z, masked=masked)  # (4), (5)
         weights = weights.astype(inputs["v"].dtype)
         plgpu.barrier_wait(scratch["v_here"].at[slot])
         v = scratch["v_tile"].at[slot]
         if may is not None and plan.has_dead_keys:
             v_seen = scratch["v_seen"].at[mine]
-            v_seen[...] = hidden_rows(v[...], may(True))
+            v_seen[...] = zero_unseen_rows(v[...], may(True))
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
             v = v_seen
         if place.shape.ping_pong:
@@ -198,12 +198,12 @@ def _softmax(place: Place, turns: Turns) -> Softmax:
             softmax, weights = pinned
         turns.take()
         out = accumulate(plan, softmax.out, weights, v)  # (6), not divided
-        place.let_go(slot)
+        place.release_slot(slot)
         return softmax._replace(out=out)
 
-    softmax = Softmax(
+    softmax = RunningSoftmax(
         maximum=jnp.full((ROWS,), -jnp.inf, jnp.float32),
-        total=jnp.zeros((ROWS, SHARES), jnp.float32),
+        total=jnp.zeros((ROWS, SUM_COLUMNS), jnp.float32),
         out=jnp.zeros((ROWS, place.shape.v_head_dim), jnp.float32),
     )
     pl.when(place.total > 0)(turns.take)
@@ -215,11 +215,11 @@ def _softmax(place: Place, turns: Turns) -> Softmax:
     return softmax._replace(total=jnp.sum(softmax.total, axis=1))
 
 
-def _with_sink(old: Softmax, sink: Any) -> Softmax:
+def _add_sink(old: RunningSoftmax, sink: Any) -> RunningSoftmax:
     """The softmax with the sink, which has a term in (4) and (5) and none in (6)."""
     sink = sink * jnp.float32(LOG2_E)
     maximum = jnp.maximum(old.maximum, sink)  # (4)
-    shift = finite_or_zero(maximum)
+    shift = replace_neg_inf(maximum)
     decay = jnp.exp2(old.maximum - shift)
     total = old.total * decay + jnp.exp2(sink - shift)  # (5)
-    return Softmax(maximum, total, old.out * over_keys(decay, old.out.shape[1]))
+    return RunningSoftmax(maximum, total, old.out * broadcast_over_keys(decay, old.out.shape[1]))

@@ -1,7 +1,7 @@
 """Backward kernels: probabilities are recomputed from `logsumexp`, and no program writes where another one does.
 
 Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent `dlse` of `logsumexp`, soft cap, bias and sinks. With
-the logits z of `impls.flash_gpu.triton.tiles`:
+the logits z of `impls.flash_gpu.triton.triton_tiles`:
 
     (8)  p_ij = exp(z_ij - logsumexp_i) = 2 ** (c y_ij - log2(e) logsumexp_i), with z = unit y and c = unit log2(e)
     (9)  dv_j = sum_i p_ij dout_i
@@ -12,7 +12,7 @@ the logits z of `impls.flash_gpu.triton.tiles`:
     (15) dk_j = scale sum_i dx_ij q_i
     (16) dbias = dx, summed over the axes along which the bias is broadcast
 
-`D - dlse` comes from `impls.flash_gpu.passes`, as `row_sums`. One kernel owns blocks of queries and computes (14). One
+`D - dlse` comes from `impls.flash_gpu.flash_gpu_passes`, as `row_sums`. One kernel owns blocks of queries and computes (14). One
 owns blocks of keys and computes (9) and (15), which it sums over the query heads of its group. One writes dx of every
 pair for (16); it runs only where the gradient of a bias is used. All sums are in f32 and in one order, so the same call
 gives the same bits.
@@ -29,39 +29,39 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from impls.flash_gpu.exponentials import LOG2_E, fused_exp2
-from impls.flash_gpu.operands import Operands, Rows, array_of
-from impls.flash_gpu.schedule import FlashGpuPlan
-from impls.flash_gpu.triton.launch import Arrays, Launch, Specs
-from impls.flash_gpu.triton.tiles import (
-    Pair,
-    allowed,
-    hide,
-    keys_seen,
+from impls.flash_gpu.exponentials import LOG2_E, compute_fused_exp2
+from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows, make_shape
+from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.flash_gpu.triton.triton_launch import Arrays, Launch, Specs
+from impls.flash_gpu.triton.triton_tiles import (
+    TilePair,
+    compute_allowed,
+    compute_logits,
+    find_seen_keys,
+    get_logit_unit,
+    get_program_ids,
+    load_key_ranges,
     load_rows,
     load_values,
-    logits,
-    product,
-    program,
-    seen,
+    multiply,
     store_rows,
-    unit_of,
-    walk,
+    visit_blocks,
+    zero_hidden_rows,
 )
 
 
-def _inputs(launch: Launch, operands: Operands, rows: Rows) -> tuple[Arrays, Specs]:
+def _build_inputs(launch: Launch, operands: Operands, rows: QueryRows) -> tuple[Arrays, Specs]:
     arrays, specs = launch.inputs(operands)
     arrays |= rows._asdict() | {"shift": rows.shift * jnp.float32(LOG2_E)}
     specs |= {
-        "d_out": launch.query_rows(launch.plan.v_head_tile),
-        "shift": launch.query_scalars(),
-        "row_sums": launch.query_scalars(),
+        "d_out": launch.see_query_rows(launch.plan.v_head_tile),
+        "shift": launch.see_query_scalars(),
+        "row_sums": launch.see_query_scalars(),
     }
     return arrays, specs
 
 
-class _Queries(NamedTuple):
+class _QueryBlock(NamedTuple):
     """One block of queries of one head."""
 
     q: jax.Array  # [block_q, H]
@@ -72,9 +72,9 @@ class _Queries(NamedTuple):
 
 def _load_queries(
     plan: FlashGpuPlan, inputs: Arrays, start: Any, size: int, head: Any, at: Any, there: Any = None
-) -> _Queries:
+) -> _QueryBlock:
     length = plan.q_length
-    return _Queries(
+    return _QueryBlock(
         load_rows(inputs["q"], start, size, length, plan.head_dim, head=head, at=at, there=there),
         load_rows(inputs["d_out"], start, size, length, plan.v_head_dim, head=head, at=at, there=there),
         load_values(inputs["shift"], start, size, length, head=head, at=at),
@@ -82,15 +82,21 @@ def _load_queries(
     )
 
 
-def pair_gradient(
-    plan: FlashGpuPlan, inputs: Arrays, pair: Pair, rows: _Queries, k: jax.Array, v: jax.Array, may: jax.Array | None
+def compute_pair_gradients(
+    plan: FlashGpuPlan,
+    inputs: Arrays,
+    pair: TilePair,
+    rows: _QueryBlock,
+    k: jax.Array,
+    v: jax.Array,
+    may: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """p and dx of a tile, f32."""
-    z, slope = logits(plan, inputs, pair, rows.q, k, may)
-    factor = unit_of(plan, inputs) * LOG2_E
-    p = fused_exp2(z, pair.queries(rows.shift), factor=factor, interpret=plan.interpret)  # (8)
+    z, slope = compute_logits(plan, inputs, pair, rows.q, k, may)
+    factor = get_logit_unit(plan, inputs) * LOG2_E
+    p = compute_fused_exp2(z, pair.queries(rows.shift), factor=factor, interpret=plan.interpret)  # (8)
     operands = (v, rows.d_out) if pair.keys_first else (rows.d_out, v)
-    dp = product(plan, *operands, over=(1, 1))  # (10)
+    dp = multiply(plan, *operands, over=(1, 1))  # (10)
     dx = p * (dp - pair.queries(rows.row_sums))  # (12)
     if slope is not None:
         dx = dx * slope  # (13)
@@ -98,15 +104,15 @@ def pair_gradient(
     return p, jnp.where(may, dx, 0.0) if may is not None and plan.has_dead_keys else dx
 
 
-def gradient_of_queries(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> jax.Array:
+def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> jax.Array:
     """Gradient of q, `[B, T, N, H]`."""
     launch = Launch(plan, plan.sizes.dq, "q", operands.q.shape[0])
     block = (None, launch.tiles.block_q, None, plan.head_tile)
     outputs = launch(
         "flash_gpu_dq",
         functools.partial(_dq_kernel, launch),
-        *_inputs(launch, operands, rows),
-        out_shapes={"dq": array_of(operands.q.shape, operands.q.dtype)},
+        *_build_inputs(launch, operands, rows),
+        out_shapes={"dq": make_shape(operands.q.shape, operands.q.dtype)},
         out_specs={"dq": pl.BlockSpec(block, lambda i, n, b: (b, i, n, jnp.int32(0)))},
     )
     return outputs["dq"]
@@ -114,25 +120,25 @@ def gradient_of_queries(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> j
 
 def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
-    row, _, batch = program()
+    row, _, batch = get_program_ids()
     q_start = row * block_q
     rows = _load_queries(plan, inputs, q_start, block_q, 0, at=0)
 
     def visit(masked: bool, block: Any, dq: jax.Array) -> jax.Array:
-        pair = Pair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
+        pair = TilePair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
         k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
         v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
-        may = allowed(plan, inputs, pair) if masked else None
-        _, dx = pair_gradient(plan, inputs, pair, rows, k, v, may)
-        k = hide(k, seen(may) if may is not None and plan.has_dead_keys else None)
-        return dq + product(plan, dx.astype(k.dtype), k, over=(1, 0))  # (14), not scaled
+        may = compute_allowed(plan, inputs, pair) if masked else None
+        _, dx = compute_pair_gradients(plan, inputs, pair, rows, k, v, may)
+        k = zero_hidden_rows(k, find_seen_keys(may) if may is not None and plan.has_dead_keys else None)
+        return dq + multiply(plan, dx.astype(k.dtype), k, over=(1, 0))  # (14), not scaled
 
     dq = jnp.zeros((block_q, plan.head_tile), jnp.float32)
-    dq = walk(launch, inputs, 0, visit, dq)
+    dq = visit_blocks(launch, inputs, 0, visit, dq)
     store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)  # (14)
 
 
-def gradient_of_keys(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
+def compute_dkv(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> tuple[jax.Array, jax.Array]:
     """Gradients of k and v, `[B, S, K, .]`."""
     launch = Launch(plan, plan.sizes.dkv, "kv", operands.q.shape[0])
 
@@ -143,10 +149,10 @@ def gradient_of_keys(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> tupl
     outputs = launch(
         "flash_gpu_dkv",
         functools.partial(_dkv_kernel, launch),
-        *_inputs(launch, operands, rows),
+        *_build_inputs(launch, operands, rows),
         out_shapes={
-            "dk": array_of(operands.k.shape, operands.k.dtype),
-            "dv": array_of(operands.v.shape, operands.v.dtype),
+            "dk": make_shape(operands.k.shape, operands.k.dtype),
+            "dv": make_shape(operands.v.shape, operands.v.dtype),
         },
         out_specs={"dk": spec(plan.head_tile), "dv": spec(plan.v_head_tile)},
     )
@@ -155,29 +161,31 @@ def gradient_of_keys(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> tupl
 
 def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
-    row, _, batch = program()
+    row, _, batch = get_program_ids()
     kv_start = row * block_kv
     k = load_rows(inputs["k"], kv_start, block_kv, plan.kv_length, plan.head_dim, at=0)
     v = load_rows(inputs["v"], kv_start, block_kv, plan.kv_length, plan.v_head_dim, at=0)
 
     def visit(head: Any, masked: bool, block: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        pair = Pair(batch, head, block * block_q, kv_start, block_q, block_kv, keys_first=True)
+        pair = TilePair(batch, head, block * block_q, kv_start, block_q, block_kv, keys_first=True)
         there = None
         if plan.packed and masked:
             # Queries of nobody may be NaN, and they are factors of these products.
-            low, high = keys_seen(plan, inputs, pair)
+            low, high = load_key_ranges(plan, inputs, pair)
             there = low < high
         rows = _load_queries(plan, inputs, pair.q_start, block_q, head, at=pair.q_at, there=there)
-        p, dx = pair_gradient(plan, inputs, pair, rows, k, v, allowed(plan, inputs, pair) if masked else None)
+        p, dx = compute_pair_gradients(
+            plan, inputs, pair, rows, k, v, compute_allowed(plan, inputs, pair) if masked else None
+        )
         dk, dv = sums
         # k and v are no factors of these two products, so NaN in keys behind the mask does not spread: their p and dx
         # are 0.
-        dk = dk + product(plan, dx.astype(rows.q.dtype), rows.q, over=(1, 0))  # (15), not scaled
-        dv = dv + product(plan, p.astype(rows.d_out.dtype), rows.d_out, over=(1, 0))  # (9)
+        dk = dk + multiply(plan, dx.astype(rows.q.dtype), rows.q, over=(1, 0))  # (15), not scaled
+        dv = dv + multiply(plan, p.astype(rows.d_out.dtype), rows.d_out, over=(1, 0))  # (9)
         return dk, dv
 
     def visit_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return walk(launch, inputs, head, functools.partial(visit, head), sums)
+        return visit_blocks(launch, inputs, head, functools.partial(visit, head), sums)
 
     sums = tuple(jnp.zeros((block_kv, columns), jnp.float32) for columns in (plan.head_tile, plan.v_head_tile))
     if launch.heads == 1:
@@ -188,7 +196,7 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_rows(outputs["dv"], kv_start, dv, plan.kv_length, plan.v_head_dim)
 
 
-def gradient_of_bias(plan: FlashGpuPlan, operands: Operands, bias: jax.Array, rows: Rows) -> jax.Array:
+def compute_dbias(plan: FlashGpuPlan, operands: Operands, bias: jax.Array, rows: QueryRows) -> jax.Array:
     """Gradient of the bias, in its shape: `dx` of every pair, summed over the axes that the bias is broadcast to."""
     batch = operands.q.shape[0]
     launch = Launch(plan, plan.sizes.dq, "q", batch)
@@ -197,20 +205,20 @@ def gradient_of_bias(plan: FlashGpuPlan, operands: Operands, bias: jax.Array, ro
     outputs = launch(
         "flash_gpu_dbias",
         functools.partial(_dbias_kernel, launch),
-        *_inputs(launch, operands, rows),
-        out_shapes={"dx": array_of((*shape[:2], rows_of_blocks, columns_of_blocks), jnp.float32)},
+        *_build_inputs(launch, operands, rows),
+        out_shapes={"dx": make_shape((*shape[:2], rows_of_blocks, columns_of_blocks), jnp.float32)},
         out_specs={
             "dx": pl.BlockSpec(
                 (None, None, launch.tiles.block_q, columns_of_blocks), lambda i, n, b: (b, n, i, jnp.int32(0))
             )
         },
     )
-    dx = _without_unvisited(launch, outputs["dx"])[:, :, : plan.q_length, : plan.kv_length]
+    dx = _zero_unvisited(launch, outputs["dx"])[:, :, : plan.q_length, : plan.kv_length]
     broadcast = tuple(axis for axis, (n, m) in enumerate(zip(bias.shape, shape, strict=True)) if n < m)
     return dx.sum(axis=broadcast, keepdims=True).astype(bias.dtype)  # (16)
 
 
-def _without_unvisited(launch: Launch, dx: jax.Array) -> jax.Array:
+def _zero_unvisited(launch: Launch, dx: jax.Array) -> jax.Array:
     """`dx` with zeros in the blocks that the mask leaves empty: no program wrote them, so they hold anything."""
     block_q, block_kv = launch.tiles.block_q, launch.tiles.block_kv
     batch, heads, q_length, kv_length = dx.shape
@@ -221,16 +229,18 @@ def _without_unvisited(launch: Launch, dx: jax.Array) -> jax.Array:
 
 def _dbias_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
-    row, _, batch = program()
+    row, _, batch = get_program_ids()
     q_start = row * block_q
     rows = _load_queries(plan, inputs, q_start, block_q, 0, at=0)
 
     def visit(masked: bool, block: Any, carry: Any) -> Any:
-        pair = Pair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
+        pair = TilePair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
         k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
         v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
-        _, dx = pair_gradient(plan, inputs, pair, rows, k, v, allowed(plan, inputs, pair) if masked else None)
+        _, dx = compute_pair_gradients(
+            plan, inputs, pair, rows, k, v, compute_allowed(plan, inputs, pair) if masked else None
+        )
         plt.store(outputs["dx"].at[pl.ds(jnp.int32(0), dx.shape[0]), pl.ds(pair.kv_start, block_kv)], dx)
         return carry
 
-    walk(launch, inputs, 0, visit, jnp.int32(0))
+    visit_blocks(launch, inputs, 0, visit, jnp.int32(0))

@@ -1,6 +1,6 @@
 """Forward kernel: each program owns one block of queries of one head, and goes over the key blocks that it may see.
 
-From the logits z of `impls.flash_gpu.triton.tiles`:
+From the logits z of `impls.flash_gpu.triton.triton_tiles`:
 
     (4)  m_i = max(max_j z_ij, sink)
     (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
@@ -23,27 +23,27 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from impls.flash_gpu.exponentials import LN_2, LOG2_E, finite_or_zero, fused_exp2
-from impls.flash_gpu.operands import Operands, Outputs, array_of
-from impls.flash_gpu.schedule import FlashGpuPlan
-from impls.flash_gpu.triton.launch import Arrays, Launch
-from impls.flash_gpu.triton.tiles import (
-    Pair,
-    allowed,
-    hide,
+from impls.flash_gpu.exponentials import LN_2, LOG2_E, compute_fused_exp2, replace_neg_inf
+from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, make_shape
+from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.flash_gpu.triton.triton_launch import Arrays, Launch
+from impls.flash_gpu.triton.triton_tiles import (
+    TilePair,
+    compute_allowed,
+    compute_logits,
+    find_seen_keys,
+    get_logit_unit,
+    get_program_ids,
     load_rows,
-    logits,
-    product,
-    program,
-    seen,
+    multiply,
     store_rows,
     store_values,
-    unit_of,
-    walk,
+    visit_blocks,
+    zero_hidden_rows,
 )
 
 
-class Running(NamedTuple):
+class RunningSoftmax(NamedTuple):
     """The softmax of the keys so far, f32."""
 
     maximum: jax.Array  # [block_q], in base 2
@@ -57,9 +57,9 @@ def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
     launch = Launch(plan, plan.sizes.forward, "q", batch)
     arrays, specs = launch.inputs(operands)
     if operands.sinks is not None:
-        arrays["sinks"], specs["sinks"] = operands.sinks.astype(jnp.float32), launch.head_scalars()
+        arrays["sinks"], specs["sinks"] = operands.sinks.astype(jnp.float32), launch.see_head_scalars()
     block_q = launch.tiles.block_q
-    rows = array_of((batch, plan.num_q_heads, plan.q_length), jnp.float32)
+    rows = make_shape((batch, plan.num_q_heads, plan.q_length), jnp.float32)
     row_spec = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
     outputs = launch(
         "flash_gpu_forward",
@@ -67,7 +67,7 @@ def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
         arrays,
         specs,
         out_shapes={
-            "out": array_of((*operands.q.shape[:3], plan.v_head_dim), operands.q.dtype),
+            "out": make_shape((*operands.q.shape[:3], plan.v_head_dim), operands.q.dtype),
             "logsumexp": rows,
             "max_logits": rows,
         },
@@ -82,28 +82,28 @@ def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
 
 def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
-    row, _, batch = program()
+    row, _, batch = get_program_ids()
     q_start = row * block_q
     q = load_rows(inputs["q"], q_start, block_q, plan.q_length, plan.head_dim, head=0, at=0)
-    unit = unit_of(plan, inputs)
+    unit = get_logit_unit(plan, inputs)
 
-    def visit(masked: bool, block: Any, running: Running) -> Running:
-        pair = Pair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
+    def visit(masked: bool, block: Any, running: RunningSoftmax) -> RunningSoftmax:
+        pair = TilePair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
         k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
         v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
-        may = allowed(plan, inputs, pair) if masked else None
-        y, _ = logits(plan, inputs, pair, q, k, may)
-        v = hide(v, seen(may) if may is not None and plan.has_dead_keys else None)
-        return update(plan, running, y, v, unit, some=not masked and "bias" not in inputs)
+        may = compute_allowed(plan, inputs, pair) if masked else None
+        y, _ = compute_logits(plan, inputs, pair, q, k, may)
+        v = zero_hidden_rows(v, find_seen_keys(may) if may is not None and plan.has_dead_keys else None)
+        return update_softmax(plan, running, y, v, unit, some=not masked and "bias" not in inputs)
 
-    running = Running(
+    running = RunningSoftmax(
         maximum=jnp.full((block_q,), -jnp.inf, jnp.float32),
         total=jnp.zeros((block_q,), jnp.float32),
         out=jnp.zeros((block_q, plan.v_head_tile), jnp.float32),
     )
-    running = walk(launch, inputs, 0, visit, running)
+    running = visit_blocks(launch, inputs, 0, visit, running)
     store_values(outputs["max_logits"], q_start, running.maximum * jnp.float32(LN_2), plan.q_length)
-    running = with_sink(running, inputs["sinks"][0]) if "sinks" in inputs else running
+    running = add_sink(running, inputs["sinks"][0]) if "sinks" in inputs else running
     some = running.total != 0
     total = jnp.where(some, running.total, 1.0)
     logsumexp = jnp.where(some, running.maximum * jnp.float32(LN_2) + jnp.log(total), -jnp.inf)  # (7)
@@ -111,24 +111,26 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_rows(outputs["out"], q_start, running.out / total[:, None], plan.q_length, plan.v_head_dim)  # (6)
 
 
-def update(plan: FlashGpuPlan, old: Running, y: jax.Array, v: jax.Array, unit: float, *, some: bool) -> Running:
+def update_softmax(
+    plan: FlashGpuPlan, old: RunningSoftmax, y: jax.Array, v: jax.Array, unit: float, *, some: bool
+) -> RunningSoftmax:
     """The running softmax with one more tile of logits `unit y [block_q, block_kv]` and of values `[block_kv, V]`.
 
     `some` says that each row has a logit which is a number.
     """
     factor = unit * LOG2_E
     maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * jnp.float32(factor))  # (4)
-    shift = maximum if some else finite_or_zero(maximum)
-    weights = fused_exp2(y, shift[:, None], factor=factor, interpret=plan.interpret)
+    shift = maximum if some else replace_neg_inf(maximum)
+    weights = compute_fused_exp2(y, shift[:, None], factor=factor, interpret=plan.interpret)
     decay = jnp.exp2(old.maximum - shift)
-    out = old.out * decay[:, None] + product(plan, weights.astype(v.dtype), v, over=(1, 0))  # (6), not divided
-    return Running(maximum, old.total * decay + jnp.sum(weights, axis=1), out)  # (5)
+    out = old.out * decay[:, None] + multiply(plan, weights.astype(v.dtype), v, over=(1, 0))  # (6), not divided
+    return RunningSoftmax(maximum, old.total * decay + jnp.sum(weights, axis=1), out)  # (5)
 
 
-def with_sink(old: Running, sink: jax.Array) -> Running:
+def add_sink(old: RunningSoftmax, sink: jax.Array) -> RunningSoftmax:
     """The running softmax with the sink, which has a term in (4) and (5) and none in (6)."""
     sink = sink * jnp.float32(LOG2_E)
     maximum = jnp.maximum(old.maximum, sink)  # (4)
-    shift = finite_or_zero(maximum)
+    shift = replace_neg_inf(maximum)
     decay = jnp.exp2(old.maximum - shift)
-    return Running(maximum, old.total * decay + jnp.exp2(sink - shift), old.out * decay[:, None])  # (5)
+    return RunningSoftmax(maximum, old.total * decay + jnp.exp2(sink - shift), old.out * decay[:, None])  # (5)

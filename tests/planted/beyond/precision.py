@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from cases.masks import Causal, Window, conjuncts
+from cases.masks import Causal, Window, list_conjuncts
 from conformance.sensitivity import PlantedBug
 from tests.planted.planting.plain import (
     Array,
@@ -43,7 +43,7 @@ def over(lengths: int, of: str) -> Callable[[Case], bool]:
 
 
 def masked_by(kind: type, call: Call) -> bool:
-    return any(isinstance(part, kind) for part in conjuncts(call.mask))
+    return any(isinstance(part, kind) for part in list_conjuncts(call.mask))
 
 
 def to_operands(x: Array, call: Call) -> Array:

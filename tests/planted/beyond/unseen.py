@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from conformance import declare
-from conformance.calling.plain import from_function
 from conformance.contract import Implementation
+from conformance.execution.plain_functions import build_implementation
 from conformance.sensitivity import PlantedBug
 from tests.kernels import naive
 from tests.planted.planting.latent import LatentSteps, in_pages, paged_latent
@@ -183,7 +183,7 @@ def _with_slopes(name: str, places: Callable[..., Array]) -> Implementation:
         given |= {"sinks": sinks, "bias": bias, "scale": scale, "save_residuals": save_residuals}
         return _sloped(places, q, k, v, alibi_slopes, given)
 
-    return from_function(attention, name)
+    return build_implementation(attention, name)
 
 
 def _whole_vectors(x: Array, value_dim: int) -> Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from conformance.sensitivity import PlantedBug
-from conformance.truth.bounds import Expectation
+from conformance.truth.rounding_bounds import Expectation
 from tests.planted.planting.wrapped import Arrays, Statics, correct, planted
 
 _bug = functools.partial(planted, family="gaming")

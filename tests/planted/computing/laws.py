@@ -12,8 +12,8 @@ import numpy as np
 
 from cases.case import Case
 from cases.masks import Full
-from conformance.calling.plain import from_function
 from conformance.contract import Implementation
+from conformance.execution.plain_functions import build_implementation
 from conformance.sensitivity import PlantedBug
 from impls.dot_product.attention import attention as dot_product
 from tests.kernels import naive
@@ -172,7 +172,7 @@ def _window_ignored_alone(arrays: Arrays, statics: Statics) -> Any:
 
 
 def _quadratic_that_claims_linear() -> Implementation:
-    return dataclasses.replace(from_function(naive.attention, "claims-linear-memory"), memory="linear")
+    return dataclasses.replace(build_implementation(naive.attention, "claims-linear-memory"), memory="linear")
 
 
 def _wrong_with_other_blocks() -> Implementation:
@@ -188,7 +188,7 @@ def _wrong_with_other_blocks() -> Implementation:
 
 
 def _accepts_wrong_operands() -> Implementation:
-    return dataclasses.replace(from_function(naive.attention, "accepts-wrong-operands"), validates=True)
+    return dataclasses.replace(build_implementation(naive.attention, "accepts-wrong-operands"), validates=True)
 
 
 def _ignores_what_it_declines() -> Implementation:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from cases.case import Case, parse
+from cases.case import Case, parse_case_id
 from conformance.contract import Implementation
 from conformance.sensitivity import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.source_change import Change, changed
 from tests.planted.planting.triggers import both, has, trains
 
-MANY = parse("train/f32/B1.T200.S500.N4.K2.H32.V48/moba-150-2-o300/softcap2/sinks/normal/s0")
-FEW = parse("train/f32/B1.T4.S500.N4.K2.H32.V48/moba-60-2-o496/normal/s0")
+MANY = parse_case_id("train/f32/B1.T200.S500.N4.K2.H32.V48/moba-150-2-o300/softcap2/sinks/normal/s0")
+FEW = parse_case_id("train/f32/B1.T4.S500.N4.K2.H32.V48/moba-60-2-o496/normal/s0")
 """Chunks of more keys than are computed at a time, with several blocks of rows; and chunks that no query takes."""
 
 _moba = has("moba")

@@ -7,7 +7,7 @@ from typing import Any
 
 from conformance.accelerators.targets import TPU
 from conformance.sensitivity import PlantedBug
-from tests.kernels.pallas_tpu import implementation
+from tests.kernels.pallas_flash import build_pallas_implementation
 
 
 def _bug(name: str, *, kind: str, reference: str, shows: tuple[str, ...], **options: Any) -> PlantedBug:
@@ -17,7 +17,7 @@ def _bug(name: str, *, kind: str, reference: str, shows: tuple[str, ...], **opti
         kind=kind,
         reference=reference,
         shows=shows,
-        build=functools.partial(implementation, name, **options),
+        build=functools.partial(build_pallas_implementation, name, **options),
     )
 
 
@@ -29,7 +29,7 @@ def _compiled_bug(name: str, *, kind: str, reference: str, **options: Any) -> Pl
         kind=kind,
         reference=reference,
         shows=("v4", "v5e", "v5p", "v6e", "7x"),
-        build=functools.partial(implementation, name, **options),
+        build=functools.partial(build_pallas_implementation, name, **options),
         unmeasurable=lambda: TPU.missing,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from cases.case import Case, parse
+from cases.case import Case, parse_case_id
 from conformance.contract import Implementation
 from conformance.sensitivity import PlantedBug
 from tests.planted.planting import stored_bug
@@ -12,7 +12,9 @@ from tests.planted.planting.packed_bug import trained
 from tests.planted.planting.source_change import Change, changed
 
 _BLOCK = 128
-CASE = parse("train/f32/B4.T200.S402.N4.K2.H32.V16/own-l275-402-260-190-5/softcap5/sinks/packed-q130-0-200-3/normal/s0")
+CASE = parse_case_id(
+    "train/f32/B4.T200.S402.N4.K2.H32.V16/own-l275-402-260-190-5/softcap5/sinks/packed-q130-0-200-3/normal/s0"
+)
 """Several blocks of 128 each way: a full one, borders inside others, a window, keys that no query sees, and padding."""
 
 

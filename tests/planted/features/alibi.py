@@ -15,7 +15,7 @@ from tests.planted.planting.triggers import Trigger, both, grouped, has, one_que
 _FORWARD = "out logsumexp max_logits"
 _alibi = has("alibi_slopes")
 
-# The passages of `impls.block_flash.blocks` that are changed.
+# The passages of `impls.block_flash.operand_blocks` that are changed.
 _DISTANCE = "jnp.abs(i + (plan.kv_length - plan.q_length) - j).astype(jnp.float32)"
 _TAKEN = "taken = blocks.alibi_slopes * distance"
 _SLOPES = "slopes.astype(jnp.float32).reshape(1, plan.num_kv_heads, -1, 1, 1)"

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from conformance.sensitivity import PlantedBug
-from tests.kernels.decode import (
+from tests.kernels.split_decode import (
     BLOCK,
     SPLITS,
     DecodeSteps,
     Schedule,
-    implementation,
-    tpu_implementation,
+    build_decode_implementation,
+    build_decode_tpu_implementation,
 )
 from tests.planted.features import decode_steps as wrong
 from tests.planted.planting.triggers import Trigger, both, has
@@ -51,7 +51,7 @@ def _bug(
         kind=kind,
         reference=reference,
         shows=shows,
-        build=functools.partial(implementation, DecodeSteps(**steps), name, takes),
+        build=functools.partial(build_decode_implementation, DecodeSteps(**steps), name, takes),
         trigger=trigger,
     )
 
@@ -69,7 +69,7 @@ def _tpu_bug(
         kind=kind,
         reference=reference,
         shows=shows,
-        build=functools.partial(tpu_implementation, schedule, name),
+        build=functools.partial(build_decode_tpu_implementation, schedule, name),
         trigger=trigger,
     )
 

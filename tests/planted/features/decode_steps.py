@@ -8,15 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from cases.masks import Window
-from impls.merging import Part
-from impls.ragged.plan import RaggedPlan, allowed
-from impls.ragged.schedule import Steps, steps_of
-from tests.kernels.decode import (
-    BLOCK,
-    DecodeSteps,
-    by_the_mask,
-    part_of,
-)
+from impls.ragged.ragged_plan import RaggedPlan, compute_allowed
+from impls.ragged.ragged_schedule import RaggedSteps, build_steps
+from impls.softmax_merge import Part
+from tests.kernels.split_decode import BLOCK, DecodeSteps, compute_part, is_allowed
 
 Array = Any
 
@@ -57,26 +52,26 @@ def windowed(plan: RaggedPlan) -> bool:
 
 def of_the_last_query(plan: RaggedPlan, positions: Array, j: Array) -> Array:
     """Where a window starts is asked of the last query and not of each."""
-    return by_the_mask(plan, positions, j) & by_the_mask(plan, positions[:, :, -1:], j)
+    return is_allowed(plan, positions, j) & is_allowed(plan, positions[:, :, -1:], j)
 
 
 def first_query_for_all(plan: RaggedPlan, positions: Array, j: Array) -> Array:
-    return allowed(plan, plan.kv_length, positions[:, :, :1], j)
+    return compute_allowed(plan, plan.kv_length, positions[:, :, :1], j)
 
 
 def window_one_wider(plan: RaggedPlan, positions: Array, j: Array) -> Array:
-    return by_the_mask(plan, positions, j) | by_the_mask(plan, positions, j + 1)
+    return is_allowed(plan, positions, j) | is_allowed(plan, positions, j + 1)
 
 
 def whole_blocks_of_a_window(plan: RaggedPlan, positions: Array, j: Array) -> Array:
     """A block that the window starts in is left out."""
-    first = by_the_mask(plan, positions, j // BLOCK * BLOCK)
-    return by_the_mask(plan, positions, j) & (first | (j // BLOCK == positions // BLOCK))
+    first = is_allowed(plan, positions, j // BLOCK * BLOCK)
+    return is_allowed(plan, positions, j) & (first | (j // BLOCK == positions // BLOCK))
 
 
 def never_written(z: Array, v: Array) -> Part:
     """Splits without keys keep what their memory held, which is another call's result at best."""
-    part = part_of(z, v)
+    part = compute_part(z, v)
     nothing = part.max == -jnp.inf
     return Part(*(jnp.where(nothing, 1.0, x) for x in part))
 
@@ -92,7 +87,7 @@ def zero_over_zero(part: Part) -> Any:
 
 def mask_value(z: Array, v: Array) -> Part:
     """Hidden logits are a large negative number: a split that sees none of its keys has them all, with weight 1."""
-    return part_of(jnp.where(z == -jnp.inf, -1e30, z), v)
+    return compute_part(jnp.where(z == -jnp.inf, -1e30, z), v)
 
 
 def highest_of_two_splits(parts: Part, plan: RaggedPlan) -> Part:
@@ -116,36 +111,36 @@ def kept_in_f32(out: Array, dtype: Any) -> Array:
     return out
 
 
-def no_steps_for_nothing(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
+def no_steps_for_nothing(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> RaggedSteps:
     """Rows without keys have no step, so that nothing writes what they are."""
-    steps = steps_of(plan, lengths, positions, block)
+    steps = build_steps(plan, lengths, positions, block)
     computes = steps.blocks[steps.row] > 0
     order = jnp.argsort(~computes, stable=True)
     total = jnp.maximum(1, jnp.sum(computes & (jnp.arange(len(order)) < steps.total), dtype=jnp.int32))
-    return Steps(total, steps.row[order], steps.kv_row[order], steps.kv_block[order], steps.blocks)
+    return RaggedSteps(total, steps.row[order], steps.kv_row[order], steps.kv_block[order], steps.blocks)
 
 
-def whole_blocks_only(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
-    return steps_of(plan, lengths // block * block, positions, block)
+def whole_blocks_only(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> RaggedSteps:
+    return build_steps(plan, lengths // block * block, positions, block)
 
 
-def ahead_of_the_last_row(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
+def ahead_of_the_last_row(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> RaggedSteps:
     """A row without keys fetches the first block of the next one meanwhile, be there a next one or not."""
-    steps = steps_of(plan, lengths, positions, block)
+    steps = build_steps(plan, lengths, positions, block)
     nothing = steps.blocks[steps.row] == 0
     return steps._replace(
         kv_row=jnp.where(nothing, steps.row + 1, steps.kv_row), kv_block=jnp.where(nothing, 0, steps.kv_block)
     )
 
 
-def block_before_the_first(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
+def block_before_the_first(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> RaggedSteps:
     """A row without keys points to its last block, number -1."""
-    steps = steps_of(plan, lengths, positions, block)
+    steps = build_steps(plan, lengths, positions, block)
     nothing = steps.blocks[steps.row] == 0
     return steps._replace(
         kv_row=jnp.where(nothing, steps.row, steps.kv_row), kv_block=jnp.where(nothing, -1, steps.kv_block)
     )
 
 
-def another_rows_blocks(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
-    return steps_of(plan, jnp.roll(lengths, -1), positions, block)
+def another_rows_blocks(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> RaggedSteps:
+    return build_steps(plan, jnp.roll(lengths, -1), positions, block)

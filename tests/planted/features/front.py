@@ -12,14 +12,14 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from conformance import declare
-from conformance.calling.plain import from_function
 from conformance.contract import Implementation
-from conformance.reference import front_end as reference
+from conformance.execution.plain_functions import build_implementation
+from conformance.reference import front_end_reference as reference
 from conformance.sensitivity import PlantedBug
 from tests.kernels import naive
 
 FrontEnd = Callable[..., Any]
-_right = reference.front_end
+_right = reference.apply_front_end
 _LESS = ("window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head", "dense_batch", "indexer")
 
 
@@ -35,7 +35,7 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None)
 
 def implementation(name: str, front_end: FrontEnd) -> Implementation:
     """Naive attention behind `front_end`."""
-    return dataclasses.replace(from_function(attention, name), front_end=front_end)
+    return dataclasses.replace(build_implementation(attention, name), front_end=front_end)
 
 
 def _has_front_end(case: Case) -> bool:
@@ -85,7 +85,7 @@ def _by_itself(step: str, change: Callable[..., Any]) -> FrontEnd:
 
 
 def _rotary(step: str) -> Callable[..., Any]:
-    return lambda x, at, weights: reference.rotary(step, x, jnp.asarray(at))
+    return lambda x, at, weights: reference.apply_rotary(step, x, jnp.asarray(at))
 
 
 def _angles_in_bf16(x: Any, at: Any, weights: Any) -> Any:
@@ -103,9 +103,9 @@ def _turned_on_again(x: Any, at: Any, weights: Any) -> Any:
 
     @jax.custom_vjp
     def turned(x: Any) -> Any:
-        return reference.rotary("half", x, jnp.asarray(at))
+        return reference.apply_rotary("half", x, jnp.asarray(at))
 
-    turned.defvjp(lambda x: (turned(x), None), lambda _, dy: (reference.rotary("half", dy, jnp.asarray(at)),))
+    turned.defvjp(lambda x: (turned(x), None), lambda _, dy: (reference.apply_rotary("half", dy, jnp.asarray(at)),))
     return turned(x)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from conformance.sensitivity import PlantedBug
-from impls import merging
-from impls.merging import Normalised, Part
-from impls.ragged.plan import RaggedPlan
-from tests.kernels.decode import DecodeSteps, implementation, part_of, sink_part
+from impls import softmax_merge
+from impls.ragged.ragged_plan import RaggedPlan
+from impls.softmax_merge import Normalised, Part
+from tests.kernels.split_decode import DecodeSteps, build_decode_implementation, build_sink_part, compute_part
 from tests.planted.planting.triggers import Trigger, has
 
 Array = Any
@@ -31,7 +31,7 @@ def _bug(
         kind=kind,
         reference=reference,
         shows=shows,
-        build=functools.partial(implementation, DecodeSteps(**steps), name),
+        build=functools.partial(build_decode_implementation, DecodeSteps(**steps), name),
         trigger=trigger,
     )
 
@@ -70,12 +70,12 @@ def _top_of_zero(parts: Sequence[Part]) -> Part:
 
 
 def _sum_not_rescaled(parts: Sequence[Part]) -> Part:
-    found, x = merging.merge(parts), _stacked(parts)
+    found, x = softmax_merge.merge(parts), _stacked(parts)
     return found._replace(sum=x.sum.sum(axis=0))
 
 
 def _out_not_rescaled(parts: Sequence[Part]) -> Part:
-    found, x = merging.merge(parts), _stacked(parts)
+    found, x = softmax_merge.merge(parts), _stacked(parts)
     return found._replace(out=x.out.sum(axis=0))
 
 
@@ -86,24 +86,24 @@ def _sinks_of_the_first_head(sinks: Array, plan: RaggedPlan) -> Array:
 
 def _rescaled_twice(parts: Sequence[Part]) -> Part:
     x = _stacked(parts)
-    found = merging.merge(parts)
+    found = softmax_merge.merge(parts)
     weights = jnp.where(x.sum == 0, 0.0, jnp.exp(2 * (x.max - jnp.where(found.max == -jnp.inf, 0.0, found.max))))
     return _sums(x, weights, found.max)
 
 
 def _last_part_dropped(parts: Sequence[Part]) -> Part:
-    return merging.merge(parts[:-1]) if len(parts) > 2 else merging.merge(parts)
+    return softmax_merge.merge(parts[:-1]) if len(parts) > 2 else softmax_merge.merge(parts)
 
 
 def _rows_of_the_first_sequence(parts: Sequence[Part]) -> Part:
     """The combine step's batch stride is 0, but for the statistics."""
     first = [part._replace(out=jnp.broadcast_to(part.out[:1], part.out.shape)) for part in parts]
-    return merging.merge(first)
+    return softmax_merge.merge(first)
 
 
 def _statistics_turned(parts: Sequence[Part]) -> Part:
     """The combine step takes the heads' statistics in another order than their rows."""
-    return merging.merge([part._replace(max=jnp.roll(part.max, 1, axis=2)) for part in parts])
+    return softmax_merge.merge([part._replace(max=jnp.roll(part.max, 1, axis=2)) for part in parts])
 
 
 def _in_bf16(parts: Part, plan: RaggedPlan) -> Part:
@@ -112,18 +112,18 @@ def _in_bf16(parts: Part, plan: RaggedPlan) -> Part:
 
 def _base_two(z: Array, v: Array) -> Part:
     """The maximum is that of logits in base 2."""
-    part = part_of(z, v)
+    part = compute_part(z, v)
     return part._replace(max=part.max * math.log2(math.e))
 
 
 def _in_every_split(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
     parts = [Part(*(x[:, :, n] for x in splits)) for n in range(splits.sum.shape[2])]
-    return merge([merge([part, sink_part(part, sinks)]) for part in parts])
+    return merge([merge([part, build_sink_part(part, sinks)]) for part in parts])
 
 
 def _in_the_first_split_if_it_has_keys(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
     there = splits.sum[:, :, 0] > 0
-    return merge([merged, sink_part(merged, sinks)._replace(sum=there.astype(jnp.float32))])
+    return merge([merged, build_sink_part(merged, sinks)._replace(sum=there.astype(jnp.float32))])
 
 
 def _never(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
@@ -131,7 +131,7 @@ def _never(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
 
 
 def _in_the_maximum_only(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
-    return merge([merged, sink_part(merged, sinks)._replace(sum=jnp.full(merged.sum.shape, 1e-30))])
+    return merge([merged, build_sink_part(merged, sinks)._replace(sum=jnp.full(merged.sum.shape, 1e-30))])
 
 
 def _not_rebased(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
@@ -142,13 +142,13 @@ def _not_rebased(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
 
 def _only_with_keys(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
     """A query without keys has no sink either."""
-    found = merge([merged, sink_part(merged, sinks)])
+    found = merge([merged, build_sink_part(merged, sinks)])
     return Part(*(jnp.where(merged.sum == 0, x, y) for x, y in zip(merged, found, strict=True)))
 
 
 def _local(part: Part) -> Normalised:
     """The logarithm of the sum, without the maximum that it is relative to."""
-    found = merging.normalise(part)
+    found = softmax_merge.normalise(part)
     return found._replace(logsumexp=jnp.where(part.sum == 0, -jnp.inf, jnp.log(part.sum))[..., 0])
 
 
@@ -165,7 +165,7 @@ def _turned_round(part: Part) -> Part:
 
 
 def _logsumexp_for_sum(part: Part) -> Part:
-    return part._replace(sum=merging.normalise(part).logsumexp[..., None])
+    return part._replace(sum=softmax_merge.normalise(part).logsumexp[..., None])
 
 
 def _rounded(part: Part) -> Part:

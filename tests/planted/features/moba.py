@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from cases.case import Case
-from cases.moba import Moba
+from cases.moba_mask import Moba
 from conformance.sensitivity import PlantedBug
 from impls.moba import forward as sparse_forward
-from impls.moba.blocks import Operands, from_rows, lanes_of
-from impls.moba.plan import MobaPlan, Work, divide
+from impls.moba.moba_blocks import Operands, restore_rows, split_lanes
+from impls.moba.moba_plan import MobaPlan, MobaWork, divide_work
 from tests.planted.planting.moba import MobaSteps, block_sparse, chosen_pairs, correct, highest, implementation
 from tests.planted.planting.plain import Call, PlainSteps, kernel, stop
 from tests.planted.planting.triggers import Trigger, both, grouped, has, trains
@@ -116,26 +116,26 @@ def _empty_slots_are_the_first_chunk(x: Array, call: Call) -> Array:
     return z + jnp.log(times.astype(jnp.float32))
 
 
-def _not_rescaled(plan: MobaPlan, operands: Operands, work: Work) -> Any:
+def _not_rescaled(plan: MobaPlan, operands: Operands, work: MobaWork) -> Any:
     """Parts of a row are added up as if they had been shifted by one maximum."""
     right = sparse_forward.forward(plan, operands, work)
-    parts = sparse_forward._parts(plan, lanes_of(plan, operands), work)
-    _, total, out = (sparse_forward.slots(x, work.places, 0) for x in parts)
+    parts = sparse_forward._compute_parts(plan, split_lanes(plan, operands), work)
+    _, total, out = (sparse_forward.gather_slots(x, work.places, 0) for x in parts)
     out = out.sum(axis=1) / total.sum(axis=1)[:, None]
-    return right._replace(out=from_rows(plan, out.astype(operands.q.dtype)))
+    return right._replace(out=restore_rows(plan, out.astype(operands.q.dtype)))
 
 
-def _own_chunk_in_logsumexp(plan: MobaPlan, operands: Operands, work: Work) -> Any:
+def _own_chunk_in_logsumexp(plan: MobaPlan, operands: Operands, work: MobaWork) -> Any:
     right = sparse_forward.forward(plan, operands, work)
-    parts = sparse_forward._parts(plan, lanes_of(plan, operands), work)
-    maximum, total, _ = (sparse_forward.slots(x, work.places[:, :1], 0) for x in parts)
+    parts = sparse_forward._compute_parts(plan, split_lanes(plan, operands), work)
+    maximum, total, _ = (sparse_forward.gather_slots(x, work.places[:, :1], 0) for x in parts)
     own = (maximum + jnp.log(total)).reshape(right.logsumexp.shape)
     return right._replace(logsumexp=own)
 
 
-def _beyond_capacity(plan: MobaPlan, chosen: Array) -> Work:
+def _beyond_capacity(plan: MobaPlan, chosen: Array) -> MobaWork:
     """As many blocks as the pairs would fill if no block had rows to spare."""
-    work = divide(plan, chosen)
+    work = divide_work(plan, chosen)
     return work._replace(in_use=jnp.minimum(work.in_use, max(1, plan.pairs // plan.block_rows)))
 
 

@@ -14,7 +14,7 @@ from tests.planted.planting.layout import BLOCK_KV, BLOCK_Q, EMPTY, PARTIAL
 @functools.lru_cache(maxsize=256)
 def kinds(case: Case) -> np.ndarray:
     """Kinds of the mask's tiles, `[b, n, q tiles, key blocks]`; segment ids are left out."""
-    mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     return mask.blocks(case.q_length, case.kv_length, BLOCK_Q, BLOCK_KV)
 
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from cases.case import Case
-from conformance.calling.plain import declare, from_function
 from conformance.contract import Implementation
+from conformance.execution.plain_functions import build_implementation, declare
 from conformance.sensitivity import PlantedBug
 from tests.planted.planting.layout import (
     BLOCK_KV,
@@ -206,7 +206,7 @@ def _differentiable(steps: BlockSteps, call: Call) -> Callable[[Operands], Outpu
 
 def implementation(steps: BlockSteps, name: str) -> Implementation:
     """The kernel made of `steps`, as the gate takes it."""
-    return from_function(kernel(steps), name)
+    return build_implementation(kernel(steps), name)
 
 
 def planted(

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from conformance.calling.plain import declare, from_function
 from conformance.contract import Implementation
+from conformance.execution.plain_functions import build_implementation, declare
 
 Array = jax.Array
 Step = Callable[..., Any]
@@ -194,7 +194,7 @@ def kernel(steps: FlexSteps = FlexSteps()) -> Callable[..., Any]:
 
 def implementation(name: str, steps: FlexSteps = FlexSteps()) -> Implementation:
     """The kernel made of `steps`, as an implementation."""
-    return from_function(kernel(steps), name)
+    return build_implementation(kernel(steps), name)
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:

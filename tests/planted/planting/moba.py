@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from cases.moba import Moba
+from cases.moba_mask import Moba
 from conformance.contract import Implementation
 from impls.moba import forward as sparse_forward
-from impls.moba.blocks import Operands, bins_of, rows_of
-from impls.moba.choice import choose
-from impls.moba.plan import MobaPlan, Work, divide
+from impls.moba.moba_blocks import Operands, flatten_rows, split_bins
+from impls.moba.moba_gate import choose_chunks
+from impls.moba.moba_plan import MobaPlan, MobaWork, divide_work
 from tests.planted.planting.plain import Call, PlainSteps, kernel, stop
 
-sparse = importlib.import_module("impls.moba.sparse")
+sparse = importlib.import_module("impls.moba.moba_sparse")
 sparse_backward = importlib.import_module("impls.moba.backward")
 
 Array = jax.Array
@@ -93,16 +93,16 @@ def correct(steps: MobaSteps = MobaSteps(), **plain: Step) -> Callable[..., Any]
 def block_sparse(
     forward: Callable[..., Any] = sparse_forward.forward,
     backward: Callable[..., Any] = sparse_backward.backward,
-    divided: Callable[[MobaPlan, Array], Work] = divide,
+    divided: Callable[[MobaPlan, Array], MobaWork] = divide_work,
 ) -> Callable[..., Any]:
     """The block-sparse kernel with another forward pass, backward pass or division of the work."""
 
     def attend(plan: MobaPlan, operands: Operands) -> Any:
         @jax.custom_vjp
-        def flash(operands: Operands, work: Work) -> Any:
+        def flash(operands: Operands, work: MobaWork) -> Any:
             return forward(plan, operands, work)
 
-        def save(operands: Operands, work: Work) -> Any:
+        def save(operands: Operands, work: MobaWork) -> Any:
             outputs = forward(plan, operands, work)
             return outputs, (operands, work, outputs.out, outputs.logsumexp)
 
@@ -111,9 +111,9 @@ def block_sparse(
 
         flash.defvjp(save, pull_back)
         q, k = stop(operands.q), stop(operands.k)
-        rows = rows_of(plan, q).reshape(plan.lanes, plan.rows, -1)
-        keys = bins_of(plan, k).reshape(plan.lanes, plan.chunks, plan.moba.chunk, -1)
-        return flash(operands, divided(plan, choose(plan.moba, rows, keys, plan.position)))
+        rows = flatten_rows(plan, q).reshape(plan.lanes, plan.rows, -1)
+        keys = split_bins(plan, k).reshape(plan.lanes, plan.chunks, plan.moba.chunk, -1)
+        return flash(operands, divided(plan, choose_chunks(plan.moba, rows, keys, plan.position)))
 
     def call(*operands: Any, **options: Any) -> Any:
         with mock.patch.object(sparse, "_attend", attend):

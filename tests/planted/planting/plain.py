@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from cases.masks import Mask, OwnWindow, leaves
+from cases.masks import Mask, OwnWindow, iter_leaves
 from conformance.contract import Implementation
 from conformance.sensitivity import PlantedBug
 
@@ -324,7 +324,7 @@ def kernel(
         scale: float | None = None,
         save_residuals: bool = False,
     ) -> Any:
-        if any(isinstance(leaf, OwnWindow) for leaf in leaves(mask)):
+        if any(isinstance(leaf, OwnWindow) for leaf in iter_leaves(mask)):
             raise NotImplementedError("own_window: the mask has one place for all batch rows")
 
         def call_of(

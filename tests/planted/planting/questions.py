@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cases.inputs import Cotangent, Problem, draw
 from cases.masks import Dense, Mask
-from cases.operands import GRADIENT_OF
+from cases.operand_registry import GRADIENT_OF
+from cases.operand_values import Cotangent, Problem, draw_problem
 from conformance import records
-from conformance.asking.judgement import Judgement
-from conformance.asking.subject import Subject
-from conformance.calling.execution import Executor, pull_back
+from conformance.check_api.judgement import Judgement
+from conformance.check_api.subject import Subject
 from conformance.checks import ensemble
+from conformance.execution.executor import Executor, pull_back
 from tests.kernels import naive
 from tests.planted.planting import plain
 
@@ -33,7 +33,7 @@ def _of(subject: Subject, problem: Problem, got: Any) -> Judgement:
     if array.dtype != q.dtype:
         reason = f"dtype is {array.dtype}, must be that of q, {q.dtype}"
         return Judgement(observable="out", verdict=records.FAIL, reason=reason)
-    return subject.judge("out", array, subject.expect(problem).forward["out"], subject.judged_out_of(problem))
+    return subject.judge("out", array, subject.expect(problem).forward["out"], subject.find_judged_rows(problem))
 
 
 def _eagerly(subject: Subject, problem: Problem) -> Judgement:
@@ -43,7 +43,7 @@ def _eagerly(subject: Subject, problem: Problem) -> Judgement:
 
 def _other(subject: Subject) -> Problem:
     """The same case with the next seed."""
-    return draw(dataclasses.replace(subject.case, seed=subject.case.seed + 1))
+    return draw_problem(dataclasses.replace(subject.case, seed=subject.case.seed + 1))
 
 
 def called(**options: Any) -> Callable[[Subject], Iterator[Judgement]]:
@@ -107,7 +107,7 @@ def after(**fields: Any) -> Callable[[Subject], Iterator[Judgement]]:
     """The problem, after an eager call of another case: this one with other `fields`."""
 
     def check(subject: Subject) -> Iterator[Judgement]:
-        call, arrays = subject.executor.bind(draw(dataclasses.replace(subject.case, **fields)))
+        call, arrays = subject.executor.bind(draw_problem(dataclasses.replace(subject.case, **fields)))
         call(jax.tree.map(jnp.asarray, arrays))
         yield _eagerly(subject, subject.problem)
 
@@ -157,9 +157,9 @@ def no_sinks_at_minus_infinity(subject: Subject) -> Iterator[Judgement]:
 
 def _as_if(subject: Subject, asked: Problem, meant: Problem) -> Iterator[Judgement]:
     """Results of the problem `asked` are those of the one that is `meant`."""
-    expected, results = subject.expect(meant).forward, subject.results_of(asked)
+    expected, results = subject.expect(meant).forward, subject.run_results(asked)
     for name, got in results.items():
-        judged = subject.judged_out_of(meant) if name == "out" else ~meant.empty_rows
+        judged = subject.find_judged_rows(meant) if name == "out" else ~meant.empty_rows
         yield subject.judge(name, got, expected[name], judged)
 
 
@@ -178,8 +178,10 @@ def value_of_the_only_key(subject: Subject) -> Iterator[Judgement]:
 def no_wider_than_without(subject: Subject) -> Iterator[Judgement]:
     """Errors scatter no more than those of the plain kernel with a backward of its own, by the limit of `ensemble`."""
     base = plain.implementation("correct", back=plain.BackwardSteps())
-    narrow = {j.observable: j.ratio for j in ensemble.ensemble(dataclasses.replace(subject, executor=Executor(base)))}
-    for judgement in ensemble.ensemble(subject):
+    narrow = {
+        j.observable: j.ratio for j in ensemble.check_ensemble(dataclasses.replace(subject, executor=Executor(base)))
+    }
+    for judgement in ensemble.check_ensemble(subject):
         if judgement.observable.endswith(".spread"):
             ratio, usual = judgement.ratio, narrow[judgement.observable]
             assert ratio is not None

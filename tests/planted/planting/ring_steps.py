@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.kernels.naive import allowed_pairs
+from tests.kernels.naive import build_mask
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics
 
 DEVICES = 2
@@ -130,7 +130,7 @@ def kernel(steps: RingSteps) -> Kernel:
         q, k, v = (arrays[name].astype(jnp.float32) for name in ("q", "k", "v"))
         q_length, kv_length = q.shape[1], k.shape[1]
         scale = q.shape[-1] ** -0.5 if statics["scale"] is None else statics["scale"]
-        allowed = allowed_pairs(q, k, statics["causal"], statics["window"], arrays.get("mask"), None)
+        allowed = build_mask(q, k, statics["causal"], statics["window"], arrays.get("mask"), None)
         allowed = steps.allowed(allowed, arrays, statics)
         bias, sinks, ids = arrays.get("bias"), arrays.get("sinks"), arrays.get("segment_ids")
         q_order, kv_order = _padded_order(q_length), _padded_order(kv_length)

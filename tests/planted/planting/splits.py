@@ -176,7 +176,7 @@ def kernel(steps: SplitSteps) -> wrapped.Kernel:
         )  # fmt: skip
         if not steps.takes_splits(call):
             return wrapped.correct(arrays, statics)
-        allowed = naive.allowed_pairs(
+        allowed = naive.build_mask(
             q, k, statics["causal"], statics["window"], arrays.get("mask"), arrays.get("segment_ids")
         )
         out, lse, top = _by_splits(steps, call, arrays, allowed)

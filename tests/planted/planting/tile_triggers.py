@@ -8,8 +8,8 @@ import numpy as np
 
 from cases import mask_spec
 from cases.case import Case
-from cases.inputs import DTYPES
-from cases.masks import Causal, Full, Mask, Window, conjuncts
+from cases.masks import Causal, Full, Mask, Window, list_conjuncts
+from cases.operand_values import DTYPES
 from tests.planted.planting.tiled import BLOCK, Call
 from tests.planted.planting.triggers import Trigger
 
@@ -21,13 +21,13 @@ def whole_keys(case: Case) -> bool:
 
 def mask_of(case: Case) -> Mask:
     """The case's mask."""
-    return mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    return mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
 
 
 def call_of(case: Case) -> Call:
     """What the tiled kernel knows of a case before it sees arrays."""
     causal, window, left = False, None, False
-    for part in conjuncts(mask_of(case)):
+    for part in list_conjuncts(mask_of(case)):
         if part == Causal():
             causal = True
         elif isinstance(part, Window) and not part.offset and window is None:

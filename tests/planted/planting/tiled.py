@@ -21,8 +21,8 @@ from jax import lax
 
 from cases.case import Case
 from conformance import declare
-from conformance.calling.plain import from_function
 from conformance.contract import Implementation
+from conformance.execution.plain_functions import build_implementation
 from conformance.sensitivity import PlantedBug
 
 Array = Any
@@ -368,7 +368,7 @@ def kernel(steps: TileSteps) -> Callable[..., Any]:
 
 def implementation(steps: TileSteps, name: str) -> Implementation:
     """The kernel made of `steps`, as the gate takes it."""
-    return from_function(kernel(steps), name)
+    return build_implementation(kernel(steps), name)
 
 
 def planted(

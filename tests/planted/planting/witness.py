@@ -11,14 +11,14 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cases.case import parse
-from cases.inputs import Cotangent, Problem, draw
-from conformance.asking.judgement import Judgement, guarded
-from conformance.asking.subject import Subject
-from conformance.calling.execution import Executor
-from conformance.checks import BY_NAME
+from cases.case import parse_case_id
+from cases.operand_values import Cotangent, Problem, draw_problem
+from conformance.check_api.judgement import Judgement, catch_errors
+from conformance.check_api.subject import Subject
+from conformance.checks import CHECKS_BY_NAME
 from conformance.contract import Implementation
-from conformance.judging.plan import single
+from conformance.execution.executor import Executor
+from conformance.judging.run_plan import plan_case
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.truth import tolerances
@@ -39,7 +39,7 @@ class Changed(Subject):
     @functools.cached_property
     def problem(self) -> Problem:
         """The operands, changed."""
-        return self.change(draw(self.case))
+        return self.change(draw_problem(self.case))
 
     @functools.cached_property
     def cotangents(self) -> dict[str, Cotangent]:
@@ -64,10 +64,16 @@ def asked(
     """
 
     def witness(implementation: Implementation) -> list[Judgement]:
-        subject = Changed(Executor(implementation), parse(case), tolerances.default(), change=change, pulled=pulled)
-        names = checks or (_TRAINED if subject.with_gradients else _PLAIN)
-        runs = [BY_NAME[check].run if isinstance(check, str) else check for check in names]
-        return [judgement for run in runs for judgement in guarded("all", functools.partial(run, subject))]
+        subject = Changed(
+            Executor(implementation),
+            parse_case_id(case),
+            tolerances.load_default_tolerances(),
+            change=change,
+            pulled=pulled,
+        )
+        names = checks or (_TRAINED if subject.has_gradients else _PLAIN)
+        runs = [CHECKS_BY_NAME[check].run if isinstance(check, str) else check for check in names]
+        return [judgement for run in runs for judgement in catch_errors("all", functools.partial(run, subject))]
 
     return witness
 
@@ -76,7 +82,7 @@ def today(case: str, *checks: str) -> Witness:
     """What the gate of today says of the case, as `python -m conformance run --case` does."""
 
     def witness(implementation: Implementation) -> list[Judgement]:
-        jobs = single(implementation, parse(case), tuple(BY_NAME[name] for name in checks)).jobs
+        jobs = plan_case(implementation, parse_case_id(case), tuple(CHECKS_BY_NAME[name] for name in checks)).jobs
         records = [record for job in jobs for record in Runner(Settings()).judge(job)]
         return [Judgement(observable=r.observable, verdict=r.verdict, reason=r.reason) for r in records]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from cases.case import Case
 from conformance import declare
-from conformance.calling.plain import from_function
 from conformance.contract import Implementation
+from conformance.execution.plain_functions import build_implementation
 from conformance.sensitivity import PlantedBug
 from tests.kernels import naive
 
@@ -53,7 +53,7 @@ def attention_by(kernel: Kernel, **declared: Any) -> Callable[..., Any]:
 
 def implementation(name: str, kernel: Kernel, **declared: Any) -> Implementation:
     """`kernel` as an implementation."""
-    return from_function(attention_by(kernel, **declared), name)
+    return build_implementation(attention_by(kernel, **declared), name)
 
 
 def _always(case: Case) -> bool:

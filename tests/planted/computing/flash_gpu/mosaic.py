@@ -10,13 +10,13 @@ import dataclasses
 import functools
 import importlib
 
-from cases.case import Case, parse
+from cases.case import Case, parse_case_id
 from conformance.contract import Accelerator, Implementation
 from conformance.sensitivity import PlantedBug
 from tests.planted.planting import stored_bug
 from tests.planted.planting.source_change import Change, changed
 
-CASE = parse("prefill/bf16/B1.T160.S160.N2.K2.H64.V64/causal/normal/s0")
+CASE = parse_case_id("prefill/bf16/B1.T160.S160.N2.K2.H64.V64/causal/normal/s0")
 """Four tiles of two lengths, one more than an interpreted persistent kernel has programs."""
 
 

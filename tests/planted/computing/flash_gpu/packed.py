@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from cases.case import Case, parse
+from cases.case import Case, parse_case_id
 from conformance.contract import Implementation
 from conformance.sensitivity import PlantedBug
 from tests.planted.planting import stored_bug
@@ -12,9 +12,11 @@ from tests.planted.planting.packed_bug import trained
 from tests.planted.planting.source_change import Change, changed
 
 _LONGEST_BLOCK = 32
-CASE = parse("train/f32/B5.T70.S120.N4.K2.H16.V24/own-l70-120-60-1-33-50/softcap5/sinks/packed-q70-0-1-33-9/normal/s0")
+CASE = parse_case_id(
+    "train/f32/B5.T70.S120.N4.K2.H16.V24/own-l70-120-60-1-33-50/softcap5/sinks/packed-q70-0-1-33-9/normal/s0"
+)
 """Several blocks of 16 and 32 each way: full ones, borders inside others, a window, keys no query sees, and padding."""
-CAUSAL = parse("train/f32/B4.T60.S90.N2.K1.H16.V16/own-linf-90-1-40-20/packed-q60-1-40-26/normal/s0")
+CAUSAL = parse_case_id("train/f32/B4.T60.S90.N2.K1.H16.V16/own-linf-90-1-40-20/packed-q60-1-40-26/normal/s0")
 """Chunks, a token, a prompt and a sequence of more queries than keys, under no window."""
 
 

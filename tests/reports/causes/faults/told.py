@@ -12,7 +12,7 @@ from pathlib import Path
 
 from conformance import runs
 from conformance.records import ERROR, FAIL, PASS, Record
-from reports.causes.finding import line_that_raises
+from reports.causes.finding import find_raising_line
 
 FILE = Path(__file__).with_name("told.json")
 _VERDICTS = (PASS, FAIL, ERROR)
@@ -48,7 +48,7 @@ def _packed(found: Iterable[Record], places: Mapping[str, int]) -> dict[str, str
     bits: dict[str, int] = {}
     for record in found:
         if record.verdict in _VERDICTS:
-            line = line_that_raises(record.reason) if record.verdict == ERROR else None
+            line = find_raising_line(record.reason) if record.verdict == ERROR else None
             key = " ".join(
                 (record.check, record.observable, record.verdict, record.remedy, line["place"] if line else "")
             )
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> None:
     told = load() if FILE.exists() else {}
     for argument in arguments:
         name, _, file = argument.partition("=")
-        (one,) = runs.read(Path(file))
+        (one,) = runs.read_runs(Path(file))
         told[name] = (list(one.records), list(one.probes))
     save(told)
 

@@ -1,0 +1,329 @@
+"""Hypothesis strategies over the whole case space, not only the levels of the grid.
+
+Everything is drawn so that it fits what was drawn before, and shrinks towards the smallest and plainest case: one
+query, one key, one head, f32, no mask and no optional operand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from hypothesis import strategies as st
+
+from cases.case import PHASES, Case
+from cases.case_space.alternatives import NothingToDraw, Space, Supports, build_space
+from cases.case_space.clue_numbers import NO_CLUES, Clues
+from cases.mask_spec import KINDS
+from cases.masks import Mask
+from cases.operand_registry import QUIET
+from cases.quantization import PAGES_HOLD
+from cases.score_functions import CAPPING
+from cases.storage_forms import latent_strategies as latents
+from cases.storage_forms import stored_strategies as serving
+from cases.storage_forms.storage_spec import LATENT, Kind
+
+LONGEST = 600
+_USUAL = 300
+# Time and memory of the oracle grow with B * N * T * S; beyond this, more heads and batch rows cost seconds.
+_PAIRS = 150_000
+_MOST_BATCH = 3
+_MOST_HEADS = 3
+_LARGEST_GROUP = 4
+_DEPTHS = (8, 136)
+_USUAL_DEPTHS = (16, 32, 64, 72, 128)
+_BLOCKS = (32, 64, 128)
+# Logits of 7e4 in f32 are rounded by so much that probabilities change by 1%: one key among many is lost in that.
+_LONGEST_HUGE = 128
+_MANY_QUERIES = 16
+# Beside clues: so many pairs of query and key with few heads, and such depths that long sequences remain cheap.
+_MOST_PAIRS = 1_400_000
+_LONG = 2048
+_LITTLE_DEPTHS = (8, 16, 64, 128)  # of which the first two are taken
+_BRIEF = (1, 16, 40, 64, 100, 128)
+_MOST_COUNTED = {"batch": 9, "heads": 34, "depth": 272}
+# At scale 1 many logits are about this large at usual depths.
+_LOGIT = 16
+_LARGEST_LOGIT = 4000.0
+_COMMON_MASKS = ("full", "causal", "window", "lengths")
+_OTHER_DEPTHS = (80, 96, 160, 192, 256)
+
+# Plain cases of stored operands, which only those support who take their operands so.
+_STORED: dict[Kind, Case] = {
+    "packed": Case(mask="own-linf-128", storage="packed", phase="prefill"),
+    "paged": Case(mask="own-linf-128", storage="paged16", phase="prefill"),
+    "latent": Case(num_kv_heads=1, v_head_dim=48, scale=0.144, storage="latent"),
+    "latent_pages": Case(
+        mask="own-linf-128", num_kv_heads=1, v_head_dim=48, scale=0.144, storage="latent16", phase="prefill"
+    ),
+}
+
+_T = TypeVar("_T")
+
+
+def draw_cases(
+    supports: Supports = lambda case: None, phases: tuple[str, ...] = PHASES, clues: Clues = NO_CLUES
+) -> st.SearchStrategy[Case]:
+    """Cases of the given phases that `supports` accepts.
+
+    Args:
+      supports: why a case is not wanted, or None if it is.
+      phases: which phases to draw.
+      clues: numbers that a kernel shows: sizes, masks, caps and scales beside them are drawn too.
+
+    Raises:
+      cases.case_space.alternatives.NothingToDraw: if no case is supported, however plain.
+    """
+    try:
+        within = dataclasses.replace(build_space(supports, phases), clues=clues)
+    except NothingToDraw:
+        # One that takes its operands stored takes no others.
+        kind = next((kind for kind, case in _STORED.items() if _list_supported_caches(case, supports)), None)
+        if kind is None or supports(Case()) is None:
+            raise
+        caches = _list_supported_caches(_STORED[kind], supports)
+        drawn = (
+            latents.draw_latent_cases(kind, phases)
+            if kind in LATENT
+            else serving.draw_stored_cases(kind, phases, caches)
+        )
+        return drawn.filter(lambda case: supports(case) is None)
+    return draw_any_case(within).filter(lambda case: supports(case) is None)
+
+
+def _list_supported_caches(case: Case, supports: Supports) -> serving.Caches:
+    """What pages may hold that is supported in a plain case; empty if the case is not, whatever they hold."""
+    caches = PAGES_HOLD if case.storage == "paged16" else (None,)
+    return tuple(cache for cache in caches if supports(dataclasses.replace(case, kv_cache=cache)) is None)
+
+
+@st.composite
+def draw_any_case(draw: st.DrawFn, within: Space) -> Case:
+    """Cases within a space."""
+    phase = draw(_draw_seldom(within.phases))
+    dtype = draw(st.sampled_from(within.dtypes))
+    q_length, kv_length = draw(draw_lengths(phase, within))
+    batch, num_q_heads, num_kv_heads = draw(draw_heads(q_length * kv_length, within))
+    long = max(q_length, kv_length) > _LONG
+    depth = _draw_small_depth(within) if long else _draw_depth(within)
+    head_dim = draw(depth)
+    other_depth = draw(st.sampled_from(within.v_head_dim))
+    mask = draw(draw_mask_specs(batch, q_length, kv_length, within))
+    # Each operand is left out in most draws: otherwise every case would have half of them.
+    operands: dict[str, Any] = {}
+    for field, levels in within.operands.items():
+        if field == "kv_cache" and phase == "train":  # a cache is read
+            continue
+        if field in QUIET and len(levels) == 1:  # who lacks it is drawn what there was before it
+            continue
+        level = draw(_draw_seldom(levels))
+        operands[field] = draw(_draw_number(field, within)) if level is not None and field in _NUMBERS else level
+    if operands["bias"] == "biasinf" and not _can_hide_keys(operands, mask):
+        operands["bias"] = "bias"
+    if operands["soft_cap"] is not None and operands.get("score") == CAPPING:
+        operands["score"] = None  # one cap
+    capped = operands["soft_cap"] is not None
+    flat = capped or operands.get("score") == CAPPING
+    huge = not flat and not operands["sinks"] and phase == "train" and max(q_length, kv_length) <= _LONGEST_HUGE
+    # Each level of those logits has a query; where a cap is flat, or beside a sink, there is nothing to see.
+    leveled = not flat and not operands["sinks"] and phase == "train" and q_length >= _MANY_QUERIES
+    fitting = {"knee": capped, "huge": huge, "levels": leveled}
+    return Case(
+        phase=phase,
+        dtype=dtype,
+        batch=batch,
+        q_length=q_length,
+        kv_length=kv_length,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=draw(depth) if other_depth else head_dim,
+        mask=mask,
+        distribution=draw(st.sampled_from([name for name in within.distributions if fitting.get(name, True)])),
+        seed=draw(st.integers(0, 999)),
+        **operands,
+    )
+
+
+def _can_hide_keys(operands: Mapping[str, Any], mask: str) -> bool:
+    """Whether a bias may hide keys: what segments or a mask leave to a row may be just what it hides."""
+    return mask in ("full", "causal") and operands["segments"] is None and operands["soft_cap"] is None
+
+
+@st.composite
+def draw_lengths(draw: st.DrawFn, phase: str, within: Space) -> tuple[int, int]:
+    """T and S: one query in decode, no more queries than keys in prefill."""
+    step = within.length_step
+    kv_length = draw(_draw_length(within))
+    unequal = draw(st.sampled_from(within.unequal_lengths))
+    if phase == "decode":  # after as many draws as the plain case, since fewer would count as smaller
+        return 1, kv_length
+    if not unequal:
+        return (
+            (kv_length, kv_length)
+            if kv_length**2 <= _MOST_PAIRS
+            else (_draw_short_length(within), _draw_short_length(within))
+        )
+    most = max(1, _MOST_PAIRS // kv_length // step) * step
+    if phase == "prefill":
+        return min(most, step * draw(st.integers(1, kv_length // step))), kv_length
+    q_length = draw(_draw_length(within))
+    if q_length <= most:
+        return q_length, kv_length
+    # Both are long: one of the two stays so.
+    brief = _draw_short_length(within, min(most, draw(st.sampled_from(_BRIEF))))
+    return (q_length, brief) if draw(st.booleans()) else (brief, kv_length)
+
+
+def _draw_short_length(within: Space, length: int = 1) -> int:
+    """A short length that is supported."""
+    return -(-length // within.length_step) * within.length_step
+
+
+def _draw_length(within: Space) -> st.SearchStrategy[int]:
+    """Lengths up to 300, now and then up to 600; blocks and their neighbours more often than others; beside clues."""
+    step = within.length_step
+    if step > 1:
+        usual = st.integers(1, max(1, LONGEST // step)).map(lambda n: n * step)
+        beside = sorted({-(-x // step) * step for x in within.clues.lengths + within.clues.far})
+        return usual if not beside else st.one_of(usual, st.sampled_from(beside))
+    usual = st.integers(1, _USUAL)
+    ways = [usual, _draw_near_block(), _draw_near_block(), st.integers(1, 24), st.integers(1, LONGEST)]
+    if within.clues.integers:
+        ways += [st.sampled_from(within.clues.exact)] * 4 + [st.sampled_from(within.clues.lengths)] * 3
+    if far := within.clues.far:
+        ways += [st.sampled_from(far)] * 2
+    return st.one_of(*ways)
+
+
+@st.composite
+def _draw_near_block(draw: st.DrawFn) -> int:
+    """A multiple of a usual block, or one more or less: where tails go wrong."""
+    block = draw(st.sampled_from(_BLOCKS))
+    return block * draw(st.integers(1, _USUAL // block)) + draw(st.sampled_from((0, 1, -1)))
+
+
+@st.composite
+def draw_heads(draw: st.DrawFn, pairs: int, within: Space) -> tuple[int, int, int]:
+    """B, N and K, as many as `pairs` = T * S leave room for."""
+    room = max(1, _PAIRS // pairs)
+    num_kv_heads = draw(_draw_count("heads", _MOST_HEADS, room, within))
+    fewest = 1 if False in within.grouped else 2
+    grouped = draw(st.sampled_from(within.grouped))
+    group = draw(_draw_count("heads", _LARGEST_GROUP, room // num_kv_heads, within)) if grouped else 1
+    batch = draw(_draw_count("batch", _MOST_BATCH, room // (num_kv_heads * group), within))
+    return batch, num_kv_heads * max(fewest, group), num_kv_heads
+
+
+def _draw_count(of: str, usual: int, room: int, within: Space) -> st.SearchStrategy[int]:
+    """Up to the usual number and to what there is room for, or beside a clue."""
+    few = st.integers(1, max(1, min(usual, room)))
+    beside = within.clues.counts(min(_MOST_COUNTED[of], room))
+    return st.one_of(few, few, st.sampled_from(beside)) if beside else few
+
+
+def _draw_depth(within: Space) -> st.SearchStrategy[int]:
+    step = within.depth_step
+    low, high = _DEPTHS
+    if step > 1:
+        return st.integers(math.ceil(low / step), high // step).map(lambda n: n * step)
+    ways = [st.integers(low, high), st.sampled_from(_USUAL_DEPTHS)]
+    if within.clues:
+        beside = [n for n in within.clues.counts(_MOST_COUNTED["depth"]) if n >= low]
+        ways.append(st.sampled_from(sorted({*_OTHER_DEPTHS, *beside})))
+    return st.one_of(*ways)
+
+
+def _draw_small_depth(within: Space) -> st.SearchStrategy[int]:
+    """Depths of long sequences."""
+    fitting = [depth for depth in _LITTLE_DEPTHS if depth % within.depth_step == 0]
+    return st.sampled_from(fitting[:2])
+
+
+def _draw_seldom(values: tuple[_T, ...]) -> st.SearchStrategy[_T]:
+    plainest, *others = values
+    return st.sampled_from((plainest,) * (1 + len(others)) + tuple(others))
+
+
+_NUMBERS = {
+    "soft_cap": st.one_of(st.sampled_from((30.0, 5.0, 2.0, 50.0)), st.integers(1, 200).map(lambda n: n / 2)),
+    "scale": st.one_of(st.sampled_from((1.0, 0.3)), st.integers(1, 40).map(lambda n: n / 20)),
+}
+
+
+def _draw_number(field: str, within: Space) -> st.SearchStrategy[float]:
+    """A cap or a scale: usual ones, and what puts logits below, at and above a clue."""
+    levels = within.clues.levels
+    if field == "scale":
+        levels = tuple(x / _LOGIT for x in levels if x <= _LARGEST_LOGIT)
+    return st.one_of(_NUMBERS[field], _NUMBERS[field], st.sampled_from(levels)) if levels else _NUMBERS[field]
+
+
+@st.composite
+def draw_mask_specs(draw: st.DrawFn, batch: int, q_length: int, kv_length: int, within: Space) -> str:
+    """Masks that fit the lengths: mostly one term, else two or three joined by `_and_` and `_or_`."""
+    unfit = {"balanced": q_length % 2 == 1, "moba": q_length > kv_length}
+    fitting = [kind for kind in within.masks if not unfit.get(kind)] or ["full"]
+    # Beside clues, masks that kernels have paths of their own for come more often.
+    common = [kind for kind in _COMMON_MASKS if kind in fitting and within.clues]
+    kind = draw(st.sampled_from([*fitting, *common * 3]))
+    spec = draw(_draw_term(kind, batch, q_length, kv_length, within))
+    partners = [kind for kind in fitting if kind not in ("full", "own")]
+    if kind in ("full", "own") or not within.joints:  # other masks have one place for all batch rows
+        return spec
+    for _ in range(draw(st.sampled_from((0, 0, 0, 0, 0, 1) if within.clues else (0, 0, 0, 1, 1, 2)))):
+        # Of masks that count queries along the sequence, none goes with those in load-balanced order.
+        apart = {"balanced"} if kind in _ORDERED - {"balanced"} else _ORDERED if kind == "balanced" else frozenset()
+        partners = [partner for partner in partners if partner not in apart]
+        if not partners:
+            break
+        kind = draw(st.sampled_from(partners))
+        spec += draw(st.sampled_from(within.joints))
+        spec += draw(_draw_term(kind, batch, q_length, kv_length, within))
+    return spec
+
+
+_ORDERED = frozenset(kind.name for kind in KINDS if kind.type.query_order is not Mask.query_order)
+_NUMBERED = {kind.name: kind.numbers for kind in KINDS}
+
+
+@st.composite
+def _draw_term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int, within: Space) -> str:
+    if kind == "spans":
+        # Past the end too: a mask may have been made for longer operands.
+        edge = st.integers(0, max(q_length, kv_length) + 8)
+        edges = sorted(draw(st.lists(edge, min_size=2, max_size=6, unique=True)))
+        return "-".join(("spans", *map(str, edges[: len(edges) // 2 * 2])))
+    if kind == "balanced":
+        sizes = [size for size in range(1, 9) if q_length % (2 * size) == 0]
+        return f"balanced-{draw(st.sampled_from(sizes))}"
+    if kind in ("lengths", "own"):
+        beside = [kv_length - n for n in reversed(within.clues.lengths) if n <= kv_length]
+        left_out = st.integers(0, kv_length) | st.sampled_from(beside) if beside else st.integers(0, kv_length)
+        missing = draw(st.lists(left_out, min_size=batch, max_size=batch))
+        missing[-1] %= kv_length  # somebody sees something
+        name = "lengths" if kind == "lengths" else f"own-l{draw(st.integers(0, kv_length).map(str) | st.just('inf'))}"
+        return "-".join((name, *(str(kv_length - n) for n in missing)))
+    if kind == "moba":
+        chunk, topk = draw(st.integers(1, kv_length + 8)), draw(st.integers(1, 6))
+        ahead = draw(st.integers(0, kv_length - q_length))
+        return f"moba-{chunk}-{topk}" + (f"-o{ahead}" if ahead else "")
+    offset = draw(_draw_offset(q_length, kv_length)) if kind in within.offsets else ""
+    if within.clues and draw(st.booleans()):  # kernels have paths of their own for masks without one
+        offset = ""
+    if kind == "window":
+        sides = [st.integers(0, kv_length), *([st.sampled_from(near)] if (near := within.clues.lengths) else [])]
+        side = st.one_of(*sides).map(str) | st.just("inf")
+        return f"window-l{draw(side)}-r{draw(side)}{offset}"
+    ranges = {before: of(q_length, kv_length) for before, of in _NUMBERED[kind].items()}
+    drawn = [f"{before}{draw(st.integers(least, most))}" for before, (least, most) in ranges.items()]
+    return "-".join((kind, *drawn)) + offset
+
+
+def _draw_offset(q_length: int, kv_length: int) -> st.SearchStrategy[str]:
+    """None, the one that aligns the ends, or any that leaves some query a key."""
+    aligned = max(0, kv_length - q_length)
+    drawn = st.one_of(st.just(0), st.just(aligned), st.integers(1 - q_length, kv_length))
+    return drawn.map(lambda n: f"-o{n}" if n else "")

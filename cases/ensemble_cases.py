@@ -1,0 +1,50 @@
+"""Cases of the ensemble check: plain and long, so that errors of one sign add up."""
+
+from __future__ import annotations
+
+from cases.case import Case
+from cases.grid import Supports
+
+# (T, S, N, K, mask), of which the first that is supported is taken. Eight blocks of 64 keys, and a group of eight query
+# heads, show a sum that is rounded at every step. Without a mask the softmax is flat, and all terms of a sum are of
+# like size. The later ones suit implementations that need more key/value heads, T = S, or a causal mask.
+_SIZES = (
+    (128, 512, 8, 1, "full"),
+    (128, 512, 8, 2, "full"),
+    (128, 512, 2, 2, "full"),
+    (512, 512, 2, 2, "full"),
+    (512, 512, 2, 1, "causal"),
+    (512, 512, 2, 2, "causal"),
+    (512, 512, 2, 2, "moba-64-8"),
+)
+
+
+# Where a kernel may take another path: under a window, with heads that share keys, for one query over a cache, and
+# where gradients of keys are summed over more than eight blocks of queries, of 64 or of 128.
+_OTHER_PATHS = (
+    ("train", 512, 512, 4, 2, "window-l80-r0"),
+    ("decode", 1, 1024, 32, 4, "full"),
+    ("train", 1152, 256, 2, 2, "full"),
+)
+
+
+def select_ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
+    """The plain cases, and in bf16 one under a window, one of decoding, one of many queries, as far as supported."""
+    elsewhere = (_build_case(where[0], "bf16", seed, *where[1:]) for where in _OTHER_PATHS)
+    return (*select_plain_cases(seed, supports), *(case for case in elsewhere if supports(case) is None))
+
+
+def select_plain_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
+    """One case in bf16 and one in f16, as far as they are supported; with gradients where those are supported.
+
+    Head depth 64 makes the scale a power of two: an implementation that rounds `q * scale` loses nothing by it.
+    """
+    found = []
+    for dtype in ("bf16", "f16"):
+        cases = (_build_case(phase, dtype, seed, *sizes) for phase in ("train", "prefill") for sizes in _SIZES)
+        found.append(next((case for case in cases if supports(case) is None), None))
+    return tuple(case for case in found if case is not None)
+
+
+def _build_case(phase: str, dtype: str, seed: int, t: int, s: int, n: int, k: int, mask: str) -> Case:
+    return Case(phase=phase, dtype=dtype, q_length=t, kv_length=s, num_q_heads=n, num_kv_heads=k, mask=mask, seed=seed)

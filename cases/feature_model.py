@@ -1,0 +1,242 @@
+"""The model of features: every mask, operand and distribution of values, at a few lengths and head counts.
+
+A level is a set of `Case` fields; a mask level is a template that becomes a mask spec once the lengths are known.
+`cases.size_model` is the other model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cases.case import Case
+from cases.covering_model import Axis, Lengths, Model
+from cases.mask_spec import KINDS, Kind
+from cases.operand_registry import OPTIONAL
+from cases.quantization import KV_CACHES
+from cases.score_functions import CAPPING
+from cases.score_functions import LEVELS as SCORES
+
+
+def _format_offset(value: int) -> str:
+    return f"-o{value}" if value else ""
+
+
+def _format_causal_end(q: int, kv: int, batch: int) -> str:
+    # At equal lengths the aligned offset is 0; 3 keeps it apart from plain causal.
+    return f"causal{_format_offset(kv - q if kv != q else 3)}"
+
+
+def _format_window(q: int, kv: int, batch: int) -> str:
+    if q > kv:
+        return f"window-l{kv + 8}-r0"  # it reaches back further than there are keys
+    return f"window-l{max(1, kv // 4) - 1}-r0{_format_offset(kv - q)}"
+
+
+def _format_two_sided_window(q: int, kv: int, batch: int) -> str:
+    return "window-linf-r5" if q > kv else f"window-l17-r5{_format_offset(kv - q)}"
+
+
+def _format_chunked(q: int, kv: int, batch: int) -> str:
+    return f"chunked-{kv // 3 + 1}{_format_offset(max(0, kv - q))}"
+
+
+def _format_spans(q: int, kv: int, batch: int) -> str:
+    size = min(q, kv)
+    return f"causal_or_spans-{size // 8}-{size // 3}-{size // 2}-{size - 3}"
+
+
+def _format_lengths(q: int, kv: int, batch: int) -> str:
+    chosen = {1: (2 * kv // 3,), 2: (kv // 2 + 1, kv), 3: (0, kv // 3 + 1, kv)}[batch]
+    causal = "causal_and_" if q == kv else ""
+    return causal + "-".join(("lengths", *map(str, chosen)))
+
+
+def _make_moba_formatter(pieces: int, topk: int) -> Callable[[int, int, int], str]:
+    """Chunks that cut the keys in about `pieces`, the last one shorter."""
+    return lambda q, kv, batch: f"moba-{kv // pieces + 1}-{topk}{_format_offset(kv - q)}"
+
+
+def _format_edge_lengths(q: int, kv: int, batch: int) -> str:
+    # One key, and around the end of a block of any power of two up to 128.
+    return "-".join(("lengths", *map(str, {1: (1,), 2: (127, 129), 3: (128, 0, 1)}[batch])))
+
+
+_MaskFormatter = Callable[[int, int, int], str]
+
+# By kind of mask, for those that do not stand in every case as in their example.
+_FORMATTERS: dict[str, dict[str, _MaskFormatter]] = {
+    "causal": {"causal": lambda q, kv, batch: "causal", "causal_end": _format_causal_end},
+    "window": {"window": _format_window, "window_both": _format_two_sided_window},
+    "chunked": {"chunked": _format_chunked},
+    "spans": {"spans": _format_spans},
+    "lengths": {"lengths": _format_lengths},
+    "moba": {
+        "moba": _make_moba_formatter(5, 3),
+        # Many chunks of 12 keys: with three distinct keys they are all the same, and gates tie.
+        "moba_fine": lambda q, kv, batch: f"moba-12-4{_format_offset(kv - q)}",
+        "moba_one": _make_moba_formatter(3, 1),
+        "moba_all": _make_moba_formatter(4, 99),
+    },
+    "own": {},  # an axis of its own
+}
+
+
+def _list_formatters(kind: Kind) -> dict[str, _MaskFormatter]:
+    return _FORMATTERS.get(kind.name, {kind.name: lambda q, kv, batch: kind.example})
+
+
+_MASK_FORMATTERS = {level: spec for kind in KINDS for level, spec in _list_formatters(kind).items()} | {
+    "lengths_edges": _format_edge_lengths
+}
+
+
+_PREFILL = Lengths("prefill", 64, 320)
+_DECODE = Lengths("decode", 1, 200)
+_ODD = Lengths("train", 321, 321)  # one more than a multiple of 32 and 64
+_THREE = Lengths("train", 384, 384, instead_of=_ODD)
+
+AXES: tuple[Axis, ...] = (
+    Axis(
+        "lengths",
+        (
+            Lengths("train", 128, 128),
+            Lengths("train", 48, 200),
+            Lengths("train", 384, 100),
+            Lengths("train", 1, 72),
+            _PREFILL,
+            _DECODE,
+            # The dearest levels are last: a case that may have any level gets an early one.
+            _ODD,
+            Lengths("train", 40, 1500, may_swap=True),
+            # Equal, and no multiple of a block: for kernels that take lengths below their block, or multiples of it.
+            Lengths("train", 100, 100, instead_of=_ODD),
+            # Three and more whole blocks, for kernels that take multiples of 128, of 256 or of 512.
+            _THREE,
+            Lengths("train", 1536, 1536, instead_of=_THREE),
+            Lengths("prefill", 128, 512, instead_of=_PREFILL),
+            Lengths("decode", 1, 1024, instead_of=_DECODE),
+        ),
+    ),
+    Axis(
+        "mask",
+        tuple(_MASK_FORMATTERS),
+        rich="causal",
+    ),
+    Axis(
+        "distribution",
+        ("normal", "large", "small", "heavy", "dominant", "cancel", "ties", "knee", "huge"),
+        cheap=True,
+    ),
+    # (batch, query heads, key/value heads): B == K in one of them on purpose, and all sizes distinct in another.
+    Axis("heads", ((1, 2, 2), (2, 4, 2), (1, 6, 2), (3, 2, 1), (1, 2, 1)), rich=(2, 4, 2)),
+    Axis("depths", ((64, 64), (32, 32), (16, 48), (72, 40), (128, 128)), rich=(16, 48)),
+    Axis("bias", (None, "bias", "biashead", "biaskey"), rich="biashead"),
+    Axis("dtype", ("f32", "bf16", "f16")),
+    Axis("segments", (None, "seg", "segpad"), rich="seg"),
+    Axis("soft_cap", (None, 2.0, 30.0), rich=30.0),
+    Axis("sinks", (False, True), rich=True),
+    Axis("scale", (None, 0.3), rich=0.3),
+    Axis("kv_cache", (None, *KV_CACHES), rare=True),
+    # Keys before the last that a token sees of its own sequence: all of them, within a block, more than one block.
+    Axis("own_window", (None, "inf", 6, 70), rare=True),
+    Axis("alibi", (False, True), rich=True, rare=True),
+    Axis("score", (None, *SCORES), rich=SCORES[0], rare=True),
+)
+
+NAMES = tuple(axis.name for axis in AXES)
+
+# With more pairs of query and key than this, a case has few heads: the time of an interpreted kernel grows with the
+# square of batch times heads.
+_MANY_PAIRS = 50_000
+_FEW_HEADS = ((1, 2, 2), (1, 2, 1))
+
+# Where `turns` is set, lengths have more queries than keys under these masks, and fewer under the others. Where heads
+# share keys it is the other way round.
+_MORE_QUERIES = ("full", "causal", "window_both", "balanced", "dense", "densebatch")
+
+
+def are_compatible(levels: Mapping[str, Any]) -> bool:
+    """False if the levels given so far (by axis name) cannot stand in one case."""
+    lengths = _order_lengths(levels)
+    if lengths is not None and lengths.q == 1 and levels.get("mask") in ("causal", "spans", "balanced"):
+        return False  # for one query: causal leaves one key, spans nothing to cut, balanced no chunks
+    if lengths is not None and lengths.phase != "decode" and levels.get("mask") == "lengths_edges":
+        return False  # the other lengths ask what kernels for whole sequences do at the end of a block
+    if lengths is not None and lengths.q % 4 and levels.get("mask") == "balanced":
+        return False  # four chunks of one size
+    heads = levels.get("heads")
+    if lengths is not None and lengths.q * lengths.kv > _MANY_PAIRS and heads not in (None, *_FEW_HEADS):
+        return False
+    if _is_moba(levels):
+        if lengths is not None and lengths.q > lengths.kv:
+            return False  # every query is at the position of a key
+        if levels.get("distribution") == "huge":
+            return False  # gates of 1e5 round by more than they differ: nearly no query has one right choice
+    if levels.get("kv_cache") is not None and lengths is not None and lengths.phase == "train":
+        return False  # a cache is read, not differentiated
+    if levels.get("own_window") is not None:
+        if levels.get("mask", "lengths") not in ("lengths", "lengths_edges"):
+            return False  # it is a window in each of those lengths
+        if lengths is not None and lengths.phase == "train":
+            return False
+    if levels.get("score") == CAPPING and levels.get("soft_cap") is not None:
+        return False  # one cap
+    if levels.get("score") == CAPPING and levels.get("distribution") in ("knee", "huge"):
+        return False  # no logits at the knee of another cap, and none that it flattens
+    if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
+        return False
+    if levels.get("distribution") == "huge":
+        # Logits of 7e4 in f32 are rounded by so much that probabilities change by 1%. One key among many, and the
+        # gradient of a sink, are lost in that. Such logits also lie where any cap is flat.
+        short = lengths is None or (lengths.phase == "train" and lengths.q > 1 and max(lengths.q, lengths.kv) <= 384)
+        return short and levels.get("soft_cap") is None and not levels.get("sinks")
+    return True
+
+
+def _order_lengths(levels: Mapping[str, Any]) -> Lengths | None:
+    """The lengths with q and kv in their places; as given while mask or heads, which decide that, are open."""
+    lengths: Lengths | None = levels.get("lengths")
+    mask, heads = levels.get("mask"), levels.get("heads")
+    if lengths is None or not lengths.may_swap or mask is None or heads is None or _is_moba(levels):
+        return lengths
+    _, num_q_heads, num_kv_heads = heads
+    # Half of the masks have one order and the rest the other; where heads share keys it is reversed. So both orders
+    # occur in every grid, and with every mask in a grid that covers triples.
+    if (mask in _MORE_QUERIES) == (num_q_heads > num_kv_heads):
+        return lengths
+    return dataclasses.replace(lengths, q=lengths.kv, kv=lengths.q)
+
+
+def _is_moba(levels: Mapping[str, Any]) -> bool:
+    return str(levels.get("mask")).startswith("moba")
+
+
+def assemble(levels: Mapping[str, Any], seed: int) -> Case:
+    """The case with one level of every axis."""
+    lengths = _order_lengths(levels)
+    assert lengths is not None
+    batch, num_q_heads, num_kv_heads = levels["heads"]
+    head_dim, v_head_dim = levels["depths"]
+    mask = _MASK_FORMATTERS[levels["mask"]](lengths.q, lengths.kv, batch)
+    if (left := levels.get("own_window")) is not None:
+        mask = f"own-l{left}{mask.removeprefix('lengths')}"
+    return Case(
+        phase=lengths.phase,
+        q_length=lengths.q,
+        kv_length=lengths.kv,
+        batch=batch,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        mask=mask,
+        seed=seed,
+        distribution=levels["distribution"],
+        dtype=levels["dtype"],
+        **{operand.field: levels[operand.field] for operand in OPTIONAL},
+    )
+
+
+MODEL = Model(AXES, are_compatible, assemble)

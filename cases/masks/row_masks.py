@@ -1,0 +1,122 @@
+"""Masks that differ by batch row: key lengths, windows of each sequence, selections that are made at run time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cases.masks.mask_base import PARTIAL, Dense, Mask
+from cases.masks.mask_formulas import SEQUENCE
+from cases.masks.mask_numbers import FAR, require_integer, require_integers
+
+__all__ = ["Indexer", "Lengths", "OwnWindow"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Indexer(Dense):
+    """Token selection per batch row `[B, 1, T, S]`, given at run time.
+
+    No kernel may rely on its structure at trace time, so every block of it counts as partial. Its array may be of
+    another library, and traced; such a mask is no value yet and can be neither compared nor hashed.
+    """
+
+    feature: ClassVar[str] = "indexer"
+    traced: ClassVar[tuple[str, ...]] = ("array",)
+
+    def __post_init__(self) -> None:
+        if not self.at_run_time:
+            super().__post_init__()
+        elif self.array.ndim != 4:
+            raise ValueError(f"mask array must be [b, n, T, S], got shape {self.array.shape}")
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return (self.feature,)
+
+    @property
+    def at_run_time(self) -> bool:
+        return not isinstance(self.array, np.ndarray)
+
+    def dense(self, q_length: int, kv_length: int) -> np.ndarray:
+        self.check_lengths(q_length, kv_length)
+        return self.array if self.at_run_time else super().dense(q_length, kv_length)
+
+    def blocks(self, q_length: int, kv_length: int, block_q: int, block_kv: int) -> np.ndarray:
+        if block_q <= 0 or block_kv <= 0:
+            raise ValueError(f"block sizes must be positive, got block_q={block_q}, block_kv={block_kv}")
+        self.check_lengths(q_length, kv_length)
+        return np.full((*self.array.shape[:2], -(-q_length // block_q), -(-kv_length // block_kv)), PARTIAL, np.int8)
+
+    def of_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
+        return Indexer(self.dense(*lengths)[:, :, start:stop])
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths(Mask):
+    """`j < lengths[b]`: the keys of batch row `b` that exist (ragged prefill and decode)."""
+
+    lengths: tuple[int, ...]
+    computed: ClassVar[bool] = False
+    feature: ClassVar[str] = "lengths"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", require_integers("mask lengths", self.lengths))
+        if any(n < 0 for n in self.lengths):
+            raise ValueError(f"lengths must be >= 0, got {self.lengths}")
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        lengths = np.asarray(self.lengths).reshape((-1, 1) + (1,) * np.ndim(j))
+        return (j < lengths) & (i >= 0)
+
+    def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
+        if len(self.lengths) != batch:
+            raise ValueError(f"mask lengths must be {batch}, one a batch row, got {len(self.lengths)}")
+        if max(self.lengths) > kv_length:
+            raise ValueError(f"mask lengths must be at most the key length {kv_length}, got {self.lengths}")
+
+    def of_keys(self, start: int, stop: int) -> Mask | None:
+        return Lengths(tuple(min(max(n - start, 0), stop - start) for n in self.lengths))
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnWindow(Mask):
+    """`p - left <= j <= p` with `p = positions[b] + i`: the queries of each batch row have a place of their own.
+
+    A window in ragged decode, where every sequence ends elsewhere; causal with `left=None`. A position may be negative:
+    such a query sees nothing.
+    """
+
+    left: int | None
+    positions: tuple[int, ...]
+    computed: ClassVar[bool] = False
+    feature: ClassVar[str] = "own_window"
+    refusal: ClassVar[str] = "takes no window that moves with each batch row"
+
+    def __post_init__(self) -> None:
+        left = None if self.left is None else require_integer("window left", self.left)
+        positions = require_integers("mask positions", self.positions)
+        if left is not None and left < 0:
+            raise ValueError(f"window left must be >= 0 or None (unbounded), got {left}")
+        if any(abs(position) > FAR for position in positions):
+            raise ValueError(f"mask positions must be at most {FAR} from 0, got {positions}")
+        # From any of these positions, a window of twice as many keys reaches all that there are.
+        object.__setattr__(self, "left", None if left is None or left >= 2 * FAR else left)
+        object.__setattr__(self, "positions", positions)
+
+    @property
+    def query_order(self) -> str:
+        return SEQUENCE
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        position = np.asarray(self.positions).reshape((-1, 1) + (1,) * np.ndim(j)) + i
+        ok = j <= position
+        return ok if self.left is None else ok & (j >= position - self.left)
+
+    def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
+        if len(self.positions) != batch:
+            raise ValueError(f"mask positions must be {batch}, one a batch row, got {len(self.positions)}")
+
+    def of_keys(self, start: int, stop: int) -> Mask | None:
+        return dataclasses.replace(self, positions=tuple(n - start for n in self.positions))

@@ -1,0 +1,156 @@
+"""Mixture of block attention: the mask that queries choose by their gates, in float64 (docs/contract.md, section 5).
+
+Straight from the definition (Lu et al. 2025, MoBA, arXiv:2502.13189, equations 2 to 6). Keys are cut into chunks. The
+gate of query `i` on a chunk is `<q_i, mean of its keys>`. A query always takes its own chunk, and never a later one.
+The other places go to the highest gates among earlier chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar, NoReturn
+
+import numpy as np
+
+from cases.masks import FAR, And, Dense, Mask, OffsetMask, Or, iter_leaves
+from cases.masks.mask_numbers import require_integer
+
+_U = 2.0**-24  # unit roundoff of f32, in which gates are computed
+# Correct kernels stay within the limit of the tolerance table, in units of their first-order error; so do gates.
+_LIMIT = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Moba(OffsetMask):
+    """The query's own chunk up to the query, and the `topk - 1` earlier chunks of the highest gates.
+
+    Query `i` stands at position `i + offset`, which must be that of a key. The last chunk may be shorter. Which pairs
+    are allowed depends on q and k (`resolve`).
+    """
+
+    chunk: int
+    topk: int
+    offset: int = 0
+    computed: ClassVar[bool] = False
+    feature: ClassVar[str] = "moba"
+    refusal: ClassVar[str] = "takes no mask that depends on q and k"
+
+    def __post_init__(self) -> None:
+        for name, given, least in (("chunk", self.chunk, 1), ("topk", self.topk, 1), ("offset", self.offset, 0)):
+            value = require_integer(f"moba {name}", given)
+            if value < least:
+                raise ValueError(f"moba {name} must be at least {least}, got {value}")
+            object.__setattr__(self, name, min(value, FAR))
+
+    def chunks(self, kv_length: int) -> int:
+        """How many chunks there are."""
+        return -(-kv_length // self.chunk)
+
+    def check_lengths(self, q_length: int, kv_length: int) -> None:
+        """Raise `ValueError` if a query stands beyond the last key: every query needs a chunk of its own."""
+        if self.offset + q_length > kv_length:
+            raise ValueError(
+                f"moba: the last query is at position {self.offset + q_length - 1}, beyond the last of {kv_length} "
+                f"keys: every query needs a chunk of its own, so offset + T must be at most S"
+            )
+
+    def allowed(self, i: Any, j: Any) -> NoReturn:
+        """Raise: which pairs may attend depends on q and k."""
+        raise NotImplementedError("moba: which pairs may attend depends on q and k")
+
+    def dense(self, q_length: int, kv_length: int) -> NoReturn:
+        """Raise, as `allowed` does."""
+        self.check_lengths(q_length, kv_length)
+        self.allowed(None, None)
+
+    def blocks(self, q_length: int, kv_length: int, block_q: int, block_kv: int) -> NoReturn:
+        """Raise, as `allowed` does."""
+        self.dense(q_length, kv_length)
+
+    def earlier(self, q_length: int, kv_length: int) -> np.ndarray:
+        """Chunks before the query's own, booleans `[T, C]`: those that its gates choose from."""
+        own = (np.arange(q_length) + self.offset) // self.chunk
+        return np.arange(self.chunks(kv_length)) < own[:, None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chosen(Dense):
+    """What a `Moba` mask allows with q and k known, `[B, N, T, S]`.
+
+    Attributes:
+      decided: rows whose choice the rounding of f32 gates cannot change, `[B, N, T]`.
+      choosing: keys that take part in a query's choice, `[1, 1, T, S]`.
+    """
+
+    decided: np.ndarray
+    choosing: np.ndarray
+
+
+def depends_on_data(mask: Mask) -> bool:
+    """Whether q and k have a say in which pairs are allowed."""
+    return any(isinstance(leaf, Moba) for leaf in iter_leaves(mask))
+
+
+def resolve_choices(mask: Mask, q: np.ndarray, k: np.ndarray) -> Mask:
+    """The mask with every choice made: `q [B, T, N, H]`, `k [B, S, K, H]`; itself where there is none to make."""
+    if isinstance(mask, And | Or):
+        return type(mask)(resolve_choices(mask.left, q, k), resolve_choices(mask.right, q, k))
+    return _choose_for_all(mask, q, k) if isinstance(mask, Moba) else mask
+
+
+def list_choices(mask: Mask) -> Iterator[Chosen]:
+    """The choices in a resolved mask."""
+    return (leaf for leaf in iter_leaves(mask) if isinstance(leaf, Chosen))
+
+
+def _choose_for_all(mask: Moba, q: np.ndarray, k: np.ndarray) -> Chosen:
+    batch, q_length, num_q_heads, _ = q.shape
+    kv_length, num_kv_heads = k.shape[1:3]
+    mask.check_lengths(q_length, kv_length)
+    earlier = mask.earlier(q_length, kv_length)
+    taken = np.zeros((batch, num_q_heads, q_length, earlier.shape[1]), bool)
+    decided = np.zeros((batch, num_q_heads, q_length), bool)
+    for b in range(batch):
+        for n in range(num_q_heads):
+            keys = k[b, :, n // (num_q_heads // num_kv_heads)].astype(np.float64)
+            taken[b, n], decided[b, n] = _choose(mask, q[b, :, n].astype(np.float64), keys, earlier)
+    position = np.arange(q_length)[:, None] + mask.offset
+    key = np.arange(kv_length)
+    taken[:, :, np.arange(q_length), position[:, 0] // mask.chunk] = True
+    by_key = key // mask.chunk
+    return Chosen(
+        taken[..., by_key] & (key <= position),
+        decided=decided,
+        choosing=(earlier[:, by_key] & (mask.topk > 1))[None, None],
+    )
+
+
+def _choose(mask: Moba, q: np.ndarray, k: np.ndarray, earlier: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Earlier chunks that each query of one head takes, `[T, C]`, and whether rounding leaves it no doubt, `[T]`."""
+    pieces = [k[start : start + mask.chunk] for start in range(0, len(k), mask.chunk)]
+    same = _find_first_equal_chunk(pieces)
+    means = np.stack([piece.mean(axis=0) for piece in pieces])  # [C, H]
+    gates = (q @ means.T)[:, same]  # equal chunks have one gate, whatever the last bit of a product says
+    order = np.argsort(np.where(earlier, -gates, np.inf), axis=1, kind="stable")  # ties to the lower index
+    taken = np.zeros(gates.shape, bool)
+    np.put_along_axis(taken, order[:, : mask.topk - 1], True, axis=1)
+    taken &= earlier
+    error = np.sqrt(q**2 @ np.stack([(piece**2).mean(axis=0) for piece in pieces]).T) * max(1, mask.chunk**0.5 / 4)
+    error += (np.abs(q) @ np.abs(means).T) * (1 + max(1, q.shape[1] ** 0.5 / 4))
+    error *= _LIMIT * _U
+    # In doubt: a chunk that is taken and one that is not, whose gates differ by less than their errors together. Equal
+    # chunks are in no doubt: their gates are equal whatever the rounding.
+    doubt = np.zeros(len(q), bool)
+    for c in range(gates.shape[1]):
+        other = (earlier & ~taken) & (np.asarray(same) != same[c])
+        close = gates[:, c, None] - gates <= error[:, c, None] + error
+        tied = (error[:, c, None] + error) == 0
+        doubt |= taken[:, c] & (other & close & ~tied).any(axis=1)
+    return taken, ~doubt
+
+
+def _find_first_equal_chunk(pieces: list[np.ndarray]) -> list[int]:
+    """For each chunk, the first one that has the same keys in the same order."""
+    first: dict[bytes, int] = {}
+    return [first.setdefault(piece.tobytes(), c) for c, piece in enumerate(pieces)]

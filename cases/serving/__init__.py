@@ -1,1 +1,0 @@
-"""Attention as it is served: the same problems, with queries packed behind each other and keys and values in pages."""

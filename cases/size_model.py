@@ -1,0 +1,193 @@
+"""The model of sizes: whole blocks, long sequences, decoding, head counts, depths, and the forms that arguments have.
+
+The model of features (`cases.feature_model`) has every mask and operand at short and odd lengths. This one has few of them, and
+what a kernel does about its blocks: lengths of three and more whole blocks of 128, each way and square; more than eight
+and sixteen blocks along an axis; one to sixteen queries over caches of more than a thousand keys; positions beyond
+16 bits. Each length is combined with masks, operands and dtypes, in pairs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cases.case import Case
+from cases.covering_model import Axis, Model
+from cases.operand_registry import OPTIONAL
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A level: phase, lengths, `(B, N, K)` and `(H, V)`."""
+
+    phase: str
+    q: int
+    kv: int
+    heads: tuple[int, int, int] = (1, 2, 2)
+    depths: tuple[int, int] = (64, 64)
+    instead_of: Shape | None = None  # only for what does not support that level
+
+
+_PLAIN = Shape("train", 128, 128)
+_SQUARE = Shape("train", 384, 384, (1, 2, 1))
+_WIDE = Shape("train", 256, 512)
+_TALL = Shape("train", 512, 256, (1, 4, 2), (32, 32))
+_SPECULATIVE = Shape("prefill", 4, 1152, (1, 8, 1))
+# Those that meet every form of a mask.
+_ALL_FORMS = (_PLAIN, _WIDE, _SPECULATIVE)
+_BLOCKS = (
+    _PLAIN,
+    _SQUARE,
+    _WIDE,
+    _TALL,
+    Shape("train", 2304, 128, (1, 2, 1), (32, 32)),
+    Shape("train", 128, 2304, (1, 2, 2), (32, 32)),
+    Shape("decode", 1, 1152, (2, 8, 2)),
+    _SPECULATIVE,
+    Shape("prefill", 16, 1100, (2, 4, 2), (128, 128)),
+    Shape("decode", 1, 33024, (1, 2, 1), (16, 16)),
+)
+# Head counts, each with depths of its own.
+_HEADS = {(1, 32, 4): (33, 17), (2, 10, 2): (80, 80), (1, 3, 3): (96, 96), (2, 3, 1): (192, 128), (5, 1, 1): (256, 256)}
+# Nine blocks each way: the dearest is last.
+_LARGEST = Shape("train", 1152, 1152, (1, 1, 1), (16, 16))
+
+
+def _add_stand_ins(shape: Shape) -> tuple[Shape, ...]:
+    """The shape, and with the usual depths for kernels that do not take its own."""
+    found = [shape]
+    for depth in (64, 128):
+        if shape.depths != (depth, depth):
+            found.append(dataclasses.replace(shape, depths=(depth, depth), instead_of=found[-1]))
+    return tuple(found)
+
+
+_SHAPES = (
+    *_BLOCKS,
+    *(Shape("train", 128, 128, heads, depths) for heads, depths in _HEADS.items()),
+    _LARGEST,
+)
+_IN_BLOCKS_OF_512 = tuple(
+    dataclasses.replace(other, q=1536, kv=1536, instead_of=other) for other in _add_stand_ins(_SQUARE)
+)
+_STAND_INS = (
+    *(other for shape in _SHAPES for other in _add_stand_ins(shape)[1:]),
+    # Three blocks and more for those that take only multiples of 256 or 512.
+    *_IN_BLOCKS_OF_512,
+    # Three blocks of queries, for those that are not differentiated.
+    Shape("prefill", 384, 768, (1, 2, 1), instead_of=_IN_BLOCKS_OF_512[0]),
+)
+
+
+def _compute_end_offset(shape: Shape) -> str:
+    return f"-o{shape.kv - shape.q}" if shape.kv != shape.q else ""
+
+
+def _format_causal(shape: Shape) -> str:
+    return f"causal{_compute_end_offset(shape)}"
+
+
+def _format_window(shape: Shape) -> str:
+    """A window of several blocks, and not of all, where there are as many."""
+    return f"window-l{max(3, 5 * shape.kv // 8) - 1}-r0{_compute_end_offset(shape)}"
+
+
+def _format_causal_and_window(shape: Shape) -> str:
+    """Both matter, and are counted from the first key in training and so that the last ones meet in decoding."""
+    first = "" if shape.phase == "train" else _compute_end_offset(shape)
+    return f"causal{first}_and_window-l{min(200, shape.kv // 4)}-r9{first}"
+
+
+def _format_lengths(shape: Shape) -> str:
+    """Keys up to a border of a block and next to it, none at all for one row."""
+    borders = (max(65, shape.kv - 127), 128, shape.kv, 1, 0)
+    return "-".join(("lengths", *(str(min(shape.kv, n)) for n in borders[: shape.heads[0]])))
+
+
+_USUAL: dict[str, Callable[[Shape], str]] = {
+    "causal_end": _format_causal,
+    "full": lambda shape: "full",
+    "window": _format_window,
+    "lengths": _format_lengths,
+}
+_FORMS: dict[str, Callable[[Shape], str]] = {
+    "causal_start": lambda shape: "causal",
+    "left": lambda shape: f"window-l130-rinf{_compute_end_offset(shape)}",
+    "right": lambda shape: f"window-linf-r7{_compute_end_offset(shape)}",
+    "unbounded": lambda shape: "window-linf-rinf",
+    "wider": lambda shape: "window-l99999-r99999",
+    "own_key": lambda shape: f"window-l0-r0{_compute_end_offset(shape)}",
+    "causal_window": _format_causal_and_window,
+}
+_MASKS = {**_USUAL, **_FORMS}
+# The other shapes meet as many masks, and as many forms of a bias, as there are dtypes: three cases are enough then.
+_MASKS_ELSEWHERE = ("causal_end", "window", "lengths")
+_BIASES_ELSEWHERE = (None, "biasslope", "biasbatch")
+
+AXES: tuple[Axis, ...] = (
+    Axis("shape", (*_SHAPES, *_STAND_INS)),
+    Axis("mask", ("full", *(name for name in _MASKS if name != "full"))),
+    Axis("distribution", ("normal", "dominant", "levels"), cheap=True),
+    Axis("dtype", ("f32", "bf16", "f16")),
+    Axis("bias", (None, "biasslope", "biasbatch", "biaspair", "biasinf")),
+    Axis("segments", (None, "seg", "segwild")),
+    Axis("soft_cap", (None, 0.5, 150.0)),
+    Axis("sinks", (False, True)),
+    Axis("scale", (None, 1.0)),
+    Axis("kv_cache", (None, "kvint8-token", "kvfp8-head"), rare=True),
+)
+
+
+def _resolve_stand_in(shape: Shape) -> Shape:
+    """The shape for which a stand-in stands, at last."""
+    return shape if shape.instead_of is None else _resolve_stand_in(shape.instead_of)
+
+
+def are_compatible(levels: Mapping[str, Any]) -> bool:
+    """False if the levels given so far (by axis name) cannot stand in one case, or would cost more than they show."""
+    shape, mask = levels.get("shape"), levels.get("mask")
+    if levels.get("kv_cache") is not None and shape is not None and shape.phase == "train":
+        return False  # a cache is read, not differentiated
+    if mask in _FORMS and levels.get("bias") not in (None, "biaspair"):
+        return False
+    elsewhere = shape is not None and _resolve_stand_in(shape) not in _ALL_FORMS
+    if elsewhere and (mask not in (None, *_MASKS_ELSEWHERE) or levels.get("bias") not in _BIASES_ELSEWHERE):
+        return False
+    if levels.get("bias") == "biasinf":
+        # What a segment or a narrow mask leaves to a row may be just what the bias hides.
+        hides_few = mask in (None, "full", "causal_end", "unbounded", "wider")
+        if not hides_few or levels.get("segments") is not None or levels.get("soft_cap") is not None:
+            return False
+    if levels.get("distribution") == "levels":
+        # Logits around 1.1e4 lie where any cap is flat, and a sink is then everything or nothing. Each level of the
+        # logits has a query.
+        if shape is not None and shape.q < 16:
+            return False
+        return levels.get("soft_cap") is None and not levels.get("sinks")
+    return True
+
+
+def assemble(levels: Mapping[str, Any], seed: int) -> Case:
+    """The case with one level of every axis."""
+    shape: Shape = levels["shape"]
+    batch, num_q_heads, num_kv_heads = shape.heads
+    head_dim, v_head_dim = shape.depths
+    return Case(
+        phase=shape.phase,
+        q_length=shape.q,
+        kv_length=shape.kv,
+        batch=batch,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        mask=_MASKS[levels["mask"]](shape),
+        seed=seed,
+        distribution=levels["distribution"],
+        dtype=levels["dtype"],
+        **{operand.field: levels[operand.field] for operand in OPTIONAL if operand.field in levels},
+    )
+
+
+MODEL = Model(AXES, are_compatible, assemble, strongest=2)

@@ -1,0 +1,57 @@
+"""The models of calls that write pages: those of paged calls, with sequences that such a call can have.
+
+The tokens of the queries are among the keys, so none has more queries than keys. And none writes into pages that
+sequences share: those that begin alike have whole pages of a prefix before their own tokens, as a server keeps them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from cases.covering_model import Model
+from cases.storage_forms.stored_grids import MODELS, Lengths, Shape
+
+
+def _mix_lengths(p: int) -> Lengths:
+    """A chunk that begins a page, one token that ends a page, one that begins a page, and a short prompt."""
+    short = min(9, p - 1)
+    return (13, 13 + 2 * p), (1, 2 * p), (1, 2 * p + 1), (short, short) if short else (2, 4)
+
+
+_SHAPES = (
+    Shape("mixed", _mix_lengths),
+    Shape("decode", lambda p: ((1, 3 * p), (0, p), (1, 2 * p + 1), (1, max(2, p - 1))), phase="decode"),
+    Shape("prompts", lambda p: ((23, 23), (1, 1), (p + 1 if p < 60 else 40, p + 1))),
+    # Whole pages, from the border of one to that of another.
+    Shape("whole", lambda p: ((min(p, 32), 3 * p), (2 * min(p, 16), 4 * p), (1, p + 2))),
+    Shape("chunk", lambda p: ((16, 17 + 2 * p),)),
+    # One that waits, one that has come to nothing, and the first token of another page.
+    Shape("idle", lambda p: ((1, p + 2), (0, 2 * p), (5, 5 + 2 * p), (0, 0), (1, 2))),
+    Shape("alike", lambda p: ((4, 4 * p + 4), (1, 4 * p), (7, 4 * p + 9))),
+)
+# Chunks in place of prompts, so that what is before them can be shared.
+_OTHER_LENGTHS: Mapping[str, Lengths] = {
+    "borders": ((128, 256), (127, 255), (1, 129), (129, 257)),
+    "heads": ((17, 49), (1, 40)),
+    "odd_heads": ((6, 38), (3, 50), (1, 9)),
+}
+
+
+def _replace_shapes(model: Model, changed: Callable[[tuple[Shape, ...]], tuple[Shape, ...]]) -> Model:
+    axes = (
+        dataclasses.replace(axis, levels=changed(axis.levels)) if axis.name == "shape" else axis for axis in model.axes
+    )
+    return dataclasses.replace(model, axes=tuple(axes))
+
+
+def _replace_lengths(shape: Shape) -> Shape:
+    lengths = _OTHER_LENGTHS.get(shape.name)
+    return shape if lengths is None else dataclasses.replace(shape, lengths=lambda p: lengths)
+
+
+WRITTEN: tuple[Model, Model] = (
+    _replace_shapes(MODELS["paged"][0], lambda shapes: _SHAPES),
+    _replace_shapes(MODELS["paged"][1], lambda shapes: tuple(map(_replace_lengths, shapes))),
+)
+"""The models of features and of sizes."""

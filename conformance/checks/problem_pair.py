@@ -1,0 +1,82 @@
+"""Two problems of one static configuration: the case's own, and one drawn with the next seed.
+
+What calls share by mistake is wrong for one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cases.operand_registry import GRADIENT_OF
+from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
+from conformance.check_api.judgement import Judgement
+from conformance.check_api.subject import Subject
+from conformance.truth.rounding_bounds import Bounded, Expectation
+
+
+@dataclasses.dataclass(frozen=True)
+class ProblemPair:
+    """The case's problem and another one of the same static configuration, with a cotangent of `out` for each."""
+
+    subject: Subject
+    problems: tuple[Problem, Problem]
+    cotangents: tuple[Cotangent, ...]
+
+    @classmethod
+    def of(cls, subject: Subject) -> ProblemPair:
+        """The case, and the same case with the next seed and the same mask."""
+        other = dataclasses.replace(subject.case, seed=subject.case.seed + 1)
+        problems = (subject.problem, dataclasses.replace(draw_problem(other), mask=subject.problem.mask))
+        cotangents: tuple[Cotangent, ...] = ()
+        if subject.has_gradients:
+            drawn = (draw_cotangent(case).out for case in (subject.case, other))
+            judged = (subject.find_judged_rows(problem) for problem in problems)
+            pairs = zip(drawn, judged, strict=True)
+            cotangents = tuple(Cotangent("random", np.where(keep, out, np.zeros_like(out))) for out, keep in pairs)
+        return cls(subject, problems, cotangents)
+
+    @functools.cached_property
+    def stacked_cotangents(self) -> np.ndarray:
+        """Both cotangents, stacked."""
+        return np.stack([cotangent.out for cotangent in self.cotangents])
+
+    @functools.cached_property
+    def expected(self) -> tuple[Expectation, ...]:
+        """What to expect of each problem."""
+        return tuple(self.subject.expect(p, self.cotangents[n : n + 1]) for n, p in enumerate(self.problems))
+
+    def judge_out(self, got: Any, count: int = 1) -> Judgement:
+        """Judge `out` of the case's problem, or of both, stacked."""
+        return self.judge_out_for(got, self.problems[:count], self.expected[:count])
+
+    def judge_out_for(self, got: Any, problems: Sequence[Problem], expected: Sequence[Expectation]) -> Judgement:
+        """Judge `out` of other problems, stacked if there are several."""
+        want = _stack([e.forward["out"] for e in expected])
+        judged = np.stack([self.subject.find_judged_rows(problem) for problem in problems])
+        return self._judge("out", got, want, judged)
+
+    def judge_gradients(self, got: Mapping[str, Any], count: int = 1) -> Iterator[Judgement]:
+        """Judge the gradients of the case's problem, or of both, stacked."""
+        for operand in self.list_judged_operands(got):
+            name = GRADIENT_OF[operand]
+            want = _stack([e.gradients[0][name] for e in self.expected[:count]])
+            yield self._judge(name, got[operand], want, None)
+
+    def list_judged_operands(self, got: Mapping[str, Any]) -> list[str]:
+        """The operands whose gradients are judged, in the order in which they are."""
+        offered = self.subject.implementation.gradients
+        return [operand for operand, name in GRADIENT_OF.items() if operand in got and name in offered]
+
+    def _judge(self, name: str, got: Any, want: Bounded, judged: np.ndarray | None) -> Judgement:
+        array = np.asarray(got)
+        array = array[None] if array.ndim == want.value.ndim - 1 else array
+        return self.subject.judge(name, array, want, judged)
+
+
+def _stack(bounded: Sequence[Bounded]) -> Bounded:
+    return Bounded(np.stack([b.value for b in bounded]), np.stack([b.bound for b in bounded]))

@@ -1,0 +1,60 @@
+"""`sensitivity --twice`: which planted bugs a second, independent case sees."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence
+
+from rich.console import Console
+
+from conformance import interrupts
+from conformance.commands.command_errors import CannotJudge
+from conformance.commands.progress_display import RunProgress
+from conformance.sensitivity import detection_table, redundancy
+from conformance.sensitivity.bank import PlantedBug
+
+
+def measure_redundancy(bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace) -> int:
+    """Go on with the measurement, and say what it has; 0 if all that was measured is seen by two cases, 1 if not."""
+    given = {"--new": arguments.new, "--save": arguments.save, "--report": arguments.report, "--jobs": arguments.jobs}
+    if wrong := [name for name, value in given.items() if value]:
+        raise CannotJudge(f"--twice keeps what it finds and runs in one process: give it without {wrong[0]}")
+    last = detection_table.load_table()
+    level = arguments.level or "quick"
+    if last is None or last["level"] != level:
+        raise CannotJudge(f"--twice begins with what one case saw at {level}: run sensitivity --save there first")
+    if unknown := [name for name in arguments.bug if name not in bugs]:
+        raise CannotJudge(f"the bank has no bug {unknown[0]!r}")
+    kills = {e.bug: e.kills for e in detection_table.parse_examinations(last, bugs) if e.kills}
+    found = {each.bug: each for each in redundancy.load_sightings(level) if each.bug in kills}
+    free = (redundancy.find_known_sightings(name, seen) for name, seen in kills.items() if name not in found)
+    found |= {each.bug: each for each in free if each.whole}
+    redundancy.save_sightings(list(found.values()), level)
+    asked = arguments.bug or [name for name in kills if name not in found]
+    asked = [name for name in asked if name in kills and bugs[name].unmeasurable() is None]
+    asked.sort(key=lambda name: len(kills[name]))  # what few checks saw first: there a second case is least sure
+    with RunProgress(len(asked), Console(stderr=True)) as progress:
+        try:
+            for name in asked:
+                found[name] = redundancy.find_second_sighting(bugs[name], level, kills[name], arguments.seconds)
+                with interrupts.delay_signals():
+                    redundancy.save_sightings(list(found.values()), level)
+                progress.advance([])
+        except KeyboardInterrupt:
+            interrupts.stop_raising()  # what was found is written already
+    _print_results(list(found.values()), kills)
+    return 0 if all(len(each.seen) > 1 for each in found.values()) else 1
+
+
+def _print_results(found: Sequence[redundancy.BugSightings], kills: Collection[str]) -> None:
+    console = Console(soft_wrap=True)
+    two = [each for each in found if len(each.seen) > 1]
+    console.print(f"{len(two)} of {len(found)} planted bugs are seen by two independent cases", highlight=False)
+    for each in sorted(found, key=lambda each: (each.whole, each.bug)):
+        if len(each.seen) == 1:
+            (only,) = each.seen
+            asked = "all was asked" if each.whole else "time ran out"
+            text = f"one case ({asked}): {each.bug}, by {only.check} {only.observable} on {only.case}"
+            console.print(text, style="red" if each.whole else "yellow", highlight=False)
+    if left := len(kills) - len(found):
+        console.print(f"{left} more are not measured yet: run this again", highlight=False)

@@ -1,0 +1,73 @@
+"""`sensitivity --signatures`: measure how wrong each planted bug is on the cases of a signature, and keep it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from conformance import interrupts
+from conformance.commands.command_errors import CannotJudge
+from conformance.commands.progress_display import RunProgress
+from conformance.sensitivity import diagnosis, failure_signatures
+from conformance.sensitivity.bank import PlantedBug
+from conformance.sensitivity.failure_signatures import KnownBug
+from conformance.sensitivity.parallel_examination import BugKilledProcess, measure_parallel
+
+
+def measure_signatures(bank: str, bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace) -> int:
+    """Go on with the measurement; 0 if every bug that can be measured here has its signature then."""
+    given = {"--new": arguments.new, "--save": arguments.save, "--report": arguments.report, "--twice": arguments.twice}
+    if wrong := [name for name, value in given.items() if value]:
+        raise CannotJudge(f"--signatures keeps what it finds, as it finds it: give it without {wrong[0]}")
+    if unknown := [name for name in arguments.bug if name not in bugs]:
+        raise CannotJudge(f"the bank has no bug {unknown[0]!r}")
+    found = {each.name: each for each in failure_signatures.load_signatures() if each.name in bugs}
+    asked = arguments.bug or order_kinds_first(bugs, [name for name in bugs if name not in found])
+    asked = [name for name in asked if bugs[name].unmeasurable() is None]
+    console = Console(stderr=True)
+    with RunProgress(len(asked), console) as progress:
+
+        def on_bug(each: KnownBug) -> None:
+            found[each.name] = each
+            with interrupts.delay_signals():
+                failure_signatures.save_signatures(found.values())
+            progress.advance([])
+
+        try:
+            measure_parallel(bank, asked, arguments.jobs or os.cpu_count() or 1, on_bug)
+        except BugKilledProcess as error:
+            raise CannotJudge(str(error)) from error
+        except KeyboardInterrupt:
+            interrupts.stop_raising()  # what was found is written already
+    left = [name for name in bugs if name not in found and bugs[name].unmeasurable() is None]
+    blind = sum(not each.signature.wrong for each in found.values())
+    text = f"{len(found)} of {len(bugs)} planted bugs have signatures; {blind} of them are right on all of its cases"
+    Console(soft_wrap=True).print(text, highlight=False)
+    _print_confusions(list(found.values()))
+    if left:
+        Console(soft_wrap=True).print(f"{len(left)} more are not measured yet: run this again", highlight=False)
+    return 1 if left else 0
+
+
+def _print_confusions(bank: list[KnownBug]) -> None:
+    """What is named for each bug if it were not known itself."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("family")
+    for name in ("bugs", "first", "named", "like none", "alone"):
+        table.add_column(name, justify="right")
+    table.add_column("else first named")
+    for row in diagnosis.measure_confusions(bank):
+        counts = row.bugs, row.first, row.named, row.none, row.alone
+        table.add_row(row.family, *map(str, counts), ", ".join(row.others))
+    Console(soft_wrap=True).print(table)
+
+
+def order_kinds_first(bugs: Mapping[str, PlantedBug], names: list[str]) -> list[str]:
+    """The names, one of each kind ahead of all others: a diagnosis names kinds."""
+    first = {bugs[name].kind: name for name in reversed(names)}
+    ahead = set(first.values())
+    return sorted(names, key=lambda name: name not in ahead)

@@ -1,0 +1,74 @@
+"""Errors that end a command with one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from absl.flags import argparse_flags
+
+from conformance import packages
+from conformance.commands import standard_streams
+
+TRACEBACK_VARIABLE = "CONFORMANCE_TRACEBACK"
+"""The environment variable that has an unexpected error print its traceback."""
+_UNKNOWN_ARGUMENTS = "unrecognized arguments: "
+
+
+class CannotJudge(Exception):  # noqa: N818 -- a statement, as the message is
+    """The command cannot be carried out; the message is the one line that the user sees. Exit code 2."""
+
+
+class Parser(argparse_flags.ArgumentParser):
+    """Parser of the whole command line."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line and exit code 2."""
+        # A kernel that is given as a bare word is the commonest of them.
+        words = message.removeprefix(_UNKNOWN_ARGUMENTS).split() if message.startswith(_UNKNOWN_ARGUMENTS) else []
+        kernel = next((word for word in words if not word.startswith("-") and (".py" in word or ":" in word)), None)
+        refuse_arguments(self, f"{message}; a kernel is named by --impl={kernel}" if kernel else message)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of a sub-command. An abbreviated option is refused: what is misspelt must not weaken the gate."""
+
+    def __init__(self, **options: Any) -> None:
+        """A parser with the options of argparse's own."""
+        super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """One line and exit code 2."""
+        refuse_arguments(self, message)
+
+
+def refuse_arguments(refusing: argparse.ArgumentParser, message: str) -> NoReturn:
+    """End with one line that says what is wrong, and where help is."""
+    refusing.exit(2, f"error: {message} (see {refusing.prog} --help)\n")
+
+
+def describe_error(error: Exception) -> str:
+    """Say in one line why a command ended; of an unexpected error also how to see and report it."""
+    lookup = sys.modules.get("conformance.execution.implementation_registry")  # it loads NumPy
+    expected: tuple[type[Exception], ...] = (CannotJudge, packages.NameTaken, standard_streams.OutputFailed)
+    if lookup is not None:
+        expected += (lookup.ImplementationNotFound,)
+    if isinstance(error, expected):
+        return str(error)
+    if os.environ.get(TRACEBACK_VARIABLE):
+        standard_streams.print_error("".join(traceback.format_exception(error)).rstrip())
+    if isinstance(error, OSError):
+        return to_one_line(standard_streams.describe_os_error(error))
+    return to_one_line(
+        f"unexpected {type(error).__name__}: {error}; this is a bug of attention-conformance: "
+        f"please report it with the traceback, which {TRACEBACK_VARIABLE}=1 prints"
+    )
+
+
+def to_one_line(text: str, longest: int = 400) -> str:
+    """Return the text as one printable line."""
+    line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+    return line if len(line) <= longest else f"{line[:longest]}…"

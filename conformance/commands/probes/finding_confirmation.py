@@ -1,0 +1,67 @@
+"""Confirming findings at the end of a run: what to probe, and for how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from conformance.contract import Implementation
+from conformance.judging.failure_probes.confirmation import Prober, Suspicion
+from conformance.judging.failure_probes.probe_budget import ProbeBudget
+from conformance.judging.journal import Journal
+from conformance.records import Record
+from reports.causes import root_causes
+from reports.causes.finding import RAISES, Finding
+
+_MAX_ALTERNATIVES = 3  # suspicions that are told apart
+_MAX_ROUNDS = 2  # what was seen may say that something else is to be suspected
+# What took a kernel's process down would take down another.
+_ABANDONED_CASE = "the case was asked no further"
+
+
+def confirm_findings(
+    journal: Journal, implementations: Sequence[Implementation], allowed: ProbeBudget, seconds: float, console: Console
+) -> None:
+    """Judge what confirms the findings so far, and write it down; none of it is counted.
+
+    After `seconds` no case is begun, and what is under way may take what is `allowed`.
+    """
+    started = time.monotonic()
+    prober = Prober(allowed, implementations, seconds, journal.probe)
+    for _ in range(_MAX_ROUNDS):
+        before = prober.judged
+        prober.remember([*journal.recorded.records, *journal.recorded.probes])
+        for finding in root_causes.find_root_causes(journal.recorded.records, journal.recorded.probes):
+            if _is_worth_probing(finding) and not prober.is_late:
+                prober.confirm(build_suspicion(finding))
+        if prober.judged == before or prober.is_late:
+            break
+    if prober.judged:
+        spent = time.monotonic() - started
+        cases = "1 case more" if prober.judged == 1 else f"{prober.judged} cases more"
+        told = f"findings confirmed by {cases} in {spent:.0f} s of at most {seconds:.0f}"
+        console.print(f"{told} (--confirm-seconds=0 asks none)", style="dim", highlight=False, soft_wrap=True)
+
+
+def _is_worth_probing(finding: Finding) -> bool:
+    told = not finding.others and (finding.is_confirmed or finding.passes)
+    lost = finding.kind == RAISES and finding.smallest.reason.endswith(_ABANDONED_CASE)
+    return bool(finding.levels) and not told and not lost
+
+
+def build_suspicion(finding: Finding) -> Suspicion:
+    """What a finding suspects, and what else may be it."""
+    levels, others = finding.levels or (), finding.others[:_MAX_ALTERNATIVES]
+    record: Record = finding.smallest
+    with_examples = [x for combination in (levels, *others) for x in combination if others and x.example]
+    return Suspicion(
+        implementation=record.implementation,
+        check=finding.question[0],
+        failing=record.case,
+        levels=tuple(level.fields for level in levels),
+        counters=tuple(dict(level.counter) for level in levels),
+        examples=tuple(dict(level.example) for level in with_examples),
+        others=tuple(tuple(name for level in other for name in level.fields) for other in others if not with_examples),
+    )

@@ -1,0 +1,64 @@
+"""Shrinking findings at the end of a run, if that is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+
+from cases.case import Case, parse_case_id
+from conformance.check_api.scopes import GRID
+from conformance.checks import CHECKS_BY_NAME
+from conformance.commands.probes import finding_confirmation
+from conformance.contract import Implementation
+from conformance.judging.failure_probes import shrinker
+from conformance.judging.failure_probes.confirmation import Prober
+from conformance.judging.failure_probes.probe_budget import ProbeBudget
+from conformance.judging.journal import Journal
+from conformance.judging.runner import Runner
+from reports.causes import root_causes
+from reports.causes.case_levels import Level, find_levels
+
+MAX_SHRUNK = 3
+"""Findings that `--shrink` shrinks, the foremost."""
+SHRINK_SECONDS = 60.0
+"""For each of them, at most."""
+
+
+def shrink_findings(
+    journal: Journal, implementations: Sequence[Implementation], runner: Runner, console: Console
+) -> Iterator[str]:
+    """Shrink what shows the first findings, and say what the smallest cases are; they are written down as well."""
+    kernels = {implementation.name: implementation for implementation in implementations}
+    prober = Prober(ProbeBudget(runner, math.inf), implementations, math.inf, journal.probe)
+    for number, finding in enumerate(
+        root_causes.find_root_causes(journal.recorded.records, journal.recorded.probes)[:MAX_SHRUNK], 1
+    ):
+        smallest = finding.smallest
+        if smallest.check not in CHECKS_BY_NAME or CHECKS_BY_NAME[smallest.check].scope is not GRID:
+            yield f"finding {number} is not shrunk: {smallest.check} is not asked of any case"
+            continue
+        console.print(f"shrinking finding {number}; Ctrl-C stops with the smallest case so far", highlight=False)
+        shrunk = shrinker.shrink(
+            kernels[smallest.implementation],
+            runner,
+            parse_case_id(smallest.case),
+            smallest,
+            seconds=SHRINK_SECONDS,
+            keeps=functools.partial(_has_levels, frozenset(finding.levels or ())),
+        )
+        stopped = "" if shrunk.is_finished else ", stopped before the end"
+        yield f"smallest of finding {number}: {shrunk.case} ({shrunk.tried} others tried{stopped})"
+        yield from (record.reproduce for record in shrunk.records[:1])
+        if shrunk.tried:
+            journal.probe(shrunk.records)
+        if shrunk.tried and finding.levels:
+            prober.remember([*journal.recorded.records, *journal.recorded.probes])
+            prober.beside(dataclasses.replace(finding_confirmation.build_suspicion(finding), failing=shrunk.case.id))
+
+
+def _has_levels(levels: frozenset[Level], case: Case) -> bool:
+    return levels <= find_levels(case.id)

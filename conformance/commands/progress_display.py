@@ -1,0 +1,147 @@
+"""Progress of a long run: how much is done, how many failures so far, how long it will take.
+
+Each display is something that moves in a terminal, and a line every quarter of a minute elsewhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+from conformance.records import RED, Record
+
+_LINE_INTERVAL_SECONDS = 15.0  # seconds between lines where there is no terminal
+_MAX_NAMED_RED = 5  # red cases named while the run goes on; the summary lists more
+
+
+class _LiveDisplay(Protocol):
+    """What rich draws in a terminal."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class _Display:
+    """Starts and stops what moves in a terminal; says something now and then where there is none."""
+
+    def __init__(self, console: Console, moving: _LiveDisplay) -> None:
+        self._console = console
+        self._moving = moving
+        self._started = self._last = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._moving.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._moving.stop()
+
+    @property
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    def _print_occasionally(self, text: str) -> None:
+        """Print a line where there is no terminal, unless there was one just now."""
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._last > _LINE_INTERVAL_SECONDS:
+            self._last = now
+            self._print(text)
+
+    def _name(self, red: Record) -> None:
+        """Name a red case as it happens: nobody should wait for the end to learn of it."""
+        self._print(f"{red.verdict} {red.implementation} {red.check} {red.observable}: {red.case}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)  # names are no markup
+
+
+class RunProgress(_Display):
+    """Progress of a run whose jobs are counted: a bar."""
+
+    def __init__(self, total: int, console: Console, before: Sequence[Sequence[Record]] = ()) -> None:
+        """`before` are the jobs of `total` that an earlier part of the run has judged."""
+        columns = (
+            TextColumn("judging"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("jobs, {task.fields[red]} red records"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._total = total
+        self._before = self._done = len(before)
+        self._red = {record.key for judged in before for record in judged if record.verdict in RED}
+        self._named = 0
+        self._task = self._bar.add_task("judging", total=total, completed=self._done, red=len(self._red))
+        super().__init__(console, self._bar)
+
+    def advance(self, judged: Sequence[Record]) -> None:
+        """One more job is done."""
+        self._done += 1
+        red = [record for record in judged if record.verdict in RED]
+        if red and self._named < _MAX_NAMED_RED:
+            self._named += 1
+            self._name(red[0])
+        self._red |= {record.key for record in red}  # a question asked twice is one record of the summary
+        self._bar.update(self._task, advance=1, red=len(self._red))
+        left = self._elapsed * (self._total - self._done) / (self._done - self._before)
+        records = "record" if len(self._red) == 1 else "records"
+        text = f"{self._done} of {self._total} jobs done, {len(self._red)} red {records}, about {left:.0f} s left"
+        self._print_occasionally(text)
+
+
+class ExplorationProgress(_Display):
+    """Progress of an exploration, whose end is a time: a status line."""
+
+    def __init__(self, seconds: float | None, console: Console) -> None:
+        self._status = console.status("exploring")
+        self._seconds = seconds
+        self._done = self._smaller = 0
+        super().__init__(console, self._status)
+
+    def advance(self, judged: Sequence[Record], *, shrinking: bool) -> None:
+        """One more case is judged."""
+        if shrinking:
+            self._smaller += 1
+        else:
+            self._done += 1
+            self._report_if_red(judged)
+        text = f"{self._done} cases judged"
+        if self._smaller:
+            text += f", one is wrong, {self._smaller} smaller ones tried"
+        elif self._seconds is not None:
+            text += f", {max(0.0, self._seconds - self._elapsed):.0f} s left"
+        self._status.update(Text(text))
+        self._print_occasionally(text)
+
+    def _report_if_red(self, judged: Sequence[Record]) -> None:
+        red = [record for record in judged if record.verdict in RED]
+        if red:
+            self._name(red[0])
+            self._print("shrinking it; Ctrl-C stops with the smallest case so far")
+
+
+class StepProgress(_Display):
+    """Progress of something that says what it does: a status line."""
+
+    def __init__(self, console: Console) -> None:
+        self._status = console.status("starting")
+        super().__init__(console, self._status)
+
+    def say(self, text: str) -> None:
+        """What happens now."""
+        self._status.update(Text(text))
+        self._print_occasionally(text)

@@ -1,0 +1,102 @@
+"""Standard streams that cannot end a command with a traceback.
+
+A character that the encoding lacks is escaped. What standard output does not take, as a full disk or a pipe that nobody
+reads, is an `OutputFailed`, which ends the command with one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from typing import Any, TextIO
+
+
+class OutputFailed(Exception):  # noqa: N818 -- a statement, as the message is
+    """A standard stream takes no more text; the message says which and why."""
+
+
+class _GuardedStream:
+    """A text stream whose failures are `OutputFailed`, or are dropped where nobody could be told of them."""
+
+    def __init__(self, stream: TextIO, name: str, *, drops: bool) -> None:
+        self._stream, self._name, self._drops = stream, name, drops
+
+    def write(self, text: str) -> int:
+        """Write text, as any text stream does. Raises `OutputFailed`."""
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError) as error:
+            self._fail(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Hand the text to the system. Raises `OutputFailed`."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError | ValueError) -> None:
+        closed = isinstance(error, BrokenPipeError)
+        if self._drops and not closed:
+            return
+        _discard_output(self._stream)
+        if self._drops:
+            raise OutputFailed(f"{self._name} is a pipe that nobody reads any more") from error
+        why = "it is a pipe that nobody reads any more" if closed else getattr(error, "strerror", None) or error
+        raise OutputFailed(f"{self._name} cannot be written: {why}") from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def open_closed_streams() -> None:
+    """Open stdin, stdout and stderr where they are closed.
+
+    Otherwise the next files that are opened get their numbers: records, and what is printed in another process with
+    them, or what the server of such processes hears from.
+
+    Raises:
+      OSError: where the process may open no file at all.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+
+
+def guard_streams() -> None:
+    """Put guarded streams in the place of `sys.stdout` and `sys.stderr`."""
+    for name, title in (("stdout", "standard output"), ("stderr", "standard error")):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed when Python started
+            stream = open(os.devnull, "w")  # noqa: SIM115 -- it stays open until the process ends
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+        if not isinstance(stream, _GuardedStream):
+            setattr(sys, name, _GuardedStream(stream, title, drops=name == "stderr"))
+
+
+def print_error(line: str) -> None:
+    """Print a line on standard error, if that can be written."""
+    with contextlib.suppress(OutputFailed, OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _discard_output(stream: TextIO) -> None:
+    """Send what is left in a stream, and what comes, to nowhere: Python flushes it as the process ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def describe_os_error(error: OSError) -> str:
+    """Say in one line what the system refused, and for which file."""
+    place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+    words = f"{place}{error.strerror or error}"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        words += " (see `ulimit -n`)"
+    return words

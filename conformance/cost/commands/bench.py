@@ -1,0 +1,140 @@
+"""`bench`: implementations side by side, by time and memory."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Sequence
+
+import jax
+from rich.console import Console
+
+from cases.case import Case, matches_query
+from cases.operand_values import draw_problem
+from conformance import environment, interrupts, measurements
+from conformance.commands import argument_lookup
+from conformance.commands.command_errors import CannotJudge
+from conformance.commands.progress_display import StepProgress
+from conformance.commands.run_outputs import Outputs, check_outputs, format_command_line
+from conformance.cost.timing import attention_flops
+from conformance.cost.timing.interleaved_timing import TimingLimits, compare_all
+from conformance.executor_tasks import single_calls
+from conformance.measurements import BACKWARD, DIFFERS, FORWARD, TIMED, Measurement
+from conformance.records import ERROR, RunInfo
+from conformance.sandbox.kernel_options import KernelOptions
+from conformance.sandbox.kernel_process import ProcessLost
+from conformance.sandbox.sandboxed_executor import create_executor, end_process, is_sandboxed
+from reports import speed_section, terminal
+
+_PHASES = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """`bench`: time, show, and say by the exit code whether all that was timed computes attention."""
+    started = time.perf_counter()
+    limits = parse_limits(arguments)
+    chosen = argument_lookup.load_project_settings()
+    names = chosen.resolve_groups(name for given in arguments.impl for name in given.split(",") if name)
+    if not names:
+        raise CannotJudge("nothing to time: give --impl=NAME[,NAME...] (see `python -m conformance list`)")
+    outputs = check_outputs(arguments)
+    cases = _choose_cases(arguments)
+    for name in names:
+        _reject_process_ending_kernel(name, KernelOptions(arguments.products), cases)
+    implementations = [
+        argument_lookup.find_implementation(name, KernelOptions(arguments.products, in_process=True)) for name in names
+    ]
+    comparisons = [(case, phase) for case in cases for phase in _PHASES[arguments.phase]]
+    console, table = Console(stderr=True), Console()
+    warn_of_distorted_timing(console)
+
+    def on_compared(found: list[Measurement]) -> None:
+        terminal.print_measurements(found, table)
+
+    with StepProgress(console) as steps:
+        compared = compare_all(
+            implementations, comparisons, limits, chosen.tolerances, on_step=steps.say, on_compared=on_compared
+        )
+    if compared.interrupted:
+        interrupts.stop_raising()  # what was timed gets written whole
+        console.print("Interrupted: only what was timed before the stop is kept.", style="yellow")
+    write_outputs(
+        outputs, compared.measurements, "bench", time.perf_counter() - started, interrupted=compared.interrupted
+    )
+    return _compute_exit_code(compared.measurements, interrupted=compared.interrupted)
+
+
+def _reject_process_ending_kernel(name: str, kernels: KernelOptions, cases: Sequence[Case]) -> None:
+    """Refuse a kernel that exits, crashes or hangs: it has a process of its own until it has been traced once."""
+    implementation = argument_lookup.find_implementation(name, kernels)
+    if not is_sandboxed(implementation) or implementation.accelerator.absent is not None:
+        return
+    executor = create_executor(implementation)
+    try:
+        for case in cases:
+            if implementation.supports(case) is None:
+                with contextlib.suppress(Exception):  # what it raises stands in its row
+                    executor.run(single_calls.trace_call, draw_problem(case))
+    except ProcessLost as lost:
+        raise CannotJudge(f"{name} cannot be timed: {lost}") from lost
+    finally:
+        end_process(implementation)  # what it holds of a device is needed
+
+
+def parse_limits(arguments: argparse.Namespace) -> TimingLimits:
+    """The limits that a command line sets."""
+    if arguments.runs < 1:
+        raise CannotJudge(f"--runs must be at least 1, got {arguments.runs}")
+    if not arguments.seconds > 0:
+        raise CannotJudge(f"--seconds must be positive, got {arguments.seconds:g}")
+    return TimingLimits(rounds=arguments.runs, seconds=arguments.seconds)
+
+
+def warn_of_distorted_timing(console: Console) -> None:
+    """Say aloud what makes timings of this process worthless."""
+    if (reason := environment.find_timing_distortion()) is not None:
+        console.print(f"These timings say little: {reason}.", style="yellow", highlight=False, soft_wrap=True)
+
+
+def write_outputs(
+    outputs: Outputs, found: Sequence[Measurement], level: str, seconds: float, *, interrupted: bool
+) -> None:
+    """Write measurements and page, whichever are asked for."""
+    reason = environment.find_timing_distortion()
+    info = RunInfo(
+        command=format_command_line(),
+        level=level,
+        environment=environment.describe_environment(),
+        tolerances=[],
+        seconds=round(seconds, 1),
+        interrupted=interrupted,
+        notes=[f"These timings say little: {reason}."] if reason is not None else [],
+    )
+    try:
+        if outputs.json is not None:
+            measurements.write_measurements(outputs.json, found)
+        if outputs.report is not None:
+            speed_section.save_speed_page(outputs.report, found, info)
+            measurements.write_measurements(outputs.report.with_suffix(".jsonl"), found)
+    except OSError as error:
+        raise CannotJudge(f"{error.filename} cannot be written: {error.strerror or error}") from error
+
+
+def _choose_cases(arguments: argparse.Namespace) -> list[Case]:
+    if arguments.case and arguments.cases is not None:
+        raise CannotJudge("--case names cases by their ids: it cannot be combined with --cases")
+    if arguments.case:
+        return [argument_lookup.parse_case(text) for text in dict.fromkeys(arguments.case)]
+    default = attention_flops.list_default_cases(jax.default_backend())
+    found = [case for case in default if arguments.cases is None or matches_query(arguments.cases, case.id)]
+    if not found:
+        known = ", ".join(case.id for case in default)
+        raise CannotJudge(f"no default case matches --cases={arguments.cases!r}: they are {known}")
+    return found
+
+
+def _compute_exit_code(found: Sequence[Measurement], *, interrupted: bool) -> int:
+    if any(measurement.outcome in (DIFFERS, ERROR) for measurement in found):
+        return 1
+    return 2 if interrupted or not any(measurement.outcome in TIMED for measurement in found) else 0

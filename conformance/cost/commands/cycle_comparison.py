@@ -1,0 +1,130 @@
+"""`cycles --case`: kernels side by side by their schedules, each at the block sizes that take it the fewest cycles."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console
+
+from cases.case import Case
+from conformance.accelerators.targets import CompileTarget
+from conformance.contract import Implementation
+from conformance.cost.static import static_tuning
+from conformance.cost.static.static_tuning import CompileCall, CompileResult, Estimate
+from conformance.execution.executor import Executor
+from conformance.executor_tasks import native_compilation
+from conformance.tunable import Knob
+
+ALL_KERNELS = "all kernels"
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparisonRow:
+    """A kernel of an implementation on a case, with what each generation's compiler gave."""
+
+    case: Case
+    implementation: str
+    knob: str
+    best: tuple[Estimate, ...]
+
+    def line(self, baseline: ComparisonRow) -> str:
+        """The row of a Markdown table, with the ratio to another."""
+        cells = [self.case.id, f"`{self.implementation}`", self.knob]
+        cells += [_format_cell(one, other) for one, other in zip(self.best, baseline.best, strict=True)]
+        return f"| {' | '.join(cells)} |"
+
+
+def print_comparison(
+    shown: Console,
+    implementations: Sequence[Implementation],
+    cases: Sequence[Case],
+    targets: Sequence[CompileTarget],
+    knobs: Sequence[str],
+    on_step: Callable[[str], None],
+) -> int:
+    """Print the table, a row as soon as it is known; how many cells have a figure.
+
+    Args:
+      shown: where to.
+      implementations: the first is what the others are told in.
+      cases: what is compiled.
+      targets: for which generations, one column each.
+      knobs: names of kernels' settings that are looked at.
+      on_step: told what happens now.
+    """
+    shown.print("Static kilocycles of a whole call at its best blocks, never checked on a chip; (of the first row's)\n")
+    heads = ["case", "implementation", "kernel", *(target.name for target in targets)]
+    for line in (heads, ["---"] * 3 + ["---:"] * len(targets)):
+        shown.print(f"| {' | '.join(line)} |", highlight=False, soft_wrap=True)
+    known = 0
+    for case in cases:
+        first: dict[str, ComparisonRow] = {}
+        for implementation in implementations:
+            for row in iter_rows(implementation, case, targets, knobs, on_step):
+                shown.print(row.line(first.setdefault(row.knob, row)), highlight=False, soft_wrap=True, markup=False)
+                known += sum(one.cycles is not None for one in row.best)
+    return known
+
+
+def iter_rows(
+    implementation: Implementation,
+    case: Case,
+    targets: Sequence[CompileTarget],
+    knobs: Sequence[str],
+    on_step: Callable[[str], None],
+) -> Iterator[ComparisonRow]:
+    """A row for each kernel that has block sizes to choose, or one of all kernels at those that it has."""
+    if (reason := implementation.supports(case)) is not None:
+        best = tuple(Estimate({}, None, reason) for _ in targets)
+        yield ComparisonRow(case, implementation.name, ALL_KERNELS, best)
+        return
+    declared = implementation.tunable
+    known = () if declared is None else declared.knobs
+    asked = [knob for knob in known if knob.name in knobs and (knob.kernel or knob.ways)]
+    told: CompileCall = functools.partial(_compile_call, gradients=any(name != "forward" for name in knobs))
+    found = [_find_best(implementation, case, target, asked, told, on_step) for target in targets]
+    for number, name in enumerate([knob.name for knob in asked] or [ALL_KERNELS]):
+        yield ComparisonRow(case, implementation.name, name, tuple(each[number] for each in found))
+
+
+def _find_best(
+    implementation: Implementation,
+    case: Case,
+    target: CompileTarget,
+    knobs: Sequence[Knob],
+    told: CompileCall,
+    on_step: Callable[[str], None],
+) -> list[Estimate]:
+    """Of each kernel the candidate with the fewest cycles, or why there is none."""
+    on_step(f"compiling {implementation.name} for {target.name}, {case.id}")
+    if not knobs or implementation.tunable is None:
+        return [_estimate_fixed(told(Executor(implementation), native_compilation.build_problem(case), target))]
+    choices = static_tuning.tune_statically(
+        implementation, implementation.tunable, case, target, told, knobs=knobs, on_step=on_step
+    )
+    return [min(choice.estimates, key=lambda one: one.whole) for choice in choices]
+
+
+def _estimate_fixed(told: CompileResult) -> Estimate:
+    """Of an implementation with no settings: the calls of all its kernels."""
+    if isinstance(told, str):
+        return Estimate({}, None, told)
+    calls = [value for name, value in told.items() if name.endswith(".call_cycles")]
+    return Estimate({}, sum(calls) if calls else None, "" if calls else "the cycles of its call are not known")
+
+
+def _compile_call(executor: Executor, problem: object, target: CompileTarget, *, gradients: bool) -> CompileResult:
+    one = native_compilation.compile_largest_program(executor, problem, target, gradients=gradients)  # type: ignore[arg-type] # a problem
+    return one.figures if one.outcome == "compiled" else f"{one.outcome}: {one.reason}"
+
+
+def _format_cell(one: Estimate, baseline: Estimate) -> str:
+    if one.cycles is None:
+        return one.reason
+    ratio = "" if one is baseline or not baseline.cycles else f" ({one.whole / baseline.whole:.2f})"
+    beside = f" + {one.beside / 1000:,.1f}" if one.beside else ""
+    named = len(one.setting) == 1  # a number alone says nothing
+    chosen = ", ".join(f"{name}={value}" if named else str(value) for name, value in one.setting.items())
+    return f"{one.cycles / 1000:,.1f}{beside}{ratio}" + (f" at {chosen}" if chosen else "")

@@ -1,0 +1,147 @@
+"""`tune --static`: choose settings for TPUs that are not here, by their compiler's schedules, and keep them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cases.case import Case
+from conformance import tunable
+from conformance.accelerators import compilation
+from conformance.accelerators.targets import CompileTarget, list_targets
+from conformance.accelerators.tpus import TPUS
+from conformance.commands.command_errors import CannotJudge
+from conformance.commands.progress_display import StepProgress
+from conformance.contract import Implementation
+from conformance.cost.commands import cycles
+from conformance.cost.static import cycle_baselines, static_tuning
+from conformance.cost.static.static_tuning import CompileResult, Estimate, StaticChoice
+from conformance.cost.timing.timed_tuning import format_setting
+from conformance.execution.executor import Executor
+from conformance.executor_tasks import native_compilation
+from conformance.tunable import Knob, TableEntry, Tunable
+
+STATIC_CYCLES = "static cycles"
+"""Of an entry's provenance: cycles of every candidate, by knob."""
+
+
+def choose_targets(names: Sequence[str]) -> list[CompileTarget]:
+    """The generations that are named, or all. Raises `CannotJudge` where there is no compiler, or no such chip."""
+    if (reason := cycles.explain_unavailable()) is not None:
+        raise CannotJudge(reason)
+    known = {target.name: target for target in list_targets("tpu")}
+    if wrong := [name for name in names if name not in known]:
+        raise CannotJudge(f"no TPU is called {wrong[0]}: known are {', '.join(known)}")
+    return [known[name] for name in names or known]
+
+
+def choose_settings(
+    implementation: Implementation,
+    declared: Tunable,
+    cases: Sequence[Case],
+    chips: Sequence[CompileTarget],
+    knobs: Sequence[Knob],
+    path: Path,
+) -> int:
+    """Choose for each chip and case, show every candidate, and write the table as it goes."""
+    if declared.native is None or not all(knob.kernel or knob.ways for knob in knobs):
+        raise CannotJudge(f"{implementation.name} says nothing that can be tuned by schedules (Tunable.native)")
+    shown, written = Console(), 0
+    told = functools.partial(_compile_call, gradients=any(knob.phase != "forward" for knob in knobs))
+    shown.print("Static cycles of a whole call, never checked on a chip.", highlight=False)
+    with StepProgress(Console(stderr=True)) as steps:
+        for chip in chips:
+            for case in cases:
+                found = static_tuning.tune_statically(
+                    implementation, declared, case, chip, told, knobs=knobs, on_step=steps.say
+                )
+                for choice in found:
+                    _print_choice(shown, chip, case, choice)
+                _write_entry(path, _build_entry(implementation, declared, case, chip, found))
+                written += 1
+    shown.print(f"{written} entries written to {path}", highlight=False, soft_wrap=True)
+    return 0 if written else 2
+
+
+def _compile_call(executor: Executor, problem: Any, chip: CompileTarget, *, gradients: bool) -> CompileResult:
+    one = native_compilation.compile_largest_program(executor, problem, chip, gradients=gradients)
+    return one.figures if one.outcome == "compiled" else f"refused: {one.reason}"
+
+
+def _print_choice(shown: Console, chip: CompileTarget, case: Case, choice: StaticChoice) -> None:
+    for one in choice.estimates:
+        name = f"{chip.name} {format_setting(choice.knob, one.setting)}"
+        text = one.reason if one.cycles is None else _format_cycles(one)
+        shown.print(f"  {name}: {text}", highlight=False, soft_wrap=True)
+    verb = "keeps" if dict(choice.setting) == dict(choice.before) else "takes"
+    text = f"{chip.name} {verb} {format_setting(choice.knob, choice.setting)}, {case.id}"
+    shown.print(text, style="bold", highlight=False, soft_wrap=True)
+
+
+def _build_entry(
+    implementation: Implementation, declared: Tunable, case: Case, chip: CompileTarget, found: Sequence[StaticChoice]
+) -> TableEntry:
+    with compilation.trace_for_chip(chip):  # of knobs that were not asked for, what is in force
+        settings = {name: dict(setting) for name, setting in declared.settings(case).items()}
+    settings |= {choice.knob: dict(choice.setting) for choice in found}
+    kernels = {knob.name for knob in declared.knobs if knob.kernel}
+    (kind,) = (tpu.kind for tpu in TPUS if tpu.name == chip.name)
+    how = f"python -m conformance tune --static --impl={implementation.name} --target={chip.name} --case={case.id}"
+    how += "".join(f" --knob={choice.knob}" for choice in found if len(found) < len(declared.knobs))
+    return TableEntry(
+        device=kind,
+        key=declared.key(case),
+        settings=settings,
+        provenance={
+            "case": case.id,
+            "compiler": cycle_baselines.get_compiler_version(),
+            "jax": importlib.metadata.version("jax"),
+            "how": how,
+            "checked": "by no chip: static cycles of a whole call",
+            "knobs": {choice.knob: _format_choice(choice) for choice in found},
+            # What a clock is held against, once there is one.
+            STATIC_CYCLES: {choice.knob: _collect_cycles(choice) for choice in found if choice.knob in kernels},
+        },
+    )
+
+
+def _collect_cycles(choice: StaticChoice) -> dict[str, float]:
+    """Cycles of each candidate whose are known, with what is done beside it."""
+    return {
+        format_setting(choice.knob, one.setting): round(one.whole) for one in choice.estimates if one.cycles is not None
+    }
+
+
+def _format_choice(choice: StaticChoice) -> str:
+    """The figures of a choice: of what was chosen, of what it replaced, and how many were tried."""
+    now, before = choice.of(choice.setting), choice.of(choice.before)
+    refused = sum(one.cycles is None for one in choice.estimates)
+    before_it = f"where {format_setting(choice.knob, choice.before)} has {_format_cycles(before)}"
+    return f"{_format_cycles(now)}, {before_it}; of {len(choice.estimates)} settings, {refused} refused"
+
+
+def _format_cycles(one: Estimate) -> str:
+    if one.cycles is None:
+        return "no cycles known"
+    return f"{one.cycles:,.0f} cycles" + (f" and {one.beside:,.0f} of HBM beside them" if one.beside else "")
+
+
+def _write_entry(path: Path, entry: TableEntry) -> None:
+    try:
+        kept = tunable.read_table(path)
+        for old in kept:  # what was said of knobs that were not asked for
+            if old.place == entry.place:
+                said = {
+                    name: {**old.provenance.get(name, {}), **entry.provenance[name]}
+                    for name in ("knobs", STATIC_CYCLES)
+                }
+                entry = dataclasses.replace(entry, provenance={**entry.provenance, **said})
+        tunable.write_table(path, tunable.merge_entries(kept, [entry]))
+    except (OSError, ValueError) as error:
+        raise CannotJudge(f"the table cannot be written: {error}") from error

@@ -1,0 +1,187 @@
+"""`tune`: choose an implementation's settings by timing them on this machine, and keep them in its table."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from cases.case import Case
+from conformance import interrupts, tunable
+from conformance.commands import argument_lookup
+from conformance.commands.command_errors import CannotJudge
+from conformance.commands.progress_display import StepProgress
+from conformance.commands.run_outputs import check_outputs, check_writable
+from conformance.contract import Implementation
+from conformance.cost.commands import bench, static_tune
+from conformance.cost.static import rank_agreement
+from conformance.cost.timing import timed_tuning
+from conformance.cost.timing.interleaved_timing import explain_not_timed
+from conformance.cost.timing.timed_tuning import KnobChoice, TuningResult, format_setting
+from conformance.measurements import Measurement
+from conformance.sandbox.kernel_options import KernelOptions
+from conformance.tunable import Knob, TableEntry, Tunable
+from reports import terminal
+
+
+def run_tune(arguments: argparse.Namespace) -> int:
+    """`tune`: time candidates, show them, and write the table."""
+    started = time.perf_counter()
+    limits = bench.parse_limits(arguments)
+    implementation = argument_lookup.find_implementation(
+        arguments.impl, KernelOptions(in_process=True)
+    )  # which are called in turns
+    declared = _get_tunable(implementation)
+    path = declared.table if arguments.out is None else check_writable(arguments.out, "out")
+    if path is None:
+        raise CannotJudge(f"{implementation.name} reads no table: say by --out where to write one")
+    outputs = check_outputs(arguments)
+    tolerances = argument_lookup.load_project_settings().tolerances
+    knobs = _choose_knobs(implementation, declared, arguments.knob)
+    cases = _choose_cases(implementation, declared, knobs, arguments.case, static=arguments.static)
+    if arguments.static:
+        return static_tune.choose_settings(
+            implementation, declared, cases, static_tune.choose_targets(arguments.target), knobs, path
+        )
+    console, shown = Console(stderr=True), Console()
+    bench.warn_of_distorted_timing(console)
+    measured: list[Measurement] = []
+    written, interrupted = 0, False
+    static: dict[str, dict[str, float]] = {}  # of the case that is tuned
+
+    def on_choice(choice: KnobChoice) -> None:
+        measured.extend(choice.measurements)
+        terminal.print_measurements(choice.measurements, shown)
+        verb = "takes" if choice.changed else "keeps"
+        shown.print(f"{verb} {format_setting(choice.knob, choice.setting)}", style="bold", highlight=False)
+        shown.print(f"{_describe_static_order(choice, static)}\n", highlight=False, soft_wrap=True)
+
+    share = dataclasses.replace(limits, seconds=limits.seconds / len(cases))
+    narrowed = [*(f"--knob={name}" for name in arguments.knob), f"--seconds={share.seconds:g}"]
+    with StepProgress(console) as steps:
+        for case in cases:
+            static = _read_static_cycles(declared, case)
+            tuned = timed_tuning.tune_by_time(
+                implementation,
+                declared,
+                case,
+                share,
+                tolerances,
+                knobs=knobs,
+                on_step=steps.say,
+                on_choice=on_choice,
+            )
+            if tuned.choices:
+                # After each case: what is tuned is kept, whatever happens to the rest.
+                _write_table(path, [_build_entry(implementation, declared, tuned, static, narrowed)])
+                written += 1
+            if interrupted := tuned.interrupted:
+                interrupts.stop_raising()  # what was timed gets written whole
+                break
+    shown.print(f"{written} entries written to {path}", highlight=False, soft_wrap=True)
+    bench.write_outputs(outputs, measured, "tune", time.perf_counter() - started, interrupted=interrupted)
+    return 0 if written and not interrupted else 2
+
+
+def _get_tunable(implementation: Implementation) -> Tunable:
+    if implementation.tunable is None:
+        raise CannotJudge(f"{implementation.name} declares nothing to tune (Implementation.tunable)")
+    return implementation.tunable
+
+
+def _choose_knobs(implementation: Implementation, declared: Tunable, asked: Sequence[str]) -> list[Knob]:
+    known = {knob.name: knob for knob in declared.knobs}
+    for name in asked:
+        if name not in known:
+            raise CannotJudge(f"{implementation.name} has no knob {name!r}: known are {', '.join(known)}")
+    return [knob for knob in declared.knobs if not asked or knob.name in asked]
+
+
+def _choose_cases(
+    implementation: Implementation, declared: Tunable, knobs: Sequence[Knob], asked: Sequence[str], *, static: bool
+) -> list[Case]:
+    cases = [argument_lookup.parse_case(text) for text in asked] or list(declared.cases())
+    if static:
+        return cases
+    accelerator = implementation.accelerator
+    if declared.native is not None and accelerator.platform not in (None, jax.default_backend()):
+        missing = str(accelerator.platform).upper()
+        raise CannotJudge(f"there is no {missing} to time {implementation.name} on: add --static, and no clock decides")
+    for case in cases:
+        for knob in knobs:
+            if (declined := explain_not_timed(implementation, case, knob.phase)) is not None:
+                raise CannotJudge(f"{implementation.name} cannot be tuned on {case.id}: {declined[1]}")
+    return cases
+
+
+def _read_static_cycles(declared: Tunable, case: Case) -> dict[str, dict[str, float]]:
+    """Cycles of candidates by knob, as `tune --static` left them for this device and case; empty if it did not."""
+    kind, key = jax.devices()[0].device_kind, dict(declared.key(case))
+    entries = tunable.read_table(declared.table) if declared.table is not None else ()
+    found = next((entry for entry in entries if entry.device == kind and dict(entry.key) == key), None)
+    return {} if found is None else dict(found.provenance.get(static_tune.STATIC_CYCLES, {}))
+
+
+def _describe_static_order(choice: KnobChoice, static: Mapping[str, Mapping[str, float]]) -> str:
+    """How the static cycles of the candidates held; empty where there are none."""
+    seconds = {
+        name: row.seconds.median
+        for row in choice.measurements
+        for name in static.get(choice.knob, {})
+        if row.implementation.endswith(f" {name}") and row.seconds is not None
+    }
+    return rank_agreement.describe_rank_agreement(static.get(choice.knob, {}), seconds)
+
+
+def _build_entry(
+    implementation: Implementation,
+    declared: Tunable,
+    tuned: TuningResult,
+    static: Mapping[str, Mapping[str, float]],
+    narrowed: Sequence[str],
+) -> TableEntry:
+    held = {choice.knob: said for choice in tuned.choices if (said := _describe_static_order(choice, static))}
+    return TableEntry(
+        device=jax.devices()[0].device_kind,
+        key=declared.key(tuned.case),
+        settings={name: dict(setting) for name, setting in tuned.settings.items()},
+        provenance={
+            "case": tuned.case.id,
+            "date": datetime.date.today().isoformat(),
+            "jax": jax.__version__,
+            "how": " ".join(
+                [f"python -m conformance tune --impl={implementation.name} --case={tuned.case.id}", *narrowed]
+            ),
+            "knobs": {choice.knob: _describe_choice(choice) for choice in tuned.choices},
+            **({static_tune.STATIC_CYCLES: static, "static order": held} if static else {}),
+        },
+    )
+
+
+def _describe_choice(choice: KnobChoice) -> str:
+    """How the setting compared to what it replaces."""
+    tried = f"of {len(choice.measurements)} settings"
+    if not choice.changed:
+        return f"{format_setting(choice.knob, choice.before)} kept, {tried} none faster beyond the spread"
+    name = format_setting(choice.knob, choice.setting)
+    row = next(row for row in choice.measurements if row.implementation.endswith(name))
+    if row.speed is None:
+        return f"{tried}; {format_setting(choice.knob, choice.before)}, which it replaces, did not run"
+    low, middle, high = row.speed
+    return (
+        f"{tried}, {middle:.3g} times the speed of {format_setting(choice.knob, choice.before)} "
+        f"(quartiles {low:.3g} to {high:.3g} of {len(row.samples)} pairs)"
+    )
+
+
+def _write_table(path: Path, entries: Sequence[TableEntry]) -> None:
+    try:
+        tunable.write_table(path, tunable.merge_entries(tunable.read_table(path), entries))
+    except (OSError, ValueError) as error:
+        raise CannotJudge(f"the table cannot be written: {error}") from error

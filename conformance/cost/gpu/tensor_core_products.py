@@ -1,0 +1,125 @@
+"""What the instructions of a GPU's tensor cores multiply, and what they read of shared memory to do so.
+
+The shape stands in the opcode (`HMMA.16816`: 16 by 8 by 16, of a warp; `HGMMA.64x128x16`: of a warpgroup of four). From
+Blackwell on it stands in a word of 32 bits, the instruction descriptor (PTX ISA, "tcgen05 instruction descriptor"),
+which the code writes into a uniform register as a constant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import MutableMapping
+
+WARPS_PER_GROUP = 4
+_WARP = re.compile(r"[HIQBD]MMA\.(16|8)(8)(4|8|16|32|64|128)\b")
+_GROUP = re.compile(r"[HIQB]GMMA\.(\d+)x(\d+)x(\d+)")
+_BLOCK = re.compile(r"UTC[HIQO]MMA\b")
+_DESCRIPTOR = re.compile(r"idesc\[(UR\d+)\]")
+_CONSTANT = re.compile(r"(UR\d+), (0x[0-9a-f]+)$")
+_WRITTEN = re.compile(r"(UR\d+)\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixProduct:
+    """A product of matrices, `m` by `n`, each a sum of `k`.
+
+    Attributes:
+      m: rows.
+      n: columns.
+      k: terms.
+      bits: of an element of the operands.
+      warps: that share one such product; 0 if it is the whole block's.
+      first_in_shared_memory: whether the left operand is there.
+      second_in_shared_memory: whether the right one is.
+    """
+
+    m: int
+    n: int
+    k: int
+    bits: int
+    warps: int
+    first_in_shared_memory: bool = False
+    second_in_shared_memory: bool = False
+
+    @property
+    def name(self) -> str:
+        """As figures name it: by the shape."""
+        return f"tensor_{self.m}x{self.n}x{self.k}"
+
+    @property
+    def multiplications(self) -> int:
+        """In all."""
+        return self.m * self.n * self.k
+
+    @property
+    def shared_bytes(self) -> int:
+        """What is read of shared memory, if each operand there is read once."""
+        rows = self.m * self.first_in_shared_memory + self.n * self.second_in_shared_memory
+        return rows * self.k * self.bits // 8
+
+
+def parse_product(opcode: str, operands: str, constants: MutableMapping[str, int]) -> MatrixProduct | None:
+    """What an instruction multiplies; none if it does not.
+
+    Args:
+      opcode: with its modifiers.
+      operands: their text.
+      constants: values of uniform registers, as far as they are known.
+    """
+    if shape := _WARP.match(opcode):
+        m, n, k = map(int, shape.groups())
+        return MatrixProduct(m, n, k, _get_operand_bits(opcode), warps=1)
+    if shape := _GROUP.match(opcode):
+        m, n, k = map(int, shape.groups())
+        sources = operands.split(",")[1:3]
+        return MatrixProduct(
+            m,
+            n,
+            k,
+            _get_operand_bits(opcode),
+            warps=WARPS_PER_GROUP,
+            first_in_shared_memory="gdesc" in sources[0],
+            second_in_shared_memory=True,
+        )
+    if not _BLOCK.match(opcode) or (register := _DESCRIPTOR.search(operands)) is None:
+        return None
+    word = constants.get(register[1])
+    if word is None:
+        return None
+    wide = opcode.startswith("UTCHMMA") and (word >> 7) & 7 == _TF32
+    bits = 32 if wide else 16 if opcode.startswith("UTCHMMA") else 8
+    m = ((word >> 24) & 0x1F) << 4
+    return MatrixProduct(
+        m // 2 if ".2CTA" in opcode else m,  # two blocks share it
+        ((word >> 17) & 0x3F) << 3,
+        256 // bits,
+        bits=bits,
+        warps=0,
+        first_in_shared_memory=operands.startswith("gdesc"),
+        second_in_shared_memory=True,
+    )
+
+
+_TF32 = 2  # of the descriptor's formats of operands
+
+
+def note_constant(constants: MutableMapping[str, int], opcode: str, operands: str) -> None:
+    """Remember what an instruction writes into a uniform register, in the order of the text."""
+    written = _WRITTEN.match(operands)
+    if written is None:
+        return
+    known = _CONSTANT.match(operands) if opcode == "UMOV" else None
+    if known is not None:
+        constants[known[1]] = int(known[2], 16)
+    else:
+        constants.pop(written[1], None)
+
+
+def _get_operand_bits(opcode: str) -> int:
+    """Of an element of the operands, which the last modifier names."""
+    if ".TF32" in opcode:
+        return 32
+    if opcode.startswith("DMMA"):
+        return 64
+    return 8 if opcode.startswith(("I", "Q")) else 16

@@ -1,0 +1,90 @@
+"""What a case asks for: the pairs that its mask allows, and the floating-point operations that they take.
+
+Operations are counted from the allowed pairs, not from what a kernel computes: a kernel that visits blocks that the
+mask leaves empty gets no credit for it. A multiplication and an addition are two. For each pair and query head,
+
+    forward             2 H for <q, k>, 2 V for p v
+    forward+backward    beside these, 2 H each for the logits once more, dq and dk; 2 V each for dp and dv
+
+which is 3.5 times the forward pass for H = V (the convention of Dao 2023, arXiv:2307.08691, section 4.1). An
+implementation that keeps its probabilities does without the third product of the logits, and is credited for it all the
+same. Exponentials, masks and the softmax's sums count for nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cases.case import Case
+from cases.operand_values import Problem
+from conformance.measurements import FORWARD
+
+_SLAB = 1 << 24  # pairs looked at at a time
+
+# Tokens of a default case on an accelerator, over the batch: enough programs for every core at any of the lengths.
+_TOKENS = 16384
+_WIDTH = 1024  # query heads times their depth
+
+
+def count_allowed_pairs(problem: Problem) -> int:
+    """How many (batch row, query head, query, key) may attend, segment ids included. A few rows are held at a time."""
+    batch, q_length, num_q_heads, _ = problem.q.shape
+    kv_length = problem.k.shape[1]
+    step = max(1, _SLAB // kv_length)
+    return sum(
+        _count_pairs(problem, np.arange(start, min(start + step, q_length)), batch, num_q_heads)
+        for start in range(0, q_length, step)
+    )
+
+
+def _count_pairs(problem: Problem, rows: np.ndarray, batch: int, num_q_heads: int) -> int:
+    allowed = compute_allowed(problem, rows)
+    return int(np.count_nonzero(allowed)) * (batch // allowed.shape[0]) * (num_q_heads // allowed.shape[1])
+
+
+def compute_allowed(problem: Problem, rows: np.ndarray) -> np.ndarray:
+    """Mask and segment ids of some queries, `[b, n, len(rows), S]` with `b` and `n` 1 where nothing differs."""
+    kv_length = problem.k.shape[1]
+    allowed = np.asarray(problem.mask.allowed(rows[:, None], np.arange(kv_length)[None, :]), bool)
+    leading = (1, 1) if allowed.ndim <= 2 else allowed.shape[:2]
+    allowed = np.broadcast_to(allowed, (*leading, len(rows), kv_length))
+    if problem.segment_ids is not None:
+        q_ids, kv_ids = problem.segment_ids
+        allowed = allowed & (q_ids[:, None, rows, None] == kv_ids[:, None, None, :])
+    return allowed
+
+
+def count_flops(pairs: int, case: Case, phase: str) -> float:
+    """Floating-point operations of a case with so many allowed pairs (module docstring)."""
+    forward = 2 * (case.head_dim + case.v_head_dim)
+    backward = 2 * (3 * case.head_dim + 2 * case.v_head_dim)
+    return float(pairs) * (forward if phase == FORWARD else forward + backward)
+
+
+def list_default_cases(platform: str) -> tuple[Case, ...]:
+    """Causal self-attention at the lengths and depths that kernels are usually compared at, as large as suits."""
+    if platform == "cpu":
+        return tuple(
+            _build_case("f32", length, depth, batch=1, heads=256 // depth)
+            for length in (1024, 4096)
+            for depth in (64, 128)
+        )
+    return tuple(
+        _build_case("bf16", length, depth, batch=_TOKENS // length, heads=_WIDTH // depth)
+        for length in (1024, 4096, 16384)
+        for depth in (64, 128)
+    )
+
+
+def _build_case(dtype: str, length: int, depth: int, *, batch: int, heads: int) -> Case:
+    return Case(
+        dtype=dtype,
+        batch=batch,
+        q_length=length,
+        kv_length=length,
+        num_q_heads=heads,
+        num_kv_heads=heads,
+        head_dim=depth,
+        v_head_dim=depth,
+        mask="causal",
+    )

@@ -1,0 +1,297 @@
+"""Implementations side by side: each compiled, looked at, and timed in turn with the others on the same operands."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from cases.case import Case
+from cases.operand_values import Problem, draw_cotangent, draw_problem
+from conformance import interrupts
+from conformance.accelerators.compilation import format_first_line
+from conformance.contract import Implementation
+from conformance.cost.timing import attention_flops
+from conformance.cost.timing.agreement import Agreement, SampledRows
+from conformance.cost.timing.matmul_ceiling import CeilingProduct
+from conformance.cost.timing.sampling import Samples, compare_pairs, interleave
+from conformance.cost.timing.timed_programs import TimedProgram, compile_program, measure_device_peak
+from conformance.execution import kernel_errors
+from conformance.execution.executor import Executor
+from conformance.measurements import AGREES, BACKWARD, DIFFERS, Measurement, Quartiles
+from conformance.records import ERROR, UNJUDGED, UNSUPPORTED
+from conformance.truth.tolerances import Tolerances
+
+# On an accelerator a call returns before it is done: samples of several calls hide what dispatching each costs. On CPU
+# calls could overlap, so that each is waited for.
+_MIN_SAMPLE_SECONDS = {"cpu": 0.0}
+_MIN_SAMPLE_ELSEWHERE = 5e-3
+_PRODUCT_NAME = "the matrix product"  # no implementation is called so
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimingLimits:
+    """How long to measure: most rounds of each comparison, and most seconds of timing over all of them."""
+
+    rounds: int = 30
+    seconds: float = math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnCase:
+    """A case with its operands, and what does not depend on the implementation."""
+
+    case: Case
+    problem: Problem
+    cotangent: np.ndarray
+    sample: SampledRows
+
+    @classmethod
+    def of(cls, case: Case, tolerances: Tolerances) -> DrawnCase:
+        """Draw the operands of `case`."""
+        problem, cotangent = draw_problem(case), draw_cotangent(case).out
+        return cls(case, problem, cotangent, SampledRows(case, problem, cotangent, tolerances))
+
+    @functools.cached_property
+    def pairs(self) -> int:
+        """How many pairs the mask allows."""
+        return attention_flops.count_allowed_pairs(self.problem)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entrant:
+    """An implementation that can be timed: its program, what a look at its results found, and its memory."""
+
+    implementation: Implementation
+    program: TimedProgram
+    finding: Agreement
+    memory: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparisonResult:
+    """What a comparison gave, and whether Ctrl-C ended it."""
+
+    measurements: list[Measurement]
+    interrupted: bool
+
+
+def compare_all(
+    implementations: Sequence[Implementation],
+    comparisons: Sequence[tuple[Case, str]],
+    limits: TimingLimits,
+    tolerances: Tolerances,
+    *,
+    on_step: Callable[[str], None] = lambda text: None,
+    on_compared: Callable[[list[Measurement]], None] = lambda found: None,
+) -> ComparisonResult:
+    """Time implementations on each case and phase of `comparisons`.
+
+    Args:
+      implementations: what to time; the first is the baseline wherever it runs.
+      comparisons: cases, each with a phase.
+      limits: how long; the seconds that a comparison leaves over go to those after it.
+      tolerances: the gate's limits, which errors are told in.
+      on_step: told what happens now.
+      on_compared: told what one comparison gave.
+    """
+    found: list[Measurement] = []
+    left = limits.seconds
+    drawn: DrawnCase | None = None
+    try:
+        for position, (case, phase) in enumerate(comparisons):
+            if drawn is None or drawn.case != case:
+                on_step(f"drawing the operands of {case.id}")
+                drawn = DrawnCase.of(case, tolerances)
+            share = dataclasses.replace(limits, seconds=left / (len(comparisons) - position))
+            compared, spent = compare_one(implementations, drawn, phase, share, on_step=on_step)
+            left = max(0.0, left - spent)
+            found += compared.measurements
+            on_compared(compared.measurements)
+            if compared.interrupted:
+                return ComparisonResult(found, True)
+    except KeyboardInterrupt:
+        return ComparisonResult(found, True)
+    return ComparisonResult(found, False)
+
+
+def compare_one(
+    implementations: Sequence[Implementation],
+    drawn: DrawnCase,
+    phase: str,
+    limits: TimingLimits,
+    *,
+    on_step: Callable[[str], None] = lambda text: None,
+) -> tuple[ComparisonResult, float]:
+    """Time implementations on one case in one phase; also gives the seconds that timing took."""
+    declined: list[Measurement] = []
+    entrants: dict[str, Entrant] = {}
+    for implementation in implementations:
+        on_step(f"compiling {implementation.name}, {phase} of {drawn.case.id}")
+        entered = prepare_entrant(implementation, drawn, phase)
+        if isinstance(entered, Entrant):
+            entrants[implementation.name] = entered
+        else:
+            declined.append(entered)
+    started = time.perf_counter()
+    found, interrupted = time_entrants(
+        entrants,
+        drawn,
+        phase,
+        limits,
+        on_round=lambda done: on_step(f"round {done} of {limits.rounds}, {phase} of {drawn.case.id}"),
+    )
+    spent = time.perf_counter() - started
+    entrants.clear()
+    forget_programs()
+    order = [implementation.name for implementation in implementations]
+    rows = sorted([*declined, *found], key=lambda measurement: order.index(measurement.implementation))
+    return ComparisonResult(rows, interrupted), spent
+
+
+def time_entrants(
+    entrants: Mapping[str, Entrant],
+    drawn: DrawnCase,
+    phase: str,
+    limits: TimingLimits,
+    *,
+    on_round: Callable[[int], None] = lambda done: None,
+) -> tuple[list[Measurement], bool]:
+    """Time what can be timed, with a large matrix product among them; also says whether Ctrl-C ended it."""
+    functions = {name: entrant.program.run for name, entrant in entrants.items()}
+    product = CeilingProduct(drawn.case.dtype)
+    if functions:
+        with interrupts.delay_signals():
+            product.run(1)  # compiles it
+        functions[_PRODUCT_NAME] = product.run
+    backend = jax.default_backend()
+    sampled = interleave(
+        functions,
+        rounds=limits.rounds,
+        seconds=limits.seconds,
+        least=_MIN_SAMPLE_SECONDS.get(backend, _MIN_SAMPLE_ELSEWHERE),
+        on_round=on_round,
+    )
+    products = sampled.seconds.get(_PRODUCT_NAME)
+    ceiling = product.flops / Quartiles.of(products).median if products else None
+    return list(_build_measurements(entrants, sampled, drawn, phase, ceiling)), sampled.interrupted
+
+
+def forget_programs() -> None:
+    """Let go of compiled programs and of the operands that they hold."""
+    gc.collect()
+    jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
+
+
+def explain_not_timed(implementation: Implementation, case: Case, phase: str) -> tuple[str, str] | None:
+    """Outcome and reason if the implementation is not to be timed on this case here."""
+    accelerator = implementation.accelerator
+    if accelerator.absent is not None:
+        return UNJUDGED, accelerator.absent
+    if accelerator.interpreted:
+        platform = (accelerator.platform or "accelerator").upper()
+        return UNJUDGED, f"no {platform} in this machine: timing the interpreter says nothing of the kernel"
+    if (reason := implementation.supports(case)) is not None:
+        return UNSUPPORTED, reason
+    if phase == BACKWARD and case.phase != "train":
+        return UNSUPPORTED, f"a case of phase {case.phase!r} has no gradients"
+    if phase == BACKWARD and not implementation.gradients:
+        return UNSUPPORTED, "offers no gradients"
+    return None
+
+
+def prepare_entrant(
+    implementation: Implementation, drawn: DrawnCase, phase: str, compiled: Callable[[], TimedProgram] | None = None
+) -> Entrant | Measurement:
+    """Compile, run once, and look at the results; or the reason why not.
+
+    `compiled` gives the program, or raises what compiling it raised, where that was done before.
+    """
+    if (declined := explain_not_timed(implementation, drawn.case, phase)) is not None:
+        return _build_untimed(implementation, drawn, phase, *declined)
+    try:
+        program = compiled() if compiled else compile_program(implementation, drawn.problem, drawn.cotangent, phase)
+        peak = measure_device_peak(lambda: program.run(1))
+        results = program.results(drawn.sample.cotangent(implementation))
+    except NotImplementedError as error:
+        return _build_untimed(implementation, drawn, phase, UNSUPPORTED, format_first_line(error))
+    except (Exception, SystemExit) as error:  # whatever an implementation raises is its row, not the end of the run
+        # A result of another shape has no gradients for the cotangent that there is: the shape is what to say.
+        wrong = _describe_misshapen(implementation, drawn) if phase == BACKWARD else ""
+        return _build_untimed(
+            implementation, drawn, phase, *((DIFFERS, wrong) if wrong else (ERROR, _format_error(error)))
+        )
+    finding = drawn.sample.judge(implementation, results)
+    memory = dict(program.memory) if peak is None else {**program.memory, "device_peak": peak}
+    return Entrant(implementation, program, finding, memory)
+
+
+def _describe_misshapen(implementation: Implementation, drawn: DrawnCase) -> str:
+    """What is wrong with the shape of `out`, found without running anything; empty if nothing is."""
+    plain, arrays = Executor(implementation).bind(drawn.problem)
+    try:
+        return drawn.sample.describe_misshapen("out", jax.eval_shape(plain, arrays).shape)
+    except Exception:  # then what was raised first is what to say
+        return ""
+
+
+def _format_error(error: BaseException) -> str:
+    """What was raised, and where in the user's code."""
+    if isinstance(error, kernel_errors.WrongReturn):
+        return kernel_errors.describe_kernel_error(error)
+    place = kernel_errors.find_place(error)
+    return format_first_line(error) if place is None else f"{format_first_line(error)} ({place})"
+
+
+def _build_measurements(
+    entrants: Mapping[str, Entrant], sampled: Samples, drawn: DrawnCase, phase: str, ceiling: float | None
+) -> Iterable[Measurement]:
+    """What sampling gave, as measurements; the first entrant that was timed and agrees is the baseline."""
+    for name, error in sampled.failures.items():
+        if name in entrants:
+            yield _build_untimed(entrants[name].implementation, drawn, phase, ERROR, _format_error(error))
+    timed = [name for name in entrants if name in sampled.seconds]
+    baseline = next((name for name in timed if entrants[name].finding.agrees), "")
+    for name in timed:
+        entrant = entrants[name]
+        ratio = compare_pairs(sampled.seconds[baseline], sampled.seconds[name]) if baseline else None
+        yield dataclasses.replace(
+            _build_row(entrant.implementation, drawn, phase),
+            outcome=AGREES if entrant.finding.agrees else DIFFERS,
+            reason=entrant.finding.reason,
+            baseline=baseline,
+            samples=sampled.seconds[name],
+            calls=sampled.calls[name],
+            speed=ratio,
+            flops=attention_flops.count_flops(drawn.pairs, drawn.case, phase),
+            ceiling=ceiling,
+            error=entrant.finding.error,
+            compile_seconds=entrant.program.compile_seconds,
+            memory=entrant.memory,
+        )
+
+
+def _build_untimed(
+    implementation: Implementation, drawn: DrawnCase, phase: str, outcome: str, reason: str
+) -> Measurement:
+    row = _build_row(implementation, drawn, phase)
+    platform = implementation.accelerator.platform if outcome == UNJUDGED else None
+    return dataclasses.replace(row, outcome=outcome, reason=reason, platform=platform or row.platform)
+
+
+def _build_row(implementation: Implementation, drawn: DrawnCase, phase: str) -> Measurement:
+    return Measurement(
+        implementation=implementation.name,
+        platform=jax.default_backend(),
+        device=jax.devices()[0].device_kind,
+        case=drawn.case.id,
+        phase=phase,
+        outcome=UNJUDGED,
+        jax=jax.__version__,
+    )

@@ -1,0 +1,111 @@
+"""An implementation on a case as one compiled program: how to run it, what it returns, what memory it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from cases.operand_registry import GRADIENT_OF
+from cases.operand_values import Problem
+from conformance import interrupts
+from conformance.contract import Implementation
+from conformance.execution.executor import Executor, pull_back
+from conformance.measurements import FORWARD
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedProgram:
+    """A compiled program with its operands on the device.
+
+    Attributes:
+      call: takes a cotangent of `out`, which the forward pass ignores; returns observables by name, on the device.
+      cotangent: the cotangent of timed calls, on the device.
+      compile_seconds: tracing, lowering and compiling.
+      memory: `temporary` and `peak` bytes, as far as the compiler says.
+    """
+
+    call: Callable[[Any], Mapping[str, Any]]
+    cotangent: Any
+    compile_seconds: float
+    memory: Mapping[str, float]
+
+    def run(self, calls: int) -> None:
+        """Make `calls` calls in a row; returns when the device has done the last."""
+        for _ in range(calls):
+            results = self.call(self.cotangent)
+        jax.block_until_ready(results)  # type: ignore[no-untyped-call] # untyped upstream
+
+    def results(self, cotangent: np.ndarray) -> dict[str, np.ndarray]:
+        """What one call with another cotangent gives, on the host."""
+        found = self.call(jax.device_put(cotangent))
+        return {name: np.asarray(x) for name, x in jax.device_get(dict(found)).items()}
+
+
+def compile_program(
+    implementation: Implementation, problem: Problem, cotangent: np.ndarray, phase: str
+) -> TimedProgram:
+    """Compile one call for the default device, with its gradients if `phase` asks for them.
+
+    Args:
+      implementation: what to call.
+      problem: the operands.
+      cotangent: of `out`, `[B, T, N, V]` in the operands' dtype.
+      phase: one of `PHASES`.
+
+    Raises:
+      Exception: whatever tracing, lowering or compiling raises.
+    """
+    plain, arrays = Executor(implementation).bind(problem)
+    arrays = jax.device_put(dict(arrays))
+    on_device = jax.device_put(cotangent)
+
+    def forward(arrays: Any) -> Any:
+        return {"out": plain(arrays)}
+
+    def forward_and_backward(arrays: Any, do: Any) -> Any:
+        out, gradients = pull_back(plain, arrays, do)
+        return {"out": out, **{GRADIENT_OF[name]: x for name, x in gradients.items()}}
+
+    operands = (arrays,) if phase == FORWARD else (arrays, on_device)
+    function = forward if phase == FORWARD else forward_and_backward
+    started = time.perf_counter()
+    with interrupts.delay_signals():
+        compiled = jax.jit(function).lower(*operands).compile()
+    seconds = time.perf_counter() - started
+
+    def call(do: Any) -> Any:
+        return compiled(arrays) if phase == FORWARD else compiled(arrays, do)
+
+    return TimedProgram(call, on_device, round(seconds, 3), _measure_memory(compiled))
+
+
+def _measure_memory(compiled: Any) -> dict[str, float]:
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return {}
+    # The temporaries are one arena, as large as what is live at once: with operands and results, that is the peak.
+    # (What some compilers call the peak leaves the temporaries out.)
+    whole = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    temporary = analysis.temp_size_in_bytes
+    return {"temporary": float(temporary), "peak": float(whole + temporary)}
+
+
+def measure_device_peak(work: Callable[[], None]) -> float | None:
+    """Do some work, and say by how many bytes the allocator's high-water mark went over what was in use before.
+
+    None where the device does not tell, and where an earlier mark of this process was higher: it cannot be reset.
+    """
+    device = jax.devices()[0]
+    before = device.memory_stats()
+    work()
+    after = device.memory_stats()
+    if not before or not after or "peak_bytes_in_use" not in after:
+        return None
+    if after["peak_bytes_in_use"] <= before["peak_bytes_in_use"]:
+        return None
+    return float(after["peak_bytes_in_use"] - before["bytes_in_use"])

@@ -1,0 +1,220 @@
+"""Pallas calls of a traced program: their grids, the lists that steer them, and the HBM that their blocks cross.
+
+What a kernel fetches to scalar memory before it starts hangs on the mask and not on the operands, as a rule. Then it is
+computed here, on the host, from the constants of the program. Where it hangs on an operand it is not known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+_MAX_ELEMENTS = 2**22
+"""Elements of an array that is computed on the host: lists are shorter."""
+_MAX_STEPS = 2**20
+_CALL_PRIMITIVES = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
+)
+_TILE = re.compile(r"\(([\d,]+)\)")
+
+
+class UnknownValue(Exception):  # noqa: N818 -- a statement, as the message is
+    """A value hangs on what the program is called with."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PallasCall:
+    """A kernel where a program calls it.
+
+    Attributes:
+      name: of the kernel.
+      grid: how many steps along each axis.
+      lists: by number of an operand, what is fetched to scalar memory, where it is known.
+      hbm_bytes: of the blocks that cross between HBM and the kernel, each time that another follows; None where it is
+        not known.
+    """
+
+    name: str
+    grid: tuple[int, ...]
+    lists: Mapping[int, np.ndarray]
+    hbm_bytes: int | None
+
+
+def find_pallas_calls(program: core.ClosedJaxpr) -> list[PallasCall]:
+    """The kernels that a program calls, each call by itself."""
+    found = []
+    with jax.enable_x64(False), jax.ensure_compile_time_eval():
+        known = {v: _KnownValue(value) for v, value in zip(program.jaxpr.constvars, program.consts, strict=True)}
+        for equation, env in _iter_calls(program.jaxpr, known):
+            found.append(_build_call(equation, env))
+    return found
+
+
+class _LazyValue:
+    """A result of an equation, computed when it is asked for, if all that it hangs on is known."""
+
+    def __init__(self, equation: Any, env: Mapping[Any, Any], number: int) -> None:
+        self.equation, self.env, self.number = equation, env, number
+
+    @functools.cached_property
+    def value(self) -> Any:
+        if any(math.prod(v.aval.shape) > _MAX_ELEMENTS for v in self.equation.outvars):
+            raise UnknownValue
+        given = [_get_value(v, self.env) for v in self.equation.invars]
+        try:
+            found = self.equation.primitive.bind(*given, **self.equation.params)
+        except Exception as error:  # of any type: some primitives ask for more than their operands
+            raise UnknownValue from error
+        return found[self.number] if self.equation.primitive.multiple_results else found
+
+
+@dataclasses.dataclass(frozen=True)
+class _KnownValue:
+    value: Any
+
+
+def _get_value(v: Any, env: Mapping[Any, Any]) -> Any:
+    if isinstance(v, core.Literal):
+        return v.val
+    if v not in env:
+        raise UnknownValue
+    return env[v].value
+
+
+def _iter_calls(jaxpr: Any, env: dict[Any, Any]) -> Iterator[tuple[Any, Mapping[Any, Any]]]:
+    """The Pallas calls within, each with what is known there."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation, env
+            continue
+        inner = [sub for value in equation.params.values() for sub in _iter_subprograms(value)]
+        if equation.primitive.name in _CALL_PRIMITIVES and len(inner) == 1:
+            body, consts = inner[0]
+            given = [env.get(v) if not isinstance(v, core.Literal) else _KnownValue(v.val) for v in equation.invars]
+            within = {v: _KnownValue(value) for v, value in zip(body.constvars, consts, strict=True)}
+            within |= {v: known for v, known in zip(body.invars, given, strict=True) if known is not None}
+            yield from _iter_calls(body, within)
+            for outer, v in zip(equation.outvars, body.outvars, strict=True):
+                known = _KnownValue(v.val) if isinstance(v, core.Literal) else within.get(v)
+                if known is not None:
+                    env[outer] = known
+            continue
+        within_loops = [
+            found
+            for body, consts in inner
+            for found in _iter_calls(
+                body, {v: _KnownValue(value) for v, value in zip(body.constvars, consts, strict=True)}
+            )
+        ]
+        yield from within_loops
+        if not within_loops:
+            env.update((v, _LazyValue(equation, env, number)) for number, v in enumerate(equation.outvars))
+
+
+def _iter_subprograms(value: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+    if isinstance(value, core.ClosedJaxpr):
+        yield value.jaxpr, value.consts
+    elif isinstance(value, core.Jaxpr):
+        yield value, ()
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _iter_subprograms(part)
+
+
+def _build_call(equation: Any, env: Mapping[Any, Any]) -> PallasCall:
+    mapping = equation.params["grid_mapping"]
+    bounds = mapping.num_dynamic_grid_bounds  # operands as well, ahead of the others
+    lists = {}
+    for number, v in enumerate(equation.invars[: bounds + mapping.num_index_operands]):
+        try:
+            lists[number] = np.asarray(_get_value(v, env))
+        except UnknownValue:
+            continue
+    name = str(equation.params["name"])
+    if len(lists) < bounds + mapping.num_index_operands:
+        return PallasCall(name, (), lists, None)
+    known = [int(lists[number]) for number in range(bounds)]
+    grid = tuple(size if isinstance(size, int) else known.pop(0) for size in mapping.grid)
+    return PallasCall(name, grid, lists, _count_hbm_bytes(mapping, grid, list(lists.values())[bounds:]))
+
+
+def _count_hbm_bytes(mapping: Any, grid: tuple[int, ...], lists: Sequence[np.ndarray]) -> int | None:
+    """Bytes of the blocks that cross: each block when it follows another one, as Pallas fetches and writes them."""
+    steps = math.prod(grid)
+    if not steps or steps > _MAX_STEPS:
+        return None
+    total = 0
+    for block in mapping.block_mappings:
+        told = f"{block.index_map_jaxpr} {block.block_shape}"
+        crossings = _count_crossings(_BlockAccess(told, grid, tuple(map(np.ndarray.tobytes, lists)), block, lists))
+        if crossings is None:
+            return None
+        sizes = [getattr(size, "block_size", 1) for size in block.block_shape]
+        array = block.array_aval
+        elements = math.prod(min(size, length) for size, length in zip(sizes, array.shape, strict=True))
+        total += crossings * elements * array.dtype.itemsize
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlockAccess:
+    """Which block of an array each step of a grid has: equal where the text, the grid and the lists are."""
+
+    told: str
+    grid: tuple[int, ...]
+    steered: tuple[bytes, ...]
+    block: Any = dataclasses.field(compare=False)
+    lists: Sequence[np.ndarray] = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=512)
+def _count_crossings(way: _BlockAccess) -> int | None:
+    """How often a block follows another one. Kept: arrays of a kernel have few ways, and each takes tens of ms."""
+    steps = math.prod(way.grid)
+    places = [place.astype(np.int32) for place in np.unravel_index(np.arange(steps), way.grid or (1,))]
+
+    def start(*place: Any) -> Any:
+        return way.block.compute_start_indices_interpret(place[: len(way.grid)], *way.lists)
+
+    try:
+        starts = jax.vmap(start)(*places)
+    except ValueError:  # of a block that has no one place
+        return None
+    at = np.stack([np.broadcast_to(axis, steps) for axis in starts])
+    return 1 + int((at[:, 1:] != at[:, :-1]).any(axis=0).sum())
+
+
+def lay_out_words(values: np.ndarray, layout: str) -> np.ndarray:
+    """A list as it lies in scalar memory, int32.
+
+    Args:
+      values: the list.
+      layout: how its bytes lie in the memory that it is copied from, as XLA writes it: `{1,0:T(8,128)(4,1)S(1)}`.
+
+    Raises:
+      ValueError: for a layout that this does not know.
+    """
+    order, _, tiling = layout.partition(":")
+    if [int(axis) for axis in re.findall(r"\d+", order)] != list(range(values.ndim))[::-1]:
+        raise ValueError(f"{layout} does not lay out the last axis innermost")
+    for found in _TILE.findall(tiling.partition("S(")[0]):
+        values = _tile(values, [int(size) for size in found.split(",")])
+    return np.frombuffer(np.ascontiguousarray(values).tobytes(), np.int32)
+
+
+def _tile(values: np.ndarray, tile: Sequence[int]) -> np.ndarray:
+    """The last axes cut into tiles: which tile, and then where in it."""
+    lead = values.ndim - len(tile)
+    padding = [(0, -length % size) for length, size in zip(values.shape[lead:], tile, strict=True)]
+    values = np.pad(values, [(0, 0)] * lead + padding)
+    cut = [part for length, size in zip(values.shape[lead:], tile, strict=True) for part in (length // size, size)]
+    last = range(lead, lead + len(cut))
+    return values.reshape(*values.shape[:lead], *cut).transpose([*range(lead), *last[::2], *last[1::2]])

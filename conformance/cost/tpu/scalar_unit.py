@@ -1,0 +1,379 @@
+"""The scalar unit of a TPU core, run in Python: which way a kernel's schedule goes, and how many bundles that takes.
+
+A kernel's loops and conditions hang on scalars: where in the grid it is, and lists that say which blocks the mask
+leaves. So where those lists are known, the scalar instructions of a schedule (`conformance.cost.tpu.tpu_schedule`)
+tell what runs how often. Vector instructions take their cycles, and need not be understood.
+
+A value that comes from memory that is not known is unknown, and so is what is computed of it. A branch that hangs on an
+unknown value ends the run: then there is no figure.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+MAX_INSTRUCTIONS = 8_000_000
+"""Scalar instructions after which a run is given up: some seconds in Python, tens of thousands of steps of a grid."""
+
+
+class UnknownPath(Exception):  # noqa: N818 -- a statement, as the message is
+    """Which way the kernel goes cannot be told; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleRun:
+    """What came of running a schedule.
+
+    Attributes:
+      cycles: bundles, each as often as it ran.
+      entries: by number of a bundle, how often it was the first after a branch was decided.
+    """
+
+    cycles: int
+    entries: Mapping[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalarInstruction:
+    """A scalar instruction.
+
+    Attributes:
+      result: the name of its value, if it has one.
+      code: what it does.
+      given: names, numbers and places in memory.
+      condition: the name of the predicate under which it does so, after a `!` if that must be false; or none.
+      otherwise: the name of its value where it does not, if it has one then.
+    """
+
+    result: str
+    code: str
+    given: tuple[str, ...]
+    condition: str = ""
+    otherwise: str = ""
+
+
+_BRANCH, _LOAD, _STORE, _PHI, _SELECT = "sbr.rel", "sld", "sst", "sphi", "scalar_select"
+_COPY = re.compile(r"dma\.\w+_to_smem")
+_SLOT_TEXT = re.compile(
+    r"(?:%(?P<result>\w+) = )?(?P<code>(?:[sp][a-z]|dma|int_to_ptr|inlined)[\w.]*)(?P<rest>.*)", re.S
+)
+_COMMENT = re.compile(r"/\*.*?\*/", re.S)
+_CONDITION = re.compile(r"\((!?)%(\w+)(?:, %(\w+))?\)")
+_TARGET = re.compile(r"target bundleno = (\d+)")
+_ARGUMENT_TEXT = re.compile(r"\[smem:\[[^\]]*\]\]|\[[^\]]*\]|!?%\w+|(?<![\w.])-?\d+\b")
+_NAME = re.compile(r"%(\w+)")
+_SYMBOL = re.compile(r"#\w+")
+_ARGUMENT = re.compile(r"index: (\d+), kind: input")
+_VALUE, _ADDRESS, _CORE = "operand", "address of operand", "/* core id */"
+
+
+def parse_instructions(slots: str) -> tuple[ScalarInstruction, ...]:
+    """The scalar instructions in the text of a bundle, in order."""
+    found = (_parse_instruction(slot) for slot in slots.split(" ;; "))
+    return tuple(instruction for instruction in found if instruction is not None)
+
+
+def _parse_instruction(text: str) -> ScalarInstruction | None:
+    slot = _SLOT_TEXT.match(_COMMENT.sub("", text).strip(" {}\n"))
+    if slot is None:
+        return None
+    result, code, rest = slot["result"] or "", slot["code"], slot["rest"]
+    if _CORE in text:
+        return ScalarInstruction(result, _CORE, ())
+    if code.startswith("inlined"):
+        number = _ARGUMENT.search(text)
+        return number and ScalarInstruction(result, _VALUE if "<no memory space>" in text else _ADDRESS, (number[1],))
+    condition = _CONDITION.search(rest)
+    asked, otherwise = (condition[1] + condition[2], condition[3] or "") if condition else ("", "")
+    rest = rest.replace(condition[0], "", 1) if condition else rest
+    target = _TARGET.search(rest)
+    given = (target[1],) if target else tuple(_ARGUMENT_TEXT.findall(rest))
+    return ScalarInstruction(result, code, given, asked, otherwise)
+
+
+def run_schedule(bundles: Sequence[str], lists: Mapping[int, Sequence[int]], delay: int, core: int = 0) -> ScheduleRun:
+    """Run a schedule from its first bundle to its last.
+
+    Args:
+      bundles: the text of what each holds.
+      lists: by number of an operand, its words as they lie in scalar memory, for those that are known.
+      delay: bundles after a branch that run whichever way it goes.
+      core: which of those that share the call.
+
+    Raises:
+      Unclear: if a branch hangs on what is not known, or there is no end.
+    """
+    machine = _ScalarMachine(_select_needed([parse_instructions(text) for text in bundles]), lists, core)
+    cycles, at, done, entries = 0, 0, 0, collections.Counter[int]()
+    blocks: dict[int, _Block] = {}
+    while at < len(bundles):
+        block = blocks.get(at) or blocks.setdefault(at, machine.block(at, delay))
+        entries[at] += 1
+        cycles += block.length
+        done += 1 + len(block.work)
+        if done > MAX_INSTRUCTIONS:
+            raise UnknownPath(f"it runs more than {MAX_INSTRUCTIONS} scalar instructions")
+        for work in block.work:
+            work()
+        at = block.target if block.taken() else at + block.length
+    return ScheduleRun(cycles, entries)
+
+
+def _select_needed(bundles: Sequence[Sequence[ScalarInstruction]]) -> list[list[ScalarInstruction]]:
+    """The instructions on which branches hang, by bundle. Where values meet comes first, as it is before the bundle."""
+    every = [one for bundle in bundles for one in bundle]
+    by_result = {one.result: one for one in every if one.result}
+    stores = [one for one in every if one.code == _STORE]
+    kept = [one for one in every if one.code == _BRANCH or _COPY.fullmatch(one.code)]
+    wanted = {id(one) for one in kept}
+    while kept:
+        one = kept.pop()
+        names = [*_NAME.findall(" ".join(one.given)), one.condition.removeprefix("!"), one.otherwise]
+        found = [by_result[name] for name in names if name in by_result]
+        if one.code == _LOAD:
+            found += [store for store in stores if not _cannot_alias(store.given[0], one.given[0])]
+        kept += [other for other in found if id(other) not in wanted]
+        wanted |= set(map(id, found))
+    return [
+        sorted((one for one in bundle if id(one) in wanted), key=lambda one: one.code != _PHI) for bundle in bundles
+    ]
+
+
+def _cannot_alias(stored: str, loaded: str) -> bool:
+    """Whether a load certainly does not see a store: what the compiler spills is only loaded by its name."""
+    stores, loads = _SYMBOL.findall(stored), _SYMBOL.findall(loaded)
+    if stores and loads:
+        return stores != loads
+    return bool(stores) and stores[0].endswith("_spill")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Bundles until a branch has gone one way or the other: how many, what they do, and where it goes if taken."""
+
+    length: int
+    work: tuple[Callable[[], None], ...]
+    target: int
+    taken: Callable[[], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class _OperandAddress:
+    """Where an operand lies, whatever is done to its address before it is copied from."""
+
+    operand: int
+
+
+def _to_signed(x: int) -> int:
+    return (x + 2**31) % 2**32 - 2**31
+
+
+def _to_unsigned(x: int) -> int:
+    return x % 2**32
+
+
+_FUNCTIONS: dict[str, Callable[..., int]] = {
+    "sadd": lambda a, b: _to_signed(a + b),
+    "ssub": lambda a, b: _to_signed(a - b),
+    "smul": lambda a, b: _to_signed(a * b),
+    "sand": lambda a, b: _to_signed(a & b),
+    "sor": lambda a, b: _to_signed(a | b),
+    "sxor": lambda a, b: _to_signed(a ^ b),
+    "sshll": lambda a, b: _to_signed(a << b),
+    "sshrl": lambda a, b: _to_signed(_to_unsigned(a) >> b),
+    "sshra": lambda a, b: a >> b,
+    "por": lambda a, b: a | b,
+    "pand": lambda a, b: a & b,
+    "pnand": lambda a, b: 1 - (a & b),
+    "pnor": lambda a, b: 1 - (a | b),
+    "pxor": lambda a, b: a ^ b,
+    "pneg": lambda a: 1 - a,
+    "pmov": lambda a: a,
+    "smov": lambda a: a,
+    "int_to_ptr": lambda a: a,
+    "scalar_lea": lambda a, b: _to_signed(a + b),
+}
+_WORDS_PER_GRANULE = 512 // 4  # words of the unit in which sizes of copies are told, where it is the largest
+_ADDRESS_KEEPING = frozenset({"sshll", "sand", "smov", "int_to_ptr"})
+_RESOLVABLE = "[resolvable"
+
+
+def _get_function(code: str) -> Callable[..., int] | None:
+    name, *kind = code.split(".")
+    read = _to_unsigned if "u32" in kind else _to_signed
+    if name in ("smin", "smax"):
+        chosen = min if name == "smin" else max
+        return lambda a, b: chosen(a, b, key=read)
+    if name == "scmp":
+        compare = getattr(operator, kind[0])
+        return lambda a, b: int(compare(read(a), read(b)))
+    return _FUNCTIONS.get(name)
+
+
+class _ScalarMachine:
+    """Values by name, scalar memory, and what instructions do to them. None is a value that is not known."""
+
+    def __init__(
+        self, bundles: Sequence[Sequence[ScalarInstruction]], lists: Mapping[int, Sequence[int]], core: int
+    ) -> None:
+        self.bundles, self.lists, self.core = bundles, lists, core
+        self.values: dict[str, Any] = collections.defaultdict(lambda: None)
+        self.memory: dict[int, Any] = {}
+        self.symbols: dict[str, int] = {}
+        self.clock = 0
+        self.kept_at: dict[str, int] = collections.defaultdict(int)
+        self.meeting = {
+            name for bundle in bundles for one in bundle if one.code == _PHI for name in _NAME.findall(str(one.given))
+        }
+
+    def block(self, start: int, delay: int) -> _Block:
+        """What begins at a bundle."""
+        for at in range(start, len(self.bundles)):
+            branch = next((one for one in self.bundles[at] if one.code == _BRANCH), None)
+            if branch is not None:
+                work = self.works(range(start, min(at + 1 + delay, len(self.bundles))))
+                return _Block(at + 1 + delay - start, work, int(branch.given[0]), self.holds(branch.condition))
+        return _Block(len(self.bundles) - start, self.works(range(start, len(self.bundles))), 0, lambda: False)
+
+    def works(self, part: range) -> tuple[Callable[[], None], ...]:
+        """What the instructions of some bundles do."""
+        return tuple(self.work(one) for at in part for one in self.bundles[at] if one.code != _BRANCH)
+
+    def holds(self, condition: str) -> Callable[[], bool]:
+        """Whether a predicate is as asked; raises `Unclear` where it is not known."""
+        values, name, asked = self.values, condition.removeprefix("!"), not condition.startswith("!")
+
+        def found() -> bool:
+            known = values[name]
+            if known is None:
+                raise UnknownPath(f"a condition hangs on {name}, which is not known")
+            return bool(known) is asked
+
+        return found if condition else lambda: True
+
+    def work(self, one: ScalarInstruction) -> Callable[[], None]:
+        """What an instruction does."""
+        act = self.act(one)
+        if not one.condition:
+            return act
+        holds, values = self.holds(one.condition), self.values
+
+        def conditionally() -> None:
+            if one.result and values[one.condition.removeprefix("!")] is None:
+                self.keep(one.result, None)
+            elif holds():
+                act()
+            elif one.otherwise:
+                self.keep(one.result, values[one.otherwise])
+
+        return conditionally
+
+    def act(self, one: ScalarInstruction) -> Callable[[], None]:
+        """What an instruction does where its condition holds."""
+        if one.code == _STORE:
+            place, value = self.place(one.given[0]), self.value(one.given[1])
+            return lambda: self.store(place(), [value()])
+        if _COPY.fullmatch(one.code):
+            source, size, to = map(self.value, one.given[:3])
+            return lambda: self.copy(source(), size(), to())
+        found, result = self.found(one), one.result
+        if result in self.meeting:
+            return lambda: self.keep(result, found())
+        values = self.values
+
+        def act() -> None:
+            values[result] = found()
+
+        return act
+
+    def found(self, one: ScalarInstruction) -> Callable[[], Any]:
+        """The value of an instruction."""
+        if one.code in (_VALUE, _ADDRESS):
+            number = int(one.given[0])
+            known = int(self.lists[number][0]) if one.code == _VALUE and number in self.lists else None
+            return lambda: _OperandAddress(number) if one.code == _ADDRESS else known
+        if one.code == _CORE:
+            return lambda: self.core
+        if one.code == _LOAD:
+            place, memory = self.place(one.given[0]), self.memory
+
+            def loaded() -> Any:
+                at = place()
+                return None if at is None else memory.get(at)
+
+            return loaded
+        if one.code == _PHI:
+            names = _NAME.findall(" ".join(one.given))
+            return lambda: self.values[max(names, key=self.kept_at.__getitem__)]
+        given = [self.value(text) for text in one.given if not text.startswith(_RESOLVABLE)]
+        if one.code == _SELECT:
+            which, left, right = given
+            return lambda: None if which() is None else left() if which() else right()
+        function, still_there = _get_function(one.code), one.code.split(".")[0] in _ADDRESS_KEEPING
+
+        def computed() -> Any:
+            known = [value() for value in given]
+            if function is None or None in known:
+                return None
+            if isinstance(known[0], _OperandAddress):
+                return known[0] if still_there else None
+            return function(*known) if all(isinstance(value, int) for value in known) else None
+
+        return computed
+
+    def value(self, text: str) -> Callable[[], Any]:
+        """What a name, a number or a place stands for."""
+        values, name = self.values, text.lstrip("!%")
+        if text.startswith("%"):
+            return lambda: values[name]
+        if text.startswith("!"):
+            return lambda: None if values[name] is None else 1 - values[name]
+        if text.startswith("["):
+            return self.place(text)
+        number = _to_signed(int(text))
+        return lambda: number
+
+    def place(self, text: str) -> Callable[[], int | None]:
+        """The address in scalar memory that a text says, the sum of its terms."""
+        fixed, names = 0, []
+        for term in text.replace("[smem:", "").strip("[]").split(" + "):
+            if term.startswith("#"):
+                fixed += self.symbols.setdefault(term, (len(self.symbols) + 1) << 18)  # words that a core has, at most
+            elif term.startswith("%"):
+                names.append(term[1:])
+            else:
+                fixed += int(term.removeprefix("$"), 0)
+        values = self.values
+
+        def found() -> int | None:
+            known = [values[name] for name in names]
+            return fixed + sum(known) if all(isinstance(value, int) for value in known) else None
+
+        return found
+
+    def keep(self, name: str, value: Any) -> None:
+        """A value by its name, and that it is newer than all others."""
+        self.clock += 1
+        self.kept_at[name] = self.clock
+        self.values[name] = value
+
+    def store(self, at: int | None, words: Sequence[Any]) -> None:
+        """Words into scalar memory."""
+        if at is None:
+            raise UnknownPath("something is stored at a place that is not known")
+        self.memory.update(zip(range(at, at + len(words)), words, strict=True))
+
+    def copy(self, source: Any, granules: Any, to: Any) -> None:
+        """An operand into scalar memory; what was there is forgotten where the operand is not known."""
+        if to is None or granules is None:
+            raise UnknownPath("something is copied to a place that is not known")
+        known = isinstance(source, _OperandAddress) and source.operand in self.lists
+        words = (
+            [int(word) for word in self.lists[source.operand]] if known else [None] * (granules * _WORDS_PER_GRANULE)
+        )
+        self.store(to, words)

@@ -1,0 +1,321 @@
+"""Running an implementation on a case: compiled functions, shared between cases that differ only in values."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cases.case import OPT_IN
+from cases.operand_registry import GRADIENT_OF, OPERANDS
+from cases.operand_values import Cotangent, Problem
+from conformance import environment
+from conformance.contract import Implementation
+from conformance.execution import kernel_errors, stored_calls
+from conformance.execution import mask_pytrees as mask_pytrees  # registers masks with JAX
+from conformance.execution.common_subexpressions import eliminate_common_subexpressions
+
+Arrays = Mapping[str, Any]
+Values = Mapping[str, np.ndarray]
+P = ParamSpec("P")
+Returned = TypeVar("Returned")
+# Compiled functions are kept for this many static configurations; more only costs memory, since runs are ordered by
+# configuration.
+_MAX_CACHED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one call gave: observables by name, as host arrays."""
+
+    values: Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """What the forward calls gave."""
+
+    forward: Result  # the plain call
+    residuals: Result | None  # none if no residuals are offered
+    part: Any  # as it was returned; none if no parts are offered
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledCalls:
+    """The entry points of an implementation at one static configuration, compiled on first use."""
+
+    forward: Callable[[Arrays], Any]
+    residuals: Callable[[Arrays], Any]
+    part: Callable[[Arrays], Any]
+    calls: Callable[[Arrays], Any]
+    gradients: Callable[[Arrays, Any], Any]
+    gradients_lse: Callable[[Arrays, Any, Any], Any]
+
+
+class Executor:
+    """Runs one implementation; keeps the compiled functions of the last few static configurations.
+
+    What is asked of an implementation is a function of its executor: `run(function, ...)`. Here it is called. An
+    executor of a kernel in a process of its own (`conformance.sandbox`) has it called there, and gets arrays back.
+    """
+
+    def __init__(self, implementation: Implementation, options: Mapping[str, bool | int] | None = None) -> None:
+        """An executor of `implementation`; its programs get these compiler options beside the process's flags."""
+        self.implementation = stored_calls.lower_implementation(implementation)
+        self.options = dict(options or {})
+        self._compiled: collections.OrderedDict[Hashable, CompiledCalls] = collections.OrderedDict()
+
+    def run(
+        self, function: Callable[Concatenate[Executor, P], Returned], *given: P.args, **named: P.kwargs
+    ) -> Returned:
+        """What `function`, one of a module, returns of this executor and of what is `given`: arrays, numbers, words."""
+        return function(self, *given, **named)
+
+    def begin(self, function: Callable[Concatenate[Executor, P], Any], *given: P.args, **named: P.kwargs) -> None:
+        """Start on what will be `run` with the same objects, where that is in another process: here nothing is done."""
+
+    def settle(self) -> None:
+        """Wait for what was begun and not asked for, where that is in another process."""
+
+    def begin_forward(self, problem: Problem) -> None:
+        """Start on the plain call."""
+        self.begin(_run_forward, problem)
+
+    def begin_calls(self, problem: Problem) -> None:
+        """Start on all forward calls."""
+        self.begin(_run_calls, problem)
+
+    def begin_gradients(self, problem: Problem, cotangent: Cotangent) -> None:
+        """Start on the gradients: of the call with residuals, if the cotangent has a part for them."""
+        if cotangent.logsumexp is None:
+            self.begin(_run_gradients, problem, cotangent.out)
+        else:
+            self.begin(_run_gradients_lse, problem, cotangent.out, cotangent.logsumexp)
+
+    def with_default_flags(self) -> Executor | None:
+        """Return an executor that compiles as JAX does by default; None if this one does."""
+        options = environment.build_default_options()
+        return Executor(self.implementation, options) if options else None
+
+    def create_fresh(self) -> Executor:
+        """Return an executor of the same call with the same options that has compiled nothing yet."""
+        return Executor(self.implementation, self.options)
+
+    def declaring(self, implementation: Implementation) -> Executor:
+        """The executor for the same call with other declarations; compiled functions are shared."""
+        other = Executor(implementation, self.options)
+        other._compiled = self._compiled
+        return other
+
+    def variant(self, name: str) -> Executor:
+        """The executor of one of the other calls that must give the same results. Parts are not what varies."""
+        return self._with_call(self.implementation.variants[name], parts=None)
+
+    @property
+    def native(self) -> Executor:
+        """The executor of the call that is lowered for the accelerator's real compiler."""
+        assert self.implementation.accelerator.native is not None
+        return Executor(dataclasses.replace(self.implementation, call=self.implementation.accelerator.native))
+
+    def with_call(self, call: Callable[..., Any]) -> Executor:
+        """The executor of another call, declared alike."""
+        return self._with_call(call)
+
+    def _with_call(self, call: Callable[..., Any], **declared: Any) -> Executor:
+        return Executor(dataclasses.replace(self.implementation, call=call, **declared), self.options)
+
+    @property
+    def backend(self) -> str:
+        """The JAX backend that it runs on."""
+        return jax.default_backend()
+
+    @property
+    def isolation(self) -> str:
+        """How the kernel's process is kept from what is none of its business; "" where it has no process of its own."""
+        return ""
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The files that the kernel read as it was loaded, with their digests, where it has a process of its own."""
+        return {}
+
+    def pop_later_files(self) -> dict[str, str]:
+        """Return the files that it has first read since then, each of them once."""
+        return {}
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return len(jax.devices())
+
+    def forward(self, problem: Problem) -> Result:
+        """`out` of the plain call, without residuals."""
+        return Result(self.run(_run_forward, problem))
+
+    def calls(self, problem: Problem) -> Calls:
+        """All forward calls that are offered in one compiled program, which costs less than one for each."""
+        forward, residuals, part = self.run(_run_calls, problem)
+        return Calls(Result(forward), None if residuals is None else Result(residuals), part)
+
+    def part(self, problem: Problem) -> Any:
+        """Attention that is not normalised, as it was returned."""
+        return self.run(_run_part, problem)
+
+    def residuals(self, problem: Problem) -> Result:
+        """`out` and the residuals of the call with `save_residuals=True`."""
+        return Result(self.run(_run_residuals, problem))
+
+    def gradients(self, problem: Problem, cotangent: Cotangent) -> Result:
+        """`out` and the gradients of the plain call for a cotangent of `out`."""
+        return Result(self.run(_run_gradients, problem, cotangent.out))
+
+    def gradients_lse(self, problem: Problem, cotangent: Cotangent) -> Result:
+        """`out`, `logsumexp` and the gradients for cotangents of both."""
+        return Result(self.run(_run_gradients_lse, problem, cotangent.out, cotangent.logsumexp))
+
+    def jit(self, function: Callable[..., Any], **how: Any) -> Any:
+        """`jax.jit` with the compiler options of this executor: whatever is compiled to be judged is compiled by it."""
+        return jax.jit(function, compiler_options=self.options or None, **how)
+
+    def bind(self, problem: Problem) -> tuple[Callable[[Arrays], Any], Arrays]:
+        """The plain call with its static keywords bound, not compiled, and the arrays it takes."""
+        statics, arrays = self.arguments(problem)
+        return functools.partial(call_plain, self.implementation.call, statics), arrays
+
+    def compiled(self, problem: Problem) -> tuple[CompiledCalls, Arrays]:
+        """The entry points at the problem's static configuration, and the arrays they take."""
+        statics, arrays = self.arguments(problem)
+        key = (tuple(sorted(statics.items())), tuple(sorted(arrays)))
+        if key not in self._compiled:
+            self._compiled[key] = _compile(self.implementation, statics, self.jit)
+            while len(self._compiled) > _MAX_CACHED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return self._compiled[key], arrays
+
+    def arguments(self, problem: Problem) -> tuple[dict[str, Any], Arrays]:
+        """Static keywords and arrays of the call."""
+        batch, q_length, num_q_heads, _ = problem.q.shape
+        static, extra = self.implementation.lower_mask(problem.mask, batch, num_q_heads, q_length, problem.k.shape[1])
+        values = [(operand, getattr(problem, operand.name)) for operand in OPERANDS]
+        # Who does not offer a function has no parameter for it.
+        numbers = {o.name: x for o, x in values if not o.arrays and not (x is None and o.name in OPT_IN)}
+        statics = {**static, **numbers}
+        arrays = {operand.name: value for operand, value in values if operand.arrays and value is not None}
+        if problem.kv_scales is not None and problem.has_whole_scales:
+            statics["kv_scales"] = tuple(map(float, arrays.pop("kv_scales")))
+        if problem.storage is not None:
+            extra = {**extra, "storage": stored_calls.build_storage_arrays_for(self.implementation, problem.storage)}
+        return statics, {**arrays, **extra}
+
+
+def _run_forward(executor: Executor, problem: Problem) -> Values:
+    compiled, arrays = executor.compiled(problem)
+    return _copy_to_host({"out": compiled.forward(arrays)})
+
+
+def _run_calls(executor: Executor, problem: Problem) -> tuple[Values, Values | None, Any]:
+    compiled, arrays = executor.compiled(problem)
+    out, saved, part = compiled.calls(arrays)
+    residuals = None if saved is None else _copy_to_host({**saved[1], "out": saved[0]})
+    return _copy_to_host({"out": out}), residuals, part
+
+
+def _run_part(executor: Executor, problem: Problem) -> Any:
+    compiled, arrays = executor.compiled(problem)
+    return compiled.part(arrays)
+
+
+def _run_residuals(executor: Executor, problem: Problem) -> Values:
+    compiled, arrays = executor.compiled(problem)
+    out, residuals = compiled.residuals(arrays)
+    return _copy_to_host({**residuals, "out": out})
+
+
+def _run_gradients(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
+    compiled, arrays = executor.compiled(problem)
+    out, gradients = compiled.gradients(arrays, do)
+    return _copy_to_host({"out": out, **_rename_gradients(gradients)})
+
+
+def _run_gradients_lse(executor: Executor, problem: Problem, do: np.ndarray, dlse: np.ndarray | None) -> Values:
+    compiled, arrays = executor.compiled(problem)
+    (out, lse), gradients = compiled.gradients_lse(arrays, do, dlse)
+    return _copy_to_host({"out": out, "logsumexp": lse, **_rename_gradients(gradients)})
+
+
+def call_plain(call: Callable[..., Any], statics: Mapping[str, Any], arrays: Arrays) -> Any:
+    """The plain call with its arrays and its static keywords."""
+    return kernel_errors.check_output(call(**arrays, **statics))
+
+
+def _compile(implementation: Implementation, statics: Mapping[str, Any], jit: Callable[..., Any]) -> CompiledCalls:
+    call = implementation.call
+    plain = functools.partial(call_plain, call, statics)
+
+    def with_residuals(arrays: Arrays) -> Any:
+        return kernel_errors.check_residuals(call(**arrays, **statics, save_residuals=True))
+
+    def with_lse(arrays: Arrays) -> Any:
+        out, residuals = with_residuals(arrays)
+        return out, kernel_errors.get_residual(residuals, "logsumexp")
+
+    def part(arrays: Arrays) -> Any:
+        return None if implementation.parts is None else implementation.parts(**arrays, **statics)
+
+    def calls(arrays: Arrays) -> Any:
+        return plain(arrays), with_residuals(arrays) if implementation.residuals else None, part(arrays)
+
+    return CompiledCalls(
+        forward=jit(plain),
+        residuals=jit(with_residuals),
+        part=jit(part),
+        calls=jit(eliminate_common_subexpressions(calls)),
+        gradients=jit(lambda arrays, do: pull_back(plain, stored_calls.add_padding(arrays), do)),
+        gradients_lse=jit(lambda arrays, do, dlse: pull_back(with_lse, stored_calls.add_padding(arrays), (do, dlse))),
+    )
+
+
+def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any) -> tuple[Any, Arrays]:
+    """The value, and the gradients of the differentiable operands for a cotangent of it.
+
+    A value in another floating-point dtype than it should have is a failure of its own. It is differentiated all the
+    same: the cotangent is given in that dtype. Of padding (`stored_calls.add_padding`) there are gradients too, where it is.
+
+    Raises:
+      WrongReturn: if the value has another shape than the cotangent.
+    """
+    moves = {*GRADIENT_OF, "padding"}
+    moving = {name: x for name, x in arrays.items() if name in moves}
+    fixed = {name: x for name, x in arrays.items() if name not in moves}
+    primal, pullback = jax.vjp(lambda m: function({**m, **fixed}), moving)
+    if jax.tree.structure(primal) == jax.tree.structure(cotangent):  # type: ignore[operator] # untyped upstream
+        jax.tree.map(
+            lambda name, x, dx: kernel_errors.check_shape(name, x, dx.shape), _name_outputs(primal), primal, cotangent
+        )
+        cotangent = jax.tree.map(_cast_cotangent, primal, cotangent)
+    return primal, pullback(cotangent)[0]
+
+
+def _name_outputs(primal: Any) -> Any:
+    """The names of what is differentiated: `out`, or `out` and `logsumexp`."""
+    return ("out", "logsumexp") if isinstance(primal, tuple) else "out"
+
+
+def _cast_cotangent(value: Any, cotangent: Any) -> Any:
+    return cotangent.astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.floating) else cotangent
+
+
+def _rename_gradients(gradients: Arrays) -> dict[str, Any]:
+    of_padding = {f"{GRADIENT_OF[name]}.padding": x for name, x in gradients.get("padding", {}).items()}
+    return {**{GRADIENT_OF[name]: x for name, x in gradients.items() if name != "padding"}, **of_padding}
+
+
+def _copy_to_host(values: Arrays) -> Values:
+    return {name: np.asarray(x) for name, x in jax.device_get(dict(values)).items()}

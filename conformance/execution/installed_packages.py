@@ -1,0 +1,86 @@
+"""Find the installed package that a file belongs to, and what its list of files (`RECORD`) says of the file."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import hashlib
+import os
+import site
+import sys
+import sysconfig
+from pathlib import Path
+
+from conformance import packages
+
+_DIGITS = 32  # of a digest
+_SHA256 = "sha256="
+# Folders of the system, which change without a kernel's doing. `/usr` is not among them: people keep programs there.
+_SYSTEM_FOLDERS = (
+    *("/dev", "/etc", "/proc", "/sys"),
+    *("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share"),
+)
+_OWN_PACKAGES = ("cases", "conformance", "impls", "reports")
+
+
+@dataclasses.dataclass(frozen=True)
+class Package:
+    """An installed package: its name, its version, and a digest of its list of files."""
+
+    name: str
+    version: str
+    digest: str
+
+
+@functools.cache
+def package_folders() -> tuple[str, ...]:
+    """Return the folders into which packages are installed, as they are named and as they are."""
+    named = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
+    return _add_real_paths([*named, *site.getsitepackages(), site.getusersitepackages()])
+
+
+@functools.cache
+def trusted_folders() -> tuple[str, ...]:
+    """Return the folders of the interpreter, of installed packages, of this project's packages and of the system."""
+    named = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")]
+    named += [os.path.join(sys.base_prefix, folder) for folder in ("lib", sys.platlibdir)]
+    ours = [str(packages.HOME / name) for name in _OWN_PACKAGES]
+    return (*package_folders(), *_add_real_paths([*named, *ours]), *_SYSTEM_FOLDERS)
+
+
+def find_package(folder: str, place: str) -> tuple[Package | None, str]:
+    """Return the package that a file in a folder of packages belongs to, and the SHA-256 that its list has of the file.
+
+    Args:
+      folder: one of `package_folders`.
+      place: of the file below it, with slashes.
+
+    Returns:
+      No package for a file that is in no list; no hash, as in the list, where the list has none.
+    """
+    return _load_file_lists(folder, place.partition("/")[0]).get(place, (None, ""))
+
+
+@functools.cache
+def _load_file_lists(folder: str, top: str) -> dict[str, tuple[Package, str]]:
+    """The files of the packages that have a module, or a folder, of this name at the top."""
+    found: dict[str, tuple[Package, str]] = {}
+    for listed in sorted(Path(folder).glob("*.dist-info/RECORD")):
+        try:
+            text = listed.read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            continue
+        if f"\n{top}" not in f"\n{text}":
+            continue
+        name, _, version = listed.parent.name.removesuffix(".dist-info").partition("-")
+        package = Package(name, version, hashlib.sha256(text.encode()).hexdigest()[:_DIGITS])
+        for row in csv.reader(text.splitlines()):
+            if len(row) == 3:
+                found[row[0]] = package, row[1].removeprefix(_SHA256) if row[1].startswith(_SHA256) else ""
+    return found
+
+
+def _add_real_paths(folders: list[str]) -> tuple[str, ...]:
+    named = (os.path.abspath(folder) for folder in folders)
+    return tuple(dict.fromkeys(place for folder in named for place in (folder, os.path.realpath(folder))))

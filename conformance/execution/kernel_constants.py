@@ -1,0 +1,284 @@
+"""What a kernel shows of itself: numbers in its source and in its program at which it may do something else.
+
+A block, a threshold, a length from which another path is taken: such a number stands in the code of the function, or of
+the functions that it calls, or in the program that it is traced to. Code is read as Python compiled it. So `2**15` and
+`1 << 15` are one number, and what a function has from its surroundings (a closure, a `functools.partial`, a global) is
+seen too. In a program a number counts if it is the same at two sizes of which nothing is the same: what follows from
+the sizes of the operands is no clue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import dis
+import functools
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from cases.case import Case
+from cases.case_space.clue_numbers import Clues
+from cases.operand_registry import REMOVABLE
+from cases.operand_values import draw_problem
+from conformance.contract import Implementation
+from conformance.execution.executor import Executor, pull_back
+
+_MAX_NUMBERS = {"source": 24, "program": 10}  # integers of each; and as many floats
+_COMMON = frozenset({0, 0.5, 1, 2})
+_MAX_INTEGER = 2**17
+_MIN_PROGRAM_INTEGER = 8  # smaller ones are ranks and axes
+# Packages whose functions say nothing of the kernel. What such a function holds in its closure may be the kernel.
+_LIBRARY_PACKAGES = frozenset({"jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "conformance", "cases", "functools"})
+_MAX_OBJECTS = 4000  # visited at most
+_DECIDING_OPERATORS = ("%", "//", "&", ">>", "<<")
+# From which number on a narrow type does not have every integer.
+_EXACT_INTEGER_LIMITS = {
+    "int8": 2**7,
+    "uint8": 2**8,
+    "int16": 2**15,
+    "uint16": 2**16,
+    "bfloat16": 2**8,
+    "float16": 2**11,
+}
+_NARROW_INTEGERS = ("int8", "uint8", "int16", "uint16")  # whose very name is a clue; the others are operands' dtypes
+
+_FIRST_LENGTH, _SECOND_LENGTH = 256, 640  # lengths of the two sizes; multiples of 128, which most kernels take
+_SIZES: tuple[dict[str, int], ...] = (
+    {"batch": 2, "kv_length": _FIRST_LENGTH, "num_q_heads": 6, "num_kv_heads": 6, "head_dim": 64, "v_head_dim": 64},
+    {"batch": 3, "kv_length": _SECOND_LENGTH, "num_q_heads": 4, "num_kv_heads": 4, "head_dim": 128, "v_head_dim": 128},
+)
+
+
+def find_clues(implementation: Implementation) -> Clues:
+    """The numbers that the implementation shows; the same ones every time."""
+    told, aside = _find_source_numbers(implementation.call)
+    shown = _find_program_numbers(implementation)
+    source, program = _deduplicate([*told, *aside]), _deduplicate(shown)
+    found = {}
+    for kind in (int, float):
+        ours = [x for x in source if isinstance(x, kind)][: _MAX_NUMBERS["source"]]
+        theirs = [x for x in program if isinstance(x, kind) and x not in ours][: _MAX_NUMBERS["program"]]
+        found[kind] = (ours, theirs)
+    (ints, more_ints), (floats, more_floats) = found[int], found[float]
+    return Clues(
+        integers=tuple(int(x) for x in (*ints, *more_ints)),
+        floats=tuple(float(x) for x in (*floats, *more_floats)),
+        in_source=frozenset(float(x) for x in (*ints, *floats)),
+    )
+
+
+def report_clues(executor: Executor) -> tuple[list[int], list[float], list[float]]:
+    """The fields of `clues_of` the implementation of an executor, as data."""
+    clues = find_clues(executor.implementation)
+    return list(clues.integers), list(clues.floats), sorted(clues.in_source)
+
+
+def _deduplicate(numbers: Iterable[Any]) -> list[Any]:
+    """Magnitudes that may be clues, each once, in the order in which they come."""
+    found: dict[Any, None] = {}
+    for x in numbers:
+        if isinstance(x, (bool, np.bool_)) or not isinstance(x, (int, float, np.integer, np.floating)):
+            continue
+        size = abs(x.item() if isinstance(x, np.generic) else x)
+        usable = math.isfinite(size) if isinstance(size, float) else size <= _MAX_INTEGER
+        if usable and size not in _COMMON:
+            found.setdefault(size)
+    return list(found)
+
+
+# The source.
+
+
+def _find_source_numbers(call: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
+    """Numbers that something is decided by (compared with, divided by, held in a closure), and the others."""
+    decisive: list[Any] = []
+    others: list[Any] = []
+    waiting: list[Any] = [call]
+    met: dict[int, Any] = {}  # by identity; the object is kept, so that no other gets its place in memory
+    while waiting and len(met) < _MAX_OBJECTS:
+        x = waiting.pop(0)
+        if (number := _parse_number(x)) is not None:
+            decisive.append(number)
+            continue
+        if id(x) in met or x is None or isinstance(x, (str, bytes, bool, types.ModuleType)):
+            continue
+        met[id(x)] = x
+        if isinstance(x, types.CodeType):
+            decisive += _find_constants(x, deciding=True)
+            others += _find_constants(x, deciding=False)
+            waiting += [const for const in x.co_consts if isinstance(const, types.CodeType)]
+        else:
+            waiting += _list_referenced(x)
+    return decisive, others
+
+
+def _parse_number(x: Any) -> Any:
+    if isinstance(x, bool):
+        return None
+    if isinstance(x, (int, float, np.integer, np.floating)):
+        return x
+    name = _get_dtype_name(x)
+    return _EXACT_INTEGER_LIMITS.get(name) if name else None
+
+
+def _get_dtype_name(x: Any) -> str:
+    """The name of a dtype, or of a scalar type as NumPy and JAX have them."""
+    if isinstance(x, np.dtype):
+        return x.name
+    dtype = getattr(x, "dtype", None) if type(x).__name__ == "_ScalarMeta" else None
+    return dtype.name if isinstance(dtype, np.dtype) else ""
+
+
+def _list_referenced(x: Any) -> list[Any]:
+    """What an object leads to."""
+    if isinstance(x, functools.partial):
+        return [x.func, *x.args, *x.keywords.values()]
+    if isinstance(x, types.MethodType):
+        return [x.__func__, x.__self__]
+    if isinstance(x, (tuple, list, set, frozenset)):
+        return sorted(x, key=repr) if isinstance(x, (set, frozenset)) else list(x)
+    if isinstance(x, Mapping):
+        return [*x.keys(), *x.values()]
+    if isinstance(x, property):
+        return [x.fget]
+    if isinstance(x, (staticmethod, classmethod)):
+        return [x.__func__]
+    if isinstance(x, types.FunctionType):
+        return _list_referenced_by_function(x)
+    if isinstance(x, type):
+        return [] if _is_foreign(x) else [value for name, value in vars(x).items() if not name.startswith("__")]
+    found = [getattr(x, "__wrapped__", None)]
+    if not _is_foreign(type(x)) and hasattr(x, "__dict__"):
+        found += [type(x), *vars(x).values()]
+    elif callable(x):  # `jax.custom_vjp` and the like hold the functions that they were made from
+        held = vars(x).values() if hasattr(x, "__dict__") else ()
+        found += [value for value in held if isinstance(value, (types.FunctionType, functools.partial))]
+    return found
+
+
+def _list_referenced_by_function(function: types.FunctionType) -> list[Any]:
+    held = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            held.append(cell.cell_contents)
+    found = [getattr(function, "__wrapped__", None), *held]
+    if _is_foreign(function):
+        return found
+    found += [function.__code__, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    names = _list_names(function.__code__)
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType):
+            found += [] if _is_foreign(value) else [vars(value)[n] for n in names if n in vars(value)]
+        else:
+            found.append(value)
+    return [*found, *(_EXACT_INTEGER_LIMITS[name] for name in names if name in _NARROW_INTEGERS)]
+
+
+def _is_foreign(x: Any) -> bool:
+    name = x.__name__ if isinstance(x, types.ModuleType) else (getattr(x, "__module__", None) or "")
+    return str(name).partition(".")[0] in _LIBRARY_PACKAGES
+
+
+def _list_names(code: types.CodeType) -> list[str]:
+    inner = (name for const in code.co_consts if isinstance(const, types.CodeType) for name in _list_names(const))
+    return list(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _find_constants(code: types.CodeType, *, deciding: bool) -> list[Any]:
+    """Numbers in the code: those that the next step compares with or divides by, or the others."""
+    found: list[Any] = []
+    steps = list(dis.get_instructions(code))
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        if not step.opname.startswith("LOAD_") or not ("CONST" in step.opname or "SMALL_INT" in step.opname):
+            continue
+        compared = following is not None and (
+            following.opname in ("COMPARE_OP", "CONTAINS_OP")
+            or (following.opname.startswith("BINARY_OP") and following.argrepr.rstrip("=") in _DECIDING_OPERATORS)
+        )
+        if compared == deciding:
+            several = isinstance(step.argval, (tuple, frozenset))
+            found += sorted(step.argval, key=repr) if several else [step.argval]
+    return found
+
+
+# The program.
+
+
+def _find_program_numbers(implementation: Implementation) -> list[Any]:
+    """Numbers that programs have at two sizes of which nothing is the same."""
+    plain = Case()
+    usual = (operand for operand in REMOVABLE if not operand.opt_in)
+    rich = {o.field: o.levels[0] for o in usual if implementation.supports(_add_operand(plain, o)) is None}
+    found: list[Any] = []
+    other = {field: value if isinstance(value, (bool, str)) else 1.7 * value for field, value in rich.items()}
+    asked: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        ({"mask": "causal", **rich}, {"mask": "causal", **other}),
+        ({"mask": "causal", "dtype": "bf16"},) * 2,
+        ({"mask": "window-l31-r7"}, {"mask": "window-l45-r11"}),
+        ({"phase": "decode", "q_length": 1},) * 2,
+    )
+    for pair in asked:
+        both = []
+        for fields, sizes in zip(pair, _SIZES, strict=True):
+            # Anything may go wrong in somebody's kernel, and then it has no program to show.
+            with contextlib.suppress(Exception):
+                case = dataclasses.replace(plain, **{"q_length": sizes["kv_length"], **sizes, **fields})
+                if implementation.supports(case) is None:
+                    both.append(_trace_numbers(implementation, case))
+        if len(both) == len(_SIZES):
+            found += [x for x in both[0] if x in both[1] and (isinstance(x, float) or x >= _MIN_PROGRAM_INTEGER)]
+    return sorted(dict.fromkeys(found), key=lambda x: (isinstance(x, float), -found.count(x), x))
+
+
+def _add_operand(case: Case, operand: Any) -> Case:
+    return dataclasses.replace(case, **{operand.field: operand.levels[0]})
+
+
+def _trace_numbers(implementation: Implementation, case: Case) -> dict[Any, None]:
+    """Numbers in the program of a call, and of its gradients where there are any."""
+    plain, arrays = Executor(implementation).bind(draw_problem(case))
+    arrays = {name: jax.tree.map(np.asarray, x) for name, x in arrays.items()}
+    program: Callable[[Any], Any] = plain
+    if case.phase == "train" and implementation.gradients:
+        out = jax.eval_shape(plain, arrays)
+        ones = np.ones(out.shape, out.dtype)
+        program = lambda given: pull_back(plain, given, ones)  # noqa: E731
+    return dict.fromkeys(_iter_program_numbers(jax.make_jaxpr(program)(arrays).jaxpr))
+
+
+def _iter_program_numbers(program: Any) -> Iterator[Any]:
+    for equation in program.eqns:
+        for given in equation.invars:
+            if isinstance(given, core.Literal) and np.ndim(given.val) == 0:
+                yield np.asarray(given.val).item()
+        for made in equation.outvars:
+            yield from getattr(made.aval, "shape", ())
+        if equation.primitive.name == "convert_element_type":
+            came = getattr(equation.invars[0].aval, "dtype", np.dtype(bool))
+            if np.issubdtype(came, np.integer) and (name := str(equation.params["new_dtype"])) in _EXACT_INTEGER_LIMITS:
+                yield _EXACT_INTEGER_LIMITS[name]
+        for value in equation.params.values():
+            yield from _iter_parameter_numbers(value)
+
+
+def _iter_parameter_numbers(value: Any) -> Iterator[Any]:
+    """Numbers in a parameter: in the programs that it has, and in the blocks of a kernel's operands."""
+    if hasattr(value, "eqns"):
+        yield from _iter_program_numbers(value)
+    elif hasattr(value, "jaxpr"):
+        yield from _iter_parameter_numbers(value.jaxpr)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _iter_parameter_numbers(part)
+    elif hasattr(value, "block_mappings"):
+        for mapping in value.block_mappings:
+            yield from (size for size in mapping.block_shape if isinstance(size, int))
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value

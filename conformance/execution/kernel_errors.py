@@ -1,0 +1,287 @@
+"""What goes wrong in the user's code, in one line: what was raised and where, or what was returned for an array.
+
+A message is what an exception says first. The place is the innermost frame in the user's own code: not JAX's, not
+NumPy's, not Python's library, not ours. JAX leaves some frames out of its tracebacks and chains the rest, and what a
+host callback raises arrives as text; all of these are looked through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import linecache
+import re
+import sysconfig
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from conformance.records import make_printable
+
+_MAX_MESSAGE = 2000
+_MAX_SOURCE_LINE = 160
+_OWN_PACKAGES = ("conformance", "cases", "reports")
+_LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy", "absl", "pytest", "_pytest", "pluggy")
+# What a callback on the host raised, as JAX has it in the text of its own error: frames, then the error itself.
+_TRACEBACK_HEADER = "Traceback (most recent call last):"
+_FRAME_PATTERN = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
+_RAISED_PATTERN = re.compile(r"^(?P<raised>[A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILINE)
+# A place as `told` names it, at the end of what was raised.
+_BRACKET_PATTERN = re.compile(r" \(")
+_PLACE_PATTERN = re.compile(r"(?P<file>[^:]+):(?P<line>\d{1,9})\b")
+_REMOTE_MESSAGE = "_told_elsewhere"
+_NO_MESSAGE = "its message cannot be had"
+
+
+class WrongReturn(TypeError):  # noqa: N818 -- a statement, as the message is
+    """The call returned something else than it must; the message says what, and what it must be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        """`kernel.py:12: out = q @ k`, the path from the current folder where it lies below that."""
+        source = linecache.getline(self.file, self.line).strip()
+        if len(source) > _MAX_SOURCE_LINE:
+            source = f"{source[:_MAX_SOURCE_LINE]} …"
+        return f"{_shorten_path(self.file)}:{self.line}" + (f": {source}" if source else "")
+
+
+def set_remote_message(error: BaseException, words: str) -> None:
+    """Have `told` say `words` of an error that was raised in another process, and stands for itself here."""
+    vars(error)[_REMOTE_MESSAGE] = words
+
+
+def describe_kernel_error(error: BaseException) -> str:
+    """What was raised, as records have it: type, first line of the message, and the place in the user's code."""
+    if (elsewhere := vars(error).get(_REMOTE_MESSAGE)) is not None:
+        return make_printable(str(elsewhere))
+    within = _find_callback_error(error)
+    words = within or (
+        _get_message(error) if isinstance(error, WrongReturn) else f"{type(error).__name__}: {_get_message(error)}"
+    )
+    place = find_place(error)
+    return make_printable(words if place is None else f"{words} ({place})")
+
+
+def describe_refusal(error: NotImplementedError) -> str:
+    """What a kernel says that it does not support; empty if it says nothing."""
+    return make_printable(_get_message(error, ""))
+
+
+def find_place(error: BaseException) -> Place | None:
+    """The innermost line of the user's code on the way to the error; none if there is none on it."""
+    linecache.checkcache()  # a file may have been changed since it was last read
+    for one in _iter_causes(error):
+        frames = [*_iter_frames(one.__traceback__), *_iter_callback_frames(one)]
+        for place in reversed(frames):
+            if _is_user_code(place.file):
+                return place
+    return None
+
+
+def parse_place(words: str) -> Place | None:
+    """The place that words of `told` name, if the line there reads as it did; none if they name none."""
+    linecache.checkcache()
+    for bracket in _BRACKET_PATTERN.finditer(words):
+        if (found := _PLACE_PATTERN.match(words, bracket.end())) is None:
+            continue
+        place = Place(found["file"], int(found["line"]))
+        # What a message says by itself of some file is not what stands in that line.
+        if Path(place.file).is_file() and words.startswith(make_printable(f"{place})"), bracket.end()):
+            return place
+    return None
+
+
+def check_output(returned: Any) -> Any:
+    """What a plain call returned, if it is one array.
+
+    Raises:
+      WrongReturn: if it is anything else.
+    """
+    if _is_array(returned):
+        return returned
+    raise WrongReturn(
+        f"the call must return out alone, an array [B, T, N, V], and returned {_describe_value(returned)}"
+    )
+
+
+def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
+    """What a call with `save_residuals=True` returned, if it is `out` and a mapping of arrays.
+
+    Raises:
+      WrongReturn: if it is anything else.
+    """
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        out, residuals = returned[0], dict(returned[1])  # as they are now: a mapping may say something else each time
+        if all(map(_is_array, (out, *residuals.values()))):
+            return out, residuals
+    raise WrongReturn(
+        "with save_residuals=True the call must return (out, {'logsumexp': ..., 'max_logits': ...}) with an array for "
+        f"each, and returned {_describe_value(returned)}"
+    )
+
+
+def check_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
+    """What a call that writes pages returned, if it is `out`, the residuals if they are asked for, and the pages.
+
+    Raises:
+      WrongReturn: if it is anything else.
+    """
+    arrays = (0, 2, 3) if save_residuals else (0, 1, 2)
+    fits = isinstance(returned, tuple) and len(returned) == len(arrays) + save_residuals
+    fits = fits and all(_is_array(returned[n]) for n in arrays)
+    if fits:
+        return tuple(returned)
+    must = "(out, k_pages, v_pages)"
+    if save_residuals:
+        must = "(out, {'logsumexp': ..., 'max_logits': ...}, k_pages, v_pages) with save_residuals=True"
+    raise WrongReturn(f"a call that writes pages must return {must}, and returned {_describe_value(returned)}")
+
+
+def check_shape(name: str, returned: Any, shape: tuple[int, ...]) -> None:
+    """Check the shape of what the call returned, where something is computed of it.
+
+    Raises:
+      WrongReturn: if it has another.
+    """
+    if tuple(returned.shape) != shape:
+        must = ", ".join(map(str, shape))
+        raise WrongReturn(f"{name} must be an array [{must}], and the call returned {_describe_value(returned)}")
+
+
+def get_residual(residuals: Mapping[str, Any], name: str) -> Any:
+    """The residual called `name`.
+
+    Raises:
+      WrongReturn: if it is not among them.
+    """
+    if name in residuals:
+        return residuals[name]
+    others = ", ".join(map(repr, residuals)) or "none"
+    raise WrongReturn(f"the residuals have no entry {name!r}; those returned: {others}")
+
+
+def _is_array(x: Any) -> bool:
+    """Whether something is an array or a tracer by its type: `isinstance` believes what an object says of itself."""
+    return issubclass(type(x), jax.Array | jax.core.Tracer | np.ndarray | np.generic)
+
+
+def _describe_value(returned: Any, *, within: bool = False) -> str:
+    """What something is, for people: two levels deep, and never its own words for itself."""
+    if returned is None:
+        return "None" if within else "None: is there a `return`?"
+    if _is_array(returned):
+        return f"an array {returned.dtype}[{', '.join(map(str, returned.shape))}]"
+    if isinstance(returned, str | bytes):
+        return "a string"
+    if isinstance(returned, types.GeneratorType):
+        return "a generator: is there a `yield` where `return` is meant?"
+    if isinstance(returned, types.CoroutineType):
+        returned.close()  # so that Python does not warn that nobody waited for it
+        return "a coroutine: the function is `async`"
+    if isinstance(returned, Mapping):
+        return f"a mapping with {', '.join(map(repr, list(returned)[:4])) or 'nothing in it'}"
+    if isinstance(returned, tuple | list) and not within:
+        items = ", ".join(_describe_value(item, within=True) for item in list(returned)[:4])
+        unasked = len(returned) == 2 and isinstance(returned[1], Mapping)
+        more = ", ..." if len(returned) > 4 else ""
+        found = f"a {type(returned).__name__} of {len(returned)} ({items}{more})"
+        return f"{found}, which save_residuals=True alone asks for" if unasked else found
+    return f"a {type(returned).__qualname__}"
+
+
+def _get_message(error: BaseException, otherwise: str = "no message") -> str:
+    """The first line of the message. Users' errors may fail to say anything, or do something else when asked."""
+    try:
+        text = str(error)
+    except BaseException as failed:  # whatever `__str__` does: an error of theirs must not become one of ours
+        if isinstance(failed, KeyboardInterrupt):
+            raise
+        return _NO_MESSAGE
+    lines = [line.strip() for line in text[: 10 * _MAX_MESSAGE].splitlines() if line.strip()]
+    first = lines[0] if lines else otherwise
+    return first if len(first) <= _MAX_MESSAGE else f"{first[:_MAX_MESSAGE]} …"
+
+
+def _get_full_message(error: BaseException) -> str:
+    """All of the message, where it can be had."""
+    return "" if _get_message(error) == _NO_MESSAGE else str(error)
+
+
+def _find_callback_error(error: BaseException) -> str | None:
+    """What was raised in a callback on the host, where the error is JAX's own about that."""
+    text = _get_full_message(error)
+    if _TRACEBACK_HEADER not in text:
+        return None
+    found = [
+        match["raised"] for match in _RAISED_PATTERN.finditer(text.rpartition(_TRACEBACK_HEADER)[2]) if match["raised"]
+    ]
+    return found[0] if found else None
+
+
+def _iter_causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or one.__context__
+
+
+def _iter_frames(trace: types.TracebackType | None) -> Iterator[Place]:
+    while trace is not None:
+        yield Place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+
+
+def _iter_callback_frames(error: BaseException) -> Iterator[Place]:
+    """The frames in the text of an error about a callback on the host."""
+    text = _get_full_message(error)
+    if _TRACEBACK_HEADER in text:
+        yield from (Place(match["file"], int(match["line"])) for match in _FRAME_PATTERN.finditer(text))
+
+
+@functools.lru_cache(1000)
+def _is_user_code(file: str) -> bool:
+    if file.startswith("<"):  # no file: made as the program runs, by a library more often than by anybody
+        return False
+    path = Path(file)
+    if any(path.is_relative_to(folder) for folder in _find_library_folders()):
+        return False
+    installed = {"site-packages", "dist-packages"} & set(path.parts)  # may lie below Python's own library
+    return bool(installed) or not path.is_relative_to(sysconfig.get_path("stdlib"))
+
+
+@functools.cache
+def _find_library_folders() -> tuple[Path, ...]:
+    """Where this project, JAX, NumPy and what these call lie."""
+    specs = filter(None, map(_find_spec, (*_OWN_PACKAGES, *_LIBRARIES)))
+    return tuple(Path(folder) for spec in specs for folder in spec.submodule_search_locations or ())
+
+
+def _find_spec(name: str) -> Any:
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # not installed, or something else by that name
+        return None
+
+
+def _shorten_path(file: str) -> str:
+    """The path from the current folder, where it lies below that."""
+    path = Path(file)
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except (OSError, ValueError):
+        return file

@@ -1,0 +1,348 @@
+"""Plain functions as implementations, read by their signature, and by one trace for the residuals.
+
+    def attention(q, k, v, *, causal=False, window=None, mask=None, bias=None, save_residuals=False): ...
+
+A function may have any other optional operand too, by its name (`cases.operand_registry.REMOVABLE`) and as the canonical call
+has it (`conformance.contract`). A parameter that it lacks is a feature that it does not support.
+
+`mask` arrives as booleans broadcastable to `[B, N, T, S]`. A function with the parameters gets `causal=True` and
+`window=(left, right)` instead, for a mask that is one of these or the conjunction of both. Of what is left of the mask,
+one with `mask_mod` gets what is a formula of places as a function `(b, n, i, j) -> booleans`. Whatever is left then
+arrives in `mask`. One with `score_mod` gets scores by formula as a function `(score, b, n, i, j) -> score`, and in it
+the soft cap, if it has no parameter for that.
+
+A function that takes its operands packed or in pages has parameters of its own (`conformance.execution.plain_storage`).
+
+A function returns `out`, or `(out, {"logsumexp": ..., "max_logits": ...})` with `save_residuals=True`. An entry that is
+missing is a residual that it does not offer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
+
+from cases.case import OPT_IN, Case
+from cases.operand_registry import GRADIENT_OF, REMOVABLE, RESIDUALS
+from cases.operand_values import draw_problem
+from cases.quantization import PAGES_HOLD
+from cases.score_functions import ThenCapped
+from cases.storage_forms.storage_layout import SCALES, WHOLE_SCALES
+from cases.storage_forms.storage_spec import IN_PAGES, LATENT, Kind
+from conformance.contract import (
+    Arithmetic,
+    BehindMask,
+    CausalFrom,
+    EmptyRows,
+    Implementation,
+    Products,
+    reject_unknown_choices,
+)
+from conformance.execution import plain_storage, plain_support, stored_calls
+from conformance.execution.plain_support import suggest_parameters
+
+_OPTIONS = ("causal", "window", "mask_mod", "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_ATTRIBUTE = "__attention_conformance__"
+
+
+class NotAnAttentionFunction(TypeError):  # noqa: N818 -- a statement, as the message is
+    """The object cannot be judged as an attention function; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """What a plain function declares beyond its signature; docs/contract.md, section 9, has the defaults."""
+
+    arithmetic: Arithmetic = dataclasses.field(default_factory=Arithmetic)
+    empty_rows: EmptyRows = "undefined"
+    behind_mask: BehindMask = "any"
+    causal: CausalFrom = "start"
+    differentiable_residuals: bool = True
+    memory: Literal["linear"] | None = None
+    unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        reject_unknown_choices(self)
+        if not isinstance(self.unsupported, Mapping):
+            raise ValueError(f"unsupported must name features with their reasons, got {self.unsupported!r}")
+
+
+def declare(
+    *,
+    products: Products = "exact",
+    logits: Literal["f32", "input"] = "f32",
+    softmax: Literal["f32", "input"] = "f32",
+    group_sums: Literal["f32", "input"] = "f32",
+    block_sums: int | None = None,
+    scaled_q: bool = False,
+    residuals: Literal["f32", "input"] = "f32",
+    empty_rows: EmptyRows = "undefined",
+    behind_mask: BehindMask = "any",
+    causal: CausalFrom = "start",
+    differentiable_residuals: bool = True,
+    memory: Literal["linear"] | None = None,
+    unsupported: Mapping[str, str] | None = None,
+) -> Callable[[_Function], _Function]:
+    """Decorate a plain attention function with what its signature cannot say.
+
+    Args:
+      products: how it multiplies f32 operands.
+      logits: `"input"` if bf16 and f16 logits are rounded to the operands' dtype before the softmax.
+      softmax: `"input"` if the softmax itself, and its backward pass, are in the operands' dtype.
+      group_sums: `"input"` if dk and dv are summed over the query heads of a group in the operands' dtype.
+      block_sums: how many keys or queries are summed in f32 before the sum so far is rounded to the operands' dtype.
+      scaled_q: True if `q * scale` is rounded to the operands' dtype before the product.
+      residuals: `"input"` if residuals are returned in the operands' dtype.
+      empty_rows: what it returns for queries that may attend to nothing.
+      behind_mask: `"finite"` if keys and values behind the mask must be finite.
+      causal: where queries stand for `causal=True` and `window` where T is not S: `"start"`, the first at the first
+        key, or `"end"`, the last at the last.
+      differentiable_residuals: False if `logsumexp` carries no gradient.
+      memory: `"linear"` if temporary memory of forward and backward grows no faster than the lengths.
+      unsupported: feature name (`python -m conformance list features`) to the reason why it is not supported.
+
+    Raises:
+      ValueError: for a word that is none of those there are.
+    """
+    declaration = Declaration(
+        arithmetic=Arithmetic(
+            products=products,
+            logits=logits,
+            softmax=softmax,
+            group_sums=group_sums,
+            block_sums=block_sums,
+            scaled_q=scaled_q,
+            residuals=residuals,
+        ),
+        empty_rows=empty_rows,
+        behind_mask=behind_mask,
+        causal=causal,
+        differentiable_residuals=differentiable_residuals,
+        memory=memory,
+        unsupported={} if unsupported is None else unsupported,
+    )
+
+    def mark(function: _Function) -> _Function:
+        setattr(function, _ATTRIBUTE, declaration)
+        return function
+
+    return mark
+
+
+def build_implementation(
+    function: Callable[..., Any], name: str, *, products: Products | None = None
+) -> Implementation:
+    """The implementation that a plain function is.
+
+    Args:
+      function: the function, possibly decorated with `declare`.
+      name: how reports name it.
+      products: overrides how it declares to multiply f32 operands.
+
+    Raises:
+      NotAnAttentionFunction: if its signature cannot take `q, k, v`, or needs parameters that nobody can fill.
+    """
+    signature = _get_signature(function, name)
+    kind = _find_storage_form(signature, name)
+    writes = kind == "paged" and plain_storage.is_page_writer(signature)
+    operands = plain_storage.OPERANDS.get(kind, ("q", "k", "v"))
+    known = _OPTIONS if kind is None else plain_storage.OPTIONS[kind]
+    parameters = _find_options(
+        signature, name, plain_storage.list_writer_options(signature) if writes else known, operands
+    )
+    others = tuple(name for name in list(signature.parameters)[len(operands) :] if name not in parameters)
+    declaration = _get_declaration(function)
+    has = [operand.name for operand in REMOVABLE if operand.name in parameters]
+    # Pages are a cache, which is read.
+    pulled = () if kind in IN_PAGES else ("q", "k", "v", *has)
+    gradients = frozenset(GRADIENT_OF[name] for name in pulled if name in GRADIENT_OF)
+    stated = _list_explicit_options(signature)
+    narrow = "input" in (declaration.arithmetic.logits, declaration.arithmetic.softmax)
+
+    def by_position(*operands: Any, **options: Any) -> Any:
+        if "score_mod" in parameters and "soft_cap" not in parameters and options.get("soft_cap") is not None:
+            options["score_mod"] = ThenCapped(options.get("score_mod"), options.pop("soft_cap"))
+        keep = {n: value for n, value in options.items() if value is not None and value is not False}
+        for option in keep:
+            if option not in parameters:
+                raise NotImplementedError(f"{name} has no parameter {option!r}")
+        if writes:
+            return plain_storage.call_page_writer(function, signature, operands, {**stated, **keep})
+        return function(*operands, **{**stated, **keep})
+
+    def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return by_position(q, k, v, **options)
+
+    if kind is not None:
+        call = by_position
+        vars(call)["__signature__"] = signature  # which says whether it is told how many sequences there are
+    implementation = Implementation(
+        name=name,
+        call=call,
+        description=(inspect.getdoc(_unwrap_partial(function)) or "").split("\n")[0],
+        unsupported={**_list_missing_features(parameters, others), **declaration.unsupported},
+        offers=OPT_IN.intersection(has) | plain_storage.find_scale_features(parameters, kind),
+        supports_case=plain_support.PlainSupport(
+            parameters,
+            declaration.causal,
+            narrow,
+            kind,
+            others,
+            scales=plain_storage.find_required_scales(signature, kind),
+        ),
+        arithmetic=dataclasses.replace(declaration.arithmetic, products=products or declaration.arithmetic.products),
+        residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
+        differentiable_residuals=frozenset(),
+        gradients=gradients,
+        empty_rows=declaration.empty_rows,
+        memory=declaration.memory,
+        behind_mask=declaration.behind_mask,
+        lower_mask=plain_support.build_lowering(parameters, declaration.causal)
+        if kind in (None, "latent")
+        else plain_storage.build_lowering(parameters, kind),
+        storage=kind,
+        writes_pages=writes,
+        refuses_by_signature=True,
+    )
+    residuals = _find_returned_residuals(implementation) if implementation.residuals else frozenset()
+    differentiable = residuals & {"logsumexp"} if declaration.differentiable_residuals else frozenset()
+    return dataclasses.replace(implementation, residuals=residuals, differentiable_residuals=differentiable)
+
+
+_PHASES: tuple[dict[str, Any], ...] = ({"phase": "train"}, {"phase": "prefill"}, {"phase": "decode", "q_length": 1})
+
+
+def _find_returned_residuals(implementation: Implementation) -> frozenset[str]:
+    """The residuals in what the call returns, seen by tracing it once on a plain case that is supported.
+
+    If the call raises, or returns something else, all residuals: then the checks say what is wrong.
+    """
+    import jax  # imported late: reading a signature needs none of it
+
+    kind = implementation.storage
+    storage = {"paged": "paged16", "latent_pages": "latent16"}.get(kind or "", kind)
+    num_kv_heads, v_head_dim = (1, 48) if kind in LATENT else (2, 64)
+    shape: dict[str, Any] = {"storage": storage, "num_kv_heads": num_kv_heads, "v_head_dim": v_head_dim}
+    implementation = stored_calls.lower_implementation(implementation)
+    # What is not for training, or for nothing but steps, is not supported on the first of these.
+    phases = _PHASES if storage is None else _PHASES[1:]
+    caches = PAGES_HOLD if kind == "paged" else (None,)
+    asked = itertools.product(caches, phases, ("f32", "bf16", "f16"), ("full", "causal"))
+    for cache, phase, dtype, mask in asked:
+        case = Case(**phase, **shape, dtype=dtype, mask=mask, kv_cache=cache)
+        if implementation.supports(case) is not None:
+            continue
+        problem = draw_problem(case)
+        static, extra = implementation.lower_mask(
+            problem.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length
+        )
+        if problem.storage is not None:
+            extra = {**extra, "storage": stored_calls.build_storage_arrays_for(implementation, problem.storage)}
+        if problem.kv_scales is not None and not problem.has_whole_scales:
+            extra = {**extra, "kv_scales": problem.kv_scales}
+        elif problem.kv_scales is not None:
+            static = {**static, "kv_scales": tuple(map(float, problem.kv_scales))}
+        call = functools.partial(implementation.call, **static, save_residuals=True)
+        try:
+            returned = jax.eval_shape(call, problem.q, problem.k, problem.v, **extra)
+        except Exception:  # whatever it is, a check will say so, with the case
+            continue
+        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+            known = frozenset(RESIDUALS) & set(returned[1])
+            if known or not returned[1]:
+                return known
+    return implementation.residuals
+
+
+def _unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that partial application wraps."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _get_declaration(function: Callable[..., Any]) -> Declaration:
+    inner = getattr(_unwrap_partial(function), _ATTRIBUTE, Declaration())
+    found: Declaration = getattr(function, _ATTRIBUTE, inner)
+    return found
+
+
+def _list_explicit_options(signature: inspect.Signature) -> dict[str, Any]:
+    """Options to pass although the case has no such operand: leaving them out would mean something else, or raise."""
+    stated: dict[str, Any] = {}
+    for p in signature.parameters.values():
+        required = p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        if p.name in ("causal", "save_residuals") and p.default is not False:
+            stated[p.name] = False
+        elif p.name in _OPTIONS and required:
+            stated[p.name] = None
+    return stated
+
+
+def _get_signature(function: Callable[..., Any], name: str) -> inspect.Signature:
+    if not callable(function):
+        raise NotAnAttentionFunction(f"{name} is a {type(function).__name__}, not a function or an Implementation")
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise NotAnAttentionFunction(f"{name} has no signature that can be read: {error}") from error
+
+
+def _strip_annotations(signature: inspect.Signature) -> inspect.Signature:
+    bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return signature.replace(parameters=bare, return_annotation=signature.empty)
+
+
+def _find_storage_form(signature: inspect.Signature, name: str) -> Kind | None:
+    parameters = list(signature.parameters)
+    kind = plain_storage.find_form(parameters)
+    if "latent_pages" in parameters and kind != "latent_pages":
+        raise NotAnAttentionFunction(
+            f"{name}{_strip_annotations(signature)} must take 'latent_pages' as its second argument, behind q: "
+            "wrap it, as docs/contract.md, section 8, does"
+        )
+    if kind is not None and (lacks := plain_storage.describe_missing_parameters(parameters, kind)):
+        raise NotAnAttentionFunction(f"{name}{_strip_annotations(signature)} {lacks}")
+    return kind
+
+
+def _find_options(
+    signature: inspect.Signature, name: str, known: tuple[str, ...], operands: tuple[str, ...]
+) -> frozenset[str]:
+    parameters = list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    count = len(operands)
+    if len(positional) < count and not variadic:
+        raise NotAnAttentionFunction(
+            f"{name}{_strip_annotations(signature)} does not take {', '.join(operands)}: "
+            f"an attention function takes them as its first {'three' if count == 3 else 'two'} arguments"
+        )
+    for p in positional[:count]:
+        if p.name in known:
+            raise NotAnAttentionFunction(
+                f"{name}{signature} takes {p.name!r} where q, k or v must be: an attention function takes these first"
+            )
+    for p in parameters:
+        required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if required and p not in positional[:count] and (p.name not in known or p.kind is p.POSITIONAL_ONLY):
+            raise NotAnAttentionFunction(
+                f"{name}{signature} needs the argument {p.name!r}, which is none of {', '.join(known)} by keyword: "
+                f"give it a default or wrap the function"
+            )
+    named = frozenset(p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        # Who takes whatever there is has not said that it knows these, unless it names them.
+        return named | (frozenset(known) - OPT_IN - {"mask_mod", *SCALES, *WHOLE_SCALES})
+    return named
+
+
+def _list_missing_features(parameters: frozenset[str], others: Iterable[str]) -> dict[str, str]:
+    has = parameters | ({"soft_cap"} if "score_mod" in parameters else set())
+    names = [operand.name for operand in REMOVABLE if operand.name not in has]
+    return {name: f"the function has no parameter {name!r}{suggest_parameters(name, others)}" for name in names}

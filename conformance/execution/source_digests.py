@@ -1,0 +1,104 @@
+"""Where a kernel's code comes from, found without importing it: its package, and a digest of its source."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import sys
+import sysconfig
+from collections.abc import Iterable
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from conformance.execution import implementation_registry
+
+_DIGITS = 12  # of a digest: enough to tell sources apart
+_MAX_FILE_SIZE = 2**26  # bytes of a file that a digest is of: what is larger is weights, and no source
+
+
+def describe_source(name: str) -> tuple[str, str]:
+    """The package that has an implementation, with its version, and a digest of its source where that is no package.
+
+    Nothing is imported for it: modules are looked up as Python would.
+    """
+    if (point := implementation_registry.find_entry_point(name)) is not None:
+        dist = point.dist
+        return (f"{dist.name} {dist.version}" if dist is not None else ""), compute_digest(
+            _list_package_files(point.module)
+        )
+    if ":" not in name:
+        return "", ""  # ours: the project's own version and digest say it
+    place = name.rpartition(":")[0]
+    if place.endswith(".py"):
+        return "", compute_digest(_find_imported_files(Path(place)))
+    return _find_installed_package(place), compute_digest(_list_package_files(place))
+
+
+def _find_imported_files(file: Path) -> list[Path]:
+    """A file and what lies beside it that it imports, or names in a text as what it loads, directly or not."""
+    found: dict[Path, None] = {}
+    waiting = [file]
+    while waiting:
+        if (path := waiting.pop()) in found or not _is_file(path):
+            continue
+        found[path] = None
+        imported, texts = _find_references(path) if path.suffix == ".py" else (set(), set())
+        for name in sorted(imported):
+            waiting += [file.parent / f"{name}.py", *sorted((file.parent / name).rglob("*.py"))]
+        waiting += [file.parent / text for text in sorted(texts)]
+    return list(found)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file() and path.stat().st_size <= _MAX_FILE_SIZE
+    except (OSError, ValueError):  # a text that is no path
+        return False
+
+
+def _find_references(file: Path) -> tuple[set[str], set[str]]:
+    """The modules that a file imports, and its texts that may name files beside it."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (SyntaxError, ValueError):
+        return set(), set()
+    modules = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    beside = {text for text in texts if text and not text.startswith(("/", "."))}
+    return {module.partition(".")[0] for module in modules}, beside | {f"{text}.py" for text in beside}
+
+
+@functools.cache
+def _find_installed_package(module: str) -> str:
+    names = importlib.metadata.packages_distributions().get(module.partition(".")[0], [])
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in dict.fromkeys(names))
+
+
+@functools.cache
+def _list_package_files(module: str) -> tuple[Path, ...]:
+    """The files of the package that a module is in; none of one that is installed, whose version is known."""
+    top = module.partition(".")[0]
+    spec = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
+    if spec is None:
+        return ()
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))] or [Path(spec.origin or "")]
+    libraries = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")}
+    return () if libraries & set(files[0].resolve().parents) else tuple(files)
+
+
+def compute_digest(files: Iterable[Path]) -> str:
+    """A digest of files, empty if there are none that can be read."""
+    found = hashlib.sha256()
+    count = 0
+    for file in files:
+        try:
+            content = file.read_bytes()
+        except OSError:
+            continue
+        count += 1
+        found.update(f"{file.name} {len(content)} ".encode() + content)
+    return found.hexdigest()[:_DIGITS] if count else ""

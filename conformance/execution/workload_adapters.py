@@ -1,0 +1,276 @@
+"""Functions that take the operands of a named problem, as implementations of the canonical call.
+
+A kernel for JAXBench (`cases.named_problems`) is a function `workload` of that benchmark's operands, in its layouts. Operands
+are converted, and nothing is repaired. Where its module has the benchmark's table of sizes, `CONFIG`, the entries that
+it has are set to the sizes of the case, since the benchmark's own functions read them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from cases.front_ends import slice_last_third
+from cases.named_problems import index_problems
+from conformance.contract import Implementation, Products
+from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
+
+Workload = Callable[..., Any]
+_SIGNS = (1.0, -1.0, 2.0, -0.5)
+
+
+def build_workload_implementation(
+    found: Any, name: str, problem: str, *, products: Products | None = None
+) -> Implementation:
+    """The implementation that a function of a problem's operands is.
+
+    Args:
+      found: the function, possibly decorated with `conformance.declare`.
+      name: how reports name it.
+      problem: the name of the problem.
+      products: overrides how it declares to multiply f32 operands.
+
+    Raises:
+      NotAnAttentionFunction: if it is no function.
+    """
+    if not callable(found) or isinstance(found, Implementation):
+        raise NotAnAttentionFunction(
+            f"{name} is a {type(found).__name__}: --problem={problem} takes a function of {index_problems()[problem].takes}"
+        )
+    attention = _ADAPTERS[problem](found)
+    vars(attention).update({key: value for key, value in _get_attributes(found).items() if key != "__wrapped__"})
+    attention.__doc__ = found.__doc__
+    implementation = build_implementation(attention, name, products=products)
+    # The benchmark asks for results alone: no kernel for it has a backward pass, and none has residuals.
+    declines, takes = index_problems()[problem].declines, implementation.supports_case
+    implementation = dataclasses.replace(implementation, gradients=frozenset(), supports_case=declines)
+    if problem == "mla_attention":
+        return dataclasses.replace(implementation, front_end=_keep_raw)
+    assert takes is not None
+    return dataclasses.replace(implementation, supports_case=lambda case: declines(case) or takes(case))
+
+
+def _get_attributes(function: Any) -> Mapping[str, Any]:
+    try:
+        return vars(function)
+    except TypeError:  # what is callable need not have attributes
+        return {}
+
+
+def _set_config_sizes(workload: Workload, **sizes: int) -> None:
+    config = getattr(workload, "__globals__", {}).get("CONFIG")
+    if isinstance(config, dict):
+        config.update({name: size for name, size in sizes.items() if name in config})
+
+
+def _collect_sizes(q: Any, k: Any) -> dict[str, int]:
+    """The sizes of dense operands `q [B, T, N, H]`, `k [B, T, K, H]`, by the benchmark's names."""
+    batch, length, num_q_heads, head_dim = q.shape
+    return {
+        "batch": batch,
+        "seq_len": length,
+        "num_heads": num_q_heads,
+        "num_query_heads": num_q_heads,
+        "num_kv_heads": k.shape[2],
+        "head_dim": head_dim,
+    }
+
+
+def _reject_not_causal(causal: bool) -> None:
+    if not causal:
+        raise NotImplementedError("the problem is causal")
+
+
+def _swap_heads(x: Any) -> Any:
+    """`[B, T, N, H]` as `[B, N, T, H]`, and back."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _adapt_flash(workload: Workload) -> Workload:
+    def attention(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
+        _reject_not_causal(causal)
+        _set_config_sizes(workload, **_collect_sizes(q, k))
+        return _swap_heads(workload(_swap_heads(q), _swap_heads(k), _swap_heads(v)))
+
+    return attention
+
+
+def _adapt_gqa(workload: Workload) -> Workload:
+    def attention(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
+        _reject_not_causal(causal)
+        _set_config_sizes(workload, **_collect_sizes(q, k))
+        return workload(q, k, v)
+
+    return attention
+
+
+def _adapt_sparse(workload: Workload) -> Workload:
+    def attention(q: Any, k: Any, v: Any, *, causal: bool, scale: float | None) -> Any:
+        _reject_not_causal(causal)
+        if scale != 1:
+            raise NotImplementedError("the problem has queries that are scaled already: scale is 1")
+        _set_config_sizes(workload, **_collect_sizes(q, k))
+        return _swap_heads(workload(_swap_heads(q), _swap_heads(k), _swap_heads(v)))
+
+    return attention
+
+
+def _adapt_flex(workload: Workload) -> Workload:
+    def attention(q: Any, k: Any, v: Any, *, causal: bool, bias: Any) -> Any:
+        _reject_not_causal(causal)
+        if bias is None or bias.shape != (1, q.shape[2], q.shape[1], k.shape[1]):
+            raise NotImplementedError(
+                "the problem has a bias of every head, query and key, and all batch rows share it"
+            )
+        _set_config_sizes(workload, **_collect_sizes(q, k))
+        return _swap_heads(workload(_swap_heads(q), _swap_heads(k), _swap_heads(v), bias[0]))
+
+    return attention
+
+
+def _collect_page_sizes(k_pages: Any, page_indices: Any) -> dict[str, int]:
+    """The sizes of paged operands, by the benchmark's names."""
+    _, page_size, num_kv_heads, head_dim = k_pages.shape
+    rows, pages_per_seq = page_indices.shape
+    return {
+        "num_seqs": rows,
+        "max_num_seqs": rows,
+        "max_seq_len": pages_per_seq * page_size,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "page_size": page_size,
+        "pages_per_seq": pages_per_seq,
+    }
+
+
+def _adapt_paged(workload: Workload) -> Workload:
+    """Every row of the benchmark's tables is a sequence with one query: spare rows get one of one key."""
+
+    def attention(
+        q: Any, k_pages: Any, v_pages: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any
+    ) -> Any:
+        del cu_q_lens  # every sequence has one query
+        rows = kv_lens.shape[0]
+        there = jnp.arange(rows) < num_seqs[0]
+        sizes = {"num_query_heads": q.shape[1], "num_q_heads": q.shape[1]}
+        _set_config_sizes(workload, **_collect_page_sizes(k_pages, page_indices), **sizes)
+        queries = jnp.pad(q, ((0, max(0, rows - q.shape[0])), (0, 0), (0, 0)))[:rows]
+        out = workload(
+            queries,
+            k_pages,
+            v_pages,
+            jnp.where(there, kv_lens, 1),
+            _clip_page_indices(page_indices, k_pages),
+            jnp.arange(rows + 1, dtype=jnp.int32),
+        )
+        return jnp.pad(out, ((0, max(0, q.shape[0] - rows)), (0, 0), (0, 0)))[: q.shape[0]]
+
+    return attention
+
+
+def _adapt_ragged(workload: Workload) -> Workload:
+    """Spare rows of the benchmark's tables have no queries and no keys."""
+
+    def attention(
+        q: Any, k_pages: Any, v_pages: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any
+    ) -> Any:
+        pages, page_size, num_kv_heads, head_dim = k_pages.shape
+        rows = kv_lens.shape[0]
+        sizes = {"num_q_heads": q.shape[1], "max_num_batched_tokens": q.shape[0]}
+        _set_config_sizes(workload, **_collect_page_sizes(k_pages, page_indices), **sizes)
+        in_turns = jnp.stack([k_pages, v_pages], axis=3).reshape(pages, page_size, 2 * num_kv_heads, head_dim)
+        border = jnp.minimum(jnp.arange(rows + 1), num_seqs[0])
+        return workload(
+            q,
+            in_turns,
+            jnp.where(jnp.arange(rows) < num_seqs[0], kv_lens, 0),
+            _clip_page_indices(page_indices, k_pages),
+            cu_q_lens[border],
+            num_seqs,
+        )
+
+    return attention
+
+
+def _clip_page_indices(page_indices: Any, pages: Any) -> Any:
+    """The table with every entry a page that there is, as the benchmark's are."""
+    return jnp.clip(page_indices, 0, pages.shape[0] - 1)
+
+
+def _keep_raw(steps: tuple[str, ...], q: Any, k: Any, v: Any, **_: Any) -> tuple[Any, Any, Any]:
+    """Raw projections as they are: what the front end of a latent kernel does, it does by itself."""
+    return q, k, v
+
+
+def _adapt_latent(workload: Workload) -> Workload:
+    """Projections that move each coordinate to another place, with a sign and a power of two: exact in any order.
+
+    So what reaches attention inside are the raw queries, keys and values of the case. The latent is as wide as the keys
+    and values of all heads together. The last projection moves `out`, and is undone.
+    """
+
+    def attention(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
+        _reject_not_causal(causal)
+        batch, length, heads, head_dim = q.shape
+        of = slice_last_third(head_dim)
+        nope, rope, v_dim = of.start, head_dim - of.start, v.shape[-1]
+        ranks = heads * head_dim, heads * (nope + v_dim)
+        width = sum(ranks) + rope
+        _set_config_sizes(
+            workload,
+            **_collect_sizes(q, k),
+            emb_dim=width,
+            q_lora_rank=ranks[0],
+            kv_lora_rank=ranks[1],
+            qk_nope_head_dim=nope,
+            qk_rope_head_dim=rope,
+            v_head_dim=v_dim,
+        )
+        down_q, up_q = _build_permutation(ranks[0], "q")
+        down_kv, up_kv = _build_permutation(ranks[1], "kv")
+        out_first, out_back = _build_permutation(heads * v_dim, "out")
+
+        def flat(x: Any) -> Any:
+            return x.reshape(batch, length, -1)
+
+        x = jnp.concatenate([flat(q), flat(k[..., :nope]), flat(v), k[:, :, 0, of]], axis=-1)
+        kv_down = np.zeros((width, ranks[1] + rope))
+        kv_down[ranks[0] : -rope, : ranks[1]] = down_kv
+        kv_down[-rope:, ranks[1] :] = np.eye(rope)
+        projections = (
+            np.pad(down_q, ((0, width - ranks[0]), (0, 0))),
+            up_q,
+            kv_down,
+            up_kv[:, : heads * nope],
+            up_kv[:, heads * nope :],
+            np.pad(out_first, ((0, 0), (0, width - heads * v_dim))),
+        )
+        out = workload(x, *(jnp.asarray(projection, q.dtype) for projection in projections))
+        moved = out[..., : heads * v_dim] @ jnp.asarray(out_back, out.dtype)
+        return moved.reshape(batch, length, heads, v_dim)
+
+    return attention
+
+
+def _build_permutation(size: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix `[size, size]` with one entry in each row and column, a power of two with a sign, and its inverse."""
+    rng = np.random.default_rng(list(name.encode()))
+    factors = rng.choice(_SIGNS, size)
+    there = np.zeros((size, size))
+    there[np.arange(size), rng.permutation(size)] = factors
+    return there, np.where(there != 0, 1 / np.where(there == 0, 1, there), 0).T
+
+
+_ADAPTERS: Mapping[str, Callable[[Workload], Workload]] = {
+    "flash_attention": _adapt_flash,
+    "gqa_attention": _adapt_gqa,
+    "mla_attention": _adapt_latent,
+    "sparse_attention": _adapt_sparse,
+    "flex_attention": _adapt_flex,
+    "paged_attention": _adapt_paged,
+    "ragged_paged_attention": _adapt_ragged,
+}

@@ -1,0 +1,146 @@
+"""The call through the real compiler of its accelerator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cases.case import Case
+from cases.operand_values import Problem, build_hollow_problem, draw_problem
+from conformance.accelerators.compilation import CallRefused, CompileError, NoCompiler, compile_for
+from conformance.accelerators.targets import CompileTarget, list_targets
+from conformance.execution.executor import Arrays, Executor
+from conformance.execution.executor import CompiledCalls as Entries
+from conformance.execution.stored_calls import StoredCall
+
+Programs = dict[str, tuple[Any, tuple[Any, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """What a compiler made of one program.
+
+    Attributes:
+      target: the generation of the accelerator.
+      program: its name.
+      outcome: `"compiled"`, `"failed"`, `"refused"`, or `"no compiler"`.
+      reason: why, if it is not compiled.
+      figures: sizes and times, if it is.
+    """
+
+    target: str
+    program: str
+    outcome: str
+    reason: str = ""
+    figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def build_problem(case: Case) -> Problem:
+    """The problem of a case that is to be compiled; of stored ones, whose caches are large, the shapes alone."""
+    return draw_problem(case) if case.storage is None else build_hollow_problem(case)
+
+
+def compile_programs(executor: Executor, case: Case, *, gradients: bool) -> list[dict[str, Any]]:
+    """The call, with residuals and with gradients too, compiled for each generation: the fields of `Compiled`.
+
+    Where a compiler takes seconds a program, only the plainest and the fullest of these programs are compiled.
+    """
+    targets = list_targets(executor.implementation.accelerator.platform)
+    problem = build_problem(case)
+    programs = _build_programs(executor.native, problem, gradients=gradients)
+    if any(target.toolchain.slow for target in targets):
+        first, last = next(iter(programs)), next(reversed(programs))
+        programs = {name: programs[name] for name in dict.fromkeys((first, last))}
+    pairs = [(target, name) for target in targets for name in programs]
+    return [
+        dataclasses.asdict(_compile_program(target, name, *programs[name], _get_depths(problem)))
+        for target, name in pairs
+    ]
+
+
+def compile_largest_program(
+    executor: Executor, problem: Problem, target: CompileTarget, *, gradients: bool
+) -> CompiledProgram:
+    """The call compiled for one generation, with its gradients if they are asked for.
+
+    What a call is steered by is a constant of the program, so that it is known which way a kernel goes: the tables of a
+    stored one, and lengths and positions that a mask becomes.
+    """
+    programs = _build_programs(executor.native, problem, gradients=gradients)
+    name = "gradients" if gradients else "forward"
+    function, (arrays, *cotangents) = programs[name]
+    steering = _find_steering_operands(executor, problem)
+    others = {key: x for key, x in arrays.items() if key not in steering}
+    known = jax.jit(lambda arrays, *given: function({**arrays, **steering}, *given)) if steering else function
+    return _compile_program(target, name, known, (others, *cotangents), _get_depths(problem))
+
+
+def _find_steering_operands(executor: Executor, problem: Problem) -> dict[str, np.ndarray]:
+    """Operands of a call that say which blocks it visits, each a number for each sequence or page."""
+    call, (_, arrays) = executor.implementation.call, executor.arguments(problem)
+    if isinstance(call, StoredCall) and problem.storage is not None:
+        return {key: np.asarray(x) for key, x in call.tables(arrays["storage"]).items()}
+    sizes = (*problem.q.shape[:1], problem.q.shape[2], problem.q.shape[1], problem.k.shape[1])
+    _, of_mask = executor.implementation.lower_mask(problem.mask, *sizes)
+    return {key: np.asarray(x) for key, x in of_mask.items() if isinstance(x, np.ndarray) and x.ndim == 1}
+
+
+def _build_programs(executor: Executor, problem: Problem, *, gradients: bool) -> Programs:
+    """What is compiled, by name, each with its operands: plain, with residuals, and with the backward pass of each.
+
+    The plainest comes first, the one that holds most of the others last.
+    """
+    implementation = executor.implementation
+    compiled, arrays = executor.compiled(problem) if problem.storage is None else _build_stored_call(executor, problem)
+    found: Programs = {"forward": (compiled.forward, (arrays,))}
+    if implementation.residuals:
+        found["residuals"] = (compiled.residuals, (arrays,))
+    if not gradients:
+        return found
+    *rows, num_q_heads, _ = arrays["q"].shape  # [B, T], or [total_q]
+    do = _build_shape((*rows, num_q_heads, problem.v.shape[-1]), problem.q.dtype)
+    found["gradients"] = (compiled.gradients, (arrays, do))
+    if "logsumexp" in implementation.differentiable_residuals:
+        dlse = _build_shape(
+            (*rows[:-1], num_q_heads, rows[-1]) if problem.storage is None else (*rows, num_q_heads), jnp.float32
+        )
+        found["gradients_lse"] = (compiled.gradients_lse, (arrays, do, dlse))
+    return found
+
+
+def _build_stored_call(executor: Executor, problem: Problem) -> tuple[Entries, Arrays]:
+    """The call in its own convention, and the shapes of what it takes: nothing is moved before it or after it."""
+    call = executor.implementation.call
+    assert isinstance(call, StoredCall)
+    _, arrays = executor.arguments(problem)
+    dense = {name: arrays[name] for name in ("q", "k", "v", "storage", "kv_scales") if name in arrays}
+    others = {name: x for name, x in arrays.items() if name not in dense}
+    by_keyword = call.of_depth(problem.v.shape[-1])
+    plain = dataclasses.replace(executor.implementation, call=by_keyword, storage=None, writes_pages=False)
+    return Executor(plain).compiled(problem)[0], {**jax.eval_shape(call.taken, **dense), **others}
+
+
+def _build_shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call] # untyped upstream
+
+
+def _get_depths(problem: Problem) -> tuple[int, int]:
+    return problem.q.shape[-1], problem.v.shape[-1]
+
+
+def _compile_program(
+    target: CompileTarget, name: str, function: Any, operands: tuple[Any, ...], depths: tuple[int, int]
+) -> CompiledProgram:
+    try:
+        return CompiledProgram(target.name, name, "compiled", figures=compile_for(target, function, operands, depths))
+    except NoCompiler as error:
+        return CompiledProgram(target.name, name, "no compiler", str(error))
+    except CallRefused as error:
+        return CompiledProgram(target.name, name, "refused", str(error))
+    except CompileError as error:
+        return CompiledProgram(target.name, name, "failed", str(error))

@@ -1,0 +1,145 @@
+"""Single calls, as a user makes them: outside `jit`, with arguments in other forms, with wrong ones, and measured."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cases.operand_values import Problem
+from conformance import program_cache
+from conformance.execution import kernel_errors
+from conformance.execution.executor import Executor, call_plain, pull_back
+
+
+def run_eagerly(executor: Executor, problem: Problem, *, gradients: bool) -> None:
+    """Make the call outside `jit`, differentiated if asked; whatever it raises is the answer."""
+    plain, arrays = executor.bind(problem)
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    if gradients:
+        out = jax.eval_shape(plain, arrays)
+        pull_back(plain, arrays, jnp.ones(out.shape, out.dtype))
+    else:
+        plain(arrays)
+
+
+def trace_call(executor: Executor, problem: Problem) -> None:
+    """Trace the call, which compiles and computes nothing; whatever it raises is the answer."""
+    plain, arrays = executor.bind(problem)
+    jax.eval_shape(plain, arrays)
+
+
+def list_returned_residuals(executor: Executor, problem: Problem) -> list[str]:
+    """The names of the residuals that the call returns if it is asked for them, by tracing; none if it raises."""
+    statics, arrays = executor.arguments(problem)
+    call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
+    try:
+        _, residuals = jax.eval_shape(lambda arrays: kernel_errors.check_residuals(call(**arrays)), arrays)
+    except Exception:  # there is nothing to ask for, whatever it says
+        return []
+    return list(residuals)
+
+
+def run_with_arguments(executor: Executor, problem: Problem, given: Mapping[str, Any]) -> np.ndarray:
+    """`out` of the plain call with some of its arguments as they are `given`; arrays without axes are traced."""
+    statics, arrays = executor.arguments(problem)
+    traced = {name: x for name, x in given.items() if isinstance(x, np.ndarray) and not x.ndim}
+    static = {**statics, **{name: x for name, x in given.items() if name not in arrays}}
+    static = {name: x for name, x in static.items() if name not in traced}
+    plain = functools.partial(call_plain, executor.implementation.call, static)
+    return np.asarray(executor.jit(plain)({name: given.get(name, x) for name, x in arrays.items()} | traced))
+
+
+def run_exactly(executor: Executor, arguments: Mapping[str, Any], traced: str) -> np.ndarray:
+    """`out` of the call with exactly these arguments, outside `jit`; the one named by `traced`, if any, is traced."""
+    call = executor.implementation.call
+    if not traced:
+        return np.asarray(call(**arguments))
+    rest = {name: x for name, x in arguments.items() if name != traced}
+    return np.asarray(jax.jit(lambda number: call(**rest, **{traced: number}))(arguments[traced]))
+
+
+def has_parameter(executor: Executor, keyword: str) -> bool:
+    """Whether the call has a parameter of this name."""
+    parameters = inspect.signature(executor.implementation.call).parameters.values()
+    return any(p.name == keyword or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def find_mask_arguments(executor: Executor, problem: Problem) -> dict[str, Any]:
+    """How the mask reaches the call: `causal`, a `window` that is a pair, and whether `mask` is an array."""
+    statics, arrays = executor.arguments(problem)
+    window = statics.get("window")
+    return {
+        "causal": statics.get("causal") is True,
+        "window": window if isinstance(window, tuple) else None,
+        "mask": isinstance(arrays.get("mask"), np.ndarray),
+    }
+
+
+def list_arrays(executor: Executor, problem: Problem) -> tuple[str, ...]:
+    """The names of the arrays that the call takes."""
+    return tuple(executor.arguments(problem)[1])
+
+
+def compute_second_derivative(executor: Executor, problem: Problem) -> np.ndarray:
+    """The gradient in q of the squared norm of the gradient in q of the squared norm of `out`."""
+    call, arrays = executor.bind(problem)
+    rest = {name: x for name, x in arrays.items() if name != "q"}
+
+    def first(q: Any) -> Any:
+        return jax.grad(lambda q: (call({**rest, "q": q}).astype(np.float32) ** 2).sum())(q)
+
+    return np.asarray(jax.grad(lambda q: (first(q).astype(np.float32) ** 2).sum())(jnp.asarray(arrays["q"])))
+
+
+def measure_temporary_bytes(executor: Executor, problem: Problem, *, gradients: bool) -> int | None:
+    """Temporary memory of the compiled plain call, with its backward pass if asked; none if unknown."""
+    plain, arrays = executor.bind(problem)
+    out = jax.eval_shape(plain, arrays)
+    given = (arrays, out) if gradients else (arrays,)
+    lowered = executor.jit(functools.partial(pull_back, plain) if gradients else plain).lower(*given)
+    with program_cache.bypass_cache():
+        analysis = lowered.compile().memory_analysis()
+    return None if analysis is None else int(analysis.temp_size_in_bytes)
+
+
+def merge_parts(executor: Executor, parts: list[Any]) -> Any:
+    """Parts merged by the implementation."""
+    merge = executor.implementation.merge
+    assert merge is not None
+    return executor.jit(merge)(parts)
+
+
+def find_written_operands(executor: Executor, problem: Problem, *, compiled: bool) -> tuple[list[str], str]:
+    """The operands that one call writes into, and why they were JAX arrays alone if NumPy arrays are refused.
+
+    Outside `jit` a second call is given JAX arrays, which a call may give away.
+    """
+    plain, arrays = executor.bind(problem)
+    call = executor.jit(plain) if compiled else plain
+    given, reason = [jax.tree.map(np.copy, arrays)], ""
+    try:
+        jax.block_until_ready(call(given[0]))  # type: ignore[no-untyped-call] # untyped upstream
+    except Exception as refusal:  # type checkers raise errors of their own
+        given, reason = [], f"given JAX arrays, since NumPy arrays are refused ({type(refusal).__name__})"
+    if reason or not compiled:
+        given.append(jax.tree.map(jnp.array, arrays))
+        jax.block_until_ready(call(given[-1]))  # type: ignore[no-untyped-call] # untyped upstream
+    pairs = [pair for after in given for pair in zip(_list_leaves(arrays), _list_leaves(after), strict=True)]
+    changed = [name for (name, before), (_, after) in pairs if _is_changed(before, after)]
+    return list(dict.fromkeys(changed)), reason
+
+
+def _is_changed(before: np.ndarray, after: Any) -> bool:
+    if isinstance(after, jax.Array) and after.is_deleted():
+        return True
+    return before.tobytes() != np.asarray(after).tobytes()
+
+
+def _list_leaves(arrays: Any) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(arrays)]

@@ -1,0 +1,258 @@
+"""The call under each transformation that JAX has for it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cases.operand_registry import GRADIENT_OF
+from cases.operand_values import Problem
+from conformance.execution import kernel_errors
+from conformance.execution.executor import Arrays, Executor, Values, pull_back
+
+OutAndGradients = tuple[np.ndarray, Values]
+MappingOrder = Literal["outside", "inside", "scan"]
+
+
+def run_vmap(executor: Executor, problems: Sequence[Problem]) -> np.ndarray:
+    """`out` of `problems` of one configuration, stacked: all operands have the mapped axis."""
+    plain, _ = executor.bind(problems[0])
+    return np.asarray(executor.jit(jax.vmap(plain))(_stack_operands(executor, problems)))
+
+
+def run_vmap_with_residuals(executor: Executor, problems: Sequence[Problem]) -> Values:
+    """Likewise, `out` and the residuals by name."""
+    statics, _ = executor.arguments(problems[0])
+    call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
+    mapped = jax.vmap(lambda arrays: kernel_errors.check_residuals(call(**arrays)))
+    out, residuals = executor.jit(mapped)(_stack_operands(executor, problems))
+    return _copy_to_host({**residuals, "out": out})
+
+
+def run_vmap_over(
+    executor: Executor, problems: Sequence[Problem], names: Sequence[str], of_pair: int | None = None
+) -> np.ndarray:
+    """Likewise, with the mapped axis in the operands `names` alone; the others are those of the first problem.
+
+    Keys and values have it second if both have it. Of pairs, as segment ids are, `of_pair` says which of the two has
+    it, both without.
+    """
+    plain, shared = executor.bind(problems[0])
+    stacked = dict(_stack_operands(executor, problems))
+    axes: dict[str, Any] = {name: 0 if name in names else None for name in shared}
+    arrays = {name: stacked[name] if name in names else x for name, x in shared.items()}
+    if of_pair is not None:
+        for name in names:
+            axes[name] = tuple(0 if n == of_pair else None for n in range(2))
+            arrays[name] = tuple((stacked if n == of_pair else shared)[name][n] for n in range(2))
+    if {"k", "v"} <= set(names):  # a rule of a kernel's own may take the mapped axis for the first
+        for name in ("k", "v"):
+            axes[name], arrays[name] = 1, jax.tree.map(lambda x: np.moveaxis(x, 0, 1), stacked[name])
+    return np.asarray(executor.jit(jax.vmap(plain, in_axes=(axes,)))(arrays))
+
+
+def run_vmap_twice(executor: Executor, problems: Sequence[Problem], names: Sequence[str]) -> np.ndarray:
+    """Likewise, with two mapped axes: `out` of the problems as they are, then in reverse."""
+    plain, shared = executor.bind(problems[0])
+    stacked = _stack_operands(executor, problems)
+    axes = {name: 0 if name in names else None for name in shared}
+    both = {name: jax.tree.map(lambda x: np.stack([x, x[::-1]]), stacked[name]) for name in names}
+    mapped = jax.vmap(jax.vmap(plain, in_axes=(axes,)), in_axes=(axes,))
+    out = np.asarray(executor.jit(mapped)({**shared, **both}))
+    return out.reshape(-1, *out.shape[2:])
+
+
+def run_at_highest_precision(executor: Executor, problem: Problem) -> np.ndarray:
+    """`out` where JAX multiplies as exactly as it can unless a product says otherwise."""
+    plain, arrays = executor.bind(problem)
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(executor.jit(plain)(arrays))
+
+
+def run_donated(executor: Executor, problem: Problem) -> np.ndarray:
+    """`out` where the call may reuse the memory of its operands."""
+    plain, given = executor.bind(problem)
+    arrays = jax.tree.map(jnp.array, given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that not every buffer could be reused is no finding
+        return np.asarray(executor.jit(plain, donate_argnums=0)(arrays))
+
+
+def run_x64(executor: Executor, problem: Problem) -> np.ndarray:
+    """`out` where JAX may use doubles."""
+    plain, arrays = executor.bind(problem)
+    with jax.enable_x64(True):
+        return np.asarray(executor.jit(plain)(arrays))
+
+
+def find_residual_dtypes(executor: Executor, problem: Problem, *, doubles: bool) -> dict[str, str]:
+    """The dtypes of the residuals, by tracing, where JAX may use doubles or may not."""
+    compiled, arrays = executor.compiled(problem)
+    with jax.enable_x64(doubles):
+        _, found = jax.eval_shape(compiled.residuals, arrays)
+    return {name: str(x.dtype) for name, x in found.items()}
+
+
+def run_x64_backward(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
+    """The gradients where JAX may use doubles."""
+    plain, arrays = executor.bind(problem)
+    with jax.enable_x64(True):
+        return _copy_to_host(executor.jit(functools.partial(pull_back, plain))(arrays, do)[1])
+
+
+def run_gradients(
+    executor: Executor, how: MappingOrder, problems: Sequence[Problem], do: np.ndarray
+) -> OutAndGradients:
+    """`out` and gradients of `problems` for stacked cotangents `do`.
+
+    Of the mapped call (`outside`), mapped over the call's own gradients (`inside`), or as layers under `lax.scan`, each
+    with operands of its own.
+    """
+    plain, _ = executor.bind(problems[0])
+
+    def layers(stacked: Arrays) -> Any:
+        return jax.lax.scan(lambda carry, arrays: (carry, plain(arrays)), None, stacked)[1]
+
+    program: dict[str, Callable[..., Any]] = {
+        "outside": functools.partial(pull_back, jax.vmap(plain)),
+        "inside": jax.vmap(functools.partial(pull_back, plain)),
+        "scan": functools.partial(pull_back, layers),
+    }
+    return _copy_pulled_to_host(executor.jit(program[how])(_stack_operands(executor, problems), do))
+
+
+def run_alternating_layers(executor: Executor, problems: Sequence[Problem], dos: Sequence[np.ndarray]) -> list[Values]:
+    """The gradients of problems of several configurations in one program: all calls are traced, then all pullbacks."""
+    calls, given = zip(*(executor.bind(problem) for problem in problems), strict=True)
+    moving = [{name: x for name, x in arrays.items() if name in GRADIENT_OF} for arrays in given]
+    fixed = [{name: x for name, x in arrays.items() if name not in GRADIENT_OF} for arrays in given]
+
+    def pulled(moving: Sequence[Arrays], fixed: Sequence[Arrays], dos: Sequence[Any]) -> Any:
+        def layers(moving: Sequence[Arrays]) -> list[Any]:
+            return [call({**m, **f}) for call, m, f in zip(calls, moving, fixed, strict=True)]
+
+        return jax.vjp(layers, moving)[1](list(dos))[0]
+
+    return [_copy_to_host(x) for x in executor.jit(pulled)(moving, fixed, list(dos))]
+
+
+def run_shared_gradients(
+    executor: Executor, problems: Sequence[Problem], names: Sequence[str], dos: np.ndarray
+) -> Values:
+    """The gradients of the call mapped over the operands `names` alone, for stacked cotangents."""
+    plain, shared = executor.bind(problems[0])
+    axes = {name: 0 if name in names else None for name in shared}
+    stacked = _stack_operands(executor, problems)
+    arrays = {name: stacked[name] if name in names else x for name, x in shared.items()}
+    return _copy_to_host(executor.jit(functools.partial(pull_back, jax.vmap(plain, in_axes=(axes,))))(arrays, dos)[1])
+
+
+def run_gradients_eagerly(executor: Executor, problems: Sequence[Problem], dos: Sequence[np.ndarray]) -> Values:
+    """The gradients of the first problem outside `jit`, on JAX arrays: of the second use of one pullback.
+
+    Its first use, and that of the other problem's pullback, come before and have the other cotangent.
+    """
+    for problem in reversed(problems):
+        plain, given = executor.bind(problem)
+        arrays = jax.tree.map(jnp.asarray, given)
+        fixed = {name: x for name, x in arrays.items() if name not in GRADIENT_OF}
+        moving = {name: x for name, x in arrays.items() if name in GRADIENT_OF}
+        out, pullback = jax.vjp(lambda m, plain=plain, fixed=fixed: plain({**fixed, **m}), moving)
+        cotangents = [jnp.asarray(do).astype(out.dtype) for do in dos]
+        pullback(cotangents[1])
+    return _copy_to_host(pullback(cotangents[0])[0])
+
+
+def run_query_gradient_eagerly(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
+    """The gradient of q outside `jit`, where all else is JAX arrays and no tracers."""
+    plain, given = executor.bind(problem)
+    arrays = jax.tree.map(jnp.asarray, given)
+    out, pullback = jax.vjp(lambda q: plain({**arrays, "q": q}), arrays["q"])
+    return _copy_to_host({"q": pullback(jnp.asarray(do).astype(out.dtype))[0]})
+
+
+def run_mapped_pullback(executor: Executor, problem: Problem, dos: np.ndarray) -> Values:
+    """The gradients of one problem for stacked cotangents: its pullback, mapped over them alone."""
+    plain, arrays = executor.bind(problem)
+
+    def pulled(arrays: Arrays, stacked: Any) -> Any:
+        return jax.vmap(lambda do: pull_back(plain, arrays, do)[1])(stacked)
+
+    return _copy_to_host(executor.jit(pulled)(arrays, dos))
+
+
+def run_checkpoint(executor: Executor, problem: Problem, do: np.ndarray, saved: Sequence[str]) -> OutAndGradients:
+    """`out` and gradients under `jax.checkpoint`, which saves what goes by one of the names `saved` alone."""
+    plain, arrays = executor.bind(problem)
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(*saved) if saved else policies.nothing_saveable
+    pull = functools.partial(pull_back, jax.checkpoint(plain, policy=policy))
+    return _copy_pulled_to_host(executor.jit(pull)(arrays, do))
+
+
+def run_forward_mode(
+    executor: Executor, problem: Problem, tangents: Mapping[str, np.ndarray]
+) -> tuple[str, np.ndarray | None]:
+    """The tangent of `out` for those of some operands; or why there is no forward mode."""
+    plain, arrays = executor.bind(problem)
+    moving = {name: jnp.asarray(arrays[name]) for name in tangents}
+    fixed = {name: x for name, x in arrays.items() if name not in moving}
+
+    def along(moving: Arrays, tangents: Arrays) -> Any:
+        return jax.jvp(lambda m: plain({**m, **fixed}), (moving,), (tangents,))
+
+    try:
+        return "", np.asarray(executor.jit(along)(moving, dict(tangents))[1])
+    except TypeError as error:  # a pullback by hand has no forward mode, and JAX says so
+        return f"forward mode: {error}".split("\n")[0], None
+
+
+def run_single_gradients(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
+    """The gradient of each operand, asked for when nobody asks for the others."""
+    plain, arrays = executor.bind(problem)
+    names = [name for name in GRADIENT_OF if name in arrays]
+
+    def alone(name: str, arrays: Arrays, do: Any) -> Any:
+        fixed = {other: x for other, x in arrays.items() if other != name}
+        return jax.vjp(lambda x: plain({**fixed, name: x}), arrays[name])[1](do)[0]
+
+    def each(arrays: Arrays, do: Any) -> Arrays:
+        return {name: alone(name, arrays, do) for name in names}
+
+    return _copy_to_host(executor.jit(each)(arrays, do))
+
+
+def run_second_derivative(
+    executor: Executor, problem: Problem, do: np.ndarray, weights: Mapping[str, np.ndarray]
+) -> Values:
+    """The gradients of `<gradients, weights>` by operand, in float64, for a cotangent `do` of `out`."""
+    plain, arrays = executor.bind(problem)
+    fixed = {name: x for name, x in arrays.items() if name not in weights}
+
+    def weighed(moving: Arrays, fixed: Arrays, do: Any, weights: Arrays) -> Any:
+        _, pulled = pull_back(plain, {**fixed, **moving}, do)
+        return sum(jnp.vdot(pulled[name], x) for name, x in weights.items())
+
+    moving = {name: jnp.asarray(arrays[name]) for name in weights}
+    narrow = {name: x.astype(np.float32) for name, x in weights.items()}
+    found = executor.jit(jax.grad(weighed))(moving, fixed, do, narrow)
+    return {name: np.asarray(x).astype(np.float64) for name, x in found.items()}
+
+
+def _stack_operands(executor: Executor, problems: Sequence[Problem]) -> Arrays:
+    stacked: Arrays = jax.tree.map(lambda *xs: np.stack(xs), *(executor.bind(problem)[1] for problem in problems))
+    return stacked
+
+
+def _copy_pulled_to_host(found: tuple[Any, Arrays]) -> OutAndGradients:
+    return np.asarray(found[0]), _copy_to_host(found[1])
+
+
+def _copy_to_host(values: Arrays) -> Values:
+    return {name: np.asarray(x) for name, x in values.items()}

@@ -1,0 +1,433 @@
+"""Exploring beyond the grid: cases drawn from the whole case space until one is wrong, then shrunk to the least one.
+
+Hypothesis draws and shrinks. Judging a case costs a second or so, nearly all of it compilation, which is four orders of
+magnitude more than Hypothesis reckons with. Hence these liberties: it is run in small batches, within which it neither
+repeats nor mutates what it has drawn; of what some batches have drawn, only the cases are judged that have most that
+neither the grid nor an earlier case had; and while it shrinks, only the check that failed is asked.
+
+Half of the cases are drawn from the whole space, and half with sizes, masks and numbers beside the clues that the
+kernel shows (`conformance.execution.kernel_constants`).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Literal
+
+import hypothesis
+import msgspec
+from hypothesis import configuration
+
+from cases.case import Case, matches_query
+from cases.case_space.alternatives import NothingToDraw
+from cases.case_space.case_strategies import draw_cases
+from cases.case_space.clue_numbers import Clues
+from cases.case_space.novelty import Novelty
+from conformance import interrupts, records
+from conformance.check_api.scopes import GRID, ImplementationGrids
+from conformance.checks import CHECKS, Check
+from conformance.contract import Implementation
+from conformance.execution import kernel_errors
+from conformance.execution.kernel_constants import report_clues
+from conformance.judging.exploration import Exploration, JudgedCase, compute_plainness, describe_exploration
+from conformance.judging.job import Job
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import Record
+from conformance.sandbox.kernel_process import ProcessLost
+from conformance.sandbox.sandboxed_executor import create_executor
+from conformance.truth import disk_cache
+
+_CI_EXAMPLES = 50
+_EXPLORE_SECONDS = 60.0
+_SHRINK_GRACE_SECONDS = 30.0
+"""Seconds that shrinking may go on beyond the time budget; half the budget if that is more."""
+_DEFAULT_SHRINK_SECONDS = 120.0
+"""Seconds for shrinking where there is no time budget."""
+
+# Below ten examples Hypothesis spends none on small variations of what it has drawn.
+_BATCH_EXAMPLES = 9
+_BATCHES_PER_POOL = 3  # that a pool is drawn by
+_JUDGED_PER_POOL = 6  # of a pool
+_MAX_FRUITLESS_ROUNDS = 5  # so many rounds with no new case, and the space is taken to be exhausted
+
+__all__ = [
+    "Budget",
+    "Exploration",
+    "JudgedCase",
+    "NothingToDraw",
+    "build_budget",
+    "compute_plainness",
+    "describe_exploration",
+    "explore",
+]
+
+_Strategy = hypothesis.strategies.SearchStrategy[Case]
+_Pool = dict[Case, int]
+"""Cases that were drawn, each with the seed of its batch."""
+
+_GRID_CHECKS = tuple(check for check in CHECKS if check.scope is GRID)
+_WRONG = frozenset({records.FAIL, records.ERROR})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """When to stop, and with which seed to start.
+
+    Attributes:
+      seconds: for drawing and judging; none for no limit. A case that is under way is finished.
+      examples: how many cases to judge at most; none for no limit.
+      seed: the same seed draws the same cases with the same version of Hypothesis and the same kernel (Hypothesis looks
+        for constants worth trying in the source of what it tests).
+    """
+
+    seconds: float | None
+    examples: int | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.seconds is None and self.examples is None:
+            raise ValueError("seconds or examples must limit the exploration")
+        for name, value in (("seconds", self.seconds), ("examples", self.examples)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value:g}")
+
+    @property
+    def shrink_seconds(self) -> float:
+        """Seconds after which shrinking stops, from the start if there is a time budget, else from the find."""
+        return (
+            _DEFAULT_SHRINK_SECONDS
+            if self.seconds is None
+            else self.seconds + max(_SHRINK_GRACE_SECONDS, self.seconds / 2)
+        )
+
+
+def build_budget(
+    profile: Literal["ci", "explore"],
+    *,
+    seconds: float | None = None,
+    examples: int | None = None,
+    seed: int | None = None,
+) -> Budget:
+    """The budget of a profile, with what is given put in its place.
+
+    `ci` judges a fixed number of cases from seed 0, the same ones every time; `explore` goes on for a time from a seed
+    that is drawn.
+
+    Raises:
+      ValueError: for a limit that is not positive.
+    """
+    if profile == "ci":
+        return Budget(seconds=seconds, examples=_CI_EXAMPLES if examples is None else examples, seed=seed or 0)
+    drawn = random.SystemRandom().getrandbits(32) if seed is None else seed
+    return Budget(seconds=_EXPLORE_SECONDS if seconds is None else seconds, examples=examples, seed=drawn)
+
+
+class InvalidClues(Exception):  # noqa: N818 -- a statement about the kernel's process
+    """The process of a kernel does not say which numbers the kernel shows; the message is one line."""
+
+
+_MAX_CLUES = 64  # more than `shown` ever finds
+_Number = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+# What `shown` returns.
+_ClueNumbers = tuple[
+    Annotated[list[Annotated[int, msgspec.Meta(gt=2, le=2**17)]], msgspec.Meta(max_length=_MAX_CLUES)],
+    Annotated[list[_Number], msgspec.Meta(max_length=_MAX_CLUES)],
+    Annotated[list[_Number], msgspec.Meta(max_length=2 * _MAX_CLUES)],
+]
+
+
+def _request_clues(implementation: Implementation) -> Clues:
+    """Ask the process of a kernel which numbers the kernel shows.
+
+    Raises:
+      WrongClues: if the answer, which the kernel can forge, is none.
+    """
+    try:
+        integers, floats, in_source = msgspec.convert(create_executor(implementation).run(report_clues), _ClueNumbers)
+    except (Exception, ProcessLost) as error:  # what is raised there is up to the kernel as well
+        why = (
+            str(error)
+            if isinstance(error, msgspec.ValidationError | ProcessLost)
+            else kernel_errors.describe_kernel_error(error)
+        )
+        raise InvalidClues(
+            f"{implementation.name} does not say at which numbers it does something else: {why}"
+        ) from error
+    return Clues(tuple(integers), tuple(floats), frozenset(in_source))
+
+
+class OutOfTime(BaseException):
+    """Ends a run of Hypothesis from inside. No `Exception`, which Hypothesis would take for a failing example."""
+
+
+class WrongCase(Exception):  # noqa: N818 -- a statement about the case
+    """The case is wrong: what Hypothesis shrinks."""
+
+
+def explore(
+    implementation: Implementation,
+    settings: Settings,
+    budget: Budget,
+    *,
+    query: str | None = None,
+    clues: Clues | None = None,
+    on_case: Callable[[JudgedCase], None] = lambda seen: None,
+    options: Sequence[str] = (),
+) -> Exploration:
+    """Draw cases that `implementation` supports and judge them, until one is wrong or the budget is spent.
+
+    Args:
+      implementation: what to judge.
+      settings: tolerances and expected failures; a case that passes where a failure is expected is no find.
+      budget: when to stop.
+      query: only cases that it matches.
+      clues: numbers to try sizes beside; those that the implementation shows if none are given.
+      on_case: hears of each judged case.
+      options: of the command, that repeat how the kernel is found and run.
+
+    Raises:
+      cases.case_space.alternatives.NothingToDraw: if no plain case is supported and matches.
+      WrongClues: if the kernel's process does not say which numbers the kernel shows.
+    """
+    found = _request_clues(implementation) if clues is None else clues
+    return _Explorer(implementation, settings, budget, query, found, on_case, options).run()
+
+
+class _Explorer:
+    def __init__(
+        self,
+        implementation: Implementation,
+        settings: Settings,
+        budget: Budget,
+        query: str | None,
+        clues: Clues,
+        on_case: Callable[[JudgedCase], None],
+        options: Sequence[str],
+    ) -> None:
+        lenient = tuple(dataclasses.replace(entry, some=True) for entry in settings.expected_failures)
+        # Each failure is confirmed: one that the compiler's flags make must not be what is shrunk.
+        settings = dataclasses.replace(settings, expected_failures=lenient)
+        self._runner = Runner(settings, confirmed=math.inf, options=options)
+        self._implementation = implementation
+        self._budget = budget
+        self._query = query
+        self._clues = clues
+        self._on_case = on_case
+        self._novelty = Novelty((), clues)
+        self._started = time.monotonic()
+        self._right: dict[Case, list[Record]] = {}
+        self._wrong: dict[Case, list[Record]] = {}
+        self._clean: set[Case] = set()  # met while shrinking, and right
+        self._first: Case | None = None
+        self._found_at = 0.0
+        self._declined: set[Case] = set()
+        self._shrunk = self._shrinking = self._interrupted = False
+
+    def run(self) -> Exploration:
+        with use_temporary_home(), disk_cache.disable_cache():  # nobody asks about these cases again
+            return self._run()
+
+    def _run(self) -> Exploration:
+        try:
+            interrupts.raise_if_stopped()
+            with contextlib.suppress(OutOfTime):
+                strategies = [draw_cases(self._supports)]
+                if self._clues:
+                    strategies.insert(0, draw_cases(self._supports, clues=self._clues))
+                self._declined.clear()  # what was asked to narrow the space was not drawn
+                asked = ImplementationGrids(self._implementation, "quick", 0)
+                self._novelty = Novelty({*asked.grid.cases, *asked.sizes.cases}, self._clues)
+                self._draw(strategies)
+            self._judge_fully()
+        except KeyboardInterrupt:
+            self._interrupted = True
+        return self._build_result()
+
+    def _supports(self, case: Case) -> str | None:
+        if self._first is None and self._is_late():  # here too, for a query that nothing drawn ever matches
+            raise OutOfTime
+        if self._query is not None and not matches_query(self._query, case.id):
+            return f"does not match {self._query}"
+        reason = self._implementation.supports(case)
+        if reason is not None:
+            self._declined.add(case)
+        return reason
+
+    def _draw(self, strategies: Sequence[_Strategy]) -> None:
+        seeds = random.Random(self._budget.seed)
+        fruitless = 0
+        while self._first is None and fruitless < _MAX_FRUITLESS_ROUNDS:
+            before = len(self._right)
+            pools = [
+                self._draw_pool(strategy, [seeds.getrandbits(64) for _ in range(_BATCHES_PER_POOL)])
+                for strategy in strategies
+            ]
+            for _ in range(_JUDGED_PER_POOL):
+                for strategy, pool in zip(strategies, pools, strict=True):
+                    if self._first is None:
+                        self._judge_best(strategy, pool)
+            fruitless = fruitless + 1 if len(self._right) == before else 0
+
+    def _draw_pool(self, strategy: _Strategy, seeds: Sequence[int]) -> _Pool:
+        """Cases that some batches draw, which were not judged."""
+        pool: _Pool = {}
+        for seed in seeds:
+            drawn: list[Case] = []
+            self._batch(strategy, seed, drawn.append)
+            pool.update((case, seed) for case in drawn if case not in pool and case not in self._right)
+        return pool
+
+    def _judge_best(self, strategy: _Strategy, pool: _Pool) -> None:
+        """Judge the case that has most that none had; if it is wrong, draw its batch again to shrink it."""
+        if not (left := [case for case in pool if case not in self._right]):
+            return
+        case = self._novelty.best(left)
+        self._novelty.add_case(case)
+        if self._judge_drawn(case):
+            self._batch(strategy, pool[case], self._raise_if_wrong)
+
+    def _batch(self, strategy: _Strategy, seed: int, each: Callable[[Case], object]) -> None:
+        """One run of Hypothesis: some draws, and if `each` raises `Wrong` for one of them, its shrinking."""
+        if run_batch(strategy, seed, each, examples=_BATCH_EXAMPLES):
+            self._shrunk = True
+
+    def _raise_if_wrong(self, case: Case) -> None:
+        """Raise for a case that is wrong. The batch that is drawn again has others before the one that was found."""
+        self._shrinking = self._shrinking or case == self._first
+        if not self._shrinking or case in self._right or case in self._clean:
+            return
+        if case in self._wrong or self._judge_smaller(case):
+            raise WrongCase
+
+    def _judge_drawn(self, case: Case) -> bool:
+        if self._is_budget_spent():
+            raise OutOfTime
+        found = self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
+        wrong = any(record.verdict in _WRONG for record in found)
+        if wrong:
+            self._first = case
+            self._found_at = time.monotonic()
+        (self._wrong if wrong else self._right)[case] = found
+        self._on_case(JudgedCase(case, found, shrinking=False))
+        return wrong
+
+    def _is_budget_spent(self) -> bool:
+        return self._is_late() or (self._budget.examples is not None and len(self._right) >= self._budget.examples)
+
+    def _is_late(self) -> bool:
+        seconds = self._budget.seconds
+        return seconds is not None and time.monotonic() - self._started >= seconds
+
+    def _judge_smaller(self, case: Case) -> bool:
+        """Whether the case fails the check that the first one failed: shrinking must not wander to another bug."""
+        since = self._started if self._budget.seconds is not None else self._found_at
+        if time.monotonic() - since >= self._budget.shrink_seconds:
+            raise OutOfTime
+        found = self._runner.judge(Job(self._implementation, case, (self._find_failed_check(),)))
+        wrong = any(record.verdict in _WRONG for record in found)
+        if wrong:
+            self._wrong[case] = found
+        else:
+            self._clean.add(case)
+        self._on_case(JudgedCase(case, found, shrinking=True))
+        return wrong
+
+    def _find_failed_check(self) -> Check:
+        assert self._first is not None
+        names = [record.check for record in self._wrong[self._first] if record.verdict in _WRONG]
+        return next(check for check in _GRID_CHECKS if check.name in names)
+
+    @property
+    def _smallest(self) -> Case | None:
+        return min(self._wrong, key=compute_plainness, default=None)
+
+    def _judge_fully(self) -> None:
+        """Ask every check of the smallest wrong case, which has been asked one."""
+        case = self._smallest
+        if case is not None and case != self._first:
+            found = self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
+            if not any(record.verdict in _WRONG for record in found):  # right now and then: it was wrong
+                failed = self._find_failed_check().name
+                found = self._wrong[case] + [record for record in found if record.check != failed]
+            self._wrong[case] = found
+
+    def _build_result(self) -> Exploration:
+        failing = self._smallest
+        shown = list(self._right.values())
+        judged = [case for case, found in self._right.items() if _is_judged(found)]
+        if failing is not None and self._first is not None:
+            shown.append(self._wrong[failing])
+            judged.append(self._first)
+        reached: collections.Counter[str] = collections.Counter()
+        for case in judged:
+            reached.update((*case.features, case.distribution))
+        return Exploration(
+            records=[record for found in shown for record in found],
+            failing=failing,
+            first=self._first,
+            judged=len(judged),
+            unjudged=len(shown) - len(judged),
+            declined=len(self._declined),
+            shrinks=len(self._wrong) + len(self._clean) - (self._first is not None),
+            shrunk=self._shrunk,
+            reached=reached,
+            clues=self._clues,
+            used=tuple(sorted(self._novelty.used)),
+            beyond=self._novelty.beyond,
+            seconds=time.monotonic() - self._started,
+            interrupted=self._interrupted,
+        )
+
+
+def run_batch(strategy: _Strategy, seed: int, each: Callable[[Case], object], *, examples: int) -> bool:
+    """One run of Hypothesis: some draws, and if `each` raises `Wrong` for one of them, its shrinking to the end.
+
+    Returns whether there was one.
+    """
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        print_blob=False,
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        suppress_health_check=list(hypothesis.HealthCheck),
+        verbosity=hypothesis.Verbosity.quiet,
+    )
+    @hypothesis.given(strategy)
+    def drawn(case: Case) -> None:
+        each(case)
+
+    try:
+        drawn()
+    except WrongCase:
+        return True
+    except hypothesis.errors.Unsatisfiable:
+        pass  # nothing drawn was supported; the next batch may do better
+    return False
+
+
+@contextlib.contextmanager
+def use_temporary_home() -> Iterator[None]:
+    """Keeps Hypothesis from leaving a folder where the user happens to be."""
+    with tempfile.TemporaryDirectory() as folder:
+        configuration.set_hypothesis_home_dir(folder)
+        try:
+            yield
+        finally:
+            configuration.set_hypothesis_home_dir(None)
+
+
+def _is_judged(found: Sequence[Record]) -> bool:
+    return any(record.verdict in records.JUDGED for record in found)

@@ -1,0 +1,162 @@
+"""From a case that fails to the smallest one that fails in the same way, by Hypothesis, as exploring does.
+
+A smaller case has something plainer in place of some of its fields. Hypothesis draws which, so that most fields stay as
+they are in most draws, and shrinks the first draw that fails like the case that was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import hypothesis
+from hypothesis import strategies
+
+from cases.case import Case, CaseIdError
+from cases.operand_registry import OPTIONAL
+from conformance.checks import CHECKS_BY_NAME
+from conformance.contract import Implementation
+from conformance.judging.explorer import OutOfTime, WrongCase, compute_plainness, run_batch, use_temporary_home
+from conformance.judging.job import Job
+from conformance.judging.runner import Runner
+from conformance.records import RED, Record
+from conformance.sandbox.sandboxed_executor import SupportQueryFailed
+from conformance.truth import disk_cache
+
+_MAX_DRAWS = 100
+_KEPT_ODDS = 10  # a field is left as it is in all but one of about so many draws
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_HEADS = ((1, 1), (2, 2), (2, 1), (4, 2))
+
+Alternatives = tuple[Mapping[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShrunkCase:
+    """The smallest case that fails in the same way, its records, and how many cases were tried."""
+
+    case: Case
+    records: tuple[Record, ...]
+    tried: int
+    is_finished: bool
+
+
+def shrink(
+    implementation: Implementation,
+    runner: Runner,
+    failing: Case,
+    record: Record,
+    *,
+    seconds: float,
+    keeps: Callable[[Case], bool] = lambda case: True,
+    on_case: Callable[[Sequence[Record]], None] = lambda found: None,
+) -> ShrunkCase:
+    """The smallest case found that fails as `record` of the case `failing` does: its check, its result, its verdict.
+
+    Ctrl-C and the end of its time leave it at the smallest so far.
+
+    Args:
+      implementation: what fails.
+      runner: judges it.
+      failing: the case that is shrunk.
+      record: how it fails.
+      seconds: after which it stops; a case that is under way is finished.
+      keeps: whether a smaller case still has what the failure is known to need: else it would wander to another one.
+      on_case: hears of each case that is judged.
+    """
+    started = time.monotonic()
+    wrong: dict[Case, tuple[Record, ...]] = {failing: (record,)}
+    right: set[Case] = set()
+
+    def judged(case: Case) -> None:
+        if case not in wrong and case not in right and keeps(case):
+            if time.monotonic() - started >= seconds:
+                raise OutOfTime
+            found = tuple(runner.judge(Job(implementation, case, (CHECKS_BY_NAME[record.check],))))
+            on_case(found)
+            if any(_fails_alike(one, record) for one in found):
+                wrong[case] = found
+            else:
+                right.add(case)
+        if case in wrong:
+            raise WrongCase
+
+    ended = False
+    with use_temporary_home(), disk_cache.disable_cache(), contextlib.suppress(OutOfTime, KeyboardInterrupt):
+        run_batch(_draw_smaller_cases(failing, implementation), 0, judged, examples=_MAX_DRAWS)
+        ended = True
+    smallest = min(wrong, key=compute_plainness)
+    return ShrunkCase(case=smallest, records=wrong[smallest], tried=len(wrong) + len(right) - 1, is_finished=ended)
+
+
+def _fails_alike(one: Record, other: Record) -> bool:
+    same = one.observable.partition(".")[0] == other.observable.partition(".")[0] and one.verdict == other.verdict
+    return one.verdict in RED and same
+
+
+def _draw_smaller_cases(case: Case, implementation: Implementation) -> strategies.SearchStrategy[Case]:
+    """Cases that have something plainer in some fields, if they are supported."""
+    choices = [(*plainer, {}) for plainer in iter_alternatives(case) if plainer]
+
+    @strategies.composite
+    def drawn(draw: strategies.DrawFn) -> Case:
+        changes: dict[str, Any] = {}
+        for plainer in choices:
+            number = draw(strategies.integers(0, _KEPT_ODDS * len(plainer)))
+            changes |= plainer[min(number, len(plainer) - 1)]
+        try:
+            smaller = dataclasses.replace(case, **changes)
+            hypothesis.assume(implementation.supports(smaller) is None)
+        except (CaseIdError, SupportQueryFailed):
+            hypothesis.reject()
+        return smaller
+
+    return drawn()
+
+
+def iter_alternatives(case: Case) -> Iterator[Alternatives]:
+    """For each thing that a case combines, what is plainer, the plainest first."""
+    plain = Case()
+    for name in ("front_end", "distribution", "dtype", "phase", "seed"):
+        if getattr(case, name) != getattr(plain, name):
+            yield ({name: getattr(plain, name)},)
+    for operand in OPTIONAL:
+        if getattr(case, operand.field) != operand.absent:
+            yield ({operand.field: operand.absent},)
+    yield tuple({"mask": mask} for mask in _iter_plainer_masks(case.mask))
+    yield tuple({"batch": batch} for batch in (1, 2) if batch < case.batch)
+    heads = (case.num_q_heads, case.num_kv_heads)
+    fewer = [found for found in _HEADS if found != heads and math.prod(found) < math.prod(heads)]
+    yield tuple({"num_q_heads": q, "num_kv_heads": kv} for q, kv in fewer)
+    yield tuple(_iter_smaller_pairs("q_length", case.q_length, "kv_length", case.kv_length))
+    yield tuple(_iter_smaller_pairs("head_dim", case.head_dim, "v_head_dim", case.v_head_dim))
+
+
+def _iter_plainer_masks(mask: str) -> Iterator[str]:
+    if mask == "full":
+        return
+    yield "full"
+    terms = [term for part in mask.split("_or_") for term in part.split("_and_")]
+    if mask not in ("causal", "full"):
+        yield "causal"
+    if len(terms) > 1:
+        yield from (term for term in terms if term != "causal")
+    if mask.startswith("window"):
+        yield from (smaller for smaller in ("window-l0-r0", "window-l1-r0", "window-l0-r1") if smaller != mask)
+
+
+def _iter_smaller_pairs(one: str, first: int, other: str, second: int) -> Iterator[dict[str, int]]:
+    """Both equal and smaller, then one of them smaller; a block and what is left beside it."""
+    sizes = sorted({size + more for size in _SIZES for more in (0, 1)})
+    for size in sizes:
+        if size <= max(first, second) and (size, size) != (first, second):
+            yield {one: size, other: size}
+    for size in sizes:
+        if size < first:
+            yield {one: size}
+        if size < second:
+            yield {other: size}

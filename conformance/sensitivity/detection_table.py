@@ -1,0 +1,119 @@
+"""Detection power, as a file: what the gate saw of every planted bug, and the smallest error that it sees.
+
+`python -m conformance sensitivity --save` measures it and writes the file; reports show it beside every verdict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from conformance.records import FAIL
+from conformance.sensitivity.examination import Examination, Kill, compute_check_powers
+
+SCHEMA = "attention-conformance/detection/1"
+FILE = Path(__file__).with_name("detection.json")
+
+
+def build_table(
+    examined: Sequence[Examination],
+    resolutions: Sequence[Any],
+    *,
+    level: str,
+    environment: Mapping[str, str],
+) -> dict[str, Any]:
+    """Plain data for a file and for reports.
+
+    Args:
+      examined: what the gate said of each bug.
+      resolutions: dataclasses of the smallest visible errors.
+      level: of the grid.
+      environment: versions that it was measured with.
+    """
+    return {
+        "schema": SCHEMA,
+        "level": level,
+        "environment": {name: environment[name] for name in ("jax", "python", "backend") if name in environment},
+        "bugs": [_serialize_examination(e) for e in sorted(examined, key=lambda e: e.bug)],
+        "checks": [
+            dataclasses.asdict(power) | {"seconds": round(power.seconds, 1)} for power in compute_check_powers(examined)
+        ],
+        "resolution": [dataclasses.asdict(resolution) for resolution in resolutions],
+    }
+
+
+def merge_tables(table: Mapping[str, Any], last: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A table of newly measured and of kept bugs, with what the kept ones cost, and the smallest errors seen then."""
+    cost = {row["check"]: row["seconds"] for row in (last or {}).get("checks", ())}
+    checks = [row | {"seconds": round(row["seconds"] + cost.get(row["check"], 0.0), 1)} for row in table["checks"]]
+    return {**table, "checks": checks, "resolution": (last or {}).get("resolution", [])}
+
+
+def parse_examinations(table: Mapping[str, Any] | None, names: Collection[str]) -> list[Examination]:
+    """What a table says of the named bugs, as far as it has them; what it cost is not in it."""
+    return [
+        Examination(
+            bug=row["bug"],
+            family=row["family"],
+            kind=row["kind"],
+            reference=row["reference"],
+            shows=(),
+            kills={check: _parse_kill(*kill) for check, kill in row["kills"].items()},
+            judged=row["judged"],
+            planned=row["planned"],
+            seconds={},
+        )
+        for row in (table or {}).get("bugs", ())
+        if row["bug"] in names
+    ]
+
+
+def _parse_kill(observable: str, ratio: float | str | None, case: str) -> Kill:
+    return Kill(observable, case, FAIL, float(ratio) if ratio is not None else None)
+
+
+def _serialize_examination(examined: Examination) -> dict[str, Any]:
+    return {
+        "bug": examined.bug,
+        "family": examined.family,
+        "kind": examined.kind,
+        "reference": examined.reference,
+        "judged": examined.judged,
+        "planned": examined.planned,
+        "kills": {
+            check: [kill.observable, _round_ratio(kill.ratio), kill.case] for check, kill in examined.kills.items()
+        },
+    }
+
+
+def _round_ratio(ratio: float | None) -> float | str | None:
+    """Three digits; JSON has no infinity."""
+    if ratio is None:
+        return None
+    short = float(f"{ratio:.3g}")
+    return short if short not in (float("inf"), float("-inf")) and short == short else str(short)
+
+
+def save_table(table: Mapping[str, Any], path: Path = FILE) -> None:
+    """Write the table, one bug a line, so that a change can be read in a diff."""
+    lines = []
+    for name, value in table.items():
+        if isinstance(value, list):
+            rows = ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in value)
+            lines.append(f" {json.dumps(name)}: [\n{rows}\n ]")
+        else:
+            lines.append(f" {json.dumps(name)}: {json.dumps(value, allow_nan=False)}")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def load_table(path: Path = FILE) -> dict[str, Any] | None:
+    """The table, or None if it was never measured."""
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("schema") != SCHEMA:
+        raise ValueError(f"{path} has schema {found.get('schema')!r}, must be {SCHEMA!r}")
+    return found

@@ -1,0 +1,69 @@
+"""Examining planted bugs in several processes. A bug travels by its name alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from conformance.judging import worker_pool
+from conformance.sensitivity.bank import PlantedBug, load_bank
+from conformance.sensitivity.examination import Examination, examine
+from conformance.sensitivity.failure_signatures import KnownBug, measure_known_bug
+
+
+class BugKilledProcess(Exception):  # noqa: N818 -- a statement, as the message is
+    """A planted bug took its process down twice."""
+
+
+def examine_parallel(
+    bank: str, names: Sequence[str], level: str, processes: int, on_bug: Callable[[Examination], None]
+) -> None:
+    """Examine planted bugs in worker processes. Ctrl-C stops the workers at once.
+
+    Args:
+      bank: where they are, `module:attribute`.
+      names: which of them.
+      level: of the grid.
+      processes: how many workers.
+      on_bug: hears of each bug as it is done.
+
+    Raises:
+      KernelDied: for a bug that kills the process that examines it.
+    """
+    worker_pool.run_tasks(
+        names,
+        processes,
+        functools.partial(_examine, bank, level),
+        heard=lambda name, found: on_bug(found),
+        parts=lambda name: (name,),
+        lost=_raise_killed,
+    )
+
+
+def measure_parallel(bank: str, names: Sequence[str], processes: int, on_bug: Callable[[KnownBug], None]) -> None:
+    """Measure the signatures of planted bugs in worker processes; otherwise as `examine_parallel`."""
+    worker_pool.run_tasks(
+        names,
+        processes,
+        functools.partial(_measure, bank),
+        heard=lambda name, found: on_bug(found),
+        parts=lambda name: (name,),
+        lost=_raise_killed,
+    )
+
+
+def _raise_killed(name: str) -> None:
+    raise BugKilledProcess(f"planted bug {name} kills the process that judges it: it cannot be measured")
+
+
+def _examine(bank: str, level: str, name: str) -> Examination:
+    return examine(_load_bug(bank, name), level)
+
+
+def _measure(bank: str, name: str) -> KnownBug:
+    return measure_known_bug(_load_bug(bank, name))
+
+
+def _load_bug(bank: str, name: str) -> PlantedBug:
+    (bug,) = (bug for bug in load_bank(bank) if bug.name == name)
+    return bug

@@ -1,0 +1,119 @@
+"""Kills by design: whether a second case, independent of the first, sees a planted bug too.
+
+What one case alone sees may be seen by luck: by its values, by its seed. Two cases are independent here if they share
+no compiled program, so that they differ in more than values. A file keeps what was found, a bug a line, and a
+measurement goes on where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cases.case import parse_case_id
+from conformance.records import RED
+from conformance.sensitivity.bank import PlantedBug
+from conformance.sensitivity.examination import Kill, create_single_look_runner, order_jobs_for_bug, select_seen_jobs
+
+SCHEMA = "attention-conformance/twice/1"
+FILE = Path(__file__).with_name("twice.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sighting:
+    """A check that saw a bug: by which observable, and on which case."""
+
+    check: str
+    observable: str
+    case: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BugSightings:
+    """The independent cases that saw a bug.
+
+    Attributes:
+      bug: its name.
+      seen: one sighting, or two on independent cases.
+      whole: whether everything was asked that a second case could be; what is not whole ran out of time.
+    """
+
+    bug: str
+    seen: tuple[Sighting, ...]
+    whole: bool
+
+
+def find_known_sightings(bug: str, kills: Mapping[str, Kill]) -> BugSightings:
+    """What is known from the first kill of each check, of a bug that some check saw."""
+    sightings = [Sighting(check, kill.observable, kill.case) for check, kill in kills.items()]
+    others = (other for other in sightings if _get_program(other.case) != _get_program(sightings[0].case))
+    second = next(others, None)
+    return BugSightings(
+        bug=bug, seen=(sightings[0],) if second is None else (sightings[0], second), whole=second is not None
+    )
+
+
+def find_second_sighting(bug: PlantedBug, level: str, kills: Mapping[str, Kill], seconds: float) -> BugSightings:
+    """Look for a second case that sees the bug, for so many seconds of processor time.
+
+    First the checks that saw it are asked of the other cases, those with the bug's trigger ahead, small before big;
+    then all other checks are.
+
+    Args:
+      bug: one that was seen.
+      level: of the grid.
+      kills: the first kill of each check that saw it.
+      seconds: after which no other case is begun.
+    """
+    known = find_known_sightings(bug.name, kills)
+    if known.whole:
+        return known
+    first = known.seen[0]
+    runner = create_single_look_runner()
+    jobs = [job for job in order_jobs_for_bug(bug, level) if job.case.program != _get_program(first.case)]
+    rest = (
+        dataclasses.replace(job, checks=tuple(check for check in job.checks if check.name not in kills)) for job in jobs
+    )
+    start = time.process_time()
+    for job in itertools.chain(select_seen_jobs(jobs, kills), (job for job in rest if job.checks)):
+        if time.process_time() - start > seconds:
+            return known
+        for record in runner.stream(job):
+            if record.verdict in RED:
+                second = Sighting(record.check, record.observable, record.case)
+                return BugSightings(bug=bug.name, seen=(first, second), whole=True)
+    return dataclasses.replace(known, whole=True)
+
+
+def _get_program(case_id: str) -> str:
+    return parse_case_id(case_id).program
+
+
+def save_sightings(found: Sequence[BugSightings], level: str, path: Path = FILE) -> None:
+    """Write what was found, one bug a line."""
+    rows = [
+        [each.bug, [dataclasses.astuple(sighting) for sighting in each.seen], each.whole]
+        for each in sorted(found, key=lambda each: each.bug)
+    ]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    head = f' "schema": {json.dumps(SCHEMA)},\n "level": {json.dumps(level)},\n'
+    path.write_text(f'{{\n{head} "bugs": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+
+
+def load_sightings(level: str, path: Path = FILE) -> list[BugSightings]:
+    """What was found at a level, nothing if nothing was, or at another one."""
+    if not path.is_file():
+        return []
+    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if table.get("schema") != SCHEMA:
+        raise ValueError(f"{path} has schema {table.get('schema')!r}, must be {SCHEMA!r}")
+    if table["level"] != level:
+        return []
+    return [
+        BugSightings(bug=bug, seen=tuple(Sighting(*s) for s in seen), whole=whole) for bug, seen, whole in table["bugs"]
+    ]

@@ -1,0 +1,141 @@
+"""What a comparison that failed has to show: the arrays, what their axes are, and the case that they are of."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+
+from cases.operand_registry import OPERANDS, RESIDUALS
+from cases.operand_values import Problem
+from conformance.truth.comparison import compute_ratios
+from conformance.truth.rounding_bounds import Bounded
+
+AXIS_LETTERS: Mapping[str, str] = {
+    "out": "BTNV",
+    **dict.fromkeys(RESIDUALS, "BNT"),
+    **{operand.gradient: "".join(operand.arrays[0]) for operand in OPERANDS if operand.gradient},
+}
+"""The axes of each observable, in the letters of the contract."""
+DEPTH_LETTERS = "HV"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Failure:
+    """A result that is wrong, beside the right one.
+
+    Attributes:
+      observable: its plain name.
+      letters: one for each axis.
+      got: what came, as it came.
+      expected: what is right, and the bounds.
+      judged: booleans of the same shape.
+      limit: the largest ratio that passes.
+      problem: the problem that this is a result of.
+      is_core: whether it is a result of the whole problem as it is, so that the mask says something of its rows.
+      others: other right results of the problem, by name.
+    """
+
+    observable: str
+    letters: str
+    got: np.ndarray
+    expected: Bounded
+    judged: np.ndarray
+    limit: float
+    problem: Problem
+    is_core: bool = False
+    others: Mapping[str, Bounded] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def values(self) -> np.ndarray:
+        """What came, in float64."""
+        return self.got.astype(np.float64)
+
+    @functools.cached_property
+    def ratios(self) -> np.ndarray:
+        """Errors in units of the bound, -1 where nothing is judged."""
+        return compute_ratios(self.values, self.expected, self.judged)
+
+    @functools.cached_property
+    def wrong(self) -> np.ndarray:
+        """Elements beyond the limit."""
+        return self.ratios > self.limit
+
+    @functools.cached_property
+    def informative(self) -> np.ndarray:
+        """Judged elements, without those that are right whatever the weights are.
+
+        These are exact zeros and -inf, and where there are no sinks `out` and `dq` of a row that sees one key alone.
+        """
+        nothing = (self.expected.value == 0) & (self.expected.bound == 0) | np.isinf(self.expected.value)
+        if self.is_core and self.observable in ("out", "dq") and self.problem.sinks is None:
+            seen = self.problem.allowed.sum(axis=-1).swapaxes(1, 2)[..., None]
+            nothing = nothing | (seen == 1)
+        return self.judged & (self.wrong | ~nothing)
+
+    @functools.cached_property
+    def errors(self) -> np.ndarray:
+        """How far off the telling elements are; 0 for the others, and for what is no number."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            errors = np.where(self.informative, np.abs(self.values - self.expected.value), 0.0)
+        return np.nan_to_num(errors, posinf=0.0)
+
+    @property
+    def group(self) -> int:
+        """How many query heads read a key/value head."""
+        return self.problem.q.shape[2] // self.problem.k.shape[2]
+
+    @property
+    def unit_letters(self) -> str:
+        """The axes without the depth: what a row, a key or a pair is."""
+        return self.letters.rstrip(DEPTH_LETTERS)
+
+    def reduce_to_units(self, elements: np.ndarray) -> np.ndarray:
+        """The largest of `elements` of each unit: of a row or a key with all its depth."""
+        return elements.max(axis=-1) if self.unit_letters != self.letters else elements
+
+    def to_elements(self, units: np.ndarray) -> np.ndarray:
+        """Booleans of units, broadcastable to the shape of the elements."""
+        return units[..., None] if self.unit_letters != self.letters else units
+
+
+def build_failure(
+    observable: str,
+    got: object,
+    expected: Bounded,
+    judged: np.ndarray | None,
+    *,
+    limit: float,
+    problem: Problem,
+    core: Mapping[str, Bounded] | None = None,
+) -> Failure | None:
+    """The failure to be looked at; none where it is not known what the axes are.
+
+    Args:
+      observable: its plain name.
+      got: what came.
+      expected: what is right, and the bounds.
+      judged: booleans broadcastable to the shape.
+      limit: the largest ratio that passes.
+      problem: the problem of the case.
+      core: the right results of the problem. Where `expected` is none of them, the mask says nothing of it.
+    """
+    array = np.asarray(got)
+    letters = AXIS_LETTERS.get(observable, "")
+    if array.shape != expected.value.shape or not array.size or not _has_axes(letters, array.shape, problem):
+        return None
+    every = np.ones(array.shape, bool) if judged is None else np.broadcast_to(judged, array.shape)
+    others = core or {}
+    is_core = any(one.value is expected.value for one in others.values())
+    return Failure(observable, letters, array, expected, every, limit, problem, is_core, others if is_core else {})
+
+
+def _has_axes(letters: str, shape: tuple[int, ...], problem: Problem) -> bool:
+    """Whether an array may have these axes: a check may look at some batch rows, rows or keys of a problem alone."""
+    _, _, q_heads, depth = problem.q.shape
+    sizes = {"N": q_heads, "K": problem.k.shape[2], "H": depth, "V": problem.v.shape[3]}
+    return len(letters) == len(shape) and all(
+        size in (1, sizes[letter]) for letter, size in zip(letters, shape, strict=True) if letter in sizes
+    )

@@ -1,0 +1,96 @@
+"""Errors that look like rounding: values of fewer bits, or errors that are scattered evenly and have no sign.
+
+The numbers are measured: of probabilities rounded to bf16 and f16 in a dozen cases on one side, and on the other of a
+key lost, a key too many, and a scale that is 0.1% or 2% off. Rounding has a middle of 0.5 to 0.7, correlates by at most
+0.10, and is explained by one cause at most 2.0 times as much as normal numbers are. The others correlate by 0.28 and
+more, or one cause explains them 2.2 to 22 times as much, or their middle is below 0.3.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from conformance.truth.error_patterns.failure import DEPTH_LETTERS
+from conformance.truth.error_patterns.fitting import MIN_EXPLAINED, Sample
+
+_LOW_PRECISION = (("bf16", ml_dtypes.bfloat16, 8), ("f16", np.float16, 11))
+_MIN_ELEMENTS = 256
+_MAX_RELATIVE = 2.0**-5  # of the values: beyond, no rounding of a float that is in use reaches
+_MAX_ROWS = 256
+_MIN_EACH_WAY = 8
+_MAX_ROW_RATIO = 4.0  # how many times larger the error of one row in ten may be than that of another one in ten
+_MAX_OUTLIER = 6.0  # the same of elements: 99 in 100 are smaller than so many times the root mean square
+_MIN_MEDIAN = 0.35  # half of the elements are at least so many root mean squares off; of normal numbers it is 0.67
+_MAX_CORRELATION = 0.15  # the largest mean, and the largest correlation with what is right
+_MAX_ONE_CAUSE = 2.5  # how many times more of a head's errors one row and one column may explain than of normal numbers
+
+
+def describe_rounded(found: Sample) -> str:
+    """`rounded to bf16`: every value is one that bf16 has, and near the right one."""
+    if found.failure.got.dtype != np.float32 or found.got.size < _MIN_ELEMENTS or not np.isfinite(found.got).all():
+        return ""
+    for name, dtype, bits in _LOW_PRECISION:
+        with np.errstate(over="ignore"):
+            kept = found.got.astype(np.float32).astype(dtype).astype(np.float64)
+        near = np.abs(found.got - found.right) <= 2.0**-bits * np.abs(found.right) + found.tolerance(
+            found.right, found.bound
+        )
+        if (
+            np.array_equal(kept, found.got)
+            and near.mean() >= MIN_EXPLAINED
+            and np.count_nonzero(found.got) >= _MIN_ELEMENTS
+        ):
+            return f"rounded to {name}"
+    return ""
+
+
+def describe_scattered(found: Sample) -> str:
+    """`scattered like rounding`: as large in all rows, of either sign, without much that stands out."""
+    error, right = found.got - found.right, found.right
+    if found.failure.letters[-1] not in DEPTH_LETTERS:  # of a residual, one error of each row is too little to tell by
+        return ""
+    if found.got.size < _MIN_ELEMENTS or not np.isfinite(error).all() or not np.isfinite(right).all():
+        return ""
+    size = float(np.sqrt(np.mean(right**2)))
+    rms = float(np.sqrt(np.mean(error**2)))
+    if size == 0 or not 0 < rms <= _MAX_RELATIVE * size:
+        return ""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = np.where(found.bound > 0, error / found.bound, 0.0)
+    typical = float(np.sqrt(np.mean(scaled**2)))
+    if abs(scaled.mean()) > _MAX_CORRELATION * typical or abs(np.corrcoef(error, right)[0, 1]) > _MAX_CORRELATION:
+        return ""
+    middle, most = np.quantile(np.abs(scaled), (0.5, 0.99))
+    if middle < _MIN_MEDIAN * typical or most > _MAX_OUTLIER * typical or not _is_even(found) or _has_one_cause(found):
+        return ""
+    return f"scattered like rounding, about 2^{np.log2(rms / size):.0f} of the values"
+
+
+def _is_even(found: Sample) -> bool:
+    """Whether rows have errors of like size."""
+    failure = found.failure
+    flat = np.unique(np.ravel_multi_index(found.index[:-1], failure.got.shape[:-1]))
+    rows = np.unravel_index(flat[:: len(flat) // _MAX_ROWS | 1], failure.got.shape[:-1])
+    scaled = (failure.values[rows] - failure.expected.value[rows]) / failure.expected.bound[rows]
+    sizes = np.sqrt(np.mean(np.nan_to_num(scaled) ** 2, axis=1))
+    low, high = np.quantile(sizes, (0.1, 0.9))
+    return bool(high <= _MAX_ROW_RATIO * low)
+
+
+def _has_one_cause(found: Sample) -> bool:
+    """Whether the errors of a head are one vector, more or less of it in each row: a key that is lost, say."""
+    failure = found.failure
+    if failure.letters[1:3] not in ("TN", "SK"):
+        return False
+    batch, head = int(found.index[0][0]), int(found.index[2][0])
+    place = (batch, slice(None, _MAX_ROWS), head)
+    errors = failure.values[place] - failure.expected.value[place]
+    sizes = np.sqrt(np.mean(errors**2, axis=1, keepdims=True))
+    errors = errors[sizes[:, 0] > 0] / sizes[sizes > 0][:, None]
+    if min(errors.shape) < _MIN_EACH_WAY or not np.isfinite(errors).all():
+        return False
+    energy = np.linalg.svd(errors, compute_uv=False) ** 2
+    rows, columns = errors.shape
+    of_normal = (np.sqrt(rows) + np.sqrt(columns)) ** 2 / (rows * columns)
+    return bool(energy[0] > _MAX_ONE_CAUSE * of_normal * energy.sum())

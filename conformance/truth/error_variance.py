@@ -1,0 +1,227 @@
+"""How much the errors of a correct kernel in bf16 or f16 scatter: their variance, element by element.
+
+`conformance.truth.rounding_bounds` says how far a result may be from the truth; errors below one rounding of the output dtype
+pass it. They still show over many elements, where the mean square of the errors has an expected value: this module
+derives it. Rounding to nearest of a value with spacing `ulp` errs by up to half of it, uniformly and independently from
+one value to the next, so its variance is `ulp^2 / 12`. For the results the spacing is that of the element's own binade;
+for the many terms inside a sum it is averaged over the mantissa `m in [1, 2)`, whose logarithm is uniform:
+
+    var(round x) = x^2 u^2 / 3 E[1 / m^2] = c u^2 x^2,    c = 1 / (8 ln 2) = 0.180
+
+With `u_p` the roundoff of the dtype in which probabilities and their gradient enter a product (0 if that is f32), `u_z`
+that of the logits, `s` the scale, and everything else as in docs/contract.md, section 2:
+
+    w_p(ij)  = c u_p^2 p^2                                                   probabilities
+    w_dz(ij) = c u_p^2 (p^2 dp^2 + dz^2)                                     dp, then dz
+    var(D)_i = sum_j w_p dp^2 + sum_d var(round out) do^2                    D from the stored out, or from p and dp
+    var(out) = sum_j w_p v^2 + var(round out)
+    var(dq)  = s^2 [sum_j w_dz k^2 + var(D) (sum_j p k)^2] + var(round dq)
+    var(dk)  = s^2 sum_i (w_dz + p^2 var(D)) q^2 + (sum over the group of var(round dk of the head)) + var(round dk)
+    var(dv)  = sum_i w_p do^2 + (sum over the group of var(round dv of the head)) + var(round dv)
+
+and if logits are rounded, with `w_z = c u_z^2 z^2`, `k' = sum_j p k`, `e = sum_j p^2 w_z`:
+
+    out:  + sum_j w_z [p (v - out)]^2                       from dp_j = p_j (dz_j - sum_l p_l dz_l), d for an error
+    dv:   + sum_i p^2 (w_z (1 - 2 p) + e) do^2
+    dq:   + s^2 sum_j w_z [dz (k - k') - p dq / s]^2
+    dk:   + s^2 sum_i [w_z dz^2 (1 - 4 p) + dz^2 e + p^2 sum_l w_z dz^2 + 2 dz p sum_l w_z p dz] q^2
+
+A softmax in the operands' dtype, with `u_s` their roundoff, rounds more. What happens to one logit (`z - m`, its
+weight) is an error of the logit, `w_z = c u_s^2 (z^2 + (z - m)^2 + 1)`. The rounded sum is one relative error of all
+probabilities of a row. On the way back `p dp`, `D` and `p D` are rounded:
+
+    w_dz + c u_s^2 p^2 (dp^2 + D^2)        var(D) + c u_s^2 (D^2 + sum_j p^2 dp^2)
+    out + c u_s^2 out^2      dq + c u_s^2 (dq - s D k')^2      dk + s^2 c u_s^2 sum_i (dz - p D)^2 q^2      dv, in w_p
+
+Sums over a group in the operands' dtype round each partial sum over its heads: `var(round sum of the first n heads)`
+for `n` from 2. Sums over blocks of keys (queries, for dk and dv) round what each block adds, and each partial sum:
+`c u^2 (block n)^2` for each `n` but the first, and `c u^2 (sum of the first n blocks)^2` for each `n` but the last. So
+does JAX where it pulls a scan back, and from the last block to the first: nobody declares an order, and each of these
+is the mean over both.
+
+All roundings that a correct kernel may make are counted, and most kernels make fewer (a blocked kernel keeps dp in f32,
+one differentiated by JAX keeps dz in f32 and has no D, not every kernel rounds dk by head): the variance is an upper
+estimate and a correct kernel comes out between 0.5 and 1 times its square root. Errors of f32 operations are left out:
+they are 2^-13 of a rounding to f16 and less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from cases.operand_values import Cotangent, Problem
+from conformance.contract import Arithmetic
+from conformance.truth.oracle import Array, Slab, iter_slabs
+from conformance.truth.roundoff import Roundoff, get_dtype_name
+
+TERM = 1 / (8 * math.log(2))
+"""Variance of rounding to nearest, relative to `(u x)^2`, averaged over the mantissa (module docstring)."""
+
+# Significand bits, and the exponent (of numpy.frexp) below which numbers are subnormal.
+_PRECISION = {"bf16": 8, "f16": 11}
+_LEAST_EXPONENT = {"bf16": -125, "f16": -13}
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorVariance:
+    """Exact values, the variance of a correct kernel's errors, and the spacing of the output dtype at each value."""
+
+    value: Array
+    variance: Array
+    ulp: Array
+
+
+def compute_ulp(values: Array, dtype: str) -> Array:
+    """Spacing of the numbers of `dtype` (`bf16` or `f16`) around each value."""
+    exponent = np.maximum(np.frexp(values)[1], _LEAST_EXPONENT[dtype])
+    return np.ldexp(1.0, exponent - _PRECISION[dtype])
+
+
+def compute_error_variance(
+    problem: Problem, arithmetic: Arithmetic, cotangent: Cotangent | None = None
+) -> dict[str, ErrorVariance]:
+    """`out` and, for a cotangent of `out`, `dq dk dv`, with the variance of a correct kernel's errors.
+
+    Args:
+      problem: operands in bf16 or f16, with neither soft cap nor sinks nor bias.
+      arithmetic: how the implementation declares to compute.
+      cotangent: of `out`; none for the forward pass alone.
+
+    Raises:
+      ValueError: for a problem that the derivation does not cover.
+    """
+    dtype = get_dtype_name(problem.q.dtype)
+    u = Roundoff.of(arithmetic, problem)
+    if dtype not in _PRECISION:
+        raise ValueError(f"the spread of errors is derived for {', '.join(_PRECISION)}, got operands in {dtype}")
+    if any(x is not None for x in (problem.soft_cap, problem.sinks, problem.bias, problem.score_mod)):
+        raise ValueError("the spread of errors is derived without soft cap, sinks, bias and score; the problem has one")
+    if u.scaled_q:
+        # Errors of q * scale are shared by all keys of a row: another derivation, that powers of two do not need.
+        raise ValueError(f"with scaled_q the scale must be a power of two, got {problem.effective_scale}")
+    names = {"out": (problem.q.shape[:3] + problem.v.shape[3:])}
+    if cotangent is not None:
+        names |= {"dq": problem.q.shape, "dk": problem.k.shape, "dv": problem.v.shape}
+    values = {name: np.zeros(shape) for name, shape in names.items()}
+    variances = {name: np.zeros(shape) for name, shape in names.items()}
+    for slab in iter_slabs(problem):
+        _add_forward(values, variances, slab, u)
+        if cotangent is not None:
+            do = cotangent.out[slab.batch, :, slab.heads].astype(np.float64).transpose(1, 0, 2)
+            _add_backward(values, variances, slab, do, u, dtype)
+    spacings = {name: compute_ulp(value, dtype) for name, value in values.items()}
+    return {
+        name: ErrorVariance(values[name], variances[name] + spacings[name] ** 2 / 12, spacings[name]) for name in names
+    }
+
+
+def _add_forward(values: dict[str, Array], variances: dict[str, Array], slab: Slab, u: Roundoff) -> None:
+    squared = _to_float32(slab.p) ** 2
+    v = _to_float32(slab.v)
+    variance = TERM * u.probabilities**2 * (squared @ v**2)
+    if u.logits or u.softmax:
+        weighted = squared * _compute_logit_variance(slab, u)
+        out = slab.out
+        variance = variance + weighted @ v**2 - 2 * out * (weighted @ v) + out**2 * weighted.sum(-1, keepdims=True)
+    if u.softmax:
+        variance = variance + TERM * u.softmax**2 * slab.out**2
+    variance = variance + _compute_block_variance(slab.p, slab.v, u)
+    values["out"][slab.batch, :, slab.heads] = slab.out.transpose(1, 0, 2)
+    variances["out"][slab.batch, :, slab.heads] = variance.transpose(1, 0, 2)
+
+
+def _add_backward(
+    values: dict[str, Array], variances: dict[str, Array], slab: Slab, do: Array, u: Roundoff, dtype: str
+) -> None:
+    dp = slab.dp(do)
+    d = (slab.p * dp).sum(axis=-1, keepdims=True)
+    dz = slab.p * (dp - d)
+    mean_k = slab.p @ slab.k
+    dq = slab.scale * (dz @ slab.k)
+    dk_by_head = slab.scale * (dz.transpose(0, 2, 1) @ slab.q)
+    dv_by_head = slab.p.transpose(0, 2, 1) @ do
+
+    p2, dp2, dz2 = (_to_float32(x) ** 2 for x in (slab.p, dp, dz))
+    q2, k2, do2 = (_to_float32(x) ** 2 for x in (slab.q, slab.k, do))
+    term = TERM * u.probabilities**2
+    shared = term * (p2 * dp2).sum(axis=-1) + (compute_ulp(slab.out, dtype) ** 2 / 12 * do2).sum(axis=-1)  # var(D)
+    w_dz = term * (p2 * dp2 + dz2)
+    in_dtype = TERM * u.softmax**2
+    if u.softmax:
+        d2 = _to_float32(d) ** 2
+        w_dz = w_dz + in_dtype * p2 * (dp2 + d2)
+        shared = shared + in_dtype * (d2[..., 0] + (p2 * dp2).sum(axis=-1))
+    var_dq = w_dz @ k2 + shared[..., None] * mean_k**2
+    by_pair = w_dz + p2 * _to_float32(shared)[..., None]
+    w_p = (term + in_dtype) * p2
+    if u.softmax:
+        var_dq = var_dq + in_dtype * (dq / slab.scale - d * mean_k) ** 2
+        by_pair = by_pair + in_dtype * _to_float32(dz - slab.p * d) ** 2
+    if u.logits or u.softmax:
+        w_z = _compute_logit_variance(slab, u)
+        p, small = _to_float32(slab.p), _to_float32(dz)
+        e, f, h = (x.sum(axis=-1, keepdims=True) for x in (w_z * p2, w_z * dz2, w_z * p * small))
+        k, row = _to_float32(slab.k), dq / slab.scale
+        var_dq = var_dq + (w_z * dz2) @ k2 - 2 * mean_k * ((w_z * dz2) @ k) + mean_k**2 * f
+        var_dq = var_dq + row**2 * e - 2 * row * ((w_z * small * p) @ k - mean_k * h)
+        by_pair = by_pair + w_z * dz2 * (1 - 4 * p) + dz2 * e + p2 * f + 2 * small * p * h
+        w_p = w_p + p2 * (w_z * (1 - 2 * p) + e)
+    var_dk = slab.scale**2 * (by_pair.transpose(0, 2, 1) @ q2)
+    var_dv = w_p.transpose(0, 2, 1) @ do2
+    if len(do) > 1:
+        var_dk = var_dk + compute_ulp(dk_by_head, dtype) ** 2 / 12
+        var_dv = var_dv + compute_ulp(dv_by_head, dtype) ** 2 / 12
+        if u.group_sums:
+            var_dk[0] += _compute_partial_sum_variance(dk_by_head, dtype)
+            var_dv[0] += _compute_partial_sum_variance(dv_by_head, dtype)
+    var_dq = var_dq + _compute_block_variance(dz, slab.k, u)
+    var_dk = var_dk + slab.scale**2 * _compute_block_variance(dz.transpose(0, 2, 1), slab.q, u)
+    var_dv = var_dv + _compute_block_variance(slab.p.transpose(0, 2, 1), do, u)
+
+    rows, keys = (slab.batch, slice(None), slab.heads), (slab.batch, slice(None), slab.kv_head)
+    values["dq"][rows] = dq.transpose(1, 0, 2)
+    values["dk"][keys] = dk_by_head.sum(axis=0)
+    values["dv"][keys] = dv_by_head.sum(axis=0)
+    variances["dq"][rows] = slab.scale**2 * var_dq.transpose(1, 0, 2)
+    variances["dk"][keys] = var_dk.sum(axis=0)
+    variances["dv"][keys] = var_dv.sum(axis=0)
+
+
+def _compute_partial_sum_variance(by_head: Array, dtype: str) -> Array:
+    """Of sums over the heads `[G, ...]` that are rounded after each but the first and the last, from either end."""
+    forth, back = (np.cumsum(order, axis=0)[1:-1] for order in (by_head, by_head[::-1]))
+    return (compute_ulp(forth, dtype) ** 2 + compute_ulp(back, dtype) ** 2).sum(axis=0) / 24
+
+
+def _compute_block_variance(x: Array, y: Array, u: Roundoff) -> Array | float:
+    """Of `x @ y`, `[G, n, m]` by `[m, .]` or `[G, m, .]`, whose blocks of `m` are rounded and added from either end."""
+    if u.block is None:
+        return 0.0
+    y = np.broadcast_to(y, (len(x), *y.shape[-2:]))
+    whole = x @ y
+    so_far, squares, length = np.zeros(whole.shape), np.zeros(whole.shape), x.shape[-1]
+    for start in range(0, length, u.block):
+        stop = start + u.block
+        block = x[..., start:stop] @ y[:, start:stop]
+        so_far = so_far + block
+        # The block that a sum begins with is rounded once, and each end is that of one order of two.
+        ends = (start == 0) + (stop >= length)
+        squares += (1 - ends / 2) * block**2
+        if stop < length:
+            squares += (so_far**2 + (whole - so_far) ** 2) / 2
+    return TERM * u.block_sums**2 * squares
+
+
+def _compute_logit_variance(slab: Slab, u: Roundoff) -> Array:
+    variance = (u.logits**2 + u.softmax**2) * slab.z**2
+    if u.softmax:
+        variance = variance + u.softmax**2 * ((slab.z - slab.pivot[..., None]) ** 2 + 1)
+    return np.where(slab.allowed, _to_float32(TERM * variance), np.float32(0))
+
+
+def _to_float32(x: Array) -> Array:
+    """In f32, which is more than a variance needs and takes half the time."""
+    return x.astype(np.float32)

@@ -1,0 +1,127 @@
+"""What a softmax in the operands' dtype adds to the bounds of `conformance.truth.rounding_bounds`, in bf16 and f16.
+
+Every logit, weight and probability rounds by itself, up to `u` of the operands' dtype, and so does each product on the
+way back. Added by magnitude, hundreds of such roundings would hide a result of zeros. They are independent from one
+pair to the next, so they are added in quadrature: `Q(x) = sqrt(2 sum x^2)`, which is 3.3 standard deviations of
+roundings that are as large as they can be, and is divided by nothing. What a row shares (the rounded sum, D) is added
+by magnitude to dq, and in quadrature over the rows to dk and dv. With the notation of `bounds`, `k' = sum_j p k`:
+
+    off   = g u (2 |x - bias| + |x| (with a bias) + 4 |z| (capped)) + u (|z| + |z - m| + 1)             of one logit
+    share = 2u + Q(p off) + p_sink u (2 |sink| + |sink - m| + 1)                                     of the row's sum
+    rnd   = u (2 p |dp| + p |D| + 4 |dz|), and u (8 tanh^2 + 1) |dz| (capped)                         of one pair
+    err D = u |D| + Q(p |dp| (off + 2u)) + share |D|
+    out   + Q(p off |v - out|) + 2u |out| + Q(u p v) + p_sink share |out|
+    lse   + share
+    dx    + e,                     e = p |r| off + rnd,  with row = |dz| share + p err D beside it
+    dq    + s [Q(e k) + share |sum_j dz k| + err D |k'|]
+    dk    + s Q([e + row] q)       dv + Q(p (off + share + 2u) do)
+
+Quadrature needs errors that are small. Where the logits of a row may be off by so much that its weights change by half
+or more (`sum_j p expm1(off)`), errors are added by magnitude, with `err(p)` at most `max(p, 1 - p)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from conformance.truth.oracle import Array, Slab
+from conformance.truth.roundoff import Roundoff
+
+_MAX_SMALL_CHANGE = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class LowPrecisionSoftmax:
+    """Errors of a slab's softmax in the operands' dtype."""
+
+    slab: Slab
+    u: float
+    off: Array  # of a logit, [G, T, S]
+    share: Array  # relative, of the sum, [G, T]
+    p: Array  # err(p), as it is added by magnitude, [G, T, S]
+    small: Array  # rows whose errors are added in quadrature, [G, T]
+
+    @classmethod
+    def of(cls, slab: Slab, u: Roundoff) -> LowPrecisionSoftmax | None:
+        """The errors that `u` means for the slab; none where the softmax is in f32."""
+        if not u.softmax:
+            return None
+        scored = slab.x if slab.score is None else slab.x - slab.score
+        biased = scored if slab.alibi is None else scored - slab.alibi
+        unbiased = biased if slab.bias is None else biased - slab.bias
+        before_cap = 2 * np.abs(unbiased) + (0 if slab.bias is None else np.abs(biased))
+        if slab.alibi is not None:  # the distance, its product with the slope, and the sum
+            before_cap = before_cap + 2 * np.abs(slab.alibi) + np.abs(scored)
+        if slab.score is not None:  # its whole number, and the sum
+            before_cap = before_cap + np.abs(slab.score) + np.abs(slab.x)
+        capped = 0.0 if slab.soft_cap is None else 4.0
+        off = slab.cap_derivative * before_cap + (1 + capped) * np.abs(slab.z)
+        off = np.where(slab.allowed, u.softmax * (off + np.abs(slab.z - slab.pivot[..., None]) + 1), 0.0)
+        share = 2 * u.softmax + _sum_in_quadrature(slab.p * off)
+        if slab.sinks is not None:
+            sink = slab.sinks[:, None]
+            share = share + slab.p_sink * u.softmax * (2 * np.abs(sink) + np.abs(sink - slab.pivot) + 1)
+        grown = slab.p * np.expm1(np.minimum(off, 50.0))
+        small = grown.sum(axis=-1) < _MAX_SMALL_CHANGE
+        share = np.where(small, share, (slab.p * off).sum(axis=-1) + share)
+        p = np.where(small[..., None], grown, slab.p * np.expm1(np.minimum(off + share[..., None], 50.0)))
+        return cls(slab, u.softmax, off, share, np.minimum(p, np.maximum(slab.p, 1 - slab.p)), small)
+
+    @property
+    def out(self) -> Array:
+        """What `out` gets, `[G, T, V]`."""
+        slab, by_pair = self.slab, self._squares(self.p)
+        p2, v2, out2 = slab.averaging**2, slab.v**2, slab.out**2
+        moved = by_pair @ v2 - 2 * slab.out * (by_pair @ slab.v) + out2 * by_pair.sum(axis=-1, keepdims=True)
+        found = np.sqrt(2 * np.maximum(moved, 0.0)) + self._magnitudes(self.p) @ np.abs(slab.v)
+        rounded = 2 * self.u * np.abs(slab.out) + self.u * np.sqrt(2 * (p2 @ v2))
+        return found + rounded + (slab.p_sink * self.share)[..., None] * np.abs(slab.out)
+
+    def backward(self, do: Array, dp: Array, d: Array, dlse: Array) -> SoftmaxGradientErrors:
+        """What gradients get for a cotangent `do [G, T, V]`; `dp [G, T, S]`, `d` and `dlse` `[G, T]`."""
+        slab, u = self.slab, self.u
+        r = dp - d[..., None] + dlse[..., None]
+        dz = slab.p * r
+        pair = self.p * np.abs(r) + u * (slab.p * (2 * np.abs(dp) + np.abs(d)[..., None]) + 3 * np.abs(dz))
+        err_d = u * np.abs(d) + self.share * np.abs(d)
+        by_key = (self.p + 2 * u * slab.p) * np.abs(dp)
+        err_d = err_d + np.where(self.small, _sum_in_quadrature(by_key), by_key.sum(axis=-1))
+        row = np.abs(dz) * self.share[..., None] + slab.p * err_d[..., None]
+        g = slab.cap_derivative
+        slope = 1.0 if slab.tanh is None else g + 8 * slab.tanh**2 + 1
+        pair, row = pair * g + u * slope * np.abs(dz), row * g
+        shared = self.share[..., None] * np.abs((g * dz) @ slab.k) + err_d[..., None] * np.abs((g * slab.p) @ slab.k)
+        dq = np.sqrt(2 * (self._squares(pair) @ slab.k**2)) + self._magnitudes(pair) @ np.abs(slab.k) + shared
+        both, p_both = pair + row, self.p + slab.averaging * (self.share[..., None] + 2 * u)
+        dk = self._over_rows(both, slab.q)
+        dv = self._over_rows(p_both, do)
+        err_dsink = slab.p_sink * (self.share + 4 * u) * np.abs(d - dlse) + slab.p_sink * err_d
+        return SoftmaxGradientErrors(slab.scale * dq, slab.scale * dk, dv, both, err_dsink)
+
+    def _squares(self, x: Array) -> Array:
+        return np.where(self.small[..., None], x, 0.0) ** 2
+
+    def _magnitudes(self, x: Array) -> Array:
+        return np.where(self.small[..., None], 0.0, x)
+
+    def _over_rows(self, x: Array, y: Array) -> Array:
+        """Sums over the rows of `x [G, T, S]` times `y [G, T, .]`, by head: `[G, S, .]`."""
+        squares, magnitudes = (z.transpose(0, 2, 1) for z in (self._squares(x), self._magnitudes(x)))
+        return np.sqrt(2 * (squares @ y**2)) + magnitudes @ np.abs(y)
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxGradientErrors:
+    """What the bounds of gradients get: dq `[G, T, H]`, dk and dv by head, dx `[G, T, S]`, dsinks of one row."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dx: Array
+    dsink: Array
+
+
+def _sum_in_quadrature(x: Array) -> Array:
+    return np.sqrt(2 * (x**2).sum(axis=-1))

@@ -1,0 +1,397 @@
+"""First-order rounding-error bounds, element by element, for the arithmetic that an implementation declares.
+
+Beside each exact observable `y` stands `E(y)`, how far a correct implementation may end up from it. The ratio
+`|y - y*| / E(y)` is then around 1 for correct kernels whatever the shape, the mask, the magnitudes and the
+cancellation, and one constant a dtype judges them all. Notation as in docs/contract.md, section 2: `x` logits, `z`
+capped, `p` probabilities, `D`, `dp`, `g = dz/dx`. docs/numerics.md goes through it term by term.
+
+The derivation, with `s|x| = scale sum_d |q||k| + |bias| + |alibi| + |score|` and `u` the f32 unit roundoff:
+
+    err(x)   = u_prod s|x| + u max(s|x|, 3/4 sqrt(H) max(sqrt(sum_d (scale q k)^2), |x|)) + u |alibi|
+               + u_q scale |q||k|
+    err(z)   = g err(x) + u_logits |z| + 4u |z| (capped) + u (|z| + |z - m|)
+    err(l)   = sum_j p err(z) + p_sink u |sink| + gamma(S)                                            (relative)
+    err(p)   = p expm1(err(z) + err(l) + 2u), never more than max(p, 1 - p)
+    E(lse)   = err(l) + u (|lse| + |m|) + u_residual |lse|
+    E(max)   = max_j err(z) + u_residual |max|
+    E(out)   = sum_j [err(p) + (u_p + u_prod + gamma(S)) p] |v| + u_out |out| + tiny
+    err(dp)  = (u_prod + gamma(V)) sum |do||v| + u_p |dp|
+    err(D)   = sum_j [(err(p) + (u_p + gamma(S)) p) |dp| + p err(dp)] + sum_d [(u_out + gamma(V)) |o| + tiny] |do|
+    err(g)   = (2 / cap) |tanh| g err(x) + (8 tanh^2 + 1) u                                           (capped)
+    err(dx)  = g [err(p) |r| + p (err(dp) + err(D) + u (|dp| + |D| + |dlse|))]
+               + |p r| err(g) + (u_p + u_prod + u) |dx| + tiny (1 + |r|)
+               with r = dp - D + dlse
+    E(dq)    = scale sum_j [err(dx) + gamma(S) |dx|] |k| + (u_out + u_q) |dq| + tiny
+               + scale u max(0, m / 2 - gamma(S) / u) sum_j |dx k|    (of dlse alone, where m terms are equal)
+    E(dk)    = scale sum_i [err(dx) + gamma(GT) |dx|] |q| + u_out (sum over the group of |dk of the head| + |dk|) + tiny
+    E(dv)    = sum_i [err(p) + (u_p + u_prod + gamma(GT)) p] |do| + u_out (group sum of |dv| + |dv|) + tiny
+    err(ds)  = err(p_sink) |D - dlse| + p_sink (err(D) + u |dlse|)                                    (of one row)
+    E(dsink) = 2 sqrt(sum_{b,i} err(ds)^2) + gamma(BT) sum_{b,i} |p_sink (D - dlse)| + u |dsink|
+    E(dbias) = sum [err(dx) + gamma(n) |dx|] over the broadcast axes + u_bias |dbias|
+    E(dk)    = E(dk) + E(dv) + u_out |dk + dv|         of keys whose first coordinates are the values
+
+What this adds to the usual first-order bound, and why:
+
+* `gamma(n) = u max(1, sqrt(n) / 4)`: rounding a running sum of n terms of one sign errs by about 0.23 sqrt(n) u of the
+  sum (each partial sum rounds by up to u/2, uniformly, and the errors add like a random walk); terms of random sign
+  stay near u times the sum of magnitudes. Measured constants are in `conformance/truth/tolerances.py`.
+* in `err(x)`, a sum whose partial sums all stay near one large value (a dominant coordinate) rounds at that size in
+  every step: 0.58 sqrt(H) u of it by root mean square, so that with 3/4 the extremes of thousands of elements (4.5
+  times the root mean square) stay at 3.5 times the bound. Sums of random signs keep the smaller bound.
+* `expm1` and the cap at `max(p, 1 - p)`: with logits of 1e5 in f32, `err(z)` is no longer small against 1.
+* `u_prod` in the second products: tf32 and bf16 products round `p` and `dx` as well as `q` and `k`.
+* `u_out` once more over the group: an implementation may round each head's dk and dv before it sums the group.
+* rows are summed in quadrature for dsink: their errors are independent, and thousands of rows added up in magnitude
+  would hide a gradient that is wrong altogether.
+* `tiny` in `err(D)`: a flash backward takes D from the stored `out`, which in f16 may be subnormal (a sink that takes
+  all the weight).
+* `tiny |r|` in `err(dx)`: a probability that underflows is off by `tiny`, and is multiplied by `r`.
+* a quantised cache adds `u_cache s|x|` to err(x) and `u_cache p` in E(out), for keys and values rounded as they are
+  multiplied by their scales. How far it is from the keys and values before they were stored is an error of the
+  operands (`Inexact`) of half a step.
+* the underflow floor `tiny` counts only terms that exist, so structural zeros (a key that nobody sees, the bias behind
+  the mask) have a bound of exactly zero and must be exactly zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from cases.operand_values import Cotangent, Problem
+from conformance.contract import Arithmetic
+from conformance.truth.equal_terms import compute_equal_term_excess
+from conformance.truth.low_precision_softmax import LowPrecisionSoftmax, SoftmaxGradientErrors
+from conformance.truth.oracle import Array, EmptyRows, Gradients, Slab, iter_slabs, pad_value_gradient
+from conformance.truth.roundoff import Roundoff, U
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounded:
+    """An exact value and, element by element, how far a correct implementation may be from it."""
+
+    value: Array
+    bound: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandErrors:
+    """How far q, k and v may be from what the problem has, in their shapes, where they are computed in `dtype`.
+
+    To first order, an error in an operand is one more error in the products that it enters: `scale (dq |k| + |q| dk)`
+    in err(x), `sum_j p dv` in E(out), `sum_d |do| dv` in err(dp), `scale sum |dx| dk` in E(dq) and likewise in E(dk).
+    """
+
+    dtype: str
+    q: Array
+    k: Array
+    v: Array
+
+    def of(self, slab: Slab, rows: Array | slice = slice(None)) -> OperandErrors:
+        """The errors of a slab's operands, q `[G, T, H]`, k `[S, H]`, v `[S, V]`; `rows` are its queries."""
+        q = self.q[slab.batch, :, slab.heads].transpose(1, 0, 2)[:, rows]
+        return OperandErrors(self.dtype, q, self.k[slab.batch, :, slab.kv_head], self.v[slab.batch, :, slab.kv_head])
+
+
+@dataclasses.dataclass(frozen=True)
+class Expectation:
+    """What to expect: forward observables, and gradients for each cotangent asked for, in that order."""
+
+    forward: dict[str, Bounded]
+    gradients: tuple[dict[str, Bounded], ...]
+
+
+def compute_expectation(
+    problem: Problem,
+    arithmetic: Arithmetic,
+    cotangents: Sequence[Cotangent] = (),
+    *,
+    empty_rows: EmptyRows = "zero",
+    rounds_out: bool = True,
+    inexact: OperandErrors | None = None,
+) -> Expectation:
+    """Exact observables and their error bounds.
+
+    Args:
+      problem: the operands.
+      arithmetic: how the implementation declares to compute.
+      cotangents: the cotangents to give gradients for.
+      empty_rows: what rows that may attend to nothing are declared to return.
+      rounds_out: whether `out` is rounded to the operands' dtype at the end, or left in f32.
+      inexact: how far the implementation's operands may be from those of `problem`, which then may be in float64.
+    """
+    u = Roundoff.of(arithmetic, problem, None if inexact is None else inexact.dtype)
+    u = u if rounds_out else dataclasses.replace(u, out=U)
+    return compute_expectation_for_roundoff(problem, u, cotangents, empty_rows=empty_rows, inexact=inexact)
+
+
+def compute_expectation_for_roundoff(
+    problem: Problem,
+    u: Roundoff,
+    cotangents: Sequence[Cotangent] = (),
+    *,
+    empty_rows: EmptyRows = "zero",
+    inexact: OperandErrors | None = None,
+) -> Expectation:
+    """The same for unit roundoffs that are given, whatever an arithmetic would make of them."""
+    batch, q_length, num_q_heads, _ = problem.q.shape
+    rows = (batch, num_q_heads, q_length)
+    shapes = {"out": (batch, q_length, num_q_heads, problem.v.shape[-1]), "logsumexp": rows, "max_logits": rows}
+    forward = {name: Bounded(np.empty(shape), np.empty(shape)) for name, shape in shapes.items()}
+    totals = [(Gradients.zeros(problem), Gradients.zeros(problem)) for _ in cotangents]
+    for slab in iter_slabs(problem, empty_rows):
+        errors = _ForwardErrors.of(slab, u, None if inexact is None else inexact.of(slab))
+        _store_forward(forward, slab, errors, u)
+        for cotangent, (values, bounds) in zip(cotangents, totals, strict=True):
+            _add_gradients(values, bounds, slab, errors, cotangent, u, inexact)
+    return Expectation(
+        forward,
+        tuple(_finish_gradients(values, bounds, u, tied=problem.tied) for values, bounds in totals),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _ForwardErrors:
+    """Errors inside one slab."""
+
+    x: Array  # [G, T, S]
+    z: Array  # [G, T, S], 0 where not allowed
+    total: Array  # err(l), relative, [G, T]
+    p: Array  # [G, T, S]
+    p_sink: Array  # [G, T]
+    out: Array  # without the final rounding, [G, T, V]
+    operands: OperandErrors | None  # of the slab
+    narrow: LowPrecisionSoftmax | None  # of a softmax in the operands' dtype
+
+    @classmethod
+    def of(cls, slab: Slab, u: Roundoff, operands: OperandErrors | None) -> _ForwardErrors:
+        keys = slab.k.shape[0]
+        x = _bound_logit_errors(slab, u)
+        if operands is not None:
+            x = x + slab.scale * (operands.q @ np.abs(slab.k).T + np.abs(slab.q) @ operands.k.T)
+        z = np.abs(slab.z)
+        capped = 0.0 if slab.soft_cap is None else 4 * u.cap
+        err_z = (
+            slab.cap_derivative * x
+            + (u.logits + capped + u.exponent) * z
+            + u.exponent * np.abs(slab.z - slab.pivot[..., None])
+        )
+        err_z = np.where(slab.allowed, err_z, 0.0)
+        fine = err_z
+        if u.coarse:
+            coarse = slab.scale * _bound_coarse_products(u, np.abs(slab.q @ slab.k.T), slab.q**2 @ (slab.k**2).T)
+            off = np.where(slab.allowed, slab.cap_derivative * coarse, 0.0)
+            x, err_z = x + coarse, err_z + off
+        err_l = (slab.p * err_z).sum(axis=-1) + u.gamma(keys)
+        err_sink = np.zeros_like(err_l)
+        if slab.sinks is not None:
+            sink = np.abs(slab.sinks)[:, None]
+            err_l = err_l + slab.p_sink * u.exponent * sink
+            below = np.abs(slab.sinks[:, None] - slab.logsumexp)
+            err_sink = slab.p_sink * np.expm1(np.minimum(err_l + u.exponent * (sink + below + 2), 50.0))
+        err_p = _bound_probability_errors(slab, err_z + err_l[..., None] + 2 * u.exponent)
+        rounding = u.probabilities + u.products + u.cache + u.gamma(keys) + u.bound_block_sums(keys)
+        added = rounding * slab.averaging + u.tiny * slab.allowed
+        err_out = (err_p + added) @ np.abs(slab.v)
+        if u.coarse:
+            fine_p = _bound_probability_errors(
+                slab, fine + (err_l - (slab.p * off).sum(axis=-1))[..., None] + 2 * u.exponent
+            )
+            err_out = np.minimum(err_out, (fine_p + added) @ np.abs(slab.v) + _bound_out_shift(slab, off))
+            err_out = err_out + _bound_coarse_products(u, np.abs(slab.out), slab.averaging**2 @ slab.v**2)
+        if (narrow := LowPrecisionSoftmax.of(slab, u)) is not None:
+            err_out, err_l = err_out + narrow.out, err_l + narrow.share
+            err_sink = err_sink + slab.p_sink * np.minimum(narrow.share + 4 * u.softmax, 1.0)
+            err_z = err_z + narrow.off
+        if operands is not None:
+            err_out = err_out + slab.averaging @ operands.v
+        return cls(x, err_z, err_l, err_p, err_sink, err_out, operands, narrow)
+
+
+def _bound_probability_errors(slab: Slab, exponent: Array) -> Array:
+    """err(p) where the exponent is off by `exponent`, `[G, T, S]`."""
+    err_p = slab.p * np.expm1(np.minimum(exponent, 50.0))
+    return np.minimum(err_p, np.maximum(slab.p, 1 - slab.p))
+
+
+def _bound_coarse_products(u: Roundoff, size: Array, squares: Array) -> Array:
+    """How far a sum of products is off whose operands are rounded to fewer bits.
+
+    `size` is that of the sum, `squares` the sum of the squares of the products.
+    """
+    return u.coarse * (2 * size + np.sqrt(2 * squares))
+
+
+def _bound_out_shift(slab: Slab, off: Array) -> Array:
+    """How far `out` moves if logits are off by `off`, by Cauchy and Schwarz over the keys, `[G, T, V]`."""
+    grown = np.expm1(np.minimum(off, 50.0))
+    size = np.sqrt((slab.p * grown**2).sum(axis=-1)) * np.exp(np.minimum((slab.p * off).sum(axis=-1), 50.0))
+    variance = slab.p @ slab.v**2 - (slab.p @ slab.v) ** 2
+    return size[..., None] * np.sqrt(np.maximum(variance, 0.0))
+
+
+def _bound_logit_errors(slab: Slab, u: Roundoff) -> Array:
+    """err(x), `[G, T, S]`, but for products of operands that are rounded to fewer bits."""
+    products = slab.scale * (np.abs(slab.q) @ np.abs(slab.k).T)
+    magnitude = products if slab.bias is None else products + np.abs(slab.bias)
+    alibi = 0.0 if slab.alibi is None else np.abs(slab.alibi)
+    magnitude = magnitude + alibi + (0.0 if slab.score is None else np.abs(slab.score))
+    spread = slab.scale * np.sqrt(slab.q**2 @ (slab.k**2).T)
+    running = 0.75 * np.sqrt(slab.q.shape[-1]) * np.maximum(spread, np.abs(slab.x))
+    rounded = u.products * magnitude + u.depth * (np.maximum(magnitude, running) + alibi)
+    return rounded + (u.scaled_q + u.cache) * products
+
+
+def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErrors, u: Roundoff) -> None:
+    out, lse, top = (forward[name] for name in ("out", "logsumexp", "max_logits"))
+    out.value[slab.batch, :, slab.heads] = slab.out.transpose(1, 0, 2)
+    sees = np.any(slab.allowed, axis=-1) | np.any(slab.averaging, axis=-1)
+    err_out = errors.out + u.out * np.abs(slab.out) + u.tiny * sees[..., None]
+    out.bound[slab.batch, :, slab.heads] = err_out.transpose(1, 0, 2)
+    finite = np.isfinite(slab.logsumexp)
+    lse_size = np.abs(np.where(finite, slab.logsumexp, 0.0))
+    err_lse = errors.total + u.log * (lse_size + np.abs(slab.pivot)) + u.residuals * lse_size
+    lse.value[slab.batch, slab.heads] = slab.logsumexp
+    lse.bound[slab.batch, slab.heads] = np.where(finite, err_lse, 0.0)
+    seen = np.isfinite(slab.max_logits)
+    top_size = np.abs(np.where(seen, slab.max_logits, 0.0))
+    top.value[slab.batch, slab.heads] = slab.max_logits
+    top.bound[slab.batch, slab.heads] = errors.z.max(axis=-1) + u.residuals * top_size + u.tiny * seen
+
+
+@dataclasses.dataclass(frozen=True)
+class _BackwardErrors:
+    """The backward pass of one slab for one cotangent, and its errors."""
+
+    dx: Array  # [G, T, S]
+    err_dx: Array  # [G, T, S]
+    err_dsink: Array  # of one row, [G, T]
+    dsink: Array  # of one row, [G, T]
+    live: Array  # allowed pairs whose row has a cotangent, [G, T, S]
+    narrow: SoftmaxGradientErrors | None
+
+    @classmethod
+    def of(cls, slab: Slab, errors: _ForwardErrors, do: Array, dlse: Array, u: Roundoff) -> _BackwardErrors:
+        keys, v_depth = slab.v.shape
+        p, abs_do = slab.p, np.abs(do)
+        dp = slab.dp(do)
+        d = (slab.averaging * dp).sum(axis=-1)
+        r = dp - d[..., None] + dlse[..., None]
+        dz = p * r
+        dx = slab.cap_derivative * dz
+        err_dp = (u.products + u.gamma(v_depth)) * (abs_do @ np.abs(slab.v).T) + u.probabilities * np.abs(dp)
+        if u.coarse:
+            err_dp = err_dp + _bound_coarse_products(u, np.abs(dp), do**2 @ (slab.v**2).T)
+        if errors.operands is not None:
+            err_dp = err_dp + abs_do @ errors.operands.v.T
+        err_d = ((errors.p + (u.probabilities + u.gamma(keys)) * p) * np.abs(dp) + p * err_dp).sum(axis=-1)
+        err_d += (((u.out + u.gamma(v_depth)) * np.abs(slab.out) + u.tiny) * abs_do).sum(axis=-1)
+        shift = u.backward * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
+        err_dx = slab.cap_derivative * (errors.p * np.abs(r) + p * (err_dp + err_d[..., None] + shift))
+        err_dx = err_dx + np.abs(dz) * _bound_cap_derivative_errors(slab, errors, u)
+        live = slab.allowed & (do.any(axis=-1) | (dlse != 0))[..., None]
+        err_dx = err_dx + (u.probabilities + u.products + u.backward) * np.abs(dx) + u.tiny * live * (1 + np.abs(r))
+        err_dsink = errors.p_sink * np.abs(d - dlse) + slab.p_sink * (err_d + u.backward * np.abs(dlse))
+        narrow = None if errors.narrow is None else errors.narrow.backward(do, dp, d, dlse)
+        if narrow is not None:
+            err_dsink = err_dsink + narrow.dsink
+        return cls(dx, err_dx, err_dsink, slab.p_sink * (dlse - d), live, narrow)
+
+
+def _bound_cap_derivative_errors(slab: Slab, errors: _ForwardErrors, u: Roundoff) -> Array | float:
+    """err(g), `[G, T, S]`."""
+    if slab.tanh is None or slab.soft_cap is None:
+        return 0.0
+    tanh = np.abs(slab.tanh)
+    return (2 / slab.soft_cap) * tanh * slab.cap_derivative * errors.x + (8 * tanh**2 + 1) * u.cap
+
+
+def _add_gradients(
+    values: Gradients,
+    bounds: Gradients,
+    slab: Slab,
+    errors: _ForwardErrors,
+    cotangent: Cotangent,
+    u: Roundoff,
+    inexact: OperandErrors | None,
+) -> None:
+    do = cotangent.out[slab.batch, :, slab.heads].astype(np.float64).transpose(1, 0, 2)  # [G, T, V]
+    dlse: Array = np.zeros(slab.pivot.shape)
+    if cotangent.logsumexp is not None:
+        dlse = cotangent.logsumexp[slab.batch, slab.heads].astype(np.float64)
+    rows = np.flatnonzero(do.any(axis=(0, 2)) | dlse.any(axis=0))
+    if len(rows) == 0:
+        return
+    if len(rows) < dlse.shape[1]:
+        # What has no cotangent has no gradient and no error: leave those queries out.
+        slab, do, dlse = slab.only(rows), do[:, rows], dlse[:, rows]
+        errors = _ForwardErrors.of(slab, u, None if inexact is None else inexact.of(slab, rows))
+    back = _BackwardErrors.of(slab, errors, do, dlse, u)
+    dk_by_head = slab.scale * (back.dx.transpose(0, 2, 1) @ slab.q)  # [G, S, H]
+    dv_by_head = slab.averaging.transpose(0, 2, 1) @ do  # [G, S, V]
+    dq = slab.scale * (back.dx @ slab.k)
+    values.add(
+        slab,
+        dq=dq,
+        dk=dk_by_head.sum(axis=0),
+        dv=dv_by_head.sum(axis=0),
+        dsinks=back.dsink.sum(axis=-1),
+        dx=back.dx,
+        rows=rows,
+    )
+    group, queries = dlse.shape
+    terms = u.gamma(group * queries) + u.bound_block_sums(queries)
+    along_keys = u.gamma(slab.k.shape[0]) + u.bound_block_sums(slab.k.shape[0])
+    abs_dx = np.abs(back.dx)
+    err_dk = slab.scale * ((back.err_dx + terms * abs_dx).transpose(0, 2, 1) @ np.abs(slab.q)).sum(axis=0)
+    err_dq = slab.scale * ((back.err_dx + along_keys * abs_dx) @ np.abs(slab.k))
+    if not do.any():
+        err_dq = err_dq + slab.scale * u.sums * compute_equal_term_excess(back.dx, slab.k) * (abs_dx @ np.abs(slab.k))
+    if errors.operands is not None:
+        err_dk = err_dk + slab.scale * (abs_dx.transpose(0, 2, 1) @ errors.operands.q).sum(axis=0)
+        err_dq = err_dq + slab.scale * (abs_dx @ errors.operands.k)
+    err_pv = errors.p + (u.probabilities + u.products + terms) * slab.averaging + u.tiny * back.live
+    err_dv = (err_pv.transpose(0, 2, 1) @ np.abs(do)).sum(axis=0)
+    if u.coarse:
+        dx2 = slab.scale**2 * back.dx**2
+        err_dq = err_dq + _bound_coarse_products(u, np.abs(dq), dx2 @ slab.k**2)
+        err_dk = err_dk + _bound_coarse_products(u, np.abs(dk_by_head), dx2.transpose(0, 2, 1) @ slab.q**2).sum(axis=0)
+        p2 = slab.averaging.transpose(0, 2, 1) ** 2
+        err_dv = err_dv + _bound_coarse_products(u, np.abs(dv_by_head), p2 @ do**2).sum(axis=0)
+    err_dx = back.err_dx + terms * abs_dx
+    if back.narrow is not None:
+        err_dq, err_dx = err_dq + back.narrow.dq, err_dx + back.narrow.dx
+        err_dk, err_dv = err_dk + back.narrow.dk.sum(axis=0), err_dv + back.narrow.dv.sum(axis=0)
+    by_head = (u.out if group > 1 else 0.0) + u.bound_head_sums(group)
+    sink_sum = u.gamma(queries) * np.abs(back.dsink).sum(axis=-1)
+    bounds.add(
+        slab,
+        dq=err_dq,
+        dk=err_dk + by_head * np.abs(dk_by_head).sum(axis=0),
+        dv=err_dv + by_head * np.abs(dv_by_head).sum(axis=0),
+        dsinks=2 * np.sqrt((back.err_dsink**2).sum(axis=-1)) + sink_sum,
+        dx=err_dx,
+        rows=rows,
+    )
+
+
+def _finish_gradients(values: Gradients, bounds: Gradients, u: Roundoff, *, tied: bool) -> dict[str, Bounded]:
+    """Add the final rounding; a bound of exactly zero stays zero."""
+    rounding = {"dq": u.out + u.scaled_q, "dk": u.out, "dv": u.out, "dsinks": u.backward, "dbias": u.bias}
+    finished = {}
+    for name, value in values.arrays.items():
+        bound = bounds.arrays[name]
+        finished[name] = Bounded(value, bound + rounding[name] * np.abs(value) + u.tiny * (bound > 0))
+    if tied:
+        finished["dk"] = _add_value_gradient(finished["dk"], finished.pop("dv"), u)
+    return finished
+
+
+def _add_value_gradient(dk: Bounded, dv: Bounded, u: Roundoff) -> Bounded:
+    """The gradient of keys whose first coordinates are the values: each part may be rounded before they are added."""
+    depth, keys = dv.value.shape[-1], dk.value.shape[-1]
+    value = dk.value + pad_value_gradient(dv.value, keys)
+    added = np.arange(keys) < depth  # elsewhere there is nothing to add
+    return Bounded(value, dk.bound + pad_value_gradient(dv.bound, keys) + u.out * np.abs(value) * added)

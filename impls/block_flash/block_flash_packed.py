@@ -1,0 +1,119 @@
+"""Block-sparse flash attention over packed sequences: the public call and its derivative rule."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from impls.block_flash.block_sizes import look_up
+from impls.block_flash.forward import Outputs
+from impls.block_flash.packed_key_ranges import PackedPlan
+from impls.block_flash.packed_passes import PackedOperands, backward, forward
+from impls.derivative_refusals import refuse_reverse_mode
+from impls.packed_sequences import SequenceTables, Side, build_tables, check_packed_operands, resolve_window
+
+_KERNEL_NAME = "block_flash_packed"
+
+
+def packed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    cu_q_lens: jax.Array,
+    cu_kv_lens: jax.Array,
+    num_seqs: jax.Array,
+    causal: bool = False,
+    window: tuple[Side, Side] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    block_q: int | None = None,
+    block_kv: int | None = None,
+) -> Any:
+    """Softmax attention of sequences that lie behind one another, each to itself (docs/contract.md, section 8).
+
+    Query `i` of a sequence has the position `kv_len - q_len + i`. Blocks of the pack that hold no pair of one sequence
+    are not computed, so the work follows the sequences and not the square of the pack. Memory is linear in the lengths.
+
+    q, k, v and sinks are differentiable in reverse mode, and `logsumexp` is; `max_logits` has gradient zero. The
+    residuals of the backward are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.
+
+    Args:
+      q: queries `[total_q, N, H]`. Tokens past the last sequence may hold anything, here and in k and v.
+      k: keys `[total_kv, K, H]`, `N % K == 0`.
+      v: values `[total_kv, K, V]`.
+      cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
+      cu_kv_lens: int32 `[max_seqs + 1]`, likewise its keys. A sequence may have no queries, or no keys.
+      num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
+      causal: whether a query sees no later key of its sequence.
+      window: `(left, right)`: the keys that a query sees beside its own, None for an open side.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      save_residuals: also return `logsumexp` and `max_logits`.
+      block_q: queries a block, at most all of them; by default as for dense operands.
+      block_kv: keys a block, likewise.
+
+    Returns:
+      `out [total_q, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[total_q, N]`. A
+      query that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and so do rows
+      past the last sequence. These and keys past it have gradient zero.
+
+    Raises:
+      ValueError: an operand or an option is not as above; the message names it.
+      NotImplementedError: a second derivative in reverse mode.
+    """
+    check_packed_operands(q, k, v, sinks, soft_cap, scale)
+    tables = build_tables(cu_q_lens, cu_kv_lens, num_seqs)
+    left, right = resolve_window(causal, window)
+    sizes = look_up(len(q), len(k))
+    plan = PackedPlan(
+        num_q_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        q_length=len(q),
+        kv_length=len(k),
+        block_q=min(sizes["block_q"] if block_q is None else block_q, len(q)),
+        block_kv=min(sizes["block_kv"] if block_kv is None else block_kv, len(k)),
+        scale=1 / math.sqrt(q.shape[2]) if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        left=left,
+        right=right,
+    )
+    operands = jax.tree.map(jnp.asarray, PackedOperands(q, k, v, sinks))
+    outputs = _attend(plan, operands, tables)
+    if not save_residuals:
+        return outputs.out[0]
+    return outputs.out[0], {"logsumexp": outputs.logsumexp[0].T, "max_logits": outputs.max_logits[0].T}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(plan: PackedPlan, operands: PackedOperands, tables: SequenceTables) -> Outputs:
+    return forward(plan, operands, tables)
+
+
+_Saved = tuple[PackedOperands, SequenceTables, jax.Array, jax.Array]
+
+
+def _flash_forward(plan: PackedPlan, operands: PackedOperands, tables: SequenceTables) -> tuple[Outputs, _Saved]:
+    outputs = refuse_reverse_mode(_KERNEL_NAME, functools.partial(forward, plan), operands, tables)
+    out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
+    return Outputs(out, logsumexp, outputs.max_logits), (operands, tables, out, logsumexp)
+
+
+def _flash_backward(plan: PackedPlan, saved: _Saved, cotangents: Outputs) -> tuple[PackedOperands, None]:
+    pulled = functools.partial(backward, plan)
+    return refuse_reverse_mode(_KERNEL_NAME, pulled, *saved, cotangents.out, cotangents.logsumexp), None
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+# Jitted so that calls outside `jit` compile once for each plan, not once a call.
+_attend = jax.jit(_flash, static_argnums=0)

@@ -1,0 +1,123 @@
+"""What is fixed before any value is known: sizes, blocks, and which pairs of blocks are computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cases.masks import EMPTY, FULL, And, Lengths, Mask, Or, iter_leaves
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlashSizes:
+    """Sizes, blocks, and what becomes of logits, the same for dense and for packed operands."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    q_length: int
+    kv_length: int
+    block_q: int
+    block_kv: int
+    scale: float
+    soft_cap: float | None
+
+    def __post_init__(self) -> None:
+        """Reject blocks that hold nothing."""
+        for name, block in (("block_q", self.block_q), ("block_kv", self.block_kv)):
+            if block <= 0:
+                raise ValueError(f"{name} must be positive, got {block}")
+
+    @property
+    def num_q_blocks(self) -> int:
+        """Blocks along the query axis, the last one padded."""
+        return -(-self.q_length // self.block_q)
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Blocks along the key axis, the last one padded."""
+        return -(-self.kv_length // self.block_kv)
+
+    @property
+    def padded(self) -> bool:
+        """Whether a block of either axis goes beyond its length."""
+        return bool(self.q_length % self.block_q or self.kv_length % self.block_kv)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockFlashPlan(FlashSizes):
+    """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value."""
+
+    mask: Mask
+    masked_at_run_time: bool  # by segment ids or a selection of keys
+    score_mod: Callable[..., Any] | None = None  # (score, b, n, i, j) -> score
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The active pairs of blocks."""
+        return _build_schedule(self)
+
+
+class PairIndices(NamedTuple):
+    """Where pairs of blocks are, `[P]`, or one pair inside the scan.
+
+    Indices are unsigned: for signed ones JAX adds code that wraps negative indices around.
+    """
+
+    q: Any
+    kv: Any
+    stored: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """Active pairs of blocks, those where some query of some batch row and head may attend to some key.
+
+    Attributes:
+      pairs: q block, kv block and place in `stored` of each pair.
+      stored: booleans `[X, b, n, block_q, block_kv]` of the pairs whose mask is no formula, else none. The pairs that
+        are full share one entry.
+      masked: False if every pair is computed without a mask.
+    """
+
+    pairs: PairIndices
+    stored: np.ndarray | None
+    masked: bool
+
+
+def _build_schedule(plan: BlockFlashPlan) -> Schedule:
+    blocks = plan.mask.blocks(plan.q_length, plan.kv_length, plan.block_q, plan.block_kv)  # [b, n, q blocks, kv blocks]
+    full = (blocks == FULL).all(axis=(0, 1))
+    active = np.argwhere((blocks != EMPTY).any(axis=(0, 1)))
+    masked = plan.masked_at_run_time or plan.padded or not full[active[:, 0], active[:, 1]].all()
+    place = np.zeros(len(active), np.uint32)
+    stored = None
+    if masked and not is_formula(plan.mask):
+        partial = ~full[active[:, 0], active[:, 1]]
+        place[partial] = 1 + np.arange(partial.sum())
+        stored = np.ones((1 + partial.sum(), *blocks.shape[:2], plan.block_q, plan.block_kv), bool)
+        for entry, (q_block, kv_block) in zip(stored[1:], active[partial], strict=True):
+            i = np.arange(q_block * plan.block_q, min((q_block + 1) * plan.block_q, plan.q_length))[:, None]
+            j = np.arange(kv_block * plan.block_kv, min((kv_block + 1) * plan.block_kv, plan.kv_length))[None, :]
+            entry[:, :, : i.size, : j.size] = plan.mask.allowed(i, j)
+    q_blocks, kv_blocks = active.T.astype(np.uint32)
+    return Schedule(PairIndices(q_blocks, kv_blocks, place), stored, masked)
+
+
+def is_formula(mask: Mask) -> bool:
+    """Whether `formula` gives `mask`, so that no block of it need be stored."""
+    return all(leaf.is_computed or isinstance(leaf, Lengths) for leaf in iter_leaves(mask))
+
+
+def evaluate_mask(mask: Mask, i: Any, j: Any) -> Any:
+    """`mask` at traced positions `i [1, 1, block_q, 1]` and `j [1, 1, 1, block_kv]`, as `[b, 1, block_q, block_kv]`."""
+    if isinstance(mask, And):
+        return evaluate_mask(mask.left, i, j) & evaluate_mask(mask.right, i, j)
+    if isinstance(mask, Or):
+        return evaluate_mask(mask.left, i, j) | evaluate_mask(mask.right, i, j)
+    if isinstance(mask, Lengths):
+        return (i >= 0) & (j < np.asarray(mask.lengths, np.int32).reshape(-1, 1, 1, 1))
+    return mask.allowed(i, j)

@@ -1,0 +1,258 @@
+"""Operands cut in blocks, and the logits of one pair of blocks, which both passes compute.
+
+    (1)  x_ij = score_mod(scale <q_i, k_j> + bias_ij - alibi_slope |i + S - T - j|, b, n, i, j)
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+    (3)  z_ij = -inf, where i may not attend to j
+
+Blocked operands carry the block index first, so that one block is one contiguous slice: q is
+`[q blocks, B, K, G, block_q, H]`, k `[kv blocks, B, K, block_kv, H]`. Query head `n = k * G + g` reads key/value
+head `k`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from impls.block_flash.block_schedule import BlockFlashPlan, FlashSizes, PairIndices, evaluate_mask
+
+Result = TypeVar("Result")
+
+
+class Operands(NamedTuple):
+    """Arrays of the canonical call, in its shapes."""
+
+    q: jax.Array  # [B, T, N, H]
+    k: jax.Array  # [B, S, K, H]
+    v: jax.Array  # [B, S, K, V]
+    bias: jax.Array | None  # [B or 1, N or 1, T or 1, S or 1]
+    alibi_slopes: jax.Array | None  # [N]
+    sinks: jax.Array | None  # [N]
+    segment_ids: tuple[jax.Array, jax.Array] | None  # [B, T], [B, S]
+    selected: jax.Array | None  # booleans [b, n, T, S]
+
+
+class Blocks(NamedTuple):
+    """The same, cut in blocks (module docstring)."""
+
+    q: jax.Array  # [q blocks, B, K, G, block_q, H]
+    k: jax.Array  # [kv blocks, B, K, block_kv, H]
+    v: jax.Array  # [kv blocks, B, K, block_kv, V]
+    bias: jax.Array | None  # [b, k, g, t, s], padded
+    alibi_slopes: jax.Array | None  # [1, K, G, 1, 1] f32
+    q_ids: jax.Array | None  # [q blocks, B, block_q]
+    kv_ids: jax.Array | None  # [kv blocks, B, block_kv]
+    selected: jax.Array | None  # [b, k, g, t, s], padded
+
+
+class Pair(NamedTuple):
+    """One pair of blocks, with what both passes need of it."""
+
+    q: jax.Array  # [B, K, G, block_q, H]
+    k: jax.Array  # [B, K, block_kv, H]
+    v: jax.Array  # [B, K, block_kv, V]
+    allowed: jax.Array | None  # [b, k, g, block_q, block_kv], none if all are
+    logits: jax.Array  # [B, K, G, block_q, block_kv] f32, -inf where not allowed
+    slope: jax.Array | None  # derivative of score_mod and (2), same shape, none without both
+
+
+def cut_operands(plan: BlockFlashPlan, operands: Operands) -> Blocks:
+    """The operands in blocks, padded with zeros."""
+    q_ids, kv_ids = (None, None) if operands.segment_ids is None else operands.segment_ids
+    slopes = operands.alibi_slopes
+    return Blocks(
+        q=cut_queries(plan, operands.q),
+        k=cut_keys(plan, operands.k),
+        v=cut_keys(plan, operands.v),
+        bias=None if operands.bias is None else pad_pairs(plan, operands.bias),
+        alibi_slopes=None if slopes is None else slopes.astype(jnp.float32).reshape(1, plan.num_kv_heads, -1, 1, 1),
+        q_ids=None if q_ids is None else _cut_axis(q_ids, 1, plan.block_q),
+        kv_ids=None if kv_ids is None else _cut_axis(kv_ids, 1, plan.block_kv),
+        selected=None if operands.selected is None else pad_pairs(plan, operands.selected),
+    )
+
+
+def cut_queries(plan: FlashSizes, x: jax.Array) -> jax.Array:
+    """`[B, T, N, D]` to `[q blocks, B, K, G, block_q, D]`."""
+    x = x.reshape(*x.shape[:2], plan.num_kv_heads, -1, x.shape[3])
+    return _cut_axis(x, 1, plan.block_q).transpose(0, 1, 3, 4, 2, 5)
+
+
+def join_queries(plan: FlashSizes, x: jax.Array) -> jax.Array:
+    """Inverse of `cut_queries`."""
+    x = x.transpose(1, 0, 4, 2, 3, 5)  # [B, q blocks, block_q, K, G, D]
+    return x.reshape(x.shape[0], -1, plan.num_q_heads, x.shape[5])[:, : plan.q_length]
+
+
+def cut_rows(plan: FlashSizes, x: jax.Array) -> jax.Array:
+    """`[B, N, T]` to `[q blocks, B, K, G, block_q]`."""
+    return _cut_axis(x.reshape(x.shape[0], plan.num_kv_heads, -1, x.shape[2]), 3, plan.block_q)
+
+
+def join_rows(plan: FlashSizes, x: jax.Array) -> jax.Array:
+    """Inverse of `cut_rows`."""
+    x = jnp.moveaxis(x, 0, 3)  # [B, K, G, q blocks, block_q]
+    return x.reshape(x.shape[0], plan.num_q_heads, -1)[..., : plan.q_length]
+
+
+def cut_keys(plan: FlashSizes, x: jax.Array) -> jax.Array:
+    """`[B, S, K, D]` to `[kv blocks, B, K, block_kv, D]`."""
+    return _cut_axis(x, 1, plan.block_kv).transpose(0, 1, 3, 2, 4)
+
+
+def join_keys(plan: FlashSizes, x: jax.Array) -> jax.Array:
+    """`[kv blocks, B, K, block_kv, D]` to `[B, S, K, D]`."""
+    x = x.transpose(1, 0, 3, 2, 4)  # [B, kv blocks, block_kv, K, D]
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : plan.kv_length]
+
+
+def pad_pairs(plan: BlockFlashPlan, bias: jax.Array) -> jax.Array:
+    """Bias or booleans `[b, n, t, s]` as `[b, k, g, t, s]`, with `t` and `s` whole blocks unless they are broadcast."""
+    q_padding = plan.num_q_blocks * plan.block_q - plan.q_length if bias.shape[2] > 1 else 0
+    kv_padding = plan.num_kv_blocks * plan.block_kv - plan.kv_length if bias.shape[3] > 1 else 0
+    if q_padding or kv_padding:
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, q_padding), (0, kv_padding)))
+    return split_heads(plan, bias)
+
+
+def split_heads(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
+    """`[b, n, ...]` to `[b, k, g, ...]`."""
+    return x[:, :, None] if x.shape[1] == 1 else x.reshape(x.shape[0], plan.num_kv_heads, -1, *x.shape[2:])
+
+
+def locate_pair(
+    plan: BlockFlashPlan, bias: jax.Array, pair: PairIndices
+) -> tuple[tuple[jax.Array | int, ...], tuple[int, ...]]:
+    """Start and size of a pair's part of the blocked bias."""
+    zero = jnp.uint32(0)
+    row, rows = (pair.q * plan.block_q, plan.block_q) if bias.shape[3] > 1 else (zero, 1)
+    column, columns = (pair.kv * plan.block_kv, plan.block_kv) if bias.shape[4] > 1 else (zero, 1)
+    return (zero, zero, zero, row, column), (*bias.shape[:3], rows, columns)
+
+
+def take_block(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Block `index` of `x`."""
+    block: jax.Array = lax.dynamic_index_in_dim(x, index, keepdims=False)
+    return block
+
+
+def put_block(x: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
+    """`x` with its block `index` replaced; inside a loop XLA does this in place."""
+    updated: jax.Array = lax.dynamic_update_index_in_dim(x, block, index, 0)
+    return updated
+
+
+def multiply(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """A contraction of operands in one dtype, accumulated in f32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def compute_pair(plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices) -> Pair:
+    """Logits of one pair of blocks, `pair` being one entry of the schedule."""
+    q, k, v = take_block(blocks.q, pair.q), take_block(blocks.k, pair.kv), take_block(blocks.v, pair.kv)
+    bias = None
+    if blocks.bias is not None:
+        bias = lax.dynamic_slice(blocks.bias, *locate_pair(plan, blocks.bias, pair))
+    taken = None
+    if blocks.alibi_slopes is not None:
+        i, j = _compute_positions(plan, pair)
+        distance = jnp.abs(i + (plan.kv_length - plan.q_length) - j).astype(jnp.float32)
+        taken = blocks.alibi_slopes * distance
+    score = None
+    if plan.score_mod is not None:
+        i, j = _compute_positions(plan, pair)
+        b = jnp.arange(q.shape[0], dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
+        n = jnp.arange(plan.num_q_heads, dtype=jnp.int32).reshape(plan.num_kv_heads, -1, 1, 1)
+        score = functools.partial(plan.score_mod, b=b, n=n, i=i, j=j)
+    return compute_pair_logits(plan, q, k, v, _compute_allowed(plan, blocks, pair), bias, taken, score)
+
+
+def compute_pair_logits(
+    plan: FlashSizes,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    allowed: jax.Array | None,
+    bias: jax.Array | None = None,
+    taken: jax.Array | None = None,
+    score: Callable[[jax.Array], jax.Array] | None = None,
+) -> Pair:
+    """Logits of a block of queries and a block of keys, all as in `Pair`.
+
+    `bias` is added and `taken` taken off, both `[b, k, g, block_q, block_kv]`. `score` is what becomes of a logit then.
+    """
+    if allowed is not None:
+        # What nobody attends to may be NaN, and 0 * NaN is not 0.
+        seen = allowed.any(axis=(2, 3))[..., None]  # [b, k, block_kv, 1]
+        k, v = (jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in (k, v))
+    logits = multiply("bkgth,bksh->bkgts", q, k) * plan.scale  # (1)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)
+    if taken is not None:
+        logits = logits - taken
+    scored = slope = None
+    if score is not None:
+        logits, pullback = jax.vjp(score, logits)
+        scored = pullback(jnp.ones_like(logits))[0]
+    if plan.soft_cap is not None:
+        tanh = jnp.tanh(logits / plan.soft_cap)
+        logits, slope = plan.soft_cap * tanh, 1 - tanh * tanh  # (2)
+    if scored is not None:
+        slope = scored if slope is None else scored * slope
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
+    return Pair(q, k, v, allowed, logits, slope)
+
+
+def compute_unless_empty(
+    plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices, compute: Callable[[], Result], empty: Result
+) -> Result:
+    """What `compute` gives of a pair of blocks, or `empty` if a selection made at run time leaves nothing of it.
+
+    Under `vmap` over selections both are computed, since then a pair may be empty for one and not for another.
+    """
+    if blocks.selected is None:
+        return compute()
+    some = lax.dynamic_slice(blocks.selected, *locate_pair(plan, blocks.selected, pair)).any()
+    found: Result = lax.cond(some, compute, lambda: empty)
+    return found
+
+
+def _compute_positions(plan: BlockFlashPlan, pair: PairIndices) -> tuple[jax.Array, jax.Array]:
+    """Places of the queries `[1, 1, block_q, 1]` and the keys `[1, 1, 1, block_kv]` of a pair, along their axes."""
+    i = pair.q.astype(jnp.int32) * plan.block_q + jnp.arange(plan.block_q, dtype=jnp.int32).reshape(1, 1, -1, 1)
+    j = pair.kv.astype(jnp.int32) * plan.block_kv + jnp.arange(plan.block_kv, dtype=jnp.int32).reshape(1, 1, 1, -1)
+    return i, j
+
+
+def _compute_allowed(plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices) -> jax.Array | None:
+    """Booleans `[b, k, g, block_q, block_kv]` of a pair, none if all its pairs of positions are allowed."""
+    schedule = plan.schedule
+    if not schedule.masked:
+        return None
+    i, j = _compute_positions(plan, pair)
+    stored = schedule.stored
+    allowed = evaluate_mask(plan.mask, i, j) if stored is None else take_block(jnp.asarray(stored), pair.stored)
+    if plan.padded:
+        allowed = allowed & (i < plan.q_length) & (j < plan.kv_length)
+    if blocks.q_ids is not None and blocks.kv_ids is not None:
+        q_ids, kv_ids = take_block(blocks.q_ids, pair.q), take_block(blocks.kv_ids, pair.kv)
+        allowed = allowed & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
+    allowed = split_heads(plan, allowed)
+    if blocks.selected is not None:
+        allowed = allowed & lax.dynamic_slice(blocks.selected, *locate_pair(plan, blocks.selected, pair))
+    return allowed
+
+
+def _cut_axis(x: jax.Array, axis: int, block: int) -> jax.Array:
+    """Axis `axis` cut in blocks, their index moved to the front: `[blocks, ..., block, ...]`."""
+    if padding := -x.shape[axis] % block:
+        x = jnp.pad(x, [(0, padding if a == axis else 0) for a in range(x.ndim)])
+    x = x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)

@@ -1,0 +1,105 @@
+"""One device's part: its queries against some keys, under one of several masks chosen at run time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from cases.masks import Mask
+
+Kernel = Callable[..., Any]
+"""The canonical call (`conformance.contract`) with `save_residuals=True` and a differentiable `logsumexp`."""
+
+
+class Operands(NamedTuple):
+    """Arrays of one call, in the canonical shapes; all but the first three may be none."""
+
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, V]
+    bias: Any  # [b, n, t, s]
+    sinks: Any  # [N]
+    segment_ids: Any  # ([B, T], [B, S])
+
+
+class Outputs(NamedTuple):
+    """Results of one call."""
+
+    out: jax.Array  # [B, T, N, V] f32
+    logsumexp: jax.Array  # [B, N, T] f32
+    max_logits: jax.Array  # [B, N, T] f32
+
+
+Cotangents = Callable[[Outputs], tuple[jax.Array, jax.Array]]
+"""Cotangents of `out` and `logsumexp`, from the results."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalAttention:
+    """A kernel with its static operands, and the masks that it may have to work under; none where nothing is allowed.
+
+    Each pass is one `switch` with a kernel for each mask. The backward pass computes the results again and pulls back
+    through the kernel inside its branch: differentiating the `switch` itself would save what every branch needs.
+
+    With `wide`, the kernel gets q, k and v in f32, so that its results and gradients come in f32 too. What is added up
+    over several calls needs that: rounded to bf16 each, parts and gradients lose more the more of them there are
+    (ring-flash-attention issue 42).
+    """
+
+    kernel: Kernel
+    masks: tuple[Mask | None, ...]
+    soft_cap: float | None
+    scale: float | None
+    wide: bool = False
+
+    def forward(self, index: Any, operands: Operands) -> Outputs:
+        """The results under mask `index`."""
+        return self._switch(index, [functools.partial(self._call, mask) for mask in self.masks], operands)
+
+    def backward(self, index: Any, operands: Operands, cotangents: Cotangents) -> Operands:
+        """Gradients of the operands under mask `index`, with `wide` in f32; none for ids."""
+
+        def branch(mask: Mask | None) -> Callable[[Operands], Operands]:
+            def pull_back(x: Operands) -> Operands:
+                moving = self._widened(x._replace(segment_ids=None))
+                outputs, pull = jax.vjp(lambda m: self._call(mask, m._replace(segment_ids=x.segment_ids)), moving)
+                do, dlse = cotangents(outputs)
+                found: Operands = pull(Outputs(do, dlse, jnp.zeros_like(outputs.max_logits)))[0]
+                return found
+
+            return pull_back
+
+        return self._switch(index, [branch(mask) for mask in self.masks], operands)
+
+    @staticmethod
+    def _switch(index: Any, branches: list[Callable[[Operands], Any]], operands: Operands) -> Any:
+        return branches[0](operands) if len(branches) == 1 else jax.lax.switch(index, branches, operands)
+
+    def _widened(self, x: Operands) -> Operands:
+        return x._replace(**{name: getattr(x, name).astype(jnp.float32) for name in "qkv"}) if self.wide else x
+
+    def _call(self, mask: Mask | None, x: Operands) -> Outputs:
+        x = self._widened(x)
+        if mask is None:
+            rows = (x.q.shape[0], x.q.shape[2], x.q.shape[1])
+            nothing = jnp.full(rows, -jnp.inf, jnp.float32)
+            logsumexp = nothing if x.sinks is None else jnp.broadcast_to(x.sinks[None, :, None], rows)
+            return Outputs(jnp.zeros((*x.q.shape[:3], x.v.shape[3]), jnp.float32), logsumexp, nothing)
+        out, residuals = self.kernel(
+            x.q,
+            x.k,
+            x.v,
+            mask=mask,
+            segment_ids=x.segment_ids,
+            soft_cap=self.soft_cap,
+            bias=x.bias,
+            sinks=x.sinks,
+            scale=self.scale,
+            save_residuals=True,
+        )
+        return Outputs(out.astype(jnp.float32), residuals["logsumexp"], residuals["max_logits"])

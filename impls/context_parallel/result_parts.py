@@ -1,0 +1,35 @@
+"""Between results with `logsumexp [B, N, T]` and parts to merge (`impls.softmax_merge`), which have rows where `out` has."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from impls import softmax_merge
+
+
+def build_part(out: jax.Array, logsumexp: jax.Array) -> softmax_merge.Part:
+    """`out [B, T, N, V]` and `logsumexp [B, N, T]` as a part whose sum is 1, or 0 where there is no key."""
+    top = transpose_rows(logsumexp)
+    return softmax_merge.Part(out, top, (top != -jnp.inf).astype(jnp.float32))
+
+
+def restore_results(part: softmax_merge.Part) -> tuple[jax.Array, jax.Array]:
+    """`out [B, T, N, V]` and `logsumexp [B, N, T]` of a part."""
+    out, logsumexp = softmax_merge.normalise(part)
+    return out, logsumexp.swapaxes(1, 2)
+
+
+def add_sinks(out: jax.Array, logsumexp: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The result with one more logit `[N]` in each denominator; differentiable in all three."""
+    return restore_results(softmax_merge.merge([build_part(out, logsumexp), softmax_merge.build_sink_part(sinks)]))
+
+
+def compute_share(part: jax.Array, whole: jax.Array) -> jax.Array:
+    """What a part has of the softmax, from both `logsumexp`s; 0 where nobody has any."""
+    return jnp.exp(part - jnp.where(whole == -jnp.inf, 0.0, whole))
+
+
+def transpose_rows(x: jax.Array) -> jax.Array:
+    """`[B, N, T]` as `[B, T, N, 1]`."""
+    return x.swapaxes(1, 2)[..., None]

@@ -1,0 +1,70 @@
+"""Operands whose shardings are part of their types: kernels compute on them as on any others.
+
+From jax 0.12 on `jax.make_mesh` makes meshes of explicit axes. There every operation must say how its result is
+sharded, which loops over blocks and Pallas calls cannot. Inside the call the compiler decides; what comes out is
+sharded as the queries are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from cases.operand_registry import OPTIONAL
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+_ARRAY_OPTIONS = (*(operand.name for operand in OPTIONAL if operand.arrays), "lengths", "positions")
+
+
+def accept_explicit_sharding(call: _Call) -> _Call:
+    """The canonical call, for operands on meshes of explicit axes too.
+
+    What it returns are arrays `[B, T, N, .]` and residuals `[B, N, T]`, in any tree.
+    """
+
+    @functools.wraps(call)
+    def wrapped(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        arrays = {
+            "q": q,
+            "k": k,
+            "v": v,
+            **{name: x for name in _ARRAY_OPTIONS if (x := options.get(name)) is not None},
+        }
+        mesh = find_explicit_mesh(arrays)
+        if mesh is None:
+            return call(q, k, v, **options)
+        static = {name: x for name, x in options.items() if name not in arrays}
+
+        def plain(arrays: dict[str, Any]) -> Any:
+            return call(**arrays, **static)
+
+        shapes = jax.eval_shape(plain, jax.tree.map(_drop_sharding, arrays))
+        spec: tuple[Any, ...] = tuple(jax.typeof(q).sharding.spec)
+        batch, queries, heads, *_ = (*spec, None, None, None)
+        found = {4: (batch, queries, heads, None), 3: (batch, heads, queries)}
+        shardings = jax.tree.map(lambda x: NamedSharding(mesh, _build_spec(*found[x.ndim])), shapes)
+        return jax.sharding.auto_axes(plain, axes=mesh.explicit_axes, out_sharding=shardings)(arrays)
+
+    return cast(_Call, wrapped)
+
+
+def find_explicit_mesh(arrays: Any) -> Any:
+    """The mesh of the first array that is on one with explicit axes; none if there is none."""
+    for x in jax.tree.leaves(arrays):
+        if isinstance(x, jax.Array):
+            mesh = jax.typeof(x).sharding.mesh
+            if mesh.explicit_axes:
+                return mesh
+    return None
+
+
+def _drop_sharding(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+
+
+def _build_spec(*axes: Any) -> Any:
+    return PartitionSpec(*axes)  # type: ignore[no-untyped-call]  # likewise

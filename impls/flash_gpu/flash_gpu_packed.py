@@ -1,0 +1,106 @@
+"""Flash attention for GPUs over packed sequences: the public call, and what becomes of it before the kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cases.masks import Full
+from impls.flash_gpu.attention import Products, attend
+from impls.flash_gpu.block_sizes import BlockSizes
+from impls.flash_gpu.flash_gpu_arrays import Operands
+from impls.flash_gpu.packed_block_sizes import look_up_packed
+from impls.flash_gpu.packed_visits import compute_ranges
+from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.jax_compat import get_device_kind, resolve_interpret
+from impls.packed_sequences import Side, build_tables, check_packed_operands, resolve_window
+from impls.varying_axes import find_varying_axes, mark_varying
+
+
+def packed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    cu_q_lens: jax.Array,
+    cu_kv_lens: jax.Array,
+    num_seqs: jax.Array,
+    causal: bool = False,
+    window: tuple[Side, Side] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    block_sizes: BlockSizes | None = None,
+    products: Products = "exact",
+    interpret: Any = None,
+) -> Any:
+    """Softmax attention on a GPU of sequences that lie behind one another (docs/contract.md, section 8).
+
+    Query `i` of a sequence has the position `kv_len - q_len + i`. The kernels are those of `impls.flash_gpu.attention`
+    by Triton. Blocks of the pack that hold no pair of one sequence are not computed, so the work follows the sequences
+    and not the square of the pack, and memory is linear in the lengths.
+
+    q, k, v and sinks are differentiable in reverse mode, and `logsumexp` is; `max_logits` has gradient zero. The
+    residuals of the backward are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.
+
+    Args:
+      q: queries `[total_q, N, H]`, f32, bf16 or f16. Tokens past the last sequence may hold anything, here, in k and v
+        and in cotangents.
+      k: keys `[total_kv, K, H]`, `N % K == 0`.
+      v: values `[total_kv, K, V]`.
+      cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
+      cu_kv_lens: int32 `[max_seqs + 1]`, likewise its keys. A sequence may have no queries, or no keys.
+      num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
+      causal: whether a query sees no later key of its sequence.
+      window: `(left, right)`: the keys that a query sees beside its own, None for an open side.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      save_residuals: also return `logsumexp` and `max_logits`.
+      block_sizes: Triton's tiles and launch of each kernel, by default those of `packed_sizes`; cut to the lengths.
+      products: how f32 operands multiply on the GPU, exactly or rounded to tf32.
+      interpret: run in Pallas's interpreter, by default wherever the process does not compute on a GPU.
+
+    Returns:
+      `out [total_q, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[total_q, N]`. A
+      query that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and so do rows
+      past the last sequence. These and keys past it have gradient zero.
+
+    Raises:
+      ValueError: an operand or an option is not as above; the message names it.
+      NotImplementedError: a second derivative.
+    """
+    check_packed_operands(q, k, v, sinks, soft_cap, scale)
+    tables = build_tables(cu_q_lens, cu_kv_lens, num_seqs)
+    if products not in ("exact", "tf32"):
+        raise ValueError(f"products must be 'exact' or 'tf32', got {products!r}")
+    (q_length, num_q_heads, head_dim), (kv_length, num_kv_heads, v_head_dim) = q.shape, v.shape
+    depth = max(head_dim, v_head_dim)
+    sizes = look_up_packed(get_device_kind("gpu"), depth, q.dtype.itemsize) if block_sizes is None else block_sizes
+    plan = FlashGpuPlan(
+        mask=Full(),
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        q_length=q_length,
+        kv_length=kv_length,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        segmented=False,
+        packed=True,
+        exact=products == "exact",
+        sizes=sizes.cut_to(q_length, kv_length),
+        interpret=bool(resolve_interpret(interpret, "gpu")),
+    )
+    ranges = compute_ranges(tables, resolve_window(causal, window), q_length)
+    q, k, v = (jnp.asarray(x)[None] for x in (q, k, v))
+    operands = Operands(q, k, v, None, None if sinks is None else jnp.asarray(sinks), None, ranges)
+    outputs = attend(plan, mark_varying(operands, find_varying_axes(operands)))
+    if not save_residuals:
+        return outputs.out[0]
+    return outputs.out[0], {"logsumexp": outputs.logsumexp[0].T, "max_logits": outputs.max_logits[0].T}

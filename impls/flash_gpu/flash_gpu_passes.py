@@ -1,0 +1,62 @@
+"""The forward and the backward pass: each kernel by its back end, and what is computed around the kernels.
+
+The kernels compute (1) to (10) and (12) to (16) of `impls`. Around them are
+
+    (11) D_i = <out_i, dout_i>
+    (17) dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from impls.flash_gpu.exponentials import replace_neg_inf
+from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, QueryRows
+from impls.flash_gpu.mosaic import backward as mosaic_backward
+from impls.flash_gpu.mosaic import forward as mosaic_forward
+from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.flash_gpu.triton import backward as triton_backward
+from impls.flash_gpu.triton import forward as triton_forward
+
+
+def run_forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
+    """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
+    kernel = mosaic_forward if "forward" in plan.mosaic else triton_forward
+    return kernel.forward(plan, operands)
+
+
+def run_backward(
+    plan: FlashGpuPlan,
+    operands: Operands,
+    out: jax.Array,
+    logsumexp: jax.Array,
+    d_out: jax.Array,
+    d_logsumexp: jax.Array,
+) -> Operands:
+    """Gradients of the operands, each in its operand's shape and dtype; none for segment ids and ranges.
+
+    `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
+    """
+    weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)  # (11)
+    row_sums = weighted.transpose(0, 2, 1) - d_logsumexp
+    if operands.ranges is not None:
+        # Whatever the cotangents of queries of nobody are, the sinks have no gradient by them.
+        real = jnp.arange(plan.q_length, dtype=jnp.int32) < operands.ranges.tokens
+        row_sums = jnp.where(real, row_sums, 0.0)
+    rows = QueryRows(d_out, replace_neg_inf(logsumexp), row_sums)
+    dk, dv = (mosaic_backward if "dkv" in plan.mosaic else triton_backward).gradient_of_keys(plan, operands, rows)
+    return Operands(
+        q=(mosaic_backward if "dq" in plan.mosaic else triton_backward).gradient_of_queries(plan, operands, rows),
+        k=dk,
+        v=dv,
+        bias=None if operands.bias is None else triton_backward.compute_dbias(plan, operands, operands.bias, rows),
+        sinks=None if operands.sinks is None else _compute_dsinks(operands.sinks, rows),
+        segment_ids=None,
+    )
+
+
+def _compute_dsinks(sinks: jax.Array, rows: QueryRows) -> jax.Array:
+    """Gradient `[N]`."""
+    p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - rows.shift)
+    return -(p * rows.row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # (17)

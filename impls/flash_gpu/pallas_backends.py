@@ -1,0 +1,125 @@
+"""Which of Pallas's two back ends computes which kernel of a call.
+
+Triton serves every call. Mosaic GPU serves Hopper, for bf16 and f16. By default a kernel of Mosaic is taken only where
+tuning measured it on that kind of GPU, and found it right and faster than Triton's.
+
+The reason is that an interpreter runs neither `wgmma` nor TMA, and that no figure of machine code has waits in it: a
+kernel must be right and faster on the chip where it is the default. On an H200 Mosaic's were both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from cases.masks import Dense, Full, Mask, iter_leaves
+from impls.flash_gpu.block_sizes import KERNELS, RING_BLOCKS, BlockSizes, Kernel, Ring
+from impls.flash_gpu.flash_gpu_arrays import Operands
+from impls.flash_gpu.mosaic import backward as mosaic_backward
+from impls.flash_gpu.mosaic import forward as mosaic_forward
+from impls.flash_gpu.mosaic.mosaic_shape import SHARED_MEMORY, KernelShape, count_shared_bytes
+from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.jax_compat import get_cuda_version, get_device_kind
+
+Backend = Literal["triton", "mosaic"]
+
+HOPPER = ("H100", "H200", "H20", "H800", "GH200")
+"""What kinds of Hopper GPUs are named by."""
+MAX_BACKWARD_DEPTH = 128
+"""Head depth beyond which the sums of dk and dv, in f32, leave a warpgroup too few registers."""
+# JAX's own Mosaic attention refuses causal masks there: `ptxas` of these releases miscompiles them
+# (`jax.experimental.pallas.ops.gpu.attention_mgpu`).
+_MISCOMPILING_CUDA = range(12080, 12091)
+
+
+def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands: Operands) -> frozenset[Kernel]:
+    """The kernels of the call that Mosaic GPU computes.
+
+    Args:
+      backend: the one asked for; None for Mosaic where its ring is preferred, the GPU is a Hopper and it supports the
+        call, and Triton elsewhere.
+      plan: the problem.
+      operands: its operands.
+
+    Raises:
+      ValueError: there is no such back end.
+      NotImplementedError: Mosaic is asked for, and does not support the call or the GPU.
+    """
+    if backend not in (None, "triton", "mosaic"):
+        raise ValueError(f"backend must be 'triton', 'mosaic' or None (automatic), got {backend!r}")
+    if backend == "triton" or (backend is None and plan.interpret):
+        return frozenset()
+    kind = None if plan.interpret else get_device_kind("gpu")
+    reason = find_call_limit(kind, operands.q.dtype, plan.mask, biased=operands.bias is not None)
+    found = {kernel for kernel in KERNELS if backend == "mosaic" or plan.sizes.ring(kernel).preferred}
+    for kernel in sorted(found):
+        ring = plan.sizes.ring(kernel)
+        misfit = reason or find_misfit(
+            kernel, ring, plan.head_dim, plan.v_head_dim, segmented=plan.segmented, dead_keys=plan.has_dead_keys
+        )
+        if misfit is None:
+            continue
+        if backend == "mosaic" and not _needs_triton(kernel, plan.head_dim, plan.v_head_dim):
+            raise NotImplementedError(
+                f"flash_gpu does not support backend='mosaic' for {misfit}; take backend='triton' or None"
+            )
+        found.remove(kernel)
+    return frozenset(found)
+
+
+def find_call_limit(kind: str | None, dtype: Any, mask: Mask, *, biased: bool) -> str | None:
+    """What no Mosaic kernel supports of a call, or None if it supports all of it.
+
+    `kind` is that of the GPU, as JAX names it, or None in an interpreter.
+    """
+    if kind is not None and not any(name in kind for name in HOPPER):
+        return f"GPUs other than Hopper, which {kind or 'this device'!r} is not"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q, k and v in {dtype}: it multiplies bfloat16 and float16"
+    if biased:
+        return "bias"
+    if any(isinstance(leaf, Dense) for leaf in iter_leaves(mask)):
+        return "masks that are arrays, only those that are formulas"
+    if kind is not None and not isinstance(mask, Full) and (version := get_cuda_version()) in _MISCOMPILING_CUDA:
+        return f"masks under CUDA {version // 1000}.{version % 1000 // 10}, whose `ptxas` miscompiles them"
+    return None
+
+
+def find_misfit(
+    kernel: Kernel, ring: Ring, head_dim: int, v_head_dim: int, *, segmented: bool, dead_keys: bool = True
+) -> str | None:
+    """Why a kernel with this ring does not fit a GPU at these head depths, or None if it does.
+
+    Keys that nobody attends to take room of their own (`dead_keys`).
+    """
+    depths = f"head depths {head_dim} and {v_head_dim}"
+    if _needs_triton(kernel, head_dim, v_head_dim):
+        return f"the backward pass at {depths}, which is for Triton beyond {MAX_BACKWARD_DEPTH}"
+    scratch = mosaic_forward.build_scratch if kernel == "forward" else mosaic_backward.build_scratch
+    shape = KernelShape.of(kernel, ring, head_dim, v_head_dim)
+    need = count_shared_bytes(scratch(shape, jnp.bfloat16, segmented=segmented, dead_keys=dead_keys))
+    if need > SHARED_MEMORY:
+        return (
+            f"{depths} with {ring.num_stages} tiles of {ring.block} in flight ({kernel}): they take {need} bytes of "
+            f"shared memory, of which a block has {SHARED_MEMORY}"
+        )
+    return None
+
+
+def fit_rings(plan: FlashGpuPlan) -> BlockSizes:
+    """The plan's sizes, with the smallest tiles in place of those of a Mosaic GPU kernel that do not fit."""
+
+    def fitting(kernel: Kernel) -> Ring:
+        ring, depths = plan.sizes.ring(kernel), (plan.head_dim, plan.v_head_dim)
+        misfit = find_misfit(kernel, ring, *depths, segmented=plan.segmented, dead_keys=plan.has_dead_keys)
+        return ring if misfit is None else dataclasses.replace(ring, block=RING_BLOCKS[0])
+
+    return dataclasses.replace(
+        plan.sizes, mosaic_forward=fitting("forward"), mosaic_dq=fitting("dq"), mosaic_dkv=fitting("dkv")
+    )
+
+
+def _needs_triton(kernel: Kernel, head_dim: int, v_head_dim: int) -> bool:
+    return kernel != "forward" and max(head_dim, v_head_dim) > MAX_BACKWARD_DEPTH

@@ -1,0 +1,174 @@
+"""What is fixed before any value is known: sizes, tiles, and which tiles each program visits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import numpy as np
+
+from cases.masks import EMPTY, FULL, PARTIAL, Dense, Lengths, Mask, iter_leaves
+from impls.flash_gpu.block_sizes import Axis, BlockSizes, Kernel, Tiles, round_up_to_tile
+
+BlockKind = Literal["full", "partial"]
+BLOCK_KINDS: tuple[BlockKind, BlockKind] = ("full", "partial")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlashGpuPlan:
+    """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value.
+
+    `packed` says that its only batch row is a pack of sequences, whose ranges (`impls.flash_gpu.packed_visits`) take the place
+    of the mask. `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
+    """
+
+    mask: Mask
+    num_q_heads: int
+    num_kv_heads: int
+    q_length: int
+    kv_length: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    soft_cap: float | None
+    segmented: bool
+    exact: bool
+    sizes: BlockSizes
+    interpret: Any
+    packed: bool = False
+    mosaic: frozenset[Kernel] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """How messages name the call."""
+        return "flash_gpu_packed" if self.packed else "flash_gpu"
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    def unit(self, *, biased: bool) -> float:
+        """In which logits are kept: they are so many times what the kernels have.
+
+        The scale, if nothing but the mask comes after it: then the largest logit is that of the largest product, and
+        the exponential multiplies by the scale.
+        """
+        return self.scale if self.soft_cap is None and not biased and self.scale > 0 else 1.0
+
+    @property
+    def has_dead_keys(self) -> bool:
+        """Whether there may be keys without a query, which may hold NaN; segments and packs may leave any so."""
+        return self.segmented or self.packed or has_dead_keys(self.mask, self.q_length, self.kv_length)
+
+    @property
+    def head_tile(self) -> int:
+        """Columns of a tile of q or k."""
+        return round_up_to_tile(self.head_dim)
+
+    @property
+    def v_head_tile(self) -> int:
+        """Columns of a tile of v or of the output."""
+        return round_up_to_tile(self.v_head_dim)
+
+    def build_visits(self, tiles: Tiles, axis: Axis) -> Visits:
+        """What the programs of a kernel visit, each having one block along `axis`."""
+        return _build_visits(self, tiles.block_q, tiles.block_kv, axis)
+
+    def active(self, tiles: Tiles) -> np.ndarray:
+        """Booleans `[b, n, q blocks, kv blocks]`: the blocks that some program visits."""
+        kinds = _classify_blocks(self.mask, self.q_length, self.kv_length, tiles.block_q, tiles.block_kv)
+        return np.asarray(kinds != EMPTY)
+
+    @functools.cached_property
+    def mask_arrays(self) -> dict[str, np.ndarray]:
+        """What the kernels read of masks that are no formula, by the name of the leaf.
+
+        Lengths are int32 `[B]`; booleans `[b, n, T, S]` are int8, as which their tiles load.
+        """
+        arrays: dict[str, np.ndarray] = {}
+        for place, leaf in enumerate(iter_leaves(self.mask)):
+            if isinstance(leaf, Lengths):
+                arrays[name_leaf(place)] = np.asarray(leaf.lengths, np.int32)
+            elif isinstance(leaf, Dense):
+                arrays[name_leaf(place)] = leaf.array.astype(np.int8)
+        return arrays
+
+
+def name_leaf(place: int) -> str:
+    """Name of the array of the mask's leaf at this place of `cases.masks.leaves`."""
+    return f"mask_{place}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Visits:
+    """Blocks that each program visits.
+
+    Attributes:
+      table: `[b, n, programs, 4]` int32: first and count of the full blocks, then of the partial ones. A first is the
+        first block, or where the program's part of the list starts.
+      lists: for each kind that some program visits, the blocks of all programs one after another. None if the blocks
+        of every program are contiguous, as under most masks: then the kernel counts up from the first instead of
+        loading an index, and its loads of the next tile wait for no index.
+    """
+
+    table: np.ndarray
+    lists: dict[BlockKind, np.ndarray | None]
+
+
+@functools.lru_cache(maxsize=256)
+def _build_visits(plan: FlashGpuPlan, block_q: int, block_kv: int, axis: Axis) -> Visits:
+    kinds = _classify_blocks(plan.mask, plan.q_length, plan.kv_length, block_q, block_kv)
+    if plan.segmented:
+        kinds = np.where(kinds == EMPTY, EMPTY, PARTIAL)
+    if axis == "kv":
+        # No tail needs a mask here: rows of k and v beyond the end give rows of dk and dv that are not stored, and rows
+        # of q and dout beyond the end are zero.
+        kinds = kinds.swapaxes(-1, -2)
+    elif plan.kv_length % block_kv:
+        kinds = kinds.copy()
+        kinds[..., -1] = np.minimum(kinds[..., -1], PARTIAL)
+    columns: list[np.ndarray] = []
+    lists: dict[BlockKind, np.ndarray | None] = {}
+    for name in BLOCK_KINDS:
+        chosen = kinds == (FULL if name == "full" else PARTIAL)
+        first, count, blocks = _list_blocks(chosen)
+        columns += [first, count]
+        if chosen.any():
+            lists[name] = blocks
+    return Visits(np.stack(columns, axis=-1), lists)
+
+
+@functools.lru_cache(maxsize=256)
+def _classify_blocks(mask: Mask, q_length: int, kv_length: int, block_q: int, block_kv: int) -> np.ndarray:
+    return mask.blocks(q_length, kv_length, block_q, block_kv)
+
+
+@functools.lru_cache(maxsize=256)
+def has_dead_keys(mask: Mask, q_length: int, kv_length: int) -> bool:
+    """Whether some head of some batch row has a key that none of its queries attends to; strip by strip of queries."""
+    j = np.arange(kv_length)[None, :]
+    seen = np.zeros((1, 1, kv_length), bool)
+    # From the last query on: under causal masks that one sees all.
+    for stop in range(q_length, 0, -_STRIP_LENGTH):
+        i = np.arange(max(0, stop - _STRIP_LENGTH), stop)[:, None]
+        strip = np.asarray(mask.allowed(i, j), bool).any(axis=-2)
+        seen = seen | np.broadcast_to(strip, (*((1, 1) if strip.ndim == 1 else strip.shape[:2]), kv_length))
+        if seen.all():
+            return False
+    return True
+
+
+_STRIP_LENGTH = 128  # queries, so that memory is not T * S
+
+
+def _list_blocks(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """First, count and list of booleans `[b, n, programs, blocks]`."""
+    count = chosen.sum(axis=-1, dtype=np.int32)
+    first = chosen.argmax(axis=-1).astype(np.int32)
+    block = np.arange(chosen.shape[-1])
+    if (chosen == ((block >= first[..., None]) & (block < (first + count)[..., None]))).all():
+        return first, count, None
+    starts = np.cumsum(count.ravel(), dtype=np.int32) - count.ravel()
+    return starts.reshape(count.shape), count, np.nonzero(chosen)[-1].astype(np.int32)

@@ -1,0 +1,235 @@
+"""What happens to one tile: guarded loads and stores, which of its pairs may attend, and its logits.
+
+    (1)  x_ij = scale <q_i, k_j> + bias_ij
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+    (3)  z_ij = -inf, where i may not attend to j
+
+Where the scale is all that happens to a product, tiles hold `y = <q_i, k_j>` in place of z, and `unit` says that z is
+`scale y` (`impls.flash_gpu.exponentials`).
+
+The sides of a tile are powers of two, those of the operands need not be. The part of a tile that lies beyond its array,
+in the length or in the depth, is never read. It is zero.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from cases.masks import And, Dense, Lengths, Mask, Or
+from impls.flash_gpu.tile_schedule import BLOCK_KINDS, FlashGpuPlan, name_leaf
+from impls.flash_gpu.triton.triton_launch import Arrays, Launch
+
+Carry = TypeVar("Carry")
+
+
+class TilePair(NamedTuple):
+    """A tile of pairs: where it starts, its sizes, and the program that computes it.
+
+    A program that owns queries has tiles `[queries, keys]`. One that owns keys sums over queries; its tiles are
+    `[keys, queries]` (`keys_first`), so that the product for this sum takes them as they are.
+    """
+
+    batch: Any
+    head: Any  # among the program's heads
+    q_start: Any
+    kv_start: Any
+    block_q: int
+    block_kv: int
+    keys_first: bool
+
+    @property
+    def q_at(self) -> Any:
+        """Where its queries start in what the program sees of them."""
+        return self.q_start if self.keys_first else 0
+
+    @property
+    def kv_at(self) -> Any:
+        """Where its keys start in what the program sees of them."""
+        return 0 if self.keys_first else self.kv_start
+
+    def queries(self, x: jax.Array) -> jax.Array:
+        """A value for each query, to broadcast over the keys."""
+        return x[None, :] if self.keys_first else x[:, None]
+
+    def keys(self, x: jax.Array) -> jax.Array:
+        """A value for each key, to broadcast over the queries."""
+        return x[:, None] if self.keys_first else x[None, :]
+
+
+def get_program_ids() -> tuple[Any, Any, Any]:
+    """Block along the launch's axis, head and batch row of this program."""
+    return pl.program_id(0), pl.program_id(1), pl.program_id(2)
+
+
+def compute_positions(start: Any, size: int) -> jax.Array:
+    """`start, ..., start + size - 1`, int32."""
+    return start + jnp.arange(size, dtype=jnp.int32)
+
+
+def load_rows(
+    ref: Any, start: Any, size: int, length: int, depth: int, head: Any = None, at: Any = None, there: Any = None
+) -> jax.Array:
+    """Tile `[size, depth of the tile]` of rows `start, ...` of `[length, (heads,) depth]`, at `at` in `ref`.
+
+    Of rows that are not `there`, booleans `[size]`, nothing is read either.
+    """
+    at = start if at is None else at
+    rows = ref.at[pl.ds(at, size), :] if head is None else ref.at[pl.ds(at, size), jnp.int32(head), :]
+    mask = find_existing(start, size, length, ref.shape[-1], depth)
+    if there is not None:
+        there = jnp.broadcast_to(there[:, None], (size, ref.shape[-1]))
+        mask = there if mask is None else mask & there
+    return plt.load(rows) if mask is None else plt.load(rows, mask=mask, other=0)
+
+
+def store_rows(ref: Any, start: Any, tile: jax.Array, length: int, depth: int) -> None:
+    """Write rows `start, ...` of `[length, depth]`, `ref` being the block of them."""
+    mask = find_existing(start, tile.shape[0], length, tile.shape[1], depth)
+    plt.store(ref, tile.astype(ref.dtype), mask=mask)
+
+
+def find_existing(start: Any, size: int, length: int, columns: int, depth: int) -> jax.Array | None:
+    """Booleans `[size, columns]`, which elements of a tile exist; none if all always do."""
+    if length % size == 0 and columns == depth:
+        return None
+    rows = compute_positions(start, size)[:, None] < length
+    return rows & (jnp.arange(columns, dtype=jnp.int32)[None, :] < depth)
+
+
+def load_values(ref: Any, start: Any, size: int, length: int, head: Any = None, at: Any = None) -> jax.Array:
+    """Tile `[size]` of values `start, ...` of `[(heads,) length]`, at `at` in `ref`."""
+    at = start if at is None else at
+    values = ref.at[pl.ds(at, size)] if head is None else ref.at[jnp.int32(head), pl.ds(at, size)]
+    if length % size == 0:
+        return plt.load(values)
+    return plt.load(values, mask=compute_positions(start, size) < length, other=0)
+
+
+def store_values(ref: Any, start: Any, values: jax.Array, length: int) -> None:
+    """Write values `start, ...` of `[length]`, `ref` being the block of them."""
+    size = values.shape[0]
+    plt.store(ref, values, mask=None if length % size == 0 else compute_positions(start, size) < length)
+
+
+def load_pairs(ref: Any, plan: FlashGpuPlan, pair: TilePair) -> jax.Array:
+    """Tile of an array over pairs `[heads or 1, T or 1, S or 1]`, to broadcast to the tile of `pair`."""
+    heads, q_length, kv_length = ref.shape
+    rows, row = (pair.block_q, pair.q_at) if q_length > 1 else (1, 0)
+    columns, column = (pair.block_kv, pair.kv_at) if kv_length > 1 else (1, 0)
+    at = ref.at[jnp.int32(pair.head if heads > 1 else 0), pl.ds(row, rows), pl.ds(column, columns)]
+    inside_q = compute_positions(pair.q_start if q_length > 1 else 0, rows)[:, None] < plan.q_length
+    inside_kv = compute_positions(pair.kv_start if kv_length > 1 else 0, columns)[None, :] < plan.kv_length
+    tile = plt.load(at, mask=inside_q & inside_kv, other=0)
+    return tile.T if pair.keys_first else tile
+
+
+def visit_blocks(
+    launch: Launch, inputs: Arrays, head: Any, step: Callable[[bool, Any, Carry], Carry], carry: Carry
+) -> Carry:
+    """Fold `step(masked, block, carry)` over the blocks that this program visits; a kind that none has is no code."""
+    table = inputs["visits"]
+    place = head if table.shape[0] > 1 else jnp.int32(0)
+    for kind in launch.kinds:
+        column = 2 * BLOCK_KINDS.index(kind)
+        first, count = table[place, column], table[place, column + 1]
+        listed = inputs.get(f"{kind}_blocks")
+        visit = functools.partial(_visit, functools.partial(step, kind == "partial"), first, listed)
+        carry = lax.fori_loop(jnp.int32(0), count, visit, carry)
+    return carry
+
+
+def _visit(step: Callable[[Any, Carry], Carry], first: Any, listed: Any, t: Any, carry: Carry) -> Carry:
+    return step(first + t if listed is None else listed[first + t], carry)
+
+
+def compute_allowed(plan: FlashGpuPlan, inputs: Arrays, pair: TilePair) -> jax.Array:
+    """Booleans of the tile of `pair`: mask and segments, or ranges, and that query and key exist."""
+    j = pair.keys(compute_positions(pair.kv_start, pair.block_kv))
+    if plan.packed:
+        low, high = load_key_ranges(plan, inputs, pair)
+        return (j >= pair.queries(low)) & (j < pair.queries(high))
+    i = pair.queries(compute_positions(pair.q_start, pair.block_q))
+    found = _evaluate_mask(plan.mask, plan, inputs, pair, i, j, itertools.count())
+    if plan.q_length % pair.block_q:
+        found = found & (i < plan.q_length)  # or keys would count as seen that only a missing query sees
+    if plan.kv_length % pair.block_kv:
+        found = found & (j < plan.kv_length)
+    if plan.segmented:
+        q_ids = load_values(inputs["q_ids"], pair.q_start, pair.block_q, plan.q_length, at=pair.q_at)
+        kv_ids = load_values(inputs["kv_ids"], pair.kv_start, pair.block_kv, plan.kv_length, at=pair.kv_at)
+        found = found & (pair.queries(q_ids) == pair.keys(kv_ids))
+    return found
+
+
+def load_key_ranges(plan: FlashGpuPlan, inputs: Arrays, pair: TilePair) -> tuple[jax.Array, jax.Array]:
+    """The first key that each query of a pack's tile sees, and one past the last; both 0 for one that sees none."""
+    low, high = (
+        load_values(inputs[name], pair.q_start, pair.block_q, plan.q_length, at=pair.q_at) for name in ("low", "high")
+    )
+    return low, high
+
+
+def _evaluate_mask(
+    mask: Mask, plan: FlashGpuPlan, inputs: Arrays, pair: TilePair, i: Any, j: Any, places: Iterator[int]
+) -> Any:
+    """`mask` on a tile; `places` counts the leaves in the order of `cases.masks.leaves`."""
+    if isinstance(mask, And | Or):
+        left = _evaluate_mask(mask.left, plan, inputs, pair, i, j, places)
+        right = _evaluate_mask(mask.right, plan, inputs, pair, i, j, places)
+        return left & right if isinstance(mask, And) else left | right
+    name = name_leaf(next(places))
+    if isinstance(mask, Lengths):
+        return (i >= 0) & (j < inputs[name][pair.batch])
+    if isinstance(mask, Dense):
+        return load_pairs(inputs[name], plan, pair) != 0
+    return mask.allowed(i, j)
+
+
+def find_seen_keys(allowed: jax.Array) -> jax.Array:
+    """`[keys, 1]`: whether any query of a tile `[queries, keys]` may attend to the key."""
+    # Triton reduces numbers, not booleans.
+    return (jnp.max(allowed.astype(jnp.int32), axis=0) > 0)[:, None]
+
+
+def zero_hidden_rows(tile: jax.Array, visible: jax.Array | None) -> jax.Array:
+    """`tile` with the rows that are not visible replaced by zero: they may hold NaN, and 0 * NaN is not 0."""
+    return tile if visible is None else jnp.where(visible, tile, jnp.zeros_like(tile))
+
+
+def multiply(plan: FlashGpuPlan, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) -> jax.Array:
+    """Matrix product of two tiles in one dtype, summed over axis `over[0]` of `a` and `over[1]` of `b`, in f32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 and plan.exact else lax.Precision.DEFAULT
+    dimensions = (((over[0],), (over[1],)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def get_logit_unit(plan: FlashGpuPlan, inputs: Arrays) -> float:
+    """Of the logits in tiles."""
+    return plan.unit(biased="bias" in inputs)
+
+
+def compute_logits(
+    plan: FlashGpuPlan, inputs: Arrays, pair: TilePair, q: jax.Array, k: jax.Array, allowed: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Logits of a tile in their unit, and the derivative of (2), none without a soft cap."""
+    z = multiply(plan, k, q, over=(1, 1)) if pair.keys_first else multiply(plan, q, k, over=(1, 1))
+    if get_logit_unit(plan, inputs) == 1:
+        z = z * jnp.float32(plan.scale)  # (1)
+    if "bias" in inputs:
+        z = z + load_pairs(inputs["bias"], plan, pair).astype(jnp.float32)
+    slope = None
+    if plan.soft_cap is not None:
+        tanh = jnp.tanh(z / jnp.float32(plan.soft_cap))
+        z, slope = jnp.float32(plan.soft_cap) * tanh, 1 - tanh * tanh  # (2)
+    if allowed is not None:
+        z = jnp.where(allowed, z, -jnp.inf)  # (3)
+    return z, slope

@@ -1,0 +1,175 @@
+"""What differs between the versions of JAX, and between the backends a process may run on.
+
+Tested with jax 0.10.2 and 0.12.0.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import LoweringSemantics
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as plt
+
+from conformance.contract import Products
+
+
+def load_pallas_gpu_attention() -> ModuleType:
+    """`jax.experimental.pallas.ops.gpu.attention`, without the deprecation warning it has from jax 0.11 on."""
+    name = "jax.experimental.pallas.ops.gpu.attention"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f"{name} is deprecated", category=DeprecationWarning)
+        return importlib.import_module(name)
+
+
+def use_tpu_interpreter(interpret: Any) -> contextlib.AbstractContextManager[None]:
+    """A context that traces Pallas TPU kernels with this `interpret=`; one that changes nothing if it is false.
+
+    `True` selects the fast interpreter although `force_tpu_interpret_mode` is annotated for `InterpretParams` only: its
+    value becomes `pallas_call`'s `interpret`, in both versions.
+    """
+    return pltpu.force_tpu_interpret_mode(interpret) if interpret else contextlib.nullcontext()
+
+
+def build_triton_call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    in_specs: Any,
+    out_shapes: Any,
+    out_specs: Any,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+) -> Callable[..., Any]:
+    """`pallas_call` with the Triton back end, its inputs and its outputs each one tree.
+
+    From jax 0.11 on it warns when lowered for a GPU, which is after any call of ours has returned: whoever makes
+    warnings errors has to except `The Pallas Triton backend is deprecated`, as this project's pytest settings do.
+    """
+    return pl.pallas_call(
+        kernel,
+        name=name,
+        grid=grid,
+        in_specs=[in_specs],
+        out_shape=out_shapes,
+        out_specs=out_specs,
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+    )
+
+
+def build_mosaic_call(
+    body: Callable[..., None],
+    *,
+    name: str,
+    grid: Mapping[str, int],
+    warpgroups: int,
+    outputs: tuple[Any, ...],
+    scratch: Mapping[str, Any],
+    approximate: bool,
+    interpret: Any,
+) -> Callable[..., tuple[Any, ...]]:
+    """A Mosaic GPU kernel: `body(*inputs, *outputs, **scratch)` in every warpgroup of every program of the grid.
+
+    A program finds its place by `lax.axis_index` of the grid's names and of `"warpgroup"`. In all versions the compiler
+    infers how values lie in registers (warpgroup semantics), which is the default from jax 0.11 on only.
+
+    `approximate` takes the GPU's own instructions for functions: of powers of two those that give 0 for what would be
+    subnormal, of tangents and logarithms such as have too large an error for an exact kernel.
+    """
+    run: Callable[..., tuple[Any, ...]] = plgpu.kernel(
+        body,
+        out_type=outputs,
+        scratch_types=dict(scratch),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=LoweringSemantics.Warpgroup, approx_math=approximate),
+        interpret=build_gpu_interpreter_params() if interpret is True else interpret,
+    )
+    return run
+
+
+def build_gpu_interpreter_params(**options: Any) -> Any:
+    """Parameters of JAX's CPU interpreter of Mosaic GPU kernels; public from jax 0.12 on."""
+    public = hasattr(plgpu, "InterpretGPUParams")
+    home: Any = plgpu if public else importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
+    return home.InterpretGPUParams(**options)
+
+
+def get_device_kind(platform: str) -> str:
+    """The kind of device that is traced for, as JAX names it: of the mesh if it says so, else of this process.
+
+    Empty where neither is of `platform`.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform in (platform, {"gpu": "cuda"}.get(platform)):
+        return str(device.device_kind)
+    return jax.devices()[0].device_kind if runs_on(platform) else ""
+
+
+def runs_on(platform: str) -> bool:
+    """Whether this process computes on `platform` (`"cpu"`, `"gpu"`, `"tpu"`)."""
+    return jax.default_backend() == platform
+
+
+def count_multiprocessors() -> int:
+    """Of the GPU that is traced for, as `device_kind` finds it; those of an H100 or H200 where none is known."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.num_cores:
+        return int(device.num_cores)
+    return int(getattr(jax.devices()[0], "core_count", 132))
+
+
+def get_compute_capability() -> tuple[int, ...] | None:
+    """Of the first GPU that this process computes on, `(9, 0)` for Hopper; None where it computes on none."""
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    return None if capability is None else tuple(int(part) for part in str(capability).split("."))
+
+
+def get_cuda_version() -> int:
+    """The version of CUDA that JAX's plugin runs with, `1000 * major + 10 * minor`; 0 without a plugin."""
+    versions: Any = importlib.import_module("jax._src.lib").cuda_versions
+    return 0 if versions is None else int(versions.cuda_runtime_get_version())
+
+
+def resolve_interpret(interpret: Any, platform: str) -> Any:
+    """`interpret`, or by default the fast interpreter wherever the process does not compute on `platform`."""
+    return not runs_on(platform) if interpret is None else interpret
+
+
+def find_tpu_vmem() -> tuple[str, int] | None:
+    """Generation and VMEM of one core of the TPU that is traced for, as JAX has it; none if it knows no such chip.
+
+    That is the chip of the mesh in scope (`jax.sharding.use_abstract_mesh`), else of the process.
+    """
+    try:
+        info = pltpu.get_tpu_info()
+    except (ValueError, RuntimeError):  # another platform, or a chip of which JAX does not have the figures
+        return None
+    return str(info.chip_version), int(info.vmem_capacity_bytes)
+
+
+def count_tpu_cores() -> int:
+    """Cores that share a call on the TPU that is traced for, as `tpu_vmem_bytes` finds it; 1 if there is none."""
+    try:
+        return int(pltpu.get_tpu_info().num_cores)
+    except (ValueError, RuntimeError):  # as above
+        return 1
+
+
+def get_default_products() -> Products:
+    """How this process multiplies f32 operands at JAX's default precision."""
+    return {"tpu": "bf16", "gpu": "tf32"}.get(jax.default_backend(), "exact")  # type: ignore[return-value] # literals

@@ -1,0 +1,142 @@
+"""Operands in lanes, and the logits of one block of rows and its chunk, which both passes compute.
+
+(1)  x_ij = scale <q_i, k_j> + bias_ij
+(2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+(3)  z_ij = -inf, where i may not attend to j
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from impls.block_flash.operand_blocks import multiply, take_block
+from impls.moba.moba_plan import MobaPlan, MobaWork
+
+Array = jax.Array
+
+
+class Operands(NamedTuple):
+    """Arrays of the canonical call, in its shapes; k, v and bias end with the last query's key."""
+
+    q: Array  # [B, T, N, H]
+    k: Array  # [B, S, K, H]
+    v: Array  # [B, S, K, V]
+    bias: Array | None  # [B or 1, N or 1, T or 1, S or 1]
+    sinks: Array | None  # [N]
+
+
+class Lanes(NamedTuple):
+    """The same by lane (`impls.moba.moba_plan`)."""
+
+    q: Array  # [L R, H]
+    k: Array  # [bins, chunk, H]
+    v: Array  # [bins, chunk, V]
+    bias: Array | None  # [rows of the bias, C or 1, chunk or 1]
+
+
+class RowBlock(NamedTuple):
+    """One block of rows, and the logits of its rows and the keys of its bin."""
+
+    rows: Array  # [r], `L R` for those to spare
+    bin: Array  # []
+    q: Array  # [r, H]
+    k: Array  # [chunk, H]
+    v: Array  # [chunk, V]
+    logits: Array  # [r, chunk] f32, -inf where not allowed
+    slope: Array | None  # derivative of (2), same shape, none without a soft cap
+
+
+class BlockSoftmax(NamedTuple):
+    """Softmax of the rows of each block over the keys of one chunk, f32, not normalised."""
+
+    maximum: Array  # [blocks, block_rows]
+    total: Array  # [blocks, block_rows]
+    out: Array  # [blocks, block_rows, V]
+
+
+class GradientSums(NamedTuple):
+    """Gradients so far, f32: dq as parts by block, the others in the shapes of `Lanes`; those of q and k not scaled."""
+
+    q: Array  # [blocks, block_rows, H]
+    k: Array
+    v: Array
+    bias: Array | None
+
+
+def split_lanes(plan: MobaPlan, operands: Operands) -> Lanes:
+    """The operands by lane."""
+    return Lanes(
+        q=flatten_rows(plan, operands.q),
+        k=split_bins(plan, operands.k),
+        v=split_bins(plan, operands.v),
+        bias=None if operands.bias is None else _flatten_bias(plan, operands.bias),
+    )
+
+
+def flatten_rows(plan: MobaPlan, x: Array) -> Array:
+    """`[B, T, N, D]` to `[L R, D]`."""
+    return x.transpose(0, 2, 1, 3).reshape(plan.lanes * plan.rows, x.shape[3])
+
+
+def restore_rows(plan: MobaPlan, x: Array) -> Array:
+    """Inverse of `rows_of`."""
+    return x.reshape(plan.batch, plan.num_q_heads, plan.q_length, -1).transpose(0, 2, 1, 3)
+
+
+def split_bins(plan: MobaPlan, x: Array) -> Array:
+    """`[B, S, K, D]` to `[bins, chunk, D]`, the last chunk of a lane filled with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, plan.chunks * plan.moba.chunk - plan.kv_length), (0, 0), (0, 0)))
+    return x.transpose(0, 2, 1, 3).reshape(plan.bins, plan.moba.chunk, x.shape[3])
+
+
+def join_bins(plan: MobaPlan, x: Array) -> Array:
+    """Inverse of `bins_of`."""
+    x = x.reshape(plan.batch, plan.num_kv_heads, plan.chunks * plan.moba.chunk, -1)
+    return x[:, :, : plan.kv_length].transpose(0, 2, 1, 3)
+
+
+def compute_block(plan: MobaPlan, lanes: Lanes, work: MobaWork, number: Array) -> RowBlock:
+    """Block `number`."""
+    rows, which = take_block(work.rows, number), take_block(work.bins, number)
+    q, k, v = lanes.q.at[rows].get(mode="fill", fill_value=0), take_block(lanes.k, which), take_block(lanes.v, which)
+    logits = multiply("rh,jh->rj", q, k) * plan.scale  # (1)
+    if lanes.bias is not None:
+        logits = logits + lanes.bias[locate_bias(plan, lanes.bias, rows, which)].astype(jnp.float32)
+    slope = None
+    if plan.soft_cap is not None:
+        tanh = jnp.tanh(logits / plan.soft_cap)
+        logits, slope = plan.soft_cap * tanh, 1 - tanh * tanh  # (2)
+    key = which % plan.chunks * plan.moba.chunk + jnp.arange(plan.moba.chunk, dtype=jnp.int32)
+    # A row to spare has a position too, that of another row; so it is hidden by its number.
+    position = plan.position[rows % plan.rows]
+    allowed = (key <= position[:, None]) & (rows < plan.lanes * plan.rows)[:, None]
+    logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
+    return RowBlock(rows, which, q, k, v, logits, slope)
+
+
+def locate_bias(plan: MobaPlan, bias: Array, rows: Array, which: Array) -> tuple[Array, Array]:
+    """Where a block finds its rows in `bias [rows of the bias, C or 1, chunk or 1]`; those to spare, anywhere."""
+    assert plan.bias_shape is not None
+    batch, heads, queries, _ = plan.bias_shape
+    row = jnp.minimum(rows, plan.lanes * plan.rows - 1)
+    query = row % plan.q_length if queries > 1 else 0
+    head = row // plan.q_length % plan.num_q_heads if heads > 1 else 0
+    line = row // (plan.q_length * plan.num_q_heads) if batch > 1 else jnp.zeros_like(row)
+    return (line * heads + head) * queries + query, which % plan.chunks % bias.shape[1]
+
+
+def _flatten_bias(plan: MobaPlan, bias: Array) -> Array:
+    """`[b, n, t, s]` to `[b n t, C or 1, chunk or 1]`."""
+    if bias.shape[3] == 1:
+        return bias.reshape(-1, 1, 1)
+    bias = jnp.pad(bias, ((0, 0), (0, 0), (0, 0), (0, plan.chunks * plan.moba.chunk - plan.kv_length)))
+    return bias.reshape(-1, plan.chunks, plan.moba.chunk)
+
+
+def restore_bias(plan: MobaPlan, x: Array) -> Array:
+    """Inverse of `_flatten_bias`, for an array of its shape."""
+    assert plan.bias_shape is not None
+    return x.reshape(*plan.bias_shape[:3], -1)[..., : plan.bias_shape[3]]

@@ -1,0 +1,84 @@
+"""The dense form: which chunks a query takes as booleans over all pairs, then plain dot-product attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cases.masks import Mask
+from cases.moba_mask import Moba
+from impls.dot_product.attention import attend
+from impls.explicit_sharding import accept_explicit_sharding
+from impls.moba.moba_operands import validate_moba
+
+
+@accept_explicit_sharding
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+) -> Any:
+    """Mixture of block attention (Lu et al. 2025, arXiv:2502.13189) with all logits in memory.
+
+    Arguments, results and errors are those of `impls.moba.attention`.
+    """
+    moba = validate_moba(
+        q, k, v, mask=mask, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale
+    )
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    return attend(
+        q,
+        k,
+        v,
+        allowed=compute_allowed_pairs(moba, q, k),
+        soft_cap=soft_cap,
+        sinks=sinks,
+        bias=bias,
+        scale=scale,
+        save_residuals=save_residuals,
+    )
+
+
+def compute_allowed_pairs(moba: Moba, q: jax.Array, k: jax.Array) -> jax.Array:
+    """Booleans `[B, K, G, T, S]`: `q [B, T, N, H]`, `k [B, S, K, H]`. Nothing is differentiated."""
+    q, k = (lax.stop_gradient(x).astype(jnp.float32) for x in (q, k))
+    batch, q_length, _, depth = q.shape
+    kv_length, num_kv_heads = k.shape[1:3]
+    q = q.reshape(batch, q_length, num_kv_heads, -1, depth)
+    chunks = moba.chunks(kv_length)
+    position = jnp.arange(q_length) + moba.offset
+    own = (position // moba.chunk)[:, None] == jnp.arange(chunks)  # [T, C]
+    earlier = jnp.arange(chunks) < (position // moba.chunk)[:, None]
+
+    def gate(mean: jax.Array) -> jax.Array:
+        return jnp.einsum("btkgh,bkh->bkgt", q, mean, precision=lax.Precision.HIGHEST)
+
+    # A product for each chunk, so that equal chunks tie to the bit: in one over all of them the last bit of a gate
+    # depends on its column.
+    gates = jnp.moveaxis(lax.map(gate, jnp.moveaxis(compute_chunk_means(k, moba.chunk), 1, 0)), 0, -1)
+    gates = jnp.where(earlier, gates, -jnp.inf)
+    # The place of each chunk among the gates, highest first; a stable sort leaves ties in the order of their index.
+    places = jnp.argsort(jnp.argsort(-gates, axis=-1, stable=True), axis=-1, stable=True)
+    taken = own | (earlier & (places < moba.topk - 1))  # [B, K, G, T, C]
+
+    by_key = jnp.repeat(taken, moba.chunk, axis=-1)[..., :kv_length]
+    return by_key & (jnp.arange(kv_length) <= position[:, None])
+
+
+def compute_chunk_means(k: jax.Array, chunk: int) -> jax.Array:
+    """Means of the keys of each chunk, over those that it has, f32 `[B, C, K, H]`."""
+    padded = jnp.pad(k.astype(jnp.float32), ((0, 0), (0, -k.shape[1] % chunk), (0, 0), (0, 0)))
+    pieces = padded.reshape(k.shape[0], -1, chunk, *k.shape[2:])
+    counts = jnp.minimum(chunk, k.shape[1] - chunk * jnp.arange(pieces.shape[1]))
+    return pieces.sum(axis=2) / counts[:, None, None]

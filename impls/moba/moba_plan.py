@@ -1,0 +1,128 @@
+"""Which work there is: pairs of a query and a chunk that it takes, sorted by chunk and cut in blocks of rows.
+
+Inside, the key/value heads of all batch rows are *lanes* (`L = B K`), each with the queries of its group as *rows*
+(`R = G T`). A chunk of a lane is a *bin*. The queries that take it are the rows of its blocks, as in a grouped matrix
+product: no block has rows of two bins, and the last block of a bin may have rows to spare.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cases.moba_mask import Moba
+
+Array = jax.Array
+Backend = Literal["portable", "tpu"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MobaPlan:
+    """Everything static about a call."""
+
+    moba: Moba
+    batch: int
+    num_q_heads: int
+    num_kv_heads: int
+    q_length: int
+    kv_length: int  # up to the last query: nobody attends to what comes after
+    scale: float
+    soft_cap: float | None
+    bias_shape: tuple[int, ...] | None
+    most_rows: int
+    backend: Backend = "portable"
+    keys_together: int = 1024  # of a TPU's kernels, a multiple of 128
+    interpret: Any = False  # of a TPU's kernels, as `pallas_call` takes it
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Rows of a lane."""
+        return self.group * self.q_length
+
+    @property
+    def lanes(self) -> int:
+        """Key/value heads of all batch rows."""
+        return self.batch * self.num_kv_heads
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a lane."""
+        return self.moba.chunks(self.kv_length)
+
+    @property
+    def bins(self) -> int:
+        """Chunks of all lanes."""
+        return self.lanes * self.chunks
+
+    @property
+    def slots(self) -> int:
+        """Chunks that a query takes at most."""
+        return min(self.moba.topk, self.chunks)
+
+    @property
+    def pairs(self) -> int:
+        """Slots of all rows."""
+        return self.lanes * self.rows * self.slots
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block, a power of two: about half of what a bin has on average, so that few rows are to spare."""
+        half = self.pairs // (2 * self.bins)
+        return min(self.most_rows, max(16, 1 << max(0, half - 1).bit_length()))
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that there are at most, however queries choose."""
+        in_a_bin = -(-self.rows // self.block_rows)
+        return min(self.pairs // self.block_rows + self.bins, self.bins * in_a_bin)
+
+    @property
+    def position(self) -> Array:
+        """Position of each row of a lane among the keys, int32 `[R]`."""
+        row = jnp.arange(self.rows, dtype=jnp.int32)
+        return row % self.q_length + self.moba.offset
+
+
+class MobaWork(NamedTuple):
+    """The blocks, int32 throughout."""
+
+    in_use: Array  # how many blocks have rows, []
+    bins: Array  # of each block, [blocks]
+    rows: Array  # among the rows of all lanes, `L R` where a block has one to spare, [blocks, block_rows]
+    places: Array  # where each slot of each row went among `blocks * block_rows`, that many if nowhere, [L R, slots]
+
+
+def divide_work(plan: MobaPlan, chosen: Array) -> MobaWork:
+    """The blocks of rows that take `chosen`, int32 `[L, R, slots]`, chunks of their lane or `C` for an empty slot."""
+    lane = jnp.arange(plan.lanes, dtype=jnp.int32)[:, None, None]
+    bins = jnp.where(chosen < plan.chunks, lane * plan.chunks + chosen, plan.bins).reshape(-1)
+    number = jnp.arange(plan.pairs, dtype=jnp.int32)
+    in_order, pair = lax.sort((bins, number), num_keys=1)
+    counts = jnp.zeros(plan.bins, jnp.int32).at[bins].add(1, mode="drop")  # empty slots fall off the end
+    blocks = -(-counts // plan.block_rows)
+    pairs_before, blocks_before = lax.cumsum(counts) - counts, lax.cumsum(blocks) - blocks
+
+    # The first pair of a bin goes to the first row of a block, the others of the bin follow it. Empty slots go past the
+    # end.
+    starts = blocks_before * plan.block_rows - pairs_before
+    size = plan.most_blocks * plan.block_rows
+    place = jnp.where(in_order < plan.bins, number + starts.at[in_order].get(mode="clip"), size)
+    nobody = jnp.full(size, plan.lanes * plan.rows, jnp.int32)
+    rows = nobody.at[place].set(pair // plan.slots, mode="drop")
+    places = jnp.zeros(plan.pairs, jnp.int32).at[pair].set(place, unique_indices=True)
+    begins = jnp.zeros(plan.most_blocks, jnp.int32).at[blocks_before].add(1, mode="drop")
+    return MobaWork(
+        in_use=blocks.sum(dtype=jnp.int32),
+        bins=lax.cumsum(begins) - 1,
+        rows=rows.reshape(plan.most_blocks, plan.block_rows),
+        places=places.reshape(-1, plan.slots),
+    )

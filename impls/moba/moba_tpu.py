@@ -1,0 +1,338 @@
+"""Both passes over the blocks on a TPU, in Pallas: a grid step for each block of rows and the chunk that they took.
+
+With the formulas of `impls.moba.forward` and `impls.moba.backward`. The grid is as long as there are blocks, and their
+chunks are prefetched to scalar memory. Blocks of one chunk follow one another, so that its keys and values are fetched
+once, and dk and dv stay in VMEM until its last block has added to them.
+
+Keys are gone through some at a time, as many as VMEM has room for, up to the last that any row of the block sees. Steps
+that every row sees have no mask: only in the chunk of a query itself is anything hidden. As in
+`impls.splash_tpu.forward`, logits and maxima are counted in units of log 2 here, l is kept for each lane by itself
+until the end, and m begins finite.
+
+Rows are gathered before, as for a grouped matrix product (Gale et al. 2022, arXiv:2211.15841).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from impls.moba.moba_blocks import BlockSoftmax, GradientSums, Lanes
+from impls.moba.moba_plan import MobaPlan, MobaWork
+from impls.splash_tpu.block_sizes import LANES, round_up
+from impls.splash_tpu.splash_tiles import EMPTY_MAXIMUM, LOG_2, make_column, repeat_lanes, sum_by_lane
+from impls.splash_tpu.vmem import DEFAULT_SCOPED, find_limit
+from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_varying
+
+Array = jax.Array
+MIN_ROWS = 64
+"""Queries a block below which there is too little to compute for what a chunk takes to fetch."""
+
+
+class _Steps(NamedTuple):
+    """What the kernels read of each block beside arrays, int32; the first three are in scalar memory."""
+
+    bins: Array  # [blocks]
+    seen: Array  # how many keys of its chunk every row sees, [blocks]
+    some: Array  # up to which key some row sees any, [blocks]
+    last: Array  # the last key of its chunk that each row sees, [blocks, 1, block_rows]
+
+
+def compute_parts(plan: MobaPlan, lanes: Lanes, work: MobaWork) -> BlockSoftmax:
+    """Softmax of the rows of each block over the keys of its chunk; blocks that are not in use hold anything."""
+    steps, room = _build_steps(plan, work), _find_room(plan, *_get_sizes(lanes), backward=False)
+    q = lanes.q.at[work.rows].get(mode="fill", fill_value=0)  # [blocks, r, H]
+    rows, depth = plan.block_rows, lanes.v.shape[-1]
+    out, maximum, total = _call_kernel(
+        functools.partial(_forward_kernel, plan, room.keys),
+        plan,
+        room,
+        steps,
+        work.in_use,
+        (*_pair_with_blocks(q, steps.last), *_pair_with_bins(*(room.padded(x) for x in (lanes.k, lanes.v)))),
+        (_see_block((rows, depth)), _see_block((1, rows)), _see_block((1, rows))),
+        [(plan.most_blocks, rows, depth), *[(plan.most_blocks, 1, rows)] * 2],
+        "moba_forward",
+    )
+    maximum = maximum[:, 0]
+    return BlockSoftmax(jnp.where(maximum == EMPTY_MAXIMUM, -jnp.inf, maximum * jnp.float32(LOG_2)), total[:, 0], out)
+
+
+def sum_gradients(
+    plan: MobaPlan, lanes: Lanes, work: MobaWork, d_outs: Array, logsumexp: Array, row_sums: Array
+) -> GradientSums:
+    """Gradients over all blocks, those of q and k not yet scaled.
+
+    `d_outs` is `[L R, V]`, `logsumexp` and `row_sums` (`D - dlse`) are f32 `[L R]`.
+    """
+    steps, room = _build_steps(plan, work), _find_room(plan, *_get_sizes(lanes), backward=True)
+    q, do = (x.at[work.rows].get(mode="fill", fill_value=0) for x in (lanes.q, d_outs))
+    # A row to spare has no probability: its logsumexp is infinite.
+    lse = logsumexp.at[work.rows].get(mode="fill", fill_value=jnp.inf)[:, None] / jnp.float32(LOG_2)
+    delta = row_sums.at[work.rows].get(mode="fill", fill_value=0)[:, None]
+    k, v = room.padded(lanes.k), room.padded(lanes.v)
+    rows, depths = plan.block_rows, (q.shape[-1], v.shape[-1])
+    dq, dk, dv = _call_kernel(
+        functools.partial(_backward_kernel, plan, room.keys),
+        plan,
+        room,
+        steps,
+        work.in_use,
+        (*_pair_with_blocks(q, do, lse, delta, steps.last), *_pair_with_bins(k, v)),
+        (_see_block((rows, depths[0])), *(_see_bin((k.shape[1], depth)) for depth in depths)),
+        [(plan.most_blocks, rows, depths[0]), k.shape, v.shape],
+        "moba_backward",
+    )
+    chunk, number = plan.moba.chunk, jnp.where(jnp.arange(plan.most_blocks) < work.in_use, work.bins, plan.bins)
+    taken = jnp.zeros(plan.bins, bool).at[number].set(True, mode="drop")[:, None, None]
+    dk, dv = (jnp.where(taken, x[:, :chunk], 0.0) for x in (dk, dv))  # nobody wrote those of a chunk without rows
+    return GradientSums(dq, dk, dv, None)
+
+
+def _build_steps(plan: MobaPlan, work: MobaWork) -> _Steps:
+    chunk = plan.moba.chunk
+    start = work.bins % plan.chunks * chunk
+    spare = work.rows == plan.lanes * plan.rows
+    last = jnp.minimum(plan.position[work.rows % plan.rows] - start[:, None], chunk - 1)
+    # Rows to spare see what every row may: nothing of them is read.
+    last = jnp.where(spare, chunk - 1, last)
+    some = jnp.where(spare, -1, last).max(axis=1) + 1
+    return _Steps(work.bins, last.min(axis=1) + 1, some, last[:, None])
+
+
+def _get_sizes(lanes: Lanes) -> tuple[tuple[int, int], int]:
+    """Depths of keys and values, and bytes of a number."""
+    return (lanes.k.shape[2], lanes.v.shape[2]), lanes.k.dtype.itemsize
+
+
+class _VmemRoom(NamedTuple):
+    """How many keys of a chunk are computed at a time, and the VMEM to ask for, none if the default is enough."""
+
+    keys: int
+    vmem: int | None
+
+    def padded(self, x: Array) -> Array:
+        """`[bins, chunk, D]` with whole steps of keys, zeros behind."""
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.keys), (0, 0)))
+
+
+def fit_block_rows(plan: MobaPlan, depths: tuple[int, int], itemsize: int) -> MobaPlan:
+    """`plan` with half as many queries a block, as often as VMEM has no room for both passes.
+
+    Raises:
+      NotImplementedError: there is none for the fewest.
+    """
+    while True:
+        try:
+            _find_room(plan, depths, itemsize, backward=True)
+        except NotImplementedError:
+            if plan.most_rows <= MIN_ROWS:
+                raise
+            plan = dataclasses.replace(plan, most_rows=plan.most_rows // 2)
+        else:
+            return plan
+
+
+def _find_room(plan: MobaPlan, depths: tuple[int, int], itemsize: int, *, backward: bool) -> _VmemRoom:
+    """As many keys as are asked for, and half as often as they do not fit.
+
+    Raises:
+      NotImplementedError: no number of them fits.
+    """
+    limit = find_limit(None)
+    keys = min(plan.keys_together, round_up(plan.moba.chunk, LANES))
+    while (need := _estimate_vmem(plan, depths, itemsize, keys, backward=backward)) > limit.bytes and keys > LANES:
+        keys = keys // 2 // LANES * LANES or LANES
+    if need > limit.bytes:
+        raise NotImplementedError(
+            f"moba does not support chunks of {plan.moba.chunk} keys and blocks of {plan.block_rows} queries with "
+            f"backend='tpu' at head_dim {depths[0]} and {depths[1]}: they take about {need / 2**20:.1f} MiB of VMEM, "
+            f"over the limit of {limit.bytes / 2**20:.1f} MiB ({limit.of}); take backend='portable'"
+        )
+    return _VmemRoom(keys, limit.bytes if need > DEFAULT_SCOPED else None)
+
+
+def _estimate_vmem(plan: MobaPlan, depths: tuple[int, int], item: int, keys: int, *, backward: bool) -> int:
+    """VMEM in bytes, estimated: blocks twice, since the next are fetched meanwhile, and once what a step computes."""
+    h, v = (round_up(depth, LANES) for depth in depths)
+    rows, chunk = plan.block_rows, round_up(plan.moba.chunk, keys)
+    fetched = (rows * h + chunk * (h + v)) * item
+    # Operands of an exact product of f32 are split in three parts of bf16.
+    split = 6 * ((rows + keys) * (h + v) + (1 + backward) * rows * keys) if item == 4 else 0
+    if backward:
+        blocks = fetched + rows * v * item + (rows * h + chunk * (h + v)) * 4
+        return 2 * blocks + split + (rows * (h + 3 * LANES) + 4 * rows * keys + keys * (h + v)) * 4
+    return 2 * (fetched + rows * v * 4) + split + (rows * (v + 3 * LANES) + 3 * rows * keys) * 4
+
+
+def _see_block(shape: tuple[int, ...]) -> pl.BlockSpec:
+    return pl.BlockSpec((None, *shape), lambda number, *_: (number, 0, 0))
+
+
+def _see_bin(shape: tuple[int, ...]) -> pl.BlockSpec:
+    return pl.BlockSpec((None, *shape), lambda number, bins, *_: (bins[number], 0, 0))
+
+
+def _pair_with_blocks(*arrays: Array) -> list[tuple[Array, pl.BlockSpec]]:
+    return [(x, _see_block(x.shape[1:])) for x in arrays]
+
+
+def _pair_with_bins(*arrays: Array) -> list[tuple[Array, pl.BlockSpec]]:
+    return [(x, _see_bin(x.shape[1:])) for x in arrays]
+
+
+def _call_kernel(
+    kernel: Callable[..., None],
+    plan: MobaPlan,
+    room: _VmemRoom,
+    steps: _Steps,
+    blocks: Array,
+    inputs: Sequence[tuple[Array, pl.BlockSpec]],
+    out_specs: Sequence[pl.BlockSpec],
+    shapes: Sequence[tuple[int, ...]],
+    name: str,
+) -> Any:
+    """The kernel over `blocks` blocks; results are f32 in `shapes`."""
+    scalars: Any = steps[:3]
+    arrays: Any = tuple(x for x, _ in inputs)
+    scalars, arrays = mark_varying((scalars, arrays), find_varying_axes((scalars, arrays)))
+    return pl.pallas_call(
+        kernel,
+        out_shape=mark_shapes_varying([_make_f32_shape(shape) for shape in shapes], arrays[0]),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(blocks,),
+            in_specs=[spec for _, spec in inputs],
+            out_specs=list(out_specs),
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=room.vmem),
+        interpret=plan.interpret,
+        name=name,
+    )(*scalars, *arrays)
+
+
+def _forward_kernel(
+    plan: MobaPlan,
+    size: int,
+    bins_ref: Any,
+    seen_ref: Any,
+    some_ref: Any,
+    q_ref: Any,
+    last_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    out_ref: Any,
+    max_ref: Any,
+    sum_ref: Any,
+) -> None:
+    number, rows = pl.program_id(0), q_ref.shape[0]
+    last = make_column(last_ref[...])
+
+    def add(step: Any, so_far: tuple[Array, Array, Array], *, masked: bool) -> tuple[Array, Array, Array]:
+        out, top, total = so_far
+        keys = pl.ds(pl.multiple_of(step * size, size), size)
+        z, _ = _compute_logits(plan, q_ref[...], k_ref[keys, :], step * size, last if masked else None)
+        now = jnp.maximum(top, z.max(axis=-1, keepdims=True))  # (4)
+        weights = jnp.exp2(z - repeat_lanes(now, size))
+        decay = jnp.exp2(top - now)
+        v = v_ref[keys, :]
+        added = _multiply(plan, weights.astype(v.dtype), v, 1, 0)
+        return out * repeat_lanes(decay, v.shape[1]) + added, now, total * decay + sum_by_lane(weights)  # (6), (5)
+
+    none = (
+        jnp.zeros(out_ref.shape, jnp.float32),
+        jnp.full((rows, LANES), EMPTY_MAXIMUM, jnp.float32),
+        jnp.zeros((rows, LANES), jnp.float32),
+    )
+    out, top, total = _visit_keys(size, seen_ref[number], some_ref[number], add, none)
+    out_ref[...] = out
+    max_ref[...] = top.T[:1]
+    sum_ref[...] = total.T.sum(axis=0, keepdims=True)
+
+
+def _backward_kernel(
+    plan: MobaPlan,
+    size: int,
+    bins_ref: Any,
+    seen_ref: Any,
+    some_ref: Any,
+    q_ref: Any,
+    do_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    last_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    dq_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+) -> None:
+    number = pl.program_id(0)
+    opens = (number == 0) | (bins_ref[jnp.maximum(number - 1, 0)] != bins_ref[number])
+
+    @pl.when(opens)
+    def clear() -> None:
+        for ref in (dk_ref, dv_ref):
+            ref[...] = jnp.zeros(ref.shape, jnp.float32)
+
+    last, lse, delta = (make_column(ref[...]) for ref in (last_ref, lse_ref, delta_ref))
+
+    def add(step: Any, dq: Array, *, masked: bool) -> Array:
+        keys = pl.ds(pl.multiple_of(step * size, size), size)
+        q, k, v, do = q_ref[...], k_ref[keys, :], v_ref[keys, :], do_ref[...]
+        z, slope = _compute_logits(plan, q, k, step * size, last if masked else None)
+        p = jnp.exp2(z - repeat_lanes(lse, size))  # (8)
+        dx = p * (_multiply(plan, do, v, 1, 1) - repeat_lanes(delta, size))  # (10), (12)
+        if slope is not None:
+            dx = dx * slope  # (13)
+        rounded = dx.astype(q.dtype)
+        dk_ref[keys, :] += _multiply(plan, rounded, q, 0, 0)  # (15), not scaled
+        dv_ref[keys, :] += _multiply(plan, p.astype(q.dtype), do, 0, 0)  # (9)
+        return dq + _multiply(plan, rounded, k, 1, 0)  # (14), not scaled
+
+    dq = jnp.zeros(dq_ref.shape, jnp.float32)
+    dq_ref[...] = _visit_keys(size, seen_ref[number], some_ref[number], add, dq)
+
+
+def _visit_keys(size: int, seen: Any, some: Any, add: Callable[..., Any], start: Any) -> Any:
+    """Add the keys of a chunk, `size` at a time: those that every row sees without a mask, then those some row sees."""
+    every, steps = lax.div(seen, jnp.int32(size)), lax.div(some + (size - 1), jnp.int32(size))
+    so_far = lax.fori_loop(jnp.int32(0), every, functools.partial(add, masked=False), start)
+    return lax.fori_loop(every, steps, functools.partial(add, masked=True), so_far)
+
+
+def _compute_logits(plan: MobaPlan, q: Array, k: Array, first: Any, last: Array | None) -> tuple[Array, Array | None]:
+    """(1) to (3) in units of log 2, `[r, size]`, and the derivative of (2); nothing is hidden without `last`."""
+    x = _multiply(plan, q, k, 1, 1)
+    slope = None
+    if plan.soft_cap is None:
+        z = x * jnp.float32(plan.scale / LOG_2)  # (1)
+    else:
+        tanh = jnp.tanh(x * jnp.float32(plan.scale / plan.soft_cap))
+        z, slope = tanh * jnp.float32(plan.soft_cap / LOG_2), 1 - tanh * tanh  # (2)
+    if last is not None:
+        place = lax.broadcasted_iota(jnp.int32, z.shape, 1) + first
+        z = jnp.where(place <= repeat_lanes(last, z.shape[1]), z, -jnp.inf)  # (3)
+    return z, slope
+
+
+def _multiply(plan: MobaPlan, a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
+    """Sum over one axis of each, in f32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    if plan.interpret and a.dtype == b.dtype == jnp.bfloat16:
+        # The same values: a product of two bf16 is exact in f32. XLA multiplies f32 on a CPU ten times faster.
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    axes = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _make_f32_shape(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)  # type: ignore[no-untyped-call]  # JAX leaves it untyped

@@ -1,0 +1,111 @@
+"""Packed sequences: what a call over them takes, what it refuses, and which keys each query sees.
+
+Queries and keys of a sequence lie behind one another, and a mask of sides leaves a query the keys of a stretch. So what
+a query sees are the keys `low` to `high - 1` of the pack, whatever sequence it is of, and of queries that see any,
+`low` and `high` grow along the pack. All of that is known at run time only (docs/contract.md, section 8).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from conformance.contract import FLOATS
+
+Side = int | None
+# No token stands at 2**30 or beyond, so a side that reaches as far is open.
+_UNBOUNDED_SIDE = 2**30
+
+
+class SequenceTables(NamedTuple):
+    """What says where sequences lie, int32."""
+
+    cu_q_lens: jax.Array  # [max_seqs + 1]
+    cu_kv_lens: jax.Array  # [max_seqs + 1]
+    num_seqs: jax.Array  # [1]
+
+
+def build_tables(cu_q_lens: Any, cu_kv_lens: Any, num_seqs: Any) -> SequenceTables:
+    """The tables of a call in int32. Raises `ValueError`, naming the one that is wrong."""
+    shape = cu_q_lens.shape
+    if len(shape) != 1 or shape[0] < 2:
+        raise ValueError(f"cu_q_lens must have shape (max_seqs + 1,), got {shape}")
+    for name, x, wanted in (("cu_kv_lens", cu_kv_lens, shape), ("num_seqs", num_seqs, (1,))):
+        if x.shape != wanted:
+            raise ValueError(f"{name} must have shape {wanted}, got {x.shape}")
+    for name, x in (("cu_q_lens", cu_q_lens), ("cu_kv_lens", cu_kv_lens), ("num_seqs", num_seqs)):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} must be integers, got {x.dtype}")
+    return SequenceTables(*(jnp.asarray(x, jnp.int32) for x in (cu_q_lens, cu_kv_lens, num_seqs)))
+
+
+def check_packed_operands(q: Any, k: Any, v: Any, sinks: Any, soft_cap: Any, scale: Any) -> None:
+    """Raise `ValueError`, naming the operand of a packed call that is not as the contract has it."""
+    for name, x, axes in (
+        ("q", q, "[total_q, heads, depth]"),
+        ("k", k, "[total_kv, heads, depth]"),
+        ("v", v, "[total_kv, heads, depth]"),
+    ):
+        if x.ndim != 3 or 0 in x.shape:
+            raise ValueError(f"{name} must have the axes {axes}, none of them of size 0, got shape {x.shape}")
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"k and v must agree in length and heads, got {k.shape} and {v.shape}")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"k has head_dim {k.shape[2]}, q has {q.shape[2]}: they must be equal")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} heads, which must be a multiple of the {k.shape[1]} heads of k")
+    if not (q.dtype == k.dtype == v.dtype and str(q.dtype) in FLOATS):
+        raise ValueError(f"q, k and v must have one dtype of {FLOATS}, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks must have shape {(q.shape[1],)}, one logit a query head, got {sinks.shape}")
+    for name, number in (("soft_cap", soft_cap), ("scale", scale)):
+        if number is not None and not (number > 0 and math.isfinite(number)):
+            raise ValueError(f"{name} must be positive and finite, got {number}")
+
+
+def resolve_window(causal: bool, window: tuple[Side, Side] | None) -> tuple[Side, Side]:
+    """How many keys a query sees before its own and behind it, none on an open side. Raises `ValueError`."""
+    left, right = (None, None) if window is None else window
+    if any(side is not None and side < 0 for side in (left, right)):
+        raise ValueError(f"window must be (left, right), each at least 0 or None, got {window}")
+    right = 0 if causal else right
+    return _normalize_side(left), _normalize_side(right)
+
+
+def _normalize_side(side: Side) -> Side:
+    return None if side is None or side >= _UNBOUNDED_SIDE else int(side)
+
+
+def compute_key_ranges(tables: SequenceTables, sides: tuple[Side, Side], length: int) -> tuple[jax.Array, jax.Array]:
+    """The first key of the pack that each query sees, and one past the last; both 0 for one that sees none.
+
+    Args:
+      tables: of the call. Entries past the last sequence may be any integers.
+      sides: as `sides_of` gives them.
+      length: queries to say it of, those that only fill a block among them: these see none.
+
+    Returns:
+      int32 `[length]` each.
+    """
+    left, right = sides
+    count = tables.num_seqs[0]
+    there = jnp.arange(len(tables.cu_q_lens) - 1, dtype=jnp.int32) < count
+
+    def ends_of(starts: jax.Array) -> jax.Array:
+        return jnp.where(there, starts[1:], starts[count])
+
+    q_ends, kv_ends = ends_of(tables.cu_q_lens), ends_of(tables.cu_kv_lens)
+    token = jnp.arange(length, dtype=jnp.int32)
+    sequence = jnp.searchsorted(q_ends, token, side="right").astype(jnp.int32)  # of padding: beyond all
+    real = token < tables.cu_q_lens[count]
+    sequence = jnp.minimum(sequence, len(q_ends) - 1)
+    kv_start = tables.cu_kv_lens[sequence]
+    kv_length = kv_ends[sequence] - kv_start
+    position = kv_length - (q_ends[sequence] - token)
+    low = jnp.zeros_like(position) if left is None else jnp.maximum(position - left, 0)
+    high = kv_length if right is None else jnp.minimum(position + (right + 1), kv_length)
+    some = real & (low < high)
+    return jnp.where(some, kv_start + low, 0), jnp.where(some, kv_start + high, 0)

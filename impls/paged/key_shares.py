@@ -1,0 +1,50 @@
+"""How the blocks of keys of a call are shared between the programs of a GPU.
+
+A tile of a long sequence has many blocks of keys, one of a short sequence few, and both are in one call. So a share is
+so many blocks of one tile, as many for every tile, and how many that is follows from all blocks that there are. A
+program computes one share, whether its tile is a part of a prompt or a single token with the keys of a long cache
+(Dao, Haziza, Massa and Sizov 2023, "Flash-Decoding", for keys of one query that several programs share).
+
+The list is as long as it can get for the shapes. It is made on the device from tables that may differ in every call.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from impls.paged.paged_plan import PagedPlan, find_block_range
+from impls.paged.query_tiles import QueryTiles
+
+
+class KeyShares(NamedTuple):
+    """Lists of shares `[W]`, and which of them a tile has `[L]`; int32. An entry past the last share has no block."""
+
+    tile: jax.Array  # [W]
+    first: jax.Array  # [W], number of the first block in its sequence
+    end: jax.Array  # [W], one past the last
+    before: jax.Array  # [L], shares of all tiles before it
+    own: jax.Array  # [L], how many it has; none where its queries see no key
+
+
+def build_shares(plan: PagedPlan, tiles: QueryTiles, *, block: int, programs: int) -> KeyShares:
+    """The shares of a call with blocks of `block` keys: as many as `programs`, and at most one a tile more."""
+    number = jnp.arange(len(tiles.row), dtype=jnp.int32)
+    first, end = find_block_range(plan, tiles.position, tiles.queries, block)
+    first = jnp.broadcast_to(first, number.shape)
+    blocks = jnp.where(number < tiles.total, jnp.maximum(end - first, 0), 0)
+    size = jnp.maximum((blocks.sum(dtype=jnp.int32) + (programs - 1)) // programs, 1)
+    count = (blocks + (size - 1)) // size
+    ends = jnp.cumsum(count, dtype=jnp.int32)
+    share = jnp.arange(len(number) + programs, dtype=jnp.int32)
+    tile = jnp.minimum(jnp.searchsorted(ends, share, side="right"), len(number) - 1).astype(jnp.int32)
+    begin = first[tile] + (share - (ends - count)[tile]) * size
+    return KeyShares(
+        tile=tile,
+        first=begin.astype(jnp.int32),
+        end=jnp.where(share < ends[-1], jnp.minimum(begin + size, end[tile]), begin).astype(jnp.int32),
+        before=ends - count,
+        own=count,
+    )

@@ -1,0 +1,132 @@
+"""Copies between HBM and VMEM: pages to a buffer, ahead of their use, and the rows of a tile back to where they belong.
+
+What is started must be waited for, in bytes. So what is copied is said once, and starting and waiting both go through
+it, but for blocks whose pages are all there: one wait for all of their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from impls.paged.page_blocks import NUM_BUFFERS, PageBlocks
+from impls.paged.query_tiles import QueryTiles
+
+PAGES_AT_ONCE = 4
+"""Pages whose copies are started together: the scalars of one are computed while those of another are."""
+Copy = Any
+"""What `pltpu.make_async_copy` gives."""
+
+
+class PageCache(NamedTuple):
+    """Refs of the pages, and where a block of them goes: keys, and values where they have pages of their own.
+
+    Tokens of a page that has its heads apart lie one behind the other in a buffer, `[BUFFERS, block, K, .]`. A page of
+    latents lies there as it is, `[BUFFERS, block_pages, page_size, .]`: tiles hold rows of it, and a copy must begin
+    with a tile, which not every token does.
+    """
+
+    page_indices: Any  # SMEM [max_seqs * pages_per_seq]
+    pages: tuple[Any, ...]  # HBM [pages, page_size, ...]
+    held: tuple[Any, ...]  # VMEM
+    arrived: Any  # semaphores [len(held), BUFFERS]
+    pages_per_seq: int
+    block_pages: int
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        size: int = self.pages[0].shape[1]
+        return size
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block."""
+        return self.block_pages * self.page_size
+
+
+class Results(NamedTuple):
+    """Refs of what a tile gives, `[block_q, N, .]` in VMEM, and of where it goes, `[total_q, N, .]` in HBM."""
+
+    tile: tuple[Any, ...]
+    all: tuple[Any, ...]
+    written: Any  # semaphores, one for each
+
+
+def find_buffer(blocks: PageBlocks, tile: Any, block: Any) -> Any:
+    """Which buffer holds a block: blocks take turns, counted over all tiles."""
+    return lax.rem(blocks.before[tile] + block, jnp.int32(NUM_BUFFERS))
+
+
+def start_block(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Any, block: Any) -> None:
+    """Start the copies of a block's pages, all at once."""
+    _for_each_page(cache, tiles, blocks, tile, block, lambda copy: copy.start())
+
+
+def wait_for_block(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Any, block: Any) -> None:
+    """Wait until all pages of a block have come: at once where it is whole, for a semaphore counts bytes."""
+    buffer, block_pages = find_buffer(blocks, tile, block), cache.block_pages
+    whole = blocks.end[tile] - (blocks.slot[tile] + block * block_pages) >= block_pages
+
+    def at_once() -> None:
+        for n, held in enumerate(cache.held):
+            there = held.at[buffer]
+            copy: Copy = pltpu.make_async_copy(there, there, cache.arrived.at[n, buffer])
+            copy.wait()
+
+    pl.when(whole)(at_once)
+
+    @pl.when(jnp.logical_not(whole))
+    def page_by_page() -> None:
+        _for_each_page(cache, tiles, blocks, tile, block, lambda copy: copy.wait())
+
+
+def _for_each_page(
+    cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Any, block: Any, do: Callable[[Copy], None]
+) -> None:
+    size, block_pages = cache.page_size, cache.block_pages
+    buffer = find_buffer(blocks, tile, block)
+    slot = blocks.slot[tile] + block * block_pages
+    entry = tiles.sequence[tile] * cache.pages_per_seq + slot
+
+    def keys_and_values(number: Any, _: None) -> None:
+        page = cache.page_indices[entry + number]
+        for n, (pages, held) in enumerate(zip(cache.pages, cache.held, strict=True)):
+            whole = len(held.shape) > len(pages.shape)
+            place = held.at[buffer, number] if whole else held.at[buffer, pl.ds(number * size, size)]
+            do(pltpu.make_async_copy(pages.at[page], place, cache.arrived.at[n, buffer]))
+
+    def several(number: Any, _: None) -> None:
+        for n in range(PAGES_AT_ONCE):
+            keys_and_values(number * PAGES_AT_ONCE + n, None)
+
+    # Entries past the last page that a query sees may be anything, and are never looked at.
+    pages = jnp.minimum(blocks.end[tile] - slot, block_pages)
+    together = pages // PAGES_AT_ONCE if block_pages >= PAGES_AT_ONCE else jnp.int32(0)
+    lax.fori_loop(jnp.int32(0), together, several, None)
+    lax.fori_loop(together * PAGES_AT_ONCE, pages, keys_and_values, None)
+
+
+def start_rows(results: Results, tiles: QueryTiles, tile: Any) -> None:
+    """Start the copies of a tile's rows, as many as it has: what is behind them belongs to another sequence."""
+    _for_each_row(results, tiles, tile, lambda copy: copy.start())
+
+
+def wait_for_rows(results: Results, tiles: QueryTiles, tile: Any) -> None:
+    """Wait until a tile's rows are where they belong."""
+    _for_each_row(results, tiles, tile, lambda copy: copy.wait())
+
+
+def _for_each_row(results: Results, tiles: QueryTiles, tile: Any, do: Callable[[Copy], None]) -> None:
+    row = tiles.row[tile]
+
+    def every(number: Any, _: None) -> None:
+        for n, (from_tile, to_all) in enumerate(zip(results.tile, results.all, strict=True)):
+            do(pltpu.make_async_copy(from_tile.at[number], to_all.at[row + number], results.written.at[n]))
+
+    lax.fori_loop(jnp.int32(0), tiles.queries[tile], every, None)

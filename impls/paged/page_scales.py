@@ -1,0 +1,45 @@
+"""Scales of pages as the TPU kernel copies them: those of a token's keys and of its values in one row of lanes.
+
+What is copied must be whole tiles of 8 by 128 numbers, and XLA lays out `[pages, page_size, K]` with the pages in the
+lanes, so that the scales of one page lie apart. Pages of `[page_size, 128]` lie row by row. So scales are kept in that
+layout from the start, and a row is written with its token. To change the layout in every call would touch all pages,
+whichever are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from impls.paged.page_blocks import LANES
+
+
+def side_by_side(k_scales: jax.Array, v_scales: jax.Array) -> jax.Array:
+    """The layout of the TPU kernel for scales `[pages, page_size, K]`.
+
+    Args:
+      k_scales: f32, those of the keys.
+      v_scales: f32, those of the values.
+
+    Returns:
+      f32 `[pages, page_size, W]` with W lanes, a multiple of 128: those of the keys in the first K, those of the values
+      in the next K, and zeros behind them.
+    """
+    both = jnp.concatenate([k_scales, v_scales], axis=-1)
+    return jnp.pad(both, ((0, 0), (0, 0), (0, -both.shape[-1] % LANES)))
+
+
+def check_page_scales(page_scales: Any, k_pages: Any) -> None:
+    """Raise `ValueError` saying what is wrong of scales that lie side by side."""
+    *rows, num_kv_heads, _ = k_pages.shape
+    if page_scales.ndim != 3 or [*page_scales.shape[:2]] != rows or page_scales.shape[2] % LANES:
+        wanted = f"[{rows[0]}, {rows[1]}, a multiple of {LANES}]"
+        raise ValueError(f"page_scales must have shape {wanted}, as side_by_side gives, got {page_scales.shape}")
+    if page_scales.shape[2] < 2 * num_kv_heads:
+        raise ValueError(
+            f"page_scales must have lanes for keys and values of {num_kv_heads} heads, got {page_scales.shape[2]}"
+        )
+    if page_scales.dtype != jnp.float32:
+        raise ValueError(f"page_scales must be float32, got {page_scales.dtype}: cast with astype")

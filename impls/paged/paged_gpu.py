@@ -1,0 +1,292 @@
+"""Paged attention for GPUs in Pallas (Triton): a program for each share of a tile's keys, and one that merges them.
+
+A program owns a tile of queries, all of one sequence (`impls.paged.query_tiles`), for the heads of one key/value head, and
+a share of the blocks of keys that they see (`impls.paged.key_shares`). It looks the page of each key up in the table and
+reads the key where it lies. So nothing of the cache is copied, and the work follows the queries and the keys.
+
+With (1) and (2) from `impls.paged.paged_plan`, over the keys of a share, with no sink and no division:
+
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max_j z_ij
+    (5)  l_i = sum_j exp(z_ij - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+
+The parts of a tile are merged by a second kernel, in the order of their keys: the same bits in every call. It writes
+the rows to where they belong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from impls.flash_gpu.block_sizes import round_up_to_tile
+from impls.flash_gpu.exponentials import compute_exp
+from impls.flash_gpu.flash_gpu_arrays import make_shape
+from impls.flash_gpu.triton.triton_tiles import compute_positions
+from impls.jax_compat import build_triton_call
+from impls.paged.key_shares import build_shares
+from impls.paged.paged_plan import Operands, PagedPlan, compute_allowed, compute_logits, find_key_range
+from impls.paged.query_tiles import build_tiles
+from impls.ragged.ragged_plan import replace_neg_inf
+from impls.softmax_merge import Part
+from impls.varying_axes import find_varying_axes, mark_varying
+
+MAX_ROWS = 64
+"""Rows of a tile: as many as keep the accumulator in registers. More heads of a group are other programs."""
+
+# Two programs for each multiprocessor of GPUs that have 108 to 148 of them.
+_NUM_PROGRAMS = 256
+
+Arrays = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Launch:
+    """Sizes of a call. A column is the heads of a tile: those of one key/value head, or a part of them."""
+
+    plan: PagedPlan
+    block: int  # keys of a block
+    rows: int  # of a tile
+    heads: int  # query heads of a column
+    num_q_heads: int
+    num_kv_heads: int
+    page_size: int
+    pages_per_seq: int
+    depth: int
+    v_depth: int
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def parts(self) -> int:
+        """Columns of a key/value head."""
+        return -(-self.group // self.heads)
+
+    @property
+    def columns(self) -> int:
+        return self.num_kv_heads * self.parts
+
+    def place(self, column: Any) -> tuple[Any, Any]:
+        """Key/value head, and part of its heads, of a column."""
+        return lax.div(column, jnp.int32(self.parts)), lax.rem(column, jnp.int32(self.parts))
+
+
+class _Rows(NamedTuple):
+    """The rows of a tile in one column, `[rows]`: query by query, its heads one behind the other."""
+
+    query: jax.Array  # which of the tile's queries
+    there: jax.Array  # whether query and head exist
+    packed: jax.Array  # row in an array `[total_q * N, .]`; none is that of two
+
+
+def choose_block_q(total_q: int, num_seqs: int, group: int) -> int:
+    """Queries of a tile by default: as many as fill its rows, or one where every sequence has one."""
+    return 1 if total_q <= num_seqs else max(1, MAX_ROWS // group)
+
+
+def attend(plan: PagedPlan, operands: Operands, *, interpret: bool) -> Part:
+    """The part over every key that a query sees, arrays `[total_q, N, .]`; past the last sequence it is empty."""
+    assert operands.v_pages is not None  # there is no kernel for latents yet
+    launch = _build_launch(plan, operands, operands.v_pages.shape[3])
+    total, heads = operands.q.shape[:2]
+    tiles = build_tiles(operands, plan.block_q)
+    shares = build_shares(
+        plan, tiles, block=launch.block, programs=plan.programs or -(-_NUM_PROGRAMS // launch.columns)
+    )
+    real = jnp.arange(len(tiles.row), dtype=jnp.int32) < tiles.total
+    arrays: Arrays = {
+        **{name: x for name, x in {**tiles._asdict(), **shares._asdict()}.items() if name != "total"},
+        "queries": jnp.where(real, tiles.queries, 0),
+        "page_indices": operands.page_indices.reshape(-1),
+        "q": operands.q.reshape(total * heads, -1),
+        "k": operands.k_pages.reshape(-1, launch.depth),
+        "v": operands.v_pages.reshape(-1, launch.v_depth),
+    }
+    # `shard_map` checks over which mesh axes arrays differ: outputs must name the operands' axes.
+    arrays = mark_varying(arrays, find_varying_axes(arrays))
+    longest = len(shares.tile)
+    found = _call_kernel(
+        launch, _share_kernel, "paged_shares", arrays, longest, longest * launch.columns * launch.rows, interpret
+    )
+    lists = {name: arrays[name] for name in ("row", "queries", "before", "own")}
+    merged = _call_kernel(
+        launch, _merge_kernel, "paged_merge", {**lists, **found}, len(tiles.row), total * heads, interpret
+    )
+    real_rows = (jnp.arange(total, dtype=jnp.int32) < operands.cu_q_lens[operands.num_seqs[0]])[:, None, None]
+    return Part(
+        out=jnp.where(real_rows, merged["out"].reshape(total, heads, -1), 0.0),
+        max=jnp.where(real_rows, merged["max"].reshape(total, heads, 1), -jnp.inf),
+        sum=jnp.where(real_rows, merged["sum"].reshape(total, heads, 1), 0.0),
+    )
+
+
+def _build_launch(plan: PagedPlan, operands: Operands, v_depth: int) -> _Launch:
+    _, num_q_heads, _ = operands.q.shape
+    _, page_size, num_kv_heads, depth = operands.k_pages.shape
+    heads = min(num_q_heads // num_kv_heads, MAX_ROWS)
+    pages_per_seq = operands.page_indices.shape[1]
+    return _Launch(
+        plan=plan,
+        block=min(plan.block_keys, round_up_to_tile(pages_per_seq * page_size)),
+        rows=round_up_to_tile(plan.block_q * heads),
+        heads=heads,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        pages_per_seq=pages_per_seq,
+        depth=depth,
+        v_depth=v_depth,
+    )
+
+
+def _call_kernel(
+    launch: _Launch, kernel: Any, name: str, arrays: Arrays, programs: int, rows: int, interpret: bool
+) -> Arrays:
+    """`out`, `max` and `sum` of `rows` rows, by `programs` programs for each column; every array is seen whole."""
+    varying = jax.typeof(next(iter(arrays.values()))).manual_axis_type
+
+    def whole(x: Any) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda program, column: (jnp.int32(0),) * x.ndim)
+
+    shapes = {
+        "out": make_shape((rows, launch.v_depth), jnp.float32, varying),
+        "max": make_shape((rows,), jnp.float32, varying),
+        "sum": make_shape((rows,), jnp.float32, varying),
+    }
+    found: Arrays = build_triton_call(
+        functools.partial(kernel, launch),
+        name=name,
+        grid=(programs, launch.columns),
+        in_specs=jax.tree.map(whole, arrays),
+        out_shapes=shapes,
+        out_specs=jax.tree.map(whole, shapes),
+        num_warps=4,
+        num_stages=2,
+        interpret=interpret,
+    )(arrays)
+    return found
+
+
+def _share_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
+    """The part over one share of the blocks of one tile."""
+    plan, (share, column) = launch.plan, (pl.program_id(0), pl.program_id(1))
+    tile, first, end = (inputs[name][share] for name in ("tile", "first", "end"))
+    sequence, row, position = (inputs[name][tile] for name in ("sequence", "row", "position"))
+    queries = jnp.where(end > first, inputs["queries"][tile], 0)
+    rows = _locate_rows(launch, column, row, queries)
+    head, _ = launch.place(column)
+    q = _gather(inputs["q"], rows.packed, rows.there, launch.depth)
+    i = (position + rows.query)[:, None]
+    low, _ = find_key_range(plan, position)
+    _, high = find_key_range(plan, position + queries - 1)
+
+    def visit(number: Any, old: Part) -> Part:
+        j = compute_positions(number * launch.block, launch.block)
+        # Every key of the run is seen by a query, and no other is read: those may be NaN, and 0 * NaN is not 0.
+        seen = (j >= low) & (j < high)
+        slot = sequence * launch.pages_per_seq + lax.div(j, jnp.int32(launch.page_size))
+        page = plt.load(inputs["page_indices"].at[slot], mask=seen, other=0)
+        token = page * launch.page_size + lax.rem(j, jnp.int32(launch.page_size))
+        k = _gather(inputs["k"], token * launch.num_kv_heads + head, seen, launch.depth)
+        v = _gather(inputs["v"], token * launch.num_kv_heads + head, seen, launch.v_depth)
+        z = jnp.where(
+            compute_allowed(plan, i, j[None, :]), compute_logits(plan, _multiply(q, k, 1)), -jnp.inf
+        )  # (1), (2), (3)
+        top = jnp.maximum(old.max, jnp.max(z, axis=1))  # (4)
+        weights, decay = compute_exp(z - replace_neg_inf(top)[:, None]), compute_exp(old.max - replace_neg_inf(top))
+        return Part(
+            out=old.out * decay[:, None] + _multiply(weights.astype(v.dtype), v, 0),  # (6)
+            max=top,
+            sum=old.sum * decay + jnp.sum(weights, axis=1),  # (5)
+        )
+
+    part = lax.fori_loop(first, end, visit, _start_part(launch))
+    _store(outputs, _locate_share_rows(launch, share, column), rows.there, part, launch.v_depth)
+
+
+def _merge_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
+    """The part over all shares of one tile, written to its rows; empty where it has none."""
+    tile, column = pl.program_id(0), pl.program_id(1)
+    row, queries, before, count = (inputs[name][tile] for name in ("row", "queries", "before", "own"))
+    rows = _locate_rows(launch, column, row, queries)
+
+    def add(number: Any, old: Part) -> Part:
+        place = _locate_share_rows(launch, before + number, column)
+        new = Part(
+            out=_gather(inputs["out"], place, rows.there, launch.v_depth),
+            max=plt.load(inputs["max"].at[place], mask=rows.there, other=-jnp.inf),
+            sum=plt.load(inputs["sum"].at[place], mask=rows.there, other=0),
+        )
+        top = jnp.maximum(old.max, new.max)
+        decay, weight = compute_exp(old.max - replace_neg_inf(top)), compute_exp(new.max - replace_neg_inf(top))
+        return Part(
+            out=old.out * decay[:, None] + new.out * weight[:, None],
+            max=top,
+            sum=old.sum * decay + new.sum * weight,
+        )
+
+    _store(
+        outputs, rows.packed, rows.there, lax.fori_loop(jnp.int32(0), count, add, _start_part(launch)), launch.v_depth
+    )
+
+
+def _locate_rows(launch: _Launch, column: Any, row: Any, queries: Any) -> _Rows:
+    """The rows of a tile that begins with the packed query `row`."""
+    number = compute_positions(0, launch.rows)
+    query, inside = lax.div(number, jnp.int32(launch.heads)), lax.rem(number, jnp.int32(launch.heads))
+    head, part = launch.place(column)
+    of_group = part * launch.heads + inside
+    return _Rows(
+        query=query,
+        there=(query < queries) & (of_group < launch.group),
+        packed=(row + query) * launch.num_q_heads + head * launch.group + of_group,
+    )
+
+
+def _locate_share_rows(launch: _Launch, share: Any, column: Any) -> jax.Array:
+    """Where the rows of a share lie, one behind the other."""
+    return compute_positions((share * launch.columns + column) * launch.rows, launch.rows)
+
+
+def _start_part(launch: _Launch) -> Part:
+    return Part(
+        out=jnp.zeros((launch.rows, round_up_to_tile(launch.v_depth)), jnp.float32),
+        max=jnp.full((launch.rows,), -jnp.inf, jnp.float32),
+        sum=jnp.zeros((launch.rows,), jnp.float32),
+    )
+
+
+def _locate_elements(ref: Any, rows: jax.Array, there: jax.Array, depth: int) -> tuple[Any, jax.Array]:
+    """Rows of `[., depth]` anywhere, as wide as a tile must be, and which of their elements exist."""
+    d = compute_positions(0, round_up_to_tile(depth))[None, :]
+    return ref.at[rows[:, None], d], there[:, None] & (d < depth)
+
+
+def _gather(ref: Any, rows: jax.Array, there: jax.Array, depth: int) -> jax.Array:
+    at, exist = _locate_elements(ref, rows, there, depth)
+    found: jax.Array = plt.load(at, mask=exist, other=0)
+    return found
+
+
+def _store(outputs: Arrays, rows: jax.Array, there: jax.Array, part: Part, depth: int) -> None:
+    at, exist = _locate_elements(outputs["out"], rows, there, depth)
+    plt.store(at, part.out, mask=exist)
+    plt.store(outputs["max"].at[rows], part.max, mask=there)
+    plt.store(outputs["sum"].at[rows], part.sum, mask=there)
+
+
+def _multiply(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """Sum over the last axis of `a` and over `axis` of `b`, in f32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dimensions = (((1,), (axis,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,330 @@
+"""The TPU kernel of paged attention: one step of its grid is one tile of queries, over the blocks of pages it sees.
+
+    (1)  x_ij = scale <q_i, k_j>
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max_j z_ij
+    (5)  l_i = sum_j exp(z_ij - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+
+m, l and the sum of (6) are kept for the keys so far, as in `impls.paged.paged_portable`, and so is what it gives: a part.
+
+Heads of one group are rows of one product with the keys that they share. Rows are a tile's queries times the heads of
+a group, `row = i * G + g`. A tile of one query, as in decoding, is computed with the rows of one query.
+
+All heads are one group of a latent, and its first coordinates are the values. So a block of latents is read where it
+was copied to, for keys and for values, and nothing is taken apart. Its rows are many, and are computed some at a time.
+
+z and m are counted in units of log 2, and l is kept for each lane by itself until the end, as in
+`impls.splash_tpu.forward`. That, values instead of references between heads, and no mask where every query sees the
+whole block: by the compiler's schedule on v5e, four heads over 512 keys take 841 cycles for one query, where they took
+1,789, and 2,309 for 32, where they took 4,803 (libtpu 0.0.42.1, depth 128, bf16, eight query heads for one of keys).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from impls.paged.page_blocks import LANES, SUBLANES, PageBlocks
+from impls.paged.page_copies import (
+    PageCache,
+    Results,
+    find_buffer,
+    start_block,
+    start_rows,
+    wait_for_block,
+    wait_for_rows,
+)
+from impls.paged.paged_plan import PagedPlan, compute_allowed, compute_logits, find_key_range
+from impls.paged.query_tiles import QueryTiles
+from impls.splash_tpu.splash_tiles import EMPTY_MAXIMUM, LOG_2, repeat_lanes, sum_by_lane
+
+TOGETHER = 32
+"""Tokens whose heads are taken apart at a time."""
+HEADS = 4
+"""Heads whose products are computed at a time, so that one fills the pauses of another."""
+
+
+class HeadRefs(NamedTuple):
+    """Refs in VMEM, head by head."""
+
+    q: Any  # [K, rows, H]
+    out: Any  # [K, rows, V] f32, the sum of (6)
+    max: Any  # [K, rows, LANES] f32, m in units of log 2
+    sum: Any  # [K, rows, LANES] f32, whose lanes add up to l
+    k: Any = None  # [K, block, H], none for latents
+    v: Any = None  # [K, block, V]
+    scales: Any = None  # [W, block] f32, of the keys of each head and of the values of each, none without scales
+
+
+class ComputeUnits(NamedTuple):
+    """What is computed one after the other of a block, each with its keys: heads, or rows of a latent."""
+
+    total: int
+    rows: int  # of each
+    place: Callable[[Any], tuple[Any, Any]]  # by number, head and rows in the arrays of `Heads`
+    keys: Callable[[Any], tuple[jax.Array, jax.Array]]  # by number, [block, H] and [block, V]
+    # Multiply by the scale of each key of a unit, and by that of each value, along the last axis.
+    of_keys: Callable[[Any, Any], Any] = lambda number, x: x
+    of_values: Callable[[Any, Any], Any] = lambda number, x: x
+
+
+class Tile(NamedTuple):
+    """What a step of the grid computes."""
+
+    number: Any
+    queries: Any  # how many it has
+    position: Any  # of the first
+    most: int  # how many it has at most
+    group: int  # heads of one key/value head
+
+    def sized(self, do: Callable[[int], None]) -> None:
+        """Do something for as many queries as there are room for, or for one, where there is but one."""
+        pl.when(self.queries == 1)(functools.partial(do, 1))
+        if self.most > 1:
+            pl.when(self.queries != 1)(functools.partial(do, self.most))
+
+
+def compute_tile(
+    plan: PagedPlan,
+    tiles: QueryTiles,
+    blocks: PageBlocks,
+    q_ref: Any,
+    cache: PageCache,
+    heads: HeadRefs,
+    results: Results,
+) -> None:
+    """The tile of this step of the grid, and the start of what the next one needs."""
+    number, num_kv_heads = pl.program_id(0), heads.q.shape[0]
+    most, group = q_ref.shape[0], q_ref.shape[1] // num_kv_heads
+    tile = Tile(number, tiles.queries[number], tiles.position[number], most, group)
+    # The first block of all is the one that no tile before could ask for.
+    opens = (blocks.length[number] > 0) & (blocks.before[number] == 0)
+    pl.when(opens)(functools.partial(start_block, cache, tiles, blocks, number, jnp.int32(0)))
+
+    def take(size: int) -> None:
+        heads.q[:, : size * group] = _flatten_queries(q_ref[:size], num_kv_heads)
+
+    def with_block(block: Any, _: None) -> None:
+        ends = block + 1 == blocks.length[number]
+        # The next block goes where the one before this was, which is computed.
+        next_tile = jnp.where(ends, blocks.following[number], number)
+        next_block = jnp.where(ends, 0, block + 1)
+        pl.when(next_tile < tiles.total)(functools.partial(start_block, cache, tiles, blocks, next_tile, next_block))
+        wait_for_block(cache, tiles, blocks, number, block)
+        start = (blocks.slot[number] + block * plan.block_pages) * cache.page_size
+        buffer = find_buffer(blocks, number, block)
+        take_block = _zero_unseen_latents if heads.k is None else _split_heads
+        take_block(plan, tile, cache, heads, buffer, start)
+        tile.sized(functools.partial(_add_block, plan, tile, cache, heads, buffer, start))
+
+    tile.sized(take)
+    tile.sized(functools.partial(_clear, plan, tile, heads))
+    lax.fori_loop(jnp.int32(0), blocks.length[number], with_block, None)
+    # The rows of the tile before must have left the place where those of this one go.
+    pl.when(number > 0)(lambda: wait_for_rows(results, tiles, jnp.maximum(number - 1, 0)))
+    tile.sized(functools.partial(_write_results, tile, heads, results))
+    start_rows(results, tiles, number)
+    pl.when(number == tiles.total - 1)(functools.partial(wait_for_rows, results, tiles, number))
+
+
+def _clear(plan: PagedPlan, tile: Tile, heads: HeadRefs, size: int) -> None:
+    """A softmax of no keys, of the rows of `size` queries."""
+    rows = count_rows(plan, size, tile.group)
+    for ref, value in ((heads.out, 0.0), (heads.max, EMPTY_MAXIMUM), (heads.sum, 0.0)):
+        ref[:, :rows] = jnp.full((ref.shape[0], rows, ref.shape[2]), value, jnp.float32)
+
+
+def count_rows(plan: PagedPlan, size: int, group: int) -> int:
+    """Rows that are computed for so many queries; those that only fill a register, or a unit, are never given."""
+    rows, some = -(-size * group // SUBLANES) * SUBLANES, plan.block_rows
+    return -(-rows // some) * some if 0 < some < rows else rows
+
+
+def _split_heads(plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs, buffer: Any, start: Any) -> None:
+    """The keys and values of a block, which come with all heads of a token together; the first is key `start`."""
+    block = cache.block
+    together = TOGETHER if block % TOGETHER == 0 else block
+    low, _ = find_key_range(plan, tile.position)
+    _, high = find_key_range(plan, tile.position + (tile.queries - 1))
+
+    def taken(clear: bool) -> None:
+        def some(number: Any, _: None) -> None:
+            at = pl.ds(pl.multiple_of(number * together, together), together)
+            # Stored numbers with scales are exact in the dtype of q: int8 and fp8 have fewer bits than bf16.
+            k, v = (_cast_like(held[buffer, at], heads.k.dtype) for held in cache.held[:2])  # [together, K, .]
+            if clear:
+                j = start + number * together + lax.broadcasted_iota(jnp.int32, v.shape, 0)
+                v = jnp.where((j >= low) & (j < high), v.astype(jnp.float32), 0.0).astype(v.dtype)
+            heads.k[:, at], heads.v[:, at] = k.swapaxes(0, 1), v.swapaxes(0, 1)
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(block // together), some, None)
+
+    if heads.scales is not None:
+        _transpose_scales(cache, heads, buffer, start, (low, high))
+    # What no query sees may be NaN, and 0 * NaN is not 0. That includes pages that were not copied.
+    seen = (start >= low) & (start + block <= high)
+    pl.when(seen)(functools.partial(taken, clear=False))
+    pl.when(jnp.logical_not(seen))(functools.partial(taken, clear=True))
+
+
+def _cast_like(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
+
+
+def _transpose_scales(cache: PageCache, heads: HeadRefs, buffer: Any, start: Any, seen: tuple[Any, Any]) -> None:
+    """The scales of a block, turned so that its tokens are the lanes, as they are of logits and weights."""
+    scales = cache.held[2][buffer].reshape(cache.block, -1).T  # [W, block]
+    j = start + lax.broadcasted_iota(jnp.int32, scales.shape, 1)
+    heads.scales[...] = jnp.where((j >= seen[0]) & (j < seen[1]), scales, 0.0)
+
+
+def _zero_unseen_latents(
+    plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs, buffer: Any, start: Any
+) -> None:
+    """Zeros for the latents of a block that no query sees, as for such values; the others stay where they are."""
+    del heads
+    (held,) = cache.held
+    size = cache.page_size
+    low, _ = find_key_range(plan, tile.position)
+    _, high = find_key_range(plan, tile.position + (tile.queries - 1))
+
+    @pl.when((start < low) | (start + cache.block > high))
+    def cleared() -> None:
+        def page(number: Any, _: None) -> None:
+            latent = held[buffer, number]  # [page_size, H]
+            j = start + number * size + lax.broadcasted_iota(jnp.int32, latent.shape, 0)
+            seen = (j >= low) & (j < high)
+            held[buffer, number] = jnp.where(seen, latent.astype(jnp.float32), 0.0).astype(latent.dtype)
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(cache.block_pages), page, None)
+
+
+def _list_units(plan: PagedPlan, cache: PageCache, heads: HeadRefs, buffer: Any, rows: int) -> ComputeUnits:
+    """The heads of a block that was taken apart, or the rows of a tile of latents."""
+    if heads.k is not None:
+        total = heads.k.shape[0]
+        units = ComputeUnits(total, rows, lambda h: (h, slice(rows)), lambda h: (heads.k[h], heads.v[h]))
+        if heads.scales is None:
+            return units
+        return units._replace(
+            of_keys=lambda h, x: x * heads.scales[pl.ds(h, 1), :],
+            of_values=lambda h, x: x * heads.scales[pl.ds(total + h, 1), :],
+        )
+    some = min(rows, plan.block_rows)
+
+    def latents(number: Any) -> tuple[jax.Array, jax.Array]:
+        del number
+        k = cache.held[0][buffer].reshape(cache.block, -1)
+        return k, k[:, : plan.value_dim]
+
+    return ComputeUnits(rows // some, some, lambda n: (0, pl.ds(pl.multiple_of(n * some, some), some)), latents)
+
+
+def _add_block(
+    plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs, buffer: Any, start: Any, size: int
+) -> None:
+    """Add the keys of one block, the first of which is key `start`, to the running softmax of `size` queries."""
+    rows, block = count_rows(plan, size, tile.group), cache.block
+    units = _list_units(plan, cache, heads, buffer, rows)
+    shape = (units.rows, block)
+
+    def sees(first: Any) -> jax.Array:
+        # Rows past the tile's queries see what its last query sees.
+        i = (first + lax.broadcasted_iota(jnp.int32, shape, 0)) // jnp.int32(tile.group)
+        j = start + lax.broadcasted_iota(jnp.int32, shape, 1)
+        return compute_allowed(plan, tile.position + jnp.minimum(i, tile.queries - 1), j)
+
+    def seen_in_part() -> None:
+        of_all = sees(0) if units.rows == rows else None
+
+        def masked(number: Any, z: jax.Array) -> jax.Array:
+            return jnp.where(sees(number * units.rows) if of_all is None else of_all, z, -jnp.inf)  # (3)
+
+        _add_units(plan, heads, units, block, masked)
+
+    low, _ = find_key_range(plan, tile.position + (tile.queries - 1))
+    _, high = find_key_range(plan, tile.position)
+    seen = (start >= low) & (start + block <= high)  # by every query
+    pl.when(seen)(functools.partial(_add_units, plan, heads, units, block, lambda n, z: z))
+    pl.when(jnp.logical_not(seen))(seen_in_part)
+
+
+def _add_units(
+    plan: PagedPlan, heads: HeadRefs, units: ComputeUnits, block: int, masked: Callable[[Any, jax.Array], jax.Array]
+) -> None:
+    """The same unit by unit. The products of each are there before the softmax of the one before begins."""
+    depth_v = heads.out.shape[2]
+    several = HEADS if units.total % HEADS == 0 else 1
+
+    def products_of(number: Any) -> jax.Array:
+        return _multiply(heads.q[units.place(number)], units.keys(number)[0], 1)  # [rows, block]
+
+    def of_units(number: Any, _: None) -> None:
+        these = [number * several + n for n in range(several)]
+        # Values and not references between units: the compiler does not reorder what it stores and loads.
+        softmax = [tuple(ref[units.place(this)] for ref in (heads.max, heads.sum, heads.out)) for this in these]
+        coming = products_of(these[0])
+        for n, this in enumerate(these):
+            products, (before, total, acc) = coming, softmax[n]
+            if n + 1 < several:
+                coming = products_of(these[n + 1])
+            z = compute_logits(plan, products, LOG_2, functools.partial(units.of_keys, this))  # (1), (2)
+            z = masked(this, z)  # (3)
+            top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # (4)
+            weights, decay = jnp.exp2(z - repeat_lanes(top, block)), jnp.exp2(before - top)
+            values = units.keys(this)[1]
+            acc = acc * repeat_lanes(decay, depth_v) + _multiply(
+                units.of_values(this, weights).astype(values.dtype), values, 0
+            )  # (6)
+            softmax[n] = top, total * decay + _sum_by_lane(weights), acc  # (5)
+        for this, found in zip(these, softmax, strict=True):
+            place = units.place(this)
+            heads.max[place], heads.sum[place], heads.out[place] = found
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(units.total // several), of_units, None)
+
+
+def _sum_by_lane(weights: jax.Array) -> jax.Array:
+    """Sums over the keys, `[rows, LANES]`, whose lanes add up to them; keys that fill no registers are in the first."""
+    if weights.shape[1] % LANES == 0:
+        return sum_by_lane(weights)
+    first = lax.broadcasted_iota(jnp.int32, (weights.shape[0], LANES), 1) == 0
+    return jnp.where(first, weights.sum(axis=-1, keepdims=True), 0.0)
+
+
+def _write_results(tile: Tile, heads: HeadRefs, results: Results, size: int) -> None:
+    """The part of `size` queries, `max` in the first lane of the second array, and `sum` in the others."""
+    rows = size * tile.group
+    top, total = heads.max[:, :rows], heads.sum[:, :rows].sum(axis=-1, keepdims=True)
+    top = jnp.where(top == EMPTY_MAXIMUM, -jnp.inf, top * jnp.float32(LOG_2))
+    statistics = jnp.where(lax.broadcasted_iota(jnp.int32, top.shape, 2) == 0, top, total)
+    for given, x in zip(results.tile, (heads.out[:, :rows], statistics), strict=True):
+        given[:size] = _restore_queries(x, size)
+
+
+def _flatten_queries(q: jax.Array, num_kv_heads: int) -> jax.Array:
+    """`[T, N, H]` to `[K, T * G, H]`."""
+    queries, heads, depth = q.shape
+    grouped = q.reshape(queries, num_kv_heads, heads // num_kv_heads, depth)
+    return grouped.transpose(1, 0, 2, 3).reshape(num_kv_heads, -1, depth)
+
+
+def _restore_queries(x: jax.Array, queries: int) -> jax.Array:
+    """`[K, T * G, .]` to `[T, N, .]`."""
+    num_kv_heads, rows, width = x.shape
+    split = x.reshape(num_kv_heads, queries, rows // queries, width)
+    return split.transpose(1, 0, 2, 3).reshape(queries, -1, width)
+
+
+def _multiply(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """Sum over the last axis of `a` and over `axis` of `b`, in f32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,122 @@
+"""Multi-head latent attention in its absorbed form over latents in pages: the public call, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from conformance.contract import FLOATS
+from impls.jax_compat import resolve_interpret
+from impls.paged.attention import BLOCK_KV, BLOCK_Q, check_options, check_tables, compute_results, refuse_f16
+from impls.paged.page_blocks import choose_block_kv, choose_block_q
+from impls.paged.paged_plan import Operands, PagedPlan
+
+BLOCK_ROWS = 256
+"""The side of the largest matrix unit. By the compiler's schedule, 512 queries of each of four sequences of 4,096
+latents in pages of 64 take 22,660 kilocycles on v5e and 11,769 on v6e with 128, 22,322 and 9,023 with 256, and 21,328
+and 8,077 with 512, which was not compiled for the others."""
+
+
+def latent_attention(
+    q: jax.Array,
+    latent_pages: jax.Array,
+    *,
+    value_dim: int,
+    scale: float,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    window: tuple[int | None, int] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    save_residuals: bool = False,
+    backend: Literal["portable", "tpu"] = "portable",
+    block_q: int | None = None,
+    block_kv: int | None = None,
+    block_rows: int = BLOCK_ROWS,
+    interpret: Any = None,
+) -> Any:
+    """Causal attention of packed queries to one latent for all heads, in pages (docs/contract.md, section 8).
+
+    Latent `j` of a sequence is its key `j`, and the first `value_dim` coordinates are its value (DeepSeek-AI 2024,
+    arXiv:2405.04434, section 2.1, with the up-projections absorbed into q and into what follows `out`). A block of
+    pages is read once, for keys and values.
+
+    Args:
+      q: queries `[total_q, N, H]`, one sequence behind the other: those of the rank, then those of the rotary part.
+      latent_pages: `[pages, page_size, H]`. Whatever no query sees is never looked at.
+      value_dim: the rank, at most `H`.
+      scale: factor of `<q, latent>`: that of the heads that the latent stands for, whatever `H` is.
+      kv_lens: int32 `[max_seqs]`, latents of each sequence, those of its queries among them.
+      page_indices: int32 `[max_seqs, pages_per_seq]`; entries past a sequence's pages may be anything.
+      cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
+      num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
+      window: `(left, 0)`: the keys that a query sees beside its own.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      save_residuals: also return `logsumexp` and `max_logits`.
+      backend: `"portable"` JAX, or the Pallas kernel for `"tpu"`. It reads pages where they lie if they lie row by
+        row, as XLA lays them out where `H` is a multiple of 128 and `page_size` one of 8. Others are copied first, all
+        of them. So 512 + 64 are best stored 640 wide, with zeros behind them as behind q, which takes no more memory.
+      block_q: queries of a tile.
+      block_kv: latents that are read together, rounded up to whole pages.
+      block_rows: queries times heads that are computed at a time on a TPU, a multiple of 16.
+      interpret: as `pallas_call` takes it; by default true unless the process runs on a TPU.
+
+    Returns:
+      `out [total_q, N, value_dim]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32
+      `[total_q, N]`; empty rows and rows past the last sequence as `impls.paged.attention` has them.
+
+    Raises:
+      ValueError: an operand or an option is not as above; the message names it.
+      NotImplementedError: differentiation, or float16 on a TPU.
+    """
+    _check_operands(q, latent_pages, value_dim, scale, sinks, window, block_q, block_kv)
+    check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
+    if backend not in ("portable", "tpu"):
+        raise ValueError(f"backend must be portable or tpu, got {backend!r}")
+    if block_rows <= 0 or block_rows % 16:
+        raise ValueError(f"block_rows must be a positive multiple of 16, got {block_rows}")
+    if backend == "tpu":
+        refuse_f16(q)
+        block_q = block_q or choose_block_q(*q.shape[:2], latent=True)
+        block_kv = block_kv or choose_block_kv(1, latent_pages.shape[2:], q.dtype.itemsize)
+    block_q, block_kv = block_q or BLOCK_Q, block_kv or BLOCK_KV
+    plan = PagedPlan(
+        left=None if window is None else window[0],
+        scale=float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        block_q=min(block_q, q.shape[0]),
+        block_pages=min(-(-block_kv // latent_pages.shape[1]), page_indices.shape[1]),
+        value_dim=value_dim,
+        block_rows=block_rows,
+    )
+    tables = (jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
+    operands = Operands(jnp.asarray(q), jnp.asarray(latent_pages)[:, :, None], None, *tables)
+    return compute_results(
+        plan, backend, resolve_interpret(interpret, backend), operands, sinks, save_residuals=save_residuals
+    )
+
+
+def _check_operands(
+    q: Any, latent: Any, value_dim: int, scale: float, sinks: Any, window: Any, *blocks: int | None
+) -> None:
+    for name, x, axes in (
+        ("q", q, "[total_q, heads, depth]"),
+        ("latent_pages", latent, "[pages, page_size, depth]"),
+    ):
+        if x.ndim != 3 or 0 in x.shape:
+            raise ValueError(f"{name} must have the axes {axes}, none of them of size 0, got shape {x.shape}")
+    if q.shape[2] != latent.shape[2]:
+        raise ValueError(f"latent_pages has depth {latent.shape[2]}, q has {q.shape[2]}: they must be equal")
+    if not (q.dtype == latent.dtype and str(q.dtype) in FLOATS):
+        raise ValueError(f"q and latent_pages must have one dtype of {FLOATS}, got {q.dtype} and {latent.dtype}")
+    if not 0 < value_dim <= latent.shape[2]:
+        raise ValueError(f"value_dim must be from 1 to the depth of latent_pages, {latent.shape[2]}, got {value_dim}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    check_options(q.shape[1], sinks, window, *blocks)

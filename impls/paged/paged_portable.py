@@ -1,0 +1,136 @@
+"""Paged attention in plain JAX: a loop over tiles of queries, and in each a loop over the blocks of pages they see.
+
+    (1)  x_ij = scale <q_i, k_j>
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max_j z_ij
+    (5)  l_i = sum_j exp(z_ij - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+
+`max`, `sum` and `out` of a `Part` are m, l and the sum of (6), kept for the keys so far. A block that raises m
+multiplies the others by `decay = exp(old m - new m)` (Milakov and Gimelshein 2018, arXiv:1805.02867). Sinks and the
+division come later, since the result is a part (`impls.softmax_merge`).
+
+Both loops are as long as the tables say (`impls.paged.query_tiles`), and a block of pages is all that is ever gathered of
+the cache (Kwon et al. 2023, arXiv:2309.06180, for the table of pages).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from impls.paged.paged_plan import Operands, PagedPlan, compute_allowed, compute_logits, find_block_range
+from impls.paged.query_tiles import QueryTiles, build_tiles
+from impls.ragged.ragged_plan import replace_neg_inf
+from impls.softmax_merge import Part
+
+
+def attend(plan: PagedPlan, operands: Operands) -> Part:
+    """The part over every key that a query sees, arrays `[total_q, N, .]`; past the last sequence it is empty."""
+    total, heads = operands.q.shape[:2]
+    # As much longer as a tile that begins with the last query: slices are never moved to fit.
+    rows = (total + plan.block_q, heads)
+    depth_v = plan.value_dim if operands.v_pages is None else operands.v_pages.shape[-1]
+    nothing = Part(
+        out=jnp.zeros((*rows, depth_v), jnp.float32),
+        max=jnp.full((*rows, 1), -jnp.inf, jnp.float32),
+        sum=jnp.zeros((*rows, 1), jnp.float32),
+    )
+    pages_per_seq = operands.page_indices.shape[1]
+    longer = operands._replace(
+        q=jnp.pad(operands.q, ((0, plan.block_q), (0, 0), (0, 0))),
+        page_indices=jnp.pad(operands.page_indices, ((0, 0), (0, -pages_per_seq % plan.block_pages))),
+    )
+    tiles = build_tiles(operands, plan.block_q)
+    found: Part = lax.fori_loop(
+        jnp.int32(0), tiles.total, functools.partial(_attend_tile, plan, longer, tiles), nothing
+    )
+    return Part(*(x[:total] for x in found))
+
+
+def _attend_tile(plan: PagedPlan, operands: Operands, tiles: QueryTiles, number: jax.Array, found: Part) -> Part:
+    """What was found, with one more tile: rows that are not the tile's stay as they are."""
+    row, queries, position = tiles.row[number], tiles.queries[number], tiles.position[number]
+    num_kv_heads = operands.k_pages.shape[2]
+    q = _flatten_queries(lax.dynamic_slice_in_dim(operands.q, row, plan.block_q), num_kv_heads)
+    nothing = Part(*(jnp.zeros((*q.shape[:2], x.shape[-1]), jnp.float32) for x in found))
+    nothing = nothing._replace(max=jnp.full_like(nothing.max, -jnp.inf))
+    first, end = find_block_range(plan, position, queries, plan.block_pages * operands.k_pages.shape[1])
+    pages = operands.page_indices[tiles.sequence[number]]
+    add = functools.partial(_add_block, plan, operands, pages, q, position, queries)
+    part: Part = lax.fori_loop(jnp.int32(first), jnp.int32(end), add, nothing)
+    mine = (jnp.arange(plan.block_q, dtype=jnp.int32) < queries)[:, None, None]
+
+    def put(x: jax.Array, of_tile: jax.Array) -> jax.Array:
+        here = lax.dynamic_slice_in_dim(x, row, plan.block_q)
+        new = jnp.where(mine, _restore_queries(of_tile, plan.block_q), here)
+        return lax.dynamic_update_slice_in_dim(x, new, row, axis=0)
+
+    return Part(*map(put, found, part))
+
+
+def _add_block(
+    plan: PagedPlan,
+    operands: Operands,
+    pages: jax.Array,  # [pages_per_seq]
+    q: jax.Array,  # [K, R, H]
+    position: jax.Array,
+    queries: jax.Array,
+    number: jax.Array,
+    old: Part,
+) -> Part:
+    """The running softmax of a tile with one more block of pages."""
+    # Entries past the sequence's pages may be any integers; what they name is never seen.
+    named = lax.dynamic_slice_in_dim(pages, number * plan.block_pages, plan.block_pages)
+    named = jnp.clip(named, 0, len(operands.k_pages) - 1)
+    rows = functools.partial(_gather_tokens, named, dtype=q.dtype)
+    k = rows(operands.k_pages, operands.k_scales)  # [block, K, H]
+    v = k[..., : plan.value_dim] if operands.v_pages is None else rows(operands.v_pages, operands.v_scales)
+    q = q.astype(k.dtype)
+    j = number * len(k) + jnp.arange(len(k), dtype=jnp.int32)
+    t = jnp.arange(q.shape[1], dtype=jnp.int32) // (q.shape[1] // plan.block_q)
+    sees = compute_allowed(plan, (position + t)[:, None], j) & (t < queries)[:, None]  # [R, block]
+    z = compute_logits(plan, _multiply("krh,skh->krs", q, k))  # (1), (2)
+    z = jnp.where(sees, z, -jnp.inf)  # (3)
+    top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # (4)
+    weights, decay = jnp.exp(z - replace_neg_inf(top)), jnp.exp(old.max - replace_neg_inf(top))
+    # What no query sees may be NaN, and 0 * NaN is not 0.
+    v = jnp.where(sees.any(axis=0)[:, None, None], v, jnp.zeros_like(v))
+    return Part(
+        out=old.out * decay + _multiply("krs,skv->krv", weights.astype(v.dtype), v),  # (6)
+        max=top,
+        sum=old.sum * decay + weights.sum(axis=-1, keepdims=True),  # (5)
+    )
+
+
+def _gather_tokens(named: jax.Array, pages: jax.Array, scales: jax.Array | None, *, dtype: Any) -> jax.Array:
+    """The tokens of the named pages, one behind the other, `[tokens, K, .]`, in `dtype`; with scales in f32."""
+    rows = pages[named]
+    if scales is not None:
+        rows = rows.astype(jnp.float32) * scales[named][..., None]
+    elif rows.dtype != dtype:  # numbers of 8 bits, which every dtype of q has exactly
+        rows = rows.astype(jnp.float32).astype(dtype)
+    return rows.reshape(-1, *pages.shape[2:])
+
+
+def _flatten_queries(q: jax.Array, num_kv_heads: int) -> jax.Array:
+    """`[T, N, H]` to `[K, T * G, H]`: heads of one group are rows that share its keys."""
+    queries, heads, depth = q.shape
+    grouped = q.reshape(queries, num_kv_heads, heads // num_kv_heads, depth)
+    return grouped.swapaxes(0, 1).reshape(num_kv_heads, -1, depth)
+
+
+def _restore_queries(x: jax.Array, queries: int) -> jax.Array:
+    """`[K, T * G, .]` to `[T, N, .]`."""
+    split = x.reshape(x.shape[0], queries, -1, x.shape[-1])
+    return split.swapaxes(0, 1).reshape(queries, -1, x.shape[-1])
+
+
+def _multiply(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)

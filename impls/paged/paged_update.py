@@ -1,0 +1,101 @@
+"""Attention that first writes the keys and values of its queries' tokens into pages, as a server calls it.
+
+The token of query `i` of a sequence is key `kv_len - q_len + i` of it, and lies in row `j % page_size` of page
+`page_indices[b, j // page_size]` for that `j`. Pages are new arrays that differ from those that were given in these
+rows alone. Under `jax.jit` with `donate_argnames=("k_pages", "v_pages")` they are the same memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cases.storage_forms.storage_layout import SCALES, WHOLE_SCALES
+from impls.paged.attention import attention, check_paged_operands, check_tables
+
+_MAX_INT32 = 2**31 - 1  # of int32: no token is there
+
+
+def attention_with_update(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    *,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    save_residuals: bool = False,
+    **options: Any,
+) -> Any:
+    """Write new keys and values into pages, then attend to them and to what was there (docs/contract.md, section 8).
+
+    Args:
+      q: queries `[total_q, N, H]`, one sequence behind the other.
+      k: keys of the same tokens `[total_q, K, H]`. Tokens past the last sequence are not written.
+      v: their values `[total_q, K, V]`.
+      k_pages: keys `[pages, page_size, K, H]`.
+      v_pages: values `[pages, page_size, K, V]`.
+      kv_lens: int32 `[max_seqs]`, keys of each sequence, the new ones among them.
+      page_indices: int32 `[max_seqs, pages_per_seq]`; entries past a sequence's pages may be anything.
+      cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
+      num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
+      save_residuals: also return `logsumexp` and `max_logits`.
+      options: those of `impls.paged.attention.attention`.
+
+    Returns:
+      `(out, k_pages, v_pages)`, or `(out, {"logsumexp": ..., "max_logits": ...}, k_pages, v_pages)`; `out
+      [total_q, N, V]` and residuals are those of `impls.paged.attention.attention`.
+
+    Raises:
+      ValueError: an operand or an option is not as above; the message names it.
+      NotImplementedError: differentiation, or pages with scales, which are read alone.
+    """
+    if any(options.get(name) is not None for name in (*SCALES, *WHOLE_SCALES)):
+        raise NotImplementedError("k_scales: new keys are written as they are given; pages with scales are read alone")
+    tables: dict[str, Any] = {
+        "kv_lens": kv_lens,
+        "page_indices": page_indices,
+        "cu_q_lens": cu_q_lens,
+        "num_seqs": num_seqs,
+    }
+    check_paged_operands(q, k_pages, v_pages, None, None, None, None)
+    check_tables(**tables)
+    page, row = _find_slots(len(q), k_pages, **{name: jnp.asarray(x, jnp.int32) for name, x in tables.items()})
+    k_pages, v_pages = _write_rows("k", k, k_pages, page, row), _write_rows("v", v, v_pages, page, row)
+    found = attention(q, k_pages, v_pages, **tables, save_residuals=save_residuals, **options)
+    return (*found, k_pages, v_pages) if save_residuals else (found, k_pages, v_pages)
+
+
+def _find_slots(
+    total: int,
+    k_pages: jax.Array,
+    *,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The page and the row of each of `total` tokens, int32 `[total]`; beyond every page for what is not written."""
+    pages, page_size = k_pages.shape[:2]
+    most = len(kv_lens)
+    token = jnp.arange(total, dtype=jnp.int32)
+    # Entries past the last sequence may be any integers, and a search needs them in order.
+    ends = jnp.where(jnp.arange(most) < num_seqs[0], cu_q_lens[1:], _MAX_INT32)
+    sequence = jnp.minimum(jnp.searchsorted(ends, token, side="right"), most - 1).astype(jnp.int32)
+    j = kv_lens[sequence] - cu_q_lens[sequence + 1] + token
+    there = (token < cu_q_lens[num_seqs[0]]) & (j >= 0)
+    page = page_indices[sequence, jnp.maximum(j, 0) // page_size]
+    return jnp.where(there, page, pages), j % page_size
+
+
+def _write_rows(name: str, x: Any, pool: Any, page: jax.Array, row: jax.Array) -> jax.Array:
+    """The pool with row `row` of page `page` what `x` is, token by token."""
+    if x.shape != (len(page), *pool.shape[2:]) or x.dtype != pool.dtype:
+        must = f"one token of {name}_pages for each query, {pool.dtype}{[len(page), *pool.shape[2:]]}"
+        raise ValueError(f"{name} must be {must}, got {x.dtype}{list(x.shape)}")
+    return jnp.asarray(pool).at[page, row].set(jnp.asarray(x), mode="drop")

@@ -1,0 +1,44 @@
+"""Tiles of queries: the queries of each sequence, `block_q` at a time, one sequence after the other.
+
+The list is as long as it can get for the shapes, and only the first `total` tiles are computed. So the work follows the
+queries that are there, and not `max_seqs`. It is made on the device from tables that may differ in every call.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from impls.paged.paged_plan import Operands
+
+
+class QueryTiles(NamedTuple):
+    """Lists of tiles; int32."""
+
+    total: jax.Array  # [], how many there are
+    sequence: jax.Array  # [L]
+    row: jax.Array  # [L], the packed query that a tile begins with
+    queries: jax.Array  # [L], how many it has
+    position: jax.Array  # [L], where the first of them stands in its sequence
+
+
+def build_tiles(operands: Operands, block_q: int) -> QueryTiles:
+    """The tiles of a call. Entries of tables past the last sequence may be any integers."""
+    most = len(operands.kv_lens)
+    number_of = jnp.arange(most, dtype=jnp.int32)
+    q_lens = jnp.where(number_of < operands.num_seqs[0], jnp.diff(operands.cu_q_lens), 0)
+    tiles = (q_lens + (block_q - 1)) // block_q
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    longest = -(-len(operands.q) // block_q) + most
+    number = jnp.arange(longest, dtype=jnp.int32)
+    sequence = jnp.minimum(jnp.searchsorted(ends, number, side="right"), most - 1).astype(jnp.int32)
+    inside = (number - (ends - tiles)[sequence]) * block_q
+    return QueryTiles(
+        total=ends[-1],
+        sequence=sequence,
+        row=operands.cu_q_lens[sequence] + inside,
+        queries=jnp.minimum(q_lens[sequence] - inside, block_q),
+        position=(operands.kv_lens - q_lens)[sequence] + inside,
+    )

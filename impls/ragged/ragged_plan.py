@@ -1,0 +1,152 @@
+"""What is fixed before any value is known, the arrays of a call, which keys its queries can see, and the logits.
+
+    (1)  x_ij = scale <q_i, k_j>
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+
+Inside, query heads are rows: the `R = T * G` rows of a key/value head are its group's heads for each query token,
+`row = t * G + g`, and query head `n = k * G + g` reads key/value head `k`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cases.masks import Causal, Chunked, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
+from impls.softmax_merge import Part
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedPlan:
+    """Static part of one call. Equal plans share one compiled function."""
+
+    mask: Mask
+    q_length: int
+    group: int
+    kv_length: int
+    scale: float
+    soft_cap: float | None
+
+
+class Operands(NamedTuple):
+    """Arrays of one call."""
+
+    q: jax.Array  # [B, K, R, H]
+    k: jax.Array  # [B, S, K, H]
+    v: jax.Array  # [B, S, K, V]
+    lengths: jax.Array  # int32 [B], keys that exist
+    positions: jax.Array  # int32 [B], position of the first query
+
+
+def flatten_queries(q: jax.Array, num_kv_heads: int) -> jax.Array:
+    """`[B, T, N, H]` to `[B, K, R, H]`."""
+    batch, q_length, num_q_heads, depth = q.shape
+    group = num_q_heads // num_kv_heads
+    split = q.reshape(batch, q_length, num_kv_heads, group, depth).transpose(0, 2, 1, 3, 4)
+    return split.reshape(batch, num_kv_heads, q_length * group, depth)
+
+
+def restore_queries(part: Part, q_length: int) -> Part:
+    """Arrays `[B, K, R, .]` to `[B, T, N, .]`."""
+
+    def join(x: jax.Array) -> jax.Array:
+        batch, num_kv_heads, rows, depth = x.shape
+        split = x.reshape(batch, num_kv_heads, q_length, rows // q_length, depth).transpose(0, 2, 1, 3, 4)
+        return split.reshape(batch, q_length, -1, depth)
+
+    return Part(*map(join, part))
+
+
+def lower_lengths(mask: Mask, batch: int, kv_length: int) -> tuple[Mask, np.ndarray, np.ndarray]:
+    """A mask as a formula that is static, and int32 `[B or 1]` lengths and positions that are not.
+
+    Whatever changes from one token to the next is in the arrays, so that a decoder compiles once: an offset that all
+    parts of the mask have is the position of the first query.
+
+    Raises:
+      NotImplementedError: the mask is no conjunction of lengths, causal masks, windows and chunks, or of lengths and a
+        window that moves with each batch row.
+    """
+    parts = [part for part in list_conjuncts(mask) if not isinstance(part, Full)]
+    rows = batch if isinstance(batch, int) else 1  # a size that an exported program leaves open has one row for all
+    lengths = np.full(rows, kv_length, np.int32)
+    for part in parts:
+        if isinstance(part, Lengths):
+            lengths = np.minimum(lengths, np.asarray(part.lengths, np.int32))
+    formulas: list[Causal | Window | Chunked] = []
+    own: list[OwnWindow] = []
+    for part in parts:
+        if isinstance(part, Causal | Window | Chunked):
+            formulas.append(part)
+        elif isinstance(part, OwnWindow):
+            own.append(part)
+        elif not isinstance(part, Lengths):
+            raise NotImplementedError(
+                f"ragged does not support {type(part).__name__} masks: {UNSUPPORTED_MASKS}; take Lengths, Causal, "
+                "Window and Chunked, joined by &"
+            )
+    if own:
+        if formulas or len(own) > 1:
+            raise NotImplementedError("ragged does not support own_window combined with another mask than Lengths")
+        return Window(own[0].left, 0), lengths, np.asarray(own[0].positions, np.int32)
+    offsets = {formula.offset for formula in formulas}
+    offset = offsets.pop() if len(offsets) == 1 else 0
+    found: Mask = Full()
+    for number, formula in enumerate(formulas):
+        moved = dataclasses.replace(formula, offset=formula.offset - offset)
+        found = moved if number == 0 else found & moved
+    return found, lengths, np.full(rows, offset, np.int32)
+
+
+UNSUPPORTED_MASKS = "only those that leave each query one run of keys"
+
+
+def find_key_range(plan: RaggedPlan, length: Any, position: Any) -> tuple[Any, Any]:
+    """First key that the query at `position` sees, and one past the last; int32, any shapes that broadcast.
+
+    Under a conjunction of lengths, causal masks, windows and chunks that is one run, empty if it ends before it starts.
+    """
+    low, high = position * 0, jnp.clip(length, 0, plan.kv_length)
+    for part in list_conjuncts(plan.mask):
+        if isinstance(part, Causal):
+            high = jnp.minimum(high, position + (part.offset + 1))
+        elif isinstance(part, Window):
+            if part.left is not None:
+                low = jnp.maximum(low, position + (part.offset - part.left))
+            if part.right is not None:
+                high = jnp.minimum(high, position + (part.offset + part.right + 1))
+        elif isinstance(part, Chunked):
+            low = jnp.maximum(low, (position + part.offset) // part.size * part.size)
+            high = jnp.minimum(high, position + (part.offset + 1))
+    return low, high
+
+
+def find_block_range(plan: RaggedPlan, lengths: Any, positions: Any, block: int) -> tuple[Any, Any]:
+    """First block that holds a key that any query of a batch row sees, and how many do. int32 `[B]`."""
+    low, _ = find_key_range(plan, lengths, positions)
+    _, high = find_key_range(plan, lengths, positions + (plan.q_length - 1))
+    first = low // block
+    return first, jnp.where(high > low, (high + (block - 1)) // block - first, 0)
+
+
+def compute_allowed(plan: RaggedPlan, length: Any, position: Any, j: Any) -> Any:
+    """Whether the query at `position` sees key `j` of a row with `length` keys."""
+    low, high = find_key_range(plan, length, position)
+    return (j >= low) & (j < high)
+
+
+def compute_logits(plan: RaggedPlan, products: jax.Array, unit: float = 1.0) -> jax.Array:
+    """Logits of products `<q, k>`, counted in `unit`."""
+    if plan.soft_cap is None:
+        return products * jnp.float32(plan.scale / unit)  # (1)
+    x = products * jnp.float32(plan.scale)  # (1)
+    return jnp.float32(plan.soft_cap / unit) * jnp.tanh(x * jnp.float32(1 / plan.soft_cap))  # (2)
+
+
+def replace_neg_inf(x: jax.Array) -> jax.Array:
+    """-inf replaced by 0, so that `exp(-inf - x)` is 0 and no NaN."""
+    return jnp.where(x == -jnp.inf, 0.0, x)

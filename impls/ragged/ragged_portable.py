@@ -1,0 +1,80 @@
+"""Decode attention in plain JAX: a loop over key blocks as far as the longest sequence goes.
+
+With (1) and (2) from `impls.ragged.ragged_plan`, and with no sink and no division, since the result is a part (`impls.softmax_merge`
+has both):
+
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max_j z_ij
+    (5)  l_i = sum_j exp(z_ij - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+
+`max`, `sum` and `out` of a `Part` are m, l and the sum of (6). They are kept for the keys so far. A block that raises m
+multiplies the others by `decay = exp(old m - new m)` (Milakov and Gimelshein 2018, arXiv:1805.02867).
+
+How many blocks the loop visits is known at run time only. The work follows the lengths, not the size of the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from impls.ragged.ragged_plan import (
+    Operands,
+    RaggedPlan,
+    compute_allowed,
+    compute_logits,
+    find_block_range,
+    replace_neg_inf,
+)
+from impls.softmax_merge import Part
+from impls.varying_axes import find_varying_axes, mark_varying
+
+
+def attend(plan: RaggedPlan, operands: Operands, *, block_kv: int) -> Part:
+    """The part over every key that exists, arrays `[B, K, R, .]`."""
+    block = min(block_kv, plan.kv_length)
+    first, count = find_block_range(plan, operands.lengths, operands.positions, block)
+    end = jnp.max(first + count, initial=0, where=count > 0)
+    begin = jnp.min(jnp.where(count > 0, first, end))
+    rows = operands.q.shape[:3]
+    nothing = Part(
+        out=jnp.zeros((*rows, operands.v.shape[3]), jnp.float32),
+        max=jnp.full((*rows, 1), -jnp.inf, jnp.float32),
+        sum=jnp.zeros((*rows, 1), jnp.float32),
+    )
+    nothing = mark_varying(nothing, find_varying_axes(operands))
+    found: Part = lax.fori_loop(begin, end, functools.partial(_add_block, plan, operands, block), nothing)
+    return found
+
+
+def _add_block(plan: RaggedPlan, operands: Operands, block: int, number: Any, old: Part) -> Part:
+    """The running softmax with one more block of keys."""
+    # The last block starts early enough to be whole; keys that were there before are not counted again.
+    start = jnp.minimum(number * block, plan.kv_length - block)
+    k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (operands.k, operands.v))
+    j = start + jnp.arange(block, dtype=jnp.int32)
+    t = jnp.arange(operands.q.shape[2], dtype=jnp.int32) // plan.group
+    i = operands.positions[:, None, None] + t[:, None]  # [B, R, 1]
+    found = compute_allowed(plan, operands.lengths[:, None, None], i, j) & (j >= number * block)  # [B, R, block]
+    z = compute_logits(plan, _multiply("bkrh,bskh->bkrs", operands.q, k))  # (1), (2)
+    z = jnp.where(found[:, None], z, -jnp.inf)  # (3)
+    top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # (4)
+    weights, decay = jnp.exp(z - replace_neg_inf(top)), jnp.exp(old.max - replace_neg_inf(top))
+    # What no query sees may be NaN, and 0 * NaN is not 0.
+    v = jnp.where(found.any(axis=1)[:, :, None, None], v, jnp.zeros_like(v))
+    out = _multiply("bkrs,bskv->bkrv", weights.astype(v.dtype), v)
+    return Part(
+        out=old.out * decay + out,  # (6)
+        max=top,
+        sum=old.sum * decay + weights.sum(axis=-1, keepdims=True),  # (5)
+    )
+
+
+def _multiply(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)

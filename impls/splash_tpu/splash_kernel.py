@@ -1,0 +1,313 @@
+"""The kernel object: built once from a mask, then called like a function, under any transformation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from cases.masks import Full, Mask
+from impls.derivative_refusals import refuse_derivatives
+from impls.jax_compat import resolve_interpret
+from impls.splash_tpu.block_sizes import BlockSizes, Layouts
+from impls.splash_tpu.splash_launch import Outputs
+from impls.splash_tpu.splash_passes import StepLists, run_backward, run_forward
+from impls.splash_tpu.splash_plan import Operands, Phase, Precision, SplashPlan
+from impls.splash_tpu.splash_schedule import COMPUTE, Order, Steps, build_dynamic_steps, build_static_steps, downcast
+from impls.varying_axes import find_varying_axes, mark_varying
+
+PHASE_ORDERS: dict[Phase, Order] = {"forward": "q", "dq": "q", "dkv": "kv"}
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Splash:
+    """Attention for one mask. A pytree: its arrays are the lists of steps, so it may be passed into `jit`."""
+
+    lists: StepLists
+    plan: SplashPlan
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        segment_ids: tuple[jax.Array, jax.Array] | None = None,
+        sinks: jax.Array | None = None,
+        save_residuals: bool = False,
+    ) -> Any:
+        """Attend.
+
+        Args:
+          q: queries `[B, N, T, H]`, bf16 or f32.
+          k: keys `[B, K, S, H]`.
+          v: values `[B, K, S, V]`.
+          segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
+          sinks: `[N]`, one more logit in each query head's softmax denominator.
+          save_residuals: also return `logsumexp` and, if the kernel is built for it, `max_logits`, f32 `[B, N, T]`.
+
+        Returns:
+          `out [B, N, T, V]` in q's dtype, or `(out, residuals)`.
+
+        Raises:
+          ValueError: an operand does not fit the kernel, or blocks do not fit VMEM.
+        """
+        q_ids, kv_ids = segment_ids or (None, None)
+        operands = Operands(q, k, v, sinks, q_ids, kv_ids)
+        self._check(operands)
+        operands = mark_varying(operands, find_varying_axes(operands))
+        out, logsumexp, max_logits = attend(self.plan, self.lists, operands)
+        if not save_residuals:
+            return out
+        residuals = {"logsumexp": logsumexp}
+        return out, residuals if max_logits is None else residuals | {"max_logits": max_logits}
+
+    def manual_forward(self, operands: Operands) -> Outputs:
+        """The forward pass alone, with no derivative: `out`, `logsumexp` and `max_logits`."""
+        self._check(operands)
+        return run_forward(self.plan, self.lists, operands)
+
+    def manual_backward(
+        self, operands: Operands, out: jax.Array, logsumexp: jax.Array, do: jax.Array, dlse: jax.Array | None = None
+    ) -> Operands:
+        """Gradients of the operands from what the forward pass saved, and cotangents of `out` and `logsumexp`."""
+        self._check(operands)
+        dlse = jnp.zeros_like(logsumexp) if dlse is None else dlse
+        return run_backward(self.plan, self.lists, operands, out, logsumexp, do, dlse)
+
+    def sharding_spec(self, heads: str | None = None, queries: str | None = None) -> Splash:
+        """A tree of `PartitionSpec`s for `shard_map`'s `in_specs`.
+
+        Args:
+          heads: mesh axis over which heads are sharded; matters where each head has a mask of its own.
+          queries: mesh axis over which queries are sharded, as many as the kernel has shards.
+        """
+
+        def spec(*axes: str | None) -> Any:
+            return PartitionSpec(*axes)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+
+        def of_steps(steps: Steps) -> Steps:
+            list_spec = spec(queries, None, heads if steps.q.shape[2] > 1 else None)
+            found = jax.tree.map(lambda _: list_spec, steps)
+            return found if steps.stored is None else dataclasses.replace(found, stored=spec())
+
+        lists = StepLists(
+            forward=of_steps(self.lists.forward),
+            dq=None if self.lists.dq is None else of_steps(self.lists.dq),
+            dkv=of_steps(self.lists.dkv),
+            q_offset=spec(queries),
+        )
+        return Splash(lists, self.plan)
+
+    def work(self) -> dict[str, dict[str, int]]:
+        """By phase: grid steps a head and batch row, and how many of them compute. For masks known when built."""
+        found = {}
+        for phase in ("forward", "dq", "dkv"):
+            steps = getattr(self.lists, phase)
+            if steps is not None:
+                computed = int((np.asarray(steps.flags) & COMPUTE > 0).sum())
+                found[phase] = {"steps": int(steps.flags.size), "computed": computed}
+        return found
+
+    def tree_flatten(self) -> tuple[tuple[StepLists], SplashPlan]:
+        """Arrays, and what is static."""
+        return (self.lists,), self.plan
+
+    @classmethod
+    def tree_unflatten(cls, plan: SplashPlan, children: tuple[StepLists]) -> Splash:
+        """Inverse of `tree_flatten`."""
+        return cls(children[0], plan)
+
+    def _check(self, operands: Operands) -> None:
+        s = self.plan
+        shards = np.shape(self.lists.q_offset)[0]
+        if shards != 1:
+            raise ValueError(
+                f"the kernel has {shards} shards of queries: call it in shard_map, with sharding_spec() among in_specs"
+            )
+        listed = np.shape(self.lists.forward.q)[2]
+        if listed not in (1, s.num_q_heads):
+            raise ValueError(
+                f"the kernel has masks for {listed} heads in shards of {s.num_q_heads}: call it in shard_map, with "
+                "sharding_spec(heads=...) among in_specs"
+            )
+        for name, x, heads, length in (
+            ("q", operands.q, s.num_q_heads, s.q_length),
+            ("k", operands.k, s.num_kv_heads, s.kv_length),
+            ("v", operands.v, s.num_kv_heads, s.kv_length),
+        ):
+            if x.ndim != 4 or x.shape[2] != length:
+                raise ValueError(
+                    f"{name} must be [batch, heads, length, depth] with length {length}, got shape {x.shape}"
+                )
+            if name == "q" and x.shape[1] % operands.k.shape[1]:
+                raise ValueError(f"q has {x.shape[1]} heads, which must be a multiple of k's {operands.k.shape[1]}")
+            if x.shape[1] != heads:
+                raise ValueError(f"{name} must have {heads} heads, as the kernel was built for, got {x.shape[1]}")
+            if x.dtype not in (jnp.float32, jnp.bfloat16):
+                raise NotImplementedError(f"{name} has dtype {x.dtype}; splash_tpu takes float32 and bfloat16")
+
+
+def make_splash(
+    mask: Mask,
+    q_length: int,
+    kv_length: int,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int | None = None,
+    block_sizes: BlockSizes = BlockSizes(),  # noqa: B008  a frozen value
+    layouts: Layouts = Layouts(),  # noqa: B008  a frozen value
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    precision: Precision = "exact",
+    mask_value: float = -math.inf,
+    save_max_logits: bool = True,
+    head_shards: int = 1,
+    q_shards: int = 1,
+    downcast_smem_data: bool = True,
+    checkpoint_name: str | None = None,
+    vmem_limit_bytes: int | None = None,
+    interpret: Any = None,
+) -> Splash:
+    """A kernel for a mask that is known now.
+
+    Args:
+      mask: of all queries; one that differs by batch row or head is known for each.
+      q_length: T, over all shards.
+      kv_length: S.
+      num_q_heads: N, over all shards.
+      num_kv_heads: K, over all shards, by default N.
+      block_sizes: of each phase.
+      layouts: of q, k and v.
+      scale: factor of the logits, by default `1 / sqrt(H)`.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      precision: `"exact"` products of f32 operands, or rounded to `"bf16"`.
+      mask_value: what `logsumexp` and `max_logits` are for queries that may attend to nothing.
+      save_max_logits: whether `max_logits` is found.
+      head_shards: equal parts in which `shard_map` cuts the query heads, and the key/value heads unless there is one
+        for all of them, which every shard then gets.
+      q_shards: equal parts in which `shard_map` cuts the queries.
+      downcast_smem_data: keep the lists of steps in the narrowest integers that hold them.
+      checkpoint_name: name of `out` and `logsumexp` for `jax.checkpoint` policies.
+      vmem_limit_bytes: VMEM that a kernel may take, by default what a core of the chip has that it is traced for.
+      interpret: as `pallas_call` takes it; by default true unless the process runs on a TPU.
+
+    Raises:
+      ValueError: lengths that do not fit the mask or the shards, or head counts that do not divide.
+    """
+    num_kv_heads = num_q_heads if num_kv_heads is None else num_kv_heads
+    if num_kv_heads <= 0 or num_q_heads % num_kv_heads:
+        raise ValueError(f"num_q_heads = {num_q_heads} must be a multiple of num_kv_heads = {num_kv_heads}")
+    if q_length % q_shards:
+        raise ValueError(f"q_length = {q_length} must be a multiple of q_shards = {q_shards}")
+    if num_q_heads % head_shards or (num_kv_heads > 1 and num_kv_heads % head_shards):
+        raise ValueError(
+            f"num_q_heads = {num_q_heads} and num_kv_heads = {num_kv_heads} must be multiples of "
+            f"head_shards = {head_shards}, or num_kv_heads 1"
+        )
+    num_q_heads, num_kv_heads = num_q_heads // head_shards, max(1, num_kv_heads // head_shards)
+    mask.check_lengths(q_length, kv_length)
+    local = q_length // q_shards
+    found = {
+        phase: build_static_steps(
+            mask,
+            (q_length, kv_length),
+            getattr(block_sizes, phase).clip(local, kv_length),
+            order,
+            num_q_heads // num_kv_heads,
+            q_shards,
+        )
+        for phase, order in PHASE_ORDERS.items()
+    }
+    steps = {phase: downcast(s) if downcast_smem_data else s for phase, (s, _) in found.items()}
+    lists = StepLists(
+        forward=steps["forward"],
+        dq=None if block_sizes.fused_backward else steps["dq"],
+        dkv=steps["dkv"],
+        q_offset=np.arange(q_shards, dtype=np.int32) * local,
+    )
+    plan = SplashPlan(
+        mask=mask if mask.is_computed else None,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        q_length=local,
+        kv_length=kv_length,
+        scale=None if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        block_sizes=block_sizes,
+        layouts=layouts,
+        precision=precision,
+        mask_value=mask_value,
+        save_max_logits=save_max_logits,
+        checkpoint_name=checkpoint_name,
+        vmem_limit_bytes=vmem_limit_bytes,
+        interpret=resolve_interpret(interpret, "tpu"),
+        **{phase: kinds for phase, (_, kinds) in found.items()},
+    )
+    return Splash(lists, plan)
+
+
+def make_splash_dynamic(
+    allowed: jax.Array, *, num_q_heads: int, num_kv_heads: int | None = None, **options: Any
+) -> Splash:
+    """A kernel for a mask that is known at run time only: booleans `[b, n, T, S]`, with `b` and `n` 1 or B and N.
+
+    Takes the other options of `make_splash` but for shards: it may be called while tracing, in `shard_map` too, with
+    the booleans of one shard. Empty blocks are skipped as they turn up.
+
+    Raises:
+      ValueError: shards are asked for.
+    """
+    for name in ("head_shards", "q_shards"):
+        if options.get(name, 1) != 1:
+            raise ValueError(f"{name} is for masks known now: in shard_map call make_splash_dynamic for each shard")
+    num_kv_heads = num_q_heads if num_kv_heads is None else num_kv_heads
+    q_length, kv_length = allowed.shape[2:]
+    plain = make_splash(Full(), q_length, kv_length, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, **options)
+    sizes = plain.plan.block_sizes
+    found = {
+        phase: build_dynamic_steps(
+            allowed, getattr(sizes, phase).clip(q_length, kv_length), order, num_q_heads // num_kv_heads
+        )
+        for phase, order in PHASE_ORDERS.items()
+        if phase != "dq" or not sizes.fused_backward
+    }
+    steps = {phase: s for phase, (s, _) in found.items()}
+    kinds: dict[str, Any] = {phase: k for phase, (_, k) in found.items()}
+    lists = StepLists(steps["forward"], steps.get("dq"), steps["dkv"], np.zeros(1, np.int32))
+    return Splash(lists, dataclasses.replace(plain.plan, mask=None, **kinds))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _splash(plan: SplashPlan, lists: StepLists, operands: Operands) -> Any:
+    found = run_forward(plan, lists, operands)
+    return found.out, found.logsumexp, found.max_logits
+
+
+def _splash_forward(plan: SplashPlan, lists: StepLists, operands: Operands) -> Any:
+    out, logsumexp, max_logits = _splash(plan, lists, operands)
+    if plan.checkpoint_name is not None:
+        out = checkpoint_name(out, plan.checkpoint_name)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+        logsumexp = checkpoint_name(logsumexp, plan.checkpoint_name)  # type: ignore[no-untyped-call]  # likewise
+    return (out, logsumexp, max_logits), (lists, operands, out, logsumexp)
+
+
+def _splash_backward(plan: SplashPlan, saved: Any, cotangents: Any) -> Any:
+    lists, operands, out, logsumexp = saved
+    do, dlse, _ = cotangents
+    pull_back = functools.partial(run_backward, plan)
+    return None, refuse_derivatives("splash_tpu", pull_back, lists, operands, out, logsumexp, do, dlse)
+
+
+_splash.defvjp(_splash_forward, _splash_backward)
+
+# Differentiable in reverse mode. Jitted so that calls outside `jit` compile once for each kernel, not once a call.
+attend = jax.jit(_splash, static_argnums=0)

@@ -1,0 +1,142 @@
+"""Splash attention over packed sequences: the call, and what becomes of it before the kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from impls.jax_compat import resolve_interpret
+from impls.packed_sequences import (
+    SequenceTables,
+    Side,
+    build_tables,
+    check_packed_operands,
+    compute_key_ranges,
+    resolve_window,
+)
+from impls.splash_tpu.block_sizes import BlockSizes, Layouts
+from impls.splash_tpu.packed_schedule import build_packed_steps, list_step_kinds
+from impls.splash_tpu.splash_kernel import PHASE_ORDERS, attend
+from impls.splash_tpu.splash_passes import StepLists
+from impls.splash_tpu.splash_plan import Operands, Precision, SplashPlan
+from impls.varying_axes import find_varying_axes, mark_varying
+
+
+def packed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    cu_q_lens: jax.Array,
+    cu_kv_lens: jax.Array,
+    num_seqs: jax.Array,
+    causal: bool = False,
+    window: tuple[Side, Side] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    block_sizes: BlockSizes = BlockSizes(),  # noqa: B008  a frozen value
+    precision: Precision = "exact",
+    interpret: Any = None,
+) -> Any:
+    """Softmax attention on a TPU of sequences that lie behind one another (docs/contract.md, section 8).
+
+    Query `i` of a sequence has the position `kv_len - q_len + i`. The kernels are those of `impls.splash_tpu.attention`
+    with steps that are found at run time: blocks of the pack that hold no pair of one sequence take none, so the work
+    follows the sequences and not the square of the pack.
+
+    q, k, v and sinks are differentiable in reverse mode, and `logsumexp` is; `max_logits` has gradient zero. The
+    residuals of the backward are tagged `"splash_residuals"` for `jax.checkpoint` policies.
+
+    Args:
+      q: queries `[total_q, N, H]`, bf16 or f32. Tokens past the last sequence may hold anything, here and in k and v.
+      k: keys `[total_kv, K, H]`, `N % K == 0`.
+      v: values `[total_kv, K, V]`.
+      cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
+      cu_kv_lens: int32 `[max_seqs + 1]`, likewise its keys. A sequence may have no queries, or no keys.
+      num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
+      causal: whether a query sees no later key of its sequence.
+      window: `(left, right)`: the keys that a query sees beside its own, None for an open side.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      save_residuals: also return `logsumexp` and `max_logits`.
+      block_sizes: of each phase. Lists of steps take 12 bytes of scalar memory for each pair of blocks.
+      precision: `"exact"` products of f32 operands, or rounded to `"bf16"`.
+      interpret: as `pallas_call` takes it; by default true unless the process runs on a TPU.
+
+    Returns:
+      `out [total_q, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[total_q, N]`. A
+      query that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and so do rows
+      past the last sequence. These and keys past it have gradient zero.
+
+    Raises:
+      ValueError: an operand or an option is not as above; the message names it.
+      NotImplementedError: operands in float16, or a second derivative.
+    """
+    check_packed_operands(q, k, v, sinks, soft_cap, scale)
+    tables = build_tables(cu_q_lens, cu_kv_lens, num_seqs)
+    if q.dtype == jnp.float16:
+        raise NotImplementedError("splash_tpu_packed does not support f16: the matrix unit multiplies no float16")
+    kinds: dict[str, Any] = {
+        phase: list_step_kinds(getattr(block_sizes, phase).clip(len(q), len(k))) for phase in PHASE_ORDERS
+    }
+    plan = SplashPlan(
+        mask=None,
+        num_q_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        q_length=len(q),
+        kv_length=len(k),
+        scale=None if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        block_sizes=block_sizes,
+        layouts=Layouts(),
+        precision=precision,
+        mask_value=-float("inf"),
+        # With residuals and without, so that both calls share one kernel.
+        save_max_logits=True,
+        checkpoint_name="splash_residuals",
+        vmem_limit_bytes=None,
+        interpret=resolve_interpret(interpret, "tpu"),
+        **kinds,
+    )
+    arrays = jax.tree.map(jnp.asarray, (q, k, v, sinks))
+    found = _attend(plan, resolve_window(causal, window), arrays, tables)
+    out, *residuals = (x[0].swapaxes(0, 1) for x in found)
+    return (out, dict(zip(("logsumexp", "max_logits"), residuals, strict=True))) if save_residuals else out
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend(plan: SplashPlan, sides: tuple[Side, Side], arrays: Any, tables: SequenceTables) -> Any:
+    """`out [1, N, total_q, V]`, `logsumexp` and `max_logits` `[1, N, total_q]`; jitted with what is around kernels."""
+    q, k, v, sinks = arrays
+    low, high = compute_key_ranges(tables, sides, plan.q_length)
+    # A query of nobody may be NaN, and on the way back 0 * NaN is not 0.
+    q = jnp.where((low < high)[:, None, None], q, jnp.zeros((), q.dtype))
+    q, k, v = (x.swapaxes(0, 1)[None] for x in (q, k, v))
+    operands = Operands(q, k, v, sinks, None, None, low[None], high[None])
+    operands = mark_varying(operands, find_varying_axes(operands))
+    return attend(plan, _build_lists(plan, sides, low, high), operands)
+
+
+def _build_lists(plan: SplashPlan, sides: tuple[Side, Side], low: jax.Array, high: jax.Array) -> StepLists:
+    left, right = sides
+    seen = None if left is None or right is None else left + right + 1
+    steps = {
+        phase: build_packed_steps(
+            low,
+            high,
+            plan.kv_length,
+            getattr(plan.block_sizes, phase).clip(plan.q_length, plan.kv_length),
+            order,
+            seen=seen,
+        )
+        for phase, order in PHASE_ORDERS.items()
+    }
+    dq = None if plan.block_sizes.fused_backward else steps["dq"]
+    return StepLists(steps["forward"], dq, steps["dkv"], np.zeros(1, np.int32))

@@ -1,0 +1,316 @@
+"""Which pairs of blocks a kernel visits, in which order, and how each is masked.
+
+A kernel walks along a list of steps, one pair of blocks each. Pairs that the mask leaves empty are not in the list, so
+the grid is as long as there is work. Steps that share a block of results follow one another, and the first and the last
+of them are marked. A block of results to which no pair contributes has one step, which computes nothing.
+
+A mask that is a formula is computed in the kernel. Of any other mask, each different partial block is stored once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cases.masks import EMPTY, FULL, PARTIAL, Mask
+from impls.splash_tpu.block_sizes import Blocks, round_up
+from impls.splash_tpu.diagonal_bands import find_diagonals
+
+FIRST, LAST, COMPUTE, MASKED, PART = 1, 2, 4, 8, 16
+"""Bits of a step's `flags`: first and last of its block of results; it computes; the mask must be applied; and from
+`PART` on, of a masked block, one for each of its parts that the mask does not hide whole, or one for where it lies, if
+the kernel has code for such places (`impls.splash_tpu.diagonal_bands`)."""
+
+
+_MAX_WIDE_LIST_BYTES = 2**17
+"""Bytes of the lists of a phase that scalar memory of 1 MiB has room for as they are."""
+
+Order = Literal["q", "kv"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Steps:
+    """Lists of steps `[shards, b, n, L]`, with `b` and `n` 1 where all batch rows and heads share one.
+
+    Attributes:
+      q: index of the block of queries.
+      kv: index of the block of keys.
+      head: for the order `"kv"` with a mask for each head, the query head inside its group; else none.
+      flags: what to do (`FIRST`, `LAST`, `COMPUTE`, `MASKED`).
+      place: index of the step's block in `stored`, none if the mask is a formula.
+      stored: mask blocks int8 `[X, block_q, block_kv]`, transposed for the order `"kv"`.
+      total: how many steps of the lists there are, if that is known at run time only (`impls.splash_tpu.packed_schedule`).
+    """
+
+    q: Any
+    kv: Any
+    head: Any
+    flags: Any
+    place: Any
+    stored: Any
+    total: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepKinds:
+    """Which kinds of steps the lists have. A kernel has code for no other kind.
+
+    Attributes:
+      full: steps whose pair of blocks the mask leaves whole.
+      masked: steps whose pair of blocks it hides a part of.
+      empty: steps that compute nothing.
+      stored: whether masked blocks are stored.
+      parts: whether the mask hides some parts of masked blocks whole.
+      dead: whether there may be keys that no query may attend to, whose k and v may be NaN.
+      diagonals: places of masked blocks that the kernel has code for (`impls.splash_tpu.diagonal_bands`).
+    """
+
+    full: bool
+    masked: bool
+    empty: bool
+    stored: bool
+    parts: bool
+    dead: bool
+    diagonals: tuple[int, ...] = ()
+
+
+@functools.lru_cache(maxsize=64)
+def build_static_steps(
+    mask: Mask, shape: tuple[int, int], blocks: Blocks, order: Order, group: int, shards: int
+) -> tuple[Steps, StepKinds]:
+    """Steps for a mask that is known when the kernel is built, as NumPy arrays.
+
+    Args:
+      mask: the mask of all queries.
+      shape: lengths `(T, S)`, over all shards.
+      blocks: block sizes.
+      order: `"q"` if results are blocks of queries, `"kv"` if they are blocks of keys.
+      group: query heads a key/value head; only the order `"kv"` with a mask for each head depends on it.
+      shards: equal parts in which the queries are cut, one list of steps each.
+    """
+    q_length, kv_length = shape
+    local = q_length // shards
+    found_of = [_classify_blocks(mask, part * local, local, kv_length, blocks) for part in range(shards)]
+    kinds, left = (np.stack([found[number] for found in found_of]) for number in (0, 1))
+    seen = np.any([found[2] for found in found_of], axis=0)  # [b, n, S]
+    lists = [
+        [_walk(kinds[part, b], order, group) for b in range(kinds.shape[1])] for part in range(shards)
+    ]  # [shards][b]: [n, steps, 5]
+    longest = max(len(steps) for part in lists for row in part for steps in row)
+    table = np.stack([np.stack([np.stack([_pad_steps(s, longest) for s in row]) for row in part]) for part in lists])
+    head, q, kv, flags, n = np.moveaxis(table, -1, 0)  # each [shards, b, heads, L]
+    masked = flags & MASKED > 0
+    shard, b = np.indices(q.shape)[:2]
+    left = left[shard, b, n, q, kv]  # [shards, b, heads, L, parts]
+    at = kv * blocks.kv - (q * blocks.q + shard * local)
+    places = find_diagonals(mask, (local, kv_length), blocks, at[masked])
+    told = (at[..., None] == np.array(places)) if places else left
+    flags = flags + masked * (told @ (PART << np.arange(told.shape[-1])))
+    found = StepKinds(
+        full=bool(((flags & COMPUTE > 0) & ~masked).any()),
+        masked=bool(masked.any()),
+        empty=bool((flags & COMPUTE == 0).any()),
+        stored=bool(masked.any()) and not mask.is_computed,
+        parts=bool((masked & ~left.all(axis=-1)).any()) and not places,
+        dead=not seen.all(),
+        diagonals=places,
+    )
+    place = stored = None
+    if found.stored:
+        place, stored = _store_mask_blocks(mask, (local, kv_length), blocks, q, kv, n, flags)
+        stored = np.ascontiguousarray(stored.swapaxes(1, 2)) if order == "kv" else stored
+    per_head = order == "kv" and kinds.shape[2] > 1
+    return Steps(
+        _to_int32(q), _to_int32(kv), _to_int32(head) if per_head else None, _to_int32(flags), place, stored
+    ), found
+
+
+@functools.lru_cache(maxsize=8)  # the phases of one kernel ask for the same
+def _classify_blocks(
+    mask: Mask, start: int, q_length: int, kv_length: int, blocks: Blocks
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What the mask leaves of `q_length` queries from `start` on.
+
+    Returns:
+      a summary of the blocks `[b, n, q blocks, kv blocks]`.
+      booleans `[b, n, q blocks, kv blocks, parts]`: the parts of blocks of which it leaves anything.
+      booleans `[b, n, S]`: the keys that are seen.
+    """
+    kinds, left, seen = [], [], []
+    padded = round_up(kv_length, blocks.kv)
+    q_part, kv_part = blocks.parts
+    j = np.arange(kv_length, dtype=np.int32)[None, :]
+    for row in range(start, start + q_length, blocks.q):
+        i = np.arange(row, min(row + blocks.q, start + q_length), dtype=np.int32)[:, None]
+        strip = np.asarray(mask.allowed(i, j), bool)
+        leading = strip.shape[:2] if strip.ndim == 4 else (1, 1)
+        strip = np.broadcast_to(strip, (*leading, len(i), kv_length))
+        every = np.all(_split_blocks(np.all(strip, axis=-2), padded, blocks.kv), axis=-1)
+        some = np.stack([strip[..., at : at + q_part, :].any(axis=-2) for at in range(0, blocks.q, q_part)], axis=2)
+        seen.append(some.any(axis=2))
+        parts = np.any(_split_blocks(_split_blocks(some, padded, blocks.kv), blocks.kv, kv_part), axis=-1)
+        left.append(np.moveaxis(np.asarray(parts), 2, 3).reshape(*every.shape, -1))
+        kinds.append(np.where(every, FULL, np.where(left[-1].any(axis=-1), PARTIAL, EMPTY)))
+    return np.stack(kinds, axis=2), np.stack(left, axis=2), np.any(seen, axis=0)
+
+
+def _split_blocks(x: Any, padded: int, block: int) -> np.ndarray:
+    """Booleans `[..., length]` as `[..., padded / block, block]`, false beyond the end."""
+    x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded - x.shape[-1])])
+    return x.reshape(*x.shape[:-1], -1, block)
+
+
+def _walk(kinds: np.ndarray, order: Order, group: int) -> list[np.ndarray]:
+    """Steps `[L, 5]` of each list, `kinds [n, q, kv]`: head in its group, q block, kv block, flags, head."""
+    if order == "q":
+        return [_order_steps(kind[:, :, None], ("q", "kv", "head"), head) for head, kind in enumerate(kinds)]
+    if len(kinds) == 1:
+        return [_order_steps(kinds[0].T[:, None, :], ("kv", "head", "q"), 0)]
+    grouped = kinds.reshape(-1, group, *kinds.shape[1:])
+    return [
+        _order_steps(heads.transpose(2, 0, 1), ("kv", "head", "q"), number * group)
+        for number, heads in enumerate(grouped)
+    ]
+
+
+def _order_steps(kinds: np.ndarray, axes: tuple[str, str, str], first_head: int) -> np.ndarray:
+    """Steps over the active blocks of `kinds`, its axes slowest first; the first axis is that of the results."""
+    visited = kinds != EMPTY
+    visited[~visited.any(axis=(1, 2)), 0, 0] = True
+    where = np.argwhere(visited)
+    kind = kinds[tuple(where.T)]
+    row = where[:, 0]
+    flags = FIRST * np.r_[True, row[1:] != row[:-1]] + LAST * np.r_[row[1:] != row[:-1], True]
+    flags = flags + COMPUTE * (kind != EMPTY) + MASKED * (kind == PARTIAL)
+    at = dict(zip(axes, where.T, strict=True))
+    # What a step that computes nothing points to is what is there already: nothing is fetched for it.
+    other = "kv" if axes[0] == "q" else "q"
+    at[other] = _hold_last_valid(at[other], kind != EMPTY)
+    return np.stack([at["head"], at["q"], at["kv"], flags, at["head"] + first_head], axis=-1)
+
+
+def _hold_last_valid(values: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """`values` where valid, elsewhere the last valid one before, or the first valid one."""
+    if not valid.any():
+        return np.zeros_like(values)
+    last = np.maximum.accumulate(np.where(valid, np.arange(len(values)), -1))
+    return values[np.where(last < 0, np.argmax(valid), last)]
+
+
+def _pad_steps(steps: np.ndarray, length: int) -> np.ndarray:
+    """`steps` followed by as many that do nothing and fetch nothing."""
+    tail = np.repeat(steps[-1:], length - len(steps), axis=0)
+    tail[:, 3] = 0
+    return np.concatenate([steps, tail])
+
+
+def _store_mask_blocks(
+    mask: Mask, shape: tuple[int, int], blocks: Blocks, q: Any, kv: Any, head: Any, flags: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Places `[shards, b, n, L]` and the different partial blocks int8 `[X, block_q, block_kv]`."""
+    local, kv_length = shape
+    known: dict[bytes, int] = {}
+    found: list[np.ndarray] = []
+    place = np.zeros(q.shape, np.int32)
+    per_head = np.asarray(mask.allowed(np.zeros((1, 1), int), np.zeros((1, 1), int))).shape[1] > 1
+    for part, b in np.ndindex(q.shape[:2]):
+        for n in range(q.shape[2]):
+            steps = np.flatnonzero(flags[part, b, n] & MASKED)
+            current = np.zeros(q.shape[3], np.int32)
+            for step in steps:
+                i0, j0 = q[part, b, n, step] * blocks.q, kv[part, b, n, step] * blocks.kv
+                i = part * local + np.arange(i0, min(i0 + blocks.q, local))[:, None]
+                j = np.arange(j0, min(j0 + blocks.kv, kv_length))[None, :]
+                allowed = np.asarray(mask.allowed(i, j))[b, head[part, b, n, step] if per_head else 0]
+                block = np.zeros((blocks.q, blocks.kv), np.int8)
+                block[: allowed.shape[0], : allowed.shape[1]] = allowed
+                key = block.tobytes()
+                if key not in known:
+                    known[key] = len(found)
+                    found.append(block)
+                current[step] = known[key]
+            place[part, b, n] = _hold_last_valid(current, (flags[part, b, n] & MASKED) > 0)
+    return place, np.stack(found)
+
+
+def _to_int32(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x, np.int32)
+
+
+def downcast(steps: Steps) -> Steps:
+    """Long lists in the narrowest integers that hold them: scalar memory is small.
+
+    Short ones stay as they are: to take a byte out of a word needs more scalar instructions, for each array of the
+    kernel, at this step and at the next. So a step of the forward has 330 cycles without a block on v5e, and not 392.
+    """
+    lists = {name: getattr(steps, name) for name in ("q", "kv", "head", "flags", "place")}
+    if sum(x.nbytes for x in lists.values() if isinstance(x, np.ndarray)) <= _MAX_WIDE_LIST_BYTES:
+        return steps
+
+    def narrow(x: Any) -> Any:
+        if x is None or not isinstance(x, np.ndarray):
+            return x
+        fits = [t for t in (np.int8, np.int16) if x.size == 0 or x.max() <= np.iinfo(t).max]
+        return x.astype(fits[0]) if fits else x
+
+    return dataclasses.replace(steps, **{name: narrow(x) for name, x in lists.items()})
+
+
+def build_dynamic_steps(allowed: jax.Array, blocks: Blocks, order: Order, group: int) -> tuple[Steps, StepKinds]:
+    """Steps for a mask that is known at run time only, `allowed` booleans `[b, n, T, S]`.
+
+    Every pair of blocks has a step; those that turn out to be empty neither compute nor fetch anything.
+    """
+    b, n, q_length, kv_length = allowed.shape
+    padding = (
+        (0, 0),
+        (0, 0),
+        (0, round_up(q_length, blocks.q) - q_length),
+        (0, round_up(kv_length, blocks.kv) - kv_length),
+    )
+    cut = jnp.pad(allowed, padding).reshape(
+        b, n, -(-q_length // blocks.q), blocks.q, -(-kv_length // blocks.kv), blocks.kv
+    )
+    cut = cut.transpose(0, 1, 2, 4, 3, 5)  # [b, n, q blocks, kv blocks, block_q, block_kv]
+    some = cut.any(axis=(-2, -1))
+    num_q, num_kv = some.shape[2:]
+    place = jnp.arange(some.size, dtype=jnp.int32).reshape(some.shape)
+    stored = cut.reshape(-1, blocks.q, blocks.kv).astype(jnp.int8)
+    q = jnp.broadcast_to(jnp.arange(num_q, dtype=jnp.int32)[:, None], some.shape)
+    kv = jnp.broadcast_to(jnp.arange(num_kv, dtype=jnp.int32), some.shape)
+    head = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[:, None, None] % group, some.shape)
+    lists: tuple[jax.Array, ...] = (q, kv, head, place, some)
+    if order == "q":
+        lists = tuple(x.reshape(b, n, -1) for x in lists)
+        length, run = num_q * num_kv, num_kv
+    else:
+        shared = n == 1
+        heads = (1, 1) if shared else (n // group, group)
+        # [b, kv heads, kv blocks, group, q blocks], flattened from the third axis on
+        lists = tuple(
+            x.reshape(b, *heads, num_q, num_kv).transpose(0, 1, 4, 2, 3).reshape(b, heads[0], -1) for x in lists
+        )
+        length, run = num_kv * heads[1] * num_q, heads[1] * num_q
+        stored = stored.swapaxes(1, 2)
+    q, kv, head, place, some = lists
+    number = jnp.arange(length, dtype=jnp.int32)
+    flags = FIRST * (number % run == 0) + LAST * (number % run == run - 1) + (COMPUTE + MASKED) * some
+    latest = jax.lax.cummax(jnp.where(some, number, 0), axis=2)
+    held = [jnp.take_along_axis(x, latest, axis=2)[None] for x in (q, kv, place)]
+    results = (q[None], held[1]) if order == "q" else (held[0], kv[None])
+    per_head = order == "kv" and n > 1
+    steps = Steps(
+        q=results[0],
+        kv=results[1],
+        head=jnp.take_along_axis(head, latest, axis=2)[None] if per_head else None,
+        flags=flags.astype(jnp.int32)[None],
+        place=held[2],
+        stored=stored,
+    )
+    return steps, StepKinds(full=False, masked=True, empty=True, stored=True, parts=False, dead=True)

@@ -1,0 +1,57 @@
+"""Refusing what an adapter declares unsupported: no argument is ever ignored (docs/contract.md, section 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+
+from cases.case import FEATURES, OPT_IN
+from cases.masks import Mask
+from impls.requested_features import list_requested_features
+
+
+def refuse_unsupported(
+    name: str,
+    unsupported: Mapping[str, str],
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: Mask,
+    segment_ids: Any = None,
+    soft_cap: Any = None,
+    sinks: Any = None,
+    bias: Any = None,
+    scale: Any = None,
+    offers: Collection[str] = (),
+) -> None:
+    """Refuse a call that asks for a feature in `unsupported`, or for one that only those have who say so in `offers`.
+
+    Raises:
+      NotImplementedError: naming the feature and why it is not supported.
+    """
+    options = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
+    for feature in list_requested_features(q, k, v, mask, options):
+        if feature in unsupported or (feature in OPT_IN and feature not in offers):
+            because = f": it {unsupported[feature]}" if feature in unsupported else ""
+            raise NotImplementedError(f"{name} does not support {feature} ({FEATURES[feature]}){because}")
+
+
+def refuse_because(name: str, reason: str | None) -> None:
+    """Refuse a call for `reason`, if there is one. Raises `NotImplementedError`."""
+    if reason:
+        raise NotImplementedError(f"{name} does not support this call: it {reason}")
+
+
+def forbid_gradients(name: str, reason: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which refuses for `reason` when it is differentiated."""
+    run = jax.custom_vjp(function)
+
+    def refuse_gradients(*operands: Any) -> Any:
+        del operands
+        refuse_because(name, reason)
+
+    run.defvjp(refuse_gradients, refuse_gradients)
+    return run

@@ -1,0 +1,316 @@
+"""The levels of a case, read from its id alone: what a fault may depend on.
+
+A level is one thing that is true of a case: that it has sinks, that T is not S, that it is in bf16. It knows which
+fields of the case decide it, so that a case with it, or without it, can be made of another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cases.operand_registry import OPTIONAL
+from reports.matrix_columns import FEATURE_KINDS
+
+_SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
+_SIZES = ("batch", "q_length", "kv_length", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim")
+_STORAGE = re.compile(r"(packed|paged|shared|latentshared|latent)(\d*)")
+_STORED = {"packed": "operands are packed", "paged": "operands are paged", "latent": "values are a part of the keys"}
+_TERM = re.compile(r"_and_|_or_")
+_WINDOW = re.compile(r"(?:window-l(\d+|inf)-r(\d+|inf)|own-l(\d+|inf))")
+
+LENGTHS, HEADS, DEPTHS = ("q_length", "kv_length"), ("num_q_heads", "num_kv_heads"), ("head_dim", "v_head_dim")
+_BLOCKS = (8, 16, 32, 64, 128)
+_DEPTH_BLOCKS = (8, 16, 32, 64)
+_LONG = (128, 256, 512, 1024)
+
+# How much less is believed of a level before anything was seen, in nats: a fault is with a feature sooner than without
+# it, and with a kind of mask sooner than with one number or with one sort of values.
+_PLAIN, _RARER, _RARE, _RAREST = 0.0, 1.0, 2.0, 3.0
+
+_MASKS = {
+    "causal": "under a causal mask",
+    "window": "under a sliding window",
+    "chunked": "under a chunked mask",
+    "spans": "under bidirectional spans",
+    "balanced": "in load-balanced order",
+    "lengths": "with key lengths",
+    "dense": "under a dense mask",
+    "densehead": "under a dense mask for each head",
+    "densebatch": "under a dense mask for each batch row",
+    "indexer": "under an indexer's mask",
+    "moba": "under a MoBA mask",
+    "own": "under a window in each row's own length",
+}
+_ROW_MASKS = frozenset({"lengths", "own", "densebatch", "indexer"})
+_OPERANDS = {
+    "segment_ids": "segment ids",
+    "soft_cap": "a soft cap",
+    "sinks": "sinks",
+    "bias": "a bias",
+    "scale": "a scale",
+    "kv_scales": "a quantised cache",
+    "score_mod": "a score by formula",
+}
+_FEATURES = frozenset(itertools.chain.from_iterable(FEATURE_KINDS.values()))
+# What is declared unsupported by another name, or by several.
+_DECLARED_FEATURES: Mapping[str, tuple[str, ...]] = {
+    "16 bits": ("bf16", "f16"),
+    "cache": ("prefill", "decode"),
+    "groups": ("gqa", "mqa"),
+    "spans": ("bidirectional",),
+    "densehead": ("dense_head",),
+    "densebatch": ("dense_batch",),
+    "own": ("own_window",),
+    "mask offset": ("offset",),
+    "T != S": ("unequal_lengths",),
+    "V != H": ("v_head_dim",),
+}
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Level:
+    """One thing that is true of a case.
+
+    Attributes:
+      odds: how much less it is believed to matter than others, in nats.
+      name: what it is called.
+      words: how a sentence goes on: `with sinks`, `when T is not S`.
+      fields: the fields of the case that decide it.
+      example: values of such fields that give a plain case the level, and few others of its sort.
+      counter: values that take it from a plain case, of levels that a plain case has.
+    """
+
+    odds: float
+    name: str
+    words: str
+    fields: tuple[str, ...]
+    example: tuple[tuple[str, Any], ...] = ()
+    counter: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The features that an implementation declares unsupported to be asked for none of it; empty if it cannot."""
+        return _DECLARED_FEATURES.get(self.name, (self.name,) if self.name in _FEATURES else ())
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def parse_fields(case: str) -> Mapping[str, str] | None:
+    """The fields that a case id writes, by name, as it writes them; none of what is no case id."""
+    parts = case.split("/")
+    if len(parts) < 6 or not (sizes := _SHAPE.fullmatch(parts[2])):
+        return None
+    phase, dtype, _, mask, *options, distribution, seed = parts
+    found = {"phase": phase, "dtype": dtype, "mask": mask, "distribution": distribution, "seed": seed}
+    found |= dict(zip(_SIZES, sizes.groups(), strict=True))
+    for option in options:
+        other = "storage" if _STORAGE.match(option) else "front_end"
+        name = next((operand.field for operand in OPTIONAL if operand.read(option) is not None), other)
+        found[name] = option
+    return found
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def find_levels(case: str) -> frozenset[Level]:
+    """The levels of a case; none of what is no case id."""
+    fields = parse_fields(case)
+    if fields is None:
+        return frozenset()
+    sizes = {name: int(fields[name]) for name in _SIZES}
+    return frozenset(
+        [
+            *_iter_kind_levels(fields),
+            *_iter_mask_levels(fields["mask"]),
+            *_iter_operand_levels(fields),
+            *_iter_head_levels(sizes),
+            *_iter_length_levels(sizes),
+            *_iter_depth_levels(sizes),
+        ]
+    )
+
+
+def _create_level(
+    name: str,
+    words: str,
+    *fields: str,
+    odds: float = _PLAIN,
+    example: Mapping[str, Any] | None = None,
+    counter: Mapping[str, Any] | None = None,
+) -> Level:
+    return Level(odds, name, words, fields, tuple((example or {}).items()), tuple((counter or {}).items()))
+
+
+def _iter_kind_levels(fields: Mapping[str, str]) -> Iterator[Level]:
+    dtype, phase, values = fields["dtype"], fields["phase"], fields["distribution"]
+    yield _create_level(dtype, f"in {dtype}", "dtype", counter={"dtype": "bf16"} if dtype == "f32" else None)
+    if dtype != "f32":
+        yield _create_level("16 bits", "in bf16 and in f16", "dtype", odds=_RARER / 2)
+    yield _create_level(phase, "in training" if phase == "train" else f"in {phase}", "phase", *LENGTHS)
+    if phase != "train":
+        yield _create_level("cache", "in prefill and in decode", "phase", *LENGTHS, odds=_RARER)
+    if values != "normal":
+        yield _create_level(f"{values} values", f"with the values of `{values}`", "distribution", odds=_RARE)
+    if (storage := fields.get("storage")) is not None and (found := _STORAGE.match(storage)) is not None:
+        kind = "paged" if found[1] == "shared" else found[1].removesuffix("shared")
+        yield _create_level(kind, f"where {_STORED[kind]}", "storage", odds=_RARER)
+        if found[2]:
+            yield _create_level(f"pages of {found[2]}", f"with pages of {found[2]}", "storage", odds=_RARE)
+        if found[1].endswith("shared"):
+            yield _create_level("shared pages", "where sequences share pages", "storage")
+        if "-q" in storage:
+            yield _create_level(
+                "ragged queries", "where sequences have unequal numbers of queries", "storage", odds=_RARER
+            )
+    if (front_end := fields.get("front_end")) is not None:
+        yield _create_level("front end", "after a front end", "front_end")
+        for step in front_end.removeprefix("front-").split("-"):
+            yield _create_level(f"front end {step}", f"after {step} in a front end", "front_end", odds=_RARER)
+
+
+def _iter_mask_levels(spec: str) -> Iterator[Level]:
+    if spec == "full":
+        yield _create_level("full", "without a mask", "mask", odds=_RARER, counter={"mask": "causal"})
+        return
+    yield _create_level("masked", "under any mask", "mask", odds=_RARER)
+    terms = _TERM.split(spec)
+    kinds = {term.partition("-")[0] for term in terms}
+    for kind in kinds:
+        yield _create_level(
+            kind, _MASKS.get(kind, f"under a mask of kind {kind}"), "mask", example=_find_offset_mask(kind)
+        )
+    if _ROW_MASKS & kinds:
+        yield _create_level("row mask", "under a mask of its own for each batch row", "mask", odds=_RARER / 2)
+    if len(terms) > 1:
+        yield _create_level("joined masks", "under masks that are joined", "mask", odds=_RARER)
+    if "-o" in spec:
+        yield _create_level("mask offset", "under a mask with an offset", "mask", odds=_RARER)
+    for term in terms:
+        # Without an offset a mask may be asked for by name, and with one only as an array.
+        if without := "-o" not in term and term.startswith(("causal", "window")):
+            kind = term.partition("-")[0]
+            yield _create_level(f"{kind}, no offset", f"{_MASKS[kind]} without an offset", "mask", odds=_RARER)
+        if (sides := _WINDOW.match(term)) and "inf" not in (sides[1] or sides[3]):
+            words, example = "under a window with a left side", _find_offset_mask("window")
+            yield _create_level("left side", words, "mask", odds=_RARER / 2, example=example)
+            if without:
+                yield _create_level("left side, no offset", f"{words}, without an offset", "mask", odds=_RARER)
+        if sides and sides[2] not in (None, "0", "inf"):
+            yield _create_level("right side", "under a window that reaches to the right", "mask", odds=_RARER / 2)
+
+
+def _find_offset_mask(kind: str) -> dict[str, str] | None:
+    """A mask of the kind with an offset, which tells it from those without."""
+    masks = {"causal": "causal-o5", "window": "window-l31-r0-o5"}
+    return {"mask": masks[kind]} if kind in masks else None
+
+
+def _iter_operand_levels(fields: Mapping[str, str]) -> Iterator[Level]:
+    for operand in OPTIONAL:
+        words = _OPERANDS.get(operand.name, operand.name)
+        part = fields.get(operand.field)
+        if part is None:
+            counter = {operand.field: operand.levels[0]}
+            yield _create_level(f"no {operand.name}", f"without {words}", operand.field, odds=_RAREST, counter=counter)
+            continue
+        yield _create_level(operand.name, f"with {words}", operand.field)
+        if not operand.is_flag:
+            yield _create_level(part, f"with {words} of the kind {part}", operand.field, odds=_RARER)
+    if (cache := fields.get("kv_cache")) is not None:
+        kind, _, by = cache.removeprefix("kv").partition("-")
+        yield _create_level(f"kv {kind}", f"with a cache in {kind}", "kv_cache")
+        of_each = f"a scale for each {by}" if by != "tensor" else "one scale for all keys and one for all values"
+        yield _create_level(f"kv {by}", f"with {of_each} of the cache", "kv_cache")
+
+
+def _iter_head_levels(sizes: Mapping[str, int]) -> Iterator[Level]:
+    batch, heads, kv_heads = sizes["batch"], sizes["num_q_heads"], sizes["num_kv_heads"]
+    if heads == kv_heads:
+        counter = {"num_q_heads": 4, "num_kv_heads": 2}
+        yield _create_level("mha", "where no heads share keys", *HEADS, odds=_RARER, counter=counter)
+    else:
+        yield _create_level("groups", "with groups of heads (N > K)", *HEADS)
+        several = kv_heads > 1
+        words = "with several groups of heads (N > K > 1)" if several else "with one key/value head for all (K = 1 < N)"
+        yield _create_level("gqa" if several else "mqa", words, *HEADS, odds=_RARER / 2)
+        yield _create_level(
+            f"group of {heads // kv_heads}", f"with groups of {heads // kv_heads} heads", *HEADS, odds=_RARE
+        )
+    if kv_heads > 1:
+        yield _create_level("K > 1", "with several key/value heads", *HEADS, odds=_RARER)
+    one = batch == 1
+    words = "with one batch row" if one else "with several batch rows"
+    yield _create_level(
+        "B = 1" if one else "B > 1", words, "batch", odds=float(one), counter={"batch": 2} if one else None
+    )
+
+
+def _iter_length_levels(sizes: Mapping[str, int]) -> Iterator[Level]:
+    q, kv = sizes["q_length"], sizes["kv_length"]
+    if q == kv:
+        yield _create_level("T = S", "when T is S", *LENGTHS, odds=_RARER, counter={"kv_length": 200})
+    else:
+        yield _create_level("T != S", "when T is not S", *LENGTHS)
+        order = "<" if q < kv else ">"
+        yield _create_level(f"T {order} S", f"when T {order} S", *LENGTHS, odds=_RARER / 2)
+    yield _create_level(
+        "T = 1" if q == 1 else "T > 1", "for one query" if q == 1 else "for several queries", *LENGTHS, odds=1
+    )
+    for name, what, size, field in (("S", "keys", kv, "kv_length"), ("T", "queries", q, "q_length")):
+        for block in _BLOCKS:
+            if size % block:
+                words, example = f"when {name} is no multiple of {block}", {field: max(_BLOCKS) + block // 2}
+                yield _create_level(f"{name} % {block}", words, *LENGTHS, odds=_RARER / 2, example=example)
+            else:
+                words, counter = f"when {name} is a multiple of {block}", {field: max(_BLOCKS) + block // 2}
+                yield _create_level(f"{name} / {block}", words, *LENGTHS, odds=_RARE, counter=counter)
+        for length in _LONG:
+            if size > length:
+                yield _create_level(f"{name} > {length}", f"with more than {length} {what}", *LENGTHS, odds=_RARER)
+            else:
+                yield _create_level(f"{name} <= {length}", f"with at most {length} {what}", *LENGTHS, odds=_RARE)
+
+
+def _iter_depth_levels(sizes: Mapping[str, int]) -> Iterator[Level]:
+    depth, v_depth = sizes["head_dim"], sizes["v_head_dim"]
+    if depth != v_depth:
+        yield _create_level("V != H", "when V is not H", *DEPTHS)
+    for name, size, field in (("H", depth, "head_dim"), ("V", v_depth, "v_head_dim")):
+        yield _create_level(f"{name} = {size}", f"at depth {name} = {size}", *DEPTHS, odds=_RARER)
+        if size & (size - 1):
+            yield _create_level(f"odd {name}", f"when {name} is no power of two", *DEPTHS, odds=_RARER / 2)
+        for block in _DEPTH_BLOCKS:
+            if size % block:
+                words, example = f"when {name} is no multiple of {block}", {field: max(_DEPTH_BLOCKS) + block // 2}
+                yield _create_level(f"{name} % {block}", words, *DEPTHS, odds=_RARER / 2, example=example)
+        for block in (32, 64):
+            more = size > block
+            words = f"when {name} > {block}" if more else f"when {name} <= {block}"
+            yield _create_level(words.removeprefix("when "), words, *DEPTHS, odds=_RARER if more else _RARE)
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def find_oddities(case: str) -> frozenset[str]:
+    """The fields of a case that are out of the ordinary; all of what is no case id."""
+    fields = parse_fields(case)
+    if fields is None:
+        return frozenset(_SIZES)
+    plain = {"phase": "train", "dtype": "f32", "mask": "full", "distribution": "normal"}
+    odd = {name for name, value in plain.items() if fields[name] != value}
+    odd |= {one for one, other in (HEADS, LENGTHS, DEPTHS) if fields[one] != fields[other]}
+    return frozenset(odd | (fields.keys() - plain.keys() - {*_SIZES, "seed"}))
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def rank_plainness(case: str) -> tuple[int, int, str]:
+    """Sorts cases, the plainest first: by how many things are out of the ordinary, then by size."""
+    fields = parse_fields(case)
+    if fields is None:
+        return len(_SIZES), 0, case
+    sizes = {name: int(fields[name]) for name in _SIZES}
+    joined = len(_TERM.findall(fields["mask"])) + ("-o" in fields["mask"])
+    lengths, depths = sizes["q_length"] + sizes["kv_length"], sizes["head_dim"] + sizes["v_head_dim"]
+    return len(find_oddities(case)) + joined, sizes["batch"] * sizes["num_q_heads"] * lengths * depths, case

@@ -1,0 +1,167 @@
+"""The picture of where a result is wrong: the mask, and rows or keys by head, shaded by how far beyond the limit."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+
+from markupsafe import Markup
+
+from conformance.error_maps import ErrorMap
+from reports.text_format import TIMES
+
+_CELL = 10
+_LONG_SIDE = 240  # as long as a side of 24 cells; shorter axes have wider cells, up to the next
+_MAX_CELL = 24
+_LEFT, _TOP = 46, 18
+_NAMES = {
+    "T": "queries",
+    "S": "keys",
+    "H": "columns",
+    "V": "columns",
+    "BN": "batch rows and heads",
+    "BK": "batch rows and key/value heads",
+}
+# Shades of `conformance.error_maps`: a colour of the page, and how much of it.
+_SHADES = {
+    "-": ("--line", 0.55),
+    "0": ("--pass-ink", 0.16),
+    "1": ("--pass-ink", 0.34),
+    "2": ("--fail-ink", 0.3),
+    "3": ("--fail-ink", 0.42),
+    "4": ("--fail-ink", 0.54),
+    "5": ("--fail-ink", 0.66),
+    "6": ("--fail-ink", 0.78),
+    "7": ("--fail-ink", 0.9),
+    "8": ("--fail-ink", 1.0),
+    "9": ("--ink", 0.9),
+}
+_BEYOND_LIMIT = "2345678"
+_SHADE_TEXT = {
+    "-": "not judged",
+    "0": "below a tenth of the limit",
+    "1": "within the limit",
+    **{shade: f"up to {10 ** (int(shade) - 1):,}{TIMES} over it" for shade in _BEYOND_LIMIT[:-1]},
+    "8": f"more than 1,000,000{TIMES} over it",
+    "9": "NaN or infinite",
+}
+
+
+def render_error_map(drawn: ErrorMap, level: int = 4) -> Markup:
+    """One or two drawings side by side under headings of a `level`, and what the shades mean."""
+    panels = [_render_mask(drawn, level)] if drawn.mask and drawn.marks else []
+    panels.append(_render_cells(drawn, level))
+    used = set("".join((*drawn.cells, drawn.marks)))
+    caption = "".join(
+        f"<span>{_render_swatch(shade)}{html.escape(words)}</span>" for shade, words in _build_legend(used)
+    )
+    if panels[1:]:
+        caption += f"<span>{_render_swatch('')}hidden by the mask</span>"
+    known = [f"every {block:,} {name}" for block, name in zip(drawn.blocks, ("queries", "keys"), strict=True) if block]
+    if known:
+        caption += f"<span>dashed: {', '.join(known)}</span>"
+    return Markup(f'<figure><div class="panels">{"".join(panels)}</div><figcaption>{caption}</figcaption></figure>')
+
+
+def _build_legend(used: Iterable[str]) -> list[tuple[str, str]]:
+    """The shades that occur, with what they mean; of those beyond the limit, the palest and the darkest."""
+    red = [shade for shade in _BEYOND_LIMIT if shade in used]
+    return [(shade, words) for shade, words in _SHADE_TEXT.items() if shade in used and shade not in red[1:-1]]
+
+
+def _render_mask(drawn: ErrorMap, level: int) -> str:
+    """Pairs of query and key that may attend, shaded by the error of their query or of their key."""
+    lines = [
+        "".join(
+            _shade_pair(pair, drawn.marks[x if drawn.along == "S" else y : (x if drawn.along == "S" else y) + 1])
+            for x, pair in enumerate(line)
+        )
+        for y, line in enumerate(drawn.mask)
+    ]
+    by = "key" if drawn.along == "S" else "query"
+    title = f"Batch row {drawn.at[0]}, head {drawn.at[1]}: who attends to whom, each {by} shaded by its error"
+    return _render_panel(title, lines, ("T", "S"), drawn.mask_shape, drawn.blocks, level)
+
+
+def _shade_pair(pair: str, shade: str) -> str:
+    return " " if pair == "0" else shade or "-"
+
+
+def _render_cells(drawn: ErrorMap, level: int) -> str:
+    first, second = (_NAMES.get(axis, axis) for axis in drawn.axes)
+    sizes = dict(zip("TS", drawn.blocks, strict=True))
+    blocks = sizes.get(drawn.axes[0], 0), sizes.get(drawn.axes[1], 0)
+    return _render_panel(
+        f"The largest error by {first} and {second}", drawn.cells, drawn.axes, drawn.shape, blocks, level
+    )
+
+
+def _render_panel(
+    title: str,
+    lines: Sequence[str],
+    axes: tuple[str, str],
+    shape: tuple[int, int],
+    blocks: tuple[int, int],
+    level: int,
+) -> str:
+    columns = max(map(len, lines), default=0)
+    if not lines or not columns:
+        return ""
+    across, down = (min(_MAX_CELL, max(_CELL, _LONG_SIDE // count)) for count in (columns, len(lines)))
+    width, height = across * columns, down * len(lines)
+    paths = _render_paths(lines, across, down)
+    paths += f'<path d="M0 0h{width}v{height}h-{width}z" fill="none" stroke="var(--muted)" stroke-width="1"/>'
+    paths += _render_block_borders(shape, blocks, width, height)
+    names = [_NAMES.get(axis, axis) for axis in axes]
+    texts = f'<text x="0" y="-6">{_format_axis(names[1], shape[1])}</text>'
+    texts += f'<text x="0" y="-6" transform="rotate(-90)" text-anchor="end">{_format_axis(names[0], shape[0])}</text>'
+    room = max(width, 9 * len(_format_axis(names[1], shape[1]))), max(height, 7 * len(_format_axis(names[0], shape[0])))
+    box = f"{-_LEFT // 2} {-_TOP} {room[0] + _LEFT // 2 + 2} {room[1] + _TOP + 2}"
+    size = f'width="{room[0] + _LEFT // 2 + 2}" height="{room[1] + _TOP + 2}"'
+    label = html.escape(title)
+    return (
+        f"<div><h{level}>{label}</h{level}>"
+        f'<svg role="img" aria-label="{label}" viewBox="{box}" {size}>{paths}{texts}</svg></div>'
+    )
+
+
+def _format_axis(name: str, count: int) -> str:
+    return html.escape(f"{name} 0 to {count - 1:,}" if count > 1 else f"{name}: 1")
+
+
+def _render_paths(lines: Sequence[str], across: int, down: int) -> str:
+    """A path for each shade, runs of cells as one rectangle each."""
+    runs: dict[str, list[str]] = {}
+    for y, line in enumerate(lines):
+        start = 0
+        for x in range(1, len(line) + 1):
+            if x == len(line) or line[x] != line[start]:
+                wide = (x - start) * across
+                runs.setdefault(line[start], []).append(f"M{start * across} {y * down}h{wide}v{down}h-{wide}z")
+                start = x
+    return "".join(_render_filled(shade, "".join(found)) for shade, found in sorted(runs.items()) if shade in _SHADES)
+
+
+def _render_filled(shade: str, path: str) -> str:
+    colour, part = _SHADES[shade]
+    return f'<path fill="var({colour})" fill-opacity="{part:g}" d="{path}"/>'
+
+
+def _render_block_borders(shape: tuple[int, int], blocks: tuple[int, int], width: int, height: int) -> str:
+    """Dashed lines between blocks, where there are few enough to be told apart."""
+    path = ""
+    for axis, (count, block) in enumerate(zip(shape, blocks, strict=True)):
+        if not block or not 1 < -(-count // block) <= _MAX_CELL:
+            continue
+        for place in range(block, count, block):
+            if axis == 0:
+                path += f"M0 {round(place / count * height, 1):g}h{width}"
+            else:
+                path += f"M{round(place / count * width, 1):g} 0v{height}"
+    return f'<path d="{path}" fill="none" stroke="var(--ink)" stroke-dasharray="3 2"/>' if path else ""
+
+
+def _render_swatch(shade: str) -> str:
+    fill = _render_filled(shade, "M0 0h12v12h-12z") if shade else ""
+    frame = '<path d="M.5 .5h11v11h-11z" fill="none" stroke="var(--muted)"/>'
+    return f'<svg width="12" height="12" viewBox="0 0 12 12" aria-hidden="true">{fill}{frame}</svg>'

@@ -1,0 +1,44 @@
+"""The order of the columns of a matrix: fixed, and grouped by kind, whatever was judged first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from cases.operand_registry import REMOVABLE
+
+FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
+    "dtype": ("f32", "bf16", "f16"),
+    "phase": ("train", "prefill", "decode"),
+    "heads": ("mha", "gqa", "mqa"),
+    "mask": (
+        *("full", "causal", "window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head"),
+        *("dense_batch", "indexer", "moba", "own_window", "offset", "segment_ids"),
+    ),
+    "operands": tuple(operand.name for operand in REMOVABLE if operand.name != "segment_ids"),
+    "shape": ("v_head_dim", "unequal_lengths"),
+    "storage": ("packed", "paged", "latent", "latent_pages"),
+    "quantised cache": ("kv_int8", "kv_int4", "kv_fp8", "kv_token_scales", "kv_head_scales", "kv_tensor_scales"),
+}
+"""Features by kind, in the order of columns."""
+CHECK_KINDS: Mapping[str, tuple[str, ...]] = {
+    "results": ("forward", "residuals", "primal", "parts", "ensemble"),
+    "gradients": ("gradients", "gradients_lse", "gradients_part", "differentiation"),
+    "what must not matter": ("poison", "independence", "aliasing"),
+    "laws": ("linearity", "invariance", "limits"),
+    "arguments": ("arguments", "errors", "refusals", "forms"),
+    "under JAX": ("transforms", "calls", "sharding", "program"),
+    "in a model": ("front_end", "decoding"),
+    "accelerators": ("compiles", "interpreter", "memory", "hardware"),
+    "the case itself": ("support", "devices", "discrimination", "expectations", "files", "flags"),
+}
+"""Checks by the question that they ask, and what else records name in their place."""
+OTHERS = "others"
+
+
+def group_columns(found: Iterable[str], kinds: Mapping[str, tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
+    """Kinds with those of their columns that were found; what is of no kind comes last, in the order it came."""
+    there = dict.fromkeys(found)
+    known = {name for names in kinds.values() for name in names}
+    groups = [(kind, tuple(name for name in names if name in there)) for kind, names in kinds.items()]
+    groups.append((OTHERS, tuple(name for name in there if name not in known)))
+    return [(kind, names) for kind, names in groups if names]

@@ -1,0 +1,326 @@
+"""Kernels through the real compiler of an accelerator that is not there: what it catches, and what is said without."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cases.accelerator_cases import select_compiled_cases
+from cases.case import Case, parse_case_id
+from conformance.accelerators import compilation
+from conformance.accelerators.targets import TPU, CompileTarget, Toolchain, list_targets
+from conformance.check_api.subject import Subject
+from conformance.checks import CHECKS_BY_NAME, compiles
+from conformance.contract import Accelerator, Implementation
+from conformance.cost.program_memory import measure_live_bytes
+from conformance.execution import implementation_registry
+from conformance.execution.executor import Executor
+from conformance.executor_tasks import native_compilation
+from conformance.judging import run_plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
+from tests.kernels import pallas_flash
+
+TPUS = list_targets("tpu")
+COMPILES = CHECKS_BY_NAME["compiles"]
+CASE = parse_case_id("train/f32/B1.T256.S256.N2.K1.H128.V128/causal/normal/s0")
+needs_compiler = pytest.mark.skipif(TPU.missing is not None, reason=str(TPU.missing))
+
+
+def natively(native: Callable[..., Any] | None) -> Implementation:
+    """The small kernel with another call for the compiler."""
+    kernel = pallas_flash.build_pallas_implementation("kernel")
+    return dataclasses.replace(kernel, accelerator=dataclasses.replace(kernel.accelerator, native=native))
+
+
+def judge(implementation: Implementation, case: Case = CASE) -> list[Record]:
+    """The records of the check."""
+    return Runner(Settings()).run(run_plan.plan_case(implementation, case, [COMPILES]).jobs)
+
+
+@needs_compiler
+def test_a_kernel_compiles_for_every_generation_with_its_figures() -> None:
+    found = judge(pallas_flash.build_pallas_implementation("kernel"))
+    assert {r.observable: r.verdict for r in found} == {f"{target.name}.forward": PASS for target in TPUS}
+    for record in found:
+        figures = record.figures
+        assert figures["compile_seconds"] > 0
+        assert figures["argument_bytes"] >= 4 * 256 * 128 * 4  # q of two heads, k and v of one, in f32
+        assert figures["output_bytes"] >= 2 * 256 * 128 * 4
+        assert figures["vmem_bytes"] >= 3 * 128 * 128 * 4  # the scratch; small operands may stay in VMEM as they are
+
+
+@needs_compiler
+def test_more_scratch_is_more_vmem() -> None:
+    small, large = (judge(pallas_flash.build_pallas_implementation("kernel", block=block))[0] for block in (128, 256))
+    assert large.figures["vmem_bytes"] > small.figures["vmem_bytes"]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"block": 4}, "divisible by 8 and 128"),
+        ({"vmem_limit": 2**17}, "exceeded scoped vmem limit"),
+    ],
+    ids=["misaligned", "vmem"],
+)
+def test_what_does_not_compile_fails_with_the_compilers_words(options: dict[str, int], reason: str) -> None:
+    found = judge(pallas_flash.build_pallas_implementation("kernel", **options))
+    assert {record.verdict for record in found} == {FAIL}
+    assert len(found) == len(TPUS)
+    for record in found:
+        assert reason in record.reason
+        assert "\n" not in record.reason
+        assert len(record.reason) < 500
+
+
+@needs_compiler
+def test_what_the_implementation_declines_while_traced_is_unsupported() -> None:
+    def declines(*operands: Any, **options: Any) -> None:
+        raise NotImplementedError("wants a chip with sparse cores")
+
+    found = judge(natively(declines))
+    assert {record.verdict for record in found} == {UNSUPPORTED}
+    assert all("wants a chip with sparse cores" in record.reason for record in found)
+
+
+@needs_compiler
+def test_what_the_implementation_raises_while_traced_fails() -> None:
+    def raises(*operands: Any, **options: Any) -> None:
+        raise TypeError("no such block")
+
+    (reason,) = {r.reason for r in judge(natively(raises))}
+    assert reason == "TypeError: no such block"
+
+
+@needs_compiler
+def test_a_target_that_the_compiler_does_not_know_is_no_failure_of_the_kernel() -> None:
+    unknown = dataclasses.replace(TPUS[0], name="v99", topology={"topology_name": "v99:2x2"})
+    with pytest.raises(compilation.NoCompiler, match="describes no v99"):
+        compilation.compile_for(unknown, None, ())
+
+
+@needs_compiler
+def test_the_process_environment_is_left_as_it_was() -> None:
+    before = dict(os.environ)
+    judge(pallas_flash.build_pallas_implementation("kernel"))
+    assert dict(os.environ) == before
+
+
+@needs_compiler
+def test_upstream_splash_compiles_forward_residuals_and_gradients() -> None:
+    case = parse_case_id("train/bf16/B1.T256.S256.N2.K1.H128.V128/causal/softcap30/sinks/normal/s0")
+    found = {
+        r.observable: r.verdict for r in judge(implementation_registry.find_implementation("jax_splash_tpu"), case)
+    }
+    programs = ("forward", "residuals", "gradients")
+    assert found == {f"{target.name}.{program}": PASS for target in TPUS for program in programs}
+
+
+def test_without_the_compiler_it_is_unjudged_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = dataclasses.replace(TPU, modules=("no_such_compiler", "no.such.part"), install="pip install it")
+    monkeypatch.setattr(
+        "conformance.accelerators.targets.TARGETS", tuple(dataclasses.replace(t, toolchain=absent) for t in TPUS)
+    )
+    (record,) = judge(pallas_flash.build_pallas_implementation("kernel"))
+    assert (record.observable, record.verdict) == ("all", UNJUDGED)
+    assert record.reason == "the TPU compiler is not installed (no_such_compiler, no.such.part): pip install it"
+
+
+def test_without_a_native_call_one_record_says_so() -> None:
+    (job,) = (job for job in run_plan.plan_run([natively(None)], level="quick", checks=[COMPILES]).jobs)
+    (record,) = Runner(Settings()).judge(job)
+    assert record.verdict == UNJUDGED
+    assert "no `native` call" in record.reason
+
+
+def test_portable_code_is_not_asked() -> None:
+    assert list_targets(None) == ()
+    assert (
+        run_plan.plan_run(
+            [implementation_registry.find_implementation("dot_product")], level="quick", checks=[COMPILES]
+        ).jobs
+        == ()
+    )
+
+
+def test_the_case_is_in_the_job_id_under_the_name_of_the_check() -> None:
+    jobs = run_plan.plan_run(
+        [implementation_registry.find_implementation("jax_splash_tpu")], level="quick", checks=[COMPILES]
+    ).jobs
+    assert len(jobs) >= 12
+    for job in jobs:
+        assert job.id.startswith("jax_splash_tpu-compiles-train/") or "-compiles-prefill/" in job.id
+
+
+def test_values_do_not_matter_so_other_seeds_compile_nothing_again() -> None:
+    kernel = implementation_registry.find_implementation("jax_flash_tpu")
+    one, two = (
+        run_plan.plan_run([kernel], level="quick", seeds=seeds, checks=[COMPILES]).jobs for seeds in ((0,), (0, 1))
+    )
+    assert len(one) == len(two)
+
+
+def test_case_ids_parse_back_and_every_factor_is_there() -> None:
+    cases = select_compiled_cases()
+    assert [parse_case_id(case.id) for case in cases] == list(cases)
+    features = {feature for case in cases for feature in case.features}
+    masks = {"full", "causal", "window", "chunked", "bidirectional", "balanced", "dense_head", "lengths"}
+    assert features >= masks | {"mha", "gqa", "mqa", "soft_cap", "sinks", "segment_ids", "bias", "bf16", "f32"}
+    assert features >= {"train", "prefill", "decode", "v_head_dim", "offset", "paged", "packed"}
+    assert {case.head_dim for case in cases} >= {64, 128, 192, 256}
+    assert max(case.kv_length for case in cases) == 4096
+
+
+def test_of_a_stored_call_the_call_itself_is_compiled_by_shapes() -> None:
+    implementation = implementation_registry.find_implementation("paged_tpu")
+    case = select_compiled_cases(implementation.supports)[0]
+    problem = native_compilation.build_problem(case)
+    assert problem.k.shape == (64, 4096, 8, 128)
+    assert problem.k.strides == (0, 0, 0, 0)
+    (_, (arrays,)) = native_compilation._build_programs(Executor(implementation).native, problem, gradients=False)[
+        "forward"
+    ]
+    storage = problem.storage
+    assert storage is not None
+    assert arrays["q"].shape == (len(storage.q_rows), 64, 128)
+    assert arrays["k"].shape == arrays["v"].shape == (*storage.held.shape, 8, 128)
+    assert storage.page_indices is not None
+    assert arrays["page_indices"].shape == storage.page_indices.shape
+    assert not {"storage", "places", "held"} & set(arrays)
+
+
+def test_of_pages_with_scales_these_are_compiled_too() -> None:
+    case = parse_case_id("decode/bf16/B4.T1.S64.N8.K2.H128.V128/causal-o63/kvint8-token/paged16/normal/s0")
+    problem = native_compilation.build_problem(case)
+    native = Executor(implementation_registry.find_implementation("jax_paged_tpu")).native
+    (_, (arrays,)) = native_compilation._build_programs(native, problem, gradients=False)["forward"]
+    assert problem.storage is not None
+    held = problem.storage.held.shape
+    assert (arrays["k"].shape, arrays["k"].dtype, arrays["v"].dtype) == ((*held, 2, 128), jnp.int8, jnp.int8)
+    scales = arrays["k_scales"], arrays["v_scales"]
+    assert [(x.shape, x.dtype) for x in scales] == [((*held, 2), jnp.float32)] * 2
+    assert "kv_scales" not in arrays
+
+
+def test_a_message_is_told_in_one_line_without_the_instruction_it_quotes() -> None:
+    instruction = '%k.1 = f32[8]{0} custom-call(%x), frontend_attributes={kernel_metadata={}}, metadata={op_name="f"}'
+    error = RuntimeError(
+        "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\n"
+        f"Ran out of memory in memory space vmem for {instruction}. "
+        "Scoped allocation with size 2.00M and limit 1.00M.\nSee the manual."
+    )
+    assert compilation.format_first_line(error) == (
+        "RuntimeError: RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom: Ran out of memory in memory space vmem for "
+        "%k.1. Scoped allocation with size 2.00M and limit 1.00M."
+    )
+    assert compilation.format_first_line(ValueError("")) == "ValueError: no message"
+    assert len(compilation.format_first_line(ValueError("x" * 10_000))) < 500
+
+
+def test_vmem_is_that_of_the_largest_kernel_and_of_kernels_only() -> None:
+    line = '%{} custom_call_target="{}" "used_scoped_memory_configs":[{{"memory_space":"1","offset":"0","size":"{}"}}]'
+    kernels = [line.format("a", "tpu_custom_call", 7), line.format("b", "tpu_custom_call", 9).replace(" ", "\n")]
+    assert compilation.measure_vmem_bytes("\n".join([*kernels, line.format("c", "fusion", 99)])) == 9
+    assert compilation.measure_vmem_bytes("ROOT %add") is None
+
+
+PROGRAM = """HloModule jit_f, is_scheduled=true, entry_computation_layout={()->f32[8,128]{1,0}}
+
+%fused (p: f32[8,128]) -> f32[8,128] {
+  ROOT %inside = f32[1024,128]{1,0:T(8,128)} negate(%p)
+}
+
+ENTRY %main (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %a = bf16[3,4,64]{2,1,0:T(8,128)(2,1)S(1)} fusion(%p), kind=kLoop, calls=%fused
+  %name = bf16[12,64]{1,0:T(8,128)(2,1)} bitcast(%a)
+  %pair = (f32[8,128]{1,0}, /*index=1*/f32[16,128]{1,0:T(8,128)}) custom-call(%name, %p), attributes={metadata={
+"block_q": 128
+}}, metadata={op_name="k"}
+  %one = f32[8,128]{1,0:T(8,128)} get-tuple-element(%pair), index=0
+  %two = f32[16,128]{1,0:T(8,128)} get-tuple-element(%pair), index=1
+  %added = f32[16,128]{1,0:T(8,128)} custom-call(%one, %two), output_to_operand_aliasing={{}: (1, {})}
+  %start = (f32[16,128]{1,0:T(8,128)S(1)}, f32[16,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%added)
+  %done = f32[16,128]{1,0:T(8,128)S(1)} copy-done(%start)
+  ROOT %out = f32[8,128]{1,0:T(8,128)} fusion(%done), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_what_is_live_at_once_is_counted_wherever_it_is_kept() -> None:
+    padded = 3 * 8 * 128 * 2  # `a`, its tiles filled up
+    pair = (8 + 16) * 128 * 4
+    assert measure_live_bytes(PROGRAM) == padded + pair
+    # `two` is added to in place and copied to the other memory: the same value.
+    assert measure_live_bytes(PROGRAM.replace("custom-call(%name, %p)", "custom-call(%p)")) == pair
+    assert measure_live_bytes(PROGRAM.replace("is_scheduled=true, ", "")) is None
+
+
+def test_what_is_copied_in_slices_counts_once() -> None:
+    """Put together in the other memory they are the value that they come from: an operand is no temporary."""
+    slices = "".join(
+        f"  %start.{i} = ((s8[8192]{{0:T(1024)}}), s8[4096]{{0:T(1024)S(1)}}, u32[]{{:S(2)}}) slice-start(%{{0}}), "
+        f"slice={{[{4096 * i}:{4096 * (i + 1)}]}}\n"
+        f"  %done.{i} = s8[4096]{{0:T(1024)S(1)}} slice-done(%start.{i})\n"
+        for i in range(2)
+    )
+    program = (
+        "HloModule jit_f, is_scheduled=true\n\nENTRY %main {\n"
+        "  %p = s8[8192]{0:T(1024)} parameter(0)\n"
+        "  %made = s8[8192]{0:T(1024)} fusion(%p), kind=kLoop\n" + slices + "  %whole = f32[16,128]{1,0:T(8,128)S(1)} "
+        'custom-call(%done.0, %done.1), custom_call_target="ConcatBitcast"\n'
+        "  ROOT %out = f32[8,128]{1,0:T(8,128)} fusion(%whole), kind=kLoop\n}\n"
+    )
+    assert measure_live_bytes(program.replace("{0}", "made")) == 8192
+    assert measure_live_bytes(program.replace("{0}", "p").replace("made = s8[8192]", "made = s8[1024]")) == 1024
+
+
+@needs_compiler
+def test_temporaries_that_the_compiler_finds_room_for_are_seen() -> None:
+    def twice(x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ x) @ x
+
+    operand = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    found = [compilation.compile_for(target, jax.jit(twice), (operand,)) for target in TPUS]
+    # What is between the products is kept in bf16, to which the second rounds it: by some in HBM, by some where the
+    # result will be written, and by some in VMEM alone.
+    assert any(figures["live_bytes"] >= 2**21 > figures["temporary_bytes"] for figures in found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("mask", ["causal", "window-l255-r0"])
+def test_splash_attention_has_no_more_temporaries_than_that_of_jax(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one generation and at one length; the README has the table of what was measured at others."""
+    for module in (compiles, native_compilation):
+        monkeypatch.setattr(module, "targets_of", lambda platform: tuple(t for t in TPUS if t.name == "v6e"))
+    case = parse_case_id(f"train/bf16/B1.T2048.S2048.N2.K1.H128.V128/{mask}/normal/s0")
+    figures = {}
+    for name in ("splash_tpu", "jax_splash_tpu"):
+        found = {record.observable: record for record in judge(implementation_registry.find_implementation(name), case)}
+        figures[name] = found["v6e.gradients"].figures
+    for figure in ("live_bytes", "temporary_bytes"):
+        assert figures["splash_tpu"][figure] <= figures["jax_splash_tpu"][figure], figure
+
+
+def test_where_compiling_is_slow_one_program_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call without residuals, asked for no gradients, has one program, which is plainest and fullest at once."""
+    slow = Toolchain(platform="gpu", topologies="", modules=(), install="", slow=True)
+    target = CompileTarget(name="chip", toolchain=slow, topology={})
+    for module in (compiles, native_compilation):
+        monkeypatch.setattr(module, "targets_of", lambda platform: (target,))
+    monkeypatch.setattr(native_compilation, "compile_for", lambda *program: {})
+    plain = implementation_registry.find_implementation("dot_product")
+    gpu = Accelerator(platform="gpu", native=plain.call)
+    bare = dataclasses.replace(plain, residuals=frozenset(), differentiable_residuals=frozenset(), accelerator=gpu)
+    case = parse_case_id("prefill/f32/B1.T8.S8.N2.K2.H16.V16/causal/normal/s0")
+    found = list(compiles.check_compiles(Subject(Executor(bare), case, Settings().tolerances)))
+    assert [(judgement.observable, judgement.verdict) for judgement in found] == [("chip.forward", PASS)]

@@ -1,0 +1,108 @@
+"""What calls that write pages are asked: the grids, where new tokens go, and what pages hold before and after."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cases import operand_values
+from cases.case import Case, parse_case_id
+from cases.grid import build_grid
+from cases.operand_values import Problem
+from cases.storage_forms import server_traces
+from cases.storage_forms.page_write_grids import WRITTEN
+from cases.storage_forms.page_writes import PAGE_ARRAYS, build_writing, find_slots, view_bits
+from cases.storage_forms.storage_layout import NOBODY, Storage
+from cases.storage_forms.stored_case_rules import find_refusal
+
+MIXED = parse_case_id("prefill/f32/B4.T13.S45.N4.K2.H16.V8/own-linf-45-32-33-9/paged16-q13-1-1-9/normal/s0")
+SHARED = dataclasses.replace(MIXED, storage="shared16-q13-1-1-9")
+GRIDS = [build_grid("quick", 0, lambda case: find_refusal(case, "paged", writes=True), model) for model in WRITTEN]
+
+
+def stored(case: Case) -> tuple[Problem, Storage]:
+    problem = operand_values.draw_problem(case)
+    assert problem.storage is not None
+    return problem, problem.storage
+
+
+def test_every_level_is_asked_of_a_call_that_writes() -> None:
+    for made in GRIDS:
+        assert made.declined == ()
+        assert made.coverage.covered == made.coverage.feasible
+        assert [case.id for case in made.cases if find_refusal(case, "paged", writes=True)] == []
+
+
+def test_no_case_writes_a_page_that_sequences_share() -> None:
+    shared = [case for made in GRIDS for case in made.cases if case.stored is not None and case.stored.shared]
+    assert shared
+    for case in {case.program: case for case in shared}.values():
+        storage = stored(case)[1]
+        assert storage.page_indices is not None
+        assert storage.kv_lens is not None
+        where, size = find_slots(storage), storage.held.shape[1]
+        owners = [set(storage.page_indices[b, : -(-storage.kv_lens[b] // size)].tolist()) for b in range(case.batch)]
+        assert all(sum(page in pages for pages in owners) == 1 for page in where.page[where.there].tolist())
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (dataclasses.replace(SHARED, mask="own-linf-45-16-33-9"), "a page that sequences share would be written"),
+        (dataclasses.replace(MIXED, mask="own-linf-45-32-0-9"), "more queries than keys"),
+    ],
+)
+def test_what_no_server_writes_is_not_asked(case: Case, reason: str) -> None:
+    assert reason in (find_refusal(case, "paged", writes=True) or "")
+    assert find_refusal(case, "paged") is None
+
+
+@pytest.mark.parametrize("case", [MIXED, SHARED], ids=str)
+def test_tokens_are_the_last_keys_of_their_sequences(case: Case) -> None:
+    _, storage = stored(case)
+    where = find_slots(storage)
+    keys = [
+        b * case.kv_length + j
+        for b, (q, n) in enumerate(zip(case.q_lengths, case.kv_lengths, strict=True))
+        for j in range(n - q, n)
+    ]
+    assert where.key[where.there].tolist() == keys
+    assert (storage.held[where.page, where.row][where.there] == where.key[where.there]).all()
+    assert where.there.tolist() == (storage.q_rows != NOBODY).tolist()
+    assert not where.there.all()  # there is padding, which goes nowhere
+
+
+@pytest.mark.parametrize("finite", [False, True])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_pages_change_in_the_rows_of_new_tokens_alone(dtype: str, finite: bool) -> None:
+    problem, storage = stored(dataclasses.replace(MIXED, dtype=dtype))
+    what = build_writing(problem, 0, finite=finite)
+    where = find_slots(storage)
+    assert what.written.sum() == where.there.sum() == sum(MIXED.q_lengths)
+    for name, pool, x in (("k", "k_pages", problem.k), ("v", "v_pages", problem.v)):
+        changed = (view_bits(what.before[pool]) != view_bits(what.after[pool])).any(axis=(2, 3))
+        assert (changed == what.written).all()
+        dense = x.reshape(-1, *x.shape[2:])
+        assert (what.after[pool][storage.held != NOBODY] == dense[storage.held[storage.held != NOBODY]]).all()
+        nowhere = [what.before[pool][(storage.held == NOBODY) | what.written], what.tokens[name][~where.there]]
+        assert all((np.isfinite(each.astype(np.float32)) == finite).all() for each in nowhere)
+        # Rows that nobody owns differ, so that one that is moved shows.
+        rows = view_bits(what.before[pool]).reshape(what.written.size, -1)
+        assert len(np.unique(rows, axis=0)) == len(rows)
+
+
+def test_a_life_writes_what_later_steps_read() -> None:
+    case = server_traces.build_traces()[0]
+    before = None
+    for step in server_traces.iter_steps(case, operand_values.draw_problem(case)):
+        what = build_writing(step.problem, 0, finite=False, before=before)
+        storage = step.problem.storage
+        assert storage is not None
+        assert storage.page_indices is not None
+        for name, x in zip(PAGE_ARRAYS, (step.problem.k, step.problem.v), strict=True):
+            for n, (row, _, stop) in enumerate(step.queries):
+                j, size = np.arange(stop), storage.held.shape[1]
+                assert (what.after[name][storage.page_indices[n, j // size], j % size] == x[row, :stop]).all()
+        before = what.after

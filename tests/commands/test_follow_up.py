@@ -1,0 +1,119 @@
+"""What a red run asks beside takes a tenth of it at most, and 15 seconds, however slow the kernel is."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cases.case import parse_case_id
+from conformance.checks import CHECKS_BY_NAME
+from conformance.commands.probes import follow_up
+from conformance.contract import Implementation
+from conformance.judging.failure_probes.probe_budget import ProbeBudget
+from conformance.judging.job import Job
+from conformance.judging.journal import Journal
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import FAIL, PASS, Record
+from conformance.runs import Run
+from conformance.sandbox.kernel_options import KernelOptions
+from tests.kernels import naive
+
+# Right but for sinks, and one of them slow where there is no causal mask, as in the plainest case.
+KERNEL = """
+import time
+from conformance import declare
+from tests.kernels import naive
+
+@declare(behind_mask="finite")
+def attention(q, k, v, *, causal=False, sinks=None):
+    if not causal:
+        time.sleep(60)
+    return naive.attention(q, k, v, causal=causal)
+
+@declare(behind_mask="finite")
+def quick(q, k, v, *, causal=False, sinks=None):
+    return naive.attention(q, k, v, causal=causal)
+"""
+CAUSAL = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/{}normal/s0"
+FORWARD = (CHECKS_BY_NAME["forward"],)
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Implementation:
+    monkeypatch.chdir(tmp_path)
+    Path("kernel.py").write_text(KERNEL)
+    return KernelOptions().find("kernel.py:attention")
+
+
+def judged(kernel: Implementation, runner: Runner) -> tuple[Journal, list[Record]]:
+    """What a run of three cases has."""
+    journal = Journal([], Run(started="", command="run", level="quick"))
+    for parts in ("", "sinks/", "sinks/"):
+        journal.add(runner.judge(Job(kernel, parse_case_id(CAUSAL.format(parts)), FORWARD)))
+    return journal, list(journal.recorded.records)
+
+
+def test_a_probe_that_takes_longer_than_there_is_time_is_cut_off(slow: Implementation) -> None:
+    runner = Runner(Settings(), confirmed=0)
+    journal, found = judged(slow, runner)
+    assert {record.verdict for record in found} == {PASS, FAIL}
+    said, spent = io.StringIO(), 20.0
+    for _ in range(3):  # another process may hold up one of them
+        began = time.monotonic()
+        follow_up.follow_up(
+            journal, [slow], runner, follow_up.FollowUpSeconds(), spent=spent, console=Console(file=said, width=200)
+        )
+        took = time.monotonic() - began
+        assert took > 0.5 * follow_up.compute_allowed_seconds(spent)
+        if took < 0.1 * spent:
+            break
+    assert took < 0.1 * spent
+    assert not [record for record in journal.recorded.probes if "/full/" in record.case]
+    # The kernel was ended where it was, and is there again.
+    (again,) = runner.judge(Job(slow, parse_case_id(CAUSAL.format("")), FORWARD))
+    assert again.verdict == PASS
+
+
+def test_a_run_confirms_what_it_found_without_being_told_to(slow: Implementation) -> None:
+    quick, runner = KernelOptions().find("kernel.py:quick"), Runner(Settings(), confirmed=0)
+    journal, _ = judged(quick, runner)
+    follow_up.follow_up(
+        journal, [quick], runner, follow_up.FollowUpSeconds(), spent=150.0, console=Console(file=io.StringIO())
+    )
+    assert {record.verdict for record in journal.recorded.probes} >= {PASS, FAIL}
+
+
+def test_what_a_slow_kernel_took_before_it_will_take_again() -> None:
+    asked: list[str] = []
+
+    class Asked(Runner):
+        def judge(self, job: Job) -> list[Record]:
+            asked.append(job.case.id)
+            return []
+
+    def took(case: str, seconds: float) -> Record:
+        return Record(implementation="naive", platform="cpu", case=case, check="forward", observable="out",
+                      verdict=PASS, seconds=seconds)  # fmt: skip
+
+    kernel = KernelOptions(in_process=True).find(f"{naive.__name__}:attention")
+    known = [
+        dataclasses.replace(one, implementation=kernel.name)
+        for one in (took(CAUSAL.format(""), 3.0), took(CAUSAL.format("sinks/"), 1.0))
+    ]
+    allowance = ProbeBudget(Asked(Settings()), 2.0, known)
+    job = Job(kernel, parse_case_id(CAUSAL.format("")), FORWARD)
+    assert allowance.judge(job) is None
+    assert (asked, allowance.declined) == ([], True)
+    assert ProbeBudget(Asked(Settings()), 4.0, known).judge(job) == []
+    assert asked == [job.case.id]
+
+
+@pytest.mark.parametrize("spent", [0.1, 3.0, 60.0, 150.0, 3600.0])
+def test_both_together_take_a_tenth_and_15_seconds_at_most(spent: float) -> None:
+    assert follow_up.compute_allowed_seconds(spent) < min(0.1 * spent, 15.0)

@@ -1,0 +1,102 @@
+"""Jobs come in the order of what they say for their cost, and `smoke` is where that order begins."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import pytest
+
+from cases.case_space.novelty import pair_marks
+from cases.grid import STRENGTH, build_grid
+from conformance.execution import implementation_registry
+from conformance.execution.plain_functions import build_implementation
+from conformance.judging import prioritization, run_plan
+from conformance.judging.job import Job
+from conformance.judging.run_levels import GRID_LEVELS, LEVELS
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import RED, RunInfo
+from reports import conformity, text_format
+from tests.kernels import naive
+
+NAMES = ("dot_product", "splash_tpu", "ragged", "moba")
+
+
+@functools.cache
+def plan_jobs(name: str, level: str, seeds: tuple[int, ...] = (0,)) -> tuple[Job, ...]:
+    return run_plan.plan_run([implementation_registry.find_implementation(name)], level=level, seeds=seeds).jobs
+
+
+def list_questions(job: Job) -> list[tuple[str, str, object]]:
+    return [(job.case.id, check.name, job.rotation) for check in job.checks]
+
+
+def test_levels_are_those_of_the_grid_and_one_below() -> None:
+    assert tuple(STRENGTH) == GRID_LEVELS
+    assert ("smoke", *GRID_LEVELS) == LEVELS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_smoke_asks_nothing_that_quick_does_not(name: str) -> None:
+    quick = {question for job in plan_jobs(name, "quick") for question in list_questions(job)}
+    smoke = [question for job in plan_jobs(name, "smoke") for question in list_questions(job)]
+    assert len(smoke) == len(set(smoke))
+    assert set(smoke) < quick
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quick_begins_with_the_cases_of_smoke_and_drops_nothing(name: str) -> None:
+    quick, smoke = plan_jobs(name, "quick"), [job for job in plan_jobs(name, "smoke") if job.is_on_grid]
+    assert [job.id for job in quick[: len(smoke)]] == [job.id for job in smoke]
+    assert len({job.id for job in quick}) == len(quick)
+    shuffled = prioritization.order_jobs(quick[::-1])
+    assert Counter(job.id for job in shuffled) == Counter(job.id for job in quick)
+
+
+def test_every_program_of_the_order_says_most_for_its_cost_of_those_that_are_left() -> None:
+    programs = prioritization.order_programs([job for job in plan_jobs("dot_product", "quick") if job.is_on_grid])
+    met: set[str] = set()
+    met_pairs: set[tuple[str, str]] = set()
+
+    def worth(program: list[Job]) -> float:
+        return prioritization.compute_value([(job.case, job.rotation) for job in program], met, met_pairs)
+
+    for place, program in enumerate(programs):
+        assert worth(program) == max(map(worth, programs[place:]))
+        for job in program:
+            found = prioritization.collect_marks((job.case, job.rotation))
+            met |= found
+            met_pairs |= pair_marks(found)
+
+
+def test_cases_that_share_programs_stay_together_over_distributions_and_seeds() -> None:
+    smoke = [job for job in plan_jobs("dot_product", "smoke", (0, 1)) if job.is_on_grid]
+    programs = [job.case.program.rpartition("/")[0] for job in smoke]
+    runs = [program for place, program in enumerate(programs) if programs[place - 1 : place] != [program]]
+    assert len(runs) == len(set(runs)) == prioritization.SMOKE_PROGRAMS
+    assert {job.case.seed for job in smoke} == {0, 1}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_coverage_is_of_the_cases_that_are_planned(name: str) -> None:
+    (smoke,), (quick,) = (
+        run_plan.plan_run([implementation_registry.find_implementation(name)], level=level).coverage
+        for level in ("smoke", "quick")
+    )
+    assert smoke["combinations"] == quick["combinations"] == quick["covered"]
+    assert 0 < smoke["covered"] < quick["covered"]
+    assert smoke["cases"] == sum(job.is_on_grid for job in plan_jobs(name, "smoke"))
+    found = build_grid("quick", 0, implementation_registry.find_implementation(name).supports)
+    assert found.count_covered_by(found.cases) == found.coverage.covered
+    assert found.count_covered_by(found.cases[:1]) == len(found.varied) * (len(found.varied) - 1) // 2
+
+
+def test_smoke_never_says_conforms() -> None:
+    for name, function in (("right", naive.attention), ("wrong", lambda q, k, v: 1.02 * naive.attention(q, k, v))):
+        implementation = build_implementation(function, name)
+        found = Runner(Settings()).run(run_plan.plan_run([implementation], level="smoke").jobs[:3])
+        standings = conformity.build_standings(found)
+        said = text_format.format_headline(standings, RunInfo(command="", level="smoke", environment={}, tolerances=[]))
+        assert "conforms" not in said
+        assert (name == "wrong") == any(record.verdict in RED for record in found) == ("does not conform" in said)

@@ -1,0 +1,93 @@
+"""Levels are read from case ids as the cases are, and what decides them gives and takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cases.case import Case, parse_case_id
+from cases.grid import build_grid
+from cases.mask_spec import KINDS
+from cases.operand_registry import OPTIONAL
+from cases.size_model import MODEL
+from conformance.checks import CHECKS
+from reports.causes import root_causes
+from reports.causes.case_levels import Level, find_levels, find_oddities, parse_fields
+from reports.causes.finding import PLAIN_CALL
+
+CASES = [
+    case
+    for made in (build_grid("quick", 0, lambda case: None), build_grid("quick", 0, lambda case: None, MODEL))
+    for case in made.cases
+]
+PLAIN = Case()
+ALL = sorted({level for case in CASES for level in find_levels(case.id)})
+
+
+def name_levels(case: Case) -> set[str]:
+    return {level.name for level in find_levels(case.id)}
+
+
+def test_fields_are_those_of_the_case() -> None:
+    known = {field.name for field in dataclasses.fields(Case)}
+    for case in CASES:
+        fields = parse_fields(case.id)
+        assert fields is not None
+        assert set(fields) <= known
+        values = {name: getattr(case, name) for name in fields}
+        sizes = {name: x for name, x in values.items() if isinstance(x, int) and not isinstance(x, bool)}
+        assert {name: int(fields[name].removeprefix("s")) for name in sizes} == sizes
+        assert (fields["dtype"], fields["mask"]) == (case.dtype, case.mask)
+        assert {o.field for o in OPTIONAL if o.field in fields} == {
+            o.field for o in OPTIONAL if getattr(case, o.field) != o.absent
+        }
+    assert {name for level in ALL for name in level.fields} <= known
+
+
+def test_every_operand_and_kind_of_mask_is_a_level() -> None:
+    found = {level.name for level in ALL}
+    assert {operand.name for operand in OPTIONAL} <= found
+    assert {kind.name for kind in KINDS} <= found
+
+
+def test_a_plain_case_has_nothing_odd() -> None:
+    assert find_oddities(PLAIN.id) == frozenset()
+    assert find_oddities(parse_case_id("train/bf16/B1.T8.S16.N2.K1.H8.V8/causal/sinks/normal/s0").id) == {
+        *("dtype", "mask", "sinks", "q_length", "num_q_heads")
+    }
+
+
+@pytest.mark.parametrize("level", [level for level in ALL if level.example], ids=lambda level: level.name)
+def test_an_example_gives_a_plain_case_the_level(level: Level) -> None:
+    assert level in find_levels(dataclasses.replace(PLAIN, **dict(level.example)).id)
+
+
+@pytest.mark.parametrize("level", [level for level in ALL if level.counter], ids=lambda level: level.name)
+def test_a_counter_takes_a_level_from_a_plain_case(level: Level) -> None:
+    assert set(dict(level.counter)) <= set(level.fields)
+    phase = "prefill" if "kv_cache" in dict(level.counter) else "train"  # a cache is read, not differentiated
+    plain = dataclasses.replace(PLAIN, phase=phase)
+    if level in find_levels(plain.id):
+        assert level not in find_levels(dataclasses.replace(plain, **dict(level.counter)).id)
+
+
+@pytest.mark.parametrize(
+    ("mask", "has", "lacks"),
+    [
+        ("full", {"full"}, {"masked"}),
+        ("window-l31-r0", {"window", "left side", "left side, no offset", "masked"}, {"right side", "causal"}),
+        ("window-linf-r5-o3", {"window", "right side", "mask offset"}, {"left side", "window, no offset"}),
+        ("causal_and_lengths-64", {"causal", "lengths", "joined masks", "row mask"}, {"window"}),
+    ],
+)
+def test_what_a_mask_is(mask: str, has: set[str], lacks: set[str]) -> None:
+    found = name_levels(dataclasses.replace(PLAIN, mask=mask))
+    assert has <= found
+    assert not lacks & found
+
+
+def test_checks_that_are_named_are_checks() -> None:
+    known = {check.name for check in CHECKS}
+    assert known >= root_causes.CHECKS_WITH_OWN_OPERANDS
+    assert {signal.partition("/")[0] for signal in PLAIN_CALL} <= known

@@ -1,0 +1,335 @@
+"""Red records are under what causes them: each in exactly one finding, what follows with what it follows from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import time
+from collections.abc import Callable
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+
+from cases.grid import build_grid
+from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, UNSUPPORTED, Record
+from reports.causes import finding_text, root_causes
+from reports.causes.case_levels import find_levels, parse_fields, rank_plainness
+from reports.causes.finding import BEHIND_MASK, CHECK, FORWARD, GRADIENTS, RAISES, UNEXPECTED, Finding, choose_foremost
+
+BASE = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"
+SINKS = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/sinks/normal/s0"
+
+
+@functools.cache
+def list_cases() -> tuple[str, ...]:
+    """The rows of the grid at `quick`."""
+    return tuple(case.id for case in build_grid("quick", 0, lambda case: None).cases if case.kv_cache is None)
+
+
+def make_record(
+    case: str, check: str = "forward", observable: str = "out", verdict: str = PASS, **more: object
+) -> Record:
+    made = Record(
+        implementation="kernel", platform="cpu", case=case, check=check, observable=observable, verdict=verdict
+    )
+    return dataclasses.replace(made, **more)  # type: ignore[arg-type]
+
+
+Wrong = Callable[[str, str], bool]
+"""Whether a result is wrong in a case."""
+
+
+def make_records(wrong: Wrong) -> list[Record]:
+    """What a run leaves of a kernel: the plain call, gradients of training, and a law of attention."""
+    found = []
+    for case in list_cases():
+        asked = [("forward", "out"), ("residuals", "logsumexp"), ("poison", "out.huge")]
+        if case.startswith("train"):
+            asked += [("gradients", name) for name in ("dq", "dk", "dv")] + [("linearity", "dq")]
+        found += [
+            make_record(case, *one, verdict=FAIL if wrong(case, one[1].partition(".")[0]) else PASS) for one in asked
+        ]
+    return found
+
+
+def has_levels(case: str, *names: str) -> bool:
+    return set(names) <= {level.name for level in find_levels(case)}
+
+
+def name_levels(finding: Finding) -> list[str]:
+    return [level.name for level in finding.levels or ()]
+
+
+def test_what_follows_from_a_wrong_forward_is_under_it() -> None:
+    found = make_records(lambda case, result: has_levels(case, "sinks"))
+    (finding,) = root_causes.find_root_causes(found)
+    assert name_levels(finding) == ["sinks"]
+    assert finding.kind == FORWARD
+    assert finding.results == ("out", "logsumexp")
+    assert set(finding.follows) == {"gradients", "linearity", "poison"}
+    assert len(finding.records) == sum(one.verdict == FAIL for one in found)
+    assert (finding.inside.red, finding.outside.red) == (finding.inside.asked, 0)
+    assert finding_text.format_title(finding) == "out is wrong with sinks"
+    asked = sum(has_levels(case, "sinks") for case in list_cases())
+    others = len(list_cases()) - asked
+    assert finding_text.format_shares(finding) == f"fails in {asked} of {asked} such cases, and in 0 of {others} others"
+
+
+def test_three_faults_are_three_findings() -> None:
+    def wrong(case: str, result: str) -> bool:
+        forward = has_levels(case, "sinks") or has_levels(case, "soft_cap", "bias")
+        return forward or (result == "dk" and has_levels(case, "bf16"))
+
+    found = root_causes.find_root_causes(make_records(wrong))
+    assert sorted(map(name_levels, found)) == [["bf16"], ["bias", "soft_cap"], ["sinks"]]
+    assert [finding.kind for finding in found] == [FORWARD, FORWARD, GRADIENTS]
+    assert found[2].results == ("dk",)
+
+
+def test_a_gradient_that_is_wrong_alone_is_found_beside_a_residual_that_is_wrong_everywhere() -> None:
+    found = root_causes.find_root_causes(
+        make_records(lambda case, result: result == "logsumexp" or (result == "dk" and has_levels(case, "groups")))
+    )
+    assert [(finding.kind, name_levels(finding)) for finding in found] == [(FORWARD, []), (GRADIENTS, ["groups"])]
+    assert finding_text.format_title(found[0]) == "logsumexp is wrong in every case"
+    assert finding_text.format_title(found[1]) == "dk is wrong with groups of heads (N > K)"
+
+
+def test_a_kernel_that_is_wrong_everywhere_has_one_finding() -> None:
+    (finding,) = root_causes.find_root_causes(make_records(lambda case, result: True))
+    assert finding_text.format_title(finding) == "out is wrong in every case"
+    assert finding_text.format_shares(finding) == f"fails in {len(list_cases())} of {len(list_cases())} cases"
+
+
+def test_lengths_that_raise_are_one_finding_wherever_the_line_is_met() -> None:
+    reason = "AssertionError (/kernel.py:7: assert ...)"
+    long = [case for case in list_cases() if has_levels(case, "S % 64")]
+    found = [make_record(case, verdict=PASS) for case in list_cases() if case not in long]
+    found += [make_record(case, "forward", "all", ERROR, reason=reason) for case in long]
+    found += [make_record(BASE, "calls", "odd", ERROR, reason=reason)]
+    (finding,) = root_causes.find_root_causes(found)
+    assert finding.checks == ("forward", "calls")
+    assert "if such lengths are not supported: raise NotImplementedError for them" in finding_text.list_facts(finding)
+
+
+def test_another_dtype_is_a_cause_of_its_own() -> None:
+    def judged(case: str) -> Record:
+        if has_levels(case, "16 bits"):
+            dtype = "bfloat16" if has_levels(case, "bf16") else "float16"
+            return make_record(case, verdict=FAIL, reason=f"dtype is float32, must be that of q, {dtype}")
+        return make_record(case, verdict=FAIL if has_levels(case, "bias") else PASS)
+
+    form, wrong = root_causes.find_root_causes([judged(case) for case in list_cases()])
+    assert finding_text.format_title(form).startswith("dtype is float32, must be that of q, ")
+    assert finding_text.format_title(form).endswith("in bf16 and in f16")
+    assert form.outside.red == 0
+    assert not any("if it is not supported" in fact for fact in finding_text.list_facts(form))
+    assert finding_text.format_title(wrong) == "out is wrong with a bias"
+    assert not any(has_levels(one.case, "16 bits") for one in wrong.records)
+
+
+def test_what_rounds_too_much_explains_nothing_where_other_results_say_otherwise() -> None:
+    def wrong(case: str, result: str) -> bool:
+        return has_levels(case, "sinks") or (result in ("dq", "dbias") and has_levels(case, "bias"))
+
+    asked = [case for case in list_cases() if has_levels(case, "bf16") and not has_levels(case, "sinks")][:3]
+    found = [make_record(case, "ensemble", "out.spread", FAIL) for case in asked]
+    found += [make_record(BASE.replace("s0", "s1"), "calls", "dq.odd", FAIL)]
+    sinks, precision, gradients = sorted(
+        root_causes.find_root_causes([*make_records(wrong), *found]),
+        key=lambda one: (one.kind, one.question[0] == "ensemble"),
+    )
+    assert (name_levels(sinks), sinks.question[0]) == (["sinks"], "forward")
+    assert finding_text.format_title(precision).startswith("out is less precise than a correct kernel's in ")
+    assert {one.check for one in precision.records} == {"ensemble"}
+    assert (gradients.kind, name_levels(gradients)) == (GRADIENTS, ["bias"])
+    assert "calls" in gradients.follows
+
+
+def test_what_raises_is_told_by_its_line() -> None:
+    def raised(case: str, check: str) -> Record:
+        if not has_levels(case, "soft_cap", "bias"):
+            return make_record(case, check)
+        reason = f"ValueError: no {len(case)} (/kernel.py:74: raise ValueError(...))"
+        return make_record(case, check, "all", ERROR, reason=reason)
+
+    (finding,) = root_causes.find_root_causes(
+        [raised(case, check) for case in list_cases() for check in ("forward", "poison")]
+    )
+    assert (finding.kind, name_levels(finding)) == (RAISES, ["bias", "soft_cap"])
+    assert finding_text.format_title(finding).endswith(", with a bias and with a soft cap")
+    assert finding_text.format_title(finding).startswith("raises ValueError: no ")
+    assert set(finding.checks) == {"forward", "poison"}
+    assert finding_text.format_refusal(finding) == ""  # no declaration says that two features do not go together
+
+
+def test_messages_that_differ_by_shapes_and_dtypes_are_one_finding() -> None:
+    arrays = ("float32[1,16,2,8]", "bfloat16[3,40,80]", "f16[2]")
+    reasons = [f"ValueError: must be a pair, got {array} and ({index}, 5)" for index, array in enumerate(arrays)]
+    raised = [make_record(case, "forward", "all", ERROR, reason=reasons[i % 3]) for i, case in enumerate(list_cases())]
+    (finding,) = root_causes.find_root_causes(raised)
+    assert len(finding.records) == len(list_cases())
+    other = make_record(BASE, "poison", "all", ERROR, reason="ValueError: must be a triple, got f16[2] and (0, 5)")
+    assert len(root_causes.find_root_causes([*raised, other])) == 2
+
+
+def test_what_always_raises_with_one_feature_names_the_declaration_of_it() -> None:
+    def found(wrong: Callable[[str], bool], verdict: str = ERROR) -> Finding:
+        reason = "ValueError: no (/kernel.py:74: raise ValueError(...))"
+        bad = {
+            case: make_record(case, "forward", "all", verdict, reason=reason) for case in list_cases() if wrong(case)
+        }
+        (finding,) = root_causes.find_root_causes([bad.get(case, make_record(case)) for case in list_cases()])
+        return finding
+
+    told = "if it is not supported: unsupported={}".format
+    assert finding_text.format_refusal(found(lambda case: has_levels(case, "groups"))) == told(
+        '{"gqa": "...", "mqa": "..."}'
+    )
+    assert finding_text.format_refusal(found(lambda case: has_levels(case, "sinks"))) == told('{"sinks": "..."}')
+    assert finding_text.format_refusal(found(lambda case: has_levels(case, "sinks"), FAIL)) == ""
+    assert finding_text.format_refusal(found(lambda case: True)) == ""
+
+
+def test_what_no_feature_tells_is_said() -> None:
+    drawn = random.Random(0)
+    odd = set(drawn.sample(list_cases(), 3))
+    (finding,) = root_causes.find_root_causes(make_records(lambda case, result: case in odd))
+    assert finding.levels is None
+    assert not finding.is_explained
+    assert (
+        finding_text.format_shares(finding)
+        == f"fails in 3 of {len(list_cases())} cases, and no feature or pair of features tells which"
+    )
+
+
+def test_a_check_that_fails_alone_is_a_finding_of_its_own() -> None:
+    alone = [make_record(SINKS, "aliasing", "out", FAIL), make_record(SINKS, "aliasing", "dq", FAIL)]
+    wrong, other = root_causes.find_root_causes(
+        [*make_records(lambda case, result: has_levels(case, "soft_cap")), *alone]
+    )
+    assert name_levels(wrong) == ["soft_cap"]
+    assert (other.kind, len(other.records)) == (CHECK, 2)
+    assert finding_text.format_title(other) == "aliasing fails"
+
+
+def test_leaks_and_unexpected_passes_have_findings_of_their_own() -> None:
+    leak = make_record(BASE, "poison", "dk.nan", FAIL, remedy='behind_mask="finite"')
+    passing = make_record(BASE, "gradients", "dv", UNEXPECTED_PASS, reason="listed as failing")
+    found = root_causes.find_root_causes([make_record(BASE), leak, passing])
+    assert [finding.kind for finding in found] == [BEHIND_MASK, UNEXPECTED]
+    assert [finding.is_explained for finding in found] == [True, True]
+    assert finding_text.list_facts(found[0]) == [finding_text.format_leak(found[0])]
+
+
+def test_probes_are_evidence_and_are_not_counted() -> None:
+    asked = [one for one in make_records(lambda case, result: has_levels(case, "sinks")) if one.check == "forward"]
+    (before,) = root_causes.find_root_causes(asked)
+    probes = [make_record(SINKS, verdict=FAIL), make_record(BASE)]
+    (after,) = root_causes.find_root_causes(asked, probes)
+    assert (before.inside, before.outside, before.records) == (after.inside, after.outside, after.records)
+    assert not before.is_confirmed
+    assert after.is_confirmed
+    assert after.smallest == probes[0]
+    assert finding_text.format_confirmation(after) == "confirmed: this case fails, and the same without sinks passes"
+
+
+def test_a_probe_that_passes_says_that_more_is_needed() -> None:
+    asked = [one for one in make_records(lambda case, result: has_levels(case, "sinks")) if one.check == "forward"]
+    (finding,) = root_causes.find_root_causes(asked, [make_record(SINKS), make_record(BASE)])
+    assert finding_text.format_confirmation(finding) == f"not all it takes: {SINKS} is such a case, and passes"
+
+
+@pytest.mark.parametrize("case", ["", "*", "case/3", "train/f32/B1.T1/full/normal/s0", "a/b/c/d/e/f"])
+def test_what_is_no_case_id_has_no_levels(case: str) -> None:
+    assert parse_fields(case) is None
+    assert find_levels(case) == frozenset()
+    assert rank_plainness(case) > rank_plainness(BASE)
+    (finding,) = root_causes.find_root_causes([make_record(case, verdict=FAIL)])
+    assert finding.records == (make_record(case, verdict=FAIL),)
+
+
+VERDICTS_DRAWN = strategies.sampled_from((PASS, FAIL, ERROR, UNSUPPORTED, UNEXPECTED_PASS))
+DRAWN = strategies.builds(
+    lambda case, asked, verdict, reason: make_record(case, asked[0], asked[1], verdict, reason=reason),
+    strategies.sampled_from([*list_cases()[:40], "case/1", ""]),
+    strategies.sampled_from(
+        [
+            ("forward", "out"),
+            ("residuals", "logsumexp"),
+            ("gradients", "dk"),
+            ("poison", "out.nan"),
+            ("calls", "out.one"),
+            ("linearity", "dq"),
+        ]
+    ),
+    VERDICTS_DRAWN,
+    strategies.sampled_from(["", "ValueError: 1 (/kernel.py:7: x)", "TypeError: 2"]),
+)
+
+
+@hypothesis.given(strategies.lists(DRAWN, max_size=60))
+@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+def test_each_red_record_is_in_exactly_one_finding(found: list[Record]) -> None:
+    explained = [one for finding in root_causes.find_root_causes(found) for one in finding.records]
+    assert sorted(explained, key=repr) == sorted((one for one in found if one.verdict in RED), key=repr)
+
+
+@hypothesis.given(strategies.lists(DRAWN, max_size=40, unique_by=lambda one: one.key), strategies.randoms())
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+def test_findings_do_not_hang_on_the_order_of_records(found: list[Record], drawn: random.Random) -> None:
+    shuffled = found.copy()
+    drawn.shuffle(shuffled)
+    told = [
+        {(finding.kind, tuple(name_levels(finding)), finding.records) for finding in root_causes.find_root_causes(x)}
+        for x in (found, shuffled)
+    ]
+    assert told[0] == told[1]
+
+
+@pytest.mark.long
+def test_thousands_of_records_take_about_a_second() -> None:
+    found = [
+        dataclasses.replace(one, observable=f"{one.observable}.{n}")
+        for n in range(13)
+        for one in make_records(
+            lambda case, result: has_levels(case, "sinks") or (result == "dk" and has_levels(case, "bf16"))
+        )
+    ]
+    assert len(found) > 10_000
+    root_causes.find_root_causes(found[:100])
+    start = time.process_time()
+    root_causes.find_root_causes(found)
+    assert time.process_time() - start < 3  # a second by itself, and more beside other tests
+
+
+def test_no_contender_pushes_the_findings_of_another_out() -> None:
+    many = [make_record(BASE, f"check{n}", verdict=FAIL) for n in range(20)]
+    found = root_causes.find_root_causes([*many, make_record(BASE, verdict=FAIL, implementation="other")])
+    shown = choose_foremost(found, 3)
+    assert [finding.contender.implementation for _, finding in shown] == ["kernel", "kernel", "other"]
+    assert [number for number, _ in shown] == [1, 2, 21]
+
+
+def test_what_is_seen_of_one_level_of_two_confirms_in_part() -> None:
+    asked = [
+        one for one in make_records(lambda case, result: has_levels(case, "soft_cap", "bias")) if one.check == "forward"
+    ]
+    both, cap = (BASE.replace("full", f"full/{parts}") for parts in ("softcap30/bias", "softcap30"))
+    (finding,) = root_causes.find_root_causes(asked, [make_record(both, verdict=FAIL), make_record(cap)])
+    assert not finding.is_confirmed
+    assert (
+        finding_text.format_confirmation(finding)
+        == "confirmed in part: this case fails, and the same without bias passes"
+    )
+
+
+def test_a_result_that_only_some_cases_have_is_located_among_all() -> None:
+    found = make_records(lambda case, result: False)
+    found += [
+        make_record(case, "gradients", "dsinks", FAIL) for case in list_cases() if has_levels(case, "sinks", "train")
+    ]
+    (finding,) = root_causes.find_root_causes(found)
+    assert finding_text.format_title(finding) == "dsinks is wrong with sinks"

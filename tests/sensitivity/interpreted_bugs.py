@@ -1,0 +1,35 @@
+"""How a bug is seen of a kernel that is interpreted: by a few jobs, for all that the gate asks takes minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from conformance.checks import CHECKS_BY_NAME
+from conformance.contract import Implementation
+from conformance.judging import run_plan
+from conformance.judging.job import Job
+from conformance.records import RED
+from conformance.sensitivity import PlantedBug
+from conformance.sensitivity.examination import create_single_look_runner, shows_as_declared
+
+
+def iter_near_jobs(bug: PlantedBug, kernel: Implementation, checks: Iterable[str], *, cases: int) -> Iterator[Job]:
+    """The first jobs of each check of `quick` on cases that have what the bug is about."""
+    for check in checks:
+        jobs = run_plan.plan_run([kernel], level="quick", checks=[CHECKS_BY_NAME[check]]).jobs
+        yield from [job for job in jobs if bug.trigger(job.case)][:cases]
+
+
+def assert_detected_as_declared(bug: PlantedBug, jobs: Iterable[Job]) -> None:
+    """Fails unless one of the jobs, asked in turn, is red by what the bug says it shows."""
+    seen: set[str] = set()
+    runner = create_single_look_runner()
+    for job in jobs:
+        for record in runner.stream(job):
+            if record.verdict in RED:
+                if shows_as_declared(bug, record):
+                    return
+                seen.add(f"{record.check}/{record.observable}")
+    pytest.fail(f"survives, or dies by {sorted(seen)} only and not by {bug.shows}")

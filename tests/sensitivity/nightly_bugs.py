@@ -1,0 +1,27 @@
+"""Which planted bugs are asked for with every change, and which at night."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from _pytest.mark import ParameterSet
+
+from conformance.sensitivity import PlantedBug
+
+
+def sample_by_stride(stride: int, bugs: Iterable[PlantedBug]) -> list[ParameterSet]:
+    """The bugs as parameters where each takes seconds: every `stride`-th for the bank, and the others at night."""
+    marks = (pytest.mark.nightly, pytest.mark.bank)
+    return [pytest.param(bug, id=bug.name, marks=marks[number % stride == 0]) for number, bug in enumerate(bugs)]
+
+
+def sample_by_kind(bugs: Iterable[PlantedBug]) -> list[ParameterSet]:
+    """The bugs as parameters: the first of a kind for the bank, and those that differ from it in detail at night."""
+    seen: set[str] = set()
+    parameters = []
+    for bug in bugs:
+        mark = pytest.mark.nightly if bug.kind in seen else pytest.mark.bank
+        seen.add(bug.kind)
+        parameters.append(pytest.param(bug, id=bug.name, marks=mark))
+    return parameters

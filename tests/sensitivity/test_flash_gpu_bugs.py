@@ -1,0 +1,140 @@
+"""Bugs planted in the GPU kernels: the gate sees each of them at `quick`, in the interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cases.case import Case
+from cases.masks import And, Causal, Mask, Or
+from conformance.records import ERROR
+from conformance.sensitivity import PlantedBug
+from conformance.sensitivity.examination import iter_red_records
+from impls import flash_gpu
+from impls.flash_gpu import flash_gpu_passes
+from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.flash_gpu.triton import backward, forward, triton_tiles
+from impls.flash_gpu.triton.forward import RunningSoftmax
+from impls.flash_gpu.triton.triton_tiles import visit_blocks
+
+# The package's attribute of this name is the function.
+CALL = importlib.import_module("impls.flash_gpu.attention")
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def without_offset(mask: Mask) -> Mask:
+    if isinstance(mask, And | Or):
+        return type(mask)(without_offset(mask.left), without_offset(mask.right))
+    return Causal() if isinstance(mask, Causal) else mask
+
+
+def backward_of(change: Callable[[Mask], Mask]) -> Patch:
+    """The backward pass has another mask than the forward pass."""
+    correct = flash_gpu_passes.run_backward
+
+    def wrong(plan: FlashGpuPlan, *rest: Any) -> Any:
+        return correct(dataclasses.replace(plan, mask=change(plan.mask)), *rest)
+
+    return lambda patch: patch.setattr(CALL, "backward_pass", wrong)
+
+
+def tail_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(triton_tiles, "find_existing", lambda *_: None)
+
+
+def no_rescale(patch: pytest.MonkeyPatch) -> None:
+    correct = forward.update_softmax
+
+    def wrong(plan: FlashGpuPlan, old: RunningSoftmax, y: Any, v: Any, unit: float, *, some: bool) -> RunningSoftmax:
+        new = correct(plan, old, y, v, unit, some=some)
+        fresh = correct(plan, old._replace(out=jnp.zeros_like(old.out)), y, v, unit, some=some)
+        return new._replace(out=old.out + fresh.out)
+
+    patch.setattr(forward, "update_softmax", wrong)
+
+
+def last_head_only(patch: pytest.MonkeyPatch) -> None:
+    def last(lower: Any, upper: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        return body(upper - 1, carry)
+
+    patch.setattr(backward, "lax", types.SimpleNamespace(fori_loop=last))
+
+
+def stale_dq(patch: pytest.MonkeyPatch) -> None:
+    correct = visit_blocks
+
+    def wrong(launch: Any, inputs: Any, head: Any, step: Any, carry: Any) -> Any:
+        stale = jnp.full_like(carry, 0.01) if getattr(carry, "ndim", 0) == 2 else carry  # dk and dv are a pair
+        return correct(launch, inputs, head, step, stale)
+
+    patch.setattr(backward, "visit_blocks", wrong)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+    """How to plant it, the observables by which it should show, and the cases in which it can."""
+
+    plant: Patch
+    shows: tuple[str, ...]
+    trigger: Callable[[Case], bool]
+
+
+def grouped(case: Case) -> bool:
+    return case.num_kv_heads < case.num_q_heads
+
+
+def short(case: Case) -> bool:
+    return case.phase == "train" and case.q_length <= 200 and case.kv_length <= 200
+
+
+BUGS = {
+    "tail-read": Bug(tail_read, ("out", "dq", "dk", "dv"), lambda case: case.q_length % 64 > 0),
+    "missing-rescale": Bug(no_rescale, ("out",), lambda case: case.kv_length > 64),
+    "backward-always-causal": Bug(
+        backward_of(lambda mask: mask & Causal()), ("dq", "dk", "dv"), lambda case: case.mask == "full"
+    ),
+    "backward-without-offset": Bug(
+        backward_of(without_offset), ("dq", "dk", "dv"), lambda case: case.mask.startswith("causal-o")
+    ),
+    "dk-of-the-last-head": Bug(last_head_only, ("dk", "dv"), grouped),
+    "stale-dq": Bug(stale_dq, ("dq",), lambda case: True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_traces() -> Iterator[None]:
+    """What was traced with a bug, or without one, must not be found by the other."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+# The one that takes the longest until it shows.
+_LONG = "missing-rescale"
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name == _LONG else ()) for name in BUGS])
+def test_a_bug_planted_in_a_kernel_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug = BUGS[name]
+    bug.plant(monkeypatch)
+    planted = PlantedBug(
+        name=name,
+        family="flash_gpu",
+        kind=name,
+        reference="inferred from issues of published GPU kernels",
+        shows=bug.shows,
+        build=lambda: flash_gpu.build_implementation("planted", on_gpu=False),
+        trigger=lambda case: short(case) and bug.trigger(case),
+    )
+    red = next(iter_red_records(planted, "quick"), None)
+    assert red is not None, f"{name} survives the quick grid"
+    assert red.verdict != ERROR, red.reason
+    assert red.observable.startswith(bug.shows)

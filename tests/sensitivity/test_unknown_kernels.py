@@ -1,0 +1,85 @@
+"""Diagnosis of wrong kernels that are in no bank, each with its class written down before it was judged.
+
+`unseen.json` has them, a kernel a line: as changes of a right one, the families that are right to name (none where the
+fault is of no known class), the levels that it needs, and how wrong it was on the six cases that tell most. The least
+likeness of a kernel that is wrong everywhere was set by the first set. The second was written after that. The third and
+the fourth are wrong in gradients alone (`by_hand`): `docs/findings.md` says what was changed after the third.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases.signature_cases import SIGNATURE_CASES
+from conformance.sandbox.kernel_options import KernelOptions
+from conformance.sensitivity import diagnosis, failure_signatures
+from conformance.sensitivity.examination import create_single_look_runner
+from conformance.sensitivity.failure_signatures import CHECK_SEPARATOR, KnownBug, Signature
+from reports.causes.case_levels import find_levels
+from tests.reports.causes.faults.faulty_kernels import Faulty
+
+UNSEEN: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("unseen.json").read_text(encoding="utf-8"))
+
+
+def add_right_cases(kernel: dict[str, Any]) -> Signature:
+    """What was asked, and as right the cases without the levels that the fault needs, as findings would say."""
+    sizes = dict(kernel["sizes"])
+    if kernel["levels"]:
+        right = dict.fromkeys({name.partition(CHECK_SEPARATOR)[0] for found in sizes.values() for name in found})
+        stored = {kernel["base"]} & {"packed", "paged"}
+        for one in SIGNATURE_CASES:
+            names = {level.name for level in find_levels(one.case.id)}
+            taken = bool(stored) or not ({"own", "moba", "score_mod"} & names or one.case.kv_cache)
+            if taken and names & {"paged", "packed", "latent"} == stored and not set(kernel["levels"]) <= names:
+                sizes.setdefault(one.case.id, right)
+    return Signature(sizes)
+
+
+@pytest.fixture(scope="module")
+def load_bank_signatures() -> list[KnownBug]:
+    return failure_signatures.load_signatures()
+
+
+GRADIENTS = {name: kernel for name, kernel in UNSEEN.items() if kernel["base"] == "by_hand"}
+
+
+@pytest.mark.parametrize(
+    "unseen", [pytest.param(UNSEEN, id="all", marks=pytest.mark.long), pytest.param(GRADIENTS, id="gradients")]
+)
+def test_the_class_of_most_is_named(bank: list[KnownBug], unseen: dict[str, dict[str, Any]]) -> None:
+    first, three, none = [], [], []
+    for name, kernel in unseen.items():
+        near = diagnosis.find_nearest(add_right_cases(kernel), bank)
+        right = [each.bug.family in kernel["classes"] for each in near]
+        if not kernel["classes"]:
+            none += [name] if not near else []
+            continue
+        first += [name] if any(right[:1]) else []
+        three += [name] if any(right) else []
+    known = sum(bool(kernel["classes"]) for kernel in unseen.values())
+    assert len(first) >= 0.6 * known
+    assert len(three) >= 0.8 * known
+    assert len(none) == len(unseen) - known
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_kernel_is_as_wrong_as_it_was(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = UNSEEN[name]
+    monkeypatch.chdir(tmp_path)
+    changes = tuple((before, after) for before, after in kernel["changes"])
+    Path("kernel.py").write_text(Faulty(name, kernel["base"], (), (), changes).source)
+    implementation = KernelOptions(None, True).find("kernel.py:attention")
+    runner = create_single_look_runner()
+    # The cases it was asked then: which a diagnosis asks first goes by which there are.
+    jobs = [job for job in failure_signatures.iter_signature_jobs(implementation) if job.case.id in kernel["sizes"]]
+    assert len(jobs) == len(kernel["sizes"])
+    now = failure_signatures.build_signature(record for job in jobs for record in runner.stream(job))
+    then = Signature(kernel["sizes"])
+    assert now.wrong.keys() == then.wrong.keys()
+    old = KnownBug(name=name, family="family", kind="a.kind", reference="inferred from a test", signature=then)
+    assert diagnosis.compare_signatures(now, old).similarity > 0.97
