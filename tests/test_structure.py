@@ -21,6 +21,7 @@ ALLOWED = {
     "reports": {
         "reports",
         "cases.operand_registry",
+        "cases.storage_forms.form_registry",
         "conformance.records",
         "conformance.output_files",
         "conformance.error_maps",

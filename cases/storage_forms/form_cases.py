@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cases.case import Case
-from cases.model import Model
+from cases.covering_model import Model
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.storage_layout import Storage
 
@@ -76,7 +76,7 @@ def load_all_form_cases() -> dict[str, FormCases]:
 def build_case(
     lengths: int | tuple[int, int], heads: tuple[int, int], depths: tuple[int, int], mask: str, **changes: Any
 ) -> Case:
-    """Build a case in bf16 of these lengths `(T, S)`, heads `(N, K)` and depths `(H, V)`; `changes` are other fields."""
+    """Build a case in bf16 of these lengths `(T, S)`, heads `(N, K)` and depths `(H, V)`, with other fields changed."""
     q_length, kv_length = lengths if isinstance(lengths, tuple) else (lengths, lengths)
     sizes = {"q_length": q_length, "kv_length": kv_length}
     named = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": depths[0], "v_head_dim": depths[1]}

@@ -24,7 +24,9 @@ def read_storage(part: str) -> StorageSpec | None:
     for form in FORMS.values():
         if found := form.pattern.fullmatch(part):
             lengths = tuple(int(n) for n in found[3].split("-")) if found[3] else ()
-            return StorageSpec(form.name, int(found[2]) if found[2] else None, found[1] != form.prefixes[False], lengths)
+            return StorageSpec(
+                form.name, int(found[2]) if found[2] else None, found[1] != form.prefixes[False], lengths
+            )
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from cases.case import Case
-from cases.model import Axis, Model
+from cases.covering_model import Axis, Model
 from cases.storage_forms.form_cases import Caches, FormCases
 from cases.storage_forms.latent_pages_cases import (
     DEEPSEEK_DEPTHS,

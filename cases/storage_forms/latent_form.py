@@ -8,7 +8,7 @@ absorbed form of arXiv:2405.04434.
 
 from __future__ import annotations
 
-from cases.operands import REMOVABLE
+from cases.operand_registry import REMOVABLE
 from cases.storage_forms.storage_form import StorageForm
 
 REQUIRED = {

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from cases.case import Case
-from cases.model import Axis, Model
+from cases.covering_model import Axis, Model
 from cases.storage_forms import paged_cases
 from cases.storage_forms.form_cases import Caches, FormCases, build_case
 from cases.storage_forms.sequence_shapes import FORTY, Shape, fix_lengths
@@ -136,9 +136,7 @@ CASES = FormCases(
         _build_model(paged_cases.MODELS[0], HEADS, DEPTHS),
         _build_model(paged_cases.MODELS[1], Axis("shape", _SIZES)),
     ),
-    plain=Case(
-        mask="own-linf-128", num_kv_heads=1, v_head_dim=48, scale=0.144, storage="latent16", phase="prefill"
-    ),
+    plain=Case(mask="own-linf-128", num_kv_heads=1, v_head_dim=48, scale=0.144, storage="latent16", phase="prefill"),
     draw_cases=_draw_cases,
     further_sequences={
         "forty": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, conjuncts
+from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Sides:
 
 def find_kv_lengths(mask: Mask, batch: int, kv_length: int) -> tuple[int, ...]:
     """Return how many keys each sequence has: the lengths in the mask, or all `kv_length`."""
-    found = [part.lengths for part in conjuncts(mask) if isinstance(part, Lengths)]
+    found = [part.lengths for part in list_conjuncts(mask) if isinstance(part, Lengths)]
     return found[0] if found else (kv_length,) * batch
 
 
@@ -36,7 +36,7 @@ def find_sides(mask: Mask, q_length: int, kv_length: int) -> Sides | None:
       q_length: T of the dense problem.
       kv_length: S of the dense problem.
     """
-    parts = conjuncts(mask)
+    parts = list_conjuncts(mask)
     lengths = next((part.lengths for part in parts if isinstance(part, Lengths)), None)
     found = Sides()
     for part in parts:

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from cases.case import Case
-from cases.model import Axis
+from cases.covering_model import Axis
 from cases.storage_forms.form_cases import Caches, FormCases, build_case
 from cases.storage_forms.sequence_shapes import (
     FORTY,
@@ -74,7 +74,9 @@ def _draw_lengths(draw: st.DrawFn, phase: str, size: int | None) -> tuple[int, i
 def _build_compiled() -> tuple[Case, ...]:
     return (
         build_case(512, (8, 2), (128, 128), "causal", batch=4, storage="packed"),
-        build_case(512, (4, 4), (64, 64), "window-l127-r0", dtype="f32", batch=2, storage="packed-q512-100", sinks=True),
+        build_case(
+            512, (4, 4), (64, 64), "window-l127-r0", dtype="f32", batch=2, storage="packed-q512-100", sinks=True
+        ),
     )
 
 

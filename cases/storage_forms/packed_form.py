@@ -30,9 +30,7 @@ def compute_max_seqs(case: StoredCase) -> int:
 def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
     """Draw the layout of a case; shapes depend on the case alone, entries on its seed."""
     q_lengths = spec.get_q_lengths(case.batch, case.q_length)
-    rows = [
-        Request(row=b, queries=q, keys=n) for b, (q, n) in enumerate(zip(q_lengths, case.kv_lengths, strict=True))
-    ]
+    rows = [Request(row=b, queries=q, keys=n) for b, (q, n) in enumerate(zip(q_lengths, case.kv_lengths, strict=True))]
     return build_layout(rows, case, compute_max_seqs(case), compute_padding(case))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from cases.model import Model
+from cases.covering_model import Model
 from cases.storage_forms.sequence_shapes import SequenceLengths, Shape
 
 

@@ -15,9 +15,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cases.case import KV_FEATURES, Case
-from cases.counter_rng import integers
-from cases.model import Axis, Model
-from cases.quantized import PAGED_CACHES, PAGES_HOLD, WHOLE_CACHES
+from cases.counter_rng import draw_integers
+from cases.covering_model import Axis, Model
+from cases.quantization import PAGED_CACHES, PAGES_HOLD, WHOLE_CACHES
 from cases.storage_forms import paged_form
 from cases.storage_forms.form_cases import Caches, FormCases, TraceStep, build_case
 from cases.storage_forms.page_write_cases import build_write_models
@@ -164,7 +164,7 @@ def iter_trace_layouts(case: Case, steps: Sequence[TraceStep], sizes: tuple[int,
     width = -(-case.kv_length // size) + 1
     pool = 3 * width + 2
     # The pages that were given back last are taken first.
-    free = np.argsort(integers(case.seed, "life", (pool,), 2**32), kind="stable").tolist()
+    free = np.argsort(draw_integers(case.seed, "life", (pool,), 2**32), kind="stable").tolist()
     held = np.full((pool, size), NOBODY, np.int32)
     pages: dict[int, tuple[int, ...]] = {}
     for step in steps:

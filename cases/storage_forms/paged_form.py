@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cases.counter_rng import integers
+from cases.counter_rng import draw_integers
 from cases.storage_forms.packed_form import compute_max_seqs, compute_padding
 from cases.storage_forms.storage_form import (
     STORED_OPERANDS,
@@ -48,7 +48,7 @@ def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
     counts = [-(-n // size) for n in kv_lengths]
     alike = count_shared_pages(spec, kv_lengths)
     pool = sum(counts) + _UNUSED_PAGES
-    order = np.argsort(integers(case.seed, "pages", (pool,), 2**32), kind="stable").tolist()
+    order = np.argsort(draw_integers(case.seed, "pages", (pool,), 2**32), kind="stable").tolist()
     first = tuple(order.pop() for _ in range(counts[0]))
     pages = [first] + [
         (*first[:same], *(order.pop() for _ in range(count - same)))
@@ -114,8 +114,8 @@ def build_layout(
     kv_lens = draw_junk(seed, "kv_lens", (max_seqs,))
     indices = draw_junk(seed, "page_indices", (max_seqs, pages_per_seq))
     # Some entries that no kernel may use name a page that there is.
-    there = integers(seed, "stale", indices.shape, 3) == 0
-    indices = np.where(there, integers(seed, "stale_pages", indices.shape, len(held)), indices).astype(np.int32)
+    there = draw_integers(seed, "stale", indices.shape, 3) == 0
+    indices = np.where(there, draw_integers(seed, "stale_pages", indices.shape, len(held)), indices).astype(np.int32)
     owner = list_own_keys(batch, kv_length)
     for n, request in enumerate(requests):
         kv_lens[n] = request.keys
@@ -162,7 +162,10 @@ PAGED = StorageForm(
     scales=(
         ScaleParameters(
             names=SCALES,
-            descriptions=("the scales of k_pages, [pages, page_size, K]", "the scales of v_pages, [pages, page_size, K]"),
+            descriptions=(
+                "the scales of k_pages, [pages, page_size, K]",
+                "the scales of v_pages, [pages, page_size, K]",
+            ),
             features=SCALED_FEATURES,
             as_numbers=False,
         ),

@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cases.case import Case
-from cases.model import Axis, Model
+from cases.covering_model import Axis, Model
 from cases.storage_forms import ring_form
 from cases.storage_forms.form_cases import Caches, FormCases, TraceStep, build_case
 from cases.storage_forms.form_registry import FORMS
@@ -68,7 +68,9 @@ def _fits(shape: Shape, slots: int, window: Any) -> bool:
     return bool(0 <= left <= slots - max(longer))
 
 
-def _build_ring_model(shapes: tuple[Shape, ...], slots: tuple[int, ...], windows: tuple[Any, ...], **facts: Any) -> Model:
+def _build_ring_model(
+    shapes: tuple[Shape, ...], slots: tuple[int, ...], windows: tuple[Any, ...], **facts: Any
+) -> Model:
     """Build a model whose windows fit its rings."""
     # Slots vary along the axis that pages vary along in other forms.
     own = Axis("shape", shapes), Axis("page", slots), Axis("window", windows, rich=_FILL)
@@ -160,11 +162,16 @@ def iter_trace_layouts(case: Case, steps: Sequence[TraceStep], sizes: tuple[int,
 def _build_compiled() -> tuple[Case, ...]:
     served: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128)}
     return (
+        build_case((1, 4096), **served, mask="window-l1023-r0-o4095", batch=64, phase="decode", storage="ring1024"),
         build_case(
-            (1, 4096), **served, mask="window-l1023-r0-o4095", batch=64, phase="decode", storage="ring1024"
-        ),
-        build_case(
-            (4, 2000), (10, 1), (80, 48), "window-l507-r0-o1996", batch=3, phase="prefill", storage="ring512", sinks=True
+            (4, 2000),
+            (10, 1),
+            (80, 48),
+            "window-l507-r0-o1996",
+            batch=3,
+            phase="prefill",
+            storage="ring512",
+            sinks=True,
         ),
     )
 

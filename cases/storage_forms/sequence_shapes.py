@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from cases.case import Case
-from cases.model import Axis, Model
+from cases.covering_model import Axis, Model
 from cases.storage_forms.form_registry import FORMS
 
 SequenceLengths = tuple[tuple[int, int], ...]
@@ -146,9 +146,7 @@ def draw_sequences(
         soft_cap=cap,
         sinks=draw(st.booleans()),
         scale=draw(st.sampled_from(_DRAWN_SCALES)),
-        storage=FORMS[form].format(
-            size, q_lengths, shared=True in FORMS[form].prefixes and draw(st.booleans())
-        ),
+        storage=FORMS[form].format(size, q_lengths, shared=True in FORMS[form].prefixes and draw(st.booleans())),
         distribution=draw(st.sampled_from((*_DRAWN_VALUES, "knee") if cap is not None else _DRAWN_VALUES)),
         seed=draw(st.integers(0, 999)),
     )

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from cases.operands import REMOVABLE
+from cases.operand_registry import REMOVABLE
 from cases.storage_forms.mask_sides import Sides
 from cases.storage_forms.storage_layout import Storage
 
@@ -48,17 +48,29 @@ class StoredCase(Protocol):
     """The part of `cases.case.Case` that decides where operands lie."""
 
     @property
-    def batch(self) -> int: ...
+    def batch(self) -> int:
+        """The number of sequences."""
+        ...
+
     @property
-    def q_length(self) -> int: ...
+    def q_length(self) -> int:
+        """The number T of queries of the dense problem."""
+        ...
+
     @property
-    def kv_length(self) -> int: ...
+    def kv_length(self) -> int:
+        """The number S of keys of the dense problem."""
+        ...
+
     @property
-    def q_lengths(self) -> tuple[int, ...]: ...
+    def kv_lengths(self) -> tuple[int, ...]:
+        """The number of keys of each sequence."""
+        ...
+
     @property
-    def kv_lengths(self) -> tuple[int, ...]: ...
-    @property
-    def seed(self) -> int: ...
+    def seed(self) -> int:
+        """The seed of all values."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from cases.counter_rng import integers
+from cases.counter_rng import draw_integers
 
 NOBODY = -1
 """Marks a place where no query or key of the problem lies."""
@@ -136,4 +136,4 @@ def list_own_keys(batch: int, kv_length: int) -> np.ndarray:
 
 def draw_junk(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarray:
     """Draw table entries that no kernel may use, int32."""
-    return np.take(_JUNK_ENTRIES, integers(seed, f"junk-{stream}", shape, len(_JUNK_ENTRIES))).astype(np.int32)
+    return np.take(_JUNK_ENTRIES, draw_integers(seed, f"junk-{stream}", shape, len(_JUNK_ENTRIES))).astype(np.int32)

@@ -9,8 +9,8 @@ from typing import Any
 from cases import mask_spec
 from cases.case import Case
 from cases.masks import Mask
-from cases.operands import OPTIONAL
-from cases.quantized import PAGES_HOLD
+from cases.operand_registry import OPTIONAL
+from cases.quantization import PAGES_HOLD
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.mask_sides import Sides, find_sides
@@ -62,7 +62,7 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
         return f"kv_scales: pages are int8 or fp8 with scales of each token and head or of all, not {case.kv_cache}"
     if case.kv_cache is not None and writes:
         return "kv_scales: no call that writes pages is asked for those with scales"
-    mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     sides = find_sides(mask, case.q_length, case.kv_length)
     if sides is None or (described.is_cache and not sides.is_causal):
         return f"{case.mask}: no mask that a {form} call is asked for, which goes by the place in a sequence"

@@ -103,7 +103,7 @@ def _select_step_rows(whole: Bounded, step: Step, *, axis: int, shape: tuple[int
     """The rows of one pass that a step has, each sequence's last in its place."""
     value, bound = np.zeros(shape), np.zeros(shape)
     for row, start, stop in step.queries:
-        behind = step.remaining(row, stop)  # later tokens of the sequence stand behind these in the one pass
+        behind = step.count_remaining(row, stop)  # later tokens of the sequence stand behind these in the one pass
         for into, of in ((value, whole.value), (bound, whole.bound)):
             last = of.shape[axis] - behind
             rows = of[row].take(range(last - (stop - start), last), axis - 1)

@@ -112,7 +112,7 @@ def _change_elsewhere(problem: Problem, part: _Part, *, keys: bool) -> Problem |
         v_here[part.batch, :, part.kv_head] = attended
         k_here[part.batch, :, part.kv_head] = attended | problem.choosing[0, 0, part.rows].any(axis=0)
         if problem.storage is not None:  # what the part reads may lie where others read it too
-            v_here, k_here = problem.storage.anywhere(v_here), problem.storage.anywhere(k_here)
+            v_here, k_here = map(problem.storage.spread_over_shared, (v_here, k_here))
     if q_here.all() and v_here.all():
         return None
     if problem.kv_scales is not None and not problem.has_whole_scales:

@@ -272,13 +272,16 @@ def _compile(implementation: Implementation, statics: Mapping[str, Any], jit: Ca
     def calls(arrays: Arrays) -> Any:
         return plain(arrays), with_residuals(arrays) if implementation.residuals else None, part(arrays)
 
+    def pad(arrays: Arrays) -> Arrays:
+        return stored_calls.add_padding(arrays, implementation.storage)
+
     return CompiledCalls(
         forward=jit(plain),
         residuals=jit(with_residuals),
         part=jit(part),
         calls=jit(eliminate_common_subexpressions(calls)),
-        gradients=jit(lambda arrays, do: pull_back(plain, stored_calls.add_padding(arrays), do)),
-        gradients_lse=jit(lambda arrays, do, dlse: pull_back(with_lse, stored_calls.add_padding(arrays), (do, dlse))),
+        gradients=jit(lambda arrays, do: pull_back(plain, pad(arrays), do)),
+        gradients_lse=jit(lambda arrays, do, dlse: pull_back(with_lse, pad(arrays), (do, dlse))),
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from cases import mask_spec
 from cases.case import Case
 from cases.masks import Causal, Full, Mask, MaskFunction, Window, has_formula, list_conjuncts
-from cases.storage_forms.storage_spec import Kind
+from cases.storage_forms.form_registry import FORMS
 from conformance.contract import CausalFrom
 from conformance.execution import plain_storage
 
@@ -37,7 +37,7 @@ class PlainSupport:
     parameters: frozenset[str]
     causal: CausalFrom
     narrow: bool
-    storage: Kind | None = None
+    storage: str | None = None
     others: tuple[str, ...] = ()
     scales: tuple[str, ...] = ()
 
@@ -45,7 +45,7 @@ class PlainSupport:
         """Why the function does not support `case`, or None if it does."""
         if self.narrow and case.dtype == "f16" and case.distribution == "huge":
             return "huge: logits beyond 65504, the largest number of f16, in which they are declared to be"
-        if self.storage is not None and self.storage != "latent":
+        if self.storage is not None and not FORMS[self.storage].is_dense:
             return plain_storage.find_unsupported(case, self.parameters, self.storage, needed=self.scales)
         if case.mask == "full" or "mask" in self.parameters:
             return None

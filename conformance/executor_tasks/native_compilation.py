@@ -84,7 +84,7 @@ def _find_steering_operands(executor: Executor, problem: Problem) -> dict[str, n
     """Operands of a call that say which blocks it visits, each a number for each sequence or page."""
     call, (_, arrays) = executor.implementation.call, executor.arguments(problem)
     if isinstance(call, StoredCall) and problem.storage is not None:
-        return {key: np.asarray(x) for key, x in call.tables(arrays["storage"]).items()}
+        return {key: np.asarray(x) for key, x in call.select_tables(arrays["storage"]).items()}
     sizes = (*problem.q.shape[:1], problem.q.shape[2], problem.q.shape[1], problem.k.shape[1])
     _, of_mask = executor.implementation.lower_mask(problem.mask, *sizes)
     return {key: np.asarray(x) for key, x in of_mask.items() if isinstance(x, np.ndarray) and x.ndim == 1}
@@ -120,9 +120,9 @@ def _build_stored_call(executor: Executor, problem: Problem) -> tuple[Entries, A
     _, arrays = executor.arguments(problem)
     dense = {name: arrays[name] for name in ("q", "k", "v", "storage", "kv_scales") if name in arrays}
     others = {name: x for name, x in arrays.items() if name not in dense}
-    by_keyword = call.of_depth(problem.v.shape[-1])
+    by_keyword = call.bind_depth(problem.v.shape[-1])
     plain = dataclasses.replace(executor.implementation, call=by_keyword, storage=None, writes_pages=False)
-    return Executor(plain).compiled(problem)[0], {**jax.eval_shape(call.taken, **dense), **others}
+    return Executor(plain).compiled(problem)[0], {**jax.eval_shape(call.store, **dense), **others}
 
 
 def _build_shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

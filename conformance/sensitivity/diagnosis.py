@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from cases.storage_forms.storage_spec import KINDS
+from cases.storage_forms.form_registry import FORMS
 from conformance.sensitivity.failure_signatures import CHECK_SEPARATOR, Element, KnownBug, Signature
 
 MAX_NAMED = 3
@@ -30,7 +30,7 @@ than the first, and more by the second over the root of how many cases that were
 SAME_SIMILARITY = 0.97
 """What is as like as this is wrong by the same numbers, but for rounding."""
 # Families that say how operands lie, and not what is wrong: a kernel that takes them so is compared with no others.
-_STORAGE_FAMILIES = frozenset({*KINDS, "quantised caches"})
+_STORAGE_FAMILIES = frozenset({*FORMS, "quantised caches"})
 # Families of what is around a kernel: how devices share a sequence, which kernel a call is given to, and what tries to
 # be called right. By their numbers they are like whatever they get wrong, and that is what there is to name.
 _SURROUNDING_FAMILIES = frozenset({"context parallelism", "dispatch", "gaming"})

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cases.case import SCALED_FEATURES, Case
+from cases.case import Case
+from cases.storage_forms.paged_form import SCALED_FEATURES
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import get_default_products, resolve_interpret, runs_on, use_tpu_interpreter
 from impls.upstream.mask_flags import ONLY_CAUSAL

@@ -149,7 +149,7 @@ def test_an_array_of_another_shape_is_named() -> None:
 
     (record,) = judge(attention, FULL)
     assert record.verdict == ERROR
-    assert "out must have the shape [72, 4, 16] of the packed queries" in record.reason
+    assert "out must have the shape [72, 4, 16] of the stored queries" in record.reason
 
 
 def test_an_implementation_says_how_it_takes_its_operands() -> None:
