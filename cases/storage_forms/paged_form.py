@@ -30,9 +30,9 @@ SCALES = ("k_scales", "v_scales")
 WHOLE_SCALES = ("k_scale", "v_scale")
 """One scale of all keys and one of all values, Python numbers."""
 SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
-"""Features of pages with scales of each token and head (`cases.quantized.PAGED_CACHES`)."""
+"""Features of pages with scales of each token and head (`cases.quantization.PAGED_CACHES`)."""
 WHOLE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_tensor_scales"})
-"""Features of pages with one scale for all keys and one for all values (`cases.quantized.WHOLE_CACHES`)."""
+"""Features of pages with one scale for all keys and one for all values (`cases.quantization.WHOLE_CACHES`)."""
 REQUIRED = {
     "page_indices": "the table of pages, [max_seqs, pages_per_seq]",
     "kv_lens": "how many keys each sequence has, [max_seqs]",

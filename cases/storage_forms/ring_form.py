@@ -7,8 +7,7 @@
 `p % slots` of its row. A sequence of `cache_seqlens[b]` tokens has the last `slots` of them in the cache; its `T`
 queries are its last tokens, so query `i` stands at position `cache_seqlens[b] - T + i`.
 
-A case id writes `ring16` for 16 slots. `ring16-q3-1` gives the sequences 3 queries and 1, the last of `T`: the queries
-before them are padding.
+A case id writes `ring16` for 16 slots. Every sequence has all `T` queries; those before its first token see nothing.
 """
 
 from __future__ import annotations
@@ -27,20 +26,26 @@ TABLES = ("cache_seqlens",)
 def find_mask_refusal(case: StoredCase, spec: StorageSpec, sides: Sides) -> str | None:
     """Return why a ring cannot hold all keys that the queries of a case see, or None if it can."""
     assert spec.size is not None
-    for queries, keys in zip(spec.get_q_lengths(case.batch, case.q_length), case.kv_lengths, strict=True):
-        if queries and keys > spec.size and (sides.left is None or sides.left + queries > spec.size):
-            seen = "all keys" if sides.left is None else f"{sides.left + queries} keys"
-            return f"mask: {queries} queries of {keys} tokens see {seen}, and a ring of {spec.size} slots has lost some"
-    return None
+    longest = max(case.kv_lengths)
+    seen = None if sides.left is None else sides.left + case.q_length
+    if longest <= spec.size or (seen is not None and seen <= spec.size):
+        return None
+    shown = "all" if seen is None else f"up to {seen}"
+    return (
+        f"mask: {case.q_length} queries see {shown} of {longest} tokens, and a ring of {spec.size} slots has lost some"
+    )
+
+
+def find_widest_left(storage: Storage) -> int | None:
+    """Return the left side of the widest window for which a ring holds all keys; None if it has not gone around."""
+    (_, q_length), slots = storage.q_rows.shape, storage.held.shape[1]
+    return slots - q_length if storage.tables["cache_seqlens"].max() > slots else None
 
 
 def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
     """Return the layout of a case, with a row past the last sequence in every second case."""
     assert spec.size is not None
-    q_lengths = spec.get_q_lengths(case.batch, case.q_length)
-    requests = [
-        Request(row=b, queries=q, keys=n) for b, (q, n) in enumerate(zip(q_lengths, case.kv_lengths, strict=True))
-    ]
+    requests = [Request(row=b, queries=case.q_length, keys=n) for b, n in enumerate(case.kv_lengths)]
     held = np.full((case.batch + (case.batch + case.q_length) % 2, spec.size), NOBODY, np.int32)
     for row, request in enumerate(requests):
         place_keys(held[row], request, case.kv_length)
@@ -96,8 +101,10 @@ RING = StorageForm(
     description="a head-major cache whose slots are a ring buffer, with the length of each sequence",
     prefixes={False: "ring"},
     unit="rings",
+    has_q_lengths=False,
     is_cache=True,
     find_mask_refusal=find_mask_refusal,
+    find_widest_left=find_widest_left,
     draw_layout=draw_layout,
     describe_layout=describe_layout,
     operands=("q", "k_cache", "v_cache"),

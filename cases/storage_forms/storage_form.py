@@ -99,6 +99,11 @@ def accept_all_masks(case: StoredCase, spec: StorageSpec, sides: Sides) -> str |
     return None
 
 
+def allow_any_left(storage: Storage) -> int | None:
+    """Return None: the storage holds all keys, so that a window may be open to the left."""
+    return None
+
+
 def keep_layout(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the gathered keys and values as they are."""
     return dict(arrays)
@@ -113,12 +118,13 @@ class StorageForm:
       description: one line for lists of features.
       prefixes: how a case id begins, by whether sequences share pages.
       unit: what has the size in a case id ("pages"); empty if the id has no size.
-      has_q_lengths: whether a case id may give each sequence its own number of queries.
+      has_q_lengths: whether each sequence may have its own number of queries; else all have `T`.
       is_cache: whether keys and values are a cache: read only, without gradients, and always under a causal mask.
       is_tied: whether the values are the first coordinates of the keys, so that there is no array of values.
       maps_over_batch: whether the call can be mapped (`jax.vmap`) over its operands.
       check_sizes: raises `ValueError` for K, H, V or another operand that the form cannot have.
       find_mask_refusal: why no call of this form has the mask of a case, or None.
+      find_widest_left: the left side of the widest window that a layout has all keys for; None if it has all keys.
       draw_layout: draws where everything lies; none if operands stay dense.
       describe_layout: describes a drawn layout in a phrase.
       operands: the positional arguments of a plain function.
@@ -144,6 +150,7 @@ class StorageForm:
     maps_over_batch: bool = True
     check_sizes: Callable[[str, int, int, int, str | None], None] = accept_all_sizes
     find_mask_refusal: Callable[[StoredCase, StorageSpec, Sides], str | None] = accept_all_masks
+    find_widest_left: Callable[[Storage], int | None] = allow_any_left
     draw_layout: Callable[[StoredCase, StorageSpec], Storage] | None
     describe_layout: Callable[[Storage], str] | None = None
     operands: tuple[str, ...] = ("q", "k", "v")
@@ -177,4 +184,8 @@ class StorageForm:
     def format(self, size: int | None, q_lengths: tuple[int, ...], *, shared: bool = False) -> str:
         """Return the part of a case id for sequences with these numbers of queries."""
         first = self.prefixes[shared] + ("" if size is None else str(size))
-        return first if len(set(q_lengths)) == 1 else "-".join((f"{first}-q{q_lengths[0]}", *map(str, q_lengths[1:])))
+        return (
+            first
+            if len(set(q_lengths)) == 1 or not self.has_q_lengths
+            else "-".join((f"{first}-q{q_lengths[0]}", *map(str, q_lengths[1:])))
+        )

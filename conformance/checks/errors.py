@@ -15,6 +15,8 @@ from cases.masks import Causal, Full, OwnWindow, Window, list_conjuncts
 from cases.moba_mask import Moba
 from cases.operand_registry import OPERANDS, OPTIONAL, REMOVABLE
 from cases.operand_values import Problem
+from cases.storage_forms.form_registry import FORMS
+from cases.storage_forms.storage_layout import Storage
 from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported
 from conformance.check_api.subject import Subject
@@ -41,8 +43,8 @@ def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
         every = dataclasses.replace(problem.mask, topk=problem.mask.chunks(problem.k.shape[1]))
         yield "gates", dataclasses.replace(problem, mask=every)
     elif problem.storage is not None:
-        if (unlimited := _remove_window(problem)).mask != problem.mask:
-            yield "window", unlimited
+        if (widened := _widen_window(problem, problem.storage)).mask != problem.mask:
+            yield "window", widened
     elif problem.mask != Full():
         yield "mask", dataclasses.replace(problem, mask=Full())
     for operand in REMOVABLE:
@@ -50,9 +52,17 @@ def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
             yield operand.name, problem.without(operand.name)
 
 
-def _remove_window(problem: Problem) -> Problem:
-    """The problem in which each query sees all keys of its sequence up to its own: the lengths stay."""
-    parts = [dataclasses.replace(x, left=None) if isinstance(x, OwnWindow) else x for x in list_conjuncts(problem.mask)]
+def _widen_window(problem: Problem, storage: Storage) -> Problem:
+    """Return the problem without a window, or with the widest one that its storage allows: the lengths stay.
+
+    A window that is the widest already becomes the narrowest.
+    """
+    widest = FORMS[storage.form].find_widest_left(storage)
+
+    def widen(window: OwnWindow) -> OwnWindow:
+        return dataclasses.replace(window, left=0 if widest is not None and window.left == widest else widest)
+
+    parts = [widen(x) if isinstance(x, OwnWindow) else x for x in list_conjuncts(problem.mask)]
     return dataclasses.replace(problem, mask=functools.reduce(lambda one, other: one & other, parts))
 
 

@@ -16,7 +16,7 @@ from cases.storage_forms.storage_layout import NOBODY, Storage
 from cases.storage_forms.stored_cases import find_refusal, with_length
 
 DECODE = parse_case_id("decode/f32/B4.T1.S45.N4.K2.H16.V16/own-l9-45-16-17-5/ring16/normal/s0")
-RAGGED = parse_case_id("prefill/f32/B3.T4.S45.N4.K2.H16.V16/own-l9-45-16-17/ring16-q4-1-0/normal/s0")
+CHUNK = parse_case_id("prefill/f32/B3.T4.S45.N4.K2.H16.V16/own-l9-45-16-2/ring16/normal/s0")
 
 
 def draw_storage(case: Case) -> Storage:
@@ -25,7 +25,7 @@ def draw_storage(case: Case) -> Storage:
     return found
 
 
-@pytest.mark.parametrize("case", [DECODE, RAGGED], ids=str)
+@pytest.mark.parametrize("case", [DECODE, CHUNK], ids=str)
 def test_an_id_with_a_ring_parses_back(case: Case) -> None:
     assert parse_case_id(case.id) == case
     assert case.features[-1] == "ring"
@@ -42,7 +42,7 @@ def test_rings_are_not_trained_from() -> None:
         dataclasses.replace(DECODE, phase="train")
 
 
-@pytest.mark.parametrize("case", [DECODE, RAGGED], ids=str)
+@pytest.mark.parametrize("case", [DECODE, CHUNK], ids=str)
 def test_a_token_lies_in_its_slot_modulo_the_slots(case: Case) -> None:
     storage = draw_storage(case)
     lengths = storage.tables["cache_seqlens"]
@@ -55,11 +55,13 @@ def test_a_token_lies_in_its_slot_modulo_the_slots(case: Case) -> None:
     assert (lengths[case.batch :] == 0).all()
 
 
-def test_queries_are_the_last_of_a_row() -> None:
-    storage = draw_storage(RAGGED)
-    assert storage.q_rows[:3].tolist() == [[0, 1, 2, 3], [NOBODY, NOBODY, NOBODY, 7], [NOBODY] * 4]
-    assert storage.present.sum() == 5
-    assert storage.q_rows.ravel()[storage.places[storage.present]].tolist() == [0, 1, 2, 3, 7]
+def test_every_row_has_all_queries() -> None:
+    storage = draw_storage(CHUNK)
+    assert storage.q_rows.ravel()[:12].tolist() == list(range(12))
+    assert (storage.q_rows[3:] == NOBODY).all()
+    assert storage.present.all()
+    with pytest.raises(CaseIdError, match="only packed ones"):
+        dataclasses.replace(CHUNK, storage="ring16-q4-1-0")
 
 
 @pytest.mark.parametrize(

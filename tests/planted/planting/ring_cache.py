@@ -72,8 +72,9 @@ def build_call(steps: RingSteps) -> Callable[..., Any]:
         if soft_cap is not None:
             x = soft_cap * jnp.tanh(x / soft_cap)
         per_query = jnp.repeat(v, count, axis=0)
-        flat = (y.reshape(rows * count, *y.shape[2:]) for y in (x, jnp.broadcast_to(allowed[:, :, None], x.shape)))
-        out, lse, top = softmax(*flat, per_query, sinks)
+        shown = jnp.broadcast_to(allowed[:, :, None], x.shape)
+        logits, shown = (y.reshape(rows * count, *y.shape[2:]) for y in (x, shown))
+        out, lse, top = softmax(logits, shown, per_query, sinks)
         out = out.reshape(rows, count, heads, -1).astype(q.dtype)
         if not save_residuals:
             return out
