@@ -31,9 +31,7 @@ def find_mask_refusal(case: StoredCase, spec: StorageSpec, sides: Sides) -> str 
     if longest <= spec.size or (seen is not None and seen <= spec.size):
         return None
     shown = "all" if seen is None else f"up to {seen}"
-    return (
-        f"mask: {case.q_length} queries see {shown} of {longest} tokens, and a ring of {spec.size} slots has lost some"
-    )
+    return f"mask: {case.q_length} queries see {shown} of {longest} tokens, and {spec.size} slots have lost some"
 
 
 def find_widest_left(storage: Storage) -> int | None:

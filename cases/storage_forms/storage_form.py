@@ -184,8 +184,6 @@ class StorageForm:
     def format(self, size: int | None, q_lengths: tuple[int, ...], *, shared: bool = False) -> str:
         """Return the part of a case id for sequences with these numbers of queries."""
         first = self.prefixes[shared] + ("" if size is None else str(size))
-        return (
-            first
-            if len(set(q_lengths)) == 1 or not self.has_q_lengths
-            else "-".join((f"{first}-q{q_lengths[0]}", *map(str, q_lengths[1:])))
-        )
+        if len(set(q_lengths)) == 1 or not self.has_q_lengths:
+            return first
+        return "-".join((f"{first}-q{q_lengths[0]}", *map(str, q_lengths[1:])))
