@@ -7,7 +7,7 @@ The canonical call (docs/contract.md, section 1):
 with the operands of `cases.operand_registry`, which has their shapes, and `mask` a `cases.masks.Mask`. It returns
 `out [B, T, N, V]` in q's dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"logsumexp"`
 and `"max_logits"` to f32 `[B, N, T]`. An operand that has to be offered is a parameter only where it is: `kv_scales`,
-with k and v in int8, int4 or float8_e4m3fn, where a quantised cache is offered, `draw_alibi_slopes`, and `score_mod`, a
+with k and v in int8, int4 or float8_e4m3fn, where a quantised cache is offered, `alibi_slopes`, and `score_mod`, a
 function `(score, b, n, i, j) -> score`.
 
 An implementation may also offer attention that is not normalised, as a part to be merged with others (contract,

@@ -115,10 +115,10 @@ class Record:
       error_map: of a failure of a result as it is, the same as a coarse picture.
       reproduce: the command that judges this alone.
       seconds: what judging took.
-      figures: measured beside the verdict and not judged (`compile_seconds`, `measure_temporary_bytes`, ...). Where rounding
-        could change which keys some rows choose, `count_undecided_rows` of the case's `rows` were left out of the judgement.
+      figures: measured beside the verdict and not judged (`compile_seconds`, `temporary_bytes`, ...). Where rounding
+        could change which keys some rows choose, `undecided_rows` of the case's `rows` were left out of the judgement.
         What failed under the flags of the process and was judged again has that ratio as `ratio_fast_compile`, and
-        `find_flag_differences` where JAX's own flags say otherwise. A user's kernel that was judged with `--in-process` has
+        `flags_differ` where JAX's own flags say otherwise. A user's kernel that was judged with `--in-process` has
         `in_process`.
       files: that the kernel first read while this was judged, with their digests; those that it read as it was loaded,
         the run record has.

@@ -70,7 +70,7 @@ def compile_for(
 
     Returns:
       `compile_seconds` (tracing and lowering included); `argument_bytes`, `output_bytes` and `code_bytes` in HBM;
-      `measure_temporary_bytes`, the HBM that the compiler adds for temporaries, zero if it finds room for them elsewhere;
+      `temporary_bytes`, the HBM that the compiler adds for temporaries, zero if it finds room for them elsewhere;
       `live_bytes` of them at once, wherever they are (`conformance.cost.program_memory`); `vmem_bytes` of the
       program's kernels on a TPU; `shared_bytes`, `registers` and `spilled_bytes` on a GPU, where it is told, and of
       each kernel the cycles that its instructions take at least (`conformance.cost.gpu.gpu_figures`); on a TPU the

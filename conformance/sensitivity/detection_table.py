@@ -15,7 +15,7 @@ from conformance.records import FAIL
 from conformance.sensitivity.examination import Examination, Kill, compute_check_powers
 
 SCHEMA = "attention-conformance/detection/1"
-FILE = Path(__file__).with_name("detection.json")
+FILE = Path(__file__).with_name("detection_table.json")
 
 
 def build_table(

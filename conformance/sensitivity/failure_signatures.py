@@ -23,7 +23,7 @@ from conformance.records import ERROR, JUDGED, RED, Record
 from conformance.sensitivity.bank import PlantedBug
 
 SCHEMA = "attention-conformance/signatures/1"
-FILE = Path(__file__).with_name("signatures.json")
+FILE = Path(__file__).with_name("failure_signatures.json")
 
 # One backward pass, of the call that every kernel has; the other too where a case asks for that of `logsumexp`.
 _PLAIN_ROTATION = Rotation(pulled=("plain",), cotangents=(), laws=(), poisons=("nan",))

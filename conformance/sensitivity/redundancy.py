@@ -21,7 +21,7 @@ from conformance.sensitivity.bank import PlantedBug
 from conformance.sensitivity.examination import Kill, create_single_look_runner, order_jobs_for_bug, select_seen_jobs
 
 SCHEMA = "attention-conformance/twice/1"
-FILE = Path(__file__).with_name("twice.json")
+FILE = Path(__file__).with_name("redundancy.json")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from conformance.cost.gpu import gpu_cycle_bounds
 
-TABLE = Path(__file__).with_name("speed_bar.json")
+TABLE = Path(__file__).with_name("cycle_baselines.json")
 SCHEMA = "attention-conformance/cycles/1"
 MAX_SLOWDOWN = 0.05
 """How much slower than recorded is too slow: the compiler's own scheduling wavers by 3%."""

@@ -45,7 +45,7 @@ _bug = functools.partial(
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "moba-tpu-gradients-of-a-chunk-cleared-with-each-block",
-        Change("tpu", "opens = (number == 0) |", "opens = (number >= 0) |"),
+        Change("moba_tpu", "opens = (number == 0) |", "opens = (number >= 0) |"),
         kind="sums over blocks",
         reference="inferred from grouped matrix products: the accumulator cleared at every tile of a group",
         shows="dk dv",
@@ -53,7 +53,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "moba-tpu-gradients-of-chunks-never-cleared",
-        Change("tpu", "opens = (number == 0) | (", "opens = (number == 0) & ("),
+        Change("moba_tpu", "opens = (number == 0) | (", "opens = (number == 0) & ("),
         kind="sums over blocks",
         reference="inferred from kernels that clear their accumulator in the first step of the grid alone",
         shows="dk dv",
@@ -61,7 +61,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "moba-tpu-gradients-of-chunks-that-nobody-took",
-        Change("tpu", "jnp.where(taken, x[:, :chunk], 0.0)", "x[:, :chunk]"),
+        Change("moba_tpu", "jnp.where(taken, x[:, :chunk], 0.0)", "x[:, :chunk]"),
         kind="chunks without rows",
         reference="inferred from grouped matrix products, whose groups without rows are never written",
         shows="dk dv",
@@ -69,21 +69,23 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "moba-tpu-no-mask-where-some-row-sees-all",
-        Change("tpu", "last.min(axis=1) + 1", "last.max(axis=1) + 1"),
+        Change("moba_tpu", "last.min(axis=1) + 1", "last.max(axis=1) + 1"),
         kind="causal.position",
         reference="inferred: whether a block needs its mask is asked of its last row",
         trigger=_long_chunks,
     ),
     _bug(
         "moba-tpu-last-step-of-keys-left-out",
-        Change("tpu", "lax.div(some + (size - 1), jnp.int32(size))", "lax.div(some, jnp.int32(size))"),
+        Change("moba_tpu", "lax.div(some + (size - 1), jnp.int32(size))", "lax.div(some, jnp.int32(size))"),
         kind="tail",
         reference="inferred: the number of steps rounded down",
     ),
     _bug(
         "moba-tpu-mask-of-the-first-step-for-all",
         Change(
-            "tpu", "lax.broadcasted_iota(jnp.int32, z.shape, 1) + first", "lax.broadcasted_iota(jnp.int32, z.shape, 1)"
+            "moba_tpu",
+            "lax.broadcasted_iota(jnp.int32, z.shape, 1) + first",
+            "lax.broadcasted_iota(jnp.int32, z.shape, 1)",
         ),
         kind="causal.position",
         reference="inferred: places counted within a step",
@@ -91,7 +93,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "moba-tpu-sum-not-rescaled",
-        Change("tpu", "total * decay + by_lane(weights)", "total + by_lane(weights)"),
+        Change("moba_tpu", "total * decay + sum_by_lane(weights)", "total + sum_by_lane(weights)"),
         kind="rescaling",
         reference="inferred: the sum of an online softmax keeps the maximum that it was made with",
         shows="out logsumexp",
@@ -99,13 +101,13 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "moba-tpu-maxima-in-units-of-log-two",
-        Change("tpu", "-jnp.inf, maximum * jnp.float32(LOG_2))", "-jnp.inf, maximum)"),
+        Change("moba_tpu", "-jnp.inf, maximum * jnp.float32(LOG_2))", "-jnp.inf, maximum)"),
         kind="base two",
         reference="inferred from kernels that return the maximum of base-2 logits",
     ),
     _bug(
         "moba-tpu-logsumexp-not-in-units-of-log-two",
-        Change("tpu", "[:, None] / jnp.float32(LOG_2)", "[:, None]"),
+        Change("moba_tpu", "[:, None] / jnp.float32(LOG_2)", "[:, None]"),
         kind="base two",
         reference="inferred: the backward of a base-2 softmax given a logsumexp of base e",
         shows="dq dk dv",

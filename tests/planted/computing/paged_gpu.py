@@ -32,7 +32,7 @@ def _with_sinks(case: Case) -> bool:
 
 def _build(name: str, change: Change) -> Implementation:
     package = changed("impls.paged", f"planted_{name.replace('-', '_')}", change)
-    found: Implementation = package.implementation(name, backend="gpu")
+    found: Implementation = package.build_implementation(name, backend="gpu")
     return found
 
 
@@ -43,7 +43,7 @@ _bug = functools.partial(
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-gpu-parts-merged-without-their-scale",
-        Change("gpu", "old.out * decay[:, None] + new.out * weight[:, None]", "old.out + new.out"),
+        Change("paged_gpu", "old.out * decay[:, None] + new.out * weight[:, None]", "old.out + new.out"),
         kind="merge.rescale",
         reference="inferred from vllm-project/vllm paged attention v2 (parts reduced by their maxima)",
         shows="out",
@@ -51,7 +51,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-gpu-sums-of-parts-added-as-they-are",
-        Change("gpu", "old.sum * decay + new.sum * weight", "old.sum + new.sum"),
+        Change("paged_gpu", "old.sum * decay + new.sum * weight", "old.sum + new.sum"),
         kind="merge.rescale",
         reference="inferred from vllm-project/vllm paged attention v2 (parts reduced by their maxima)",
         shows="out logsumexp",
@@ -60,9 +60,9 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-gpu-empty-part-gives-nan",
         Change(
-            "gpu",
-            "exp(old.max - finite(top)), exp(new.max - finite(top))",
-            "exp(old.max - top), exp(new.max - top)",
+            "paged_gpu",
+            "exp(old.max - replace_neg_inf(top)), compute_exp(new.max - replace_neg_inf(top))",
+            "exp(old.max - top), compute_exp(new.max - top)",
         ),
         kind="merge.empty",
         reference="inferred: -inf minus -inf, where a query sees no key of the first share",
@@ -71,14 +71,18 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-gpu-first-part-merged-again",
-        Change("gpu", "_rows_of_share(launch, before + number, column)", "_rows_of_share(launch, before, column)"),
+        Change(
+            "paged_gpu",
+            "_locate_share_rows(launch, before + number, column)",
+            "_locate_share_rows(launch, before, column)",
+        ),
         kind="merge.place",
         reference="inferred: the place of a part without its number",
         trigger=_shared,
     ),
     _bug(
         "paged-gpu-share-ends-a-block-late",
-        Change("shares", "jnp.minimum(begin + size, end[tile])", "jnp.minimum(begin + size + 1, end[tile])"),
+        Change("key_shares", "jnp.minimum(begin + size, end[tile])", "jnp.minimum(begin + size + 1, end[tile])"),
         kind="split.border",
         reference="inferred: the last block of a share counted by both of its neighbours",
         shows="out logsumexp",
@@ -86,13 +90,13 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-gpu-share-without-its-last-block",
-        Change("shares", "jnp.minimum(begin + size, end[tile])", "jnp.minimum(begin + size, end[tile] - 1)"),
+        Change("key_shares", "jnp.minimum(begin + size, end[tile])", "jnp.minimum(begin + size, end[tile] - 1)"),
         kind="split.border",
         reference="inferred from jax ops/gpu/paged_attention.py (end of a partition)",
     ),
     _bug(
         "paged-gpu-shares-of-a-window-from-the-first-key",
-        Change("shares", "begin = first[tile] + (share", "begin = (share"),
+        Change("key_shares", "begin = first[tile] + (share", "begin = (share"),
         kind="window.skip",
         reference="vllm-project/tpu-inference PR 1954, a window's first block taken for another",
         trigger=windowed,
@@ -100,7 +104,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-gpu-window-by-page",
         Change(
-            "gpu",
+            "paged_gpu",
             "allowed(plan, i, j[None, :])",
             "(j[None, :] <= i) & (plan.left is None or lax.div(j[None, :], jnp.int32(launch.page_size))"
             " >= lax.div(i - (plan.left or 0), jnp.int32(launch.page_size)))",
@@ -112,33 +116,41 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-gpu-pages-in-order-of-memory",
-        Change("gpu", "page = plt.load(inputs", "page = lax.div(j, jnp.int32(launch.page_size)) + 0 * plt.load(inputs"),
+        Change(
+            "paged_gpu",
+            "page = plt.load(inputs",
+            "page = lax.div(j, jnp.int32(launch.page_size)) + 0 * plt.load(inputs",
+        ),
         kind="table ignored",
         reference="flashinfer-ai/flashinfer#3219, where results depend on where pages lie",
     ),
     _bug(
         "paged-gpu-table-of-the-sequence-before",
-        Change("gpu", "slot = sequence * launch", "slot = jnp.maximum(sequence - 1, 0) * launch"),
+        Change("paged_gpu", "slot = sequence * launch", "slot = jnp.maximum(sequence - 1, 0) * launch"),
         kind="row of the table",
         reference="jax 10dbfcf747 (paged attention, length of another row)",
         trigger=several,
     ),
     _bug(
         "paged-gpu-tail-of-the-last-page-read",
-        Change("gpu", "seen = (j >= low) & (j < high)", "seen = j >= low"),
+        Change("paged_gpu", "seen = (j >= low) & (j < high)", "seen = j >= low"),
         kind="tail",
         reference="vllm-project/vllm#936, vllm-project/vllm#47305",
         shows="out",
     ),
     _bug(
         "paged-gpu-queries-of-a-tile-at-one-position",
-        Change("gpu", "i = (position + rows.query)[:, None]", "i = (position + queries - 1 + 0 * rows.query)[:, None]"),
+        Change(
+            "paged_gpu",
+            "i = (position + rows.query)[:, None]",
+            "i = (position + queries - 1 + 0 * rows.query)[:, None]",
+        ),
         kind="causal.position",
         reference="inferred: a prompt's queries taken for tokens of one step",
     ),
     _bug(
         "paged-gpu-heads-interleaved",
-        Change("gpu", "head * launch.group + of_group", "of_group * launch.num_kv_heads + head"),
+        Change("paged_gpu", "head * launch.group + of_group", "of_group * launch.num_kv_heads + head"),
         kind="heads.order",
         reference="inferred: query heads of a key/value head by remainder",
         trigger=_grouped,
@@ -147,8 +159,8 @@ BUGS: tuple[PlantedBug, ...] = (
         "paged-gpu-sink-in-each-of-two-parts",
         Change(
             "attention",
-            "merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])",
-            "merging.merge([part, *[merging.of_sinks(jnp.asarray(sinks))] * 2])",
+            "softmax_merge.merge([part, softmax_merge.build_sink_part(jnp.asarray(sinks))])",
+            "softmax_merge.merge([part, *[softmax_merge.build_sink_part(jnp.asarray(sinks))] * 2])",
         ),
         kind="sinks.split",
         reference="inferred: a sink joins the sum of every split, and not that of the whole",

@@ -13,7 +13,7 @@ from tests.planted.planting.source_change import Change, changed
 
 def _build(name: str, change: Change) -> Implementation:
     package = changed("impls.paged", f"planted_{name.replace('-', '_')}", change)
-    found: Implementation = package.implementation(name, backend="tpu")
+    found: Implementation = package.build_implementation(name, backend="tpu")
     return found
 
 
@@ -23,9 +23,9 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-first-block-not-awaited",
         Change(
-            "kernel",
-            "        await_block(cache, tiles, blocks, number, block)\n",
-            "        pl.when(block > 0)(functools.partial(await_block, cache, tiles, blocks, number, block))\n",
+            "paged_kernel",
+            "        wait_for_block(cache, tiles, blocks, number, block)\n",
+            "        pl.when(block > 0)(functools.partial(wait_for_block, cache, tiles, blocks, number, block))\n",
         ),
         kind="pipeline.missing-wait",
         reference="inferred: the wait for what the tile before had asked for is forgotten",
@@ -33,14 +33,14 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-buffer-of-the-other-parity",
-        Change("kernel", "buffer_of(blocks, number, block)\n", "buffer_of(blocks, number, block + 1)\n"),
+        Change("paged_kernel", "find_buffer(blocks, number, block)\n", "find_buffer(blocks, number, block + 1)\n"),
         kind="pipeline.parity",
         reference="inferred from jax ragged_paged_attention (buffer index carried between steps)",
         shows="out logsumexp max_logits",
     ),
     _bug(
         "paged-tpu-buffers-counted-anew-by-each-tile",
-        Change("copies", "blocks.before[tile] + block, jnp", "block, jnp"),
+        Change("page_copies", "blocks.before[tile] + block, jnp", "block, jnp"),
         kind="pipeline.parity",
         reference="inferred from jax ragged_paged_attention (buffer index carried between steps)",
         shows="races out logsumexp max_logits",
@@ -48,7 +48,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-next-pages-by-the-table-of-the-tile-before",
         Change(
-            "copies",
+            "page_copies",
             "tiles.sequence[tile] * cache",
             "tiles.sequence[jnp.where(block == 0, jnp.maximum(tile - 1, 0), tile)] * cache",
         ),
@@ -59,28 +59,28 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-all-rows-of-a-tile-written",
-        Change("copies", "tiles.queries[tile], every", "jnp.int32(results.tile[0].shape[0]), every"),
+        Change("page_copies", "tiles.queries[tile], every", "jnp.int32(compute_results.tile[0].shape[0]), every"),
         kind="tile.straddles",
         reference="inferred: rows behind a sequence's last query are those of the next one",
         shows="out logsumexp max_logits forward",
     ),
     _bug(
         "paged-tpu-rows-overwritten-on-their-way",
-        Change("kernel", "pl.when(number > 0)(lambda: await", "pl.when(number < 0)(lambda: await"),
+        Change("paged_kernel", "pl.when(number > 0)(lambda: wait", "pl.when(number < 0)(lambda: wait"),
         kind="pipeline.missing-wait",
         reference="inferred: one place for the rows of all tiles, and no wait before it is filled again",
         shows="races out",
     ),
     _bug(
         "paged-tpu-pages-past-the-last-copied",
-        Change("copies", "jnp.minimum(blocks.end[tile] - slot, block_pages)", "jnp.int32(block_pages)"),
+        Change("page_copies", "jnp.minimum(blocks.end[tile] - slot, block_pages)", "jnp.int32(block_pages)"),
         kind="table.past-the-end",
         reference="vllm-project/flash-attention#42, page numbers read for the whole tile",
         shows="forward out logsumexp max_logits",
     ),
     _bug(
         "paged-tpu-values-of-pages-not-copied-kept",
-        Change("kernel", "jnp.where((j >= low) & (j < high), v", "jnp.where(j >= low, v"),
+        Change("paged_kernel", "jnp.where((j >= low) & (j < high), v", "jnp.where(j >= low, v"),
         kind="tail",
         reference="vllm-project/vllm#936",
         shows="out",
@@ -88,7 +88,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-softmax-of-the-tile-before-kept",
         Change(
-            "kernel",
+            "paged_kernel",
             "    tile.sized(functools.partial(_clear, plan, tile, heads))\n",
             "    pl.when(number == 0)(lambda: tile.sized(functools.partial(_clear, plan, tile, heads)))\n",
         ),
@@ -99,7 +99,9 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-first-page-of-a-window-left-out",
         Change(
-            "blocks", "slot=jnp.broadcast_to(slot,", "slot=jnp.broadcast_to(slot + (0 if plan.left is None else 1),"
+            "page_blocks",
+            "slot=jnp.broadcast_to(slot,",
+            "slot=jnp.broadcast_to(slot + (0 if plan.left is None else 1),",
         ),
         kind="window.skip",
         reference="vllm-project/tpu-inference PR 1954, a window's first block taken for another",

@@ -24,7 +24,7 @@ def _several_blocks(case: Case) -> bool:
 
 def _build(name: str, change: Change) -> Implementation:
     package = changed("impls.paged", f"planted_{name.replace('-', '_')}", change)
-    found: Implementation = package.latents(name, backend="tpu")
+    found: Implementation = package.build_latent_implementation(name, backend="tpu")
     return found
 
 
@@ -35,7 +35,7 @@ _bug = functools.partial(
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-latent-values-from-its-end",
-        Change("kernel", "k[:, : plan.value_dim]", "k[:, k.shape[1] - (plan.value_dim or 0) :]"),
+        Change("paged_kernel", "k[:, : plan.value_dim]", "k[:, k.shape[1] - (plan.value_dim or 0) :]"),
         kind="latent read",
         reference="inferred from kernels that keep the rotary part first and slice values behind it",
         shows="out",
@@ -44,7 +44,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "paged-tpu-latent-values-of-the-rank-filled-up-by-the-rotary-part",
         Change(
-            "kernel",
+            "paged_kernel",
             "return k, k[:, : plan.value_dim]",
             "return k, jnp.concatenate([k[:, : 2 * plan.value_dim - k.shape[1]], k[:, plan.value_dim :]], axis=1)",
         ),
@@ -55,7 +55,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-latent-values-of-the-other-buffer",
-        Change("kernel", "return k, k[:,", "return k, cache.held[0][1 - buffer].reshape(cache.block, -1)[:,"),
+        Change("paged_kernel", "return k, k[:,", "return k, cache.held[0][1 - buffer].reshape(cache.block, -1)[:,"),
         kind="pipeline.parity",
         reference="inferred: keys by the buffer of the block, values by that of the one on its way",
         shows="races out",
@@ -63,7 +63,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-latent-block-of-the-other-buffer",
-        Change("kernel", "k = cache.held[0][buffer]", "k = cache.held[0][1 - buffer]"),
+        Change("paged_kernel", "k = cache.held[0][buffer]", "k = cache.held[0][1 - buffer]"),
         kind="pipeline.parity",
         reference="inferred from jax ragged_paged_attention (buffer index carried between steps)",
         shows="races out logsumexp max_logits",
@@ -71,28 +71,28 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-latent-last-heads-left-out",
-        Change("kernel", "Units(rows // some, some, lambda n", "Units(max(rows // some - 1, 1), some, lambda n"),
+        Change("paged_kernel", "Units(rows // some, some, lambda n", "Units(max(rows // some - 1, 1), some, lambda n"),
         kind="heads.tile",
         reference="inferred from kernels whose tile of heads is that of one matrix unit",
         trigger=_several_units,
     ),
     _bug(
         "paged-tpu-latent-mask-of-the-first-heads-for-all",
-        Change("kernel", "sees(number * units.rows)", "sees(0 * number)"),
+        Change("paged_kernel", "sees(number * units.rows)", "sees(0 * number)"),
         kind="causal.position",
         reference="inferred: rows of later queries see what those of the first unit see",
         trigger=_several_units,
     ),
     _bug(
         "paged-tpu-latent-pages-not-copied-kept",
-        Change("kernel", "seen = (j >= low) & (j < high)\n            held", "seen = j >= low\n            held"),
+        Change("paged_kernel", "seen = (j >= low) & (j < high)\n            held", "seen = j >= low\n            held"),
         kind="tail",
         reference="flashinfer-ai/flashinfer#942, where NaN in other rows of a page reaches out",
         shows="out",
     ),
     _bug(
         "paged-tpu-latent-pages-one-place-late",
-        Change("copies", "held.at[buffer, number] if", "held.at[buffer, jnp.maximum(number - 1, 0)] if"),
+        Change("page_copies", "held.at[buffer, number] if", "held.at[buffer, jnp.maximum(number - 1, 0)] if"),
         kind="pipeline.place",
         reference="inferred: the place of a page in its block counted from one",
         shows="races forward out logsumexp max_logits",

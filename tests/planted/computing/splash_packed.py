@@ -28,7 +28,7 @@ def _build(name: str, change: Change, in_parts: bool = False) -> Implementation:
     sizes = package.BlockSizes.uniform(_BLOCK, _BLOCK)
     if in_parts:  # blocks of four parts
         sizes = package.BlockSizes.uniform(2 * _BLOCK, 2 * _BLOCK, _BLOCK, _BLOCK)
-    found: Implementation = package.packed_implementation(name, block_sizes=sizes)
+    found: Implementation = package.build_packed_implementation(name, block_sizes=sizes)
     return found
 
 
@@ -44,7 +44,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "splash-packed-keys-without-queries-not-written",
         Change(
-            "packed_steps",
+            "packed_schedule",
             "visited = holds.at[:, 0].set(holds[:, 0] | ~holds.any(axis=1))",
             "visited = holds",
         ),
@@ -54,51 +54,51 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-packed-blocks-with-a-border-taken-for-full",
-        Change("packed_steps", "(high >= end)).all(axis=1)", "(high >= end)).any(axis=1)"),
+        Change("packed_schedule", "(high >= end)).all(axis=1)", "(high >= end)).any(axis=1)"),
         kind="blocks.full-by-one-query",
         reference="inferred from tile-ai/tilelang#2010, blocks counted without the length of the sequence",
     ),
     _bug(
         "splash-packed-block-of-a-first-key-skipped",
-        Change("packed_steps", "((low < end) & (high > start))", "((low <= start) & (high > start))"),
+        Change("packed_schedule", "((low < end) & (high > start))", "((low <= start) & (high > start))"),
         kind="blocks.skip-partial",
         reference="inferred from tokamax 620ac16 (skip list)",
     ),
     _bug(
         "splash-packed-sums-of-the-block-before-kept",
-        Change("packed_steps", "FIRST * ((number == 0) | (row != before))", "FIRST * (number == 0)"),
+        Change("packed_schedule", "FIRST * ((number == 0) | (row != before))", "FIRST * (number == 0)"),
         kind="init.accumulator",
         reference="jax 08c2a36e28 (ragged paged attention)",
     ),
     _bug(
         "splash-packed-last-step-not-run",
-        Change("packed_steps", "stored=None, total=total)", "stored=None, total=total - 1)"),
+        Change("packed_schedule", "stored=None, total=total)", "stored=None, total=total - 1)"),
         kind="blocks.skip-last",
         reference="tokamax 602c79a (dq steps of short sequences)",
         shows="out logsumexp max_logits dq dk dv padding",
     ),
     _bug(
         "splash-packed-queries-of-nobody-kept",
-        Change("packed", "    q = jnp.where((low < high)[:, None, None], q, jnp.zeros((), q.dtype))\n", ""),
+        Change("splash_packed", "    q = jnp.where((low < high)[:, None, None], q, jnp.zeros((), q.dtype))\n", ""),
         kind="padding",
         reference="pytorch/pytorch#176793, Dao-AILab/flash-attention#2324",
         shows="dk padding",
     ),
     _bug(
         "splash-packed-a-key-past-the-range",
-        Change("tiles", "(place >= low) & (place < high)", "(place >= low) & (place <= high)"),
+        Change("splash_tiles", "(place >= low) & (place < high)", "(place >= low) & (place <= high)"),
         kind="window.off-by-one",
         reference="inferred: the end of a range is one past its last key",
     ),
     _bug(
         "splash-packed-key-position-from-the-grid",
-        Change("launch", "return Step(q=q, kv=kv,", "return Step(q=q, kv=g.step,"),
+        Change("splash_launch", "return Step(q=q, kv=kv,", "return Step(q=q, kv=g.step,"),
         kind="blocks.shrunk-offset",
         reference="jax splash_attention_kernel.py (shrunk grid, `data_next`); tokamax 9ddc1b0",
     ),
     _bug(
         "splash-packed-parts-of-a-block-in-another-order",
-        Change("packed_steps", "-1, kv_parts).swapaxes(1, 2)", "-1, kv_parts).swapaxes(1, 2).swapaxes(2, 3)"),
+        Change("packed_schedule", "-1, kv_parts).swapaxes(1, 2)", "-1, kv_parts).swapaxes(1, 2).swapaxes(2, 3)"),
         kind="blocks.skip-partial",
         reference="inferred from tokamax 620ac16 (skip list)",
         build=functools.partial(_build, in_parts=True),

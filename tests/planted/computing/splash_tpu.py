@@ -27,7 +27,7 @@ def _bug(
         sizes = package.BlockSizes.uniform(_BLOCK, _BLOCK, fused_backward=fused)
         if in_parts:  # blocks of four parts
             sizes = package.BlockSizes.uniform(2 * _BLOCK, 2 * _BLOCK, _BLOCK, _BLOCK)
-        found: Implementation = package.implementation(name, block_sizes=sizes)
+        found: Implementation = package.build_implementation(name, block_sizes=sizes)
         return found
 
     return PlantedBug(
@@ -66,7 +66,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "splash-partial-block-skipped",
         Change(
-            "tiles",
+            "splash_tiles",
             "when(step.computes, step.masked)(",
             'when(step.computes, step.masked, call.phase != "forward" or step.kv != 1)(',
         ),
@@ -77,7 +77,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-no-rescale",
-        Change("forward", "acc * across(decay, call.head_dim_v) + added", "acc + added"),
+        Change("forward", "acc * repeat_lanes(decay, call.head_dim_v) + added", "acc + added"),
         kind="online.no-rescale",
         reference="inferred from Milakov & Gimelshein 2018",
         shows=("out",),
@@ -85,10 +85,10 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-key-position-from-the-grid",
-        Change("launch", "return Step(q=q, kv=kv,", "return Step(q=q, kv=g.step,"),
+        Change("splash_launch", "return Step(q=q, kv=kv,", "return Step(q=q, kv=g.step,"),
         kind="blocks.shrunk-offset",
         reference="jax splash_attention_kernel.py (shrunk grid, `data_next`); tokamax 9ddc1b0",
-        shows=("out", "logsumexp", "dq", "dk", "dv"),
+        shows=("out", "logsumexp", "dq_kernel", "dk", "dv"),
         trigger="shrunk",
     ),
     _bug(
@@ -101,18 +101,18 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "splash-interleaved-heads",
         Change(
-            "launch",
+            "splash_launch",
             "lax.div(grid.row, jnp.int32(self.group))",
             "lax.rem(grid.row, jnp.int32(self.call.plan.num_kv_heads * self.call.batch))",
         ),
         kind="heads.interleaved",
         reference="inferred from issues on grouped heads (contract, section 1)",
-        shows=("out", "dq"),
+        shows=("out", "dq_kernel"),
         trigger="groups",
     ),
     _bug(
         "splash-dkv-of-the-last-head-only",
-        Change("launch", "opens, closes = g.in_group == 0, ", "opens, closes = g.in_group >= 0, "),
+        Change("splash_launch", "opens, closes = g.in_group == 0, ", "opens, closes = g.in_group >= 0, "),
         kind="heads.group-sum",
         reference="tokamax 701317b, 339f271",
         shows=("dk", "dv"),
@@ -120,7 +120,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-dkv-tile-never-visited",
-        Change("schedule", "    visited[~visited.any(axis=(1, 2)), 0, 0] = True\n", ""),
+        Change("splash_schedule", "    visited[~visited.any(axis=(1, 2)), 0, 0] = True\n", ""),
         kind="blocks.empty-kv-tile",
         reference="tokamax 21fcf2b",
         shows=("dk", "dv", "out"),
@@ -129,7 +129,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "splash-dkv-skips-its-last-step",
         Change(
-            "tiles",
+            "splash_tiles",
             "when(step.computes, step.masked)(",
             'when(step.computes, step.masked, call.phase != "dkv" or (step.last is not True and ~step.last))(',
         ),
@@ -140,15 +140,15 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-reads-the-tail",
-        Change("tiles", "if plan.kv_length % blocks.kv:", "if plan.kv_length < 0:"),
+        Change("splash_tiles", "if plan.kv_length % blocks.kv:", "if plan.kv_length < 0:"),
         kind="tails.padding-attended",
         reference="tokamax f896356 (padded keys attended)",
-        shows=("out", "logsumexp", "dq"),
+        shows=("out", "logsumexp", "dq_kernel"),
         trigger="tail",
     ),
     _bug(
         "splash-block-past-the-end",
-        Change("launch", "else self._kv(g, s)\n            inner", "else self._kv(g, s) + 1\n            inner"),
+        Change("splash_launch", "else self._kv(g, s)\n            inner", "else self._kv(g, s) + 1\n            inner"),
         kind="pipeline.oob-block",
         reference="jax#23181",
         shows=("out", "forward"),
@@ -156,15 +156,15 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-dq-without-row-sums",
-        Change("dq", " - across(scratch.row_sums[rows, :], keys.size))", ")"),
+        Change("dq_kernel", " - repeat_lanes(scratch.row_sums[rows, :], keys.size))", ")"),
         kind="backward.no-row-sums",
         reference="inferred from Dao 2023, section 3.1.2",
-        shows=("dq",),
+        shows=("dq_kernel",),
         trigger="gradients",
     ),
     _bug(
         "splash-steps-declared-parallel",
-        Change("launch", '("parallel", "arbitrary", "arbitrary")', '("parallel",) * 3'),
+        Change("splash_launch", '("parallel", "arbitrary", "arbitrary")', '("parallel",) * 3'),
         kind="pipeline.semantics",
         reference="inferred from jax splash_attention_kernel.py (dimension_semantics)",
         shows=("out", "forward", "races"),
@@ -172,14 +172,14 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "splash-fused-dq-read-before-it-is-there",
         Change(
-            "dkv",
-            "    _coming(call, step, outputs, scratch, number).wait()\n    block = scratch.dq.at[number % 2]\n"
+            "dkv_kernel",
+            "    _copy_dq_in(call, step, outputs, scratch, number).wait()\n    block = scratch.dq.at[number % 2]\n"
             "    for rows, dq in added:\n        block[rows, :] += dq\n",
             """
     block = scratch.dq.at[number % 2]
     for rows, dq in added:
         block[rows, :] += dq
-    _coming(call, step, outputs, scratch, number).wait()
+    _copy_dq_in(call, step, outputs, scratch, number).wait()
 """,
         ),
         kind="race.dma-before-wait",
@@ -190,22 +190,22 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "splash-parts-of-a-block-in-another-order",
         Change(
-            "tiles",
-            "enumerate(squares(blocks))",
-            "enumerate(sorted(squares(blocks), key=lambda part: part.keys[0].start))",
+            "splash_tiles",
+            "enumerate(iter_parts(blocks))",
+            "enumerate(sorted(iter_parts(blocks), key=lambda part: part.keys[0].start))",
         ),
         kind="blocks.skip-partial",
         reference="inferred from tokamax 620ac16 (skip list)",
-        shows=("out", "logsumexp", "dq", "dk", "dv"),
+        shows=("out", "logsumexp", "dq_kernel", "dk", "dv"),
         trigger="parts",
         in_parts=True,
     ),
     _bug(
         "splash-dead-keys-forgotten",
-        Change("schedule", "dead=not seen.all(),", "dead=False,"),
+        Change("splash_schedule", "dead=not seen.all(),", "dead=False,"),
         kind="padding",
         reference="inferred from the contract, section 3 (what may lie behind the mask)",
-        shows=("out", "dq"),
+        shows=("out", "dq_kernel"),
         trigger="dead keys",
     ),
 )

@@ -40,11 +40,11 @@ def _bug(
     reference: str,
     shows: str = _FORWARD,
     trigger: Trigger = _alibi,
-    module: str = "blocks",
+    module: str = "operand_blocks",
 ) -> PlantedBug:
     def build() -> Implementation:
         package = changed("impls.block_flash", f"planted_{name.replace('-', '_')}", Change(module, before, after))
-        found: Implementation = package.implementation(name)
+        found: Implementation = package.build_implementation(name)
         return dataclasses.replace(found, offers=frozenset({"alibi_slopes"}))  # of nothing else is there a bug
 
     return PlantedBug(

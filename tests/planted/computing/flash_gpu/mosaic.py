@@ -28,9 +28,9 @@ def tiled(case: Case) -> bool:
 def scheduled(package: str, name: str) -> Implementation:
     """The kernel of a package with turns and with several tiles a program, interpreted as if that were a chip."""
     module = importlib.import_module(f"{package}.implementation")
-    sizes = dataclasses.replace(module.INTERPRETED, mosaic_forward=module.Ring(ping_pong=True, persistent=True))
+    sizes = dataclasses.replace(module.INTERPRETED_SIZES, mosaic_forward=module.Ring(ping_pong=True, persistent=True))
     call = functools.partial(module.attention, backend="mosaic", block_sizes=sizes)
-    found: Implementation = module.mosaic_implementation(name)
+    found: Implementation = module.build_mosaic_implementation(name)
     accelerator = Accelerator(
         platform="gpu", interpreted=True, under_interpreter=lambda given: functools.partial(call, interpret=given)
     )
@@ -44,25 +44,25 @@ def _build(name: str, change: Change) -> Implementation:
 _bug = functools.partial(
     stored_bug.bug, family="flash gpu mosaic", build=_build, shows="out logsumexp max_logits", trigger=tiled
 )
-_LET_GO = "        place.let_go(slot)\n"
+_LET_GO = "        place.release_slot(slot)\n"
 _SECOND_PRODUCT = "        turns.take()\n        out = accumulate(plan, softmax.out, weights, v)  # (6), not divided\n"
 
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "flash-gpu-mosaic-tile-of-the-first-round",
-        Change("mosaic.launch", "mine[self.program, 1 + at]", "mine[self.program, 1]"),
+        Change("mosaic.mosaic_launch", "mine[self.program, 1 + at]", "mine[self.program, 1]"),
         kind="tile.number",
         reference="inferred from persistent kernels: the number of the tile computed before the loop over tiles",
     ),
     _bug(
         "flash-gpu-mosaic-head-of-the-first-tile",
-        Change("mosaic.launch", "batch=batch, head=head, block=block", "batch=batch, block=block"),
+        Change("mosaic.mosaic_launch", "batch=batch, head=head, block=block", "batch=batch, block=block"),
         kind="tile.head",
         reference="inferred from persistent kernels: the head taken once, where the tiles of a program are of several",
     ),
     _bug(
         "flash-gpu-mosaic-keys-of-the-first-tile",
-        Change("mosaic.launch", "bring(place, at, place.slot(at))", "bring(self, at, place.slot(at))"),
+        Change("mosaic.mosaic_launch", "bring(place, at, place.slot(at))", "bring(self, at, place.slot(at))"),
         kind="tile.keys",
         reference="inferred from persistent kernels: who fetches goes on with the blocks of the first tile",
     ),

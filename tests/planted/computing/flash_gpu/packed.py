@@ -27,7 +27,7 @@ def _several_blocks(case: Case) -> bool:
 
 def _build(name: str, change: Change) -> Implementation:
     package = changed("impls.flash_gpu", f"planted_{name.replace('-', '_')}", change)
-    found: Implementation = package.packed_implementation(name, on_gpu=False)
+    found: Implementation = package.build_packed_implementation(name, on_gpu=False)
     return found
 
 
@@ -39,62 +39,68 @@ _bug = functools.partial(
     trigger=_several_blocks,
 )
 
-_RANGES = "    low, high = keys_of_queries(tables, sides, q_length)\n"
-_CALL = "ranges_of(tables, sides_of(causal, window), q_length)"
+_RANGES = "    low, high = compute_key_ranges(tables, sides, q_length)\n"
+_CALL = "compute_ranges(tables, resolve_window(causal, window), q_length)"
 
 
 def _with(tables: str) -> Change:
     """The call with other tables."""
-    return Change("packed", _CALL, _CALL.replace("tables", f"tables._replace({tables})"))
+    return Change("flash_gpu_packed", _CALL, _CALL.replace("tables", f"tables._replace({tables})"))
 
 
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "flash-gpu-packed-first-block-left-out",
         Change(
-            "ranges", "first = jnp.minimum(found.first, found.end)", "first = jnp.minimum(found.first + 1, found.end)"
+            "packed_visits",
+            "first = jnp.minimum(found.first, found.end)",
+            "first = jnp.minimum(found.first + 1, found.end)",
         ),
         kind="blocks.skip-first",
         reference="inferred from tokamax 620ac16 (skip list)",
     ),
     _bug(
         "flash-gpu-packed-last-block-left-out",
-        Change("ranges", "_blocks(high.max(axis=1), tiles.block_kv)", "high.max(axis=1) // tiles.block_kv"),
+        Change("packed_visits", "_blocks(high.max(axis=1), tiles.block_kv)", "high.max(axis=1) // tiles.block_kv"),
         kind="blocks.skip-last",
         reference="tokamax 602c79a (dq steps of short sequences)",
         shows="out logsumexp max_logits dq",
     ),
     _bug(
         "flash-gpu-packed-keys-of-a-straddled-block-without-its-last-queries",
-        Change("ranges", "_blocks(seeing.end, tiles.block_q)", "seeing.end // tiles.block_q"),
+        Change("packed_visits", "_blocks(seeing.end, tiles.block_q)", "seeing.end // tiles.block_q"),
         kind="blocks.skip-partial",
         reference="inferred: the queries of a block of keys counted in whole blocks",
         shows="dk dv",
     ),
     _bug(
         "flash-gpu-packed-full-by-the-first-query",
-        Change("ranges", "_blocks(low.max(axis=1), tiles.block_kv)", "_blocks(low.min(axis=1), tiles.block_kv)"),
+        Change("packed_visits", "_blocks(low.max(axis=1), tiles.block_kv)", "_blocks(low.min(axis=1), tiles.block_kv)"),
         kind="blocks.full-by-one-query",
         reference="inferred from tile-ai/tilelang#2010, blocks counted without the length of the sequence",
         shows="out logsumexp max_logits dq",
     ),
     _bug(
         "flash-gpu-packed-full-for-keys-by-their-first",
-        Change("ranges", '_place(reached, end, "left"), _place(ahead', '_place(reached, start, "right"), _place(ahead'),
+        Change(
+            "packed_visits",
+            '_search_sorted(reached, end, "left"), _search_sorted(ahead',
+            '_search_sorted(reached, start, "right"), _search_sorted(ahead',
+        ),
         kind="blocks.full-by-one-key",
         reference="inferred from tile-ai/tilelang#2010, blocks counted without the length of the sequence",
         shows="dk dv",
     ),
     _bug(
         "flash-gpu-packed-list-of-the-next-program",
-        Change("ranges", "begin = kept[behind - beside]", "begin = kept[behind]"),
+        Change("packed_visits", "begin = kept[behind - beside]", "begin = kept[behind]"),
         kind="list.place",
         reference="jax splash_attention_kernel.py (shrunk grid, `data_next`); tokamax 9ddc1b0",
     ),
     _bug(
         "flash-gpu-packed-place-in-the-list-from-its-start",
         Change(
-            "ranges",
+            "packed_visits",
             "block = found.first[program] + place - (behind - beside)[program]",
             "block = found.first[program] + place",
         ),
@@ -122,7 +128,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "flash-gpu-packed-padding-attended",
         Change(
-            "ranges",
+            "packed_visits",
             _RANGES,
             _RANGES
             + "    high = jnp.where((low < high) & (high == tables.cu_kv_lens[tables.num_seqs]), high + 3, high)\n",
@@ -133,7 +139,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "flash-gpu-packed-window-by-place-in-the-pack",
         Change(
-            "ranges",
+            "packed_visits",
             _RANGES,
             _RANGES + "    left = 2**30 if sides[0] is None else sides[0]\n"
             "    whole = keys_of_queries(tables, (None, sides[1]), q_length)[0]\n"
@@ -145,7 +151,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "flash-gpu-packed-causal-from-the-start",
         Change(
-            "ranges",
+            "packed_visits",
             _RANGES,
             _RANGES + "    token = jnp.arange(q_length, dtype=jnp.int32)\n"
             "    begin = lax.cummax(jnp.where(jnp.isin(token, tables.cu_q_lens), token, 0))\n"
@@ -159,7 +165,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "flash-gpu-packed-sink-once-a-block",
         Change(
             "triton.forward",
-            "return update(",
+            "return update_softmax(",
             'sink = inputs["sinks"][0] if "sinks" in inputs else -jnp.inf\n'
             "        return (lambda *given, **known: with_sink(update(*given, **known), sink))(",
         ),
@@ -170,7 +176,9 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "flash-gpu-packed-delta-of-the-neighbour",
         Change(
-            "passes", "weighted.transpose(0, 2, 1) - d_log", "jnp.roll(weighted.transpose(0, 2, 1), 1, axis=2) - d_log"
+            "flash_gpu_passes",
+            "weighted.transpose(0, 2, 1) - d_log",
+            "jnp.roll(weighted.transpose(0, 2, 1), 1, axis=2) - d_log",
         ),
         kind="delta",
         reference="inferred from Dao-AILab/flash-attention varlen backward (`dsoftmax_sum`, padded by sequence)",
@@ -178,7 +186,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "flash-gpu-packed-ranges-of-the-first-queries",
-        Change("triton.tiles", "plan.q_length, at=pair.q_at) for name", "plan.q_length, at=0) for name"),
+        Change("triton.triton_tiles", "plan.q_length, at=pair.q_at) for name", "plan.q_length, at=0) for name"),
         kind="border.block",
         reference="inferred: ranges of the program's block taken for those of the one it visits",
         shows="dk dv",
@@ -192,14 +200,14 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "flash-gpu-packed-values-of-nobody-kept",
-        Change("triton.forward", "hide(v, ", "(lambda x, _: x)(v, "),
+        Change("triton.forward", "zero_hidden_rows(v, ", "(lambda x, _: x)(v, "),
         kind="padding",
         reference="pytorch/pytorch#176793, Dao-AILab/flash-attention#2324",
         shows="out",
     ),
     _bug(
         "flash-gpu-packed-a-key-past-the-range",
-        Change("triton.tiles", "(j < pair.queries(high))", "(j <= pair.queries(high))"),
+        Change("triton.triton_tiles", "(j < pair.queries(high))", "(j <= pair.queries(high))"),
         kind="window.off-by-one",
         reference="inferred: the end of a range is one past its last key",
     ),

@@ -1,0 +1,1 @@
+"""Measure and estimate what attention costs: time, memory and cycles. Never whether it is right."""

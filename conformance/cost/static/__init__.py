@@ -1,0 +1,1 @@
+"""Rank block sizes by estimates that need no chip."""

@@ -1,0 +1,1 @@
+"""Cycles of TPU kernels, read from the schedules that the compiler writes."""
