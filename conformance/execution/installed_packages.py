@@ -1,4 +1,4 @@
-"""Find the installed package that a file belongs to, and what its list of files (`RECORD`) says of the file."""
+"""Find the installed package that a file belongs to, and the hash of the file in the package's `RECORD`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def find_package(folder: str, place: str) -> tuple[Package | None, str]:
 
 @functools.cache
 def _load_file_lists(folder: str, top: str) -> dict[str, tuple[Package, str]]:
-    """The files of the packages that have a module, or a folder, of this name at the top."""
+    """Load the file lists of the packages with a top-level module or folder of this name."""
     found: dict[str, tuple[Package, str]] = {}
     for listed in sorted(Path(folder).glob("*.dist-info/RECORD")):
         try:
