@@ -43,7 +43,7 @@ class Calls:
 
     forward: Result  # the plain call
     residuals: Result | None  # none if no residuals are offered
-    part: Any  # as it was returned; none if no parts are offered
+    part: Any  # as the kernel returned it; none if it offers no parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Executor:
         batch, q_length, num_q_heads, _ = problem.q.shape
         static, extra = self.implementation.lower_mask(problem.mask, batch, num_q_heads, q_length, problem.k.shape[1])
         values = [(operand, getattr(problem, operand.name)) for operand in OPERANDS]
-        # Who does not offer a function has no parameter for it.
+        # A call without a function operand has no parameter for it.
         numbers = {o.name: x for o, x in values if not o.arrays and not (x is None and o.name in OPT_IN)}
         statics = {**static, **numbers}
         arrays = {operand.name: value for operand, value in values if operand.arrays and value is not None}

@@ -21,7 +21,7 @@ from conformance.records import make_printable
 
 ENTRY_POINT_GROUP = "attention_conformance.implementations"
 
-# Where this project lists its own. Imported by name, since nothing in this package depends on an implementation.
+# The catalogue of built-in implementations. It is imported by name, since this package depends on none of them.
 _CATALOGUE = "impls.catalogue"
 
 
@@ -158,7 +158,7 @@ def _load_file(path: str) -> ModuleType:
 
 def _build_implementation(found: Any, name: str, products: Products | None, problem: str | None) -> Implementation:
     if isinstance(found, Implementation) and problem is None:
-        # It goes by the name that it is found by: in other processes, and in the command that repeats a judgement.
+        # Other processes and the command that repeats a judgement find it by this name.
         return dataclasses.replace(found, name=name)
     try:
         if problem is not None:

@@ -16,7 +16,7 @@ from conformance import packages
 
 _DIGITS = 32  # of a digest
 _SHA256 = "sha256="
-# Folders of the system, which change without a kernel's doing. `/usr` is not among them: people keep programs there.
+# Folders of the system, which kernels do not change. `/usr` is not one of them: people keep programs there.
 _SYSTEM_FOLDERS = (
     *("/dev", "/etc", "/proc", "/sys"),
     *("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share"),

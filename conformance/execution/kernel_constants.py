@@ -33,11 +33,11 @@ _MAX_NUMBERS = {"source": 24, "program": 10}  # integers of each; and as many fl
 _COMMON = frozenset({0, 0.5, 1, 2})
 _MAX_INTEGER = 2**17
 _MIN_PROGRAM_INTEGER = 8  # smaller ones are ranks and axes
-# Packages whose functions say nothing of the kernel. What such a function holds in its closure may be the kernel.
+# Packages whose functions are not the kernel's. Their closures may still hold the kernel.
 _LIBRARY_PACKAGES = frozenset({"jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "conformance", "cases", "functools"})
 _MAX_OBJECTS = 4000  # visited at most
 _DECIDING_OPERATORS = ("%", "//", "&", ">>", "<<")
-# From which number on a narrow type does not have every integer.
+# The first integer that a narrow type cannot hold, or cannot hold with its neighbours.
 _EXACT_INTEGER_LIMITS = {
     "int8": 2**7,
     "uint8": 2**8,
@@ -46,7 +46,7 @@ _EXACT_INTEGER_LIMITS = {
     "bfloat16": 2**8,
     "float16": 2**11,
 }
-_NARROW_INTEGERS = ("int8", "uint8", "int16", "uint16")  # whose very name is a clue; the others are operands' dtypes
+_NARROW_INTEGERS = ("int8", "uint8", "int16", "uint16")  # a clue by name; the other types are dtypes of operands
 
 _FIRST_LENGTH, _SECOND_LENGTH = 256, 640  # lengths of the two sizes; multiples of 128, which most kernels take
 _SIZES: tuple[dict[str, int], ...] = (
@@ -227,7 +227,7 @@ def _find_program_numbers(implementation: Implementation) -> list[Any]:
     for pair in asked:
         both = []
         for fields, sizes in zip(pair, _SIZES, strict=True):
-            # Anything may go wrong in somebody's kernel, and then it has no program to show.
+            # A kernel may fail in any way while it is traced; then it has no program to read.
             with contextlib.suppress(Exception):
                 case = dataclasses.replace(plain, **{"q_length": sizes["kv_length"], **sizes, **fields})
                 if implementation.supports(case) is None:

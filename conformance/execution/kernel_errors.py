@@ -27,11 +27,11 @@ _MAX_MESSAGE = 2000
 _MAX_SOURCE_LINE = 160
 _OWN_PACKAGES = ("conformance", "cases", "reports")
 _LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy", "absl", "pytest", "_pytest", "pluggy")
-# What a callback on the host raised, as JAX has it in the text of its own error: frames, then the error itself.
+# JAX's error for a failed host callback has the original traceback in its text: frames, then the exception.
 _TRACEBACK_HEADER = "Traceback (most recent call last):"
 _FRAME_PATTERN = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 _RAISED_PATTERN = re.compile(r"^(?P<raised>[A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILINE)
-# A place as `told` names it, at the end of what was raised.
+# A place as `describe_error` writes it, at the end of its text.
 _BRACKET_PATTERN = re.compile(r" \(")
 _PLACE_PATTERN = re.compile(r"(?P<file>[^:]+):(?P<line>\d{1,9})\b")
 _REMOTE_MESSAGE = "_told_elsewhere"
@@ -97,7 +97,7 @@ def parse_place(words: str) -> Place | None:
         if (found := _PLACE_PATTERN.match(words, bracket.end())) is None:
             continue
         place = Place(found["file"], int(found["line"]))
-        # What a message says by itself of some file is not what stands in that line.
+        # The text of a message may look like a place: compare it with the line of the file.
         if Path(place.file).is_file() and words.startswith(make_printable(f"{place})"), bracket.end()):
             return place
     return None
@@ -123,7 +123,7 @@ def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
       WrongReturn: if it is anything else.
     """
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-        out, residuals = returned[0], dict(returned[1])  # as they are now: a mapping may say something else each time
+        out, residuals = returned[0], dict(returned[1])  # copied once: a mapping may answer differently each time
         if all(map(_is_array, (out, *residuals.values()))):
             return out, residuals
     raise WrongReturn(

@@ -15,7 +15,7 @@ from pathlib import Path
 from conformance.execution import implementation_registry
 
 _DIGITS = 12  # of a digest: enough to tell sources apart
-_MAX_FILE_SIZE = 2**26  # bytes of a file that a digest is of: what is larger is weights, and no source
+_MAX_FILE_SIZE = 2**26  # bytes; a larger file holds weights, not source
 
 
 def describe_source(name: str) -> tuple[str, str]:
@@ -29,7 +29,7 @@ def describe_source(name: str) -> tuple[str, str]:
             _list_package_files(point.module)
         )
     if ":" not in name:
-        return "", ""  # ours: the project's own version and digest say it
+        return "", ""  # built-in: the project's own version and digest identify it
     place = name.rpartition(":")[0]
     if place.endswith(".py"):
         return "", compute_digest(_find_imported_files(Path(place)))
@@ -54,7 +54,7 @@ def _find_imported_files(file: Path) -> list[Path]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file() and path.stat().st_size <= _MAX_FILE_SIZE
-    except (OSError, ValueError):  # a text that is no path
+    except (OSError, ValueError):  # the string is no path
         return False
 
 

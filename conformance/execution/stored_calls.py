@@ -29,7 +29,7 @@ from cases.storage_forms.storage_layout import NOBODY, Storage
 from conformance.contract import Accelerator, BehindMask, Implementation
 from conformance.execution import kernel_errors
 
-# The number in memory that nothing wrote, where it must be finite.
+# The number in unwritten memory, where it must be finite.
 _FINITE_STALE = 2.0**6
 
 

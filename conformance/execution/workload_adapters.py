@@ -46,7 +46,7 @@ def build_workload_implementation(
     vars(attention).update({key: value for key, value in _get_attributes(found).items() if key != "__wrapped__"})
     attention.__doc__ = found.__doc__
     implementation = build_implementation(attention, name, products=products)
-    # The benchmark asks for results alone: no kernel for it has a backward pass, and none has residuals.
+    # The benchmark asks for the output alone: kernels for it have no backward pass and no residuals.
     declines, takes = index_problems()[problem].declines, implementation.supports_case
     implementation = dataclasses.replace(implementation, gradients=frozenset(), supports_case=declines)
     if problem == "mla_attention":
@@ -58,7 +58,7 @@ def build_workload_implementation(
 def _get_attributes(function: Any) -> Mapping[str, Any]:
     try:
         return vars(function)
-    except TypeError:  # what is callable need not have attributes
+    except TypeError:  # a callable need not have attributes
         return {}
 
 
