@@ -175,8 +175,9 @@ class Implementation:
         must be finite.
       validates: True if wrong operands raise `ValueError` or `TypeError` naming the operand (contract, section 7).
       lower_mask: `(mask, B, N, T, S) -> (static keywords, array keywords)`: how the mask reaches `call`.
-      storage: `"paged"`, `"packed"`, `"latent_pages"` or `"latent"` if `call` takes its operands so (contract, section
-        8) and no others. The mask reaches all but `"latent"` as `causal` or `window`. A latent's gradient is `dk`.
+      storage: the name of a storage form (`cases.storage_forms.form_registry`), if `call` takes its operands in that
+        form (contract, section 8) and in no other; none for dense operands. The mask reaches stored calls as `causal`
+        or `window`, except for dense latents. The gradient of a latent is `dk`.
       writes_pages: True if a `"paged"` call is `call(q, k, v, k_pages, v_pages, ...)`, and returns the pages as well.
       accelerator: the accelerator that the kernel is written for, and how it is run without one.
       refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.

@@ -14,7 +14,7 @@ from cases.grid import build_grid
 from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window
 from cases.storage_forms import storage_layout
 from cases.storage_forms.form_cases import load_form_cases
-from cases.storage_forms.form_registry import FORMS
+from cases.storage_forms.form_registry import FORMS, find_form
 from cases.storage_forms.mask_sides import Sides, find_sides
 from cases.storage_forms.server_traces import LENGTHS, STEPS, build_traces, iter_steps
 from cases.storage_forms.stored_cases import find_refusal, list_other_masks, lower_sides, with_length
@@ -51,6 +51,23 @@ def test_an_id_with_storage_parses_back(case: Case) -> None:
 def test_storage_that_does_not_fit_is_named(written: str, message: str) -> None:
     with pytest.raises(CaseIdError, match=message):
         dataclasses.replace(MIXED, storage=written)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_has_cases_that_its_kernels_can_be_asked_for(name: str) -> None:
+    plain = load_form_cases(name).plain
+    assert parse_case_id(plain.id) == plain
+    assert plain.stored is not None
+    assert plain.stored.form == name
+    assert find_refusal(plain, name) is None
+    assert dataclasses.replace(plain, storage=FORMS[name].example).stored is not None
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_is_found_by_the_parameters_that_it_needs(name: str) -> None:
+    form = FORMS[name]
+    assert find_form([*form.operands, *form.required]) is form
+    assert find_form([*form.operands[:1], "k", "v", "causal"]) is None
 
 
 def test_pages_are_not_trained_from() -> None:
