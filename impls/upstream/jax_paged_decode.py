@@ -113,7 +113,7 @@ def _find_case_limit(platform: str, case: Case) -> str | None:
         return "needs a key for each query"
     if platform == "gpu" and case.head_dim & (case.head_dim - 1):
         return f"needs a head depth that is a power of two; H is {case.head_dim}"
-    page_size = case.stored.page_size if case.stored is not None else None
+    page_size = case.stored.size if case.stored is not None else None
     if platform == "gpu" and page_size and page_size & (page_size - 1):
         return f"needs pages of a power of two of keys; they have {page_size}"
     return None
