@@ -50,7 +50,7 @@ _SIZES = (
     Shape("deep", lambda p: ((5, p + 3), (5, 64)), heads=(3, 1), depths=(192, 128)),
 )
 _FILL = "fill"
-_SLOTS = (16, 7, 1, 64)
+_SLOTS = (16, 7, 2, 64)
 _WINDOWS: tuple[Any, ...] = (_FILL, 5, 0, "inf")
 
 
