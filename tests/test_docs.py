@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import inspect
 import io
-import json
 import re
 import tokenize
 from collections.abc import Iterator
@@ -21,8 +20,6 @@ from cases.moba_mask import Moba
 from conformance import declare
 from conformance.checks import CHECKS
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from conformance.sensitivity import detection_table
-from conformance.truth import tolerances
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
@@ -31,15 +28,12 @@ DOCUMENTS = (
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "conformance").rglob("*.md")),
 )
-CONTRACT, NUMERICS, CHECKED = (ROOT / "docs" / name for name in ("contract.md", "numerics.md", "checks.md"))
+CONTRACT, CHECKED = (ROOT / "docs" / name for name in ("contract.md", "checks.md"))
 FOLDERS = ("cases", "conformance", "impls", "reports", "tests")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 NAMES = [check.name for check in CHECKS]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-# `docs/contract.md` where a module names it first, `contract` after that.
-SECTION = re.compile(r"\b(?P<file>(?:docs/)?contract(?:\.md)?),?\s+section\s+(?P<number>\d+)")
-NUMERICS_SECTION = re.compile(r"docs/numerics\.md,\s+section\s+(?P<number>\d+)")
 FILE = re.compile(rf"(?<![\w./-])(?:{'|'.join((*FOLDERS, 'docs', '.ci'))})/[\w./-]*\w")
 DOCUMENT = re.compile(r"(?<![\w./-])[\w./-]+\.md\b")
 # Not `cases.py`, which is a file of a user's.
@@ -130,11 +124,6 @@ def masks(kind: type[Any] = Mask) -> Iterator[str]:
         yield from masks(found)
 
 
-def numbered(path: Path) -> set[int]:
-    """Numbers of the sections of a document."""
-    return {int(found[1]) for heading in headings(path) if (found := re.match(r"(\d+)\. ", heading))}
-
-
 def code_spans(path: Path) -> str:
     """All that stands in code spans."""
     return "\n".join(re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8")))
@@ -155,56 +144,9 @@ def test_a_broken_link_is_seen(tmp_path: Path) -> None:
     assert broken_links(page) == ["other.md#none", "none.md", "#none", "none.png"]
 
 
-def test_sections_that_modules_name_are_there() -> None:
-    for pattern, document in ((SECTION, CONTRACT), (NUMERICS_SECTION, NUMERICS)):
-        there = numbered(document)
-        assert there == set(range(1, max(there) + 1))
-        named = [(path, int(found["number"])) for path in SOURCES for found in pattern.finditer(words(path))]
-        assert named
-        assert [f"{path.relative_to(ROOT)}: {number}" for path, number in named if number not in there] == []
-
-
-def test_a_module_names_the_contract_once_and_by_its_path() -> None:
-    wrong = []
-    for path in SOURCES:
-        if found := [match["file"] for match in SECTION.finditer(words(path))]:
-            first, *others = found
-            if first != "docs/contract.md" or set(others) - {"contract"}:
-                wrong.append(f"{path.relative_to(ROOT)}: {', '.join(found)}")
-    assert wrong == []
-
-
 def test_every_check_has_its_section_and_no_section_is_of_none() -> None:
     found = re.findall(r"^## (.+)$", CHECKED.read_text(encoding="utf-8"), re.MULTILINE)
     assert found == NAMES
-
-
-@pytest.mark.parametrize("point", ["Asks", "Cases", "Fails", "Only here"])
-def test_every_section_of_a_check_says(point: str) -> None:
-    sections = re.split(r"^## ", CHECKED.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    assert [section.partition("\n")[0] for section in sections if section.count(f"- **{point}**: ") != 1] == []
-
-
-def test_every_check_holds_somebody_to_something() -> None:
-    """A rule links to the check that holds kernels to it, or the section of the check to the rule."""
-    law = "".join(path.read_text(encoding="utf-8") for path in (CONTRACT, NUMERICS))
-    sections = re.split(r"^## ", CHECKED.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    linking = {text.partition("\n")[0] for text in sections if re.search(r"\]\((contract|numerics)\.md#", text)}
-    assert [name for name in NAMES if f"(checks.md#{name})" not in law and name not in linking] == []
-
-
-def test_what_only_one_check_sees_is_what_was_measured() -> None:
-    table = detection_table.load_table()
-    assert table is not None
-    kills = {row["bug"]: set(row["kills"]) for row in table["bugs"]}
-    sections = re.split(r"^## ", CHECKED.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    wrong = []
-    for section in sections:
-        check = section.partition("\n")[0]
-        bugs = re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)+)`", section.partition("- **Only here**: ")[2])
-        wrong += [f"{check}: {bug} is seen by {kills.get(bug)}" for bug in bugs if kills.get(bug) != {check}]
-        assert bugs or "no bug of the bank" in section, check
-    assert wrong == []
 
 
 def test_the_contract_has_every_mask() -> None:
@@ -217,22 +159,6 @@ def test_the_contract_has_every_declaration() -> None:
     fields = [field.name for kind in (Implementation, Accelerator, Arithmetic) for field in dataclasses.fields(kind)]
     rows = re.findall(r"^\| `(\w+)` \|", CONTRACT.read_text(encoding="utf-8"), re.MULTILINE)
     assert [name for name in fields + list(inspect.signature(declare).parameters) if name not in rows] == []
-
-
-def test_figures_of_the_calibration_are_those_in_force() -> None:
-    calibration = json.loads(tolerances.CALIBRATION.read_text(encoding="utf-8"))
-    text = NUMERICS.read_text(encoding="utf-8")
-    table = tolerances.load_default_tolerances()
-    assert f"rounded up to a whole number, which is {table.limit('f32', 'out').ratio:g}." in " ".join(text.split())
-    for row in calibration["rows"]:
-        limit = table.limit(row["dtype"], row["observable"])
-        cell = f"{row['max_ratio']:g}"
-        cell += "" if row["max_rms"] is None else f"; {row['max_rms']:g} / {limit.rms:g}"
-        line = next(line for line in text.splitlines() if line.startswith(f"| `{row['observable']}` | "))
-        assert line.split(" | ")[1 + tolerances.DTYPES.index(row["dtype"])].strip(" |") == cell
-    sentence = " ".join(text.split())
-    assert f"with {len(calibration['provenance']['seeds'])} seeds" in sentence
-    assert f"in {calibration['provenance']['judgements']} judgements" in sentence
 
 
 @pytest.mark.parametrize("pattern", [FILE, DOCUMENT], ids=["files", "documents"])
