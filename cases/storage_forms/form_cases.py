@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 Caches = tuple[str | None, ...]
 """Formats of quantised caches (`Case.kv_cache`), with None for the dtype of the operands."""
+SAVED = ("residuals",)
+"""The checks of a signature case that asks for residuals."""
+SAVED_WITH_GRADIENT = ("residuals", "gradients_lse")
+"""The checks of a signature case that asks for residuals and the gradient of `logsumexp`."""
+BEHIND_MASK = ("residuals", "poison")
+"""The checks of a signature case that asks what lies behind the mask."""
 TraceStep = tuple[tuple[int, int, int], ...]
 """A call of a server: `(request, first query, one past the last)` of each sequence that it has."""
 
@@ -44,6 +50,7 @@ class FormCases:
       iter_trace_layouts: yields the layout of each step of a trace, for B, T and S of its steps; none without traces.
       build_compiled: builds the cases that accelerators' compilers are asked for.
       build_interpreted: builds those for accelerators' interpreters: of each line the first supported one is taken.
+      signature_cases: ids of `cases.signature_cases` without a seed, each with checks beside `forward` and `gradients`.
     """
 
     models: tuple[Model, Model]
@@ -60,6 +67,7 @@ class FormCases:
     iter_trace_layouts: Callable[[Case, Sequence[TraceStep], tuple[int, int, int]], Iterator[Storage]] | None = None
     build_compiled: Callable[[], tuple[Case, ...]] = tuple
     build_interpreted: Callable[[], tuple[tuple[Case, ...], ...]] = tuple
+    signature_cases: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 def load_form_cases(form: str) -> FormCases:

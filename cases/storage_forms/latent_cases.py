@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cases.case import Case
 from cases.covering_model import Axis, Model
-from cases.storage_forms.form_cases import Caches, FormCases
+from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, SAVED_WITH_GRADIENT, Caches, FormCases
 from cases.storage_forms.latent_pages_cases import (
     DEEPSEEK_DEPTHS,
     DEPTHS,
@@ -118,6 +118,9 @@ def _draw_latents(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
     )
 
 
+_SIZES = "B2.T40.S40.N4.K1.H80.V64"
+
+
 CASES = FormCases(
     models=(
         _build_model(
@@ -150,4 +153,13 @@ CASES = FormCases(
     plain=Case(num_kv_heads=1, v_head_dim=48, scale=0.144, storage="latent"),
     draw_cases=_draw_cases,
     other_masks=("window-l9-r0", "window-l2-r0", "causal", "full"),
+    signature_cases=(
+        # Latents: as they are trained, with operands, a chunk, one query; then in pages, like the pages above.
+        (f"train/f32/{_SIZES}/full/scale0.144/latent/normal", SAVED_WITH_GRADIENT),
+        (f"train/f32/{_SIZES}/causal/seg/scale0.144/latent/normal", ()),
+        (f"train/f32/{_SIZES}/causal/softcap2/sinks/bias/scale0.3/latent/normal", SAVED),
+        (f"train/bf16/{_SIZES}/causal/scale0.144/latent/normal", ()),
+        ("prefill/f32/B2.T16.S80.N6.K1.H64.V64/causal-o64/scale0.072/latent/normal", SAVED),
+        ("decode/f32/B3.T1.S40.N4.K1.H80.V64/lengths-40-33-26/scale0.144/latent/normal", BEHIND_MASK),
+    ),
 )

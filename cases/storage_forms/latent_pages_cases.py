@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cases.case import Case
 from cases.covering_model import Axis, Model
 from cases.storage_forms import paged_cases
-from cases.storage_forms.form_cases import Caches, FormCases, build_case
+from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, build_case
 from cases.storage_forms.sequence_shapes import FORTY, Shape, fix_lengths
 
 
@@ -131,6 +131,9 @@ def _build_interpreted() -> tuple[tuple[Case, ...], ...]:
     )
 
 
+_MIXED = "B4.T13.S45.N4.K1.H80.V64"
+
+
 CASES = FormCases(
     models=(
         _build_model(paged_cases.MODELS[0], HEADS, DEPTHS),
@@ -161,4 +164,11 @@ CASES = FormCases(
     iter_trace_layouts=paged_cases.iter_trace_layouts,
     build_compiled=_build_compiled,
     build_interpreted=_build_interpreted,
+    signature_cases=(
+        (f"prefill/f32/{_MIXED}/own-linf-45-16-17-9/scale0.144/latent16-q13-1-1-9/normal", BEHIND_MASK),
+        ("decode/f32/B3.T1.S48.N4.K1.H80.V64/own-linf-48-33-15/scale0.144/latent16/normal", SAVED),
+        (f"prefill/f32/{_MIXED}/own-l7-45-16-17-9/softcap2/scale0.3/latent16-q13-1-1-9/normal", ()),
+        (f"prefill/f32/{_MIXED}/own-linf-45-16-17-9/sinks/scale0.3/latentshared16-q13-1-1-9/normal", SAVED),
+        (f"prefill/bf16/{_MIXED}/own-linf-45-16-17-9/scale0.144/latent16-q13-1-1-9/normal", ()),
+    ),
 )

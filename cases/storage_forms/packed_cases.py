@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cases.case import Case
 from cases.covering_model import Axis
-from cases.storage_forms.form_cases import Caches, FormCases, build_case
+from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, SAVED_WITH_GRADIENT, Caches, FormCases, build_case
 from cases.storage_forms.sequence_shapes import (
     FORTY,
     HEAD_AXES,
@@ -99,6 +99,9 @@ def _build_interpreted() -> tuple[tuple[Case, ...], ...]:
     )
 
 
+_PACKED = "B4.T30.S30.N4.K2.H64.V64"
+
+
 CASES = FormCases(
     models=(
         build_model("packed", Axis("shape", _SHAPES), Axis("window", _WINDOWS, rich=5), *HEAD_AXES, *VALUE_AXES),
@@ -132,4 +135,14 @@ CASES = FormCases(
     },
     build_compiled=_build_compiled,
     build_interpreted=_build_interpreted,
+    signature_cases=(
+        # Packed: as they are trained, without a mask, and as they are served.
+        (f"train/f32/{_PACKED}/own-linf-24-1-17-30/packed-q24-1-17-30/normal", SAVED_WITH_GRADIENT),
+        (f"train/f32/{_PACKED}/own-l5-24-1-17-30/softcap2/packed-q24-1-17-30/normal", ()),
+        (f"train/f32/{_PACKED}/own-linf-24-1-17-30/sinks/scale0.3/packed-q24-1-17-30/normal", SAVED),
+        ("train/f32/B4.T20.S30.N2.K2.H64.V64/lengths-30-7-16-9/packed-q12-20-1-9/normal", BEHIND_MASK),
+        ("train/f32/B5.T21.S21.N2.K2.H64.V64/own-linf-10-6-0-0-21/packed-q10-0-5-0-21/normal", SAVED),
+        ("prefill/f32/B4.T13.S45.N4.K2.H64.V64/own-linf-45-32-33-9/packed-q13-1-1-9/normal", ()),
+        (f"train/bf16/{_PACKED}/own-linf-24-1-17-30/packed-q24-1-17-30/normal", ()),
+    ),
 )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cases.case import Case
 from cases.covering_model import Axis, Model
 from cases.storage_forms import ring_form
-from cases.storage_forms.form_cases import Caches, FormCases, TraceStep, build_case
+from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, TraceStep, build_case
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.sequence_shapes import (
     FORTY,
@@ -229,4 +229,13 @@ CASES = FormCases(
     iter_trace_layouts=iter_trace_layouts,
     build_compiled=_build_compiled,
     build_interpreted=_build_interpreted,
+    signature_cases=(
+        # Around a turn, with windows that fill the ring and narrower ones, chunks, and sequences that have just begun.
+        ("decode/f32/B4.T1.S45.N4.K2.H64.V64/own-l15-45-16-17-9/ring16/normal", BEHIND_MASK),
+        ("decode/f32/B4.T1.S45.N4.K2.H64.V64/own-l7-45-32-33-9/sinks/ring16/normal", SAVED),
+        ("prefill/f32/B3.T4.S50.N4.K2.H64.V64/own-l12-50-34-18/softcap2/ring16/normal", ()),
+        ("prefill/f32/B2.T4.S9.N4.K2.H64.V64/own-linf-9-2/scale0.3/ring16/normal", SAVED),
+        ("decode/f32/B2.T1.S300.N2.K1.H64.V64/own-l63-300-256/ring64/normal", ()),
+        ("decode/bf16/B4.T1.S45.N4.K2.H64.V64/own-l15-45-16-17-9/ring16/normal", ()),
+    ),
 )
