@@ -19,7 +19,7 @@ from conformance.error_maps import ErrorMap
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.records import FAIL, PASS, Record, RecordFileError, Worst
 from conformance.runs import COMPLETE, CoveringArraySize, End, Kernel, PlannedJob, RecordedRun, Run
-from reports import html_page, markdown_summary
+from tests.reports.report_samples import render_html, render_markdown
 
 CASES = tuple(f"train/f32/B1.T{n}.S{n}.N2.K2.H16.V16/causal/normal/s0" for n in (16, 32))
 RUN = Run(
@@ -188,7 +188,7 @@ def test_a_changed_file_is_read_or_refused_with_one_line(content: bytes) -> None
 @settings(max_examples=120, deadline=None)
 @given(MUTATED)
 def test_what_is_read_of_a_changed_file_can_be_summed_up(content: bytes) -> None:
-    check_reading(content, markdown_summary.format_markdown)
+    check_reading(content, render_markdown)
 
 
 @pytest.mark.nightly
@@ -202,7 +202,7 @@ def test_many_changed_files(content: bytes) -> None:
 @settings(max_examples=200, deadline=None)
 @given(MUTATED)
 def test_many_changed_files_can_be_shown(content: bytes) -> None:
-    check_reading(content, html_page.render_page)
+    check_reading(content, render_html)
 
 
 def test_the_file_that_is_changed_is_one(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import Bounded, Expectation
 from conformance.truth.tolerances import Tolerances
 from reports import text_format
-from reports.conformity import Metric
+from reports.metrics import Metric
 
 _MAX_ROUNDING_TIMES = 8.0
 """How many times its term an error of rounding may be; what is further off is no rounding of that size."""
@@ -91,7 +91,7 @@ def _format_terms(
     try:
         values = result().values
     except Exception as error:  # whatever a kernel raises is what there is to say of this result
-        return [f"{name}: raised {type(error).__name__}: {text_format.shorten(str(error), longest=300)}"]
+        return [f"{name}: raised {type(error).__name__}: {text_format.shorten_text(str(error), longest=300)}"]
     if name not in values:
         return [f"{name}: was not returned"]
     comparison = compare(values[name], bounded, judged)
@@ -99,15 +99,16 @@ def _format_terms(
     if comparison.problem or worst is None:
         return [f"{name}: {comparison.problem or 'no element is judged'}"]
     limit = subject.limits.limit(subject.case.dtype, name)
-    place = text_format.format_worst(worst)
-    lines = [f"{name}: {text_format.metric_text(Metric('max', comparison.ratio, limit.ratio))}", f"  {place}"]
+    place = text_format.format_element(worst)
+    lines = [f"{name}: {text_format.format_metric(Metric('max', comparison.ratio, limit.ratio))}", f"  {place}"]
     found = bound_sources.list_terms(by_source, worst.index, worst.bound)
     for source, size in found:
-        lines.append(f"  {text_format.number(size):>9}  {size / worst.bound:>4.0%}  {bound_sources.SOURCES[source]}")
+        part = f"{size / worst.bound:>4.0%}"
+        lines.append(f"  {text_format.format_number(size):>9}  {part}  {bound_sources.SOURCES[source]}")
     rest = worst.bound - sum(size for _, size in found)
     if worst.bound and abs(rest) >= 0.01 * worst.bound:
         why = "more, since errors are not small here" if rest > 0 else "less, since not all are largest at once"
-        lines.append(f"  {text_format.number(rest):>9}  {rest / worst.bound:>4.0%}  {why}")
+        lines.append(f"  {text_format.format_number(rest):>9}  {rest / worst.bound:>4.0%}  {why}")
     if not worst.bound:
         lines.append("  nothing rounds here: the bound is zero, and the value must be exact")
     passes = comparison.ratio <= limit.ratio
@@ -128,7 +129,7 @@ def _describe_resemblance(
     if found is None:
         return "the error resembles no term: over the elements it is not distributed like any"
     named = ", or ".join(_TERM_NAMES[source] for source in found.sources[:_MAX_NAMED_TERMS])
-    size = f"{text_format.number(found.times, digits=2)} times"
+    size = f"{text_format.format_number(found.times, digits=2)} times"
     if not found.is_random:
         return f"the error resembles {named}, but is always about {size} it, which no rounding is"
     if found.times > _MAX_ROUNDING_TIMES:

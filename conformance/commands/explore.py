@@ -19,6 +19,7 @@ from conformance.judging.run_plan import Plan
 from conformance.records import RED
 from conformance.runs import COMPLETE, FAILED, INTERRUPTED
 from reports import terminal
+from reports.page_model import build_summary
 
 
 def explore(arguments: argparse.Namespace) -> int:
@@ -82,8 +83,9 @@ def explore(arguments: argparse.Namespace) -> int:
         raise CannotJudge(f"{error}; what was judged before is in it") from error
     judged, info = aggregate_runs([journal.recorded], command=described.command)
     info = dataclasses.replace(info, notes=exploring.describe_exploration(found, budget.seed))
-    outputs.write(judged, info)
-    terminal.print_summary(judged, info, Console())
+    summary = build_summary(judged, info)
+    outputs.write(summary)
+    terminal.print_summary(summary, Console())
     for note in info.notes:
         Console().print(note, highlight=False, soft_wrap=True)
     print("".join(f"{line}\n" for line in run_annotations.annotate_run(judged)), end="")

@@ -23,12 +23,13 @@ from conformance.judging.run_aggregation import aggregate_runs
 from conformance.judging.run_plan import Plan
 from conformance.judging.runner import Runner, build_changed_file_records, build_hardware_records
 from conformance.judging.settings import Settings
-from conformance.records import RED, Record, RunInfo, make_printable
+from conformance.records import RED, Record, make_printable
 from conformance.runs import RecordedRun, Run
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sensitivity import detection_table
-from reports import changes, conformity, terminal, text_format
+from reports import changes, terminal
 from reports.changes import Comparison
+from reports.page_model import Summary, build_summary
 
 _WIDEST = 400
 
@@ -159,12 +160,13 @@ class Written:
         facts: dict[str, Any] = {"command": self._run.command, "detection": detection_table.load_table()}
         found, info = aggregate_runs([self._journal.recorded], **facts)
         info = bug_diagnosis.add_diagnoses(info, found)
-        self.told += terminal.format_findings(found, info, str(self._outputs.report or ""))
-        self.verdict = [*self._from_file, text_format.format_headline(conformity.build_standings(found), info)]
+        summary = build_summary(found, info)
+        self.told += terminal.format_findings(summary, str(self._outputs.report or ""))
+        self.verdict = [*self._from_file, summary.headline]
         if self._suite is not None:
-            for name, value in properties(self._journal.recorded, found, info):
+            for name, value in properties(self._journal.recorded, summary):
                 self._suite(name, value)
-        self._outputs.write(found, info)
+        self._outputs.write(summary)
         if self._baseline is None:
             return ""
         changed = compare.compare_runs(
@@ -180,7 +182,7 @@ class Written:
         return "\n".join([changes.format_changes_headline(changed), *groups])
 
 
-def properties(recorded: RecordedRun, found: Sequence[Record], info: RunInfo) -> list[tuple[str, str]]:
+def properties(recorded: RecordedRun, summary: Summary) -> list[tuple[str, str]]:
     """What JUnit files say of the run as a whole; a name in brackets is that of an implementation."""
     run = recorded.run
     assert run is not None
@@ -191,11 +193,11 @@ def properties(recorded: RecordedRun, found: Sequence[Record], info: RunInfo) ->
         "narrowed": run.narrowed,
         "seeds": ", ".join(map(str, run.seeds)),
         "shard": run.shard,
-        "state": text_format.format_state(info),
+        "state": summary.state,
     }
     facts |= {f"environment.{name}": value for name, value in run.environment.items()}
-    for standing in conformity.build_standings(found):
-        facts[f"verdict[{standing.contender.label}]"] = text_format.format_standing(standing, info)
+    for contender in summary.contenders:
+        facts[f"verdict[{contender.contender.label}]"] = contender.text
     for name, kernel in run.kernels.items():
         facts[f"declared[{name}]"] = ", ".join(kernel.asks_less) or "as the defaults"
         facts[f"package[{name}]"] = kernel.package

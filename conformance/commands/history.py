@@ -16,8 +16,10 @@ from conformance.commands.run_outputs import check_writable, format_command_line
 from conformance.judging import run_history
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.judging.run_history import PastRun, RunPiece
-from reports import conformity, history_page
+from reports import history_page
+from reports.conformity import summarize_contenders
 from reports.history_tracks import Changed, RunEntry, build_tracks
+from reports.record_groups import group_by_contender
 
 
 def history(arguments: argparse.Namespace) -> int:
@@ -112,8 +114,8 @@ def _build_entry(one: PastRun) -> RunEntry:
                 f"give each by itself"
             )
     started = one.started.astimezone(datetime.UTC).isoformat(timespec="seconds") if one.started is not None else ""
-    standings = conformity.build_standings(records)
-    return RunEntry(started=started, sources=one.sources, standings=standings, info=info, planned=one.planned)
+    contenders = summarize_contenders(group_by_contender(records), info)
+    return RunEntry(started=started, sources=one.sources, contenders=contenders, info=info, planned=one.planned)
 
 
 def _collect_notes(entries: Sequence[RunEntry]) -> list[str]:

@@ -14,7 +14,8 @@ from conformance.commands.run_outputs import check_writable, format_command_line
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.measurements import Measurement
 from conformance.sensitivity import detection_table
-from reports import html_page, speed_section
+from reports import html_page, speed_page
+from reports.page_model import build_summary
 
 
 def render_report(arguments: argparse.Namespace) -> int:
@@ -37,9 +38,9 @@ def render_report(arguments: argparse.Namespace) -> int:
         raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
     try:
         if found:
-            html_page.save_page(path, found, info, measured)
+            html_page.save_page(path, build_summary(found, info), measured)
         else:
-            speed_section.save_speed_page(path, measured, info)
+            speed_page.save_speed_page(path, measured, info)
     except OSError as error:
         raise CannotJudge(f"{path} cannot be written: {error.strerror or error}") from error
     return 0

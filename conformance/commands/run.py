@@ -48,6 +48,7 @@ from conformance.runs import COMPLETE, FAILED, INTERRUPTED, Run
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sensitivity import detection_table
 from reports import changes_page, conformity, terminal
+from reports.page_model import build_summary
 
 # Options that say what to judge.
 _QUERY = (
@@ -114,10 +115,11 @@ def run(arguments: argparse.Namespace) -> int:
         journal.abandon(reason)
     found, info = aggregate_runs([journal.recorded], command=described.command, detection=detection_table.load_table())
     info = bug_diagnosis.add_diagnoses(info, found)
-    outputs.write(found, info)
+    summary = build_summary(found, info)
+    outputs.write(summary)
     if how == FAILED:
         raise CannotJudge(reason)
-    terminal.print_summary(found, info, Console(), str(arguments.report or ""))
+    terminal.print_summary(summary, Console(), str(arguments.report or ""))
     for line in shrunk:
         Console().print(line, highlight=False, markup=False, soft_wrap=True)
     for note in [*notes, *(f"{name} {one.place}" for name, one in described.kernels.items() if one.place)]:

@@ -7,13 +7,13 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from conformance import output_files
 from conformance.commands.command_errors import CannotJudge
 from conformance.output_files import PAGE, RECORDS, SUMMARY, TABLE, OutputRefused
-from conformance.records import Record, RunInfo, make_printable
+from conformance.records import make_printable
+from reports.page_model import Summary
 
 
 def format_command_line() -> str:
@@ -38,7 +38,7 @@ class Outputs:
         named = {path.resolve(): path for path in (beside, self.json) if path is not None}
         return list(named.values())
 
-    def write(self, found: Sequence[Record], info: RunInfo) -> None:
+    def write(self, summary: Summary) -> None:
         """Write page and summary, whichever are asked for. Raises `CannotJudge` where the disk does not take them."""
         if self.report is None and self.markdown is None and self.step is None:
             return
@@ -46,16 +46,16 @@ class Outputs:
 
         try:
             if self.report is not None:
-                html_page.save_page(self.report, found, info)
+                html_page.save_page(self.report, summary)
             if self.markdown is not None and (self.step is None or not _is_step_summary(self.markdown)):
-                write_summary(self.markdown, markdown_summary.format_markdown(found, info))
+                write_summary(self.markdown, markdown_summary.format_markdown(summary))
         except OSError as error:
             place = error.filename or "an output"
             raise CannotJudge(f"{place} cannot be written: {error.strerror or error}") from error
         if self.step is not None:
             try:
                 with self.step.open("a", encoding="utf-8") as file:  # other commands of the step have theirs there
-                    file.write(markdown_summary.format_markdown(found, info))
+                    file.write(markdown_summary.format_markdown(summary))
             except OSError as error:  # nobody asked for it by name
                 print(f"no summary in GITHUB_STEP_SUMMARY={self.step}: {error.strerror or error}", file=sys.stderr)
 

@@ -45,7 +45,7 @@ def test_help_does_not_load_jax() -> None:
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert judge_kernel("right") == 0
-    assert "passes as far as asked (narrowed to one case)" in " ".join(capsys.readouterr().out.split())
+    assert "passes as far as checked (narrowed to one case)" in " ".join(capsys.readouterr().out.split())
     assert judge_kernel("wrong") == 1
     said = capsys.readouterr().out
     assert "does not conform" in said

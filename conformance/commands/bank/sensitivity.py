@@ -25,6 +25,7 @@ from conformance.sensitivity.bank import BankError, PlantedBug, load_bank
 from conformance.sensitivity.examination import CheckPower, Examination, compute_check_powers, is_still_asked
 from conformance.sensitivity.parallel_examination import BugKilledProcess, examine_parallel
 from reports import text_format
+from reports.page_model import build_summary
 
 
 def sensitivity(arguments: argparse.Namespace) -> int:
@@ -89,7 +90,7 @@ def sensitivity(arguments: argparse.Namespace) -> int:
         interrupted=interrupted,
         detection=table,
     )
-    outputs.write([], info)
+    outputs.write(build_summary([], info))
     _print_results(examined, resolutions, whole=weighed and not interrupted)
     _print_unmeasured(unmeasured, {e.bug for e in kept})
     seen = not any(e.survives for e in examined)
@@ -144,7 +145,7 @@ def _print_results(
         _print_powers(console, ranked)
         _print_resolution(console, resolutions)
     if times := [e.first_red for e in examined if e.first_red is not None]:
-        text = f"first red after {text_format.brief(statistics.median(times))} of judging (median of those seen)"
+        text = f"first red after {text_format.format_time(statistics.median(times))} of judging (median of those seen)"
         console.print(text, highlight=False)
     survivors = [e.bug for e in examined if e.survives]
     console.print(f"{len(examined) - len(survivors)} of {len(examined)} planted bugs are seen", highlight=False)

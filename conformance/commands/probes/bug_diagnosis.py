@@ -19,7 +19,7 @@ from conformance.sensitivity import diagnosis, failure_signatures
 from conformance.sensitivity.diagnosis import Similarity
 from reports.causes import root_causes
 from reports.causes.case_levels import Level, find_levels
-from reports.conformity import group_by_contender
+from reports.record_groups import group_by_contender
 from reports.text_format import format_count
 
 _FAILED_VERDICTS = (FAIL, ERROR)  # what passes unexpectedly is like no bug
