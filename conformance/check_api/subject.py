@@ -56,7 +56,8 @@ class Subject:
         before = self.implementation
         same = (before.arithmetic, before.empty_rows) == (implementation.arithmetic, implementation.empty_rows)
         return self._replace_executor(
-            self.executor.declaring(implementation), _RESULT_CACHE | _EXPECTATION_CACHE if same else _RESULT_CACHE
+            self.executor.with_declarations(implementation),
+            _RESULT_CACHE | _EXPECTATION_CACHE if same else _RESULT_CACHE,
         )
 
     def _replace_executor(self, executor: Executor, kept: frozenset[str]) -> Subject:

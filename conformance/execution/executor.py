@@ -107,7 +107,7 @@ class Executor:
         """Return an executor of the same call with the same options that has compiled nothing yet."""
         return Executor(self.implementation, self.options)
 
-    def declaring(self, implementation: Implementation) -> Executor:
+    def with_declarations(self, implementation: Implementation) -> Executor:
         """Return the executor of the same call with other declarations; they share compiled functions."""
         other = Executor(implementation, self.options)
         other._compiled = self._compiled

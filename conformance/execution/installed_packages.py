@@ -34,26 +34,26 @@ class Package:
 
 
 @functools.cache
-def package_folders() -> tuple[str, ...]:
+def find_package_folders() -> tuple[str, ...]:
     """Return the folders into which packages are installed, as they are named and as they are."""
     named = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
     return _add_real_paths([*named, *site.getsitepackages(), site.getusersitepackages()])
 
 
 @functools.cache
-def trusted_folders() -> tuple[str, ...]:
+def find_trusted_folders() -> tuple[str, ...]:
     """Return the folders of the interpreter, of installed packages, of this project's packages and of the system."""
     named = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")]
     named += [os.path.join(sys.base_prefix, folder) for folder in ("lib", sys.platlibdir)]
     ours = [str(packages.HOME / name) for name in _OWN_PACKAGES]
-    return (*package_folders(), *_add_real_paths([*named, *ours]), *_SYSTEM_FOLDERS)
+    return (*find_package_folders(), *_add_real_paths([*named, *ours]), *_SYSTEM_FOLDERS)
 
 
 def find_package(folder: str, place: str) -> tuple[Package | None, str]:
     """Return the package that a file in a folder of packages belongs to, and the SHA-256 that its list has of the file.
 
     Args:
-      folder: one of `package_folders`.
+      folder: one of `find_package_folders`.
       place: of the file below it, with slashes.
 
     Returns:

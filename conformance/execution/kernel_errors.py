@@ -31,7 +31,7 @@ _LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy", "abs
 _TRACEBACK_HEADER = "Traceback (most recent call last):"
 _FRAME_PATTERN = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 _RAISED_PATTERN = re.compile(r"^(?P<raised>[A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILINE)
-# A place as `describe_error` writes it, at the end of its text.
+# A place as `describe_kernel_error` writes it, at the end of its text.
 _BRACKET_PATTERN = re.compile(r" \(")
 _PLACE_PATTERN = re.compile(r"(?P<file>[^:]+):(?P<line>\d{1,9})\b")
 _REMOTE_MESSAGE = "_told_elsewhere"
@@ -58,7 +58,7 @@ class Place:
 
 
 def set_remote_message(error: BaseException, words: str) -> None:
-    """Set the description of an error that was raised in another process, for `describe_error`."""
+    """Set the description of an error that was raised in another process, for `describe_kernel_error`."""
     vars(error)[_REMOTE_MESSAGE] = words
 
 
@@ -91,7 +91,7 @@ def find_place(error: BaseException) -> Place | None:
 
 
 def parse_place(words: str) -> Place | None:
-    """Parse the place from a text of `describe_error`; None without one, or if that line has changed."""
+    """Parse the place from a text of `describe_kernel_error`; None without one, or if that line has changed."""
     linecache.checkcache()
     for bracket in _BRACKET_PATTERN.finditer(words):
         if (found := _PLACE_PATTERN.match(words, bracket.end())) is None:

@@ -181,12 +181,12 @@ class StoredCall:
             options["kv_scales"], kv_scales = kv_scales, None
         stored = self.store(q, k, v, storage, padding, kv_scales)
         *rows, heads, _ = stored["q"].shape
-        by_keyword = self.bind_depth(v.shape[-1])
+        call_by_keyword = self.bind_depth(v.shape[-1])
         places = storage["places"]
         if not save_residuals:
-            out = kernel_errors.check_output(by_keyword(**stored, **options))
+            out = kernel_errors.check_output(call_by_keyword(**stored, **options))
             return self._restore("out", out, (*rows, heads, v.shape[-1]), places, 0.0)
-        returned = by_keyword(**stored, **options, save_residuals=True)
+        returned = call_by_keyword(**stored, **options, save_residuals=True)
         out, residuals = kernel_errors.check_residuals(returned)
         # A query that is not there is an empty row, whose residuals the contract defines.
         sinks = options.get("sinks")
@@ -210,13 +210,15 @@ class StoredCall:
         padding: Mapping[str, Any] | None = None,
         kv_scales: tuple[Any, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the arguments that `by_keyword` takes in place of dense operands: the stored ones, and the tables."""
+        """Return the stored operands and the tables, as `call_by_keyword` takes them in place of dense operands."""
         added, stale = padding or {}, storage["stale"]
         tokens = storage["tokens" if self.writes else "held"]
         keys = {"k": k} if self.form.is_tied else {"k": k, "v": v}
         gathered = {name: _gather(x, tokens, stale, added.get(name)) for name, x in keys.items()}
         pages = {"k_pages": k, "v_pages": v} if self.writes else {}
-        scales = {} if kv_scales is None else dict(zip(self._scale_names(as_numbers=False), kv_scales, strict=True))
+        scales = (
+            {} if kv_scales is None else dict(zip(self._find_scale_names(as_numbers=False), kv_scales, strict=True))
+        )
         return {
             "q": self.pack_queries(q, storage, added.get("q")),
             **self.form.arrange(gathered),
@@ -225,7 +227,7 @@ class StoredCall:
             **self.select_tables(storage),
         }
 
-    def _scale_names(self, *, as_numbers: bool) -> tuple[str, str]:
+    def _find_scale_names(self, *, as_numbers: bool) -> tuple[str, str]:
         return next(pair.names for pair in self.form.scales if pair.as_numbers == as_numbers)
 
     def pack_queries(self, q: Any, storage: Mapping[str, Any], padding: Any = None) -> jax.Array:
@@ -239,12 +241,12 @@ class StoredCall:
 
     def bind_depth(self, value_dim: int) -> Callable[..., Any]:
         """Return the call in its own convention, with keywords alone, for values of this depth."""
-        return functools.partial(self._call_tied, value_dim) if self.form.is_tied else self.by_keyword
+        return functools.partial(self._call_tied, value_dim) if self.form.is_tied else self.call_by_keyword
 
-    def by_keyword(self, **arguments: Any) -> Any:
+    def call_by_keyword(self, **arguments: Any) -> Any:
         """Make the call in its own convention, with keywords alone; pages that it returns are dropped."""
         if (numbers := arguments.pop("kv_scales", None)) is not None:
-            arguments |= dict(zip(self._scale_names(as_numbers=True), numbers, strict=True))
+            arguments |= dict(zip(self._find_scale_names(as_numbers=True), numbers, strict=True))
         if not self.writes:
             operands = [arguments.pop(name) for name in self.form.operands]
             return self.call(*operands, **arguments)
@@ -265,7 +267,7 @@ class StoredCall:
         return first[0], first[1] if save_residuals else None, {"k_pages": keys, "v_pages": values}
 
     def _call_tied(self, value_dim: int, *, q: Any, **arguments: Any) -> Any:
-        return self.by_keyword(q=q, **add_latent_options(q, value_dim, arguments))
+        return self.call_by_keyword(q=q, **add_latent_options(q, value_dim, arguments))
 
     def _restore(self, name: str, x: Any, shape: tuple[int, ...], places: Any, absent: Any) -> jax.Array:
         """Return a result `[*rows, N, ...]` at the places of the dense problem, `[B, T, N, ...]`.

@@ -120,8 +120,8 @@ def _build_stored_call(executor: Executor, problem: Problem) -> tuple[Entries, A
     _, arrays = executor.arguments(problem)
     dense = {name: arrays[name] for name in ("q", "k", "v", "storage", "kv_scales") if name in arrays}
     others = {name: x for name, x in arrays.items() if name not in dense}
-    by_keyword = call.bind_depth(problem.v.shape[-1])
-    plain = dataclasses.replace(executor.implementation, call=by_keyword, storage=None, writes_pages=False)
+    call_by_keyword = call.bind_depth(problem.v.shape[-1])
+    plain = dataclasses.replace(executor.implementation, call=call_by_keyword, storage=None, writes_pages=False)
     return Executor(plain).compiled(problem)[0], {**jax.eval_shape(call.store, **dense), **others}
 
 
