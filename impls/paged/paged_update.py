@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cases.storage_forms.storage_layout import SCALES, WHOLE_SCALES
+from cases.storage_forms.paged_form import SCALES, WHOLE_SCALES
 from impls.paged.attention import attention, check_paged_operands, check_tables
 
 _MAX_INT32 = 2**31 - 1  # of int32: no token is there
