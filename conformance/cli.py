@@ -17,11 +17,10 @@ from absl import app, logging
 from conformance import environment, interrupts, packages
 from conformance.commands import command_errors, help_texts, standard_streams
 from conformance.commands.command_errors import CannotJudge, CommandParser, Parser
+from conformance.extensions import load_extensions
 from conformance.fork_server import forked_process
 from conformance.judging.run_levels import GRID_LEVELS, LEVELS
 
-# Commands that time programs: they run under JAX's default flags, as everybody's programs do.
-_TIMING_COMMANDS = frozenset({"bench", "tune"})
 _JUDGING_COMMANDS = frozenset({"run", "explore"})
 
 
@@ -68,66 +67,10 @@ def build_parser() -> argparse.ArgumentParser:
     expect.add_argument("--impl", action="append", default=[], metavar="NAME", help="only of this; may be repeated")
     _add_sensitivity(commands)
     _add_calibrate(commands)
-    _add_bench(commands)
-    _add_tune(commands)
-    about = "what our TPU kernels cost by their compiler's schedules, against what was recorded"
-    cycles = commands.add_parser(
-        "cycles", help=about, description=_format_sentence(about), epilog=help_texts.CYCLES_EXAMPLES
-    )
-    cycles.add_argument("--impl", action="append", default=[], metavar="NAME", help="only of this; may be repeated")
-    cycles.add_argument("--target", action="append", default=[], metavar="NAME", help="only for this generation (v6e)")
-    about = "show implementations side by side on this case, each at its best block sizes; may be repeated"
-    cycles.add_argument("--case", action="append", default=[], metavar="ID", help=about)
-    about = "with --case: kernels of this setting (forward); may be repeated"
-    cycles.add_argument("--knob", action="append", default=[], metavar="NAME", help=about)
-    cycles.add_argument("--save", action="store_true", help="keep the figures of today")
+    for extension in load_extensions():
+        for command in extension.commands:
+            command.add_parser(commands)
     return top
-
-
-def _add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    about = "time implementations side by side, and say what memory they take"
-    bench = commands.add_parser("bench", help=about, description=help_texts.BENCH, epilog=help_texts.BENCH_EXAMPLES)
-    what = bench.add_argument_group("what to time")
-    what.add_argument(
-        "--impl",
-        action="append",
-        default=[],
-        metavar="NAME[,NAME...]",
-        help="as for `run`, groups too; the first is the baseline",
-    )
-    what.add_argument("--case", action="append", default=[], metavar="ID", help="this case; may be repeated")
-    what.add_argument("--cases", metavar="QUERY", help="only those of the default cases that match")
-    what.add_argument(
-        "--phase", choices=("forward", "backward", "both"), default="both", help="backward is with its forward (both)"
-    )
-    _add_products_option(what)
-    _add_time_limits(bench, runs=30, seconds=120.0)
-
-
-def _add_tune(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    about = "choose an implementation's block sizes by timing them on this machine"
-    tune = commands.add_parser("tune", help=about, description=_format_sentence(about), epilog=help_texts.TUNE_EXAMPLES)
-    what = tune.add_argument_group("what to tune")
-    what.add_argument("--impl", required=True, metavar="NAME", help="a registered name (see `list`)")
-    what.add_argument("--case", action="append", default=[], metavar="ID", help="on this case; may be repeated")
-    what.add_argument("--knob", action="append", default=[], metavar="NAME", help="only this; may be repeated")
-    what.add_argument("--static", action="store_true", help="for TPUs that are not here, by their compiler's schedules")
-    what.add_argument(
-        "--target", action="append", default=[], metavar="NAME", help="with --static: only for this (v6e)"
-    )
-    what.add_argument("--out", metavar="FILE.json", help="write the table here (where the implementation reads it)")
-    _add_time_limits(tune, runs=20, seconds=600.0)
-
-
-def _add_time_limits(adding: CommandParser, *, runs: int, seconds: float) -> None:
-    limits = adding.add_argument_group("how long")
-    limits.add_argument("--runs", type=int, default=runs, metavar="N", help=f"most rounds of a comparison ({runs})")
-    limits.add_argument(
-        "--seconds", type=float, default=seconds, metavar="N", help=f"for all timing, without compiling ({seconds:g})"
-    )
-    output = adding.add_argument_group("output")
-    output.add_argument("--report", metavar="FILE.html", help="write the page here, and its data beside it (.jsonl)")
-    output.add_argument("--json", metavar="FILE", help="write the measurements here, one JSON object a line")
 
 
 def _add_sensitivity(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -166,6 +109,12 @@ def _add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
     adding.add_argument("--out", metavar="FILE.json", help="write the table here (where the limits are read from)")
     adding.add_argument("--add", action="store_true", help="keep the larger of each figure and of the one kept so far")
+
+
+def _needs_default_flags(arguments: argparse.Namespace) -> bool:
+    """Check whether a command must run under JAX's default flags, as commands that time programs do."""
+    commands = [command for extension in load_extensions() for command in extension.commands]
+    return any(command.needs_default_flags(arguments) for command in commands if command.name == arguments.command)
 
 
 def _format_sentence(text: str) -> str:
@@ -378,8 +327,7 @@ def _execute(arguments: argparse.Namespace, *, last: bool) -> int:
             interrupts.set_early_exit(
                 _report_early_signal
             )  # JAX does not stand being interrupted while it loads, and takes seconds
-        timing = arguments.command in _TIMING_COMMANDS and not getattr(arguments, "static", False)
-        environment.prepare_environment(timing=timing)
+        environment.prepare_environment(timing=_needs_default_flags(arguments))
         packages.claim_names(alone=last)
         if arguments.command in _JUDGING_COMMANDS and (reason := environment.find_disabled_jit()) is not None:
             raise CannotJudge(reason)

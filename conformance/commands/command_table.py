@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Callable
+
+from conformance.extensions import load_attribute, load_extensions
 
 _COMMAND_PLACES = {
     "run": "run:run",
@@ -17,16 +18,12 @@ _COMMAND_PLACES = {
     "expect": "expect:expect",
     "sensitivity": "bank.sensitivity:sensitivity",
     "calibrate": "calibrate:calibrate",
-    "bench": "bench:bench",
-    "tune": "tune:tune",
-    "cycles": "cycles:cycles",
 }
 
 
 def load_command(name: str) -> Callable[[argparse.Namespace], int]:
     """What does the command `name`."""
-    module, _, function = _COMMAND_PLACES[name].partition(":")
-    found: Callable[[argparse.Namespace], int] = getattr(
-        importlib.import_module(f"conformance.commands.{module}"), function
-    )
+    places = {name: f"conformance.commands.{place}" for name, place in _COMMAND_PLACES.items()}
+    places |= {command.name: command.function for extension in load_extensions() for command in extension.commands}
+    found: Callable[[argparse.Namespace], int] = load_attribute(places[name])
     return found

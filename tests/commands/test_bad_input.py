@@ -431,7 +431,7 @@ RUNS = [
         "run-line-no-query", ("run", "--resume=bad.jsonl"), ("give what it was given",), {"bad.jsonl": run_line()}
     ),
     BadInput(
-        "run-line-started", ("history", "bad.jsonl"), ("'noon' is no time",), {"bad.jsonl": run_line(started="noon")}
+        "run-line-started", ("history", "bad.jsonl"), ("'noon' is not a time",), {"bad.jsonl": run_line(started="noon")}
     ),
 ]
 SETTINGS = [

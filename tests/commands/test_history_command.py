@@ -127,7 +127,7 @@ def test_what_cannot_be_shown_is_one_clear_line(folder: Path, capsys: pytest.Cap
         (["empty"], "empty has no file of records"),
         (["nothing.jsonl"], "there is no run in nothing.jsonl"),
         (["junk.jsonl"], "junk.jsonl:1 is not a conformance record"),
-        (["when.jsonl"], "when.jsonl does not say when its run began: 'today' is no time"),
+        (["when.jsonl"], "when.jsonl does not say when its run began: 'today' is not a time"),
         (["1.jsonl", "--report=1.jsonl"], "1.jsonl is no page"),
         (["1.jsonl", "--report=absent/h.html"], "cannot be written"),
         (["1.jsonl", "--report=h", "--markdown=h"], "two outputs go to h"),

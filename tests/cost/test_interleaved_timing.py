@@ -173,7 +173,7 @@ def test_reasons_are_those_that_were_given(product: None) -> None:
     assert forward["absent"].reason == "no such machine"
     assert forward["absent"].platform == "gpu"
     assert forward["raises"].reason.startswith("ValueError: no (")
-    assert "test_bench.py:" in forward["raises"].reason
+    assert "test_interleaved_timing.py:" in forward["raises"].reason
     assert "not on Tuesdays" in forward["declines"].reason
     assert forward["no causal"].reason == "causal: takes no mask"
     assert "no TPU in this machine" in forward["interpreted"].reason

@@ -1,4 +1,4 @@
-"""Who could be asked about one block only is told so in the verdict."""
+"""Test that the verdict names a number of blocks that is too small."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.kernels import naive
 
 
 def build_taking(lengths: Callable[[int, int], bool]) -> Implementation:
+    """Build an implementation that accepts some lengths only."""
     found = implementation_registry.find_implementation("dot_product")
 
     def supports(case: Case) -> str | None:
@@ -31,10 +32,12 @@ def build_taking(lengths: Callable[[int, int], bool]) -> Implementation:
 
 
 def build_pass(case: Case) -> Record:
+    """Build a record that passes."""
     return Record(implementation="it", platform="cpu", case=case.id, check="forward", observable="out", verdict=PASS)
 
 
 def describe_few(lengths: Callable[[int, int], bool], level: str = "quick") -> str:
+    """Describe the blocks that were too few, given judged cases."""
     implementation = build_taking(lengths)
     jobs = run_plan.plan_run([implementation], level=level).jobs
     return describe_few_blocks(implementation, [build_pass(job.case) for job in jobs if job.is_on_grid])

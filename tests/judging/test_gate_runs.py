@@ -1,4 +1,4 @@
-"""The pytest gate, as a kernel author runs it from a repository of their own."""
+"""Test the pytest gate as a kernel author runs it, from a repository of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     return create_repository(tmp_path, monkeypatch)
 
 
-def without_seconds(path: Path) -> list[records.Record]:
+def strip_seconds(path: Path) -> list[records.Record]:
     return records.merge_records(dataclasses.replace(record, seconds=0.0) for record in records.read_jsonl(path))
 
 
@@ -73,7 +73,7 @@ def test_a_kernel_that_goes_by_the_compilers_flags_is_red(repository: Repository
     assert len([record for record in found if records.FLAGS_DIFFER in record.figures]) > 0
 
 
-def collected(repository: Repository, *arguments: str) -> list[str]:
+def collect_tests(repository: Repository, *arguments: str) -> list[str]:
     result = run_gate(repository, "--collect-only", "-q", *arguments)
     return [line for line in result.stdout.lines if "::" in line]
 
@@ -86,10 +86,10 @@ def test_settings_by_which_no_test_is_run_are_red(repository: Repository) -> Non
 
 
 def test_cases_are_chosen_by_their_ids(repository: Repository) -> None:
-    capped = collected(repository, "-k", "softcap")
+    capped = collect_tests(repository, "-k", "softcap")
     assert capped
     assert all("softcap" in name for name in capped)
-    both = collected(repository, "-k", "kernel and bf16 and not softcap")
+    both = collect_tests(repository, "-k", "kernel and bf16 and not softcap")
     assert both
     assert all("bf16" in name and "softcap" not in name for name in both)
     assert all("-cpu-" in name for name in both)
@@ -108,9 +108,9 @@ def test_a_check_is_chosen_by_its_name_and_asked_alone(repository: Repository) -
     assert recorded.run is not None
     assert f"narrowed to {recorded.run.narrowed}" == said
     assert '<property name="checks" value="forward" />' in (repository.path / "j.xml").read_text()
-    others = collected(repository, "-k", "not forward")
-    assert len(others) == len(collected(repository))
-    assert collected(repository, "-k", "forms") != collected(repository)
+    others = collect_tests(repository, "-k", "not forward")
+    assert len(others) == len(collect_tests(repository))
+    assert collect_tests(repository, "-k", "forms") != collect_tests(repository)
 
 
 @pytest.mark.long
@@ -130,15 +130,15 @@ def test_a_gate_goes_on_with_a_file(repository: Repository, monkeypatch: pytest.
     (repository.path / "r.jsonl").write_text("".join(lines))
     resumed = run_gate(repository, FEW_CASES, "--conformance-resume=r.jsonl", "-n", "2")
     assert resumed.ret == 0
-    resumed.stdout.fnmatch_lines(["of the jobs, * are as the file has them that is gone on with*"])
-    assert without_seconds(repository.path / "r.jsonl") == without_seconds(repository.path / "whole.jsonl")
+    resumed.stdout.fnmatch_lines(["* jobs were taken from the resumed file*"])
+    assert strip_seconds(repository.path / "r.jsonl") == strip_seconds(repository.path / "whole.jsonl")
     (after,) = runs.read_runs(repository.path / "r.jsonl")
     assert after.is_complete
     assert after.run is not None
     assert len(after.run.resumed) == 1
     refused = run_gate(repository, "--conformance-resume=r.jsonl")
     assert refused.ret == pytest.ExitCode.USAGE_ERROR
-    assert "r.jsonl is of another run: narrowed was" in "".join(refused.errlines)
+    assert "r.jsonl is from another run: narrowed was" in "".join(refused.errlines)
 
 
 def test_a_plain_run_that_does_not_judge_says_what_does(repository: Repository) -> None:
@@ -160,7 +160,7 @@ def test_the_report_and_its_records_are_the_same_from_two_processes(repository: 
         "--pyargs", "conformance", "--impl=kernel.py:attention", FEW_CASES, "--conformance-report=two.html", "-n", "2"
     )
     assert two.ret == 0
-    assert without_seconds(repository.path / "one.jsonl") == without_seconds(repository.path / "two.jsonl")
+    assert strip_seconds(repository.path / "one.jsonl") == strip_seconds(repository.path / "two.jsonl")
     found = records.read_jsonl(repository.path / "one.jsonl")
     assert {record.verdict for record in found} <= {PASS, UNSUPPORTED}
     page = (repository.path / "two.html").read_text()

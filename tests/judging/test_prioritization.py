@@ -1,4 +1,4 @@
-"""Jobs come in the order of what they say for their cost, and `smoke` is where that order begins."""
+"""Test that jobs come in the order of what they tell for their cost, and that `smoke` is its beginning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs say together: only what was judged counts, and nothing that was planned and not judged is forgotten."""
+"""Test that only judged cases count when runs are merged, and that nothing planned is forgotten."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_what_one_file_lacks_another_may_have() -> None:
 
 def test_passes_of_today_do_not_cover_failures_of_yesterday() -> None:
     headline, _ = render_summary(build_recorded(*ALL, verdict=FAIL), build_recorded(*ALL))
-    assert headline == "kernel (cpu) does not conform."  # nothing changed in between, so one of them is a lie
+    assert headline == "kernel (cpu) does not conform."  # nothing changed in between, so they contradict each other
 
 
 OTHERS: dict[str, dict[str, Any]] = {

@@ -57,7 +57,9 @@ def shrink_findings(
             journal.probe(shrunk.records)
         if shrunk.tried and finding.levels:
             prober.remember([*journal.recorded.records, *journal.recorded.probes])
-            prober.beside(dataclasses.replace(finding_confirmation.build_suspicion(finding), failing=shrunk.case.id))
+            prober.confirm_failing_case(
+                dataclasses.replace(finding_confirmation.build_suspicion(finding), failing=shrunk.case.id)
+            )
 
 
 def _has_levels(levels: frozenset[Level], case: Case) -> bool:

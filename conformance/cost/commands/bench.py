@@ -1,4 +1,4 @@
-"""`bench`: implementations side by side, by time and memory."""
+"""`bench`: compare the time and memory of implementations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PHASES = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BAC
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    """`bench`: time, show, and say by the exit code whether all that was timed computes attention."""
+    """Time implementations and print them; return the exit code, which says whether all agree with the oracle."""
     started = time.perf_counter()
     limits = parse_limits(arguments)
     chosen = argument_lookup.load_project_settings()
@@ -66,7 +66,11 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def _reject_process_ending_kernel(name: str, kernels: KernelOptions, cases: Sequence[Case]) -> None:
-    """Refuse a kernel that exits, crashes or hangs: it has a process of its own until it has been traced once."""
+    """Refuse a kernel that exits, crashes or hangs, by tracing it once in a sandbox before it is timed in this process.
+
+    Raises:
+      CannotJudge: if its process ends.
+    """
     implementation = argument_lookup.find_implementation(name, kernels)
     if not is_sandboxed(implementation) or implementation.accelerator.absent is not None:
         return
@@ -74,16 +78,20 @@ def _reject_process_ending_kernel(name: str, kernels: KernelOptions, cases: Sequ
     try:
         for case in cases:
             if implementation.supports(case) is None:
-                with contextlib.suppress(Exception):  # what it raises stands in its row
+                with contextlib.suppress(Exception):  # its measurement will report the exception
                     executor.run(single_calls.trace_call, draw_problem(case))
     except ProcessLost as lost:
         raise CannotJudge(f"{name} cannot be timed: {lost}") from lost
     finally:
-        end_process(implementation)  # what it holds of a device is needed
+        end_process(implementation)  # frees the memory that it holds on a device
 
 
 def parse_limits(arguments: argparse.Namespace) -> TimingLimits:
-    """The limits that a command line sets."""
+    """Return the limits of a command line.
+
+    Raises:
+      CannotJudge: if one is not positive.
+    """
     if arguments.runs < 1:
         raise CannotJudge(f"--runs must be at least 1, got {arguments.runs}")
     if not arguments.seconds > 0:
@@ -92,7 +100,7 @@ def parse_limits(arguments: argparse.Namespace) -> TimingLimits:
 
 
 def warn_of_distorted_timing(console: Console) -> None:
-    """Say aloud what makes timings of this process worthless."""
+    """Warn of flags that make timings of this process meaningless."""
     if (reason := environment.find_timing_distortion()) is not None:
         console.print(f"These timings say little: {reason}.", style="yellow", highlight=False, soft_wrap=True)
 
@@ -100,7 +108,11 @@ def warn_of_distorted_timing(console: Console) -> None:
 def write_outputs(
     outputs: Outputs, found: Sequence[Measurement], level: str, seconds: float, *, interrupted: bool
 ) -> None:
-    """Write measurements and page, whichever are asked for."""
+    """Write the measurements and the page that the user asked for.
+
+    Raises:
+      CannotJudge: if a file cannot be written.
+    """
     reason = environment.find_timing_distortion()
     info = RunInfo(
         command=format_command_line(),

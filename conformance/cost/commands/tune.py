@@ -1,4 +1,4 @@
-"""`tune`: choose an implementation's settings by timing them on this machine, and keep them in its table."""
+"""`tune`: choose an implementation's settings by timing them on this machine, and write them to its table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from reports import terminal
 
 
 def run_tune(arguments: argparse.Namespace) -> int:
-    """`tune`: time candidates, show them, and write the table."""
+    """Time candidates, print them, and write the table; return the exit code."""
     started = time.perf_counter()
     limits = bench.parse_limits(arguments)
     implementation = argument_lookup.find_implementation(
@@ -78,7 +78,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
                 on_choice=on_choice,
             )
             if tuned.choices:
-                # After each case: what is tuned is kept, whatever happens to the rest.
+                # Written after each case, so an interruption loses only the rest.
                 _write_table(path, [_build_entry(implementation, declared, tuned, static, narrowed)])
                 written += 1
             if interrupted := tuned.interrupted:
@@ -90,12 +90,22 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
 
 def _get_tunable(implementation: Implementation) -> Tunable:
+    """Return the declaration of knobs.
+
+    Raises:
+      CannotJudge: if there is none.
+    """
     if implementation.tunable is None:
         raise CannotJudge(f"{implementation.name} declares nothing to tune (Implementation.tunable)")
     return implementation.tunable
 
 
 def _choose_knobs(implementation: Implementation, declared: Tunable, asked: Sequence[str]) -> list[Knob]:
+    """Find the named knobs; all of them without names.
+
+    Raises:
+      CannotJudge: if the implementation has no such knob.
+    """
     known = {knob.name: knob for knob in declared.knobs}
     for name in asked:
         if name not in known:
@@ -121,7 +131,7 @@ def _choose_cases(
 
 
 def _read_static_cycles(declared: Tunable, case: Case) -> dict[str, dict[str, float]]:
-    """Cycles of candidates by knob, as `tune --static` left them for this device and case; empty if it did not."""
+    """Read the static cycles that `tune --static` recorded for this device and case, by knob and candidate."""
     kind, key = jax.devices()[0].device_kind, dict(declared.key(case))
     entries = tunable.read_table(declared.table) if declared.table is not None else ()
     found = next((entry for entry in entries if entry.device == kind and dict(entry.key) == key), None)
@@ -129,7 +139,7 @@ def _read_static_cycles(declared: Tunable, case: Case) -> dict[str, dict[str, fl
 
 
 def _describe_static_order(choice: KnobChoice, static: Mapping[str, Mapping[str, float]]) -> str:
-    """How the static cycles of the candidates held; empty where there are none."""
+    """Say whether timing agrees with the static cycles of the candidates; empty if there are none."""
     seconds = {
         name: row.seconds.median
         for row in choice.measurements
@@ -165,7 +175,7 @@ def _build_entry(
 
 
 def _describe_choice(choice: KnobChoice) -> str:
-    """How the setting compared to what it replaces."""
+    """Say how the chosen setting compares with the one that it replaces."""
     tried = f"of {len(choice.measurements)} settings"
     if not choice.changed:
         return f"{format_setting(choice.knob, choice.before)} kept, {tried} none faster beyond the spread"
