@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from conformance.records import (
@@ -53,6 +53,7 @@ class ContenderSummary:
       extent: how much of what was planned was asked.
       text: the conformity as a sentence goes on, with all that qualifies it.
       declared: what it declares that asks less of it than the defaults; empty unless it conforms.
+      reason: the commonest reason why it could not be judged; empty if it was.
     """
 
     contender: Contender
@@ -64,11 +65,29 @@ class ContenderSummary:
     extent: Extent
     text: str
     declared: str
+    reason: str
 
     @property
     def is_of_one_check(self) -> bool:
         """Whether a single check judged something: one question answered is no conformity."""
         return len(self.checks) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSummary:
+    """What the records of a run say as a whole.
+
+    Attributes:
+      contenders: whether each contender conforms.
+      headline: the whole run in one sentence.
+      state: whether the run is complete, and to what it was narrowed.
+      shortfall: a warning that not all that was planned was judged; empty if it was.
+    """
+
+    contenders: tuple[ContenderSummary, ...]
+    headline: str
+    state: str
+    shortfall: str
 
 
 def compute_conformity(records: Iterable[Record]) -> str:
@@ -86,6 +105,12 @@ def _compute_conformity(counts: Counts) -> str:
     if not counts.judged:
         return NOT_JUDGED
     return KNOWN_FAILURES if counts[EXPECTED_FAIL] else CONFORMS
+
+
+def summarize_run(groups: Mapping[Contender, Sequence[Record]], run: RunInfo) -> RunSummary:
+    """Summarize the records of a run, grouped by contender."""
+    contenders = summarize_contenders(groups, run)
+    return RunSummary(contenders, format_headline(contenders), format_state(run), format_shortfall(run))
 
 
 def summarize_contenders(groups: Mapping[Contender, Sequence[Record]], run: RunInfo) -> tuple[ContenderSummary, ...]:
@@ -109,22 +134,8 @@ def _summarize_contender(contender: Contender, records: Sequence[Record], run: R
         extent=extent,
         text=_format_conformity(contender, conformity, records, counts, checks, extent, run),
         declared=", ".join(_find_entry(run.declared, contender) or ()) if conforms else "",
+        reason=_find_commonest_reason(records) if conformity == NOT_JUDGED else "",
     )
-
-
-def find_not_judged_reasons(groups: Mapping[Contender, Sequence[Record]]) -> Iterator[tuple[Contender, str]]:
-    """Yield the contenders that could not be judged, with the commonest reason.
-
-    Reasons of unjudged records come before those of unsupported ones.
-    """
-    for contender, records in groups.items():
-        if compute_conformity(records) != NOT_JUDGED:
-            continue
-        for verdict in (UNJUDGED, UNSUPPORTED):
-            reasons = Counter(record.reason for record in records if record.verdict == verdict and record.reason)
-            if reasons:
-                yield contender, reasons.most_common(1)[0][0]
-                break
 
 
 def format_headline(contenders: Sequence[ContenderSummary]) -> str:
@@ -166,6 +177,15 @@ def format_shortfall(run: RunInfo) -> str:
         return ""
     done, planned = sum(extent.done for extent in partly), sum(extent.planned or 0 for extent in partly)
     return f"Not all that was planned was judged: {done:,} of {planned:,} jobs."
+
+
+def _find_commonest_reason(records: Sequence[Record]) -> str:
+    """Return the commonest reason of unjudged records, or of unsupported ones if none is unjudged."""
+    for verdict in (UNJUDGED, UNSUPPORTED):
+        reasons = Counter(record.reason for record in records if record.verdict == verdict and record.reason)
+        if reasons:
+            return reasons.most_common(1)[0][0]
+    return ""
 
 
 def _format_conformity(
