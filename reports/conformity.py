@@ -151,7 +151,10 @@ def format_headline(contenders: Sequence[ContenderSummary]) -> str:
 
 
 def format_state(run: RunInfo) -> str:
-    """Format whether a run, or all that are merged, ended with all that was planned, and to what it was narrowed."""
+    """Format whether a run is complete, and to what it was narrowed.
+
+    Merged runs are complete if all of them are.
+    """
     extents = run.extents.values() or (Extent(level=run.level, narrowed=run.narrowed),)
     if run.interrupted:
         return "interrupted"
@@ -225,7 +228,10 @@ def _format_conformity(
 
 
 def _format_narrowing(extent: Extent) -> str:
-    """Format to what the run was narrowed; empty if it was not, or if only a stop is why not all was asked."""
+    """Format to what the run was narrowed.
+
+    The text is empty if the run was not narrowed. A stop alone is no narrowing.
+    """
     parts = ["smoke"] if extent.level == "smoke" else []
     if extent.narrowed:
         is_part = extent.planned is not None and extent.whole is not None and extent.planned < extent.whole
@@ -237,7 +243,10 @@ def _format_narrowing(extent: Extent) -> str:
 
 
 def _format_declined_cases(coverage: Mapping[str, Any]) -> str:
-    """Format in how many cases a contender was judged and how many it declines; empty if it declines none."""
+    """Format in how many cases a contender was judged, and how many it declines.
+
+    The text is empty if it declines none.
+    """
     judged, declined = coverage.get("cases judged"), coverage.get("declined")
     if not (isinstance(judged, int) and isinstance(declined, int) and declined):
         return ""
@@ -245,7 +254,9 @@ def _format_declined_cases(coverage: Mapping[str, Any]) -> str:
 
 
 def _format_declined_pairs(coverage: Mapping[str, Any]) -> str:
-    """Format how many pairs of operands and masks a contender declines though it takes each of both alone.
+    """Format how many pairs of operands and masks a contender declines.
+
+    The contender takes each of them alone.
 
     The coverage states the pairs only where most of them are declined.
     """
@@ -269,7 +280,10 @@ def _format_refused(records: Sequence[Record], counts: Counts) -> str:
 
 
 def _list_refused_checks(records: Iterable[Record]) -> list[str]:
-    """List the checks that the call refused as a whole, by raising, in most of the supported cases."""
+    """List the checks that the call refused in most of the supported cases.
+
+    It refused them as a whole, by raising `NotImplementedError`.
+    """
     cases: dict[str, dict[str, bool]] = {}
     for record in records:
         refused = REFUSED in record.figures and record.observable == "all"

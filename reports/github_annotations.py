@@ -15,7 +15,10 @@ from reports.record_groups import Contender, get_contender, group_by
 from reports.text_format import shorten_text
 
 MAX_ANNOTATIONS = 10
-"""Annotations of a kind that GitHub shows of a step; the last states how many more there are."""
+"""Annotations of a kind that GitHub shows of a step.
+
+The last states how many more there are.
+"""
 ERROR_LEVEL, WARNING_LEVEL = "error", "warning"
 _MAX_REASON = 300
 _TITLE = "Attention conformance"

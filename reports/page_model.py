@@ -173,7 +173,10 @@ class CaseCounts:
 
 @dataclasses.dataclass(frozen=True)
 class FreeTable:
-    """A list of dictionaries as a table: the union of their keys, and which columns hold only numbers."""
+    """A list of dictionaries as a table.
+
+    Its columns are the union of the keys; `numeric` names those that hold only numbers.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[Mapping[str, Any], ...]
@@ -300,7 +303,10 @@ def build_free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MAX_ROWS) 
 
 
 def _build_panel(text: FindingText) -> FindingPanel:
-    """Build a finding with all of its records, those of its own kind first; each group shows a few."""
+    """Build a finding with all of its records, those of its own kind first.
+
+    Each group shows a few.
+    """
     records = text.finding.records
     groups = [
         dataclasses.replace(group, shown=min(group.shown, SHOWN_PER_GROUP))
@@ -350,7 +356,10 @@ def _find_flag_differences(groups: RecordGroups) -> tuple[FlagDifference, ...]:
 
 
 def _compute_size(case: str) -> float:
-    """Return the product of B, T, S, N and H of a case; infinity if its id names none."""
+    """Return the product of B, T, S, N and H of a case.
+
+    The result is infinity if its id names none.
+    """
     shape = _SHAPE.search(case)
     return math.prod(map(int, shape.groups())) if shape else math.inf
 
@@ -361,7 +370,10 @@ def _find_common_features(records: Sequence[Record]) -> tuple[str, ...]:
 
 
 def _distribute_quota(groups: Sequence[Sequence[Record]], cap: int) -> list[int]:
-    """Return how many records of each group to show: one of each in turn, groups with the worst record first."""
+    """Return how many records of each group to show.
+
+    Groups take turns, one record each, the group with the worst record first.
+    """
     order = sorted(range(len(groups)), key=lambda place: rank_failure(groups[place][0]))
     quotas = [0] * len(groups)
     while cap > 0 and (unfilled := [place for place in order if quotas[place] < len(groups[place])]):

@@ -73,7 +73,10 @@ def format_findings(summary: Summary, page: str = "") -> list[str]:
 
 
 def print_measurements(measurements: Sequence[Measurement], console: Console) -> None:
-    """Print implementations side by side: a table for each case and phase, in the order in which they took turns."""
+    """Print implementations side by side, in a table for each case and phase.
+
+    Rows stand in the order in which the implementations took turns.
+    """
     for panel in build_speed_panels(measurements):
         title = Text(f"{panel.phase} ", style="bold")
         title.append(panel.case, style="")
