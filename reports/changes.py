@@ -125,7 +125,7 @@ class Comparison:
         counted = Counter(change.kind for change in self.changes)
         return {kind: counted[kind] for kind in KINDS if counted[kind]}
 
-    def of_kind(self, kind: str) -> list[Change]:
+    def list_changes(self, kind: str) -> list[Change]:
         """Return the changes of a kind."""
         return [change for change in self.changes if change.kind == kind]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_RUNS = 60
-"""Runs in a chart, the newest: more of them cannot be told apart."""
+"""Runs in a chart, the newest: more of them cannot be distinguished."""
 _MAX_NAMES = 2
 _MAX_LABELS = 24  # numbers below the axis
 _COLORS = {

@@ -209,9 +209,9 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
 
 
 def _find_offset_mask(kind: str) -> dict[str, str] | None:
-    """Return a mask of the kind with an offset, which masks without offset can be told from.
+    """Return a mask of the kind with an offset, to distinguish levels with and without offset.
 
-    The result is none if it has none.
+    The result is none if the kind takes no offset.
     """
     masks = {"causal": "causal-o5", "window": "window-l31-r0-o5"}
     return {"mask": masks[kind]} if kind in masks else None

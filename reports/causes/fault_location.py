@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 MAX_COMBINATIONS = 12
-"""Combinations that are sought: more faults at once cannot be told apart."""
+"""Combinations that are sought: more faults at once cannot be distinguished."""
 _PASSES = 2  # how often each is sought again among what the others leave
 
 # Beta distributions of the rate of red. With a combination, rows are red unless chance hides the fault. Without it,

@@ -127,8 +127,8 @@ def test_a_matrix_is_sorted_by_a_column_by_keys_alone(tab: Tab, page: Path) -> N
     tab.open(page)
     by_name = tab.evaluate(NAMES)
     matrix = build_matrices(group_records(RECORDS))[0]
-    ranks = [[matrix.ranks.get((x, column), 99) for x in matrix.contenders] for column in matrix.columns]
-    number = next(n for n, each in enumerate(ranks) if each != sorted(each))
+    places = [[matrix.ranks.get((x, column), 99) for x in matrix.contenders] for column in matrix.columns]
+    number = next(n for n, each in enumerate(places) if each != sorted(each))
     column = matrix.columns[number]
     cells = {x.implementation: matrix.cells.get((x, column)) for x in matrix.contenders}
     assert by_name == list(cells)
