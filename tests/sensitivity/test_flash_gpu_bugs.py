@@ -43,7 +43,7 @@ def replace_backward_mask(change: Callable[[Mask], Mask]) -> Patch:
     def wrong(plan: FlashGpuPlan, *rest: Any) -> Any:
         return correct(dataclasses.replace(plan, mask=change(plan.mask)), *rest)
 
-    return lambda patch: patch.setattr(CALL, "backward_pass", wrong)
+    return lambda patch: patch.setattr(CALL, "run_backward", wrong)
 
 
 def read_tail(patch: pytest.MonkeyPatch) -> None:
