@@ -1,8 +1,8 @@
-"""Measurements: what one implementation costs on one case, the only thing that crosses from timing to reporting.
+"""Measurements: what one implementation costs on one case, as plain data for reports.
 
-A measurement is plain data, like a record. Files of measurements are JSON lines, can be appended to, and can be merged
-from any number of machines. A speed is relative to a baseline of the same round robin. It is kept as it was measured,
-and never recomputed from samples of two files.
+Timing (`conformance.cost`) writes them, and reports read them; neither imports the other. Files of measurements are
+JSON lines, to which lines can be appended. Files of several machines can be merged. A speed is relative to a baseline
+that was timed in the same rounds. It is stored as measured, and never computed from samples of two files.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from conformance.records import ERROR, UNJUDGED, UNSUPPORTED, RecordFileError, m
 FORWARD = "forward"
 BACKWARD = "forward+backward"
 PHASES = (FORWARD, BACKWARD)
-"""The call; the call and its gradients, in one program."""
+"""What is timed: the call; the call with its gradients, in one program."""
 
 AGREES = "agrees"
 DIFFERS = "differs"
 OUTCOMES = (AGREES, DIFFERS, ERROR, UNSUPPORTED, UNJUDGED)
-"""Whether the timed program gave what the float64 oracle says where it was looked at; or why there is no timing."""
+"""Whether the timed program agrees with the float64 oracle where they were compared; or why it was not timed."""
 TIMED = frozenset({AGREES, DIFFERS})
-"""Outcomes that go with samples; what differs in its shape has none, since nobody needs to know its speed."""
+"""Outcomes of programs that were timed. A program whose results have a wrong shape differs and is not timed."""
 
 
 class Quartiles(NamedTuple):
-    """The middle of a sample and where its middle half lies."""
+    """The quartiles of a sample."""
 
     lower: float
     median: float
@@ -42,9 +42,13 @@ class Quartiles(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quartiles:
-        """Quartiles by linear interpolation between the order statistics; of one value, that value."""
+        """Compute quartiles, by linear interpolation between the sorted values.
+
+        Raises:
+          ValueError: if there are no values.
+        """
         if not values:
-            raise ValueError("there are no quartiles of nothing")
+            raise ValueError("an empty sample has no quartiles")
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
@@ -52,28 +56,30 @@ class Quartiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one implementation costs on one case in one phase, or the reason why it was not timed.
+    """What one implementation costs on one case in one phase, or why it was not timed.
 
     Attributes:
-      implementation: its name.
-      platform: the JAX backend it ran on, or that it is written for where it cannot run here.
-      device: the kind of device, as JAX names it.
-      case: the case's id.
+      implementation: name of the implementation.
+      platform: the JAX backend that it ran on; if it cannot run here, the one that it is written for.
+      device: kind of the device, as JAX names it.
+      case: id of the case.
       phase: `"forward"` or `"forward+backward"`.
       outcome: one of `OUTCOMES`.
       reason: why it was not timed, or what differs.
-      baseline: the implementation that `speed` is relative to.
-      samples: seconds a call, one for each round of the round robin.
-      calls: calls in a row that each sample is the mean of.
-      speed: quartiles of `baseline's seconds / seconds`, paired round by round; 2 means twice as fast.
-      flops: floating-point operations that the case asks for (`conformance.cost.timing.attention_flops`), the same for everybody.
-      ceiling: FLOP/s that a large matrix product in the case's dtype reached in the same rounds, by its median.
-      error: the largest error over the gate's limit, among the elements that were looked at.
-      compile_seconds: tracing, lowering and compiling.
-      memory: bytes: `temporary` of the compiled program and `peak`, that with operands and results, as its compiler
-        says; `device_peak`, the allocator's high-water mark over what was allocated before, where the device tells and
+      baseline: name of the implementation that `speed` is relative to.
+      samples: seconds per call, one for each round.
+      calls: number of successive calls that each sample is the mean of.
+      speed: quartiles of the baseline's seconds over its own, paired round by round; 2 means twice as fast.
+      flops: floating-point operations that the case requires, the same for every implementation
+        (`conformance.cost.timing.attention_flops`).
+      ceiling: median FLOP/s of a large matrix product in the case's dtype in the same rounds.
+      error: the largest error over the limit of the checks, among the elements that were compared.
+      compile_seconds: time of tracing, lowering and compiling.
+      memory: bytes. `temporary` and `peak` are from the compiler: temporaries, and these with operands and results.
+        `device_peak` is the allocator's high-water mark over what was allocated before, if the device reports it and
         this program set it.
       jax: version of JAX.
+      schema: name and version of the format.
     """
 
     implementation: str
@@ -107,28 +113,28 @@ class Measurement:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What identifies the measurement; of two with one key the later counts."""
+        """What identifies the measurement; of two with the same key, the later one counts."""
         return (self.device, self.case, self.phase, self.implementation)
 
     @property
     def seconds(self) -> Quartiles | None:
-        """Quartiles of the seconds a call, none if it was not timed."""
+        """Quartiles of the seconds per call; None if it was not timed."""
         return Quartiles.of(self.samples) if self.samples else None
 
     @property
     def flops_per_second(self) -> float | None:
-        """What the median call reaches of `flops`."""
+        """FLOP/s of the median call; None if it was not timed."""
         return None if self.seconds is None or self.flops is None else self.flops / self.seconds.median
 
     @property
     def of_ceiling(self) -> float | None:
-        """`flops_per_second` as a share of `ceiling`."""
+        """`flops_per_second` as a share of `ceiling`; None if either is not known."""
         reached = self.flops_per_second
         return None if reached is None or not self.ceiling else reached / self.ceiling
 
 
 def serialize_measurement(measurement: Measurement) -> str:
-    """One line of strict JSON; an infinite error becomes the string `inf`."""
+    """Serialize as one line of strict JSON; an infinite error becomes the string `inf`."""
     data = dataclasses.asdict(measurement)
     if data["error"] == float("inf"):
         data["error"] = "inf"
@@ -136,7 +142,11 @@ def serialize_measurement(measurement: Measurement) -> str:
 
 
 def parse_measurement(line: str) -> Measurement:
-    """Read the measurement in a line written by `to_json`. Raises `ValueError` for a line that is none."""
+    """Parse a line that `serialize_measurement` wrote.
+
+    Raises:
+      ValueError: if the line is no measurement.
+    """
     fields = msgspec.structs.asdict(decode_measurement(line))
     fields["speed"] = None if fields["speed"] is None else Quartiles(*fields["speed"])
     fields["error"] = None if fields["error"] is None else float(fields["error"])
@@ -144,7 +154,7 @@ def parse_measurement(line: str) -> Measurement:
 
 
 def has_measurements(path: Path) -> bool:
-    """Whether the first line of a file is a measurement."""
+    """Check whether the first line of a file is a measurement."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return f'"{MEASUREMENT_SCHEMA}"' in file.readline()
 
@@ -154,7 +164,7 @@ def read_measurements(path: Path) -> list[Measurement]:
 
     Raises:
       OSError: if the file cannot be read.
-      RecordFileError: for a line that is no measurement.
+      RecordFileError: if a line is no measurement.
     """
     found = []
     try:

@@ -2,8 +2,8 @@
 
 They import `cases` and `conformance.contract`, and never the oracle or the checks. `impls.catalogue` lists them.
 
-What every one of them computes, for a query `i`, the keys `j` of its key/value head, and the sink of its query head.
-The kernels mark their lines with these numbers. A term of an operand that is not given is left out.
+Each of them computes the following, for a query `i`, the keys `j` of its key/value head, and the sink of its query
+head. Comments in the kernels refer to these numbers. Terms of operands that are not given are left out.
 
     (1)  x_ij = scale <q_i, k_j> + bias_ij
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
@@ -28,8 +28,9 @@ cotangents `dout` and `dlse` of `out` and `logsumexp`, and computes:
     (17) dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
 
 The sums of (9) and (15) run over the queries of all query heads that share the key/value head. The kernels take
-`D - dlse` as one number a query, and call it the row sum.
+`D - dlse` as one number per query, called the row sum.
 
-A flash kernel goes over the keys block by block. It keeps m, l and the sum of (6) for the keys so far. A block that
-raises m multiplies the old l and the old sum by `exp(old m - new m)`. The division of (6) is done once, at the end.
+A flash kernel visits the keys block by block, and keeps m, l and the sum of (6) over the keys visited so far. A block
+that raises m multiplies the old l and the old sum by `exp(old m - new m)`. The division of (6) is done once, at the
+end.
 """

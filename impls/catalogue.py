@@ -1,7 +1,7 @@
-"""The names of our implementations and of the adapters, and the modules that have them.
+"""Names of our implementations and of the adapters, with the modules that define them.
 
 The registry reads this table before it imports any of them. Each module has a tuple `IMPLEMENTATIONS`, with one
-`conformance.contract.Implementation` of each of these names.
+`conformance.contract.Implementation` for each of its names.
 """
 
 from __future__ import annotations
@@ -53,4 +53,4 @@ _NAMES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
 }
 
 MODULES: Mapping[str, str] = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
-"""The module of each name, in the order in which they are listed."""
+"""Module of each name, in the order in which commands list them."""

@@ -1,7 +1,7 @@
-"""Derivative rules that hold once: to differentiate what they compute again is refused in a sentence.
+"""Refusal of second derivatives of kernels whose `custom_vjp` rule supports only first ones.
 
-First derivatives in reverse mode do not differentiate the two halves of a `custom_vjp`. What does is a second
-derivative, which would otherwise fail somewhere inside, where nobody can tell why.
+First derivatives in reverse mode do not differentiate the two halves of a `custom_vjp`; second derivatives do. Without
+this module they would fail deep inside the kernel with an unclear message.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from jax.custom_derivatives import linear_call
 
 
 def refuse_derivatives(kernel: str, function: Callable[..., Any], *operands: Any) -> Any:
-    """`function(*operands)`, which raises `NotImplementedError` where it is differentiated.
+    """Compute `function(*operands)`, and raise `NotImplementedError` if it is differentiated.
 
     Args:
-      kernel: how the message names the kernel.
-      function: one half of its `custom_vjp`, with all that is static bound.
+      kernel: name of the kernel in the message.
+      function: one half of its `custom_vjp`, with all static arguments bound.
       operands: its arrays, in trees.
     """
 
@@ -34,9 +34,9 @@ def refuse_derivatives(kernel: str, function: Callable[..., Any], *operands: Any
 
 
 def refuse_reverse_mode(kernel: str, function: Callable[..., Any], *operands: Any) -> Any:
-    """`function(*operands)`, which raises `NotImplementedError` where it is differentiated in reverse mode.
+    """Compute `function(*operands)`, and raise `NotImplementedError` if it is differentiated in reverse mode.
 
-    Forward mode goes through it, for loops whose number of steps is known at run time only.
+    Forward mode is allowed. This suits loops whose number of steps is only known at run time.
 
     Args:
       kernel: as for `once`.

@@ -1,8 +1,8 @@
-"""Operands whose shardings are part of their types: kernels compute on them as on any others.
+"""Support for operands on meshes with explicit axes, whose shardings are part of their types.
 
-From jax 0.12 on `jax.make_mesh` makes meshes of explicit axes. There every operation must say how its result is
-sharded, which loops over blocks and Pallas calls cannot. Inside the call the compiler decides; what comes out is
-sharded as the queries are.
+From jax 0.12 on, `jax.make_mesh` makes meshes with explicit axes. There every operation must state how its result is
+sharded, which loops over blocks and Pallas calls cannot do. So inside the call the compiler decides, and the results
+are sharded like the queries.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _ARRAY_OPTIONS = (*(operand.name for operand in OPTIONAL if operand.arrays), "le
 
 
 def accept_explicit_sharding(call: _Call) -> _Call:
-    """The canonical call, for operands on meshes of explicit axes too.
+    """Wrap a canonical call so that it accepts operands on meshes with explicit axes.
 
-    What it returns are arrays `[B, T, N, .]` and residuals `[B, N, T]`, in any tree.
+    The call must return a tree of arrays `[B, T, N, .]` and residuals `[B, N, T]`.
     """
 
     @functools.wraps(call)
@@ -53,7 +53,7 @@ def accept_explicit_sharding(call: _Call) -> _Call:
 
 
 def find_explicit_mesh(arrays: Any) -> Any:
-    """The mesh of the first array that is on one with explicit axes; none if there is none."""
+    """Find the mesh of the first array that is on a mesh with explicit axes; None if there is none."""
     for x in jax.tree.leaves(arrays):
         if isinstance(x, jax.Array):
             mesh = jax.typeof(x).sharding.mesh

@@ -1,4 +1,4 @@
-"""What differs between the versions of JAX, and between the backends a process may run on.
+"""Differences between versions of JAX, and between the backends that a process may run on.
 
 Tested with jax 0.10.2 and 0.12.0.1.
 """
@@ -23,7 +23,7 @@ from conformance.contract import Products
 
 
 def load_pallas_gpu_attention() -> ModuleType:
-    """`jax.experimental.pallas.ops.gpu.attention`, without the deprecation warning it has from jax 0.11 on."""
+    """Load `jax.experimental.pallas.ops.gpu.attention`, without its deprecation warning of jax 0.11."""
     name = "jax.experimental.pallas.ops.gpu.attention"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=f"{name} is deprecated", category=DeprecationWarning)
@@ -31,7 +31,7 @@ def load_pallas_gpu_attention() -> ModuleType:
 
 
 def use_tpu_interpreter(interpret: Any) -> contextlib.AbstractContextManager[None]:
-    """A context that traces Pallas TPU kernels with this `interpret=`; one that changes nothing if it is false.
+    """Return a context that traces Pallas TPU kernels with this `interpret=`; it does nothing if `interpret` is false.
 
     `True` selects the fast interpreter although `force_tpu_interpret_mode` is annotated for `InterpretParams` only: its
     value becomes `pallas_call`'s `interpret`, in both versions.
@@ -51,10 +51,10 @@ def build_triton_call(
     num_stages: int,
     interpret: bool,
 ) -> Callable[..., Any]:
-    """`pallas_call` with the Triton back end, its inputs and its outputs each one tree.
+    """Build a `pallas_call` with the Triton back end, whose inputs are one tree and whose outputs are another.
 
-    From jax 0.11 on it warns when lowered for a GPU, which is after any call of ours has returned: whoever makes
-    warnings errors has to except `The Pallas Triton backend is deprecated`, as this project's pytest settings do.
+    From jax 0.11 on it warns when it is lowered for a GPU, after our call has returned. Code that turns warnings into
+    errors must exclude `The Pallas Triton backend is deprecated`, as this project's pytest settings do.
     """
     return pl.pallas_call(
         kernel,
@@ -79,13 +79,13 @@ def build_mosaic_call(
     approximate: bool,
     interpret: Any,
 ) -> Callable[..., tuple[Any, ...]]:
-    """A Mosaic GPU kernel: `body(*inputs, *outputs, **scratch)` in every warpgroup of every program of the grid.
+    """Build a Mosaic GPU kernel that runs `body(*inputs, *outputs, **scratch)` in every warpgroup of every program.
 
-    A program finds its place by `lax.axis_index` of the grid's names and of `"warpgroup"`. In all versions the compiler
-    infers how values lie in registers (warpgroup semantics), which is the default from jax 0.11 on only.
+    A program finds its ids by `lax.axis_index` of the grid's names and of `"warpgroup"`. The compiler infers register
+    layouts (warpgroup semantics) in all versions; this is JAX's default only from 0.11 on.
 
-    `approximate` takes the GPU's own instructions for functions: of powers of two those that give 0 for what would be
-    subnormal, of tangents and logarithms such as have too large an error for an exact kernel.
+    `approximate` selects the GPU's own instructions for functions. Powers of two then flush subnormal results to 0.
+    Hyperbolic tangents and logarithms have errors that are too large for an exact kernel.
     """
     run: Callable[..., tuple[Any, ...]] = plgpu.kernel(
         body,
@@ -103,16 +103,16 @@ def build_mosaic_call(
 
 
 def build_gpu_interpreter_params(**options: Any) -> Any:
-    """Parameters of JAX's CPU interpreter of Mosaic GPU kernels; public from jax 0.12 on."""
+    """Build the parameters of JAX's CPU interpreter of Mosaic GPU kernels, which is public from jax 0.12 on."""
     public = hasattr(plgpu, "InterpretGPUParams")
     home: Any = plgpu if public else importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
     return home.InterpretGPUParams(**options)
 
 
 def get_device_kind(platform: str) -> str:
-    """The kind of device that is traced for, as JAX names it: of the mesh if it says so, else of this process.
+    """Return JAX's kind of the target device: that of the mesh in scope, else that of this process.
 
-    Empty where neither is of `platform`.
+    It is empty if neither is of `platform`.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.platform in (platform, {"gpu": "cuda"}.get(platform)):
@@ -121,12 +121,12 @@ def get_device_kind(platform: str) -> str:
 
 
 def runs_on(platform: str) -> bool:
-    """Whether this process computes on `platform` (`"cpu"`, `"gpu"`, `"tpu"`)."""
+    """Return whether this process computes on `platform` (`"cpu"`, `"gpu"`, `"tpu"`)."""
     return jax.default_backend() == platform
 
 
 def count_multiprocessors() -> int:
-    """Of the GPU that is traced for, as `device_kind` finds it; those of an H100 or H200 where none is known."""
+    """Count the multiprocessors of the target GPU (see `get_device_kind`); those of an H100 or H200 if unknown."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.num_cores:
         return int(device.num_cores)
@@ -134,36 +134,36 @@ def count_multiprocessors() -> int:
 
 
 def get_compute_capability() -> tuple[int, ...] | None:
-    """Of the first GPU that this process computes on, `(9, 0)` for Hopper; None where it computes on none."""
+    """Return the compute capability of this process's first GPU, `(9, 0)` for Hopper; None without a GPU."""
     capability = getattr(jax.devices()[0], "compute_capability", None)
     return None if capability is None else tuple(int(part) for part in str(capability).split("."))
 
 
 def get_cuda_version() -> int:
-    """The version of CUDA that JAX's plugin runs with, `1000 * major + 10 * minor`; 0 without a plugin."""
+    """Return the version of CUDA that JAX's plugin uses, `1000 * major + 10 * minor`; 0 without a plugin."""
     versions: Any = importlib.import_module("jax._src.lib").cuda_versions
     return 0 if versions is None else int(versions.cuda_runtime_get_version())
 
 
 def resolve_interpret(interpret: Any, platform: str) -> Any:
-    """`interpret`, or by default the fast interpreter wherever the process does not compute on `platform`."""
+    """Return `interpret`, or by default True unless the process computes on `platform`."""
     return not runs_on(platform) if interpret is None else interpret
 
 
 def find_tpu_vmem() -> tuple[str, int] | None:
-    """Generation and VMEM of one core of the TPU that is traced for, as JAX has it; none if it knows no such chip.
+    """Find generation and VMEM bytes of one core of the target TPU; None if JAX does not know the chip.
 
-    That is the chip of the mesh in scope (`jax.sharding.use_abstract_mesh`), else of the process.
+    The target is the chip of the mesh in scope (`jax.sharding.use_abstract_mesh`), else of the process.
     """
     try:
         info = pltpu.get_tpu_info()
-    except (ValueError, RuntimeError):  # another platform, or a chip of which JAX does not have the figures
+    except (ValueError, RuntimeError):  # another platform, or a chip that JAX does not know
         return None
     return str(info.chip_version), int(info.vmem_capacity_bytes)
 
 
 def count_tpu_cores() -> int:
-    """Cores that share a call on the TPU that is traced for, as `tpu_vmem_bytes` finds it; 1 if there is none."""
+    """Count the cores that share a call on the target TPU (see `find_tpu_vmem`); 1 if there is none."""
     try:
         return int(pltpu.get_tpu_info().num_cores)
     except (ValueError, RuntimeError):  # as above
@@ -171,5 +171,5 @@ def count_tpu_cores() -> int:
 
 
 def get_default_products() -> Products:
-    """How this process multiplies f32 operands at JAX's default precision."""
+    """Return how this process multiplies f32 operands at JAX's default precision."""
     return {"tpu": "bf16", "gpu": "tf32"}.get(jax.default_backend(), "exact")  # type: ignore[return-value] # literals

@@ -1,8 +1,8 @@
-"""Packed sequences: what a call over them takes, what it refuses, and which keys each query sees.
+"""Packed sequences: validation of a call's operands, and the range of keys that each query sees.
 
-Queries and keys of a sequence lie behind one another, and a mask of sides leaves a query the keys of a stretch. So what
-a query sees are the keys `low` to `high - 1` of the pack, whatever sequence it is of, and of queries that see any,
-`low` and `high` grow along the pack. All of that is known at run time only (docs/contract.md, section 8).
+The queries of a sequence are contiguous, and so are its keys. Causal masks and windows leave a query one contiguous run
+of them. So each query sees the keys `low` to `high - 1` of the packed array. Along the queries that see any key, `low`
+and `high` only grow. Both are only known at run time (docs/contract.md, section 8).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from conformance.contract import FLOATS
 
 Side = int | None
-# No token stands at 2**30 or beyond, so a side that reaches as far is open.
+# No token has an index of 2**30 or more, so a side of that length is open.
 _UNBOUNDED_SIDE = 2**30
 
 
 class SequenceTables(NamedTuple):
-    """What says where sequences lie, int32."""
+    """Borders of the sequences in the packed arrays, int32."""
 
     cu_q_lens: jax.Array  # [max_seqs + 1]
     cu_kv_lens: jax.Array  # [max_seqs + 1]
@@ -29,7 +29,7 @@ class SequenceTables(NamedTuple):
 
 
 def build_tables(cu_q_lens: Any, cu_kv_lens: Any, num_seqs: Any) -> SequenceTables:
-    """The tables of a call in int32. Raises `ValueError`, naming the one that is wrong."""
+    """Convert the tables of a call to int32. Raises `ValueError` that names an invalid one."""
     shape = cu_q_lens.shape
     if len(shape) != 1 or shape[0] < 2:
         raise ValueError(f"cu_q_lens must have shape (max_seqs + 1,), got {shape}")
@@ -43,7 +43,7 @@ def build_tables(cu_q_lens: Any, cu_kv_lens: Any, num_seqs: Any) -> SequenceTabl
 
 
 def check_packed_operands(q: Any, k: Any, v: Any, sinks: Any, soft_cap: Any, scale: Any) -> None:
-    """Raise `ValueError`, naming the operand of a packed call that is not as the contract has it."""
+    """Raise `ValueError` that names an operand of a packed call that violates the contract."""
     for name, x, axes in (
         ("q", q, "[total_q, heads, depth]"),
         ("k", k, "[total_kv, heads, depth]"),
@@ -67,7 +67,11 @@ def check_packed_operands(q: Any, k: Any, v: Any, sinks: Any, soft_cap: Any, sca
 
 
 def resolve_window(causal: bool, window: tuple[Side, Side] | None) -> tuple[Side, Side]:
-    """How many keys a query sees before its own and behind it, none on an open side. Raises `ValueError`."""
+    """Combine causal flag and window into the numbers of keys before and after a query's own; None for an open side.
+
+    Raises:
+      ValueError: a side is negative.
+    """
     left, right = (None, None) if window is None else window
     if any(side is not None and side < 0 for side in (left, right)):
         raise ValueError(f"window must be (left, right), each at least 0 or None, got {window}")
@@ -80,26 +84,26 @@ def _normalize_side(side: Side) -> Side:
 
 
 def compute_key_ranges(tables: SequenceTables, sides: tuple[Side, Side], length: int) -> tuple[jax.Array, jax.Array]:
-    """The first key of the pack that each query sees, and one past the last; both 0 for one that sees none.
+    """Compute the first key that each query sees, and one past the last; both 0 for a query that sees none.
 
     Args:
-      tables: of the call. Entries past the last sequence may be any integers.
-      sides: as `sides_of` gives them.
-      length: queries to say it of, those that only fill a block among them: these see none.
+      tables: tables of the call. Entries past the last sequence may be any integers.
+      sides: as `resolve_window` gives them.
+      length: number of queries, including padding, which sees no key.
 
     Returns:
       int32 `[length]` each.
     """
     left, right = sides
     count = tables.num_seqs[0]
-    there = jnp.arange(len(tables.cu_q_lens) - 1, dtype=jnp.int32) < count
+    exists = jnp.arange(len(tables.cu_q_lens) - 1, dtype=jnp.int32) < count
 
     def ends_of(starts: jax.Array) -> jax.Array:
-        return jnp.where(there, starts[1:], starts[count])
+        return jnp.where(exists, starts[1:], starts[count])
 
     q_ends, kv_ends = ends_of(tables.cu_q_lens), ends_of(tables.cu_kv_lens)
     token = jnp.arange(length, dtype=jnp.int32)
-    sequence = jnp.searchsorted(q_ends, token, side="right").astype(jnp.int32)  # of padding: beyond all
+    sequence = jnp.searchsorted(q_ends, token, side="right").astype(jnp.int32)  # padding is beyond all
     real = token < tables.cu_q_lens[count]
     sequence = jnp.minimum(sequence, len(q_ends) - 1)
     kv_start = tables.cu_kv_lens[sequence]

@@ -1,4 +1,4 @@
-"""What a call asks for, by the names of `cases.case.FEATURES`."""
+"""Features that a call requests, by the names of `cases.case.FEATURES`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _DTYPE_FEATURES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 def infer_phase(q_length: int, kv_length: int) -> Phase:
-    """The phase that the lengths suggest: one query of many keys is decoding, fewer queries than keys a chunk."""
+    """Infer the phase from the lengths: one query with many keys is decoding, fewer queries than keys are a chunk."""
     if q_length == 1 < kv_length:
         return "decode"
     return "prefill" if q_length < kv_length else "train"
 
 
 def list_requested_features(q: Any, k: Any, v: Any, mask: Mask, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The features that a call needs; `options` has the optional operands, none where not given."""
+    """List the features that a call needs. `options` has the optional operands; those not given may be None."""
     num_q_heads, num_kv_heads = q.shape[2], k.shape[2]
     dtype = np.dtype(q.dtype).name
     found = [_DTYPE_FEATURES.get(dtype, dtype)]

@@ -1,18 +1,17 @@
-"""Merging attention over disjoint sets of keys: a cache and what was decoded since, splits of a cache, ring steps.
+"""Merge attention over disjoint sets of keys: splits of a cache, a cache and newer tokens, steps of a ring.
 
-A part comes in one of two forms (docs/contract.md, section 4): unnormalised, `(out, max, sum)` with `out / sum` the
-attention over the part's keys and `max` the value that its logits were shifted by, or normalised, `(out, logsumexp)`.
-With `a` over the parts,
+A part has one of two forms (docs/contract.md, section 4). Unnormalised, it is `(out, max, sum)`: `out / sum` is the
+attention over the part's keys, and `max` is the value by which its logits were shifted. Normalised, it is
+`(out, logsumexp)`. With `a` over the parts,
 
     M = max_a max_a,   sum = sum_a exp(max_a - M) sum_a,   out = sum_a exp(max_a - M) out_a
 
-is the unnormalised part over all their keys (Rabe and Staats 2021, arXiv:2112.05682, section 2), and likewise for the
-normalised form with `exp(logsumexp_a)` as the sums. A part over no keys has `sum = 0` or `logsumexp = -inf`; whatever
-else it holds is never looked at. A sink is such a part as well: it has a sum and no `out`, and belongs into a merge
-once.
+is the unnormalised part over all their keys (Rabe and Staats 2021, arXiv:2112.05682, section 2). The normalised form
+merges alike, with `exp(logsumexp_a)` as the sums. A part over no keys has `sum = 0` or `logsumexp = -inf`; its other
+values are never read. A sink is a part too: it has a sum and no `out`, and must be merged exactly once.
 
-Everything is differentiable in reverse and forward mode. `M` is a constant to the derivative: what a part stands for,
-`exp(max) out` and `exp(max) sum`, does not depend on it. Empty parts get gradients of zero.
+Everything is differentiable in reverse and forward mode. `M` is a constant for the derivative, since the values that a
+part represents, `exp(max) out` and `exp(max) sum`, do not depend on it. Empty parts get gradients of zero.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Part(NamedTuple):
     """Attention over some keys, not normalised, in f32."""
 
     out: jax.Array  # [..., V], sum of exp(logit - max) v
-    max: jax.Array  # [..., 1], what the logits were shifted by; -inf where there is no key
+    max: jax.Array  # [..., 1], the value by which logits were shifted; -inf where there is no key
     sum: jax.Array  # [..., 1], sum of exp(logit - max)
 
 
@@ -41,7 +40,7 @@ class Normalised(NamedTuple):
 
 
 def merge(parts: Sequence[Part]) -> Part:
-    """The part over the keys of all `parts`, whose shapes broadcast against each other.
+    """Merge parts whose shapes broadcast against each other.
 
     Raises:
       ValueError: there are no parts.
@@ -53,10 +52,10 @@ def merge(parts: Sequence[Part]) -> Part:
 
 
 def merge_axis(parts: Part, axis: int) -> Part:
-    """The part over the keys of all parts along `axis`, which is none of the last."""
-    some = parts.sum != 0  # NaN is no empty part: it must show
+    """Merge the parts along `axis`, which must not be the last."""
+    some = parts.sum != 0  # a part with NaN counts as non-empty, so that NaN propagates
     top = lax.stop_gradient(jnp.where(some, parts.max, -jnp.inf).max(axis=axis, keepdims=True))
-    # Both branches of a select are differentiated: what an empty part holds must not reach `exp`, nor a product.
+    # Both branches of a select are differentiated: values of an empty part must not reach `exp` or a product.
     shift = jnp.where(some, parts.max - _replace_neg_inf(top), 0.0)
     weight = jnp.where(some, jnp.exp(shift), 0.0)
     return Part(
@@ -67,19 +66,19 @@ def merge_axis(parts: Part, axis: int) -> Part:
 
 
 def build_sink_part(sinks: jax.Array) -> Part:
-    """The sinks `[N]` as a part that broadcasts against parts `[B, T, N, .]`: one logit each and no value.
+    """Build a part from sinks `[N]`: one logit each and no value. It broadcasts against parts `[B, T, N, .]`.
 
-    A sink of -inf is no key.
+    A sink of -inf counts as no key.
     """
     logits = sinks.astype(jnp.float32)[:, None]
-    there = logits != -jnp.inf
-    pivot = lax.stop_gradient(jnp.where(there, logits, 0.0))
-    weight = jnp.where(there, jnp.exp(jnp.where(there, logits, 0.0) - pivot), 0.0)
-    return Part(jnp.zeros_like(logits), jnp.where(there, pivot, -jnp.inf), weight)
+    is_finite = logits != -jnp.inf
+    pivot = lax.stop_gradient(jnp.where(is_finite, logits, 0.0))
+    weight = jnp.where(is_finite, jnp.exp(jnp.where(is_finite, logits, 0.0) - pivot), 0.0)
+    return Part(jnp.zeros_like(logits), jnp.where(is_finite, pivot, -jnp.inf), weight)
 
 
 def normalise(part: Part) -> Normalised:
-    """`out / sum`, zero where there is no key, and `logsumexp = max + log(sum)`; both f32."""
+    """Compute `out / sum`, zero where there is no key, and `logsumexp = max + log(sum)`; both f32."""
     some = part.sum != 0
     total = jnp.where(some, part.sum, 1.0)
     logsumexp = jnp.where(some, jnp.where(some, part.max, 0.0) + jnp.log(total), -jnp.inf)
@@ -87,7 +86,7 @@ def normalise(part: Part) -> Normalised:
 
 
 def merge_normalised(parts: Sequence[Normalised]) -> Normalised:
-    """The normalised part over the keys of all `parts`; `out` in f32.
+    """Merge normalised parts; `out` is f32.
 
     Raises:
       ValueError: there are no parts.
@@ -96,7 +95,7 @@ def merge_normalised(parts: Sequence[Normalised]) -> Normalised:
 
 
 def _restore_sum(part: Normalised) -> Part:
-    """The same part as if its largest logit were its logsumexp: then its sum is 1."""
+    """Convert to an unnormalised part with `max = logsumexp`, so that the sum is 1."""
     logsumexp = part.logsumexp.astype(jnp.float32)[..., None]
     some = logsumexp != -jnp.inf
     pivot = lax.stop_gradient(jnp.where(some, logsumexp, 0.0))
@@ -106,5 +105,5 @@ def _restore_sum(part: Normalised) -> Part:
 
 
 def _replace_neg_inf(x: jax.Array) -> jax.Array:
-    """-inf replaced by 0, so that `x - x` is no NaN."""
+    """Replace -inf by 0, so that `x - x` is not NaN."""
     return jnp.where(x == -jnp.inf, 0.0, x)

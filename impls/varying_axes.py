@@ -1,4 +1,4 @@
-"""Over which mesh axes arrays differ inside `shard_map`, which demands that a loop's carry says so from the start."""
+"""Mesh axes over which arrays vary inside `shard_map`, which requires loop carries to be marked from the start."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jax import lax
 
 
 def find_varying_axes(x: Any) -> frozenset[str]:
-    """Mesh axes over which any array of `x` differs between devices; empty outside `shard_map`."""
+    """Find the mesh axes over which any array of `x` varies between devices; empty outside `shard_map`."""
     return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(x)))
 
 
 def mark_varying(x: Any, axes: frozenset[str]) -> Any:
-    """`x` marked as differing over `axes`. `shard_map` demands that a scan's carry has one type from the start."""
+    """Mark `x` as varying over `axes`. `shard_map` requires that a scan's carry has one type from the start."""
 
     def mark(leaf: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - jax.typeof(leaf).manual_axis_type.varying))
@@ -24,7 +24,7 @@ def mark_varying(x: Any, axes: frozenset[str]) -> Any:
 
 
 def mark_shapes_varying(shapes: Any, like: Any) -> Any:
-    """`jax.ShapeDtypeStruct`s of what a kernel gives, marked as differing over the axes over which `like` differs."""
+    """Mark the `jax.ShapeDtypeStruct`s of a kernel's results as varying over the same axes as `like`."""
     varying = jax.typeof(like).manual_axis_type
 
     def mark(x: Any) -> Any:

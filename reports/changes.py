@@ -1,4 +1,4 @@
-"""What changed between two runs: judgements that turned, that are gone, and ratios that moved."""
+"""Compare two runs: judgements whose verdict changed, judgements that are gone, and ratios that moved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
 
 from conformance.records import (
     ERROR,
@@ -21,7 +20,7 @@ from conformance.records import (
     Record,
     RunInfo,
 )
-from reports import conformity
+from reports.record_groups import Contender, get_contender, group_by
 
 NEW_FAILURE = "new failure"
 NEWLY_UNSUPPORTED = "newly unsupported"
@@ -36,15 +35,20 @@ KINDS = (*REGRESSIONS, FIXED, NEWLY_EXPECTED, NEWLY_JUDGED, NOT_ASKED_AGAIN)
 """What can become of a judgement, regressions first. What was not asked again may be as it was."""
 
 SINGLE_SHIFT = 4.0
-"""A ratio that became larger or smaller by this factor moved more than other values move it."""
+"""The factor by which a single ratio must move: other values of a case move it less."""
 COMMON_SHIFT = 1.25
-"""So did the ratios of a result, by this factor in the median over `ENOUGH` cases."""
+"""The factor by which the ratios of a result must move, in the median over `MIN_CASES` or more."""
 MIN_CASES = 20
 MIN_SHARE = 0.2
-"""A single ratio is looked at if it is this share of its limit, before or after."""
-_MIN_SHARE_OF_MANY = 0.01  # the same for ratios that are looked at together
+"""The share of its limit that a single ratio must have, before or after, to be compared."""
+_MIN_SHARE_OF_MANY = 0.01  # the same for ratios that are compared together
 
 Key = tuple[str, str, str, str, str]
+"""What a judgement answers: implementation, platform, case, check and observable."""
+ChangeKey = tuple[str, str, str, str]
+"""What changes are grouped by: kind, label of the contender, check and observable."""
+Shares = list[tuple[Record, float, float]]
+"""New records, each with the old and the new ratio as a share of its limit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Change:
 
     @property
     def record(self) -> Record:
-        """What there is to show: the new record, or the old one of what is gone."""
+        """The record to show: the new one, or the old one of what is gone."""
         found = self.new or self.old
         assert found is not None
         return found
@@ -65,9 +69,16 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class RatioShift:
-    """Ratios that moved: of one judgement, or in the median over the `cases` of a check, result and dtype."""
+    """Ratios that moved: of one judgement, or in the median over the `cases` of a check, result and dtype.
 
-    contender: conformity.Contender
+    Attributes:
+      contender, check, observable, dtype: what the judgements share.
+      cases: how many judgements there are.
+      example: the case whose ratio moved furthest.
+      old, new: the ratio as a share of its limit, before and after.
+    """
+
+    contender: Contender
     check: str
     observable: str
     dtype: str
@@ -78,17 +89,25 @@ class RatioShift:
 
     @property
     def factor(self) -> float:
-        """How many times as large the new one is."""
+        """The new ratio over the old one."""
         return self.new / self.old if self.old else math.inf
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """All that changed, and how much was compared."""
+    """All that changed, and how much was compared.
+
+    Attributes:
+      changes: the judgements that changed, regressions first.
+      single_shifts: single ratios that moved.
+      common_shifts: results whose ratios moved together.
+      compared: how many judgements are in both runs.
+      old_total, new_total: how many records each run has.
+    """
 
     changes: tuple[Change, ...]
-    moved_alone: tuple[RatioShift, ...]
-    moved_together: tuple[RatioShift, ...]
+    single_shifts: tuple[RatioShift, ...]
+    common_shifts: tuple[RatioShift, ...]
     compared: int
     old_total: int
     new_total: int
@@ -105,41 +124,43 @@ class Comparison:
         return {kind: counted[kind] for kind in KINDS if counted[kind]}
 
     def of_kind(self, kind: str) -> list[Change]:
-        """The changes of a kind."""
+        """Return the changes of a kind."""
         return [change for change in self.changes if change.kind == kind]
 
 
 def compare_runs(old: Sequence[Record], new: Sequence[Record], *, planned: Set[tuple[str, str]] | None) -> Comparison:
-    """What changed from the records `old` to `new`.
+    """Compare the records of two runs.
 
-    Where each side has one implementation, or one platform of an implementation, names need not be the same: a kernel
-    before and after may be two files, and two chips two platforms.
+    If each side has one implementation, its name may differ: a kernel before and after may be two files. If each side
+    has one platform of an implementation, that may differ too: the runs may be of two chips.
 
     Args:
-      old: records of one provenance an implementation.
+      old: records of one provenance for each implementation.
       new: likewise.
-      planned: case and check of all that the new run planned to ask; none where that is unknown.
+      planned: case and check of all that the new run planned to judge; none where that is unknown.
     """
     before, after = _align_records(old, new)
     reasons = {record.reason for record in old if record.verdict in (UNSUPPORTED, UNJUDGED)}
-    instead = {record.case: record for record in new if record.verdict in (UNSUPPORTED, UNJUDGED)}
-    answered: dict[tuple[str, ...], set[str]] = {}
+    without_judgement = {record.case: record for record in new if record.verdict in (UNSUPPORTED, UNJUDGED)}
+    answers: dict[tuple[str, ...], set[str]] = {}
     for key, record in after.items():
-        answered.setdefault(key[:4], set()).add(record.verdict)
+        answers.setdefault(key[:4], set()).add(record.verdict)
     found = []
     for key in sorted(before.keys() | after.keys()):
-        one, other = before.get(key), after.get(key)
-        if other is not None:
-            kind = _classify_present(one, other, reasons)
+        earlier, later = before.get(key), after.get(key)
+        if later is not None:
+            kind = _classify_present(earlier, later, reasons)
         else:
-            assert one is not None
-            other = instead.get(one.case)
-            if one.verdict == ERROR and (answers := answered.get(key[:4])) and not answers & RED:
-                found.append(Change(FIXED, one, None))  # what raised has results now, under their own names
+            assert earlier is not None
+            later = without_judgement.get(earlier.case)
+            if earlier.verdict == ERROR and (verdicts := answers.get(key[:4])) and not verdicts & RED:
+                # What raised has results, under their own names.
+                found.append(Change(FIXED, earlier, None))
                 continue
-            kind = _classify_missing(one, other, asked=planned is None or (one.case, one.check) in planned)
+            asked = planned is None or (earlier.case, earlier.check) in planned
+            kind = _classify_missing(earlier, later, asked=asked)
         if kind is not None:
-            found.append(Change(kind, one, other))
+            found.append(Change(kind, earlier, later))
     both = [(before[key], after[key]) for key in sorted(before.keys() & after.keys())]
     return Comparison(
         tuple(sorted(found, key=lambda change: KINDS.index(change.kind))),
@@ -152,13 +173,19 @@ def compare_runs(old: Sequence[Record], new: Sequence[Record], *, planned: Set[t
 
 
 def _classify_present(old: Record | None, new: Record, reasons: set[str]) -> str | None:
-    """What became of a judgement that is there."""
+    """Return the kind of change of a judgement that the new run has; none if it is no change.
+
+    Args:
+      old: its record in the old run, if there is one.
+      new: its record in the new run.
+      reasons: why records of the old run have no judgement.
+    """
     if new.verdict in RED:
         return None if old is not None and old.verdict in RED else NEW_FAILURE
     judged_before = old is not None and old.verdict in JUDGED
     if new.verdict in (UNSUPPORTED, UNJUDGED):
         kind = NEWLY_UNSUPPORTED if new.verdict == UNSUPPORTED else NEWLY_UNJUDGED
-        # Another declaration makes another grid: cases that are new to it are declined for a reason that is new.
+        # Another declaration makes another grid: cases that are new to it are unsupported for a reason that is new.
         newly = judged_before or (old is None and new.verdict == UNSUPPORTED and new.reason not in reasons)
         return kind if newly else None
     if old is None:
@@ -170,71 +197,77 @@ def _classify_present(old: Record | None, new: Record, reasons: set[str]) -> str
     return NEWLY_JUDGED if old.verdict in (UNSUPPORTED, UNJUDGED) else None
 
 
-def _classify_missing(old: Record, instead: Record | None, *, asked: bool) -> str | None:
-    """What became of a judgement that is there no more."""
+def _classify_missing(old: Record, without_judgement: Record | None, *, asked: bool) -> str | None:
+    """Return the kind of change of a judgement that the new run lacks; none if it was no judgement.
+
+    Args:
+      old: its record in the old run.
+      without_judgement: a record of the new run that gives a reason why the case was not judged.
+      asked: whether the new run planned to judge it, as far as is known.
+    """
     if old.verdict not in JUDGED and old.verdict not in RED:
         return None
-    if instead is not None:
-        return NEWLY_UNSUPPORTED if instead.verdict == UNSUPPORTED else NEWLY_UNJUDGED
+    if without_judgement is not None:
+        return NEWLY_UNSUPPORTED if without_judgement.verdict == UNSUPPORTED else NEWLY_UNJUDGED
     return GONE if asked else NOT_ASKED_AGAIN
 
 
 def _align_records(old: Sequence[Record], new: Sequence[Record]) -> tuple[dict[Key, Record], dict[Key, Record]]:
-    """Records of both sides by what they answer, names left out where there is nothing to tell apart."""
-    sides = (old, new)
-    alone = all(len({record.implementation for record in side}) == 1 for side in sides)
+    """Return the records of both sides by what they answer.
 
-    def platforms(side: Sequence[Record], implementation: str) -> int:
-        theirs = (r for r in side if (alone or r.implementation == implementation) and r.case != "*")
-        return len({record.platform for record in theirs})
+    Names of implementations and platforms are empty where each side has only one.
+    """
+    sides = (old, new)
+    is_single = all(len({record.implementation for record in side}) == 1 for side in sides)
+
+    def count_platforms(side: Sequence[Record], implementation: str) -> int:
+        own = (r for r in side if (is_single or r.implementation == implementation) and r.case != "*")
+        return len({record.platform for record in own})
 
     names = {record.implementation for side in sides for record in side}
-    anywhere = {name for name in names if all(platforms(side, name) == 1 for side in sides)}
+    of_one_platform = {name for name in names if all(count_platforms(side, name) == 1 for side in sides)}
 
-    def key(record: Record) -> Key:
-        name = "" if alone else record.implementation
-        platform = "" if record.implementation in anywhere and record.case != "*" else record.platform
+    def build_key(record: Record) -> Key:
+        name = "" if is_single else record.implementation
+        platform = "" if record.implementation in of_one_platform and record.case != "*" else record.platform
         return (name, platform, record.case, record.check, record.observable)
 
-    found = tuple({key(record): record for record in side} for side in sides)
-    return found[0], found[1]
+    before, after = ({build_key(record): record for record in side} for side in sides)
+    return before, after
 
 
 def _compute_share(record: Record) -> float | None:
+    """Return the ratio of a pass as a share of its limit; none if it has no finite ratio or no limit."""
     if record.verdict != PASS or record.ratio is None or not record.limit or not math.isfinite(record.ratio):
         return None
     return record.ratio / record.limit
 
 
-Shares = list[tuple[Record, float, float]]
-
-
 def _compute_shares(both: Iterable[tuple[Record, Record]], least: float) -> Shares:
-    """The new record, and both ratios as shares of their limits, where one of them is at least so much."""
+    """Return the judgements of which one share is at least so much, with both shares."""
     found = []
     for old, new in both:
-        one, other = _compute_share(old), _compute_share(new)
-        if one is not None and other is not None and min(one, other) > 0 and max(one, other) >= least:
-            found.append((new, one, other))
+        before, after = _compute_share(old), _compute_share(new)
+        if before is not None and after is not None and min(before, after) > 0 and max(before, after) >= least:
+            found.append((new, before, after))
     return found
 
 
 def _find_single_shifts(both: Iterable[tuple[Record, Record]]) -> list[RatioShift]:
-    moved = [
-        RatioShift(conformity.get_contender(r), r.check, r.observable, r.dtype, 1, r.case, old, new)
+    shifts = [
+        RatioShift(get_contender(r), r.check, r.observable, r.dtype, 1, r.case, old, new)
         for r, old, new in _compute_shares(both, MIN_SHARE)
         if not 1 / SINGLE_SHIFT <= new / old <= SINGLE_SHIFT
     ]
-    return sorted(moved, key=lambda one: -one.factor)
+    return sorted(shifts, key=lambda shift: -shift.factor)
 
 
 def _find_common_shifts(both: Iterable[tuple[Record, Record]]) -> list[RatioShift]:
-    groups: dict[tuple[Any, ...], Shares] = {}
-    for share in _compute_shares(both, _MIN_SHARE_OF_MANY):
-        record = share[0]
-        key = (conformity.get_contender(record), record.check, record.observable, record.dtype)
-        groups.setdefault(key, []).append(share)
-    moved = []
+    groups = group_by(
+        _compute_shares(both, _MIN_SHARE_OF_MANY),
+        lambda share: (get_contender(share[0]), share[0].check, share[0].observable, share[0].dtype),
+    )
+    shifts = []
     for (contender, check, observable, dtype), group in groups.items():
         if len(group) < MIN_CASES:
             continue
@@ -242,37 +275,38 @@ def _find_common_shifts(both: Iterable[tuple[Record, Record]]) -> list[RatioShif
         if not 1 / COMMON_SHIFT <= factor <= COMMON_SHIFT:
             old = statistics.median(old for _, old, _ in group)
             example = max(group, key=lambda share: share[2] / share[1])[0].case
-            moved.append(RatioShift(contender, check, observable, dtype, len(group), example, old, old * factor))
-    return sorted(moved, key=lambda one: -one.factor)
+            shifts.append(RatioShift(contender, check, observable, dtype, len(group), example, old, old * factor))
+    return sorted(shifts, key=lambda shift: -shift.factor)
 
 
-def list_reported_changes(found: Comparison) -> list[tuple[tuple[str, str, str, str], list[Change]]]:
-    """The groups that are told one by one: not those that say nothing of the kernel."""
+def list_reported_changes(found: Comparison) -> list[tuple[ChangeKey, list[Change]]]:
+    """Group the changes that are reported one by one: all but those that do not concern the kernel."""
     return group_changes(change for change in found.changes if change.kind not in (NOT_ASKED_AGAIN, NEWLY_JUDGED))
 
 
-def group_changes(changes: Iterable[Change]) -> list[tuple[tuple[str, str, str, str], list[Change]]]:
-    """Changes by kind, contender, check and result, the largest groups of a kind first."""
-    groups: dict[tuple[str, str, str, str], list[Change]] = {}
-    for change in changes:
-        record = change.record
-        label = conformity.get_contender(record).label
-        groups.setdefault((change.kind, label, record.check, record.observable), []).append(change)
+def group_changes(changes: Iterable[Change]) -> list[tuple[ChangeKey, list[Change]]]:
+    """Group changes by kind, contender, check and observable, the largest groups of a kind first."""
+    groups = group_by(changes, _get_change_key)
     return sorted(groups.items(), key=lambda item: (KINDS.index(item[0][0]), -len(item[1]), item[0]))
 
 
+def _get_change_key(change: Change) -> ChangeKey:
+    record = change.record
+    return change.kind, get_contender(record).label, record.check, record.observable
+
+
 def format_transition(change: Change) -> str:
-    """From which verdict to which."""
+    """Format from which verdict to which a judgement changed."""
     old = change.old.verdict if change.old is not None else "not there"
     new = change.new.verdict if change.new is not None else "not there"
     return f"{old} → {new}"
 
 
 def format_changes_headline(found: Comparison) -> str:
-    """The whole comparison in one sentence."""
+    """Format the whole comparison as one sentence."""
     parts = [format_kind_count(count, kind) for kind, count in found.counts.items()]
-    moved = len(found.moved_alone) + len(found.moved_together)
-    parts += [f"{moved:,} moved"] if moved else []
+    shifts = len(found.single_shifts) + len(found.common_shifts)
+    parts += [f"{shifts:,} moved"] if shifts else []
     what = ", ".join(parts) if parts else "nothing changed"
     if found.regressions:
         return f"Regression: {what}."
@@ -280,19 +314,19 @@ def format_changes_headline(found: Comparison) -> str:
 
 
 def format_kind_count(count: int, kind: str) -> str:
-    """How many changes of a kind, in words."""
+    """Format how many changes of a kind there are."""
     plural = {NEW_FAILURE: "new failures", NEWLY_EXPECTED: "now expected failures"}
     return f"{count:,} {plural.get(kind, kind) if count > 1 else kind}"
 
 
 def compare_environments(old: RunInfo, new: RunInfo) -> list[tuple[str, str, str]]:
-    """What is known of both runs, and what differs between them first."""
+    """Return name, old and new value of what is known of both environments, what differs first."""
     names = dict.fromkeys((*old.environment, *new.environment))
     rows = [(name, old.environment.get(name, ""), new.environment.get(name, "")) for name in names]
     return sorted(rows, key=lambda row: row[1] == row[2])
 
 
 def count_totals(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[str, int, int]]:
-    """Records of each verdict on both sides."""
+    """Return each verdict with its number of records on both sides."""
     counts: list[Mapping[str, int]] = [Counter(record.verdict for record in side) for side in (old, new)]
     return [(verdict, counts[0].get(verdict, 0), counts[1].get(verdict, 0)) for verdict in VERDICTS]

@@ -1,4 +1,4 @@
-"""What was compiled for accelerators that are not there: by implementation and target, with the compiler's figures."""
+"""Build the section on what was compiled for accelerators that are not there, with the compilers' figures."""
 
 from __future__ import annotations
 
@@ -16,18 +16,30 @@ from conformance.records import (
     UNSUPPORTED,
     Record,
 )
-from reports.conformity import Contender, get_contender
+from reports.compiled_kernels.call_estimates import CallChart, build_call_charts
+from reports.compiled_kernels.gpu_kernel_bounds import BoundTable, build_bound_table
+from reports.compiled_kernels.tpu_kernel_schedules import ScheduleTable, build_schedule_table
+from reports.record_groups import Compilations, Contender, get_contender, get_target, group_by
 
-CHECK = "compiles"
 ALL_TARGETS = "all"
-"""The observable of a record that speaks for all targets at once."""
+"""The target of a record that speaks for all targets at once."""
 _COMPILED = frozenset({PASS, UNEXPECTED_PASS})
 _FAILED = frozenset({FAIL, ERROR, EXPECTED_FAIL})
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCell:
-    """The programs of one implementation for one target: how many compiled, and the largest of each figure."""
+    """The programs of one implementation for one target.
+
+    Attributes:
+      compiled, failed, others: how many programs compiled, did not compile, and were not tried.
+      seconds: the longest compilation.
+      temporaries: the most bytes of HBM that the compiler adds for temporaries.
+      live: the most bytes that temporaries take at once, wherever the compiler keeps them.
+      vmem: the most bytes of VMEM of a TPU kernel.
+      shared: the most bytes of shared memory of a GPU kernel.
+      registers: the most registers of a GPU thread; `spilled` the most bytes that it spills.
+    """
 
     compiled: int
     failed: int
@@ -60,7 +72,7 @@ class CompilationNote:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramRow:
-    """One program of one case that several implementations have, side by side: the largest figures over the targets."""
+    """A program of a case that several implementations have: the largest figures over the targets."""
 
     case: str
     program: str
@@ -68,72 +80,72 @@ class ProgramRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class CompiledTable:
-    """The section of a report."""
+class CompiledSection:
+    """What was compiled for accelerators.
+
+    Attributes:
+      contenders, targets: rows and columns of the table; `cells` are its cells.
+      programs: programs that several implementations have, side by side.
+      notes: why programs did not compile.
+      schedules: cycles of TPU kernels; none if no schedule was read.
+      calls: estimated cycles of whole calls on TPUs.
+      bounds: lower bounds of GPU kernels; none if no machine code was read.
+    """
 
     contenders: tuple[Contender, ...]
     targets: tuple[str, ...]
     cells: Mapping[tuple[Contender, str], CompiledCell]
     programs: tuple[ProgramRow, ...]
     notes: tuple[CompilationNote, ...]
+    schedules: ScheduleTable | None
+    calls: tuple[CallChart, ...]
+    bounds: BoundTable | None
 
 
-def build_compiled_table(records: Sequence[Record]) -> CompiledTable | None:
-    """The section, none if nothing was to be compiled."""
-    asked = [record for record in records if record.check == CHECK]
-    if not asked:
+def build_compiled_section(compilations: Compilations) -> CompiledSection | None:
+    """Build the section; none if nothing was to be compiled."""
+    if not compilations.records:
         return None
-    by_cell: dict[tuple[Contender, str], list[Record]] = {}
-    by_reason: dict[tuple[Contender, str, str], list[Record]] = {}
-    for record in asked:
-        by_cell.setdefault((get_contender(record), get_target(record)), []).append(record)
-        if record.verdict != PASS:
-            by_reason.setdefault((get_contender(record), record.verdict, record.reason), []).append(record)
-    return CompiledTable(
-        contenders=tuple(dict.fromkeys(contender for contender, _ in by_cell)),
-        targets=tuple(dict.fromkeys(target for _, target in by_cell if target != ALL_TARGETS)),
-        cells={key: _build_cell(group) for key, group in by_cell.items()},
-        programs=tuple(_iter_programs(asked)),
-        notes=tuple(_build_note(*key, group) for key, group in by_reason.items()),
+    by_target = compilations.by_target
+    return CompiledSection(
+        contenders=tuple(dict.fromkeys(contender for contender, _ in by_target)),
+        targets=tuple(dict.fromkeys(target for _, target in by_target if target != ALL_TARGETS)),
+        cells={key: _build_cell(records) for key, records in by_target.items()},
+        programs=tuple(_iter_programs(compilations)),
+        notes=tuple(_build_note(*key, records) for key, records in compilations.by_reason.items()),
+        schedules=build_schedule_table(compilations.records),
+        calls=build_call_charts(compilations.records),
+        bounds=build_bound_table(compilations.records),
     )
 
 
-def _iter_programs(asked: Sequence[Record]) -> Iterator[ProgramRow]:
-    """What more than one implementation compiled."""
-    found: dict[tuple[str, str], dict[Contender, list[Record]]] = {}
-    for record in asked:
-        if record.figures.keys() - {REFUSED}:
-            program = record.observable.partition(".")[2]
-            found.setdefault((record.case, program), {}).setdefault(get_contender(record), []).append(record)
-    for (case, program), groups in found.items():
-        if len(groups) > 1:
-            yield ProgramRow(case, program, {contender: _build_cell(group) for contender, group in groups.items()})
+def _iter_programs(compilations: Compilations) -> Iterator[ProgramRow]:
+    """Yield the programs that more than one implementation compiled."""
+    for (case, program), records in compilations.by_program.items():
+        by_contender = group_by((r for r in records if r.figures.keys() - {REFUSED}), get_contender)
+        if len(by_contender) > 1:
+            yield ProgramRow(case, program, {one: _build_cell(found) for one, found in by_contender.items()})
 
 
-def get_target(record: Record) -> str:
-    """The target that a record is about: its observable is `target.program`."""
-    return record.observable.partition(".")[0]
-
-
-def _build_cell(group: Sequence[Record]) -> CompiledCell:
+def _build_cell(records: Sequence[Record]) -> CompiledCell:
     return CompiledCell(
-        compiled=sum(record.verdict in _COMPILED for record in group),
-        failed=sum(record.verdict in _FAILED for record in group),
-        others=sum(record.verdict in (UNJUDGED, UNSUPPORTED) for record in group),
-        seconds=_find_largest(group, "compile_seconds"),
-        temporaries=_find_largest(group, "temporary_bytes"),
-        live=_find_largest(group, "live_bytes"),
-        vmem=_find_largest(group, "vmem_bytes"),
-        shared=_find_largest(group, "shared_bytes"),
-        registers=_find_largest(group, "registers"),
-        spilled=_find_largest(group, "spilled_bytes"),
+        compiled=sum(record.verdict in _COMPILED for record in records),
+        failed=sum(record.verdict in _FAILED for record in records),
+        others=sum(record.verdict in (UNJUDGED, UNSUPPORTED) for record in records),
+        seconds=_find_largest(records, "compile_seconds"),
+        temporaries=_find_largest(records, "temporary_bytes"),
+        live=_find_largest(records, "live_bytes"),
+        vmem=_find_largest(records, "vmem_bytes"),
+        shared=_find_largest(records, "shared_bytes"),
+        registers=_find_largest(records, "registers"),
+        spilled=_find_largest(records, "spilled_bytes"),
     )
 
 
-def _find_largest(group: Sequence[Record], figure: str) -> float | None:
-    return max((record.figures[figure] for record in group if figure in record.figures), default=None)
+def _find_largest(records: Sequence[Record], figure: str) -> float | None:
+    return max((record.figures[figure] for record in records if figure in record.figures), default=None)
 
 
-def _build_note(contender: Contender, verdict: str, reason: str, group: Sequence[Record]) -> CompilationNote:
-    targets = tuple(dict.fromkeys(map(get_target, group)))
-    return CompilationNote(contender, targets, verdict, reason, len(group), group[0].case)
+def _build_note(contender: Contender, verdict: str, reason: str, records: Sequence[Record]) -> CompilationNote:
+    targets = tuple(dict.fromkeys(map(get_target, records)))
+    return CompilationNote(contender, targets, verdict, reason, len(records), records[0].case)

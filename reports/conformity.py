@@ -1,7 +1,4 @@
-"""What the records of a run add up to: conformity, counts, matrices, failures and reasons.
-
-A contender is an implementation on a platform. An observable is a result that is judged, by name: `out`, `dq`, ...
-"""
+"""Decide whether contenders conform, and say so in words, the same in every report."""
 
 from __future__ import annotations
 
@@ -9,211 +6,81 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from conformance.records import (
-    ERROR,
     EXPECTED_FAIL,
     FAIL,
     JUDGED,
-    RED,
+    PASS,
     REFUSED,
     UNJUDGED,
     UNSUPPORTED,
-    VERDICTS,
+    Extent,
     Record,
+    RunInfo,
 )
+from reports.metrics import Counts, Metric, count_verdicts, find_worst_metric
+from reports.record_groups import Contender
+from reports.text_format import GLYPHS, format_count
 
 CONFORMS = "conforms"
 KNOWN_FAILURES = "conforms but for known failures"
 DOES_NOT_CONFORM = "does not conform"
 NOT_JUDGED = "could not be judged"
+CONFORMITY_GLYPHS = {
+    CONFORMS: GLYPHS[PASS],
+    KNOWN_FAILURES: GLYPHS[EXPECTED_FAIL],
+    DOES_NOT_CONFORM: GLYPHS[FAIL],
+    NOT_JUDGED: GLYPHS[UNJUDGED],
+}
+"""A sign beside every colour of a conformity, for readers who do not see the colour."""
 
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Contender:
-    """What a verdict is about: one implementation on one platform; `run` tells apart what several runs say of it."""
-
-    implementation: str
-    platform: str
-    run: str = ""
-
-    @property
-    def place(self) -> str:
-        """Where it was judged: the platform, and the run where there are several."""
-        return ", ".join(filter(None, (self.platform, self.run)))
-
-    @property
-    def label(self) -> str:
-        """The implementation with its place in brackets."""
-        return f"{self.implementation} ({self.place})" if self.place else self.implementation
+Entry = TypeVar("Entry")
 
 
 @dataclasses.dataclass(frozen=True)
-class Metric:
-    """A figure that was judged and the limit it was judged against: `max` is the largest ratio, `rms` its mean."""
+class ContenderSummary:
+    """Whether a contender conforms, and the counts and words that say so.
 
-    name: str
-    value: float
-    limit: float | None
-
-    @property
-    def share(self) -> float | None:
-        """Value over limit: above 1 is over the limit. A limit of zero admits only zero."""
-        if self.limit is None:
-            return None
-        if self.limit == 0:
-            return self.value if math.isnan(self.value) else (0.0 if self.value == 0 else math.inf)
-        return self.value / self.limit
-
-
-@dataclasses.dataclass(frozen=True)
-class Counts:
-    """Records by verdict; every verdict is present."""
-
-    by_verdict: Mapping[str, int]
-
-    def __getitem__(self, verdict: str) -> int:
-        """How many records have this verdict."""
-        return self.by_verdict.get(verdict, 0)
-
-    @property
-    def total(self) -> int:
-        """The number of records counted."""
-        return sum(self.by_verdict.values())
-
-    @property
-    def red(self) -> int:
-        """Records that make a run not conform."""
-        return sum(self[verdict] for verdict in RED)
-
-    @property
-    def judged(self) -> int:
-        """Records that rest on a comparison which took place."""
-        return sum(self[verdict] for verdict in JUDGED)
-
-    @property
-    def parts(self) -> tuple[tuple[str, int], ...]:
-        """Verdicts that occur, with their counts, in the order of `VERDICTS`."""
-        return tuple((verdict, self[verdict]) for verdict in VERDICTS if self[verdict])
-
-
-@dataclasses.dataclass(frozen=True)
-class Standing:
-    """One line of the verdict: whether the contender conforms, and the counts that say so."""
+    Attributes:
+      contender: the implementation and its platform.
+      conformity: `CONFORMS`, `KNOWN_FAILURES`, `DOES_NOT_CONFORM` or `NOT_JUDGED`.
+      counts: its records by verdict.
+      worst: the judged figure closest to its limit or furthest beyond it.
+      seconds: what judging took, all processes together.
+      checks: those that judged something.
+      extent: how much of what was planned was asked.
+      text: the conformity as a sentence goes on, with all that qualifies it.
+      declared: what it declares that asks less of it than the defaults; empty unless it conforms.
+    """
 
     contender: Contender
     conformity: str
     counts: Counts
     worst: Metric | None
     seconds: float
-    checks: tuple[str, ...] = ()  # those that judged something
-    refused: tuple[str, ...] = ()  # those whose calls raised `NotImplementedError` in most cases that were asked
-    undeclared: int = 0  # how many questions such calls refused, of cases that it takes by what it declares
+    checks: tuple[str, ...]
+    extent: Extent
+    text: str
+    declared: str
 
     @property
-    def one_check(self) -> str:
-        """The check that judged alone; empty where there are several. One question answered is no conformity."""
-        return self.checks[0] if len(self.checks) == 1 else ""
-
-
-@dataclasses.dataclass(frozen=True)
-class FailureGroup:
-    """Records of one contender, check, observable and verdict, worst first; `shown` of them fit into the report."""
-
-    contender: Contender
-    check: str
-    observable: str
-    verdict: str
-    records: tuple[Record, ...]
-    shown: int
-    common_features: tuple[str, ...]
-
-    @property
-    def hidden(self) -> int:
-        """How many of the group's records the report leaves to the JSON lines."""
-        return len(self.records) - self.shown
-
-    @property
-    def common_reason(self) -> str:
-        """The reason that all records of the group give, empty where they differ or are alone."""
-        reasons = {record.reason for record in self.records}
-        return self.records[0].reason if len(reasons) == 1 and len(self.records) > 1 else ""
-
-
-@dataclasses.dataclass(frozen=True)
-class ReasonGroup:
-    """Records without judgement that share a reason, with one case as an example."""
-
-    contender: Contender
-    verdict: str
-    reason: str
-    count: int
-    example: str
-
-
-@dataclasses.dataclass(frozen=True)
-class UndecidedRows:
-    """Rows of its cases that no record judges, since rounding could change which keys their queries choose."""
-
-    contender: Contender
-    cases: int
-    rows: int
-    of_rows: int
-    worst_case: str  # the one with the largest share
-
-
-def get_contender(record: Record) -> Contender:
-    """The contender that a record is about."""
-    return Contender(record.implementation, record.platform, record.run)
-
-
-def list_metrics(record: Record) -> tuple[Metric, ...]:
-    """The figures of a record that were judged: the largest ratio, and the rms where that has a limit."""
-    found = []
-    if record.ratio is not None:
-        found.append(Metric("max", record.ratio, record.limit))
-    if record.rms is not None and record.rms_limit is not None:
-        found.append(Metric("rms", record.rms, record.rms_limit))
-    return tuple(found)
-
-
-def find_decisive_metric(record: Record) -> Metric | None:
-    """The judged figure closest to its limit or furthest beyond it."""
-    return max(list_metrics(record), key=lambda metric: rank_share(metric.share), default=None)
-
-
-def rank_share(share: float | None) -> float:
-    """A sort key for shares: NaN is as bad as infinity, no share at all comes first."""
-    if share is None:
-        return -1.0
-    return math.inf if math.isnan(share) else share
-
-
-def find_worst_metric(records: Iterable[Record]) -> Metric | None:
-    """The worst judged figure; expected failures only stand in where nothing else was judged.
-
-    If they counted like the others, a contender that conforms could show a figure beyond its limit. A near miss of
-    another case would be hidden by it.
-    """
-    judged = [record for record in records if record.verdict in JUDGED]
-    open_ones = [record for record in judged if record.verdict != EXPECTED_FAIL]
-    found = (find_decisive_metric(record) for record in open_ones or judged)
-    return max((m for m in found if m is not None), key=lambda metric: rank_share(metric.share), default=None)
-
-
-def count_verdicts(records: Iterable[Record]) -> Counts:
-    """Count records by verdict."""
-    counter = Counter(record.verdict for record in records)
-    return Counts({verdict: counter[verdict] for verdict in VERDICTS})
+    def is_of_one_check(self) -> bool:
+        """Whether a single check judged something: one question answered is no conformity."""
+        return len(self.checks) == 1
 
 
 def compute_conformity(records: Iterable[Record]) -> str:
-    """Whether these records say that it conforms, with known failures or without, does not, or could not be judged.
+    """Return whether these records say that a contender conforms.
 
     Any red record means that it does not conform. Without a single judged record there is nothing to conform by, which
     is never the same as clean.
     """
-    counts = count_verdicts(records)
+    return _compute_conformity(count_verdicts(records))
+
+
+def _compute_conformity(counts: Counts) -> str:
     if counts.red:
         return DOES_NOT_CONFORM
     if not counts.judged:
@@ -221,126 +88,186 @@ def compute_conformity(records: Iterable[Record]) -> str:
     return KNOWN_FAILURES if counts[EXPECTED_FAIL] else CONFORMS
 
 
-def group_by_contender(records: Iterable[Record]) -> dict[Contender, list[Record]]:
-    """Records of each contender, contenders in the order of their names."""
-    groups: dict[Contender, list[Record]] = {}
-    for record in records:
-        groups.setdefault(get_contender(record), []).append(record)
-    return {contender: groups[contender] for contender in sorted(groups)}
+def summarize_contenders(groups: Mapping[Contender, Sequence[Record]], run: RunInfo) -> tuple[ContenderSummary, ...]:
+    """Summarize the records of each contender, in the order given: nothing here ranks contenders."""
+    return tuple(_summarize_contender(contender, records, run) for contender, records in groups.items())
 
 
-def build_standings(records: Iterable[Record]) -> tuple[Standing, ...]:
-    """One standing for each contender, in the order of their names: nothing here ranks them."""
-    return tuple(
-        Standing(
-            contender,
-            compute_conformity(group),
-            count_verdicts(group),
-            find_worst_metric(group),
-            math.fsum(r.seconds for r in group),
-            tuple(dict.fromkeys(record.check for record in group if record.verdict in JUDGED)),
-            _find_refused_checks(group),
-            sum(REFUSED in record.figures for record in group),
-        )
-        for contender, group in group_by_contender(records).items()
+def _summarize_contender(contender: Contender, records: Sequence[Record], run: RunInfo) -> ContenderSummary:
+    counts = count_verdicts(records)
+    conformity = _compute_conformity(counts)
+    extent = _find_entry(run.extents, contender)
+    extent = extent or Extent(level=run.level, narrowed=run.narrowed, stopped=run.interrupted)
+    conforms = conformity in (CONFORMS, KNOWN_FAILURES)
+    return ContenderSummary(
+        contender=contender,
+        conformity=conformity,
+        counts=counts,
+        worst=find_worst_metric(records),
+        seconds=math.fsum(record.seconds for record in records),
+        checks=(checks := tuple(dict.fromkeys(record.check for record in records if record.verdict in JUDGED))),
+        extent=extent,
+        text=_format_conformity(contender, conformity, records, counts, checks, extent, run),
+        declared=", ".join(_find_entry(run.declared, contender) or ()) if conforms else "",
     )
 
 
-def _find_refused_checks(records: Iterable[Record]) -> tuple[str, ...]:
-    """The checks of supported cases, most of which were refused as a whole by what the call raised."""
+def find_not_judged_reasons(groups: Mapping[Contender, Sequence[Record]]) -> Iterator[tuple[Contender, str]]:
+    """Yield the contenders that could not be judged, with the commonest reason.
+
+    Reasons of unjudged records come before those of unsupported ones.
+    """
+    for contender, records in groups.items():
+        if compute_conformity(records) != NOT_JUDGED:
+            continue
+        for verdict in (UNJUDGED, UNSUPPORTED):
+            reasons = Counter(record.reason for record in records if record.verdict == verdict and record.reason)
+            if reasons:
+                yield contender, reasons.most_common(1)[0][0]
+                break
+
+
+def format_headline(contenders: Sequence[ContenderSummary]) -> str:
+    """Format the whole run as one sentence that does not compare contenders with each other."""
+    if not contenders:
+        return "Could not be judged: the run left no records."
+    if len(contenders) == 1:
+        (one,) = contenders
+        return f"{one.contender.label} {one.text}{f': {one.declared}' if one.declared else ''}."
+    tally = Counter(one.text for one in contenders)
+    parts = [f"{count} {_make_plural(text) if count > 1 else text}" for text, count in sorted(tally.items())]
+    return f"{len(contenders)} implementations: {', '.join(parts)}."
+
+
+def format_state(run: RunInfo) -> str:
+    """Format whether a run, or all that are merged, ended with all that was planned, and to what it was narrowed."""
+    extents = run.extents.values() or (Extent(level=run.level, narrowed=run.narrowed),)
+    if run.interrupted:
+        return "interrupted"
+    if any(not extent.known for extent in extents):
+        return "not known to be complete"
+    if any(extent.is_partial for extent in extents):
+        return "partial"
+    narrowed = list(dict.fromkeys(extent.narrowed for extent in extents))
+    smoke = " at smoke" if any(extent.level == "smoke" for extent in extents) else ""
+    if not any(narrowed):
+        return f"complete{smoke}"
+    return f"complete{smoke}, narrowed {f'to {narrowed[0]}' if len(narrowed) == 1 else 'in part'}"
+
+
+def format_shortfall(run: RunInfo) -> str:
+    """Format a warning that not all that was planned was judged; empty if it was."""
+    if run.interrupted:
+        return "The run was interrupted. This page covers only the records written before it stopped."
+    if any(not extent.known for extent in run.extents.values()):
+        return "There are records without a run record: whether they are all that was planned is unknown."
+    partly = [extent for extent in run.extents.values() if extent.is_partial]
+    if not partly:
+        return ""
+    done, planned = sum(extent.done for extent in partly), sum(extent.planned or 0 for extent in partly)
+    return f"Not all that was planned was judged: {done:,} of {planned:,} jobs."
+
+
+def _format_conformity(
+    contender: Contender,
+    conformity: str,
+    records: Sequence[Record],
+    counts: Counts,
+    checks: Sequence[str],
+    extent: Extent,
+    run: RunInfo,
+) -> str:
+    """Format a verdict; it says "conforms" only where the run record shows that all of a level was asked."""
+    narrowing = _format_narrowing(extent)
+    if conformity not in (CONFORMS, KNOWN_FAILURES):
+        return f"{conformity} ({narrowing})" if extent.narrowed else conformity
+    text = CONFORMS
+    if not extent.known:
+        text = "passes as far as is known (no run record)"
+    elif narrowing:
+        text = f"passes as far as checked ({narrowing})"
+    elif len(checks) == 1 and not extent.stopped:
+        text = f"passes {checks[0]}, the only check that judged anything ({format_count(counts.judged, 'record')})"
+    elif extent.stopped:
+        text = "passes"
+    if _find_entry(run.declared, contender):
+        text += " as declared"
+    if few := _find_entry(run.few_blocks, contender):
+        text += f", checked on {few} only"
+    coverage = _find_coverage(contender, run)
+    text += _format_declined_cases(coverage) + _format_declined_pairs(coverage) + _format_refused(records, counts)
+    if _find_entry(run.unsandboxed, contender):
+        text += ", judged without a sandbox"
+    if extent.stopped:
+        text += " so far"
+        text += f" ({extent.done:,} of {extent.planned:,} jobs)" if extent.is_partial else ""
+    return conformity.replace(CONFORMS, text)
+
+
+def _format_narrowing(extent: Extent) -> str:
+    """Format to what the run was narrowed; empty if it was not, or if only a stop is why not all was asked."""
+    parts = ["smoke"] if extent.level == "smoke" else []
+    if extent.narrowed:
+        is_part = extent.planned is not None and extent.whole is not None and extent.planned < extent.whole
+        of_all = f": {extent.planned:,} of {extent.whole:,} jobs" if is_part else ""
+        parts.append(f"narrowed to {extent.narrowed}{of_all}")
+    if extent.is_partial and not extent.stopped:
+        parts.append(f"{'' if extent.narrowed else 'narrowed to '}{extent.done:,} of {extent.planned:,} jobs")
+    return ", ".join(parts)
+
+
+def _format_declined_cases(coverage: Mapping[str, Any]) -> str:
+    """Format in how many cases a contender was judged and how many it declines; empty if it declines none."""
+    judged, declined = coverage.get("cases judged"), coverage.get("declined")
+    if not (isinstance(judged, int) and isinstance(declined, int) and declined):
+        return ""
+    return f", judged in {format_count(judged, 'case')} and declining {declined:,}"
+
+
+def _format_declined_pairs(coverage: Mapping[str, Any]) -> str:
+    """Format how many pairs of operands and masks a contender declines though it takes each of both alone.
+
+    The coverage states the pairs only where most of them are declined.
+    """
+    declined, pairs = coverage.get("pairs declined"), coverage.get("pairs")
+    if not (isinstance(declined, int) and isinstance(pairs, int)):
+        return ""
+    return f", declining {declined:,} of {pairs:,} pairs of operands and masks"
+
+
+def _format_refused(records: Sequence[Record], counts: Counts) -> str:
+    """Format how many questions calls refused in cases that are supported by what is declared."""
+    undeclared = sum(REFUSED in record.figures for record in records)
+    if not undeclared:
+        return ""
+    questions = format_count(undeclared + counts.judged, "question")
+    text = f", refusing {undeclared:,} of {questions} without declaring them unsupported"
+    refused = _list_refused_checks(records)
+    if refused:
+        text += f", most of those of {refused[0]}"
+    return f"{text} and {format_count(len(refused) - 1, 'other check')}" if len(refused) > 1 else text
+
+
+def _list_refused_checks(records: Iterable[Record]) -> list[str]:
+    """List the checks that the call refused as a whole, by raising, in most of the supported cases."""
     cases: dict[str, dict[str, bool]] = {}
     for record in records:
         refused = REFUSED in record.figures and record.observable == "all"
         if record.verdict in JUDGED or refused:
             asked = cases.setdefault(record.check, {})
             asked[record.case] = asked.get(record.case, True) and refused
-    return tuple(check for check, asked in cases.items() if 2 * sum(asked.values()) > len(asked))
+    return [check for check, asked in cases.items() if 2 * sum(asked.values()) > len(asked)]
 
 
-def iter_not_judged(records: Iterable[Record]) -> Iterator[tuple[Contender, str]]:
-    """Contenders that could not be judged, each with the commonest reason why; what is unsupported is asked last."""
-    for contender, group in group_by_contender(records).items():
-        if compute_conformity(group) != NOT_JUDGED:
-            continue
-        for verdict in (UNJUDGED, UNSUPPORTED):
-            if reasons := Counter(record.reason for record in group if record.verdict == verdict and record.reason):
-                yield contender, reasons.most_common(1)[0][0]
-                break
+def _find_coverage(contender: Contender, run: RunInfo) -> Mapping[str, Any]:
+    names = (contender.label, contender.implementation)
+    return next((row for row in run.coverage if row.get("implementation") in names), {})
 
 
-def group_failures(records: Iterable[Record], *, verdicts: Iterable[str] = RED, cap: int = 200) -> list[FailureGroup]:
-    """Failures grouped by contender, check, observable and verdict; at most `cap` of them are marked as shown.
-
-    The cap is shared out evenly, so that one noisy check cannot push the others out of the report.
-    """
-    wanted = frozenset(verdicts)
-    groups: dict[tuple[Contender, str, str, str], list[Record]] = {}
-    for record in records:
-        if record.verdict in wanted:
-            groups.setdefault((get_contender(record), record.check, record.observable, record.verdict), []).append(
-                record
-            )
-    keys = sorted(groups)
-    ranked = [tuple(sorted(groups[key], key=_rank_failure)) for key in keys]
-    quotas = _distribute_quota([len(group) for group in ranked], [_rank_failure(group[0]) for group in ranked], cap)
-    return [
-        FailureGroup(*key, records=group, shown=quota, common_features=_find_common_features(group))
-        for key, group, quota in zip(keys, ranked, quotas, strict=True)
-    ]
+def _find_entry(entries: Mapping[str, Entry], contender: Contender) -> Entry | None:
+    """Return the entry of a contender: by its label, or by the name of its implementation."""
+    return entries.get(contender.label, entries.get(contender.implementation))
 
 
-def first_failures(records: Iterable[Record], *, cap: int) -> tuple[list[Record], int]:
-    """At most `cap` red records, spread over the groups of failures, and how many more there are."""
-    groups = group_failures(records, cap=cap)
-    shown = [record for group in groups for record in group.records[: group.shown]]
-    return shown, sum(group.hidden for group in groups)
-
-
-def group_reasons(records: Iterable[Record]) -> list[ReasonGroup]:
-    """Unsupported and unjudged records by contender and reason, the most frequent first within a contender."""
-    tally: Counter[tuple[Contender, str, str]] = Counter()
-    examples: dict[tuple[Contender, str, str], str] = {}
-    for record in records:
-        if record.verdict in (UNSUPPORTED, UNJUDGED):
-            key = (get_contender(record), record.verdict, record.reason)
-            tally[key] += 1
-            examples.setdefault(key, record.case)
-    order = sorted(tally, key=lambda key: (key[0], key[1], -tally[key], key[2]))
-    return [ReasonGroup(*key, count=tally[key], example=examples[key]) for key in order]
-
-
-def find_undecided_rows(records: Iterable[Record]) -> list[UndecidedRows]:
-    """What the records of each contender leave out of the cases that they judge; a case counts once."""
-    found = []
-    for contender, group in group_by_contender(records).items():
-        cases = {r.case: (r.figures["undecided_rows"], r.figures["rows"]) for r in group if _has_undecided_rows(r)}
-        if cases:
-            rows, of_rows = (int(math.fsum(column)) for column in zip(*cases.values(), strict=True))
-            worst = max(cases, key=lambda case: cases[case][0] / cases[case][1])
-            found.append(UndecidedRows(contender, len(cases), rows, of_rows, worst))
-    return found
-
-
-def _has_undecided_rows(record: Record) -> bool:
-    return record.verdict in JUDGED and "undecided_rows" in record.figures
-
-
-def _rank_failure(record: Record) -> tuple[float, tuple[str, ...]]:
-    metric = find_decisive_metric(record)
-    crashed = record.verdict == ERROR or (record.verdict == FAIL and metric is None)
-    return (-math.inf if crashed else -rank_share(metric.share if metric else None), record.key)
-
-
-def _find_common_features(records: Sequence[Record]) -> tuple[str, ...]:
-    common = set(records[0].features).intersection(*(record.features for record in records))
-    return tuple(feature for feature in dict.fromkeys(records[0].features) if feature in common)
-
-
-def _distribute_quota(sizes: Sequence[int], ranks: Sequence[tuple[float, tuple[str, ...]]], cap: int) -> list[int]:
-    order = sorted(range(len(sizes)), key=lambda i: ranks[i])
-    quotas = [0] * len(sizes)
-    while cap > 0 and (open_groups := [i for i in order if quotas[i] < sizes[i]]):
-        for i in open_groups[:cap]:
-            quotas[i] += 1
-        cap -= min(cap, len(open_groups))
-    return quotas
+def _make_plural(text: str) -> str:
+    return text.replace("conforms", "conform").replace("passes", "pass").replace("does not", "do not")

@@ -1,4 +1,4 @@
-"""What the gate can catch: planted bugs by family and by check, survivors, and the smallest visible error."""
+"""Build the section on what the gate catches: planted bugs by family and by check, and the smallest visible error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class BugFamily:
-    """Planted bugs about one thing."""
+    """How many planted bugs there are about one thing, and how many the gate sees."""
 
     name: str
     bugs: int
@@ -18,7 +18,14 @@ class BugFamily:
 
 @dataclasses.dataclass(frozen=True)
 class CheckPower:
-    """A check: how many bugs it sees, which no other does, and what judging them cost."""
+    """How many planted bugs a check sees, and at what cost.
+
+    Attributes:
+      check: its name.
+      kills: how many bugs it sees.
+      alone: the bugs that no other check sees.
+      seconds: what judging the bank of planted bugs cost in this check.
+    """
 
     check: str
     kills: int
@@ -33,7 +40,17 @@ class CheckPower:
 
 @dataclasses.dataclass(frozen=True)
 class Detection:
-    """The section of a report."""
+    """What the gate catches.
+
+    Attributes:
+      level: of the grids that the bugs were judged on.
+      environment: names and versions of what was used.
+      bugs: rows of the measured table, one for each planted bug; `survivors` are those that no check sees.
+      families: bugs by what they are about.
+      checks: bugs by the checks that see them; `idle` are the checks that no bug needs.
+      dtypes: the columns of `resolution`.
+      resolution: the smallest visible error, by perturbation and observable, and within these by dtype.
+    """
 
     level: str
     environment: Mapping[str, str]
@@ -47,7 +64,7 @@ class Detection:
 
 
 def build_detection(table: Mapping[str, Any] | None) -> Detection | None:
-    """The section from measured figures, none if there are none."""
+    """Build the section from a measured table (`sensitivity.detection`); none if there is none."""
     if not table:
         return None
     bugs = table["bugs"]

@@ -1,9 +1,9 @@
-"""The picture of where a result is wrong: the mask, and rows or keys by head, shaded by how far beyond the limit."""
+"""Draw where a result is wrong: the mask, and rows or keys by head, shaded by how far beyond the limit they are."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from markupsafe import Markup
 
@@ -11,10 +11,10 @@ from conformance.error_maps import ErrorMap
 from reports.text_format import TIMES
 
 _CELL = 10
-_LONG_SIDE = 240  # as long as a side of 24 cells; shorter axes have wider cells, up to the next
+_LONG_SIDE = 240  # as long as a side of 24 cells; shorter axes have wider cells, up to _MAX_CELL
 _MAX_CELL = 24
 _LEFT, _TOP = 46, 18
-_NAMES = {
+_AXIS_NAMES = {
     "T": "queries",
     "S": "keys",
     "H": "columns",
@@ -22,7 +22,7 @@ _NAMES = {
     "BN": "batch rows and heads",
     "BK": "batch rows and key/value heads",
 }
-# Shades of `conformance.error_maps`: a colour of the page, and how much of it.
+# Shades of `conformance.error_maps`: a colour of the page, and its opacity.
 _SHADES = {
     "-": ("--line", 0.55),
     "0": ("--pass-ink", 0.16),
@@ -47,53 +47,61 @@ _SHADE_TEXT = {
 }
 
 
-def render_error_map(drawn: ErrorMap, level: int = 4) -> Markup:
-    """One or two drawings side by side under headings of a `level`, and what the shades mean."""
-    panels = [_render_mask(drawn, level)] if drawn.mask and drawn.marks else []
-    panels.append(_render_cells(drawn, level))
-    used = set("".join((*drawn.cells, drawn.marks)))
-    caption = "".join(
-        f"<span>{_render_swatch(shade)}{html.escape(words)}</span>" for shade, words in _build_legend(used)
-    )
+def render_error_map(error_map: ErrorMap, level: int = 4) -> Markup:
+    """Render the drawings of an error map side by side, and a legend of their shades.
+
+    Args:
+      error_map: one drawing by its axes, and one of the mask where the map has that.
+      level: of the headings of the drawings.
+    """
+    panels = [_render_mask(error_map, level)] if error_map.mask and error_map.marks else []
+    panels.append(_render_cells(error_map, level))
+    used = set("".join((*error_map.cells, error_map.marks)))
+    caption = "".join(f"<span>{_render_swatch(shade)}{html.escape(text)}</span>" for shade, text in _build_legend(used))
     if panels[1:]:
         caption += f"<span>{_render_swatch('')}hidden by the mask</span>"
-    known = [f"every {block:,} {name}" for block, name in zip(drawn.blocks, ("queries", "keys"), strict=True) if block]
-    if known:
-        caption += f"<span>dashed: {', '.join(known)}</span>"
+    names = ("queries", "keys")
+    blocks = [f"every {block:,} {name}" for block, name in zip(error_map.blocks, names, strict=True) if block]
+    if blocks:
+        caption += f"<span>dashed: {', '.join(blocks)}</span>"
     return Markup(f'<figure><div class="panels">{"".join(panels)}</div><figcaption>{caption}</figcaption></figure>')
 
 
 def _build_legend(used: Iterable[str]) -> list[tuple[str, str]]:
-    """The shades that occur, with what they mean; of those beyond the limit, the palest and the darkest."""
+    """Return the shades that occur with their meaning; of those beyond the limit, the palest and the darkest."""
     red = [shade for shade in _BEYOND_LIMIT if shade in used]
-    return [(shade, words) for shade, words in _SHADE_TEXT.items() if shade in used and shade not in red[1:-1]]
+    return [(shade, text) for shade, text in _SHADE_TEXT.items() if shade in used and shade not in red[1:-1]]
 
 
-def _render_mask(drawn: ErrorMap, level: int) -> str:
-    """Pairs of query and key that may attend, shaded by the error of their query or of their key."""
+def _render_mask(error_map: ErrorMap, level: int) -> str:
+    """Render pairs of query and key that may attend, shaded by the error of their query or of their key."""
+    by_key = error_map.along == "S"
+    marks = error_map.marks
     lines = [
-        "".join(
-            _shade_pair(pair, drawn.marks[x if drawn.along == "S" else y : (x if drawn.along == "S" else y) + 1])
-            for x, pair in enumerate(line)
-        )
-        for y, line in enumerate(drawn.mask)
+        "".join(_shade_pair(pair, marks[place : place + 1]) for place, pair in _iter_marked(line, y, by_key=by_key))
+        for y, line in enumerate(error_map.mask)
     ]
-    by = "key" if drawn.along == "S" else "query"
-    title = f"Batch row {drawn.at[0]}, head {drawn.at[1]}: who attends to whom, each {by} shaded by its error"
-    return _render_panel(title, lines, ("T", "S"), drawn.mask_shape, drawn.blocks, level)
+    by = "key" if by_key else "query"
+    title = f"Batch row {error_map.at[0]}, head {error_map.at[1]}: who attends to whom, each {by} shaded by its error"
+    return _render_panel(title, lines, ("T", "S"), error_map.mask_shape, error_map.blocks, level)
 
 
-def _shade_pair(pair: str, shade: str) -> str:
-    return " " if pair == "0" else shade or "-"
+def _iter_marked(line: str, y: int, *, by_key: bool) -> Iterator[tuple[int, str]]:
+    """Yield the pairs of a line of the mask, each with the place of its mark."""
+    for x, pair in enumerate(line):
+        yield x if by_key else y, pair
 
 
-def _render_cells(drawn: ErrorMap, level: int) -> str:
-    first, second = (_NAMES.get(axis, axis) for axis in drawn.axes)
-    sizes = dict(zip("TS", drawn.blocks, strict=True))
-    blocks = sizes.get(drawn.axes[0], 0), sizes.get(drawn.axes[1], 0)
-    return _render_panel(
-        f"The largest error by {first} and {second}", drawn.cells, drawn.axes, drawn.shape, blocks, level
-    )
+def _shade_pair(pair: str, mark: str) -> str:
+    return " " if pair == "0" else mark or "-"
+
+
+def _render_cells(error_map: ErrorMap, level: int) -> str:
+    first, second = (_AXIS_NAMES.get(axis, axis) for axis in error_map.axes)
+    sizes = dict(zip("TS", error_map.blocks, strict=True))
+    blocks = sizes.get(error_map.axes[0], 0), sizes.get(error_map.axes[1], 0)
+    title = f"The largest error by {first} and {second}"
+    return _render_panel(title, error_map.cells, error_map.axes, error_map.shape, blocks, level)
 
 
 def _render_panel(
@@ -104,6 +112,16 @@ def _render_panel(
     blocks: tuple[int, int],
     level: int,
 ) -> str:
+    """Render a drawing under its heading.
+
+    Args:
+      title: the heading, and the label of the drawing.
+      lines: a character for each cell, its shade.
+      axes: names of the vertical and the horizontal axis.
+      shape: how many elements each axis has.
+      blocks: how many elements a block has along each axis; 0 where that is not known.
+      level: of the heading.
+    """
     columns = max(map(len, lines), default=0)
     if not lines or not columns:
         return ""
@@ -112,10 +130,10 @@ def _render_panel(
     paths = _render_paths(lines, across, down)
     paths += f'<path d="M0 0h{width}v{height}h-{width}z" fill="none" stroke="var(--muted)" stroke-width="1"/>'
     paths += _render_block_borders(shape, blocks, width, height)
-    names = [_NAMES.get(axis, axis) for axis in axes]
-    texts = f'<text x="0" y="-6">{_format_axis(names[1], shape[1])}</text>'
-    texts += f'<text x="0" y="-6" transform="rotate(-90)" text-anchor="end">{_format_axis(names[0], shape[0])}</text>'
-    room = max(width, 9 * len(_format_axis(names[1], shape[1]))), max(height, 7 * len(_format_axis(names[0], shape[0])))
+    names = [_format_axis(_AXIS_NAMES.get(axis, axis), count) for axis, count in zip(axes, shape, strict=True)]
+    texts = f'<text x="0" y="-6">{names[1]}</text>'
+    texts += f'<text x="0" y="-6" transform="rotate(-90)" text-anchor="end">{names[0]}</text>'
+    room = max(width, 9 * len(names[1])), max(height, 7 * len(names[0]))
     box = f"{-_LEFT // 2} {-_TOP} {room[0] + _LEFT // 2 + 2} {room[1] + _TOP + 2}"
     size = f'width="{room[0] + _LEFT // 2 + 2}" height="{room[1] + _TOP + 2}"'
     label = html.escape(title)
@@ -130,7 +148,7 @@ def _format_axis(name: str, count: int) -> str:
 
 
 def _render_paths(lines: Sequence[str], across: int, down: int) -> str:
-    """A path for each shade, runs of cells as one rectangle each."""
+    """Render a path for each shade, in which a run of equal cells is one rectangle."""
     runs: dict[str, list[str]] = {}
     for y, line in enumerate(lines):
         start = 0
@@ -143,12 +161,12 @@ def _render_paths(lines: Sequence[str], across: int, down: int) -> str:
 
 
 def _render_filled(shade: str, path: str) -> str:
-    colour, part = _SHADES[shade]
-    return f'<path fill="var({colour})" fill-opacity="{part:g}" d="{path}"/>'
+    colour, opacity = _SHADES[shade]
+    return f'<path fill="var({colour})" fill-opacity="{opacity:g}" d="{path}"/>'
 
 
 def _render_block_borders(shape: tuple[int, int], blocks: tuple[int, int], width: int, height: int) -> str:
-    """Dashed lines between blocks, where there are few enough to be told apart."""
+    """Render dashed lines between blocks, if there are few enough to be told apart."""
     path = ""
     for axis, (count, block) in enumerate(zip(shape, blocks, strict=True)):
         if not block or not 1 < -(-count // block) <= _MAX_CELL:
@@ -162,6 +180,7 @@ def _render_block_borders(shape: tuple[int, int], blocks: tuple[int, int], width
 
 
 def _render_swatch(shade: str) -> str:
+    """Render the square of a shade in the legend; an empty square for no shade."""
     fill = _render_filled(shade, "M0 0h12v12h-12z") if shade else ""
     frame = '<path d="M.5 .5h11v11h-11z" fill="none" stroke="var(--muted)"/>'
     return f'<svg width="12" height="12" viewBox="0 0 12 12" aria-hidden="true">{fill}{frame}</svg>'

@@ -1,4 +1,4 @@
-"""Findings as annotations of GitHub Actions: one for each finding, in the syntax of its workflow commands."""
+"""Format findings as annotations of GitHub Actions, in the syntax of its workflow commands."""
 
 from __future__ import annotations
 
@@ -7,25 +7,36 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from conformance.records import Record, make_printable
-from reports import changes, text_format
-from reports.causes import finding_text, root_causes
 from reports.causes.finding import RAISES, UNEXPECTED, Finding
-from reports.changes import NEW_FAILURE, REGRESSIONS, Comparison
-from reports.conformity import Contender, get_contender
+from reports.causes.finding_text import format_title, list_facts
+from reports.causes.root_causes import find_root_causes
+from reports.changes import NEW_FAILURE, REGRESSIONS, Change, Comparison, format_kind_count, format_transition
+from reports.record_groups import Contender, get_contender, group_by
+from reports.text_format import shorten_text
 
 MAX_ANNOTATIONS = 10
-"""Annotations of a kind that GitHub shows of a step; the last says how many more there are."""
+"""Annotations of a kind that GitHub shows of a step; the last states how many more there are."""
 ERROR_LEVEL, WARNING_LEVEL = "error", "warning"
 _MAX_REASON = 300
 _TITLE = "Attention conformance"
 
 Place = tuple[str, int]
+"""A file, and a line of it."""
 FindPlace = Callable[[Record], Place | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """A finding: `count` records of `contender` say it; `place` is the line of the user's code that it is about."""
+    """A finding as GitHub shows it.
+
+    Attributes:
+      kind: `ERROR_LEVEL` or `WARNING_LEVEL`.
+      contender: label of the contender.
+      title: what is wrong.
+      lines: of the message; empty ones are left out.
+      count: how many records show it.
+      place: the line of the user's code that it is about, if there is one.
+    """
 
     kind: str
     contender: str
@@ -35,37 +46,46 @@ class Annotation:
     place: Place | None = None
 
 
-def annotate_records(records: Iterable[Record], placed: FindPlace, probes: Iterable[Record] = ()) -> list[Annotation]:
-    """The findings of red records; `probes` were judged to confirm them.
+def annotate_records(
+    records: Iterable[Record], find_place: FindPlace, probes: Iterable[Record] = ()
+) -> list[Annotation]:
+    """Annotate the findings of red records; an unexpected pass is a warning.
 
-    Expected failures are none. What passes unexpectedly is a warning.
+    Args:
+      records: of a run.
+      find_place: finds the line of the user's code that raised a record's error.
+      probes: records that were judged to confirm findings.
     """
-    return [_build_annotation(finding, placed) for finding in root_causes.find_root_causes(records, probes)]
+    return [_build_annotation(finding, find_place) for finding in find_root_causes(records, probes)]
 
 
-def annotate_changes(found: Comparison, placed: FindPlace, *, without_failures: bool = False) -> list[Annotation]:
-    """The regressions of a comparison; new failures as those of a run, where these are not annotated already."""
+def annotate_changes(found: Comparison, find_place: FindPlace, *, without_failures: bool = False) -> list[Annotation]:
+    """Annotate the regressions of a comparison.
+
+    Args:
+      found: the comparison.
+      find_place: as for `annotate_records`.
+      without_failures: leave out new failures, which `annotate_records` annotates already.
+    """
     new = [change.new for change in found.of_kind(NEW_FAILURE) if change.new is not None]
-    failures = [] if without_failures else annotate_records(new, placed)
-    made = [dataclasses.replace(one, title=f"new: {one.title}") for one in failures]
-    groups: dict[tuple[str, Contender, str], list[changes.Change]] = {}
-    for change in found.regressions:
-        if change.kind != NEW_FAILURE:
-            key = (change.kind, get_contender(change.record), change.record.check)
-            groups.setdefault(key, []).append(change)
+    failures = [] if without_failures else annotate_records(new, find_place)
+    annotations = [dataclasses.replace(one, title=f"new: {one.title}") for one in failures]
+    others = (change for change in found.regressions if change.kind != NEW_FAILURE)
+    groups = group_by(others, _get_annotation_key)
     for (kind, contender, check), group in sorted(groups.items(), key=lambda item: REGRESSIONS.index(item[0][0])):
-        first = group[0]
-        lines = (
-            f"{changes.format_kind_count(len(group), kind)}: {changes.format_transition(first)}, as in {first.record.case}",
-        )
-        told = (*lines, text_format.shorten(first.record.reason, longest=_MAX_REASON), first.record.reproduce)
+        record = group[0].record
+        first = f"{format_kind_count(len(group), kind)}: {format_transition(group[0])}, as in {record.case}"
+        lines = (first, shorten_text(record.reason, longest=_MAX_REASON), record.reproduce)
         title = f"{contender.label}: {check} {kind}"
-        made.append(Annotation(ERROR_LEVEL, contender.label, title, told, len(group)))
-    return made
+        annotations.append(Annotation(ERROR_LEVEL, contender.label, title, lines, len(group)))
+    return annotations
 
 
 def format_commands(annotations: Sequence[Annotation]) -> list[str]:
-    """Workflow commands, a line each: of each kind as many as GitHub shows, every contender's foremost first."""
+    """Format annotations as workflow commands, a line each.
+
+    There are as many of a kind as GitHub shows, the foremost of every contender first.
+    """
     found = []
     for kind in (ERROR_LEVEL, WARNING_LEVEL):
         ranked = _interleave_contenders([one for one in annotations if one.kind == kind])
@@ -78,8 +98,12 @@ def format_commands(annotations: Sequence[Annotation]) -> list[str]:
     return found
 
 
+def _get_annotation_key(change: Change) -> tuple[str, Contender, str]:
+    return change.kind, get_contender(change.record), change.record.check
+
+
 def _interleave_contenders(annotations: Sequence[Annotation]) -> list[Annotation]:
-    """The first of each contender, then the second, and so on: no contender pushes another out."""
+    """Return the first of each contender, then the second, and so on: no contender pushes another out."""
     ranks: Counter[str] = Counter()
     ranked = []
     for one in annotations:
@@ -88,13 +112,13 @@ def _interleave_contenders(annotations: Sequence[Annotation]) -> list[Annotation
     return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def _build_annotation(finding: Finding, placed: FindPlace) -> Annotation:
+def _build_annotation(finding: Finding, find_place: FindPlace) -> Annotation:
     label, smallest = finding.contender.label, finding.smallest
-    reason = text_format.shorten(smallest.reason, longest=_MAX_REASON)
-    lines = (*finding_text.list_facts(finding), f"smallest: {smallest.case}", reason, smallest.reproduce)
+    reason = shorten_text(smallest.reason, longest=_MAX_REASON)
+    lines = (*list_facts(finding), f"smallest: {smallest.case}", reason, smallest.reproduce)
     kind = WARNING_LEVEL if finding.kind == UNEXPECTED else ERROR_LEVEL
-    place = placed(smallest) if finding.kind == RAISES else None
-    return Annotation(kind, label, f"{label}: {finding_text.format_title(finding)}", lines, len(finding.records), place)
+    place = find_place(smallest) if finding.kind == RAISES else None
+    return Annotation(kind, label, f"{label}: {format_title(finding)}", lines, len(finding.records), place)
 
 
 def _format_command(one: Annotation) -> str:
@@ -107,10 +131,10 @@ def _format_command(one: Annotation) -> str:
 
 
 def _escape_message(text: str) -> str:
-    """Text as GitHub's commands take it for a message."""
+    """Escape text for the message of a workflow command."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _escape_property(text: str) -> str:
-    """Text as they take it for a property."""
+    """Escape text for a property of a workflow command."""
     return _escape_message(make_printable(text)).replace(":", "%3A").replace(",", "%2C")

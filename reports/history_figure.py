@@ -1,4 +1,4 @@
-"""The chart of a contender's history: verdict, largest figure, failures, judgements and time, run by run."""
+"""Draw a contender's history: verdict, largest figure, failures, judgements and time, run by run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from reports import conformity
+from markupsafe import Markup
+
+from reports.conformity import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED
 from reports.history_tracks import RunPoint, RunTrack, format_changed_briefly
-from reports.ratio_figure import BAD, BAND, CEILING, FLOOR, GOOD, INK, KNOWN, LINE, MUTED, render_svg
-from reports.text_format import number
+from reports.svg_figure import BAD, BAND, GOOD, INK, KNOWN, LINE, MUTED, clip_share, render_svg
+from reports.text_format import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,29 +22,32 @@ MAX_RUNS = 60
 _MAX_NAMES = 2
 _MAX_LABELS = 24  # numbers below the axis
 _COLORS = {
-    conformity.CONFORMS: GOOD,
-    conformity.KNOWN_FAILURES: KNOWN,
-    conformity.DOES_NOT_CONFORM: BAD,
-    conformity.NOT_JUDGED: MUTED,
+    CONFORMS: GOOD,
+    KNOWN_FAILURES: KNOWN,
+    DOES_NOT_CONFORM: BAD,
+    NOT_JUDGED: MUTED,
 }
 _MARKERS = {
-    conformity.CONFORMS: "o",
-    conformity.KNOWN_FAILURES: "s",
-    conformity.DOES_NOT_CONFORM: "X",
-    conformity.NOT_JUDGED: "d",
+    CONFORMS: "o",
+    KNOWN_FAILURES: "s",
+    DOES_NOT_CONFORM: "X",
+    NOT_JUDGED: "d",
 }
 _ROWS = (0.45, 1.3, 0.8, 0.8, 0.8)
 
 
-def render_history(track: RunTrack) -> str:
-    """The newest runs of a contender, one column each. What was not whole is hollow, and no line leads to it."""
+def render_history(track: RunTrack) -> Markup:
+    """Render the newest runs of a contender, one column each.
+
+    A run that was not whole is hollow, and no line leads to it.
+    """
     points = track.points[-MAX_RUNS:]
     return render_svg(lambda: draw_history(points), label=f"{track.contender.label} in {len(points)} runs")
 
 
 def draw_history(points: Sequence[RunPoint]) -> Figure:
-    """The same as a figure of matplotlib's."""
-    from matplotlib.figure import Figure  # late: loading it takes as long as judging a small case
+    """Draw runs as a matplotlib figure."""
+    from matplotlib.figure import Figure  # imported late: it takes as long as judging a small case
 
     figure = Figure(figsize=(max(7.0, 1.6 + 0.2 * len(points)), 5.2), layout="constrained")
     figure.patch.set_alpha(0)
@@ -74,7 +79,7 @@ def _draw_frame(axes: Axes, name: str, points: Sequence[RunPoint]) -> None:
 
 
 def _iter_changes(points: Sequence[RunPoint]) -> Iterator[int]:
-    """Places of runs before which something changed; of the first that is drawn, what it changed from is not."""
+    """Yield the places of runs before which something changed, but for the first run that is drawn."""
     yield from (place for place, point in enumerate(points) if place and point.changed)
 
 
@@ -100,7 +105,7 @@ def _draw_verdicts(axes: Axes, points: Sequence[RunPoint]) -> None:
 
 
 def _draw_mark(axes: Axes, place: int, y: float, point: RunPoint, marker: str, colour: str, *, size: float) -> None:
-    """A mark; of a run that was not whole it is hollow, and what passes there has no colour of its own."""
+    """Draw the mark of a run: of one that was not whole it is hollow, and a pass there has no colour of its own."""
     colour = colour if point.is_whole or colour == BAD else MUTED
     inside = colour if point.is_whole else "none"
     axes.plot([place], [y], marker=marker, markersize=size, mfc=inside, mec=colour, mew=1.1, linestyle="none", zorder=3)
@@ -110,10 +115,10 @@ def _draw_largest(axes: Axes, points: Sequence[RunPoint]) -> None:
     axes.set_yscale("log")
     axes.minorticks_off()
     axes.axhline(1, color=BAD, linewidth=1.0, zorder=1)
-    places = {place: _clip_share(point.largest) for place, point in enumerate(points) if point.largest is not None}
+    places = {place: clip_share(point.largest) for place, point in enumerate(points) if point.largest is not None}
     low, high = min([*places.values(), 0.5]), max([*places.values(), 2.0])
     axes.set_ylim(low / 1.6, high * 1.6)
-    axes.yaxis.set_major_formatter(lambda tick, _: number(tick))
+    axes.yaxis.set_major_formatter(lambda tick, _: format_number(tick))
     for place, y in places.items():
         point, before = points[place], points[place - 1] if place else None
         if before is not None and place - 1 in places and _is_comparable(before, point):
@@ -122,12 +127,8 @@ def _draw_largest(axes: Axes, points: Sequence[RunPoint]) -> None:
 
 
 def _is_comparable(before: RunPoint, point: RunPoint) -> bool:
-    """Whether figures of two runs are about the same: both whole, of one level, with no run between them."""
+    """Return whether figures of two runs can be compared: both whole, of one level, with no run between them."""
     return before.is_whole and point.is_whole and before.level == point.level and before.number + 1 == point.number
-
-
-def _clip_share(share: float | None) -> float:
-    return min(max(conformity.rank_share(share), FLOOR), CEILING)
 
 
 def _draw_bars(
@@ -138,7 +139,15 @@ def _draw_bars(
     *,
     symlog: bool = False,
 ) -> None:
-    """Stacked bars, hollow where the run was not whole."""
+    """Draw stacked bars, hollow where the run was not whole.
+
+    Args:
+      axes: to draw on.
+      points: the runs.
+      parts: returns the heights of a run's bars, from the bottom.
+      colours: of the parts.
+      symlog: use a logarithmic scale above 1.
+    """
     tallest = 0.0
     for place, point in enumerate(points):
         bottom = 0.0
@@ -153,4 +162,4 @@ def _draw_bars(
         axes.minorticks_off()
     axes.set_ylim(0, 1.15 * tallest if tallest else 1)
     axes.set_yticks([0, tallest] if tallest else [0])
-    axes.yaxis.set_major_formatter(lambda tick, _: f"{tick:,.0f}" if tick >= 10 or not tick else number(tick))
+    axes.yaxis.set_major_formatter(lambda tick, _: f"{tick:,.0f}" if tick >= 10 or not tick else format_number(tick))

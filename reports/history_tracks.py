@@ -1,4 +1,4 @@
-"""Many runs in their order: how each contender fared from one to the next, and what was not the same."""
+"""Follow contenders through many runs: how each fared from one run to the next, and what else changed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from conformance.records import ERROR, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, Extent, RunInfo
-from reports import conformity, text_format
-from reports.conformity import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED, Contender, Counts, Standing
+from reports.conformity import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED, ContenderSummary
+from reports.metrics import Counts, rank_share
+from reports.record_groups import Contender
 
 WHOLE = "whole"
 UNKNOWN = "unknown"
@@ -17,18 +18,24 @@ UNTIMED = "unknown"
 _MAX_VALUE = 10
 
 Changed = tuple[str, str, str]
+"""What differs between two runs: its name, the old and the new value."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunEntry:
-    """A run: when it began (ISO, in UTC; empty where that is not known), its files, and what a report says of it.
+    """A run as its history shows it.
 
-    Of its records, what they add up to is enough. `planned` are the implementations that it was to judge.
+    Attributes:
+      started: when it began (ISO, in UTC); empty where that is not known.
+      sources: names of its files.
+      contenders: whether each contender conforms.
+      info: what holds for the whole run.
+      planned: the implementations that it was to judge.
     """
 
     started: str
     sources: tuple[str, ...]
-    standings: tuple[Standing, ...]
+    contenders: tuple[ContenderSummary, ...]
     info: RunInfo
     planned: frozenset[str] = frozenset()
 
@@ -39,49 +46,57 @@ class RunEntry:
 
     @property
     def files(self) -> str:
-        """The names of its files, in short."""
+        """The name of its first file, and how many more there are."""
         more = len(self.sources) - 1
         return self.sources[0] + (f" and {more} more" if more else "")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunPoint:
-    """A contender in one run; `number` is the run's, from 1, and `standing` is none where it left no record there."""
+    """A contender in one run.
+
+    Attributes:
+      number: of the run, from 1.
+      entry: the run.
+      summary: whether the contender conforms; none where it left no record.
+      extent: how much of what was planned was asked.
+      changed: what differs from its run before.
+    """
 
     number: int
     entry: RunEntry
-    standing: Standing | None
+    summary: ContenderSummary | None
     extent: Extent
     changed: tuple[Changed, ...] = ()
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that its level asks was asked."""
-        return self.standing is not None and self.extent.is_whole
+        """Whether the contender was asked all that its level has."""
+        return self.summary is not None and self.extent.is_whole
 
     @property
     def conformity(self) -> str:
-        """As the standing has it."""
-        return self.standing.conformity if self.standing is not None else NOT_JUDGED
+        """The conformity of the records, however little was asked."""
+        return self.summary.conformity if self.summary is not None else NOT_JUDGED
 
     @property
     def verdict(self) -> str:
-        """In a word or two: only a whole run of several checks says that something conforms."""
-        if self.standing is None:
+        """The conformity in a word or two: only a whole run of several checks says that something conforms."""
+        if self.summary is None:
             return NO_RECORD
-        narrow = not self.is_whole or self.standing.one_check
-        if self.conformity in (CONFORMS, KNOWN_FAILURES) and narrow:
+        is_narrow = not self.is_whole or self.summary.is_of_one_check
+        if self.conformity in (CONFORMS, KNOWN_FAILURES) and is_narrow:
             return self.conformity.replace(CONFORMS, PASSES)
         return self.conformity
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The verdict as every other report words it."""
-        return text_format.format_standing(self.standing, self.entry.info) if self.standing is not None else NO_RECORD
+        return self.summary.text if self.summary is not None else NO_RECORD
 
     @property
     def asked(self) -> str:
-        """How much was asked, in a word: `whole`, or why it was not."""
+        """How much was asked: `whole`, or why it was not."""
         extent = self.extent
         if not extent.known:
             return UNKNOWN
@@ -100,44 +115,49 @@ class RunPoint:
 
     @property
     def counts(self) -> Counts:
-        """Records by verdict."""
-        return self.standing.counts if self.standing is not None else Counts({})
+        """Its records by verdict."""
+        return self.summary.counts if self.summary is not None else Counts({})
 
     @property
     def failures(self) -> int:
-        """What was judged and is red."""
+        """The number of judged records that are red."""
         return self.counts[FAIL] + self.counts[UNEXPECTED_PASS]
 
     @property
     def errors(self) -> int:
-        """What raised."""
+        """The number of records of calls that raised."""
         return self.counts[ERROR]
 
     @property
     def judged(self) -> int:
-        """What rests on a comparison."""
+        """The number of records that rest on a comparison."""
         return self.counts.judged
 
     @property
     def unsupported(self) -> int:
-        """What is declined."""
+        """The number of records of what is declared unsupported, or refused."""
         return self.counts[UNSUPPORTED]
 
     @property
     def unjudged(self) -> int:
-        """What could not be judged."""
+        """The number of records of what could not be judged."""
         return self.counts[UNJUDGED]
 
     @property
     def largest(self) -> float | None:
-        """The largest figure as a share of its limit."""
-        worst = self.standing.worst if self.standing is not None else None
+        """The largest judged figure as a share of its limit."""
+        worst = self.summary.worst if self.summary is not None else None
         return worst.share if worst is not None else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the largest judged figure is beyond its limit."""
+        return rank_share(self.largest) > 1
 
     @property
     def seconds(self) -> float:
         """What judging took, all processes together."""
-        return self.standing.seconds if self.standing is not None else 0.0
+        return self.summary.seconds if self.summary is not None else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,46 +168,46 @@ class RunTrack:
     points: tuple[RunPoint, ...]
 
 
-def build_tracks(entries: Sequence[RunEntry], changed: Callable[[int, int, str], Sequence[Changed]]) -> list[RunTrack]:
-    """How each contender fared.
+def build_tracks(
+    entries: Sequence[RunEntry], find_changed: Callable[[int, int, str], Sequence[Changed]]
+) -> list[RunTrack]:
+    """Follow each contender through the runs.
 
     Args:
       entries: runs in their order.
-      changed: what two runs, by their places, do not share of what an implementation was judged under.
+      find_changed: finds what differs between two runs, by their places, of what an implementation was judged under.
     """
-    standings = [{one.contender: one for one in entry.standings} for entry in entries]
-    contenders = sorted({contender for found in standings for contender in found})
+    summaries = [{one.contender: one for one in entry.contenders} for entry in entries]
+    contenders = sorted({contender for found in summaries for contender in found})
     met = {contender.implementation for contender in contenders}
     contenders += sorted(Contender(name, "") for name in {n for entry in entries for n in entry.planned} - met)
-    made = []
+    tracks = []
     for contender in contenders:
-        places = [n for n, entry in enumerate(entries) if contender in standings[n] or _has_no_record(contender, entry)]
+        places = [n for n, entry in enumerate(entries) if contender in summaries[n] or _has_no_record(contender, entry)]
         points = []
         for before, place in zip([None, *places], places, strict=False):
-            standing, entry = standings[place].get(contender), entries[place]
-            known = _find_extent(contender, standing, entry)
-            differs = changed(before, place, contender.implementation) if before is not None else ()
-            points.append(RunPoint(place + 1, entry, standing, known, tuple(differs)))
-        made.append(RunTrack(contender, tuple(points)))
-    return made
+            summary, entry = summaries[place].get(contender), entries[place]
+            changed = find_changed(before, place, contender.implementation) if before is not None else ()
+            extent = summary.extent if summary is not None else _build_unrecorded_extent(entry)
+            points.append(RunPoint(place + 1, entry, summary, extent, tuple(changed)))
+        tracks.append(RunTrack(contender, tuple(points)))
+    return tracks
 
 
 def _has_no_record(contender: Contender, entry: RunEntry) -> bool:
-    """Whether a run was to judge an implementation and left no record of it, on any platform."""
+    """Return whether a run was to judge an implementation and left no record of it, on any platform."""
     name = contender.implementation
-    return name in entry.planned and not any(one.contender.implementation == name for one in entry.standings)
+    return name in entry.planned and not any(one.contender.implementation == name for one in entry.contenders)
 
 
-def _find_extent(contender: Contender, standing: Standing | None, entry: RunEntry) -> Extent:
-    if standing is not None:
-        return text_format.find_extent(standing, entry.info)
+def _build_unrecorded_extent(entry: RunEntry) -> Extent:
     return Extent(level=entry.info.level, stopped=entry.info.interrupted, planned=1)
 
 
 def find_failing_since(track: RunTrack) -> RunPoint | None:
-    """The run since which a contender fails; none if no run here fails, or a whole one has conformed since.
+    """Find the run since which a contender fails; none if no run fails, or a whole one has conformed since.
 
-    A red run fails, whole or not. Only a whole run says that something conforms: later runs that asked less, or left no
+    A red run fails, whole or not. Only a whole run says that something conforms. Later runs that asked less, or left no
     record, change nothing about a failure.
     """
     first = None
@@ -200,9 +220,9 @@ def find_failing_since(track: RunTrack) -> RunPoint | None:
 
 
 def format_since(track: RunTrack) -> str:
-    """How a contender stands in the last run, since when it fails or failed last, and when it last conformed."""
+    """Format how a contender stands in the last run, since when it fails or failed last, and when it last conformed."""
     last = track.points[-1]
-    parts = [f"{last.words} in run {last.number}"]
+    parts = [f"{last.text} in run {last.number}"]
     red = [point for point in track.points if point.conformity == DOES_NOT_CONFORM]
     right = [point for point in track.points if _is_conforming(point)]
     if (first := find_failing_since(track)) is not None:
@@ -223,28 +243,23 @@ def _is_conforming(point: RunPoint) -> bool:
 
 
 def format_changed(changed: Changed) -> str:
-    """What changed between two runs."""
+    """Format what differs between two runs."""
     name, old, new = changed
     return f"{name} {old} → {new}" if old or new else name
 
 
 def format_changed_briefly(changed: Changed) -> str:
-    """The same where there is little room."""
+    """Format what differs between two runs where there is little room: its name, and the new value if it is short."""
     name, _, new = changed
     return f"{name} {new}" if new not in ("", "none") and len(new) <= _MAX_VALUE else name
 
 
-def format_history_headline(made: Sequence[RunTrack], entries: Sequence[RunEntry]) -> str:
-    """All runs in one sentence."""
+def format_history_headline(tracks: Sequence[RunTrack], entries: Sequence[RunEntry]) -> str:
+    """Format all runs as one sentence."""
     runs = "1 run" if len(entries) == 1 else f"{len(entries):,} runs"
-    red = [track.contender.label for track in made if find_failing_since(track) is not None]
-    names = "1 implementation" if len(made) == 1 else f"{len(made):,} implementations"
+    red = [track.contender.label for track in tracks if find_failing_since(track) is not None]
+    names = "1 implementation" if len(tracks) == 1 else f"{len(tracks):,} implementations"
     if not red:
         return f"{runs} of {names}: none is known to fail now."
     those = ", ".join(red[:3]) + (f" and {len(red) - 3:,} more" if len(red) > 3 else "")
     return f"{runs} of {names}: {those} {'fails' if len(red) == 1 else 'fail'}."
-
-
-def rank_point(point: RunPoint) -> float:
-    """The largest share, for drawing: without any below all."""
-    return conformity.rank_share(point.largest)

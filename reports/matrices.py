@@ -1,36 +1,40 @@
-"""Matrices: contenders by features and by checks, and what each cell says."""
+"""Build matrices of contenders by features and by checks, and the records behind each cell."""
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from conformance.records import EXPECTED_FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
-from reports.conformity import (
-    Contender,
-    Counts,
-    Metric,
-    count_verdicts,
-    find_worst_metric,
-    get_contender,
-    group_by_contender,
-    rank_share,
-)
+from conformance.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record
 from reports.matrix_columns import CHECK_KINDS, FEATURE_KINDS, group_columns
+from reports.metrics import Counts, Metric, count_verdicts, find_worst_metric, rank_record, rank_share
+from reports.record_groups import NO_FEATURE, Contender, RecordGroups
 
-NO_FEATURE = "(none named)"
-"""The matrix column of records that name no feature, so that no record is missing from the matrix."""
+SHOWN_PER_CELL = 3
+"""Records of each cell that are on the page without its script."""
+_MAX_REASONS = 3
 _WORST_FIRST = ("fail", "expected", "pass", "unjudged", "unsupported", "absent")
 
 
 @dataclasses.dataclass(frozen=True)
 class MatrixCell:
-    """What one contender did in one column of a matrix."""
+    """What one contender did in one column of a matrix.
+
+    Attributes:
+      counts: its records by verdict.
+      worst: the judged figure closest to its limit or furthest beyond it.
+      reasons: why some of them have no judgement.
+      shown: the records that are on the page without its script, red ones first.
+      anchor: the address of these records on the page.
+    """
 
     counts: Counts
     worst: Metric | None
     reasons: tuple[str, ...]
+    shown: tuple[Record, ...]
+    anchor: str
 
     @property
     def state(self) -> str:
@@ -46,10 +50,10 @@ class MatrixCell:
         return "unsupported" if self.counts[UNSUPPORTED] else "absent"
 
     @property
-    def goodness(self) -> tuple[int, float, int]:
-        """What the cells of a column are sorted by, the worst first: state, largest share of a limit, how many are red.
+    def rank(self) -> tuple[int, float, int]:
+        """The sort key within a column, the worst first: state, largest share of a limit, number of red records.
 
-        What is red without a figure, as where each call raised, is further off than any figure.
+        A red cell without a figure, such as one where each call raised, ranks worse than any figure.
         """
         share = rank_share(self.worst.share) if self.worst is not None else math.inf if self.counts.red else -math.inf
         return _WORST_FIRST.index(self.state), -share, -self.counts.red
@@ -59,9 +63,15 @@ class MatrixCell:
 class Matrix:
     """Contenders by columns, which stand in groups of a kind; a pair without records has no cell.
 
-    `ranks` are the places of the cells of a column from the worst on; cells that say the same share theirs.
+    Attributes:
+      kind: `feature` or `check`.
+      contenders: the rows.
+      groups: the columns of each kind.
+      cells: by contender and column.
+      ranks: the place of a cell in its column, the worst first; equal cells share a place.
     """
 
+    kind: str
     contenders: tuple[Contender, ...]
     groups: tuple[tuple[str, tuple[str, ...]], ...]
     cells: Mapping[tuple[Contender, str], MatrixCell]
@@ -73,52 +83,62 @@ class Matrix:
         return tuple(column for _, columns in self.groups for column in columns)
 
 
-def list_features(records: Iterable[Record]) -> tuple[str, ...]:
-    """Features in the order of first appearance, and `NO_FEATURE` last where a record names none."""
-    seen: dict[str, None] = {}
-    unnamed = False
-    for record in records:
-        seen.update(dict.fromkeys(record.features))
-        unnamed = unnamed or not record.features
-    return (*seen, NO_FEATURE) if unnamed else tuple(seen)
+def build_matrices(groups: RecordGroups) -> tuple[Matrix, Matrix]:
+    """Build the matrix of contenders by features, and that by checks.
+
+    A record counts in the column of each of its features.
+    """
+    features = group_columns(_list_columns(groups.by_feature), FEATURE_KINDS)
+    checks = group_columns(_list_columns(groups.by_check), CHECK_KINDS)
+    contenders = tuple(groups.by_contender)
+    return (
+        _build_matrix("feature", contenders, features, groups.by_feature),
+        _build_matrix("check", contenders, checks, groups.by_check),
+    )
 
 
-def build_feature_matrix(records: Sequence[Record]) -> Matrix:
-    """Contenders by features; a record counts once in the column of each of its features."""
-    groups = group_columns(list_features(records), FEATURE_KINDS)
-    return _build_matrix(records, groups, lambda record: set(record.features) or {NO_FEATURE})
+def rank_for_table(record: Record) -> tuple[int, float, tuple[str, ...]]:
+    """Return a sort key: red first, then what else did not pass, then what is closest to its limit."""
+    others = {EXPECTED_FAIL: 1, UNJUDGED: 2, PASS: 4}
+    return 0 if record.verdict in RED else others.get(record.verdict, 3), -rank_record(record), record.key
 
 
-def build_check_matrix(records: Sequence[Record]) -> Matrix:
-    """Contenders by checks."""
-    groups = group_columns((record.check for record in records), CHECK_KINDS)
-    return _build_matrix(records, groups, lambda record: {record.check})
+def _list_columns(groups: Iterable[tuple[Contender, str]]) -> tuple[str, ...]:
+    """List the columns in the order of first appearance, `NO_FEATURE` last."""
+    columns = dict.fromkeys(column for _, column in groups)
+    return tuple(sorted(columns, key=lambda column: column == NO_FEATURE))
 
 
 def _build_matrix(
-    records: Sequence[Record],
-    kinds: Iterable[tuple[str, tuple[str, ...]]],
-    place: Callable[[Record], Iterable[str]],
+    kind: str,
+    contenders: tuple[Contender, ...],
+    columns: Sequence[tuple[str, tuple[str, ...]]],
+    groups: Mapping[tuple[Contender, str], Sequence[Record]],
 ) -> Matrix:
-    groups: dict[tuple[Contender, str], list[Record]] = {}
-    for record in records:
-        for column in place(record):
-            groups.setdefault((get_contender(record), column), []).append(record)
+    names = [column for _, found in columns for column in found]
+    places = {contender: place for place, contender in enumerate(contenders)}
+    numbers = {column: number for number, column in enumerate(names)}
     cells = {
-        key: MatrixCell(count_verdicts(group), find_worst_metric(group), _list_reasons(group))
-        for key, group in groups.items()
+        (contender, column): MatrixCell(
+            count_verdicts(records),
+            find_worst_metric(records),
+            _list_reasons(records),
+            tuple(heapq.nsmallest(SHOWN_PER_CELL, records, key=rank_for_table)),
+            f"records-{places[contender]}-{kind}-{numbers[column]}",
+        )
+        for (contender, column), records in groups.items()
     }
-    return Matrix(tuple(group_by_contender(records)), tuple(kinds), cells, _rank_cells(cells))
+    return Matrix(kind, contenders, tuple(columns), cells, _rank_cells(cells))
 
 
 def _rank_cells(cells: Mapping[tuple[Contender, str], MatrixCell]) -> dict[tuple[Contender, str], int]:
     columns: dict[str, set[tuple[int, float, int]]] = {}
     for (_, column), cell in cells.items():
-        columns.setdefault(column, set()).add(cell.goodness)
-    places = {column: {each: place for place, each in enumerate(sorted(every))} for column, every in columns.items()}
-    return {(contender, column): places[column][cell.goodness] for (contender, column), cell in cells.items()}
+        columns.setdefault(column, set()).add(cell.rank)
+    places = {column: {each: place for place, each in enumerate(sorted(ranks))} for column, ranks in columns.items()}
+    return {(contender, column): places[column][cell.rank] for (contender, column), cell in cells.items()}
 
 
-def _list_reasons(records: Iterable[Record], *, cap: int = 3) -> tuple[str, ...]:
+def _list_reasons(records: Iterable[Record]) -> tuple[str, ...]:
     found = dict.fromkeys(r.reason for r in records if r.reason and r.verdict in (UNSUPPORTED, UNJUDGED))
-    return tuple(found)[:cap]
+    return tuple(found)[:_MAX_REASONS]

@@ -1,4 +1,4 @@
-"""The order of the columns of a matrix: fixed, and grouped by kind, whatever was judged first."""
+"""Order the columns of matrices by kind, whatever was judged first."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ CHECK_KINDS: Mapping[str, tuple[str, ...]] = {
     "accelerators": ("compiles", "interpreter", "memory", "hardware"),
     "the case itself": ("support", "devices", "discrimination", "expectations", "files", "flags"),
 }
-"""Checks by the question that they ask, and what else records name in their place."""
+"""Checks by the question that they ask, and what else records name in place of a check."""
 OTHERS = "others"
 
 
 def group_columns(found: Iterable[str], kinds: Mapping[str, tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Kinds with those of their columns that were found; what is of no kind comes last, in the order it came."""
+    """Group the columns that were found by kind; columns of no kind come last, in the order in which they came."""
     there = dict.fromkeys(found)
     known = {name for names in kinds.values() for name in names}
     groups = [(kind, tuple(name for name in names if name in there)) for kind, names in kinds.items()]

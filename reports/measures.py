@@ -1,19 +1,22 @@
-"""What the figures in the records show: spread of ratios, gradients by both backward passes, margins and cost."""
+"""Compute what the figures in the records show: spread of ratios, gradients, margins and cost."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cases.operand_registry import GRADIENTS, OBSERVABLES
 from conformance.records import JUDGED, Record
-from reports.conformity import Contender, Metric, find_decisive_metric, get_contender, group_by_contender, rank_share
+from reports.metrics import Metric, find_decisive_metric, rank_share
+from reports.record_groups import Contender, RecordGroups
 
 DTYPES = ("f32", "bf16", "f16")
 MARGIN_EDGES = (1.0, 10.0, 100.0, 1e4)
 """Below 1 a null result would pass; the rest are decades that tell a close call from an obvious one."""
+_MAX_GRADIENT_ROWS = 200
+_QUANTILES = (0.05, 0.5, 0.95, 0.99)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +30,25 @@ class Spread:
     p99: float
     most: float
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the largest share is beyond the limit."""
+        return rank_share(self.most) > 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """The judged figures of one observable in one dtype."""
+    """The judged figures of one observable in one dtype.
+
+    Attributes:
+      dtype, observable: what the records share.
+      count: how many records were judged by their largest ratio.
+      over: how many of them are beyond a limit.
+      limits, rms_limits: the different limits among them.
+      spread: of the largest ratios as shares of their limits.
+      max_ratio: the largest ratio; `max_ratio_flash` that against the flash backward pass.
+      max_rms: the largest rms; `max_rms_share` the largest as a share of its limit.
+    """
 
     dtype: str
     observable: str
@@ -80,107 +98,90 @@ class MarginRow:
 
 @dataclasses.dataclass(frozen=True)
 class CostTable:
-    """Seconds by check (rows) and contender (columns)."""
+    """Seconds by check (rows, the most expensive first) and contender (columns)."""
 
     contenders: tuple[Contender, ...]
     checks: tuple[str, ...]
-    seconds: Mapping[tuple[str, Contender], float]
+    seconds: Mapping[tuple[Contender, str], float]
 
     @property
     def total(self) -> float:
         """Seconds of all records."""
         return math.fsum(self.seconds.values())
 
-    def row(self, check: str) -> float:
-        """Seconds of one check over all contenders."""
-        return math.fsum(self.seconds.get((check, contender), 0.0) for contender in self.contenders)
+    def sum_check(self, check: str) -> float:
+        """Return the seconds of one check over all contenders."""
+        return math.fsum(self.seconds.get((contender, check), 0.0) for contender in self.contenders)
 
-    def column(self, contender: Contender) -> float:
-        """Seconds of one contender over all checks."""
-        return math.fsum(self.seconds.get((check, contender), 0.0) for check in self.checks)
+    def sum_contender(self, contender: Contender) -> float:
+        """Return the seconds of one contender over all checks."""
+        return math.fsum(self.seconds.get((contender, check), 0.0) for check in self.checks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measures:
+    """What the figures of all records show."""
+
+    distributions: tuple[Distribution, ...]
+    gradients: GradientTable
+    margins: tuple[MarginRow, ...]
+    cost: CostTable
+
+
+def build_measures(groups: RecordGroups) -> Measures:
+    """Compute what the figures of grouped records show."""
+    return Measures(
+        distributions=tuple(_build_distributions(groups)),
+        gradients=_build_gradient_table(groups),
+        margins=tuple(_build_margins(groups)),
+        cost=_build_cost_table(groups),
+    )
 
 
 def find_quantile(ordered: Sequence[float], fraction: float) -> float:
-    """The smallest value with at least `fraction` of all values at or below it (nearest rank, never interpolated)."""
+    """Return the smallest value with at least `fraction` of all values at or below it (nearest rank)."""
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
 def compute_spread(values: Iterable[float]) -> Spread:
-    """Order statistics of at least one value; NaN sorts as the largest."""
+    """Compute order statistics of at least one value; NaN sorts as the largest."""
     ordered = sorted(values, key=lambda value: (math.isnan(value), rank_share(value)))
-    p05, median, p95, p99 = (find_quantile(ordered, fraction) for fraction in (0.05, 0.5, 0.95, 0.99))
+    p05, median, p95, p99 = (find_quantile(ordered, fraction) for fraction in _QUANTILES)
     return Spread(ordered[0], p05, median, p95, p99, ordered[-1])
 
 
-def build_distributions(records: Iterable[Record]) -> list[Distribution]:
-    """One distribution for each dtype and observable with a judged ratio, in reading order."""
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.verdict in JUDGED and record.ratio is not None and record.limit is not None:
-            groups.setdefault((record.dtype, record.observable), []).append(record)
-    order = sorted(groups, key=lambda key: (rank_dtype(key[0]), rank_observable(key[1])))
-    return [_build_distribution(dtype, observable, groups[dtype, observable]) for dtype, observable in order]
-
-
-def build_gradient_table(records: Iterable[Record], *, cap: int = 200) -> GradientTable:
-    """Gradients by contender, observable and dtype, with the ratio against each of the two backwards."""
-    groups: dict[tuple[Contender, str, str], list[Record]] = {}
-    for record in records:
-        is_gradient = record.observable in GRADIENTS or record.ratio_flash is not None
-        if record.verdict in JUDGED and record.ratio is not None and is_gradient:
-            groups.setdefault((get_contender(record), record.observable, record.dtype), []).append(record)
-    rows = sorted({key[:2] for key in groups}, key=lambda row: (row[0], rank_observable(row[1])))
-    dtypes = tuple(sorted({key[2] for key in groups}, key=rank_dtype))
-    cells = {key: _build_gradient_cell(group) for key, group in groups.items()}
-    return GradientTable(tuple(rows[:cap]), dtypes, cells, max(0, len(rows) - cap))
-
-
-def build_margins(records: Iterable[Record]) -> list[MarginRow]:
-    """Discrimination by contender; a case counts once, by the smallest margin among its records."""
-    rows = []
-    for contender, group in group_by_contender(records).items():
-        smallest: dict[str, float] = {}
-        for record in group:
-            if record.margin is not None:
-                # A margin of NaN proves nothing, so it counts as none at all.
-                margin = 0.0 if math.isnan(record.margin) else record.margin
-                smallest[record.case] = min(margin, smallest.get(record.case, math.inf))
-        if smallest:
-            rows.append(_build_margin_row(contender, smallest))
-    return rows
-
-
-def build_cost_table(records: Iterable[Record]) -> CostTable:
-    """Seconds by check and contender, the most expensive check first."""
-    seconds: dict[tuple[str, Contender], list[float]] = {}
-    for record in records:
-        seconds.setdefault((record.check, get_contender(record)), []).append(record.seconds)
-    table = {key: math.fsum(values) for key, values in seconds.items()}
-    contenders = tuple(sorted({contender for _, contender in table}))
-    totals: dict[str, float] = {}
-    for (check, _), value in sorted(table.items()):
-        totals[check] = totals.get(check, 0.0) + value
-    return CostTable(contenders, tuple(sorted(totals, key=lambda check: (-totals[check], check))), table)
-
-
 def rank_dtype(dtype: str) -> tuple[int, str]:
-    """A sort key: the common dtypes from wide to narrow, then by name."""
+    """Return a sort key of dtypes: the common ones from wide to narrow, then by name."""
     return (DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES), dtype)
 
 
 def rank_observable(observable: str) -> tuple[int, str]:
-    """A sort key: the order in which a reader expects them, which is the contract's, then by name."""
+    """Return a sort key of observables: in the order of the contract, then by name."""
     return (OBSERVABLES.index(observable) if observable in OBSERVABLES else len(OBSERVABLES), observable)
+
+
+def _build_distributions(groups: RecordGroups) -> Iterator[Distribution]:
+    """Yield a distribution for each dtype and observable with a judged ratio, in reading order."""
+    order = sorted(groups.by_dtype, key=lambda key: (rank_dtype(key[0]), rank_observable(key[1])))
+    for dtype, observable in order:
+        judged = [
+            record
+            for record in groups.by_dtype[dtype, observable]
+            if record.verdict in JUDGED and record.ratio is not None and record.limit is not None
+        ]
+        if judged:
+            yield _build_distribution(dtype, observable, judged)
 
 
 def _build_distribution(dtype: str, observable: str, records: Sequence[Record]) -> Distribution:
     shares = [Metric("max", r.ratio or 0.0, r.limit).share or 0.0 for r in records]
     rms = [Metric("rms", r.rms, r.rms_limit) for r in records if r.rms is not None and r.rms_limit is not None]
+    decisive = [find_decisive_metric(record) for record in records]
     return Distribution(
         dtype,
         observable,
         count=len(records),
-        over=sum(_is_over(record) for record in records),
+        over=sum(metric is not None and metric.is_over for metric in decisive),
         limits=_sort_distinct(r.limit for r in records),
         rms_limits=_sort_distinct(r.rms_limit for r in records),
         spread=compute_spread(shares),
@@ -191,19 +192,45 @@ def _build_distribution(dtype: str, observable: str, records: Sequence[Record]) 
     )
 
 
+def _build_gradient_table(groups: RecordGroups) -> GradientTable:
+    """Build the ratios of gradients against both backward passes."""
+    cells = {}
+    for (contender, observable, dtype), records in groups.by_gradient.items():
+        judged = [
+            record
+            for record in records
+            if record.verdict in JUDGED
+            and record.ratio is not None
+            and (record.observable in GRADIENTS or record.ratio_flash is not None)
+        ]
+        if judged:
+            cells[contender, observable, dtype] = _build_gradient_cell(judged)
+    rows = sorted({key[:2] for key in cells}, key=lambda row: (row[0], rank_observable(row[1])))
+    dtypes = tuple(sorted({key[2] for key in cells}, key=rank_dtype))
+    return GradientTable(tuple(rows[:_MAX_GRADIENT_ROWS]), dtypes, cells, max(0, len(rows) - _MAX_GRADIENT_ROWS))
+
+
 def _build_gradient_cell(records: Sequence[Record]) -> GradientCell:
     return GradientCell(
         count=len(records),
-        over=sum(rank_share(Metric("max", r.ratio or 0.0, r.limit).share) > 1 for r in records),
+        over=sum(Metric("max", r.ratio or 0.0, r.limit).is_over for r in records),
         limits=_sort_distinct(r.limit for r in records),
         ratio=_find_largest(r.ratio for r in records) or 0.0,
         ratio_flash=_find_largest(r.ratio_flash for r in records),
     )
 
 
-def _is_over(record: Record) -> bool:
-    metric = find_decisive_metric(record)
-    return metric is not None and rank_share(metric.share) > 1
+def _build_margins(groups: RecordGroups) -> Iterator[MarginRow]:
+    """Yield how well the cases of each contender discriminate; a case counts once, by its smallest margin."""
+    for contender, records in groups.by_contender.items():
+        smallest: dict[str, float] = {}
+        for record in records:
+            if record.margin is not None:
+                # A margin of NaN proves nothing, so it counts as none at all.
+                margin = 0.0 if math.isnan(record.margin) else record.margin
+                smallest[record.case] = min(margin, smallest.get(record.case, math.inf))
+        if smallest:
+            yield _build_margin_row(contender, smallest)
 
 
 def _build_margin_row(contender: Contender, smallest: Mapping[str, float]) -> MarginRow:
@@ -217,7 +244,17 @@ def _build_margin_row(contender: Contender, smallest: Mapping[str, float]) -> Ma
     return MarginRow(contender, len(ordered), ordered[0], find_quantile(ordered, 0.5), buckets, weakest)
 
 
+def _build_cost_table(groups: RecordGroups) -> CostTable:
+    seconds = {key: math.fsum(record.seconds for record in records) for key, records in groups.by_check.items()}
+    totals: dict[str, float] = {}
+    for contender, check in sorted(seconds):
+        totals[check] = totals.get(check, 0.0) + seconds[contender, check]
+    checks = sorted(totals, key=lambda check: (-totals[check], check))
+    return CostTable(tuple(groups.by_contender), tuple(checks), seconds)
+
+
 def _find_largest(values: Iterable[float | None]) -> float | None:
+    """Return the largest value that is there; NaN counts as the largest."""
     present = [value for value in values if value is not None]
     return max(present, key=lambda value: (math.isnan(value), rank_share(value)), default=None)
 

@@ -1,37 +1,41 @@
-"""The environment that templates are rendered in: everything escaped, nothing undefined."""
+"""Create the environment that templates are rendered in: everything is escaped, and undefined names are errors."""
 
 from __future__ import annotations
 
 import jinja2
 
 from reports import text_format
+from reports.call_figure import render_call_chart
 from reports.error_map_figure import render_error_map
+from reports.metrics import list_metrics
 
-_FILTERS = (
-    "brief",
-    "duration",
-    "figures",
-    "metric_text",
-    "number",
-    "pattern_text",
-    "rate",
-    "share",
-    "shorten",
-    "size",
-    "times",
-    "value",
-    "worst_text",
-)
+_FILTERS = {
+    "call_chart": render_call_chart,
+    "duration": text_format.format_duration,
+    "error_map": render_error_map,
+    "factor": text_format.format_factor,
+    "figures": text_format.format_figures,
+    "metric_text": text_format.format_metric,
+    "metrics": list_metrics,
+    "number": text_format.format_number,
+    "pattern_text": text_format.format_pattern,
+    "rate": text_format.format_rate,
+    "share": text_format.format_share,
+    "shorten": text_format.shorten_text,
+    "size": text_format.format_size,
+    "time": text_format.format_time,
+    "value": text_format.format_value,
+    "worst_text": text_format.format_worst,
+}
 
 
 def create_environment() -> jinja2.Environment:
-    """Templates of this package, with the wording that all reports share as filters."""
-    made = jinja2.Environment(
+    """Create an environment with the templates of this package, and the formats of all reports as filters."""
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("reports"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=False,
     )
-    made.filters.update({name: getattr(text_format, name) for name in _FILTERS})
-    made.filters["picture"] = render_error_map
-    return made
+    environment.filters.update(_FILTERS)
+    return environment

@@ -1,4 +1,4 @@
-"""GPUs to compile for on a machine without one: the figures that XLA's compiler wants to know of each."""
+"""Data sheets of the GPUs to compile for on a machine without one, as XLA's compiler needs them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What the compiler wants to know of a GPU.
+    """What the compiler needs to know about a GPU.
 
-    Figures are of the CUDA C++ programming guide, "Compute capabilities" (threads, registers, shared memory), and of
-    the maker's data sheets (cores, memory). Shared memory is what a kernel is checked against; the speeds only steer
+    Threads, registers and shared memory are from the CUDA C++ programming guide, "Compute capabilities". Cores and
+    memory are from NVIDIA's data sheets. The compiler checks kernels against the shared memory; the speeds only steer
     XLA's own choices.
 
     Attributes:
-      name: how records name it.
-      kind: `jax.Device.device_kind`, from which kernels take their block sizes.
-      major: of the compute capability; the minor is 0 in all of them.
-      architecture: as `ptxas` names it.
-      core_count: multiprocessors.
+      name: its name in records.
+      kind: its `jax.Device.device_kind`, from which kernels choose their block sizes.
+      major: major compute capability; the minor one is 0 for all of them.
+      architecture: its name for `ptxas`.
+      core_count: number of multiprocessors.
       fpus_per_core: f32 units of a multiprocessor.
-      shared_memory_per_core: bytes.
-      shared_memory_per_block: bytes a block may ask for at most.
-      l2_cache: bytes.
-      memory: bytes.
-      bandwidth: bytes a second.
+      shared_memory_per_core: shared memory of a multiprocessor, in bytes.
+      shared_memory_per_block: largest shared memory of a block, in bytes.
+      l2_cache: size of the L2 cache, in bytes.
+      memory: size of the memory, in bytes.
+      bandwidth: bandwidth of the memory, in bytes per second.
       clock_ghz: boost clock.
-      products_per_core: of 16-bit numbers that a multiprocessor's tensor cores multiply in a cycle. A100: 1024 by the
-        white paper of its architecture; Hopper has twice as many, by its own; B200: its data sheet's dense peak,
-        2,250 TFLOP/s, over multiprocessors and clock, to the next power of two.
+      products_per_core: products of 16-bit numbers that a multiprocessor's tensor cores compute in a cycle. A100: 1024,
+        from the white paper of its architecture. Hopper: twice as many, from its white paper. B200: the dense peak of
+        its data sheet, 2,250 TFLOP/s, over multiprocessors and clock, rounded to the next power of two.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Gpu:
 
     @property
     def config(self) -> str:
-        """XLA's `GpuTargetConfigProto`, as text."""
-        # From compute capability 9 on, matrix instructions are in the architecture-specific set only ("sm_90a").
+        """XLA's `GpuTargetConfigProto` of this GPU, as text."""
+        # Since compute capability 9, matrix instructions are in the architecture-specific set only ("sm_90a").
         extension = "ACCELERATED_FEATURES" if self.architecture.endswith("a") else "NONE"
         return f"""
 gpu_device_info {{

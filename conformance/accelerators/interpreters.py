@@ -1,9 +1,10 @@
-"""JAX's interpreters of TPU and of Mosaic GPU kernels: parameters, races they report, what they say when they stop.
+"""Run JAX's simulating interpreters of TPU and Mosaic GPU kernels: set parameters, capture races, read errors.
 
-They simulate memories, copies and cores, or warpgroups and barriers, and so see what the fast interpreter
-(`interpret=True`) cannot: memory that nothing wrote, reads and writes out of bounds, and cores that race. Where races
-are reported is not public: jax 0.10.2 prints them, jax 0.12 logs them (some by the root logger), and both keep a flag
-for the last kernel alone.
+These interpreters simulate memories, copies and cores, or warpgroups and barriers. So they see what the fast
+interpreter (`interpret=True`) cannot: reads of memory that nothing wrote, accesses out of bounds, and races.
+
+JAX has no public interface that reports races. jax 0.10.2 prints them, and jax 0.12 logs them (some by the root
+logger). Both keep a flag for the last kernel only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from typing import Any
 import jax
 
 SEEDS = 3
-"""Orders of the grid that a TPU kernel is run in: a wrong order of two shows in half, one of 24 in nearly all."""
+"""Number of grid orders that a TPU kernel is run in.
+
+A fault that one of two orders hides shows in half of the runs; a fault that one of 24 orders hides, in nearly all.
+"""
 
 _PRIVATE = "jax._src.pallas.mosaic.interpret"
 _PRIVATE_GPU = "jax._src.pallas.mosaic_gpu.interpret"
@@ -32,15 +36,15 @@ _RAISED_ERROR = re.compile(r"^(\w+(?:Error|Exception)): (.*)$", re.MULTILINE)
 
 
 def list_seeds(platform: str | None) -> range:
-    """The seeds that kernels for `platform` are run with: programs of a GPU run one after the other, in one order."""
+    """List the seeds to run kernels of a platform with; one on GPUs, whose programs run in a fixed order."""
     return range(1 if platform == "gpu" else SEEDS)
 
 
 def build_parameters(seed: int, platform: str | None = "tpu") -> Any:
-    """Strict parameters: NaN in fresh memory, races detected, out-of-bounds reads raise; on TPUs two cores.
+    """Build strict interpreter parameters: fresh memory is NaN, races are detected, out-of-bounds reads raise.
 
     Args:
-      seed: of the order in which the parallel dimensions of a TPU's grid are run.
+      seed: seed of the order in which the parallel dimensions of a TPU's grid run, on two cores.
       platform: `"tpu"` or `"gpu"`.
     """
     kind: Any = _load_tpu().InterpretParams
@@ -54,15 +58,15 @@ def build_parameters(seed: int, platform: str | None = "tpu") -> Any:
     else:
         options |= {"num_cores_or_threads": _CORES, "random_seed": seed}
     if "on_race" in {field.name for field in dataclasses.fields(kind)}:
-        options["on_race"] = "warn"  # from jax 0.12 on the first one raises by default, and hides what comes of it
+        options["on_race"] = "warn"  # since jax 0.12 the first race raises by default, which hides its effects
     return kind(**options)
 
 
 @contextlib.contextmanager
 def capture_races() -> Iterator[list[str]]:
-    """A list of what races within the context, one line each, filled when it ends.
+    """Collect the races within this context, as one line each; the list is filled when the context ends.
 
-    The interpreter starts and ends afresh: after an error its state would be that of the kernel that failed.
+    The interpreters are reset before and after, since an error leaves the state of the kernel that failed.
     """
     found: list[str] = []
     printed = io.StringIO()
@@ -73,7 +77,7 @@ def capture_races() -> Iterator[list[str]]:
             _redirect_logger(None, _build_race_handler(printed)),
             _redirect_logger(
                 "jax._src.callback", logging.NullHandler()
-            ),  # tracebacks of what the caller gets as an exception
+            ),  # logs the traceback of an exception that is raised too
             contextlib.redirect_stdout(printed),
         ):
             yield found
@@ -83,12 +87,12 @@ def capture_races() -> Iterator[list[str]]:
         if not found and _has_race_flag():
             found.append("two accesses, of which nothing more is said")
         _reset_interpreters()
-        if rest := _RACE.sub("", text).strip("\n"):  # what the kernel itself printed
+        if rest := _RACE.sub("", text).strip("\n"):  # the kernel's own output
             print(rest, file=sys.stdout)
 
 
 def _build_race_handler(stream: io.StringIO) -> logging.Handler:
-    """A handler that writes races to the stream, and nothing else."""
+    """Build a log handler that writes only races to a stream."""
     handler = logging.StreamHandler(stream)
     handler.addFilter(lambda record: "RACE DETECTED" in record.getMessage())
     return handler
@@ -96,7 +100,7 @@ def _build_race_handler(stream: io.StringIO) -> logging.Handler:
 
 @contextlib.contextmanager
 def _redirect_logger(name: str | None, handler: logging.Handler) -> Iterator[None]:
-    """What the logger says goes to `handler`, and not to the loggers above it. None is the root logger."""
+    """Send a logger's messages to `handler` only, not to its parents; None names the root logger."""
     logger = logging.getLogger(name)
     propagates, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
@@ -108,7 +112,7 @@ def _redirect_logger(name: str | None, handler: logging.Handler) -> Iterator[Non
 
 
 def format_interpreter_error(error: BaseException) -> str:
-    """The interpreter's own error, which reaches the caller wrapped in that of a callback; else the first line."""
+    """Format the interpreter's error in one line: the error inside a callback's error, otherwise the first line."""
     text = str(error)
     if raised := _RAISED_ERROR.findall(text):
         name, words = raised[-1]
@@ -118,26 +122,27 @@ def format_interpreter_error(error: BaseException) -> str:
 
 
 def _load_tpu() -> Any:
-    """Loaded when it is asked for: a process that interprets nothing starts a fifth of a second sooner without it."""
+    """Import Pallas for TPUs late: it takes a fifth of a second, which only interpreting needs."""
     return importlib.import_module("jax.experimental.pallas.tpu")
 
 
 def _reset_interpreters() -> None:
-    """Forget the kernel that ran, and the effects of one that failed, whose error JAX would raise again and again."""
+    """Reset the interpreters, and drop the effects of a failed kernel, whose error JAX would raise again."""
     _load_tpu().reset_tpu_interpret_mode_state()
     if (gpu := sys.modules.get(f"{_PRIVATE_GPU}.gpu_callbacks")) is not None:
         gpu.reset_gpu_interpret_mode_state()
-    with contextlib.suppress(Exception):  # of a kernel that failed, whose error has been told
+    with contextlib.suppress(Exception):  # the error of a kernel that failed, which the caller already has
         jax.effects_barrier()  # type: ignore[no-untyped-call] # untyped upstream
-    importlib.import_module("jax._src.dispatch").runtime_tokens.clear()  # which a failed barrier leaves as they were
+    importlib.import_module("jax._src.dispatch").runtime_tokens.clear()  # a barrier that fails leaves them
 
 
 def _format_race(race: str) -> str:
+    """Format one race report as one line: its two accesses."""
     return " and ".join(_RACE_ACCESS.findall(race)) or race.strip().replace("\n", " ")
 
 
 def _has_race_flag() -> bool:
-    """Whether the last kernel raced, by the interpreter's own flag."""
+    """Read the interpreters' own flags, which say whether the last kernel raced."""
     states = (
         getattr(importlib.import_module(f"{_PRIVATE}.interpret_pallas_call"), "races", None),
         getattr(sys.modules.get(f"{_PRIVATE_GPU}.gpu_callbacks"), "_races", None),

@@ -1,7 +1,7 @@
-"""Accelerators that kernels are compiled for without one: data, and whether this machine has the compiler.
+"""The chips that kernels are compiled for on a machine without them, and the compilers that this needs.
 
-A platform's compiler comes with packages of its own, and describes the chips that it compiles for as topologies
-(`jax.experimental.topologies`). Another platform is another `Toolchain` and its `CompileTarget`s.
+Each platform has a compiler in packages of its own, which describes chips as topologies
+(`jax.experimental.topologies`). To add a platform, add a `Toolchain` and its `CompileTarget`s.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from conformance.accelerators.tpus import TPUS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Toolchain:
-    """What compiles for a platform.
+    """The compiler of a platform.
 
     Attributes:
-      platform: as implementations name it (`Accelerator.platform`).
-      topologies: the name of the platform in `jax.experimental.topologies`.
-      modules: the importable modules that bring the compiler.
-      install: the command that installs it.
-      environment: variables that the compiler needs on a machine without the accelerator.
-      programs: finds the folder with the programs that the compiler calls; none if it calls none.
-      programs_are: what is missing where that folder is not found.
+      platform: the platform as implementations name it (`Accelerator.platform`).
+      topologies: the platform as `jax.experimental.topologies` names it.
+      modules: the modules to import that contain the compiler.
+      install: the command that installs the compiler.
+      environment: environment variables that the compiler needs on a machine without the accelerator.
+      programs: finds the folder of the programs that the compiler calls; None if it calls none.
+      programs_are: names of these programs, for the message that they are missing.
       folder_option: the compiler option that takes the folder.
-      flags: more compiler options.
-      slow: True if a program takes seconds, so that of each case only the plainest and the fullest are compiled.
+      flags: further compiler options.
+      slow: whether a program takes seconds. Then only the plainest and the fullest program of each case are compiled.
     """
 
     platform: str
@@ -47,7 +47,7 @@ class Toolchain:
 
     @property
     def missing(self) -> str | None:
-        """Why nothing can be compiled here, or None if the compiler is there."""
+        """Why this machine cannot compile for the platform; None if it can."""
         absent = [module for module in self.modules if not _is_importable(module)]
         if not absent and self.programs is not None and self.programs() is None:
             absent = [self.programs_are]
@@ -57,18 +57,18 @@ class Toolchain:
 
     @property
     def options(self) -> dict[str, str]:
-        """Options of each compilation (`jax.stages.Lowered.compile`)."""
+        """Compiler options of every compilation (`jax.stages.Lowered.compile`)."""
         folder = self.programs() if self.programs is not None else None
         return {**self.flags, **({} if folder is None else {self.folder_option: str(folder)})}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileTarget:
-    """A generation of an accelerator.
+    """A chip to compile for.
 
     Attributes:
-      name: how records name it.
-      toolchain: what compiles for it.
+      name: its name in records.
+      toolchain: its platform's compiler.
       topology: arguments of `jax.experimental.topologies.get_topology_desc`, beside the platform.
     """
 
@@ -78,14 +78,14 @@ class CompileTarget:
 
 
 def find_cuda_toolkit() -> Path | None:
-    """The folder with `bin/ptxas` and `nvvm/libdevice`: `CUDA_HOME`, the usual place, or that of the wheels."""
+    """Find the folder with `bin/ptxas` and `nvvm/libdevice`: in `CUDA_HOME`, `/usr/local/cuda` or the wheels."""
     places = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     places += [Path("/usr/local/cuda"), *_list_wheel_folders()]
     return next((p for p in places if (p / "bin/ptxas").is_file() and (p / "nvvm/libdevice").is_dir()), None)
 
 
 def find_disassembler() -> Path | None:
-    """`nvdisasm`: of the toolkit, of the wheels, or wherever programs are found."""
+    """Find `nvdisasm`: in the CUDA toolkit, in the wheels, or on `PATH`."""
     places = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     places += [Path("/usr/local/cuda"), *_list_wheel_folders()]
     found = next((place / "bin/nvdisasm" for place in places if (place / "bin/nvdisasm").is_file()), None)
@@ -94,14 +94,16 @@ def find_disassembler() -> Path | None:
 
 
 def _list_wheel_folders() -> list[Path]:
+    """List the folders of NVIDIA's wheels for CUDA 13."""
     package = importlib.util.find_spec("nvidia")
     return [] if package is None else [Path(place) / "cu13" for place in package.submodule_search_locations or ()]
 
 
 def _is_importable(module: str) -> bool:
+    """Check whether a module can be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent package
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
@@ -111,10 +113,10 @@ TPU = Toolchain(
     modules=("libtpu",),
     install='pip install "attention-conformance[tpu]"',
     environment={
-        # The metadata server, which says what chips a cloud machine has, is not asked: without a TPU it would be
-        # waited for.
+        # Do not ask the metadata server which chips a cloud machine has: without a TPU the library waits for it.
         "TPU_SKIP_MDS_QUERY": "1",
-        # A chip belongs to one process, so a second one that loads the library aborts; without a chip any number may.
+        # A chip belongs to one process, so a second process that loads the library aborts. Without a chip that is
+        # needless.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     },
 )
@@ -126,7 +128,7 @@ GPU = Toolchain(
     programs=find_cuda_toolkit,
     programs_are="ptxas and libdevice",
     folder_option="xla_gpu_cuda_data_dir",
-    # As users compile, whatever the gate saves on the CPU (`conformance.environment`).
+    # Compile as users do, although the checks lower this level on the CPU (`conformance.environment`).
     flags={"xla_backend_optimization_level": "3"},
     slow=True,
 )
@@ -141,5 +143,5 @@ TARGETS: tuple[CompileTarget, ...] = (
 
 
 def list_targets(platform: str | None) -> tuple[CompileTarget, ...]:
-    """The targets of kernels that are written for `platform`; none for portable code."""
+    """List the chips that kernels written for `platform` are compiled for; none for portable code."""
     return tuple(target for target in TARGETS if target.toolchain.platform == platform)

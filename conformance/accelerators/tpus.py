@@ -1,4 +1,4 @@
-"""TPUs to compile for on a machine without one, and what bounds a kernel there."""
+"""Data sheets of the TPUs to compile for on a machine without one."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tpu:
-    """A generation, by one device as its compiler describes it.
+    """A TPU generation, described by one JAX device of it.
 
-    Peaks and bandwidths are of Google's pages on each generation (docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e and
-    tpu7x, as of November 2026). The clock is the peak over what the matrix units of a core do in a cycle. The
-    compiler's schedules show that: two products of 512 by 512 by 128 take all units 1,024 cycles up to v5p, and 512
-    from v6e on, where a depth of 128 fills half of a unit. It gives 1.05 GHz for v4, as Jouppi et al. 2023,
-    arXiv:2304.01433, say too; 1.5 for v5e, 1.75 for v5p and v6e, 2.2 for 7x.
+    Peaks and bandwidths are from Google's page on each generation (docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e and
+    tpu7x, as of November 2026). The clock is the peak divided by the operations that a core's matrix units do in a
+    cycle. The compiler's schedules show these operations: two products of 512 by 512 by 128 take all units 1,024 cycles
+    up to v5p. From v6e on they take 512, with a depth of 128 that fills half of a unit. The resulting clocks are 1.05
+    GHz for v4 (as in Jouppi et al. 2023, arXiv:2304.01433), 1.5 for v5e, 1.75 for v5p and v6e, and 2.2 for 7x.
 
     Attributes:
-      name: how records name it.
-      topology: the smallest that the library describes.
-      kind: `jax.Device.device_kind`.
-      cores: of a device, that share a call.
-      tflops: of a chip, in bf16.
+      name: its name in records.
+      topology: the smallest topology that libtpu describes.
+      kind: its `jax.Device.device_kind`.
+      cores: cores of a device, which share a call.
+      tflops: peak of a chip in bf16, in TFLOP/s.
       chip_cores: tensor cores of a chip.
-      operations: of the matrix units of a core in a cycle, in bf16.
-      hbm_gbps: 10^9 bytes a second between HBM and one device.
-      delay: bundles after a branch that run whichever way it goes, as its schedules show.
+      operations: operations that a core's matrix units do in a cycle, in bf16.
+      hbm_gbps: bandwidth between HBM and one device, in 10^9 bytes per second.
+      delay: delay slots: bundles after a branch that run whether or not it is taken, as its schedules show.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Tpu:
 
     @property
     def clock_ghz(self) -> float:
-        """10^9 cycles a second."""
+        """Clock in GHz."""
         return self.tflops * 1e3 / (self.chip_cores * self.operations)
 
     @property
     def bytes_a_cycle(self) -> float:
-        """Between HBM and a device, at most."""
+        """Largest number of bytes between HBM and a device in a cycle."""
         return self.hbm_gbps / self.clock_ghz
 
 

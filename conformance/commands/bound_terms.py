@@ -1,4 +1,4 @@
-"""The terms of the bound where an implementation is furthest off on a case, result by result."""
+"""Show the terms of the bound where an implementation is furthest off on a case, result by result."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import numpy as np
 
 from cases.case import Case
 from conformance.check_api.subject import Subject
-from conformance.commands.command_errors import CannotJudge
 from conformance.contract import Implementation
 from conformance.execution.executor import Result
 from conformance.sandbox.sandboxed_executor import SupportQueryFailed, create_executor
+from conformance.session.failures import CannotJudge
 from conformance.truth import bound_sources
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import Bounded, Expectation
 from conformance.truth.tolerances import Tolerances
 from reports import text_format
-from reports.conformity import Metric
+from reports.metrics import Metric
 
 _MAX_ROUNDING_TIMES = 8.0
-"""How many times its term an error of rounding may be; what is further off is no rounding of that size."""
+"""A rounding error is at most so many times its term. A larger error is no rounding of that size."""
 
 _MAX_NAMED_TERMS = 3
 _WHOLE_BOUND = "the whole bound"
@@ -28,10 +28,10 @@ _TERM_NAMES = {**bound_sources.SOURCES, _WHOLE_BOUND: "the bound as a whole, no 
 
 
 def explain_bounds(implementation: Implementation, case: Case, tolerances: Tolerances) -> str:
-    """How far each result is off at its worst element, and of what the bound there consists.
+    """Describe how far each result is off at its worst element, and the terms of the bound there.
 
     Raises:
-      CannotJudge: if it cannot run here, or does not support the case.
+      CannotJudge: if the implementation cannot run here, or does not support the case.
     """
     subject = Subject(create_executor(implementation), case, tolerances)
     if (absent := implementation.accelerator.absent) is not None:
@@ -60,7 +60,7 @@ _OfferedResult = tuple[str, Callable[[], Result], Bounded, np.ndarray, Callable[
 
 
 def _iter_results(subject: Subject) -> Iterator[_OfferedResult]:
-    """Results that are offered: by name, how to get them, what is expected, what is judged, where its bound is."""
+    """Yield each offered result: its name, a function that computes it, its bounds, its judged elements, its terms."""
 
     def forward(name: str) -> Callable[[Expectation], np.ndarray]:
         return lambda expected: expected.forward[name].bound
@@ -91,7 +91,7 @@ def _format_terms(
     try:
         values = result().values
     except Exception as error:  # whatever a kernel raises is what there is to say of this result
-        return [f"{name}: raised {type(error).__name__}: {text_format.shorten(str(error), longest=300)}"]
+        return [f"{name}: raised {type(error).__name__}: {text_format.shorten_text(str(error), longest=300)}"]
     if name not in values:
         return [f"{name}: was not returned"]
     comparison = compare(values[name], bounded, judged)
@@ -99,15 +99,16 @@ def _format_terms(
     if comparison.problem or worst is None:
         return [f"{name}: {comparison.problem or 'no element is judged'}"]
     limit = subject.limits.limit(subject.case.dtype, name)
-    place = text_format.format_worst(worst)
-    lines = [f"{name}: {text_format.metric_text(Metric('max', comparison.ratio, limit.ratio))}", f"  {place}"]
+    place = text_format.format_element(worst)
+    lines = [f"{name}: {text_format.format_metric(Metric('max', comparison.ratio, limit.ratio))}", f"  {place}"]
     found = bound_sources.list_terms(by_source, worst.index, worst.bound)
     for source, size in found:
-        lines.append(f"  {text_format.number(size):>9}  {size / worst.bound:>4.0%}  {bound_sources.SOURCES[source]}")
+        part = f"{size / worst.bound:>4.0%}"
+        lines.append(f"  {text_format.format_number(size):>9}  {part}  {bound_sources.SOURCES[source]}")
     rest = worst.bound - sum(size for _, size in found)
     if worst.bound and abs(rest) >= 0.01 * worst.bound:
         why = "more, since errors are not small here" if rest > 0 else "less, since not all are largest at once"
-        lines.append(f"  {text_format.number(rest):>9}  {rest / worst.bound:>4.0%}  {why}")
+        lines.append(f"  {text_format.format_number(rest):>9}  {rest / worst.bound:>4.0%}  {why}")
     if not worst.bound:
         lines.append("  nothing rounds here: the bound is zero, and the value must be exact")
     passes = comparison.ratio <= limit.ratio
@@ -117,18 +118,18 @@ def _format_terms(
 def _describe_resemblance(
     got: np.ndarray, bounded: Bounded, judged: np.ndarray, by_source: dict[str, np.ndarray], passes: bool
 ) -> str:
-    """Which term the errors of all elements resemble, in words; of what passes, only a term that is large enough."""
+    """Say which term the errors of all elements resemble; for a result that passes, only terms of its size."""
     error = np.abs(got.astype(np.float64) - bounded.value)
     counts = np.broadcast_to(judged, error.shape)
     off = int((error[counts] > 0).sum())
     if off < bound_sources.MIN_ELEMENTS:
-        return f"what the error resembles cannot be told: {text_format.format_count(off, 'element')} off"
+        return f"it is unknown what the error resembles: only {text_format.format_count(off, 'element')} off"
     most = _MAX_ROUNDING_TIMES if passes else np.inf
     found = bound_sources.find_resemblance(error, by_source | {_WHOLE_BOUND: bounded.bound}, counts, most=most)
     if found is None:
         return "the error resembles no term: over the elements it is not distributed like any"
     named = ", or ".join(_TERM_NAMES[source] for source in found.sources[:_MAX_NAMED_TERMS])
-    size = f"{text_format.number(found.times, digits=2)} times"
+    size = f"{text_format.format_number(found.times, digits=2)} times"
     if not found.is_random:
         return f"the error resembles {named}, but is always about {size} it, which no rounding is"
     if found.times > _MAX_ROUNDING_TIMES:

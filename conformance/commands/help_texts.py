@@ -1,4 +1,4 @@
-"""What the commands say of themselves in their help: what they do, examples, exit codes."""
+"""The texts of the commands' help: descriptions, examples, exit codes."""
 
 from __future__ import annotations
 
@@ -89,55 +89,6 @@ examples:
 Limits are 1.5 times the largest ratio that a correct implementation reached, rounded up
 (conformance/truth/tolerances.py).
 exit codes: 0 written, 2 an implementation fails (so it is not correct), or a file cannot be read or written
-"""
-
-BENCH = """\
-Time implementations side by side on the same operands: the call, and the call with its gradients. They take turns, so
-that whatever drifts hits all of them alike, and are compared round by round with the first one. What a timed program
-returns is looked at first: a result that differs from the float64 oracle is shown as such beside its speed.
-"""
-
-BENCH_EXAMPLES = """\
-examples:
-  python -m conformance bench --impl=dot_product,block_flash
-  python -m conformance bench --impl=jax_nn_cudnn,flash_gpu,jax_mha_gpu --report=speed.html
-  python -m conformance bench --impl=kernel.py:attention,jax_nn_xla --cases='*/*.T4096.*' --phase=forward --runs=100
-  python -m conformance bench --impl=block_flash --case=train/f32/B1.T1000.S1000.N4.K2.H64.V64/window-l127-r0/normal/s0
-
-Programs are compiled with the flags that JAX has by default, or with your XLA_FLAGS.
-exit codes: 0 timed, and all that was timed agrees with the oracle, 1 something differs or raised, 2 nothing was timed
-"""
-
-TUNE_EXAMPLES = """\
-examples:
-  python -m conformance tune --impl=block_flash
-  python -m conformance tune --impl=flash_gpu --seconds=300 --out=tuned.json --report=tuned.html
-  python -m conformance tune --impl=splash_tpu --static --target=v6e
-
-Every candidate is timed side by side with the others in rounds from which the slower half drops out; the last one left
-is compared with the setting in force, and replaces it only if it is faster beyond the spread of that comparison.
-Candidates that do not compile, or whose results differ from the oracle, are shown and never chosen.
-With --static nothing is timed: the call of each candidate's kernel is counted in the schedules of the TPU's compiler,
-which is deterministic, and which nobody has checked on a chip.
-exit codes: 0 tuned, 2 could not be tuned (nothing to tune, or not on this machine)
-"""
-
-CYCLES_EXAMPLES = """\
-examples:
-  python -m conformance cycles                                  # against what was recorded
-  python -m conformance cycles --impl=splash_tpu --target=v6e
-  python -m conformance cycles --save                           # new figures: after a change, or for a new compiler
-  python -m conformance cycles --target=h100 --target=a100 --target=b200 # GPU kernels, against what was recorded
-  python -m conformance cycles --impl=splash_tpu --impl=jax_splash_tpu --target=v6e \\
-    --case=train/bf16/B1.T8192.S8192.N1.K1.H128.V128/causal/normal/s0    # side by side
-  python -m conformance cycles --impl=flash_gpu --impl=jax_mha_gpu --target=a100 \\
-    --case=train/bf16/B1.T4096.S4096.N1.K1.H64.V64/causal/normal/s0      # GPU kernels
-
-Kernels are compiled for TPUs that are not here, and their schedules are read: static estimates of a whole call, none of
-which was ever checked on a chip. Of GPU kernels (--target=h100) the instructions of their loops are counted: the cycles
-that 1,000 pairs of a query and a key take a multiprocessor at least, forward, and backward too in cases of training.
-More than 5% above the recorded figure of the same compiler is too slow.
-exit codes: 0 no kernel is slower, or written, 1 one is, 2 could not be asked (no compiler, or nothing recorded of it)
 """
 
 COMPARE_EXAMPLES = """\

@@ -1,1 +1,1 @@
-"""Measure and estimate what attention costs: time, memory and cycles. Never whether it is right."""
+"""Measure what kernels cost: time, static cycles, memory. Optional: the core does not import this package."""

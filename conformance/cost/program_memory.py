@@ -1,11 +1,13 @@
-"""How much memory a compiled program's intermediate values take at once, read off the text of the program.
+"""Measure the memory of a compiled program from its text: live intermediate values, and the VMEM of its kernels.
 
-The compiler's own figure (`temp_size_in_bytes`) counts what it adds in HBM. On TPUs that is often zero although there
-are temporaries: XLA keeps some in VMEM, 128 MiB of it on some generations, and puts others where results will be
-written. Beside larger operands the same program needs HBM for them, so what is live at once is counted here too,
-wherever it is kept: each value from the instruction that makes it to the last that reads it, in the order of the
-schedule, operands, constants and results left out. A value that is copied from one memory to another, whole or in
-slices that are put together there, counts once.
+The compiler's own figure (`temp_size_in_bytes`) counts the HBM that it adds for temporaries. On TPUs that is often zero
+although there are temporaries. XLA keeps some in VMEM, which is 128 MiB on some generations, and puts others where
+results will be written. With larger operands the same program needs HBM for them. So this module counts all values that
+are live at once, in any memory.
+
+A value is live from the instruction that makes it to the last one that reads it, in the order of the schedule.
+Operands, constants and results do not count. A value that is copied from one memory to another counts once, even if it
+is copied in slices.
 """
 
 from __future__ import annotations
@@ -24,37 +26,81 @@ _OPERAND = re.compile(r"%([^\s,()]+)")
 _TILE = re.compile(r"T\(([\d,]+)\)")
 _ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?)\)\}")
 _ALIASED_PAIR = re.compile(r"\{(\d*)\}: \((\d+),")
-# Instructions that give a name to what is there already, or to what is never freed.
+# Instructions whose result is a view of existing buffers.
 _VIEWS = frozenset(
     {"bitcast", "get-tuple-element", "tuple", "copy-done", "slice-done", "async-done", "optimization-barrier", "while"}
 )
 _UNCOUNTED = frozenset({"parameter", "constant"})
-# Results: the operand itself, it or a slice of it in another memory, and a flag.
+# Their results are the operand, its copy or slice in another memory, and a flag.
 _COPY_STARTS = frozenset({"copy-start", "slice-start"})
-_CONCATENATION = 'custom_call_target="ConcatBitcast"'  # slices that lie one after the other already
+_CONCATENATION = 'custom_call_target="ConcatBitcast"'  # joins slices that are adjacent already
+
+# A Pallas kernel in the text of a compiled program, and its scoped VMEM, which is XLA's memory space 1.
+_PALLAS_KERNEL = 'custom_call_target="tpu_custom_call"'
+_SCOPED_MEMORY = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
+_VMEM_SIZE = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
+
+
+def measure_program_memory(program: str) -> dict[str, float]:
+    """Measure `live_bytes` and `vmem_bytes` of a compiled program, as far as its text tells them."""
+    sizes = {"live_bytes": measure_live_bytes(program), "vmem_bytes": measure_vmem_bytes(program)}
+    return {name: float(size) for name, size in sizes.items() if size is not None}
+
+
+def measure_vmem_bytes(program: str) -> int | None:
+    """Measure the largest scoped VMEM (blocks, scratch, stack) of one Pallas kernel.
+
+    The kernels of a program run one after the other. VMEM that XLA itself uses, as for small operands, does not count.
+
+    Args:
+      program: text of the compiled program.
+
+    Returns:
+      the bytes; None if there is no kernel, or the text does not say.
+    """
+    kernels = program.split(_PALLAS_KERNEL)[1:]  # an instruction may take several lines
+    used = [match for text in kernels if (match := _SCOPED_MEMORY.search(text))]
+    return max((sum(map(int, _VMEM_SIZE.findall(match[1]))) for match in used), default=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
-    """One line of the schedule; `sizes` are the bytes of its result, one for each array of a tuple."""
+    """One instruction of the schedule.
+
+    Attributes:
+      name: name of the result.
+      opcode: name of the operation.
+      sizes: bytes of the result, one number for each array of a tuple.
+      operands: names of the operands.
+      shared: pairs of a result's index and the index of the operand whose buffer it reuses.
+      put_together: whether the result is the concatenation of the operands, in place.
+      index: the index of a get-tuple-element, otherwise None.
+    """
 
     name: str
     opcode: str
     sizes: tuple[int, ...]
     operands: tuple[str, ...]
-    shared: tuple[tuple[int, int], ...]  # (number of the result, number of the operand in whose place it is)
-    put_together: bool  # whether the result is its operands, one after the other
-    index: int | None  # of a get-tuple-element
+    shared: tuple[tuple[int, int], ...]
+    put_together: bool
+    index: int | None
 
 
 def measure_live_bytes(program: str) -> int | None:
-    """The most bytes that intermediate values of a scheduled program take at once; none if it is not scheduled."""
+    """Measure the largest number of bytes of intermediate values that are live at once.
+
+    Args:
+      program: text of the compiled program.
+
+    Returns:
+      the bytes; None if the program is not scheduled.
+    """
     if "is_scheduled=true" not in program.split("\n", 1)[0]:
         return None
     schedule = list(_iter_instructions(program))
     if not schedule:
         return None
-    places: dict[str, list[frozenset[str]]] = {}  # of each value: the buffers that each of its arrays may lie in
+    places: dict[str, list[frozenset[str]]] = {}  # by value: for each of its arrays, the buffers that may hold it
     sizes: dict[str, int] = {}
     last: dict[str, int] = {}
     results: frozenset[str] = frozenset()
@@ -63,7 +109,7 @@ def measure_live_bytes(program: str) -> int | None:
         read = frozenset[str]().union(*(buffers for name in line.operands for buffers in places.get(name, [])))
         for buffer in read.union(*places[line.name]):
             last[buffer] = number
-        results = frozenset[str]().union(*places[line.name])  # in the end those of the last line, the root
+        results = frozenset[str]().union(*places[line.name])  # the last line is the root, whose buffers are the results
     at_once = most = 0
     begins = {f"{line.name}.{i}": n for n, line in enumerate(schedule) for i in range(len(line.sizes))}
     changes = [0] * (len(schedule) + 1)
@@ -80,7 +126,7 @@ def measure_live_bytes(program: str) -> int | None:
 def _assign_buffers(
     line: _Instruction, places: dict[str, list[frozenset[str]]], sizes: dict[str, int]
 ) -> list[frozenset[str]]:
-    """Where the arrays of an instruction's result lie; new buffers are added to `sizes`."""
+    """Find the buffers that may hold each array of an instruction's result; add new buffers to `sizes`."""
     given = [places.get(name, []) for name in line.operands]
     if line.opcode in _UNCOUNTED:
         return [frozenset() for _ in line.sizes]
@@ -104,7 +150,7 @@ def _assign_buffers(
 
 
 def _iter_instructions(program: str) -> Iterator[_Instruction]:
-    """The instructions of the entry computation; an instruction may run over several lines."""
+    """Yield the instructions of the entry computation; one may take several lines."""
     _, _, entry = program.partition("\nENTRY ")
     body, _, _ = entry.partition("\n}\n")
     for text in _INSTRUCTION_START.split(body)[1:]:
@@ -113,6 +159,7 @@ def _iter_instructions(program: str) -> Iterator[_Instruction]:
 
 
 def _parse_instruction(name: str, text: str) -> _Instruction:
+    """Parse an instruction from the text after `%name = `."""
     shape, rest = _split_shape(text)
     match = _OPCODE.match(rest)
     opcode, tail = (match[1], match[2]) if match else ("", "")
@@ -132,7 +179,7 @@ def _parse_instruction(name: str, text: str) -> _Instruction:
 
 
 def _split_shape(text: str) -> tuple[str, str]:
-    """The shape in front of an instruction, a tuple in parentheses or one array, and the rest."""
+    """Split an instruction into its shape (one array, or a tuple in parentheses) and the rest."""
     if not text.startswith("("):
         shape, _, rest = text.partition(" ")
         return shape, rest
@@ -145,7 +192,7 @@ def _split_shape(text: str) -> tuple[str, str]:
 
 
 def _measure_array(dtype: str, dims: str, layout: str) -> int:
-    """Bytes of an array, its innermost dimensions padded to the tile of its layout."""
+    """Compute the bytes of an array, with its innermost dimensions padded to the tile of its layout."""
     shape = [int(n) for n in dims.split(",") if n]
     order, _, tiling = layout.partition(":")
     inner_first = [int(n) for n in order.split(",") if n]

@@ -245,7 +245,10 @@ def _send_request(files: Sequence[int]) -> None:
 
 
 def _create_memory_file() -> IO[bytes]:
-    """Create a file without a name. It is in memory where the system allows it, since a disk may be full."""
+    """Create a file without a name.
+
+    It is in memory where the system allows it, since a disk may be full.
+    """
     return open(os.memfd_create("process-spec"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 

@@ -1,1 +1,1 @@
-"""A run: which cases are judged under which checks, in which order and processes, and what the records say."""
+"""Judge implementations: plan cases and checks, run them in processes, judge failures again, and record the results."""

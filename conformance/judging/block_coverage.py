@@ -1,4 +1,4 @@
-"""How many blocks a kernel was asked about, by the lengths on which it was judged."""
+"""Count the blocks on which a kernel was judged, from the lengths of its judged cases."""
 
 from __future__ import annotations
 
@@ -13,51 +13,52 @@ from conformance.contract import Implementation
 from conformance.records import JUDGED, Record
 
 ENOUGH_BLOCKS = 3
-"""Blocks each way in which an online softmax begins, goes on and ends."""
-# Of blocks, as kernels have them.
+"""Blocks of queries, and of keys, that show how an online softmax begins, goes on and ends."""
+# Lengths of blocks that kernels commonly have.
 _USUAL_BLOCK_LENGTHS = (64, 128, 256, 512, 1024)
 _NUMBER_WORDS = {1: "one", 2: "two"}
 _GRID_CHECKS = frozenset(check.name for check in CHECKS if check.scope is GRID)
 
 
-def describe_few_blocks(implementation: Implementation, found: Iterable[Record]) -> str:
-    """What lengths leave unasked, in words: `"one block of 128 queries"`; empty if there are blocks enough.
+def describe_few_blocks(implementation: Implementation, records: Iterable[Record]) -> str:
+    """Describe blocks that were too few, as in `"one block of 128 queries"`; empty if there were enough.
 
-    A block is what divides all lengths that were judged on the grid, and the usual lengths of blocks that the
-    implementation takes, where it says which. A single query is no block.
+    A block is the largest length that divides all judged lengths of the grid and the block lengths that the
+    implementation accepts, where it says which. A single query is no block.
     """
-    theirs = [record for record in found if record.implementation == implementation.name]
-    return describe_block_counts(find_block_lengths(implementation, _list_judged_cases(theirs)), theirs)
+    its_records = [record for record in records if record.implementation == implementation.name]
+    return describe_block_counts(find_block_lengths(implementation, _list_judged_cases(its_records)), its_records)
 
 
-def describe_block_counts(usual: Sequence[int], found: Iterable[Record]) -> str:
-    """The same, from the usual lengths that an implementation takes and the records of it."""
-    cases = _list_judged_cases(found)
+def describe_block_counts(block_lengths: Sequence[int], records: Iterable[Record]) -> str:
+    """Describe blocks that were too few, given the block lengths that an implementation accepts and its records."""
+    cases = _list_judged_cases(records)
     axes = {
         "queries": {case.q_length for case in cases if case.q_length > 1},
         "keys": {case.kv_length for case in cases if case.kv_length > 1},
     }
     words = []
     for name, lengths in axes.items():
-        block = math.gcd(*lengths, *usual)
+        block = math.gcd(*lengths, *block_lengths)
         if lengths and (count := max(lengths) // block) < ENOUGH_BLOCKS:
             words.append(f"{_NUMBER_WORDS[count]} block{'s' if count > 1 else ''} of {block} {name}")
     return " and ".join(words)
 
 
 def find_block_lengths(implementation: Implementation, cases: Iterable[Case]) -> list[int]:
-    """Lengths of blocks that the implementation takes as a sequence's, if it declares that it does not take others.
+    """Find which usual block lengths the implementation accepts as sequence lengths; empty if it accepts all.
 
-    They are tried on the first of `cases` by id that has more than one query.
+    They are tried on the first of `cases`, by id, with more than one query.
     """
-    whole = next((case for case in sorted(cases, key=lambda case: case.id) if case.q_length > 1), None)
-    if whole is None or whole.storage is not None:  # of packed sequences none is a whole number of blocks
+    example = next((case for case in sorted(cases, key=lambda case: case.id) if case.q_length > 1), None)
+    if example is None or example.storage is not None:  # a packed sequence need not be a whole number of blocks
         return []
-    square = [dataclasses.replace(whole, q_length=n, kv_length=n, mask="full") for n in _USUAL_BLOCK_LENGTHS]
-    taken = [case.q_length for case in square if implementation.supports(case) is None]
-    return taken if len(taken) < len(square) else []
+    candidates = [dataclasses.replace(example, q_length=n, kv_length=n, mask="full") for n in _USUAL_BLOCK_LENGTHS]
+    accepted = [case.q_length for case in candidates if implementation.supports(case) is None]
+    return accepted if len(accepted) < len(candidates) else []
 
 
-def _list_judged_cases(found: Iterable[Record]) -> list[Case]:
-    judged = {record.case for record in found if record.check in _GRID_CHECKS and record.verdict in JUDGED}
+def _list_judged_cases(records: Iterable[Record]) -> list[Case]:
+    """List the cases of the grid that were judged."""
+    judged = {record.case for record in records if record.check in _GRID_CHECKS and record.verdict in JUDGED}
     return [parse_case_id(case) for case in sorted(judged)]

@@ -1,4 +1,4 @@
-"""What is declared that asks less than the defaults, and which such declarations might explain a failure."""
+"""Find declarations that ask less than the defaults, and those that might explain a failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cases.case import Case
 from cases.operand_registry import OPTIONAL, OptionalOperand
 from conformance.contract import Arithmetic, Implementation
 
-# Tried in this order: of f32 operands, and of the others.
+# Tried in this order: the first for f32 operands, the second for bf16 and f16.
 _WEAKER_FOR_F32: tuple[Mapping[str, Any], ...] = ({"products": "tf32"}, {"products": "bf16"})
 _WEAKER_FOR_SIXTEEN_BITS: tuple[Mapping[str, Any], ...] = (
     {"group_sums": "input"},
@@ -19,80 +19,86 @@ _WEAKER_FOR_SIXTEEN_BITS: tuple[Mapping[str, Any], ...] = (
     {"block_sums": 64},
     {"softmax": "input"},
     {"scaled_q": True},
-    # Together: plain code that multiplies q by its scale and leaves all else in the operands' dtype, also of groups.
+    # Plain code often makes several at once: it multiplies q by its scale and computes all else in the operands' dtype.
     {"softmax": "input", "scaled_q": True},
     {"softmax": "input", "scaled_q": True, "group_sums": "input"},
 )
-# Fields of `Arithmetic` whose other value asks more.
+# Fields of `Arithmetic` whose other value asks more than the default.
 _STRICTER_FIELDS = frozenset({"probabilities"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """Declarations as they are written, one or several, and the implementation that declares them too."""
+    """One or several declarations as they are written in code, and the implementation with them added."""
 
     declaration: str
     implementation: Implementation
 
     @property
     def keeps_expectation(self) -> bool:
-        """Whether what is expected stays as it was found: nothing but the question changes."""
+        """Whether the oracle's results and bounds stay the same under the declaration, so trying it is cheap."""
         return self.declaration.startswith("behind_mask")
 
 
 def iter_weaker_declarations(implementation: Implementation, case: Case) -> Iterator[Remedy]:
-    """Each declaration that the implementation does not make and that could matter on this case."""
+    """Yield the declarations that the implementation does not make and that could matter on this case.
+
+    Each comes with a copy of the implementation that makes it too. Which ones matter depends on the case's dtype and
+    heads.
+    """
     if implementation.behind_mask == "any":
         finite = dataclasses.replace(implementation, behind_mask="finite")
         yield Remedy(_format_declaration("behind_mask", "finite"), finite)
     declared = implementation.arithmetic
     seen = set()
     for fields in _WEAKER_FOR_F32 if case.dtype == "f32" else _WEAKER_FOR_SIXTEEN_BITS:
-        new = {
+        fields_to_add = {
             name: value
             for name, value in fields.items()
             if getattr(declared, name) == getattr(Arithmetic(), name)
             and (name != "group_sums" or case.num_q_heads > case.num_kv_heads)
         }
-        written = ", ".join(_format_declaration(name, value) for name, value in new.items())
-        if new and written not in seen:
+        written = ", ".join(_format_declaration(name, value) for name, value in fields_to_add.items())
+        if fields_to_add and written not in seen:
             seen.add(written)
-            arithmetic = dataclasses.replace(declared, **new)
+            arithmetic = dataclasses.replace(declared, **fields_to_add)
             yield Remedy(written, dataclasses.replace(implementation, arithmetic=arithmetic))
 
 
 def list_lenient_declarations(implementation: Implementation) -> list[str]:
-    """What the implementation declares that asks less of it than the defaults, as it is written."""
+    """List what the implementation declares that asks less of it than the defaults, as it is written in code."""
     default = Arithmetic()
-    found = [
+    lenient = [
         _format_declaration(field.name, value)
         for field in dataclasses.fields(default)
         if field.name not in _STRICTER_FIELDS
         and (value := getattr(implementation.arithmetic, field.name)) != getattr(default, field.name)
     ]
     if implementation.behind_mask == "finite":
-        found.append(_format_declaration("behind_mask", "finite"))
+        lenient.append(_format_declaration("behind_mask", "finite"))
     stored = implementation.storage not in (None, "latent")  # packed or a cache
     reads_a_cache = stored or any(name.startswith("kv_") for name in implementation.offers)
     if not reads_a_cache and "train" not in implementation.unsupported:
-        own = ("dq", "dk") if implementation.storage == "latent" else ("dq", "dk", "dv")
-        beside = tuple(
+        required = ("dq", "dk") if implementation.storage == "latent" else ("dq", "dk", "dv")
+        optional = tuple(
             operand.gradient for operand in OPTIONAL if operand.gradient and _accepts_operand(implementation, operand)
         )
-        lacking = [name for name in (*own, *beside) if name not in implementation.gradients]
-        found += [f"no {' '.join(lacking)}"] if lacking else []
+        lacking = [name for name in (*required, *optional) if name not in implementation.gradients]
+        lenient += [f"no {' '.join(lacking)}"] if lacking else []
         if (
             "logsumexp" in implementation.residuals - implementation.differentiable_residuals
             and implementation.gradients
         ):
-            found.append("no gradient of logsumexp")
-    return found
+            lenient.append("no gradient of logsumexp")
+    return lenient
 
 
 def _accepts_operand(implementation: Implementation, operand: OptionalOperand) -> bool:
+    """Tell whether the implementation takes an optional operand."""
     offered = operand.name in implementation.offers if operand.opt_in else True
     return offered and operand.name not in implementation.unsupported
 
 
 def _format_declaration(name: str, value: object) -> str:
+    """Format one declaration as a keyword argument."""
     return f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"

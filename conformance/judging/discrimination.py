@@ -1,9 +1,12 @@
-"""Does a case discriminate? Wrong results that must fail it, and by how much they do.
+"""Measure whether a case discriminates: whether simple wrong results would fail it, and by how much.
 
-A test that zeros would pass proves nothing. Each case is confronted with null results computed by the oracle: zeros,
-the mean of v, the mask ignored or shifted by one key, the wrong head map, every optional operand ignored, each gradient
-doubled (which errs by as much as leaving it out; the cotangent that shows it best counts). The margin of a null is how
-many times over the limit its worst element falls; a case with a null below `REQUIRED_MARGIN` cannot be judged by.
+A test that zeros would pass proves nothing. So each case is compared with *null results*, which the oracle computes:
+zeros, the mean of v, the mask ignored or shifted by one key, the wrong head map, each optional operand ignored, each
+gradient doubled. A doubled gradient errs by as much as a missing one; of several cotangents the one that shows it best
+counts.
+
+The *margin* of a null result is the ratio of its worst element, divided by the limit. A case is not used if a null
+result has a margin below `REQUIRED_MARGIN`.
 """
 
 from __future__ import annotations
@@ -26,53 +29,57 @@ REQUIRED_MARGIN = 1.5
 MAX_UNDECIDED_SHARE = 0.1
 """The largest share of rows that a case may leave out because rounding could change what their queries choose.
 
-Operands are drawn anew up to eight times while there is such a row (`cases.operand_values.draw_problem`). That leaves none at any
-distribution of values but `huge`, whose gates of 1e5 leave 19% of the rows and more: what is left then is no sample of
-what queries choose, it is those whose choice is easy.
+While there is such a row, operands are drawn anew, up to eight times (`cases.operand_values.draw_problem`). After that
+no distribution of values has such rows, except `huge`: its gates of 1e5 leave out 19% of the rows and more. The rest of
+such a case is no fair sample of choices: it has the easy ones only.
 """
 
 
 def count_undecided_rows(problem: Problem) -> tuple[int, int]:
-    """How many rows of `problem` are not judged because rounding could change what they choose, and of how many."""
+    """Count the rows of a problem that are not judged because rounding could change their choice, and all rows."""
     return int(np.count_nonzero(~problem.decided)), problem.decided.size
 
 
 def compute_margins(subject: Subject) -> dict[str, float]:
-    """Margin by null result, for the nulls that differ from the truth in this case."""
-    asked = (
+    """Compute the margin of each null result that differs from the true result on this case. Results are cached."""
+    key = (
         "margins",
         (subject.problem, subject.implementation.arithmetic, subject.empty_rows, subject.cotangents),
         (subject.judged_out, subject.judged_residuals, "logsumexp" in subject.implementation.residuals),
         (subject.case.dtype, subject.limits.limits),
     )
-    return disk_cache.compute_cached(asked, lambda: _compute_uncached_margins(subject))
+    return disk_cache.compute_cached(key, lambda: _compute_uncached_margins(subject))
 
 
 def _compute_uncached_margins(subject: Subject) -> dict[str, float]:
-    found = {name: _compute_forward_margin(subject, forward) for name, forward in _iter_forward_nulls(subject.problem)}
-    choice = _has_choice(subject.problem)
+    """Compute the margins without the cache."""
+    margins = {
+        name: _compute_forward_margin(subject, forward) for name, forward in _iter_forward_nulls(subject.problem)
+    }
+    has_choice = _has_choice(subject.problem)
     for expected in subject.expectation.gradients:
         for name, bounded in expected.items():
-            if choice or name == "dv":
+            if has_choice or name == "dv":
                 doubled = compare(2 * bounded.value, bounded).ratio
                 margin = doubled / subject.limits.limit(subject.case.dtype, name).ratio
-                found[f"{name}_doubled"] = max(margin, found.get(f"{name}_doubled", 0.0))
-    return found
+                margins[f"{name}_doubled"] = max(margin, margins.get(f"{name}_doubled", 0.0))
+    return margins
 
 
 def discriminates(subject: Subject) -> bool:
-    """Whether every null result would fall as far as is required."""
-    found = compute_margins(subject)
-    return not found or find_weakest_null(found)[1] >= REQUIRED_MARGIN
+    """Tell whether every null result would fail by at least the required margin."""
+    margins = compute_margins(subject)
+    return not margins or find_weakest_null(margins)[1] >= REQUIRED_MARGIN
 
 
-def find_weakest_null(found: Mapping[str, float]) -> tuple[str, float]:
-    """The null result that is hardest to see, and its margin."""
-    name = min(found, key=lambda n: found[n])
-    return name, found[name]
+def find_weakest_null(margins: Mapping[str, float]) -> tuple[str, float]:
+    """Return the null result that is hardest to see, and its margin."""
+    name = min(margins, key=lambda n: margins[n])
+    return name, margins[name]
 
 
 def _compute_forward_margin(subject: Subject, null: oracle.Forward) -> float:
+    """Compute the margin of a null result by `out`, and by `logsumexp` where the implementation returns it."""
     expected, limit = subject.expectation.forward, subject.limits.limit
     dtype = subject.case.dtype
     margin = compare(null.out, expected["out"], subject.judged_out).ratio / limit(dtype, "out").ratio
@@ -83,7 +90,7 @@ def _compute_forward_margin(subject: Subject, null: oracle.Forward) -> float:
 
 
 def _has_choice(problem: Problem) -> bool:
-    """Whether some row weighs two or more columns against each other (a sink is one)."""
+    """Tell whether some row weighs two or more columns against each other. A sink counts as a column."""
     columns = problem.allowed.sum(axis=-1)
     if problem.sinks is not None:
         columns = np.where(columns > 0, columns + 1, 0)
@@ -91,6 +98,7 @@ def _has_choice(problem: Problem) -> bool:
 
 
 def _iter_forward_nulls(problem: Problem) -> Iterator[tuple[str, oracle.Forward]]:
+    """Yield the null results of the forward pass that are not the true result of this problem."""
     truth_lse = np.zeros((problem.q.shape[0], problem.q.shape[2], problem.q.shape[1]))
     if problem.allowed.any():
         zeros = np.zeros((*problem.q.shape[:3], problem.v.shape[-1]))
@@ -105,12 +113,13 @@ def _iter_forward_nulls(problem: Problem) -> Iterator[tuple[str, oracle.Forward]
 
 
 def _iter_altered_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """Yield problems that a wrong kernel would solve in place of this one."""
     q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
     unmasked = dataclasses.replace(problem, mask=Full())
     if (unmasked.allowed != problem.allowed).any():
         yield "mask_ignored", unmasked
     dense = problem.resolved_mask.dense(q_length, kv_length)
-    if q_length > 1 and not dense.all():  # a single row may give the one key that comes or goes no weight
+    if q_length > 1 and not dense.all():  # in a single row the key that is added or removed may have no weight
         shifted = dataclasses.replace(problem, mask=Dense(np.roll(dense, 1, axis=-1)))
         if not np.array_equal(shifted.allowed, problem.allowed):
             yield "mask_shifted", shifted
@@ -137,7 +146,7 @@ def _iter_altered_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _iter_other_moba_masks(mask: Mask) -> Iterator[tuple[str, Mask]]:
-    """Chunks that gates choose: all of them, only the query's own, one too many."""
+    """Yield other choices of chunks, for a mask whose gates choose: all of them, only the query's own, one more."""
     if isinstance(mask, Moba):
         yield "gates_ignored", Causal(mask.offset)
         yield "own_chunk_only", dataclasses.replace(mask, topk=1)
@@ -145,7 +154,10 @@ def _iter_other_moba_masks(mask: Mask) -> Iterator[tuple[str, Mask]]:
 
 
 def _build_wrong_head_map(problem: Problem) -> np.ndarray | None:
-    """Key/value head of each query head under a wrong map: interleaved groups, or heads rotated by one."""
+    """Return the key/value head of each query head under a wrong map, or None if there is one head only.
+
+    Groups are interleaved where query heads share heads; otherwise heads are rotated by one.
+    """
     num_q_heads, num_kv_heads = problem.q.shape[2], problem.k.shape[2]
     if num_kv_heads == 1:
         return None

@@ -1,4 +1,4 @@
-"""How a run of the gate ends: by its own exit code, or not in success."""
+"""Keep a run of the pytest gate from ending in success in any way but its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from conformance.records import Record
 
 PLUGIN_NAME = "attention-conformance-ending"
-"""That of the plugin."""
+"""The name under which the plugin is registered."""
 _MESSAGE_PREFIX = "attention conformance:"
 
 
@@ -28,141 +28,145 @@ class _RecordHolder(Protocol):
 
 
 class ExitGuard:
-    """Keeps a run of the gate from ending in success by other ways than its own.
+    """Keep a run of the gate from ending in success in any way but its own.
 
-    A `conftest.py` may end the process, knowingly or by what it imports, and then nothing is reported at all. It may
-    also have red tests reported as something else. Both are told from success here. Whoever means harm in the judge's
-    process has other ways, and those are not closed.
+    A `conftest.py` may end the process, on purpose or by what it imports, so that nothing is reported. It may also
+    report failed tests as something else. This plugin notices both. It is no protection against code that means harm:
+    such code runs in the judge's process and has other ways.
 
     Attributes:
-      stopped: why a plugin stopped the run, empty if none did.
+      stopped: why a plugin stopped the run; empty if none did.
     """
 
-    def __init__(self, judging: str) -> None:
-        """`judging` is the name of the plugin that has the records."""
-        self._judging = judging
-        self._watching = self._began = self._ended = False
+    def __init__(self, holder_name: str) -> None:
+        """Create the guard; `holder_name` is the name of the plugin that has the records."""
+        self._holder_name = holder_name
+        self._is_guarding = self._has_begun = self._has_ended = False
         self._code = int(pytest.ExitCode.INTERRUPTED)
         self.stopped = ""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None]:
-        """Before any `conftest.py` is imported."""
-        given = early_config.known_args_namespace
-        asked = given.file_or_dir or early_config.getini("testpaths")
-        if not is_requested(asked, given.impl, given.conformance_cases):
+        """Start the guard, before any `conftest.py` is imported."""
+        options = early_config.known_args_namespace
+        paths = options.file_or_dir or early_config.getini("testpaths")
+        if not is_requested(paths, options.impl, options.conformance_cases):
             return (yield)
         packages.exit_if_customized()
         self._guard_process()
         try:
             return (yield)
         except SystemExit as error:
-            sentence = f"a conftest.py ends the process (SystemExit: {error}), and nothing is judged"
+            sentence = f"a conftest.py ended the process (SystemExit: {error}), and nothing was judged"
             raise pytest.UsageError(sentence) from error
 
     def pytest_sessionstart(self) -> None:
-        """Pytest itself runs tests: no other took its place."""
-        self._began = True
+        """Record that pytest itself runs the tests, and no other program in its place."""
+        self._has_begun = True
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Ctrl-C, or `pytest.exit`, which may ask for the exit code of a success."""
+        """Record why the run was stopped.
+
+        It was stopped by Ctrl-C, or by `pytest.exit`, which may ask for the exit code of a success.
+        """
         self.stopped = str(excinfo.value) or type(excinfo.value).__name__
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """All is judged: others may end the process from here on, by the code that this run has earned."""
+        """Record the exit code that the run has earned: other code may end the process from here on."""
         self._code = self._determine_exit_code(session.config, int(session.exitstatus))
-        self._ended = True
+        self._has_ended = True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, int, int]:
-        """The last word: hooks of others may have changed the exit code, and what tests report."""
+        """Correct the exit code at the very end: other hooks may have changed it, and what tests report."""
         try:
             code = int((yield))
-        except SystemExit as error:  # out of a hook that is called at the end
-            if not self._watching:
+        except SystemExit as error:  # raised by a hook that pytest calls at the end
+            if not self._is_guarding:
                 raise
-            left = error.code if isinstance(error.code, int) else int(pytest.ExitCode.INTERRUPTED)
-            code = left or int(pytest.ExitCode.INTERRUPTED)
+            given = error.code if isinstance(error.code, int) else int(pytest.ExitCode.INTERRUPTED)
+            code = given or int(pytest.ExitCode.INTERRUPTED)
         option = config.option
-        if self._watching and not (self._began or code or option.help or option.version or option.markers):
-            sys.stderr.write(f"{_MESSAGE_PREFIX} something else than pytest ran in its place, and nothing is judged\n")
+        if self._is_guarding and not (self._has_begun or code or option.help or option.version or option.markers):
+            sys.stderr.write(f"{_MESSAGE_PREFIX} another program ran in place of pytest, and nothing was judged\n")
             code = int(pytest.ExitCode.INTERRUPTED)
         self._code = self._determine_exit_code(config, code)
-        self._ended = True
+        self._has_ended = True
         return self._code
 
     def _determine_exit_code(self, config: pytest.Config, code: int) -> int:
-        """The exit code of a run that gave `code`: nothing that was stopped or is red is a success."""
-        if self.stopped and not code and self._watching:
+        """Return the exit code of a run that gave `code`: a stopped or failed run is never a success."""
+        if self.stopped and not code and self._is_guarding:
             sys.stderr.write(f"{_MESSAGE_PREFIX} the run was stopped: {self.stopped}\n")
             code = int(pytest.ExitCode.INTERRUPTED)
-        judging: _RecordHolder | None = config.pluginmanager.get_plugin(self._judging)
-        if self._watching and not code and (names := _find_replaced(config)):
+        holder: _RecordHolder | None = config.pluginmanager.get_plugin(self._holder_name)
+        if self._is_guarding and not code and (names := _find_replaced(config)):
             sys.stderr.write(
-                f"{_MESSAGE_PREFIX} {names[0]}, by which is judged, is of this repository: {len(names)} replaced\n"
+                f"{_MESSAGE_PREFIX} this repository replaced {names[0]} of the judge, {len(names)} names in all\n"
             )
             code = int(pytest.ExitCode.INTERRUPTED)
-        return _correct_exit_code(code, judging.found if judging is not None else ())
+        return _correct_exit_code(code, holder.found if holder is not None else ())
 
     def _guard_process(self) -> None:
-        """From now on `os._exit(0)` ends this process as the gate ended, and `os.exec` is refused; not in its children.
+        """Make `os._exit(0)` end this process with the exit code of the gate, and refuse `os.exec`.
 
-        That stays so when pytest is done: what was registered with `atexit` comes last of all.
+        Child processes are left alone. The guard stays when pytest has ended, since functions registered with `atexit`
+        run last.
         """
-        self._watching = True
-        process, leave = os.getpid(), os._exit
-        errors = os.dup(2)  # pytest captures the usual one
+        self._is_guarding = True
+        guarded_pid, real_exit = os.getpid(), os._exit
+        errors = os.dup(2)  # pytest captures descriptor 2
 
-        def exit_honestly(status: int) -> NoReturn:
-            if os.getpid() == process and status == 0 and self._code:
-                if not self._ended:
-                    os.write(errors, f"{_MESSAGE_PREFIX} the process was ended before the gate was\n".encode())
-                leave(self._code)
-            leave(status)
+        def exit_with_earned_code(status: int) -> NoReturn:
+            if os.getpid() == guarded_pid and status == 0 and self._code:
+                if not self._has_ended:
+                    os.write(errors, f"{_MESSAGE_PREFIX} the process ended before the gate did\n".encode())
+                real_exit(self._code)
+            real_exit(status)
 
-        def stays(event: str, _: object) -> None:
-            if event == "os.exec" and os.getpid() == process:
-                sentence = "a file of the repository puts another program in the gate's place (os.exec)"
+        def refuse_exec(event: str, _: object) -> None:
+            if event == "os.exec" and os.getpid() == guarded_pid:
+                sentence = "a file of the repository starts another program in place of the gate (os.exec)"
                 os.write(errors, f"{_MESSAGE_PREFIX} {sentence}, which is refused\n".encode())
                 raise PermissionError(f"{sentence}: give the environment that it needs to the command")
 
-        for module in filter(None, (os, sys.modules.get("posix"))):  # `os` has it from there
-            vars(module)["_exit"] = exit_honestly
-        sys.addaudithook(stays)
+        for module in filter(None, (os, sys.modules.get("posix"))):  # `os` imports it from there
+            vars(module)["_exit"] = exit_with_earned_code
+        sys.addaudithook(refuse_exec)
 
 
 def is_requested(arguments: Iterable[str], implementations: Iterable[str], cases: str | None) -> bool:
-    """Whether a run of pytest is to judge, as far as its arguments say."""
-    named = any("conformance" in Path(argument.split("::")[0]).parts for argument in arguments)
-    return bool(named or list(implementations) or cases is not None)
+    """Tell whether a run of pytest is to judge, as far as its arguments say."""
+    is_named = any("conformance" in Path(argument.split("::")[0]).parts for argument in arguments)
+    return bool(is_named or list(implementations) or cases is not None)
 
 
 def describe_end(session: pytest.Session) -> tuple[str, str]:
-    """How the run ended, and why if not by itself."""
+    """Return how the run ended, and why if something stopped it."""
     from conformance import runs
 
-    ending: ExitGuard | None = session.config.pluginmanager.get_plugin(PLUGIN_NAME)
-    stopped = session.shouldfail or session.shouldstop or (ending is not None and ending.stopped)
+    guard: ExitGuard | None = session.config.pluginmanager.get_plugin(PLUGIN_NAME)
+    stop_reason = session.shouldfail or session.shouldstop or (guard is not None and guard.stopped)
     if interrupts.get_received_signal() is not None:
         return runs.INTERRUPTED, interrupts.describe_signal()
-    if stopped or session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        return runs.INTERRUPTED, str(stopped) if isinstance(stopped, str) else "it was stopped"
+    if stop_reason or session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return runs.INTERRUPTED, str(stop_reason) if isinstance(stop_reason, str) else "it was stopped"
     return runs.COMPLETE, ""
 
 
 def _find_replaced(config: pytest.Config) -> list[str]:
-    """What has been put in the place of functions that judge. Workers of pytest-xdist import the same files."""
+    """List functions of the judge that the repository has replaced. Workers of pytest-xdist import the same files."""
     from conformance.sandbox import repository_overrides
 
     return repository_overrides.find_overrides(config.rootpath)
 
 
-def _correct_exit_code(code: int, found: Iterable[Record]) -> int:
-    """The exit code of a run that gave `code`: nothing that is red is a success, whatever became of its report."""
+def _correct_exit_code(code: int, records: Iterable[Record]) -> int:
+    """Return the exit code for a run that gave `code`: none with red records is a success, whatever pytest reports."""
     from conformance.records import RED
 
-    red = sum(record.verdict in RED for record in found)
+    red = sum(record.verdict in RED for record in records)
     if code or not red:
         return code
     sys.stderr.write(f"{_MESSAGE_PREFIX} pytest ends in success, and {red} records are red\n")

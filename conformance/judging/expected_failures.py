@@ -1,4 +1,4 @@
-"""Entries of expected failures for what fails now: the narrowest that the table's patterns can say."""
+"""Suggest entries of expected failures for what fails now, as narrow as the table's patterns allow."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cases.case import matches_query
 from conformance.records import ERROR, FAIL, JUDGED, Record
 
 _FAILED = frozenset({FAIL, ERROR})
-_MAX_PARTS = 3  # of an id that a pattern names, beside the phase and the dtype
+_MAX_PARTS = 3  # of an id that a pattern names, besides the phase and the dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class SuggestedEntry:
-    """What an entry of the table matches, and what it matches beside failures."""
+    """A suggested entry of the table, with how many failures and how many passes it matches."""
 
     implementation: str
     case: str
@@ -28,41 +28,46 @@ class SuggestedEntry:
     example: str
 
 
-def suggest_entries(found: Sequence[Record]) -> list[SuggestedEntry]:
-    """An entry for each set of cases in which the same checks and results fail; together they match every failure."""
-    failed = [record for record in found if record.verdict in _FAILED and record.case != "*"]
+def suggest_entries(records: Sequence[Record]) -> list[SuggestedEntry]:
+    """Suggest entries that together match all failures.
+
+    There is one for each set of cases in which the same checks and results fail.
+    """
+    failed = [record for record in records if record.verdict in _FAILED and record.case != "*"]
     by_result: dict[tuple[str, str, str], set[str]] = {}
     for record in failed:
         by_result.setdefault((record.implementation, record.check, record.observable), set()).add(record.case)
-    alike: dict[tuple[str, frozenset[str], str], list[str]] = {}
+    by_cases: dict[tuple[str, frozenset[str], str], list[str]] = {}
     for (implementation, check, observable), cases in sorted(by_result.items()):
-        alike.setdefault((implementation, frozenset(cases), check), []).append(observable)
+        by_cases.setdefault((implementation, frozenset(cases), check), []).append(observable)
     joined: dict[tuple[str, frozenset[str], tuple[str, ...]], list[str]] = {}
-    for (implementation, failing, check), observables in alike.items():
+    for (implementation, failing, check), observables in by_cases.items():
         joined.setdefault((implementation, failing, tuple(observables)), []).append(check)
     return [
-        _build_entry(found, implementation, failing, tuple(checks), observables)
+        _build_entry(records, implementation, failing, tuple(checks), observables)
         for (implementation, failing, observables), checks in joined.items()
     ]
 
 
 def _build_entry(
-    found: Sequence[Record],
+    records: Sequence[Record],
     implementation: str,
     failing: frozenset[str],
     check: Sequence[str],
     observable: Sequence[str],
 ) -> SuggestedEntry:
-    theirs = [
+    """Build the entry for one set of failing cases."""
+    matching = [
         record
-        for record in found
+        for record in records
         if record.implementation == implementation and record.check in check and record.observable in observable
     ]
-    held = {record.case for record in theirs if record.verdict in JUDGED and record.verdict not in _FAILED}
+    held = {record.case for record in matching if record.verdict in JUDGED and record.verdict not in _FAILED}
     case = find_pattern(failing, held)
-    failures = sum(record.verdict in _FAILED and matches_query(case, record.case) for record in theirs)
+    failures = sum(record.verdict in _FAILED and matches_query(case, record.case) for record in matching)
     passes = sum(
-        record.case in held and record.verdict not in _FAILED and matches_query(case, record.case) for record in theirs
+        record.case in held and record.verdict not in _FAILED and matches_query(case, record.case)
+        for record in matching
     )
     return SuggestedEntry(
         implementation, case, tuple(check), tuple(observable), passes > 0, failures, passes, example=min(failing)
@@ -70,42 +75,48 @@ def _build_entry(
 
 
 def find_pattern(failing: frozenset[str], held: set[str]) -> str:
-    """The query of cases that matches all of `failing`, and as few of `held` as one query can.
+    """Find the query that matches all of `failing` and as few as possible of `held`.
 
-    Among those that match equally few the shortest is taken: it says most plainly what the cases have in common.
+    Among queries that match equally few, the shortest is returned: it says most plainly what the cases have in common.
+
+    Args:
+      failing: ids of cases that fail.
+      held: ids of cases that pass.
     """
     if len(failing) == 1 and held:
         (only,) = failing
-        others = _find_best_query(failing, held)
-        return others if not _count_matches(others, held) else only
+        query = _find_best_query(failing, held)
+        return query if not _count_matches(query, held) else only
     return _find_best_query(failing, held)
 
 
 def _find_best_query(failing: frozenset[str], held: set[str]) -> str:
-    found = list(_iter_candidates(failing))
-    return min(found, key=lambda query: (_count_matches(query, held), len(query), query))
+    """Return the candidate that matches the fewest of `held`, then the shortest."""
+    candidates = list(_iter_candidates(failing))
+    return min(candidates, key=lambda query: (_count_matches(query, held), len(query), query))
 
 
 def _count_matches(query: str, cases: Iterable[str]) -> int:
+    """Count the cases that a query matches."""
     return sum(matches_query(query, case) for case in cases)
 
 
 def _iter_candidates(failing: frozenset[str]) -> Iterable[str]:
-    """Queries that match every failing case: parts that all of them have, in their order, with anything between."""
+    """Yield queries that match every failing case: their common parts, in order, with anything between."""
     split = [case.split("/") for case in sorted(failing)]
     common = [part for part in split[0] if all(part in other for other in split[1:])]
     pieces = [piece for piece in split[0][2].split(".") if all(piece in other[2].split(".") for other in split[1:])]
-    named = [*common, *(f"*.{piece}.*" for piece in pieces[1:-1])]
+    parts = [*common, *(f"*.{piece}.*" for piece in pieces[1:-1])]
     yield "*"
     for count in range(1, _MAX_PARTS + 1):
-        for chosen in itertools.combinations(named, count):
+        for chosen in itertools.combinations(parts, count):
             for query in ("*/" + "/*/".join(chosen), "*/" + "/".join(chosen), "/".join(chosen), "/*/".join(chosen)):
                 if all(matches_query(query, case) for case in failing):
                     yield query
 
 
 def format_toml(entry: SuggestedEntry) -> str:
-    """The entry as it stands in `pyproject.toml`, the reason left to fill in."""
+    """Format the entry as it stands in `pyproject.toml`, with the reason left to fill in."""
     held = f", and {entry.passes:,} that do not" if entry.passes else ""
     lines = [
         "",

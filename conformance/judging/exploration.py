@@ -1,4 +1,4 @@
-"""What an exploration found: the smallest wrong case, how far it got, and how a person is told of it."""
+"""Describe the result of an exploration: the smallest wrong case, and how far it got."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from conformance.records import Record
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exploration:
-    """What was found, and how far the exploration got.
+    """What an exploration found, and how far it got.
 
     Attributes:
-      records: of every case judged while drawing that was not wrong, and of the smallest wrong one.
-      failing: the smallest wrong case, or none.
+      records: those of every judged drawn case that was right, and of the smallest wrong one.
+      failing: the smallest wrong case, or None.
       first: the wrong case as it was drawn.
-      judged: how many cases were judged while drawing.
-      unjudged: how many do not discriminate, or could not be judged by any check.
-      declined: how many cases were drawn that the implementation does not support.
-      shrinks: cases judged to shrink the first one.
+      judged: number of cases judged while drawing.
+      unjudged: number of cases that do not discriminate, or that no check could judge.
+      declined: number of drawn cases that the implementation does not support.
+      shrinks: number of cases judged to shrink the first wrong one.
       shrunk: whether shrinking ran to its end.
-      reached: how many judged cases had each feature, value distribution and phase.
-      clues: the numbers that the implementation shows.
-      used: beside how many of them, and on which side, some judged case had a size or a number.
-      beyond: how many pairs of marks (`cases.case_space.novelty`) judged cases had that no case of the grids has.
+      reached: number of judged cases with each feature, distribution of values and phase.
+      clues: the numbers found in the implementation's source.
+      used: the clues near which judged cases had a size or a number, each with the side.
+      beyond: number of pairs of marks (`cases.case_space.novelty`) of judged cases that no case of the grids has.
       seconds: duration.
-      interrupted: whether it was stopped by hand.
+      interrupted: whether a signal stopped it.
     """
 
     records: list[Record]
@@ -51,7 +51,7 @@ class Exploration:
 
 @dataclasses.dataclass(frozen=True)
 class JudgedCase:
-    """What an exploration tells while it goes on: a judged case, and whether it was met while shrinking."""
+    """A case that an exploration has judged, and whether that was while shrinking."""
 
     case: Case
     records: Sequence[Record]
@@ -59,8 +59,8 @@ class JudgedCase:
 
 
 def compute_plainness(case: Case) -> tuple[int, int, int, str]:
-    """Sorts cases, the plainest first: by how many things are out of the ordinary, then by size."""
-    odd = (
+    """Return a sort key that puts the plainest case first: by the number of unusual properties, then by size."""
+    unusual = (
         case.phase != "train",
         case.dtype != "f32",
         case.num_q_heads != case.num_kv_heads,
@@ -71,24 +71,25 @@ def compute_plainness(case: Case) -> tuple[int, int, int, str]:
     )
     terms = 0 if case.mask == "full" else 1 + case.mask.count("_and_") + case.mask.count("_or_")
     size = case.batch * case.num_q_heads * (case.q_length + case.kv_length) * (case.head_dim + case.v_head_dim)
-    return sum(odd) + terms, size, len(case.id), case.id
+    return sum(unusual) + terms, size, len(case.id), case.id
 
 
-def describe_exploration(found: Exploration, seed: int) -> list[str]:
-    """What a person should know of an exploration, beside its records: one line each."""
-    rate = found.judged / max(found.seconds, 1e-3)
+def describe_exploration(exploration: Exploration, seed: int) -> list[str]:
+    """Describe an exploration to a person, one line for each fact that its records do not have."""
+    rate = exploration.judged / max(exploration.seconds, 1e-3)
     lines = [
-        f"explored {found.judged} cases in {found.seconds:.0f} s ({rate:.2f} a second) "
+        f"explored {exploration.judged} cases in {exploration.seconds:.0f} s ({rate:.2f} a second) "
         f"from seed {seed}; "
-        f"{found.unjudged} more could not tell right from wrong, {found.declined} drawn ones are not supported",
-        f"reached {', '.join(f'{name} {count}' for name, count in found.reached.most_common()) or 'nothing'}",
+        f"{exploration.unjudged} more could not be judged, {exploration.declined} drawn ones are not supported",
+        f"reached {', '.join(f'{name} {count}' for name, count in exploration.reached.most_common()) or 'nothing'}",
     ]
     lines += [
-        f"clues: {found.clues.told()}" + (f"; tried beside them: {', '.join(found.used)}" if found.used else ""),
-        f"{found.beyond} pairs that the grid has not combined",
+        f"clues: {exploration.clues.told()}"
+        + (f"; tried around them: {', '.join(exploration.used)}" if exploration.used else ""),
+        f"{exploration.beyond} pairs of properties that the grid does not combine",
     ]
-    if found.failing is not None:
-        stopped = "" if found.shrunk else ", stopped before the end"
-        lines.append(f"wrong as drawn: {found.first}")
-        lines.append(f"smallest found: {found.failing} ({found.shrinks} others tried{stopped})")
+    if exploration.failing is not None:
+        stopped = "" if exploration.shrunk else ", stopped before the end"
+        lines.append(f"wrong as drawn: {exploration.first}")
+        lines.append(f"smallest found: {exploration.failing} ({exploration.shrinks} others tried{stopped})")
     return lines

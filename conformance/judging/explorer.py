@@ -1,12 +1,14 @@
-"""Exploring beyond the grid: cases drawn from the whole case space until one is wrong, then shrunk to the least one.
+"""Explore beyond the grid: draw cases from the whole case space until one is wrong, then shrink it.
 
-Hypothesis draws and shrinks. Judging a case costs a second or so, nearly all of it compilation, which is four orders of
-magnitude more than Hypothesis reckons with. Hence these liberties: it is run in small batches, within which it neither
-repeats nor mutates what it has drawn; of what some batches have drawn, only the cases are judged that have most that
-neither the grid nor an earlier case had; and while it shrinks, only the check that failed is asked.
+Hypothesis draws and shrinks. It expects a test to take microseconds; judging a case takes about a second, nearly all of
+it compilation. So it is used in an unusual way:
 
-Half of the cases are drawn from the whole space, and half with sizes, masks and numbers beside the clues that the
-kernel shows (`conformance.execution.kernel_constants`).
+- It runs in small batches, in which it neither repeats nor mutates what it has drawn.
+- Several batches fill a pool. Only the cases of a pool are judged that combine most of what no earlier case has.
+- While a case shrinks, only the check that failed is run.
+
+Half of the cases are drawn from the whole space. The other half has sizes, masks and numbers near the clues, which are
+numbers found in the kernel's source (`conformance.execution.kernel_constants`).
 """
 
 from __future__ import annotations
@@ -53,11 +55,11 @@ _SHRINK_GRACE_SECONDS = 30.0
 _DEFAULT_SHRINK_SECONDS = 120.0
 """Seconds for shrinking where there is no time budget."""
 
-# Below ten examples Hypothesis spends none on small variations of what it has drawn.
+# With fewer than ten examples, Hypothesis does not mutate what it has drawn.
 _BATCH_EXAMPLES = 9
-_BATCHES_PER_POOL = 3  # that a pool is drawn by
-_JUDGED_PER_POOL = 6  # of a pool
-_MAX_FRUITLESS_ROUNDS = 5  # so many rounds with no new case, and the space is taken to be exhausted
+_BATCHES_PER_POOL = 3  # that fill a pool
+_JUDGED_PER_POOL = 6  # of each pool
+_MAX_FRUITLESS_ROUNDS = 5  # after so many rounds without a new case, the space counts as exhausted
 
 __all__ = [
     "Budget",
@@ -72,7 +74,7 @@ __all__ = [
 
 _Strategy = hypothesis.strategies.SearchStrategy[Case]
 _Pool = dict[Case, int]
-"""Cases that were drawn, each with the seed of its batch."""
+"""Drawn cases, each with the seed of its batch."""
 
 _GRID_CHECKS = tuple(check for check in CHECKS if check.scope is GRID)
 _WRONG = frozenset({records.FAIL, records.ERROR})
@@ -80,13 +82,13 @@ _WRONG = frozenset({records.FAIL, records.ERROR})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """When to stop, and with which seed to start.
+    """When an exploration stops, and the seed with which it starts.
 
     Attributes:
-      seconds: for drawing and judging; none for no limit. A case that is under way is finished.
-      examples: how many cases to judge at most; none for no limit.
-      seed: the same seed draws the same cases with the same version of Hypothesis and the same kernel (Hypothesis looks
-        for constants worth trying in the source of what it tests).
+      seconds: for drawing and judging; None for no limit. A case that has begun is finished.
+      examples: the largest number of cases to judge; None for no limit.
+      seed: the same seed draws the same cases, with the same version of Hypothesis and the same kernel. Hypothesis
+        takes constants from the source of what it tests.
     """
 
     seconds: float | None
@@ -102,7 +104,10 @@ class Budget:
 
     @property
     def shrink_seconds(self) -> float:
-        """Seconds after which shrinking stops, from the start if there is a time budget, else from the find."""
+        """Seconds after which shrinking stops.
+
+        They count from the start if there is a time budget, else from the first wrong case.
+        """
         return (
             _DEFAULT_SHRINK_SECONDS
             if self.seconds is None
@@ -117,10 +122,10 @@ def build_budget(
     examples: int | None = None,
     seed: int | None = None,
 ) -> Budget:
-    """The budget of a profile, with what is given put in its place.
+    """Build the budget of a profile, with the given values in place of its own.
 
-    `ci` judges a fixed number of cases from seed 0, the same ones every time; `explore` goes on for a time from a seed
-    that is drawn.
+    `ci` judges a fixed number of cases from seed 0, the same ones every time. `explore` goes on for a time, from a
+    random seed.
 
     Raises:
       ValueError: for a limit that is not positive.
@@ -132,12 +137,12 @@ def build_budget(
 
 
 class InvalidClues(Exception):  # noqa: N818 -- a statement about the kernel's process
-    """The process of a kernel does not say which numbers the kernel shows; the message is one line."""
+    """The kernel's process sent no valid list of clues; the message is one line."""
 
 
-_MAX_CLUES = 64  # more than `shown` ever finds
+_MAX_CLUES = 64  # more than `report_clues` ever returns
 _Number = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
-# What `shown` returns.
+# The type of what `report_clues` returns.
 _ClueNumbers = tuple[
     Annotated[list[Annotated[int, msgspec.Meta(gt=2, le=2**17)]], msgspec.Meta(max_length=_MAX_CLUES)],
     Annotated[list[_Number], msgspec.Meta(max_length=_MAX_CLUES)],
@@ -146,31 +151,31 @@ _ClueNumbers = tuple[
 
 
 def _request_clues(implementation: Implementation) -> Clues:
-    """Ask the process of a kernel which numbers the kernel shows.
+    """Request the clues from the process of a kernel.
 
     Raises:
-      WrongClues: if the answer, which the kernel can forge, is none.
+      InvalidClues: if the answer, which the kernel can forge, is no valid list of numbers.
     """
     try:
         integers, floats, in_source = msgspec.convert(create_executor(implementation).run(report_clues), _ClueNumbers)
-    except (Exception, ProcessLost) as error:  # what is raised there is up to the kernel as well
-        why = (
+    except (Exception, ProcessLost) as error:  # the kernel decides what is raised there, too
+        reason = (
             str(error)
             if isinstance(error, msgspec.ValidationError | ProcessLost)
             else kernel_errors.describe_kernel_error(error)
         )
         raise InvalidClues(
-            f"{implementation.name} does not say at which numbers it does something else: {why}"
+            f"{implementation.name} sent no valid list of the numbers in its source: {reason}"
         ) from error
     return Clues(tuple(integers), tuple(floats), frozenset(in_source))
 
 
 class OutOfTime(BaseException):
-    """Ends a run of Hypothesis from inside. No `Exception`, which Hypothesis would take for a failing example."""
+    """Ends a run of Hypothesis from inside. It is no `Exception`, which Hypothesis would take for a failing example."""
 
 
 class WrongCase(Exception):  # noqa: N818 -- a statement about the case
-    """The case is wrong: what Hypothesis shrinks."""
+    """Raised for a wrong case: what Hypothesis shrinks."""
 
 
 def explore(
@@ -187,22 +192,25 @@ def explore(
 
     Args:
       implementation: what to judge.
-      settings: tolerances and expected failures; a case that passes where a failure is expected is no find.
+      settings: tolerances and expected failures. A case that passes where a failure is expected does not count as
+        wrong.
       budget: when to stop.
-      query: only cases that it matches.
-      clues: numbers to try sizes beside; those that the implementation shows if none are given.
-      on_case: hears of each judged case.
-      options: of the command, that repeat how the kernel is found and run.
+      query: draw only cases that it matches.
+      clues: numbers to try sizes near; by default those found in the implementation's source.
+      on_case: called with each judged case.
+      options: command-line options that repeat how the kernel is found and run.
 
     Raises:
       cases.case_space.alternatives.NothingToDraw: if no plain case is supported and matches.
-      WrongClues: if the kernel's process does not say which numbers the kernel shows.
+      InvalidClues: if the kernel's process sends no valid clues.
     """
-    found = _request_clues(implementation) if clues is None else clues
-    return _Explorer(implementation, settings, budget, query, found, on_case, options).run()
+    found_clues = _request_clues(implementation) if clues is None else clues
+    return _Explorer(implementation, settings, budget, query, found_clues, on_case, options).run()
 
 
 class _Explorer:
+    """One exploration: what it has drawn, judged and shrunk so far."""
+
     def __init__(
         self,
         implementation: Implementation,
@@ -214,7 +222,7 @@ class _Explorer:
         options: Sequence[str],
     ) -> None:
         lenient = tuple(dataclasses.replace(entry, some=True) for entry in settings.expected_failures)
-        # Each failure is confirmed: one that the compiler's flags make must not be what is shrunk.
+        # Confirm each failure: one that depends on the compiler's flags must not be shrunk.
         settings = dataclasses.replace(settings, expected_failures=lenient)
         self._runner = Runner(settings, confirmed=math.inf, options=options)
         self._implementation = implementation
@@ -226,14 +234,15 @@ class _Explorer:
         self._started = time.monotonic()
         self._right: dict[Case, list[Record]] = {}
         self._wrong: dict[Case, list[Record]] = {}
-        self._clean: set[Case] = set()  # met while shrinking, and right
+        self._right_smaller: set[Case] = set()  # right, and judged while shrinking
         self._first: Case | None = None
         self._found_at = 0.0
         self._declined: set[Case] = set()
         self._shrunk = self._shrinking = self._interrupted = False
 
     def run(self) -> Exploration:
-        with use_temporary_home(), disk_cache.disable_cache():  # nobody asks about these cases again
+        """Explore, without files of Hypothesis and without caching oracle results."""
+        with use_temporary_home(), disk_cache.disable_cache():  # these cases are not judged again
             return self._run()
 
     def _run(self) -> Exploration:
@@ -243,9 +252,9 @@ class _Explorer:
                 strategies = [draw_cases(self._supports)]
                 if self._clues:
                     strategies.insert(0, draw_cases(self._supports, clues=self._clues))
-                self._declined.clear()  # what was asked to narrow the space was not drawn
-                asked = ImplementationGrids(self._implementation, "quick", 0)
-                self._novelty = Novelty({*asked.grid.cases, *asked.sizes.cases}, self._clues)
+                self._declined.clear()  # cases that only narrowed the space do not count as drawn
+                grids = ImplementationGrids(self._implementation, "quick", 0)
+                self._novelty = Novelty({*grids.grid.cases, *grids.sizes.cases}, self._clues)
                 self._draw(strategies)
             self._judge_fully()
         except KeyboardInterrupt:
@@ -253,7 +262,8 @@ class _Explorer:
         return self._build_result()
 
     def _supports(self, case: Case) -> str | None:
-        if self._first is None and self._is_late():  # here too, for a query that nothing drawn ever matches
+        """Return why a case is not drawn, or None if it may be."""
+        if self._first is None and self._is_late():  # also here, in case nothing drawn ever matches the query
             raise OutOfTime
         if self._query is not None and not matches_query(self._query, case.id):
             return f"does not match {self._query}"
@@ -263,6 +273,7 @@ class _Explorer:
         return reason
 
     def _draw(self, strategies: Sequence[_Strategy]) -> None:
+        """Draw and judge pools of cases until one is wrong, or several rounds find no new case."""
         seeds = random.Random(self._budget.seed)
         fruitless = 0
         while self._first is None and fruitless < _MAX_FRUITLESS_ROUNDS:
@@ -278,46 +289,50 @@ class _Explorer:
             fruitless = fruitless + 1 if len(self._right) == before else 0
 
     def _draw_pool(self, strategy: _Strategy, seeds: Sequence[int]) -> _Pool:
-        """Cases that some batches draw, which were not judged."""
+        """Draw some batches, and return their cases that were not judged yet."""
         pool: _Pool = {}
         for seed in seeds:
             drawn: list[Case] = []
-            self._batch(strategy, seed, drawn.append)
+            self._run_batch(strategy, seed, drawn.append)
             pool.update((case, seed) for case in drawn if case not in pool and case not in self._right)
         return pool
 
     def _judge_best(self, strategy: _Strategy, pool: _Pool) -> None:
-        """Judge the case that has most that none had; if it is wrong, draw its batch again to shrink it."""
+        """Judge the case of a pool with most that is new.
+
+        If it is wrong, draw its batch again to shrink it.
+        """
         if not (left := [case for case in pool if case not in self._right]):
             return
         case = self._novelty.best(left)
         self._novelty.add_case(case)
         if self._judge_drawn(case):
-            self._batch(strategy, pool[case], self._raise_if_wrong)
+            self._run_batch(strategy, pool[case], self._raise_if_wrong)
 
-    def _batch(self, strategy: _Strategy, seed: int, each: Callable[[Case], object]) -> None:
-        """One run of Hypothesis: some draws, and if `each` raises `Wrong` for one of them, its shrinking."""
+    def _run_batch(self, strategy: _Strategy, seed: int, each: Callable[[Case], object]) -> None:
+        """Run Hypothesis once: draw some cases, and shrink one if `each` raises `WrongCase` for it."""
         if run_batch(strategy, seed, each, examples=_BATCH_EXAMPLES):
             self._shrunk = True
 
     def _raise_if_wrong(self, case: Case) -> None:
-        """Raise for a case that is wrong. The batch that is drawn again has others before the one that was found."""
+        """Raise for a wrong case. Cases that the repeated batch has before the one that was found are skipped."""
         self._shrinking = self._shrinking or case == self._first
-        if not self._shrinking or case in self._right or case in self._clean:
+        if not self._shrinking or case in self._right or case in self._right_smaller:
             return
         if case in self._wrong or self._judge_smaller(case):
             raise WrongCase
 
     def _judge_drawn(self, case: Case) -> bool:
+        """Judge a drawn case with all checks of the grid, and return whether it is wrong."""
         if self._is_budget_spent():
             raise OutOfTime
-        found = self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
-        wrong = any(record.verdict in _WRONG for record in found)
+        judged = self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
+        wrong = any(record.verdict in _WRONG for record in judged)
         if wrong:
             self._first = case
             self._found_at = time.monotonic()
-        (self._wrong if wrong else self._right)[case] = found
-        self._on_case(JudgedCase(case, found, shrinking=False))
+        (self._wrong if wrong else self._right)[case] = judged
+        self._on_case(JudgedCase(case, judged, shrinking=False))
         return wrong
 
     def _is_budget_spent(self) -> bool:
@@ -328,17 +343,20 @@ class _Explorer:
         return seconds is not None and time.monotonic() - self._started >= seconds
 
     def _judge_smaller(self, case: Case) -> bool:
-        """Whether the case fails the check that the first one failed: shrinking must not wander to another bug."""
+        """Tell whether a smaller case fails the same check as the first.
+
+        Any other failure is left out, since shrinking would wander to another bug.
+        """
         since = self._started if self._budget.seconds is not None else self._found_at
         if time.monotonic() - since >= self._budget.shrink_seconds:
             raise OutOfTime
-        found = self._runner.judge(Job(self._implementation, case, (self._find_failed_check(),)))
-        wrong = any(record.verdict in _WRONG for record in found)
+        judged = self._runner.judge(Job(self._implementation, case, (self._find_failed_check(),)))
+        wrong = any(record.verdict in _WRONG for record in judged)
         if wrong:
-            self._wrong[case] = found
+            self._wrong[case] = judged
         else:
-            self._clean.add(case)
-        self._on_case(JudgedCase(case, found, shrinking=True))
+            self._right_smaller.add(case)
+        self._on_case(JudgedCase(case, judged, shrinking=True))
         return wrong
 
     def _find_failed_check(self) -> Check:
@@ -351,33 +369,33 @@ class _Explorer:
         return min(self._wrong, key=compute_plainness, default=None)
 
     def _judge_fully(self) -> None:
-        """Ask every check of the smallest wrong case, which has been asked one."""
+        """Run every check on the smallest wrong case, which has been judged by one."""
         case = self._smallest
         if case is not None and case != self._first:
-            found = self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
-            if not any(record.verdict in _WRONG for record in found):  # right now and then: it was wrong
+            judged = self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
+            if not any(record.verdict in _WRONG for record in judged):  # wrong once and right once: it counts as wrong
                 failed = self._find_failed_check().name
-                found = self._wrong[case] + [record for record in found if record.check != failed]
-            self._wrong[case] = found
+                judged = self._wrong[case] + [record for record in judged if record.check != failed]
+            self._wrong[case] = judged
 
     def _build_result(self) -> Exploration:
         failing = self._smallest
-        shown = list(self._right.values())
-        judged = [case for case, found in self._right.items() if _is_judged(found)]
+        by_case = list(self._right.values())
+        judged = [case for case, case_records in self._right.items() if _is_judged(case_records)]
         if failing is not None and self._first is not None:
-            shown.append(self._wrong[failing])
+            by_case.append(self._wrong[failing])
             judged.append(self._first)
         reached: collections.Counter[str] = collections.Counter()
         for case in judged:
             reached.update((*case.features, case.distribution))
         return Exploration(
-            records=[record for found in shown for record in found],
+            records=[record for case_records in by_case for record in case_records],
             failing=failing,
             first=self._first,
             judged=len(judged),
-            unjudged=len(shown) - len(judged),
+            unjudged=len(by_case) - len(judged),
             declined=len(self._declined),
-            shrinks=len(self._wrong) + len(self._clean) - (self._first is not None),
+            shrinks=len(self._wrong) + len(self._right_smaller) - (self._first is not None),
             shrunk=self._shrunk,
             reached=reached,
             clues=self._clues,
@@ -389,9 +407,10 @@ class _Explorer:
 
 
 def run_batch(strategy: _Strategy, seed: int, each: Callable[[Case], object], *, examples: int) -> bool:
-    """One run of Hypothesis: some draws, and if `each` raises `Wrong` for one of them, its shrinking to the end.
+    """Run Hypothesis once: draw some cases, and if `each` raises `WrongCase` for one, shrink it to the end.
 
-    Returns whether there was one.
+    Returns:
+      Whether a case was wrong.
     """
 
     @hypothesis.seed(seed)
@@ -406,21 +425,21 @@ def run_batch(strategy: _Strategy, seed: int, each: Callable[[Case], object], *,
         verbosity=hypothesis.Verbosity.quiet,
     )
     @hypothesis.given(strategy)
-    def drawn(case: Case) -> None:
+    def test_drawn_case(case: Case) -> None:
         each(case)
 
     try:
-        drawn()
+        test_drawn_case()
     except WrongCase:
         return True
     except hypothesis.errors.Unsatisfiable:
-        pass  # nothing drawn was supported; the next batch may do better
+        pass  # nothing drawn was supported; the next batch may be luckier
     return False
 
 
 @contextlib.contextmanager
 def use_temporary_home() -> Iterator[None]:
-    """Keeps Hypothesis from leaving a folder where the user happens to be."""
+    """Keep Hypothesis from leaving a folder in the current folder."""
     with tempfile.TemporaryDirectory() as folder:
         configuration.set_hypothesis_home_dir(folder)
         try:
@@ -429,5 +448,5 @@ def use_temporary_home() -> Iterator[None]:
             configuration.set_hypothesis_home_dir(None)
 
 
-def _is_judged(found: Sequence[Record]) -> bool:
-    return any(record.verdict in records.JUDGED for record in found)
+def _is_judged(judged: Sequence[Record]) -> bool:
+    return any(record.verdict in records.JUDGED for record in judged)

@@ -1,8 +1,8 @@
-"""Limit how many passes of a kernel may rest on the compiler's flags.
+"""Limit how many passes of a kernel may depend on the compiler's flags.
 
-A result that is wrong under the flags that make compiling cheap, and right under JAX's own, is a pass
-(`conformance.judging.rejudgement`). XLA makes few results so, if any. A kernel that can tell which flags it is compiled
-under makes as many as it likes. So beyond a small share the flags are not believed to be the cause.
+A result that is wrong under the flags that make compiling cheap, and right under JAX's own, counts as a pass
+(`conformance.judging.rejudgement`). XLA makes few such results, if any. A kernel that can tell which flags it is
+compiled under can make as many as it likes. So above a small share, the kernel counts as the cause.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from conformance.records import FAIL, FLAGS_DIFFER, JUDGED, PASS, Record
 
 CHECK = "flags"
-"""The name that the record of a kernel beyond the limit has in place of a check's."""
+"""The check name in the record of a kernel above the limit."""
 MAX_SHARE = 0.005
 """The largest share of a kernel's judged results that the flags may decide."""
 
@@ -52,7 +52,7 @@ def _describe_excess(decided: list[Record], judged: int) -> Record:
         verdict=FAIL,
         reason=(
             f"{len(decided):,} of {judged:,} results are wrong under the flags that make compiling cheap, and right "
-            f"under JAX's own: of more than {MAX_SHARE:.1%} the kernel is believed to be the cause, not the flags. "
+            f"under JAX's own: above {MAX_SHARE:.1%} the kernel counts as the cause, not the flags. "
             "Set XLA_FLAGS to have it judged under one set of flags alone"
         ),
         reproduce=first.reproduce,

@@ -1,4 +1,4 @@
-"""A job: what a run judges at a time."""
+"""Define a job, the unit of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conformance.contract import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One implementation on one case under some checks, which share compiled functions and expectations."""
+    """One implementation on one case under some checks, which share compiled functions and oracle results."""
 
     implementation: Implementation
     case: Case
@@ -22,16 +22,16 @@ class Job:
 
     @property
     def is_on_grid(self) -> bool:
-        """Whether it is a case of the covering grid under the checks that are asked of each."""
+        """Whether it runs exactly the checks that every case of the covering grid gets."""
         return {check.scope for check in self.checks} == {GRID}
 
     @property
     def short(self) -> bool:
-        """Whether it is few programs."""
+        """Whether it compiles few programs."""
         return all(check.scope.short for check in self.checks)
 
     @property
     def id(self) -> str:
-        """`implementation-case`, with the checks where they are not those of the grid."""
+        """`implementation-case`, with the checks if they are not those of the grid."""
         extra = "" if self.is_on_grid else "-".join(check.name for check in self.checks) + "-"
         return f"{self.implementation.name}-{extra}{self.case.id}"

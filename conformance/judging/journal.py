@@ -1,7 +1,7 @@
-"""The journal of a run: records go to their files as they come, and what is there stays valid whatever happens.
+"""Write the records of a run to its files as they come, so that what is written stays valid.
 
-Each job is one write of whole lines, handed to the system at once. A process that is killed loses the job that it was
-at, and nothing else. A write that fails, as on a full disk, is taken back, so that the file ends with a whole line.
+Each job is one write of whole lines, handed to the system at once. A process that is killed loses only the job that it
+was judging. A write that fails, as on a full disk, is undone, so the file always ends with a whole line.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class JournalWriteError(Exception):
 
 
 class Journal:
-    """What a run has written so far; to no file at all if there is none to write."""
+    """What a run has written so far, to any number of files, which may be none."""
 
     def __init__(self, paths: Iterable[Path], run: Run, kept: Mapping[int, tuple[Record, ...]] | None = None) -> None:
-        """Begin files with the run and the jobs that are `kept` from an earlier part of it.
+        """Begin the files with the run and with the jobs that are `kept` from an earlier part of it.
 
         Raises:
-          CannotWrite: if one cannot be written, or is written by another run. What was in the others is then gone if
-            nothing is kept, but in the latter case.
+          JournalWriteError: if a file cannot be written, or another run is writing it. Unless another run is writing
+            it, or jobs are kept, the other files are then empty.
         """
         self._run = run
         self._recorded = RecordedRun(run=run, done=dict(kept or {}))
@@ -48,42 +48,45 @@ class Journal:
             for path in dict.fromkeys(paths):
                 self._files.append(_RecordFile(path))
             for file in self._files:
-                file.begin(beginning.encode(), replace=bool(kept))
+                file.start(beginning.encode(), replace=bool(kept))
         except JournalWriteError:
             self._close()
             raise
 
     @property
     def run(self) -> Run:
-        """The run that the files are of."""
+        """The run that the files contain."""
         return self._run
 
     @property
     def recorded(self) -> RecordedRun:
-        """The run as a reader of its file would have it."""
+        """The run as a reader of its file would get it."""
         others, probes = tuple(self._others), tuple(self._probes)
         return dataclasses.replace(self._recorded, done=dict(self._done), others=others, probes=probes)
 
     def job(self, number: int, found: Sequence[Record]) -> None:
-        """A job is done, once more perhaps: then it has both answers. Raises `CannotWrite`."""
+        """Write the records of a job that is done. Raises `JournalWriteError`.
+
+        A job that is done twice has both answers.
+        """
         with interrupts.delay_signals():
             self._done[number] = (*self._done.get(number, ()), *found)
-            self._put(runs.serialize_job(number, found))
+            self._append_to_files(runs.serialize_job(number, found))
 
     def add(self, found: Sequence[Record]) -> None:
-        """Records of no job. Raises `CannotWrite`."""
+        """Write records that belong to no job. Raises `JournalWriteError`."""
         with interrupts.delay_signals():
             self._others += found
-            self._put("".join(records.serialize_record(record) + "\n" for record in found))
+            self._append_to_files("".join(records.serialize_record(record) + "\n" for record in found))
 
     def probe(self, found: Sequence[Record]) -> None:
-        """What was judged to confirm a finding. Raises `CannotWrite`."""
+        """Write records that confirm a finding, or do not. Raises `JournalWriteError`."""
         with interrupts.delay_signals():
             self._probes += found
-            self._put("".join(map(runs.serialize_probe, found)))
+            self._append_to_files("".join(map(runs.serialize_probe, found)))
 
     def end(self, how: str, *, reason: str = "", seconds: float = 0.0) -> None:
-        """The run is over, as it says. Raises `CannotWrite`."""
+        """Write how the run ended, and close the files. Raises `JournalWriteError`."""
         end = End(
             ended=provenance.format_current_time(),
             how=how,
@@ -93,80 +96,91 @@ class Journal:
         )
         with interrupts.delay_signals():
             self._recorded = dataclasses.replace(self._recorded, end=end)
-            self._put(runs.serialize_end(end) + "\n")
+            self._append_to_files(runs.serialize_end(end) + "\n")
         self._close()
 
     def abandon(self, reason: str) -> None:
-        """The run ends since its files cannot be written; what is in memory is all that can be told of it."""
+        """End the run because its files cannot be written. Its records are then in memory only."""
         end = End(ended=provenance.format_current_time(), how=runs.FAILED, reason=reason, jobs=len(self._done))
         self._recorded = dataclasses.replace(self._recorded, end=end)
         self._close()
 
     def _close(self) -> None:
-        """Close the files, so that others may write them."""
+        """Close the files, so that other runs may write them."""
         for file in self._files:
             file.close()
         self._files = []
 
-    def _put(self, text: str) -> None:
+    def _append_to_files(self, text: str) -> None:
         data = text.encode()
         for file in self._files:
             file.append(data)
 
 
 class ResumeMismatchError(Exception):
-    """A file cannot be gone on with: it is of another run. The message says what differs."""
+    """A file cannot be resumed because another run wrote it; the message says what differs."""
 
 
 def load_resumed_run(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record, ...]]]:
-    """The run of a file with the present time noted, and the records of the jobs that are done.
+    """Load the run of a file that is resumed, and the records of its finished jobs.
+
+    The present time is added to the run.
 
     Raises:
       OSError: if the file cannot be read.
       ValueError: if it is no file of records.
-      Unlike: if it is not of this run: another question, another version, another kernel.
+      ResumeMismatchError: if the run is another one: another question, version or kernel.
     """
-    found = runs.read_runs(path)
-    if not found or found[0].run is None:
-        raise ResumeMismatchError(f"{path} has no run record, as before there were any: nothing says what it is of")
-    if len(found) > 1:
-        raise ResumeMismatchError(f"{path} has {len(found)} runs: one can be gone on with")
-    (recorded,) = found
+    runs_found = runs.read_runs(path)
+    if not runs_found or runs_found[0].run is None:
+        raise ResumeMismatchError(
+            f"{path} has no run record (older versions wrote none), so nothing says which run wrote it"
+        )
+    if len(runs_found) > 1:
+        raise ResumeMismatchError(f"{path} has {len(runs_found)} runs: only a file with one run can be resumed")
+    (recorded,) = runs_found
     before = recorded.run
     assert before is not None
-    later = [file for record in recorded.records for file in record.files.items()]
-    if (difference := _find_difference(before, run, later)) is not None:
-        raise ResumeMismatchError(f"{path} is of another run: {difference}")
+    later_files = [file for record in recorded.records for file in record.files.items()]
+    if (difference := _find_difference(before, run, later_files)) is not None:
+        raise ResumeMismatchError(f"{path} is from another run: {difference}")
     if recorded.is_complete and len(recorded.done) == len(run.jobs):
         return before, dict(recorded.done)
     return dataclasses.replace(before, resumed=(*before.resumed, provenance.format_current_time())), dict(recorded.done)
 
 
 def describe_resumed_jobs(jobs: int) -> str:
-    """What to say of jobs that were taken from the file which is gone on with: nobody has signed it."""
-    return f"of the jobs, {jobs:,} are as the file has them that is gone on with, and were not judged again"
+    """Return the note about jobs that were taken from the resumed file, which nobody has signed."""
+    return f"{jobs:,} jobs were taken from the resumed file and not judged again"
 
 
 def _find_difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) -> str | None:
-    """What differs between two runs that should be one, in words.
+    """Describe the first difference between two runs that should be one; None if there is none.
 
-    `later` are files that kernels of the first read after they were loaded, with their digests. They must be as they
-    were, and a kernel may read them sooner.
+    Args:
+      before: the run of the file.
+      now: the run that is to go on.
+      later: files that kernels of the first run read after they were loaded, with digests. They must not have changed,
+        but a kernel may read them earlier.
     """
     for name in ("level", "narrowed", "shard", "seeds"):
-        if getattr(before, name) != getattr(now, name):
-            return f"{name} was {_format_value(getattr(before, name))} there and is {_format_value(getattr(now, name))} here"
+        old, new = getattr(before, name), getattr(now, name)
+        if old != new:
+            return f"{name} was {_format_value(old)} there and is {_format_value(new)} here"
     if list(before.kernels) != list(now.kernels):
         return f"it judges {', '.join(before.kernels)}, and not {', '.join(now.kernels)}"
     if changed := loaded_files.find_changed(later):
         return changed[0]
     for implementation in now.kernels:
-        there, here = before.provenance(implementation), now.provenance(implementation)
-        there |= {name: here[name] for file, _ in later if (name := f"{runs.DIGEST_OF}{file}") in here}
-        # A digest of a file says more than that of all sources: it names the file.
-        for name in sorted(runs.list_differences(there, here), key=lambda name: not name.startswith(runs.DIGEST_OF)):
-            what = name if len(now.kernels) == 1 else f"{name} of {implementation}"
-            return f"{what} was {_format_value(there.get(name))} there and is {_format_value(here.get(name))} here"
+        old_facts, new_facts = before.provenance(implementation), now.provenance(implementation)
+        old_facts |= {name: new_facts[name] for file, _ in later if (name := f"{runs.DIGEST_OF}{file}") in new_facts}
+        # A file's digest is reported before the digest of all sources: it names the file.
+        for name in sorted(
+            runs.list_differences(old_facts, new_facts), key=lambda name: not name.startswith(runs.DIGEST_OF)
+        ):
+            label = name if len(now.kernels) == 1 else f"{name} of {implementation}"
+            old, new = old_facts.get(name), new_facts.get(name)
+            return f"{label} was {_format_value(old)} there and is {_format_value(new)} here"
     return "other jobs are planned" if [j.key for j in before.jobs] != [j.key for j in now.jobs] else None
 
 
@@ -176,12 +190,12 @@ def _format_value(value: object) -> str:
 
 
 class _RecordFile:
-    """A file of which the first `_good` bytes are whole lines."""
+    """A file whose first `_good` bytes are whole lines."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file and lock it. Raises `CannotWrite`."""
+        """Open the file and lock it. Raises `JournalWriteError`."""
         self._path = path
-        self._good = 0
+        self._good_bytes = 0
         try:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             self._regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
@@ -192,26 +206,27 @@ class _RecordFile:
         except OSError as error:
             raise JournalWriteError(self._format_error(error)) from error
 
-    def begin(self, beginning: bytes, *, replace: bool) -> None:
-        """Put these whole lines in place of what is there. Raises `CannotWrite`."""
+    def start(self, beginning: bytes, *, replace: bool) -> None:
+        """Replace what is in the file by these whole lines. Raises `JournalWriteError`."""
         try:
-            if replace and self._regular:  # never a moment without what is kept
-                place = self._path.resolve()
-                beside = place.with_name(f".{place.name}.{os.getpid()}")
-                beside.write_bytes(beginning)
-                descriptor = os.open(beside, os.O_WRONLY | os.O_APPEND)
-                output_files.lock_file(descriptor, beside)
-                beside.replace(place)
+            if replace and self._regular:  # a crash must never lose what is kept
+                target = self._path.resolve()
+                temporary = target.with_name(f".{target.name}.{os.getpid()}")
+                temporary.write_bytes(beginning)
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_APPEND)
+                output_files.lock_file(descriptor, temporary)
+                temporary.replace(target)
                 os.close(self._descriptor)
-                self._descriptor, self._good = descriptor, len(beginning)
+                self._descriptor, self._good_bytes = descriptor, len(beginning)
             elif self._regular:
                 os.ftruncate(self._descriptor, 0)
         except OSError as error:
             raise JournalWriteError(self._format_error(error)) from error
-        if not self._good:
+        if not self._good_bytes:
             self.append(beginning)
 
     def append(self, data: bytes) -> None:
+        """Append whole lines, all or none. Raises `JournalWriteError`."""
         written = 0
         try:
             while written < len(data):
@@ -219,9 +234,9 @@ class _RecordFile:
         except OSError as error:
             if self._regular:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(self._descriptor, self._good)
+                    os.ftruncate(self._descriptor, self._good_bytes)
             raise JournalWriteError(self._format_error(error)) from error
-        self._good += len(data)
+        self._good_bytes += len(data)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Choosing by check: what `pytest -k` asks of a job whose test has several checks."""
+"""Select the checks of a job by an expression of `pytest -k`, since one test runs several checks."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ PLATFORMS = frozenset({"cpu", "gpu", "tpu"})
 
 
 def mentions_checks(expression: str) -> bool:
-    """Whether an expression of `-k` has a word that is a check's name or a part of one."""
+    """Tell whether an expression of `-k` has a word that is a check's name or a part of one."""
     return any(_is_check_word(word) for word in _WORD.findall(expression or "") if word not in _OPERATORS)
 
 
 def select_checks(expression: str, job: Job, keywords: Sequence[str]) -> tuple[Check, ...]:
-    """The checks of a job that an expression of `-k` chooses.
+    """Return the checks of a job that an expression of `-k` selects.
 
-    A word that is a part of a check's name stands for checks, implementations and cases, and no longer for the test
-    itself: `forms` is not every `test_conforms`. A word that is a platform stands for what the kernel is for: `gpu` is
-    no kernel for TPUs that is interpreted on a GPU. Other words match as they do for any test.
+    A word that is part of a check's name stands for checks, implementations and cases, and not for the name of the
+    test: `forms` must not match every `test_conforms`. The name of a platform stands for what the kernel is written
+    for: `gpu` does not match a TPU kernel that is interpreted on a GPU. Other words match as for any test.
 
     Args:
       expression: as pytest takes it.
       job: what the test judges.
-      keywords: what words match otherwise.
+      keywords: what other words are matched with.
     """
     compiled = Expression.compile(expression)
 
     platform = find_target_platform(job)
 
-    def chosen(check: Check) -> bool:
+    def is_selected(check: Check) -> bool:
         names = [job.implementation.name, job.case.id, check.name]
 
         def matches(word: str, /, **_: object) -> bool:
             if word.lower() in PLATFORMS:
                 return word.lower() == platform or word.lower() in job.implementation.name.lower()
-            known = names if _is_check_word(word) else [*names, *keywords]
-            return any(word.lower() in name.lower() for name in known)
+            candidates = names if _is_check_word(word) else [*names, *keywords]
+            return any(word.lower() in name.lower() for name in candidates)
 
         return bool(compiled.evaluate(matches))
 
-    return tuple(check for check in job.checks if chosen(check))
+    return tuple(check for check in job.checks if is_selected(check))
 
 
 def find_target_platform(job: Job) -> str:
-    """Return the platform that the kernel is for, be it interpreted on another; of a plain function, where it runs."""
+    """Return the platform that the kernel is written for, or where it runs if that is not declared."""
     return job.implementation.accelerator.platform or find_platform(job.implementation).partition("-")[0]
 
 

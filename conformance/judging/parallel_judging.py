@@ -1,4 +1,4 @@
-"""Judging jobs in several processes. A job travels by names alone; what comes back are records."""
+"""Judge jobs in several processes. A job is sent as names, and its records come back."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from conformance.records import Record
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.sandboxed_executor import collect_handshakes
 
-# Short jobs a task: few enough to share work evenly, enough to keep the overhead down. Those that share compiled
-# programs stay together.
+# Short jobs in a task: few enough to share work evenly, enough to keep overhead low. Jobs that share compiled programs
+# stay together even beyond this number.
 _JOBS_PER_TASK = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class _JobSpec:
-    """A job by name."""
+    """A job as names, which can be pickled."""
 
     implementation: str
     kernels: KernelOptions
@@ -47,46 +47,52 @@ def judge_in_parallel(
 
     Args:
       jobs: what to judge.
-      processes: how many workers.
-      kernels: how they are found, and where they run.
-      on_job: hears of each job as it ends.
-      lost: gives the records of a job that kills its process.
-      one_by_one: whether a process takes one job at a time, so that the first of them ends soonest.
+      processes: number of workers.
+      kernels: how kernels are found, and where they run.
+      on_job: called with each job and its records as it ends.
+      lost: returns the records of a job that kills its process.
+      one_by_one: whether a worker takes one job at a time, so that the first of them ends soonest.
     """
     kernels = dataclasses.replace(
         kernels, handshakes=collect_handshakes({job.implementation.name: job.implementation for job in jobs}.values())
     )
-    by_order = {_serialize_job(job, kernels): job for job in jobs}
+    by_spec = {_serialize_job(job, kernels): job for job in jobs}
 
-    def heard(orders: tuple[_JobSpec, ...], judged: list[list[Record]]) -> None:
-        for order, found in zip(orders, judged, strict=True):
-            on_job(by_order[order], found)
+    def report(specs: tuple[_JobSpec, ...], judged: list[list[Record]]) -> None:
+        for spec, job_records in zip(specs, judged, strict=True):
+            on_job(by_spec[spec], job_records)
 
     worker_pool.run_tasks(
         [tuple(_serialize_job(job, kernels) for job in chunk) for chunk in _group_jobs(jobs, one_by_one=one_by_one)],
         processes,
         functools.partial(_judge, Path.cwd()),
-        heard=heard,
-        parts=lambda orders: ((order,) for order in orders),
-        lost=lambda orders: heard(orders, [lost(by_order[order]) for order in orders]),
+        on_result=report,
+        split=lambda specs: ((spec,) for spec in specs),
+        on_lost=lambda specs: report(specs, [lost(by_spec[spec]) for spec in specs]),
     )
 
 
 def _serialize_job(job: Job, kernels: KernelOptions) -> _JobSpec:
+    """Return the names by which a worker finds the job."""
     checks = tuple(check.name for check in job.checks)
     return _JobSpec(job.implementation.name, kernels, job.case.id, checks, job.rotation)
 
 
 def _group_jobs(jobs: Sequence[Job], *, one_by_one: bool) -> list[list[Job]]:
-    """The jobs in their order, short ones a few at a time; `one_by_one` leaves every job by itself."""
+    """Group jobs into tasks, in order: a few short jobs each, or one job each with `one_by_one`."""
     if one_by_one:
         return [[job] for job in jobs]
     chunks: list[list[Job]] = []
     previous: Job | None = None
     for job in jobs:
-        shares = previous is not None and job.case.program == previous.case.program
-        joins = previous is not None and previous.short and job.short and (shares or len(chunks[-1]) < _JOBS_PER_TASK)
-        if joins:
+        shares_program = previous is not None and job.case.program == previous.case.program
+        joins_previous = (
+            previous is not None
+            and previous.short
+            and job.short
+            and (shares_program or len(chunks[-1]) < _JOBS_PER_TASK)
+        )
+        if joins_previous:
             chunks[-1].append(job)
         else:
             chunks.append([job])
@@ -96,23 +102,25 @@ def _group_jobs(jobs: Sequence[Job], *, one_by_one: bool) -> list[list[Job]]:
 
 @functools.cache
 def _create_runner(folder: Path, kernels: KernelOptions) -> Runner:
-    """The runner of this process, with the settings of the project that the command was given in."""
+    """Create the runner of this process, with the settings of the project in which the command was given."""
     return Runner(settings.load_settings(folder), options=kernels.options)
 
 
 @functools.cache
 def _find_implementation(name: str, kernels: KernelOptions) -> Implementation:
+    """Find an implementation by its name, once in each process."""
     return kernels.find(name)
 
 
-def _judge(folder: Path, orders: Sequence[_JobSpec]) -> list[list[Record]]:
+def _judge(folder: Path, specs: Sequence[_JobSpec]) -> list[list[Record]]:
+    """Judge the jobs of a task in a worker, and return the records of each."""
     results = []
-    for order in orders:
-        checks = tuple(CHECKS_BY_NAME[name] for name in order.checks)
-        implementation = _find_implementation(order.implementation, order.kernels)
+    for spec in specs:
+        checks = tuple(CHECKS_BY_NAME[name] for name in spec.checks)
+        implementation = _find_implementation(spec.implementation, spec.kernels)
         results.append(
-            _create_runner(folder, order.kernels).judge(
-                Job(implementation, parse_case_id(order.case), checks, order.rotation)
+            _create_runner(folder, spec.kernels).judge(
+                Job(implementation, parse_case_id(spec.case), checks, spec.rotation)
             )
         )
     return results

@@ -1,6 +1,6 @@
-"""Keep warnings of other pytest plugins from ending the gate where a project turns warnings into errors.
+"""Keep warnings of other pytest plugins from ending the gate, where a project turns warnings into errors.
 
-A plugin that warns in a hook of its own, as pytest-benchmark does beside pytest-xdist, would end pytest in an internal
+A plugin that warns in one of its hooks, as pytest-benchmark does with pytest-xdist, would end pytest in an internal
 error. Such warnings are shown. Warnings of kernels and of tests stay what the project makes of them.
 """
 
@@ -18,9 +18,9 @@ _OWN_PACKAGES = frozenset({"_pytest", "pytest", "conformance"})
 
 
 class PluginWarnings:
-    """Shows warnings whose place is a module of an installed plugin, in all hooks but those that run tests.
+    """Show warnings raised in modules of installed plugins, in all hooks except those that run tests.
 
-    Innermost in each hook: pytest's own wrappers apply the filters of the project.
+    These hooks are innermost, since pytest's own wrappers apply the filters of the project.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class PluginWarnings:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Show them while plugins are configured, if this run is to judge."""
+        """Show warnings while plugins are configured, if this run is to judge."""
         option = config.getoption
         if exit_guard.is_requested(config.args, option("--impl"), option("--conformance-cases")):
             plugins = [plugin for plugin, _ in config.pluginmanager.list_plugin_distinfo()]
@@ -38,22 +38,23 @@ class PluginWarnings:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_collection(self) -> Generator[None, object, object]:
-        """Show them while tests are collected."""
+        """Show warnings while tests are collected."""
         self._show()
         return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_sessionfinish(self) -> Generator[None]:
-        """Show them as the run ends."""
+        """Show warnings as the run ends."""
         self._show()
         return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_terminal_summary(self) -> Generator[None]:
-        """Show them in the summary."""
+        """Show warnings in the summary."""
         self._show()
         return (yield)
 
     def _show(self) -> None:
+        """Add filters that show the warnings of plugins."""
         for name in sorted(self._names):
             warnings.filterwarnings("default", module=rf"{re.escape(name)}(\.|$)")

@@ -1,4 +1,4 @@
-"""Where records come from: the versions, the sources and the declarations that a run is recorded with."""
+"""Collect where records come from: versions, sources and declarations, which a run records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from conformance.truth import tolerances
 
 _PROJECT_FOLDER = Path(__file__).resolve().parent.parent.parent
 _PACKAGES = ("cases", "conformance", "impls", "reports")
-# Fields of an implementation that are data, and say what is asked of it.
+# Fields of an implementation that are data and decide how it is judged.
 _DATA_FIELDS = (
     "unsupported",
     "offers",
@@ -40,7 +40,7 @@ _DATA_FIELDS = (
     "refuses_by_signature",
     "devices",
 )
-# Fields that are functions: whether they are there says what is asked.
+# Fields that are functions: whether they are given decides which checks run.
 _FUNCTION_FIELDS = ("parts", "merge", "front_end", "supports_case", "tunable")
 
 
@@ -57,7 +57,7 @@ def build_run(
     shard: str = "",
     kernels: KernelOptions | None = None,
 ) -> Run:
-    """What holds for the records of a run that begins now."""
+    """Build the run record of a run that begins now."""
     table = tuple(limits)
     return Run(
         id=secrets.token_hex(4),
@@ -90,22 +90,23 @@ def build_run(
 
 
 def format_current_time() -> str:
-    """The time, in UTC, to the second."""
+    """Return the time in UTC, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 @functools.cache
 def describe_project() -> dict[str, str]:
-    """The commit of this project, where it is run from a clone, and a digest of its source."""
+    """Return the commit of this project, where it runs from a clone, and a digest of its source."""
     modules = [path for name in _PACKAGES for path in sorted((_PROJECT_FOLDER / name).rglob("*.py"))]
     return {"commit": _find_commit(), "source of attention-conformance": source_digests.compute_digest(modules)}
 
 
 def _find_commit() -> str:
+    """Return the commit of this project, or `unknown`."""
     if not (_PROJECT_FOLDER / ".git").exists():
         return "unknown"
     try:
-        asked = [
+        command = [
             "git",
             "-C",
             str(_PROJECT_FOLDER),
@@ -116,22 +117,25 @@ def _find_commit() -> str:
             "--match=",
             "--exclude=*",
         ]
-        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=10)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return done.stdout.strip() or "unknown"
 
 
 def _list_raised_limits(limits: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The limits that are larger than ours: whoever is judged by them has less asked of it."""
-    ours = {(row["dtype"], row["observable"]): row["limit"] for row in tolerances.load_default_tolerances().rows()}
-    larger = (row for row in limits if row["limit"] > ours.get((row["dtype"], row["observable"]), 0.0))
+    """List the limits that are larger than the default ones: they ask less of a kernel."""
+    default_limits = {
+        (row["dtype"], row["observable"]): row["limit"] for row in tolerances.load_default_tolerances().rows()
+    }
+    larger = (row for row in limits if row["limit"] > default_limits.get((row["dtype"], row["observable"]), 0.0))
     return tuple(f"limit of {row['dtype']}.{row['observable']} {row['limit']:g}" for row in larger)
 
 
 def _describe_kernel(
     implementation: Implementation, planned: Plan, kernels: KernelOptions, raised: tuple[str, ...]
 ) -> Kernel:
+    """Collect what a run records about one implementation."""
     package, source = source_digests.describe_source(implementation.name)
     arrays = planned.arrays.get(implementation.name)
     cases = [job.case for job in planned.jobs if job.implementation.name == implementation.name and job.is_on_grid]
@@ -150,6 +154,7 @@ def _describe_kernel(
 
 
 def _describe_place(implementation: Implementation, kernels: KernelOptions) -> str:
+    """Say where a kernel ran, if that was neither a confined process nor, for our own, the judge's process."""
     if kernels.in_process and not implementation_registry.is_builtin(implementation.name):
         return "ran in the judge's own process (--in-process), which it could alter"
     isolation = create_executor(implementation).isolation
@@ -157,14 +162,20 @@ def _describe_place(implementation: Implementation, kernels: KernelOptions) -> s
 
 
 def _collect_declarations(implementation: Implementation) -> dict[str, Any]:
-    found: dict[str, Any] = {name: _to_plain_data(getattr(implementation, name)) for name in _DATA_FIELDS}
-    found |= {name: getattr(implementation, name) is not None for name in _FUNCTION_FIELDS}
+    """Collect what the implementation declares, as plain data."""
+    declared: dict[str, Any] = {name: _to_plain_data(getattr(implementation, name)) for name in _DATA_FIELDS}
+    declared |= {name: getattr(implementation, name) is not None for name in _FUNCTION_FIELDS}
     accelerator = implementation.accelerator
-    place = {"platform": accelerator.platform, "interpreted": accelerator.interpreted, "absent": accelerator.absent}
-    return found | {"variants": sorted(implementation.variants), "accelerator": place}
+    accelerator_data = {
+        "platform": accelerator.platform,
+        "interpreted": accelerator.interpreted,
+        "absent": accelerator.absent,
+    }
+    return declared | {"variants": sorted(implementation.variants), "accelerator": accelerator_data}
 
 
 def _to_plain_data(value: Any) -> Any:
+    """Convert the value of a declaration to what JSON can hold."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, frozenset):

@@ -1,25 +1,26 @@
 """Judge each failure a second time before it counts.
 
-The flags that make compiling cheap (`conformance.environment`) must never decide. So a failure is judged once more
-under JAX's own flags, and what comes of that stands. The record keeps the ratio of the first judgement beside it.
+The flags that make compiling cheap (`conformance.environment`) must never decide a verdict. So a failure is judged once
+more under JAX's own flags, and that result stands. The record keeps the ratio of the first judgement.
 
-What is right then was wrong because of the flags, or because of the kernel. A kernel may depend on the calls before,
-or recognise that it is judged a second time. To tell, the check is asked of fresh processes that differ by the flags
-alone: some under the first flags and as many under JAX's own, in an order that nobody can foresee. The flags are to
-blame only for what is wrong in all of the first and right in all of the others. All else stays a failure. A kernel can
-still find out under which flags XLA compiles, by looking at its own programs. So the flags may be to blame for a small
+A result that is right the second time was wrong because of the flags, or because of the kernel: a kernel may depend on
+earlier calls, or recognise a second judgement. To tell which, the check runs in fresh processes that differ only in the
+flags: some under the first flags and as many under JAX's own, in an unpredictable order. The flags count as the cause
+only if the result is wrong in all of the first and right in all of the others. Everything else stays a failure. A
+kernel can still find out the flags by looking at its own compiled programs. So the flags may be the cause of a small
 share of its results only (`conformance.judging.flag_share`).
 
-Then each declaration is tried that a careful library might have made. One under which the whole check passes is named,
-so that nobody looks for a bug where a declaration is missing. It is not named where zeros would pass under it too.
+Then declarations are tried that a careful library might have made. One under which the whole check passes is named, so
+that nobody looks for a bug where a declaration is missing. It is not named if zeros would pass under it too.
 
-All this costs time, and a wrong kernel has hundreds of failures. So a failure is judged again only until two of its
-check and result (`out`, `dq`, ...) are confirmed, or two of that result in checks of the plain call (`_PLAIN`). From
-then on that result does not conform whatever comes. Failures that are not confirmed do not count, so that each false
-alarm is found out. A red record that was not judged again has no `ratio_fast_compile` among its figures.
+All this takes time, and a wrong kernel has hundreds of failures. So a failure is judged again only until two of the
+same check and result (`out`, `dq`, ...) are confirmed, or two of that result in checks of the plain call
+(`_PLAIN_CHECKS`). From then on that result does not conform, whatever follows. Failures that are not confirmed do not
+count, so every false alarm is found. A red record that was not judged again has no `ratio_fast_compile` among its
+figures.
 
-Declarations are tried on the first confirmed failure of a check in each dtype, by checks that keep their programs, so
-that nothing is compiled. If what lies behind the mask explained the first, it is tried on all later ones too: nearly
+Declarations are tried on the first confirmed failure of a check in each dtype, and only by checks whose programs are
+cached, so nothing is compiled. If `behind_mask` explained the first failure, it is tried on all later ones: nearly
 every published kernel has hundreds of these, and they are one finding.
 """
 
@@ -41,29 +42,35 @@ from conformance.judging import discrimination, flag_share
 from conformance.judging.declarations import Remedy, iter_weaker_declarations
 
 ENOUGH_CONFIRMED = 2
-"""Failures of a check and result that are confirmed, after which no more of them are judged again."""
+"""Confirmed failures of a check and result, after which no more of them are judged again."""
 FRESH_PROCESSES = 2
-"""Fresh processes that are asked under each of the two sets of flags before the flags are blamed."""
-# Results that the flags may decide before their share of all results is looked at: the first ones are a large share.
+"""Fresh processes for each of the two sets of flags, before the flags count as the cause."""
+# Results that may depend on the flags before their share is checked: of few results, even one is a large share.
 _MIN_DECIDED = 8
-# Checks that compare what the plain call, with residuals or without, gives on the case's own operands.
+# Checks that compare results of the plain call, with or without residuals, on the case's own operands.
 _PLAIN_CHECKS = frozenset({"forward", "residuals", "primal", "gradients", "gradients_lse", "gradients_part"})
-# The scopes of checks that run programs which the executor keeps.
+# Scopes of checks whose compiled programs the executor caches.
 _CACHING_SCOPES = (GRID, DECODED, ENSEMBLE)
 _WRONG = frozenset({records.FAIL, records.ERROR})
-_UNSTEADY = "right when it was called again in the same way: what it returns depends on the calls before"
-_TOO_MANY = "not judged again: the compiler's flags have decided more results of this kernel than XLA accounts for"
+_UNSTEADY = "right when called again in the same way: its result depends on earlier calls"
+_TOO_MANY = "not judged again: more results of this kernel depend on the compiler's flags than XLA accounts for"
 
 
 class Rejudger:
-    """Judges the failures of one implementation again."""
+    """Judge the failures of one implementation again."""
 
     def __init__(self, executor: Executor, confirmed: float = ENOUGH_CONFIRMED) -> None:
-        """For what `executor` runs; `confirmed` failures of a check and result are enough, and 0 are never made."""
+        """Create a rejudger.
+
+        Args:
+          executor: what runs the implementation.
+          confirmed: confirmed failures of a check and result, after which no more of them are judged again; 0 for
+            never.
+        """
         self._executor = executor.with_default_flags()
         self._enough = confirmed
         self._confirmed: collections.Counter[tuple[str, str]] = collections.Counter()
-        self._judged = self._decided = 0  # results in all, and those that the flags decided
+        self._judged = self._decided = 0  # results in all, and those that depend on the flags
         self._remedies: dict[tuple[str, str], Remedy | None] = {}  # by check and dtype
 
     @property
@@ -72,75 +79,76 @@ class Rejudger:
         return not self._enough
 
     def judge(self, check: Check, subject: Subject, first: list[Judgement]) -> list[Judgement]:
-        """Return what stands of the first judgements of a check, once those that are wrong were judged again."""
+        """Return the judgements of a check that stand, once the wrong ones were judged again."""
         self._judged += sum(judgement.verdict in records.JUDGED for judgement in first)
         wrong = _select_wrong(first)
-        # No flag of a compiler changes what JAX's interpreters of kernels see: they compute step by step, and look for
-        # races. Under XLA's own flags their callbacks also wait for each other for ever.
+        # No compiler flag changes what JAX's kernel interpreters compute: they go step by step, and look for races.
+        # Under XLA's own flags their callbacks would also wait for each other forever.
         if not wrong or self.is_disabled or not check.compares or check.scope is INTERPRETED:
             return first
-        found = first
+        standing = first
         if self._executor is not None and not all(self._is_settled(check, judgement) for judgement in wrong):
-            found = self._judge_by_default_flags(check, subject, self._executor, first)
-        confirmed = _select_wrong(found)
+            standing = self._judge_by_default_flags(check, subject, self._executor, first)
+        confirmed = _select_wrong(standing)
         self._confirmed.update({(_classify_check(check), _get_result_name(judgement)) for judgement in confirmed})
         if check.scope not in _CACHING_SCOPES or not any(judgement.verdict == records.FAIL for judgement in confirmed):
-            return found
-        return self._explained(check, subject, found)
+            return standing
+        return self._explain_by_declarations(check, subject, standing)
 
     def _judge_by_default_flags(
         self, check: Check, subject: Subject, executor: Executor, first: list[Judgement]
     ) -> list[Judgement]:
-        """Return the judgements under JAX's own flags; where the flags are not to blame, the first ones."""
+        """Return the judgements under JAX's own flags, or the first ones where the flags are not the cause."""
         if self._decided >= _MIN_DECIDED and flag_share.is_beyond_limit(self._decided, self._judged):
             return [_add_reason(x, _TOO_MANY) if x.verdict in _WRONG else x for x in first]
         second = _run_check(check, subject.with_executor(executor))
-        found = _merge_ratios(first, second)
+        merged = _merge_ratios(first, second)
         changed = {judgement.observable for judgement in _select_wrong(first)} - {
             x.observable for x in _select_wrong(second)
         }
         if not changed:
-            return found
+            return merged
         blamed = _find_blamed(check, subject, executor, changed)
         self._decided += len(blamed)
-        return _restore_unsteady(found, first, changed - blamed)
+        return _restore_unsteady(merged, first, changed - blamed)
 
     def _is_settled(self, check: Check, judgement: Judgement) -> bool:
+        """Tell whether enough failures of this result are confirmed."""
         result = _get_result_name(judgement)
         return max(self._confirmed[kind, result] for kind in (_classify_check(check), "plain")) >= self._enough
 
-    def _explained(self, check: Check, subject: Subject, found: list[Judgement]) -> list[Judgement]:
-        """The judgements, those that are wrong with the declaration that explains them, if any was tried."""
+    def _explain_by_declarations(self, check: Check, subject: Subject, judgements: list[Judgement]) -> list[Judgement]:
+        """Return the judgements; wrong ones name the declaration that explains them, if one was tried."""
         key = check.name, subject.case.dtype
         if key not in self._remedies:
             self._remedies[key] = _find_remedy(
                 check, subject, iter_weaker_declarations(subject.implementation, subject.case)
             )
-            return _add_remedy(found, self._remedies[key])
-        known = self._remedies[key]
-        if known is None or not known.keeps_expectation:
-            return found
-        return _add_remedy(found, _find_remedy(check, subject, [known]))
+            return _add_remedy(judgements, self._remedies[key])
+        remedy = self._remedies[key]
+        if remedy is None or not remedy.keeps_expectation:
+            return judgements
+        return _add_remedy(judgements, _find_remedy(check, subject, [remedy]))
 
 
 def _find_blamed(check: Check, subject: Subject, executor: Executor, changed: Collection[str]) -> set[str]:
     """Return those of the `changed` results that fresh processes get wrong because of the flags.
 
-    The order of the processes is random, by numbers that the kernel cannot know. What survives outside of a process
-    tells it at most how many were before it, and not under which flags it is itself.
+    The order of the processes is random, so the kernel cannot know it. What survives a process tells the next one at
+    most how many came before, and not which flags it has.
 
     Args:
-      check: what is asked.
-      subject: of the executor under the first flags.
-      executor: the one under JAX's own flags.
+      check: what is run.
+      subject: the subject of the executor under the first flags.
+      executor: the executor under JAX's own flags.
       changed: results that were wrong under the first flags, and then right under JAX's own.
     """
     blamed = set(changed)
-    looks = [(subject.executor, True), (executor, False)] * FRESH_PROCESSES
-    secrets.SystemRandom().shuffle(looks)
-    for asked, should_be_wrong in looks:
-        answers = _run_check(check, subject.with_executor(asked.create_fresh()))
-        wrong = {judgement.observable for judgement in _select_wrong(answers)}
+    runs = [(subject.executor, True), (executor, False)] * FRESH_PROCESSES
+    secrets.SystemRandom().shuffle(runs)
+    for next_executor, should_be_wrong in runs:
+        judgements = _run_check(check, subject.with_executor(next_executor.create_fresh()))
+        wrong = {judgement.observable for judgement in _select_wrong(judgements)}
         blamed = blamed & wrong if should_be_wrong else blamed - wrong
         if not blamed:
             break
@@ -148,31 +156,36 @@ def _find_blamed(check: Check, subject: Subject, executor: Executor, changed: Co
 
 
 def _classify_check(check: Check) -> str:
+    """Return the check's name, or `plain` for checks of the plain call."""
     return "plain" if check.name in _PLAIN_CHECKS else check.name
 
 
 def _get_result_name(judgement: Judgement) -> str:
-    """`dq` of `dq.row.nan`."""
+    """Return the name of the result: `dq` of `dq.row.nan`."""
     return judgement.observable.partition(".")[0]
 
 
 def _run_check(check: Check, subject: Subject) -> list[Judgement]:
+    """Run a check and return its judgements; an exception becomes a judgement."""
     return list(catch_errors("all", lambda: check.run(subject)))
 
 
 def _select_wrong(judgements: Iterable[Judgement]) -> list[Judgement]:
+    """Return the judgements that are failures or errors."""
     return [judgement for judgement in judgements if judgement.verdict in _WRONG]
 
 
 def _merge_ratios(first: list[Judgement], second: list[Judgement]) -> list[Judgement]:
-    """The second judgements, each with the ratio of the first where one of the two is wrong."""
-    before = dict(_iter_numbered(first))
-    stopped = next((judgement for judgement in first if judgement.verdict == records.ERROR), None)
-    return [_add_first_ratio(judgement, before.get(turn, stopped)) for turn, judgement in _iter_numbered(second)]
+    """Return the second judgements, each with the ratio of the first where one of the two is wrong."""
+    by_number = dict(_iter_numbered(first))
+    first_error = next((judgement for judgement in first if judgement.verdict == records.ERROR), None)
+    return [
+        _add_first_ratio(judgement, by_number.get(number, first_error)) for number, judgement in _iter_numbered(second)
+    ]
 
 
 def _iter_numbered(judgements: Iterable[Judgement]) -> Iterator[tuple[tuple[str, int], Judgement]]:
-    """The judgements by observable, and how many of that name came before: calls in a row have one name."""
+    """Yield judgements with their observable and its count so far: calls in a row share one name."""
     seen: collections.Counter[str] = collections.Counter()
     for judgement in judgements:
         yield (judgement.observable, seen[judgement.observable]), judgement
@@ -180,6 +193,7 @@ def _iter_numbered(judgements: Iterable[Judgement]) -> Iterator[tuple[tuple[str,
 
 
 def _add_first_ratio(second: Judgement, first: Judgement | None) -> Judgement:
+    """Return the second judgement with the ratio of the first, and say so if only one of them is wrong."""
     if first is None or not ({first.verdict, second.verdict} & _WRONG):
         return second
     ratio = first.ratio if first.ratio is not None else math.inf if first.verdict in _WRONG else 0.0
@@ -195,21 +209,22 @@ def _add_first_ratio(second: Judgement, first: Judgement | None) -> Judgement:
     return dataclasses.replace(second, figures={**figures, records.FLAGS_DIFFER: 1.0}, reason=reason)
 
 
-def _restore_unsteady(found: list[Judgement], first: list[Judgement], names: Collection[str]) -> list[Judgement]:
-    """Return the judgements, the first ones in place of those `names` that were wrong at one call and then right."""
+def _restore_unsteady(judgements: list[Judgement], first: list[Judgement], names: Collection[str]) -> list[Judgement]:
+    """Return the judgements, with the first ones in place of `names` that were wrong at one call and then right."""
     wrong = [judgement for judgement in _select_wrong(first) if judgement.observable in names]
-    once = {judgement.observable: _add_reason(judgement, _UNSTEADY) for judgement in wrong}
-    there = {judgement.observable for judgement in found}
-    stopped = [judgement for name, judgement in once.items() if name not in there]
-    return [once.get(judgement.observable, judgement) for judgement in found] + stopped
+    unsteady = {judgement.observable: _add_reason(judgement, _UNSTEADY) for judgement in wrong}
+    present = {judgement.observable for judgement in judgements}
+    missing = [judgement for name, judgement in unsteady.items() if name not in present]
+    return [unsteady.get(judgement.observable, judgement) for judgement in judgements] + missing
 
 
 def _add_reason(wrong: Judgement, more: str) -> Judgement:
+    """Return the judgement with a sentence added to its reason."""
     return dataclasses.replace(wrong, reason=f"{wrong.reason}; {more}")
 
 
 def _find_remedy(check: Check, subject: Subject, declarations: Iterable[Remedy]) -> Remedy | None:
-    """The first declaration under which nothing is wrong, and under which the case still tells right from wrong."""
+    """Return the first declaration under which nothing is wrong and the case still discriminates."""
     for remedy in declarations:
         declaring = subject.with_declarations(remedy.implementation)
         if not _select_wrong(_run_check(check, declaring)) and (
@@ -219,11 +234,13 @@ def _find_remedy(check: Check, subject: Subject, declarations: Iterable[Remedy])
     return None
 
 
-def _add_remedy(found: list[Judgement], remedy: Remedy | None) -> list[Judgement]:
+def _add_remedy(judgements: list[Judgement], remedy: Remedy | None) -> list[Judgement]:
+    """Return the judgements; wrong ones name the declaration, which may be none."""
     declaration = "" if remedy is None else remedy.declaration
-    return [_add_declaration(j, declaration) if j.verdict in _WRONG else j for j in found]
+    return [_add_declaration(j, declaration) if j.verdict in _WRONG else j for j in judgements]
 
 
 def _add_declaration(wrong: Judgement, declaration: str) -> Judgement:
+    """Return the wrong judgement with the declaration, and the figure that says that declarations were tried."""
     figures = {**wrong.figures, records.DECLARATIONS_TRIED: 1.0}
     return dataclasses.replace(wrong, remedy=declaration, figures=figures)

@@ -1,10 +1,12 @@
-"""Who is asked what: at `quick` the cases of a grid take turns with the questions that cost most.
+"""Assign rotations: which of the costly questions each case of a grid is asked at `quick`.
 
-Compiling is nearly all of the cost, and there are many cases. Hence each case has one of the two calls differentiated
-with one of the partial cotangents, is asked one of the laws, and gets one of the poisons that are no numbers; one in
-four merges parts over pieces of the cache. Each alternative falls to as many cases as any other, in all and with each
-level of each axis and each alternative of the other questions, as far as that goes (`cases.balanced_assignment`). Cases that share
-compiled programs share what has to be compiled: which call is differentiated, and whether parts are merged.
+Nearly all of the cost is compilation, and there are many cases. So each case has one of the two calls differentiated,
+with one of the partial cotangents; one of the laws; and one of the poisons that are not numbers. One case in four
+merges parts over pieces of the cache.
+
+Each alternative is assigned to as many cases as any other: in all, with each level of each axis, and with each
+alternative of the other questions, as far as possible (`cases.balanced_assignment`). Cases that share compiled programs
+share what has to be compiled: which call is differentiated, and whether parts are merged.
 """
 
 from __future__ import annotations
@@ -30,28 +32,31 @@ from conformance.check_api.rotation import (
 from conformance.contract import Implementation
 
 _QUARTERS = range(4)
-"""What is asked of one case in four is asked of the first quarter."""
+"""Four alternatives. The question for one case in four goes to the cases that get the first."""
 
 Alternative = TypeVar("Alternative")
 
 
-def assign_rotations(implementation: Implementation, found: Grid, seed: int) -> dict[Case, Rotation]:
-    """The turn of each case of the grid: the plainest is asked everything. With another seed, other turns are taken."""
-    plainest = found.singles[:1]
+def assign_rotations(implementation: Implementation, grid: Grid, seed: int) -> dict[Case, Rotation]:
+    """Return the rotation of each case of the grid.
+
+    The plainest case is asked everything. Another seed gives other rotations.
+    """
+    plainest = grid.singles[:1]
     rows = {
-        case: tuple(row[axis] for axis in found.weighed)
-        for case, row in zip(found.cases, found.rows, strict=True)
+        case: tuple(row[axis] for axis in grid.weighed)
+        for case, row in zip(grid.cases, grid.rows, strict=True)
         if case not in plainest
     }
-    choices = _RotationAssigner(rows, seed)
-    pulled = choices.of(PULLBACKS, lambda case: list_pullbacks(implementation, case), share=True)
-    merges = choices.of(_QUARTERS, lambda case: _QUARTERS if implementation.parts else (), share=True)
-    cotangents = choices.of(PARTIAL_COTANGENTS, lambda case: list_partial_cotangents(case, pulled[case]))
-    laws = choices.of(LAWS, lambda case: LAWS)
-    poisons = choices.of(POISONS, lambda case: POISONS if implementation.behind_mask == "any" else ())
-    turned = {
+    assigner = _RotationAssigner(rows, seed)
+    pullbacks = assigner.assign(PULLBACKS, lambda case: list_pullbacks(implementation, case), share=True)
+    merges = assigner.assign(_QUARTERS, lambda case: _QUARTERS if implementation.parts else (), share=True)
+    cotangents = assigner.assign(PARTIAL_COTANGENTS, lambda case: list_partial_cotangents(case, pullbacks[case]))
+    laws = assigner.assign(LAWS, lambda case: LAWS)
+    poisons = assigner.assign(POISONS, lambda case: POISONS if implementation.behind_mask == "any" else ())
+    rotations = {
         case: Rotation(
-            pullbacks=pulled[case],
+            pullbacks=pullbacks[case],
             cotangents=cotangents[case],
             laws=laws[case],
             poisons=poisons[case],
@@ -59,48 +64,51 @@ def assign_rotations(implementation: Implementation, found: Grid, seed: int) -> 
         )
         for case in rows
     }
-    return {case: turned.get(case, FULL_ROTATION) for case in found.cases}
+    return {case: rotations.get(case, FULL_ROTATION) for case in grid.cases}
 
 
-def assign_size_rotations(implementation: Implementation, found: Grid, seed: int) -> dict[Case, Rotation]:
-    """The turn of each case of the grid of sizes: one of the two calls, a random cotangent, and huge numbers.
+def assign_size_rotations(implementation: Implementation, grid: Grid, seed: int) -> dict[Case, Rotation]:
+    """Return the rotation of each case of the grid of sizes: one call, a random cotangent, and huge numbers.
 
-    Laws and poisons go by features more than by sizes, and have the other grid.
+    Laws and poisons depend on features more than on sizes, so the other grid has them.
     """
     return {
-        case: dataclasses.replace(turn, cotangents=(), laws=(), poisons=())
-        for case, turn in assign_rotations(implementation, found, seed).items()
+        case: dataclasses.replace(rotation, cotangents=(), laws=(), poisons=())
+        for case, rotation in assign_rotations(implementation, grid, seed).items()
     }
 
 
 class _RotationAssigner:
-    """Cases that choose one thing after another; what they have chosen counts as an axis from then on."""
+    """Assign one question after another to cases; an assigned alternative counts as an axis from then on."""
 
     def __init__(self, rows: dict[Case, Row], seed: int) -> None:
         self._cases = tuple(rows)
         self._levels: list[tuple[int | None, ...]] = [*rows.values()]
         self._seed = seed
 
-    def of(
+    def assign(
         self,
         alternatives: Sequence[Alternative],
         possible: Callable[[Case], Sequence[Alternative]],
         *,
         share: bool = False,
     ) -> dict[Case, tuple[Alternative, ...]]:
-        """The one alternative that falls to each case, of those that are possible for it; none if none is.
+        """Assign to each case one of the alternatives that are possible for it; none if none is.
 
-        With `share`, cases that share compiled programs share it.
+        With `share`, cases that share compiled programs get the same alternative.
         """
-        given = assign(
+        assigned = assign(
             self._levels,
-            [tuple(n for n, what in enumerate(alternatives) if what in possible(case)) for case in self._cases],
+            [
+                tuple(n for n, alternative in enumerate(alternatives) if alternative in possible(case))
+                for case in self._cases
+            ],
             count=len(alternatives),
             together=[case.program for case in self._cases] if share else None,
             first=self._seed,
         )
-        self._levels = [(*levels, place) for levels, place in zip(self._levels, given, strict=True)]
+        self._levels = [(*levels, number) for levels, number in zip(self._levels, assigned, strict=True)]
         return {
-            case: () if place is None else (alternatives[place],)
-            for case, place in zip(self._cases, given, strict=True)
+            case: () if number is None else (alternatives[number],)
+            for case, number in zip(self._cases, assigned, strict=True)
         }

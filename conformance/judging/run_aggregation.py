@@ -1,7 +1,7 @@
-"""What runs say together: their records, and what a report tells of coverage, completeness, limits and environment.
+"""Merge recorded runs: their records, and what a report says about coverage, completeness, limits and environment.
 
-Everything here is made of what is recorded, so that a run and a report of its file say the same. Runs of different
-provenance stay apart: their records never answer for each other. What no run record says is unknown.
+Everything comes from what is recorded, so a run and a report of its file say the same. Runs of different provenance
+stay separate: their records never answer for each other. What no run record says is unknown.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from conformance.runs import Kernel, RecordedRun, Run
 
 UNKNOWN = "unknown"
 EXPLORATION_LEVEL = "explore"
-"""The level of an exploration."""
-_MAX_LABEL_FACTS = 2  # differences that tell two runs of a kernel apart in a label
+"""The level that a run has whose cases were drawn by `explore`."""
+_MAX_LABEL_FACTS = 2  # facts in a label that tells two runs of a kernel apart
 _MAX_VALUE_LENGTH = 24
-_UNLABELLED = frozenset({"declared", "tolerances"})  # whose values are tables
+_UNLABELLED = frozenset({"declared", "tolerances"})  # their values are tables, too long for a label
 
 
 @dataclasses.dataclass(frozen=True)
 class _ProvenanceGroup:
-    """What the runs of one provenance say of an implementation on a platform; `run` is none where that is unknown."""
+    """The runs of one provenance that judged an implementation on a platform; `run` is None where that is unknown."""
 
     implementation: str
     platform: str
@@ -39,21 +39,22 @@ class _ProvenanceGroup:
 
     @property
     def name(self) -> str:
-        """As reports name the contender."""
+        """The name that reports give the contender."""
         return f"{self.implementation} ({', '.join(filter(None, (self.platform, self.label)))})"
 
     @property
     def contender(self) -> tuple[str, str]:
-        """What other provenances may have judged too."""
+        """The implementation and platform, which groups of other provenance may share."""
         return self.implementation, self.platform
 
     @property
     def sources(self) -> set[str]:
-        """The files that its runs are in."""
+        """The files that contain its runs."""
         return {one.source for one in self.runs if one.source}
 
     @property
     def kernel(self) -> Kernel | None:
+        """What the first run says of the implementation; None if it says nothing."""
         run = self.runs[0].run
         return run.kernels.get(self.implementation) if run is not None else None
 
@@ -61,111 +62,135 @@ class _ProvenanceGroup:
 def aggregate_runs(
     recorded: Sequence[RecordedRun], *, command: str, detection: dict[str, Any] | None = None
 ) -> tuple[list[Record], RunInfo]:
-    """The records of runs, and what a report says beside them."""
-    parts = _group_by_provenance(recorded)
-    found = records.merge_records(*(part.records for part in parts))
-    extents = {part.name: _compute_extent(part) for part in parts}
-    known = [(part.name, part, part.kernel) for part in parts]
-    return found, RunInfo(
+    """Merge the records of runs, and collect the other facts that a report shows.
+
+    Args:
+      recorded: the runs, as read from files or from this process.
+      command: the command that asked for the report.
+      detection: what the gate sees of planted bugs (`conformance.sensitivity.detection_table`).
+    """
+    groups = _group_by_provenance(recorded)
+    merged = records.merge_records(*(group.records for group in groups))
+    extents = {group.name: _compute_extent(group) for group in groups}
+    kernels = [(group.name, group, group.kernel) for group in groups]
+    return merged, RunInfo(
         command=command,
         level=", ".join(dict.fromkeys(one.run.level if one.run is not None else UNKNOWN for one in recorded)),
         environment=_merge_environments(recorded),
         tolerances=_merge_tolerances(recorded),
-        coverage=_compute_coverage(parts),
+        coverage=_compute_coverage(groups),
         seconds=_sum_seconds(recorded),
         interrupted=any(one.run is not None and not one.is_complete for one in recorded)
         and (not extents or any(extent.stopped for extent in extents.values())),
         notes=_build_notes(recorded, extents),
         detection=detection,
-        declared={name: list(kernel.asks_less) for name, _, kernel in known if kernel is not None and kernel.asks_less},
+        declared={
+            name: list(kernel.asks_less) for name, _, kernel in kernels if kernel is not None and kernel.asks_less
+        },
         few_blocks={
             name: words
-            for name, part, kernel in known
+            for name, group, kernel in kernels
             if kernel is not None
             and extents[name].is_whole
-            and part.runs[0].run is not None
+            and group.runs[0].run is not None
             and kernel.arrays
-            and (words := describe_block_counts(kernel.block_lengths, part.records))
+            and (words := describe_block_counts(kernel.block_lengths, group.records))
         },
         extents=extents,
-        probes=records.merge_records(*(part.probes for part in parts)),
-        unsandboxed={name: True for name, _, kernel in known if kernel is not None and kernel.is_unsandboxed},
-        files={part.name: sorted(part.sources) for part in parts if part.label},
-        runs={part.name: marks for part in parts if (marks := _list_marks(part, parts))},
+        probes=records.merge_records(*(group.probes for group in groups)),
+        unsandboxed={name: True for name, _, kernel in kernels if kernel is not None and kernel.is_unsandboxed},
+        files={group.name: sorted(group.sources) for group in groups if group.label},
+        runs={group.name: marks for group in groups if (marks := _list_marks(group, groups))},
     )
 
 
-def _list_marks(part: _ProvenanceGroup, parts: Iterable[_ProvenanceGroup]) -> list[str]:
-    """What its runs are told by from other runs of the same kernel in the same file; nothing if there are none."""
-    others = (other for other in parts if other is not part and other.contender == part.contender)
-    if not any(part.sources & other.sources for other in others):
+def _list_marks(group: _ProvenanceGroup, groups: Iterable[_ProvenanceGroup]) -> list[str]:
+    """List what tells the group's runs from other runs of the same kernel.
+
+    Only runs in the same file matter; the list is empty if there are none.
+    """
+    others = (other for other in groups if other is not group and other.contender == group.contender)
+    if not any(group.sources & other.sources for other in others):
         return []
-    return list(dict.fromkeys(one.run.identity_mark if one.run is not None else "" for one in part.runs))
+    return list(dict.fromkeys(one.run.identity_mark if one.run is not None else "" for one in group.runs))
 
 
 def _group_by_provenance(recorded: Sequence[RecordedRun]) -> list[_ProvenanceGroup]:
-    """Contenders, and apart from each other the runs of different provenance that judged them."""
+    """Group records by implementation, platform and provenance."""
     groups: dict[tuple[str, str], list[tuple[dict[str, str] | None, list[Record]]]] = {}
     for one in recorded:
         by_contender: dict[tuple[str, str], list[Record]] = {}
         for record in one.records:
             by_contender.setdefault((record.implementation, record.platform), []).append(record)
-        for key, theirs in by_contender.items():
+        for key, its_records in by_contender.items():
             provenance = _find_provenance(one, key[0])
-            same = next((group for group in groups.setdefault(key, []) if group[0] == provenance), None)
-            if same is None:
-                groups[key].append((provenance, theirs))
+            existing = next((group for group in groups.setdefault(key, []) if group[0] == provenance), None)
+            if existing is None:
+                groups[key].append((provenance, its_records))
             else:
-                same[1].extend(theirs)
-    parts = []
-    for (implementation, platform), found in sorted(groups.items()):
-        of = [[one for one in recorded if _has_provenance(one, implementation, provenance)] for provenance, _ in found]
-        sources = [", ".join(dict.fromkeys(one.source or "this run" for one in ones)) for ones in of]
-        labels = _build_labels([provenance for provenance, _ in found], sources)
-        # `of` has those without a record too: that they planned jobs and left none of them done must not be overlooked.
-        for label, (_, theirs), ones in zip(labels, found, of, strict=True):
-            marked = _label_records(theirs, label)
-            beside = (x for one in ones for x in one.probes if (x.implementation, x.platform) == marked[0].key[:2])
-            parts.append(
-                _ProvenanceGroup(implementation, platform, label, tuple(ones), marked, _label_records(beside, label))
+                existing[1].extend(its_records)
+    result = []
+    for (implementation, platform), by_provenance in sorted(groups.items()):
+        runs_by_provenance = [
+            [one for one in recorded if _has_provenance(one, implementation, provenance)]
+            for provenance, _ in by_provenance
+        ]
+        sources = [
+            ", ".join(dict.fromkeys(one.source or "this run" for one in its_runs)) for its_runs in runs_by_provenance
+        ]
+        labels = _build_labels([provenance for provenance, _ in by_provenance], sources)
+        # Runs without a record are included: they may have planned jobs and finished none.
+        for label, (_, its_records), its_runs in zip(labels, by_provenance, runs_by_provenance, strict=True):
+            labelled = _label_records(its_records, label)
+            probes = (
+                x for one in its_runs for x in one.probes if (x.implementation, x.platform) == labelled[0].key[:2]
             )
-    return parts
+            result.append(
+                _ProvenanceGroup(
+                    implementation, platform, label, tuple(its_runs), labelled, _label_records(probes, label)
+                )
+            )
+    return result
 
 
 def _label_records(found: Iterable[Record], label: str) -> tuple[Record, ...]:
+    """Return the records with the label of their group, if it has one."""
     return tuple(dataclasses.replace(record, run=label) for record in found) if label else tuple(found)
 
 
 def _find_provenance(one: RecordedRun, implementation: str) -> dict[str, str] | None:
+    """Return the provenance of an implementation in a run, or None if it is unknown."""
     return one.run.provenance(implementation) if one.run is not None else None
 
 
 def _has_provenance(one: RecordedRun, implementation: str, provenance: dict[str, str] | None) -> bool:
-    """Whether a run is one of those of this provenance that say something of an implementation."""
+    """Tell whether a run says something of an implementation under this provenance."""
     if one.run is None:
         return provenance is None and any(record.implementation == implementation for record in one.records)
     return implementation in one.run.kernels and one.run.provenance(implementation) == provenance
 
 
-def _build_labels(found: Sequence[dict[str, str] | None], sources: Sequence[str]) -> list[str]:
-    """What tells provenances apart, in words; nothing where there is but one."""
-    if len(found) == 1:
+def _build_labels(provenances: Sequence[dict[str, str] | None], sources: Sequence[str]) -> list[str]:
+    """Describe in a few words what tells provenances apart; empty if there is only one."""
+    if len(provenances) == 1:
         return [""]
-    known = [provenance for provenance in found if provenance is not None]
+    known_provenances = [provenance for provenance in provenances if provenance is not None]
     differing = list(
-        dict.fromkeys(name for one, other in itertools.pairwise(known) for name in runs.list_differences(one, other))
+        dict.fromkeys(
+            name for one, other in itertools.pairwise(known_provenances) for name in runs.list_differences(one, other)
+        )
     )
-    told = [
+    named = [
         name
         for name in differing
-        if name == "place" or all(len(one.get(name, "")) <= _MAX_VALUE_LENGTH for one in known)
+        if name == "place" or all(len(one.get(name, "")) <= _MAX_VALUE_LENGTH for one in known_provenances)
     ]
     labels = []
-    for provenance, source in zip(found, sources, strict=True):
+    for provenance, source in zip(provenances, sources, strict=True):
         if provenance is None:
             labels.append("of unknown origin")
         else:
-            words = [_format_fact(name, provenance.get(name, "")) for name in told if name not in _UNLABELLED][
+            words = [_format_fact(name, provenance.get(name, "")) for name in named if name not in _UNLABELLED][
                 :_MAX_LABEL_FACTS
             ]
             labels.append(", ".join(words) or source)
@@ -174,21 +199,24 @@ def _build_labels(found: Sequence[dict[str, str] | None], sources: Sequence[str]
 
 
 def _format_fact(name: str, value: str) -> str:
-    """One fact of a provenance in a label; of where a kernel ran, the part that says where."""
+    """Format one fact of a provenance for a label.
+
+    Of the place where a kernel ran, keep the first part only.
+    """
     if name == "place":
         return re.split(r" \(|[:,]", value.removeprefix("ran "))[0] if value else "confined"
     return f"{name} {value or 'none'}"
 
 
-def _compute_extent(part: _ProvenanceGroup) -> Extent:
-    """How much of an implementation was asked: of the run that asks most, and of all its shards."""
-    if any(one.run is None for one in part.runs):
+def _compute_extent(group: _ProvenanceGroup) -> Extent:
+    """Compute how much of an implementation was judged: by the run that asks most, with all its shards."""
+    if any(one.run is None for one in group.runs):
         return Extent(known=False)
-    groups: dict[tuple[str, str, tuple[int, ...]], list[RecordedRun]] = {}
-    for one in part.runs:
+    by_plan: dict[tuple[str, str, tuple[int, ...]], list[RecordedRun]] = {}
+    for one in group.runs:
         assert one.run is not None
-        groups.setdefault((one.run.level, one.run.narrowed, one.run.seeds), []).append(one)
-    extents = [_compute_plan_extent(part, key[0], key[1], ones) for key, ones in groups.items()]
+        by_plan.setdefault((one.run.level, one.run.narrowed, one.run.seeds), []).append(one)
+    extents = [_compute_plan_extent(group, key[0], key[1], its_runs) for key, its_runs in by_plan.items()]
     unfinished = [extent for extent in extents if not extent.narrowed and extent.is_partial]
     if unfinished:
         return unfinished[0]
@@ -203,41 +231,45 @@ def _compute_extent(part: _ProvenanceGroup) -> Extent:
     )
 
 
-def _compute_plan_extent(part: _ProvenanceGroup, level: str, narrowed: str, ones: Sequence[RecordedRun]) -> Extent:
-    """The extent of runs that were planned alike: shards of one, or the same run twice."""
-    implementation = part.implementation
-    if level == EXPLORATION_LEVEL:  # whose cases are not planned, but drawn
-        cases = {record.case for record in part.records if record.verdict in JUDGED}
+def _compute_plan_extent(group: _ProvenanceGroup, level: str, narrowed: str, its_runs: Sequence[RecordedRun]) -> Extent:
+    """Compute the extent of runs with the same plan: shards of one run, or the same run twice."""
+    implementation = group.implementation
+    if level == EXPLORATION_LEVEL:  # its cases are drawn, not planned
+        cases = {record.case for record in group.records if record.verdict in JUDGED}
         narrowed = f"{len(cases):,} {narrowed}"
-    planned = {job.key for one in ones if one.run for job in one.run.jobs if job.implementation == implementation}
-    # One without a single record answered nothing, whatever its closing line says.
-    done = {one.run.jobs[n].key for one in ones if one.run for n, theirs in one.done.items() if theirs} & planned
-    whole = next((one.run.whole[implementation] for one in ones if one.run and implementation in one.run.whole), None)
+    planned = {job.key for one in its_runs if one.run for job in one.run.jobs if job.implementation == implementation}
+    # A job without a record answered nothing, whatever its closing line says.
+    done = {
+        one.run.jobs[n].key for one in its_runs if one.run for n, its_records in one.done.items() if its_records
+    } & planned
+    whole = next(
+        (one.run.whole[implementation] for one in its_runs if one.run and implementation in one.run.whole), None
+    )
     return Extent(
         level=level,
         narrowed=narrowed,
         planned=len(planned) if planned else None,
         done=len(done),
         whole=whole,
-        stopped=(not planned or len(done) < len(planned)) and not all(one.is_complete for one in ones),
+        stopped=(not planned or len(done) < len(planned)) and not all(one.is_complete for one in its_runs),
     )
 
 
-def _compute_coverage(parts: Iterable[_ProvenanceGroup]) -> list[dict[str, Any]]:
-    """What the cases that were judged cover of the covering arrays."""
+def _compute_coverage(groups: Iterable[_ProvenanceGroup]) -> list[dict[str, Any]]:
+    """Compute how much of the covering arrays the judged cases cover, a row for each group."""
     rows = []
-    for part in parts:
-        kernel = part.kernel
+    for group in groups:
+        kernel = group.kernel
         if kernel is None or not kernel.arrays:
             continue
-        judged = {record.case for record in part.records if record.verdict in JUDGED}
+        judged = {record.case for record in group.records if record.verdict in JUDGED}
         cases, covered = set[str](), [set[Any]() for _ in kernel.arrays]
         planned = set[str]()
-        for one in part.runs:
+        for one in group.runs:
             assert one.run is not None
-            theirs = [job for job in one.run.jobs if job.implementation == part.implementation and job.rows]
-            planned |= {job.case for job in theirs}
-            for job in theirs:
+            its_jobs = [job for job in one.run.jobs if job.implementation == group.implementation and job.rows]
+            planned |= {job.case for job in its_jobs}
+            for job in its_jobs:
                 if job.case not in judged:
                     continue
                 cases.add(job.case)
@@ -245,8 +277,8 @@ def _compute_coverage(parts: Iterable[_ProvenanceGroup]) -> list[dict[str, Any]]
                     covered[place].update(itertools.combinations(enumerate(job.rows[place]), array.strength))
         rows.append(
             {
-                "implementation": part.name,
-                "level": ", ".join(dict.fromkeys(one.run.level for one in part.runs if one.run)),
+                "implementation": group.name,
+                "level": ", ".join(dict.fromkeys(one.run.level for one in group.runs if one.run)),
                 "strength": kernel.arrays[0].strength,
                 "cases planned": len(planned),
                 "cases judged": len(cases),
@@ -260,37 +292,39 @@ def _compute_coverage(parts: Iterable[_ProvenanceGroup]) -> list[dict[str, Any]]
 
 
 def _count_declined_pairs(kernel: Kernel) -> dict[str, int]:
-    """How many pairs it declines of what it supports, and how many there are, where most are declined."""
+    """Return how many pairs of operands and masks the kernel declines, and of how many, where it declines most."""
     declined, pairs = kernel.parted
     return {"pairs declined": declined, "pairs": pairs} if 2 * declined > pairs else {}
 
 
 def _merge_environments(recorded: Sequence[RecordedRun]) -> dict[str, str]:
-    """Each fact once, or by file where they differ."""
+    """Return each fact of the environments once, or by file where files differ."""
     sources = [one.source or "this run" for one in recorded]
     facts = [_list_facts(one.run) if one.run is not None else None for one in recorded]
     names = dict.fromkeys(itertools.chain.from_iterable(fact for fact in facts if fact is not None))
-    found = {} if names else {"environment": UNKNOWN}
+    merged = {} if names else {"environment": UNKNOWN}
     for name in names:
         values = [UNKNOWN if fact is None else fact.get(name, "") for fact in facts]
-        found[name] = values[0] if len(set(values)) == 1 else _format_by_file(values, sources)
-    return found if sources == ["this run"] else found | {"rendered from": ", ".join(dict.fromkeys(sources))}
+        merged[name] = values[0] if len(set(values)) == 1 else _format_by_file(values, sources)
+    return merged if sources == ["this run"] else merged | {"rendered from": ", ".join(dict.fromkeys(sources))}
 
 
 def _list_facts(run: Run) -> dict[str, str]:
-    found = dict(run.environment)
+    """List the facts of one run's environment, with packages, sources and seeds."""
+    facts = dict(run.environment)
     for name, kernel in run.kernels.items():
         if origin := ", ".join(filter(None, (kernel.package, kernel.source and f"source {kernel.source}"))):
-            found[name] = origin
-    found["started"] = run.started
+            facts[name] = origin
+    facts["started"] = run.started
     if run.resumed:
-        found["taken up again"] = ", ".join(run.resumed)
+        facts["resumed"] = ", ".join(run.resumed)
     if run.seeds:
-        found["seeds"] = ", ".join(map(str, run.seeds))
-    return found
+        facts["seeds"] = ", ".join(map(str, run.seeds))
+    return facts
 
 
 def _format_by_file(values: Sequence[str], sources: Sequence[str]) -> str:
+    """Format values with the files that have them."""
     by_value: dict[str, list[str]] = {}
     for value, source in zip(values, sources, strict=True):
         by_value.setdefault(value or "none", []).append(source)
@@ -298,7 +332,7 @@ def _format_by_file(values: Sequence[str], sources: Sequence[str]) -> str:
 
 
 def _merge_tolerances(recorded: Sequence[RecordedRun]) -> list[dict[str, Any]]:
-    """The limits in force, each with the files that have it where they differ."""
+    """Return the limits in force, each with its file where files differ."""
     tables = [(one.source, one.run.tolerances) for one in recorded if one.run is not None]
     if len({records.serialize_strict_json({"": list(rows)}) for _, rows in tables}) <= 1:
         return [dict(row) for row in tables[0][1]] if tables else []
@@ -306,7 +340,7 @@ def _merge_tolerances(recorded: Sequence[RecordedRun]) -> list[dict[str, Any]]:
 
 
 def _sum_seconds(recorded: Iterable[RecordedRun]) -> float:
-    """How long the runs took; of one that was killed, and of older ones, what their records took."""
+    """Sum the durations of runs. Where a run has no end, its records are summed instead."""
     spent = (
         one.end.seconds if one.end is not None else math.fsum(record.seconds for record in one.records)
         for one in recorded
@@ -315,29 +349,30 @@ def _sum_seconds(recorded: Iterable[RecordedRun]) -> float:
 
 
 def _build_notes(recorded: Sequence[RecordedRun], extents: Mapping[str, Extent]) -> list[str]:
-    found = [one.note for one in recorded if one.note]
+    """Build the notes of a report: what is missing, stopped, unsandboxed or unknown."""
+    notes = [one.note for one in recorded if one.note]
     for one in recorded:
         where = f"{one.source}: " if one.source else ""
         if one.run is None:
             lacking = "coverage, completeness, limits, declarations and environment are unknown"
-            found.append(f"{where}no run record, as before there were any: {lacking}")
+            notes.append(f"{where}no run record (older versions wrote none): {lacking}")
         elif one.end is None:
-            found.append(f"{where}the run was killed, or goes on: {len(one.done):,} of its jobs are done")
+            notes.append(f"{where}the run was killed or still goes on: {len(one.done):,} of its jobs are done")
         elif one.end.how != runs.COMPLETE:
-            found.append(f"{where}{one.end.how}{f', {one.end.reason}' if one.end.reason else ''}")
+            notes.append(f"{where}{one.end.how}{f', {one.end.reason}' if one.end.reason else ''}")
     kernels = [each for one in recorded if one.run for each in one.run.kernels.items()]
-    found += dict.fromkeys(f"{name} {kernel.place}" for name, kernel in kernels if kernel.place)
-    found += _find_missing_shards(recorded)
-    met = {record.implementation for one in recorded for record in one.records}
+    notes += dict.fromkeys(f"{name} {kernel.place}" for name, kernel in kernels if kernel.place)
+    notes += _find_missing_shards(recorded)
+    judged = {record.implementation for one in recorded for record in one.records}
     planned = dict.fromkeys(job.implementation for one in recorded if one.run for job in one.run.jobs)
-    found += [f"{name}: none of its jobs was judged" for name in planned if name not in met]
-    partly = {name: extent for name, extent in extents.items() if extent.is_partial and not extent.stopped}
-    found += [f"{name}: {e.done:,} of {e.planned:,} jobs were judged" for name, e in partly.items()]
-    return found
+    notes += [f"{name}: none of its jobs was judged" for name in planned if name not in judged]
+    partial = {name: extent for name, extent in extents.items() if extent.is_partial and not extent.stopped}
+    notes += [f"{name}: {e.done:,} of {e.planned:,} jobs were judged" for name, e in partial.items()]
+    return notes
 
 
 def _find_missing_shards(recorded: Iterable[RecordedRun]) -> list[str]:
-    """Which shards of the same number are not there."""
+    """Return a note for each missing shard of a run that was split into shards."""
     present: dict[int, set[int]] = {}
     for one in recorded:
         if one.run is not None and one.run.shard:
@@ -345,7 +380,7 @@ def _find_missing_shards(recorded: Iterable[RecordedRun]) -> list[str]:
             present.setdefault(int(shards), set()).add(int(shard))
     return [
         f"shard {shard} of {shards} is missing"
-        for shards, there in sorted(present.items())
+        for shards, present_shards in sorted(present.items())
         for shard in range(1, shards + 1)
-        if shard not in there
+        if shard not in present_shards
     ]

@@ -1,4 +1,4 @@
-"""Runs of the past in their order: which files are one run, and what was not the same from one run to the next."""
+"""Order past runs in time: find which files are one run, and what changed from one run to the next."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from conformance import runs
 from conformance.records import make_printable
 from conformance.runs import Kernel, RecordedRun, Run
 
-_MAX_VALUE_LENGTH = 24  # a value that is longer is told by the words that differ
+_MAX_VALUE_LENGTH = 24  # of a longer value only the words that differ are shown
 _MAX_DIFFERENCE_LENGTH = 120
 _LIMITS = "tolerances"
-_OURS = "source of attention-conformance"  # which the commit says too
+_OURS = "source of attention-conformance"  # the commit says the same
 
 Change = tuple[str, str, str]
-"""What changed, from what and to what; the values are empty where they are too much to be told."""
+"""The name of what changed, and its old and new values; both empty where they are too long to show."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunPiece:
-    """A run in a file, or a shard of one: its place among the runs of the file, and what tells it from others.
+    """A run in a file, or one shard of it.
 
-    It has no records: those of many runs take more memory than there need be.
+    It has the position among the runs of the file and what identifies the run. It has no records: those of many runs
+    would take too much memory.
     """
 
     path: Path
@@ -41,14 +42,17 @@ class RunPiece:
 
 @dataclasses.dataclass(frozen=True)
 class PastRun:
-    """A run of the past, all of its shards that are there; `started` is none in older files, which do not say."""
+    """A past run with all of its shards that are there.
+
+    `started` is None for older files, which do not say when a run began.
+    """
 
     pieces: tuple[RunPiece, ...]
     started: datetime.datetime | None
 
     @property
     def run(self) -> Run | None:
-        """What holds for its records; none in older files."""
+        """What holds for its records; None for older files."""
         return self.pieces[0].run
 
     @property
@@ -58,80 +62,88 @@ class PastRun:
 
     @property
     def planned(self) -> frozenset[str]:
-        """The implementations that were to be judged."""
+        """The names of the implementations that were to be judged."""
         return frozenset(job.implementation for one in self.pieces if one.run for job in one.run.jobs)
 
 
 def list_pieces(path: Path, recorded: Sequence[RecordedRun]) -> list[RunPiece]:
-    """The runs of a file."""
+    """List the runs of a file."""
     return [RunPiece(path, n, one.run, hash((one.end, *one.records))) for n, one in enumerate(recorded)]
 
 
-def order_runs(given: Iterable[Sequence[RunPiece]]) -> list[PastRun]:
-    """Runs from the oldest to the newest, those that do not say when they began first.
+def order_runs(pieces_of_runs: Iterable[Sequence[RunPiece]]) -> list[PastRun]:
+    """Return runs from the oldest to the newest; those without a time come first.
 
-    What is given together is one run. Shards that are given one by one are one run if they were cut from the same jobs
-    by the same versions; a shard that is there already begins another run.
+    Each item of `pieces_of_runs` is one run. Runs with one shard each are joined if the shards were cut from the same
+    jobs by the same versions. A second copy of a shard begins another run.
 
     Raises:
-      ValueError: for a run whose time is none.
+      ValueError: for a run whose start is no valid time.
     """
-    together = [PastRun(tuple(group), _find_start(group)) for group in given if group]
-    unknown = [past for past in together if past.started is None]
-    known = sorted((past for past in together if past.started is not None), key=_get_start)
-    found: list[PastRun] = []
-    for past in known:
-        place = next((n for n in reversed(range(len(found))) if _is_shard_of(past, found[n])), None)
-        if place is None or _list_shards(found[place]) & _list_shards(past):
-            found.append(past)
+    past_runs = [PastRun(tuple(group), _find_start(group)) for group in pieces_of_runs if group]
+    undated = [past for past in past_runs if past.started is None]
+    dated = sorted((past for past in past_runs if past.started is not None), key=_get_start)
+    ordered: list[PastRun] = []
+    for past in dated:
+        position = next((n for n in reversed(range(len(ordered))) if _is_shard_of(past, ordered[n])), None)
+        if position is None or _list_shards(ordered[position]) & _list_shards(past):
+            ordered.append(past)
         else:
-            found[place] = dataclasses.replace(found[place], pieces=(*found[place].pieces, *past.pieces))
-    return [*unknown, *found]
+            ordered[position] = dataclasses.replace(ordered[position], pieces=(*ordered[position].pieces, *past.pieces))
+    return [*undated, *ordered]
 
 
 def find_changes(earlier: PastRun, later: PastRun, implementation: str) -> list[Change]:
-    """What two runs of an implementation do not share: what was asked, its source, versions, flags, limits."""
-    one, other = earlier.run, later.run
-    if one is None or other is None:
+    """List what differs between two runs of an implementation: plan, source, versions, flags, limits."""
+    old_run, new_run = earlier.run, later.run
+    if old_run is None or new_run is None:
         return []
-    found = [
-        (name, *_shorten_values(_format_value(getattr(one, name)), _format_value(getattr(other, name))))
+    changes = [
+        (name, *_shorten_values(_format_value(getattr(old_run, name)), _format_value(getattr(new_run, name))))
         for name in ("level", "seeds", "narrowed")
-        if getattr(one, name) != getattr(other, name)
+        if getattr(old_run, name) != getattr(new_run, name)
     ]
-    there, here = one.provenance(implementation), other.provenance(implementation)
-    names = runs.list_differences(there, here)
+    old, new = old_run.provenance(implementation), new_run.provenance(implementation)
+    names = runs.list_differences(old, new)
     for name in names:
         if name == "declared":
-            found += _find_declaration_changes(one.kernels.get(implementation), other.kernels.get(implementation))
+            changes += _find_declaration_changes(
+                old_run.kernels.get(implementation), new_run.kernels.get(implementation)
+            )
         elif name == _LIMITS:
-            found.append(("limits", "", ""))
+            changes.append(("limits", "", ""))
         elif name != _OURS or "commit" not in names:
-            found.append((name, *_shorten_values(there.get(name, ""), here.get(name, ""))))
-    return [(make_printable(name), make_printable(old), make_printable(new)) for name, old, new in found]
+            changes.append((name, *_shorten_values(old.get(name, ""), new.get(name, ""))))
+    return [
+        (make_printable(name), make_printable(old_value), make_printable(new_value))
+        for name, old_value, new_value in changes
+    ]
 
 
 def _find_start(group: Iterable[RunPiece]) -> datetime.datetime | None:
+    """Return the time at which the first of some pieces began; None if none says."""
     times = [_parse_start(one) for one in group if one.run is not None]
     return min(times, default=None)
 
 
 def _parse_start(one: RunPiece) -> datetime.datetime:
+    """Parse the time at which a run began, in UTC if it names no zone."""
     assert one.run is not None
     try:
         time = datetime.datetime.fromisoformat(one.run.started)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{one.path} does not say when its run began: {one.run.started!r} is no time") from error
+        raise ValueError(f"{one.path} does not say when its run began: {one.run.started!r} is not a time") from error
     return time if time.tzinfo is not None else time.replace(tzinfo=datetime.UTC)
 
 
 def _get_start(past: PastRun) -> datetime.datetime:
+    """Return the time at which a run began, which must be known."""
     assert past.started is not None
     return past.started
 
 
 def _is_shard_of(past: PastRun, other: PastRun) -> bool:
-    """Whether both are parts of what was planned alike, under the same versions."""
+    """Tell whether two runs are parts of one plan under the same versions."""
     one, two = past.run, other.run
     if one is None or two is None or not one.shard or not two.shard:
         return False
@@ -143,21 +155,23 @@ def _is_shard_of(past: PastRun, other: PastRun) -> bool:
 
 
 def _list_shards(past: PastRun) -> set[str]:
+    """List the shards that a run has, as `2/3`."""
     return {one.run.shard for one in past.pieces if one.run is not None}
 
 
 def _find_declaration_changes(one: Kernel | None, other: Kernel | None) -> list[Change]:
-    """Which declarations differ."""
-    there, here = (kernel.declared if kernel is not None else {} for kernel in (one, other))
-    names = dict.fromkeys((*there, *here))
+    """List the declarations that differ."""
+    old, new = (kernel.declared if kernel is not None else {} for kernel in (one, other))
+    names = dict.fromkeys((*old, *new))
     return [
-        (f"declared {name}", *_shorten_values(_format_value(there.get(name)), _format_value(here.get(name))))
+        (f"declared {name}", *_shorten_values(_format_value(old.get(name)), _format_value(new.get(name))))
         for name in names
-        if there.get(name) != here.get(name)
+        if old.get(name) != new.get(name)
     ]
 
 
 def _format_value(value: object) -> str:
+    """Format a value of a run for people."""
     if isinstance(value, str):
         return value
     if isinstance(value, tuple):
@@ -166,10 +180,14 @@ def _format_value(value: object) -> str:
 
 
 def _shorten_values(old: str, new: str) -> tuple[str, str]:
-    """Both values, of long ones the words in which they differ, of very long ones nothing."""
+    """Return both values; of long ones only the words that differ, of very long ones nothing."""
     if max(len(old), len(new)) <= _MAX_VALUE_LENGTH:
         return old or "none", new or "none"
-    there, here = old.split(), new.split()
-    one = " ".join(word for word in there if word not in here) or "none"
-    other = " ".join(word for word in here if word not in there) or "none"
-    return (one, other) if len(one) + len(other) <= _MAX_DIFFERENCE_LENGTH and one != other else ("", "")
+    old_words, new_words = old.split(), new.split()
+    old_only = " ".join(word for word in old_words if word not in new_words) or "none"
+    new_only = " ".join(word for word in new_words if word not in old_words) or "none"
+    return (
+        (old_only, new_only)
+        if len(old_only) + len(new_only) <= _MAX_DIFFERENCE_LENGTH and old_only != new_only
+        else ("", "")
+    )

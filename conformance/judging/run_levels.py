@@ -1,8 +1,10 @@
-"""How much a run judges, the least first."""
+"""Name how much a run judges, from least to most."""
 
 from __future__ import annotations
 
 LEVELS = ("smoke", "quick", "standard", "deep")
-"""`smoke` is where `quick` begins; each of the others has a grid of its own, with the cases of those before it."""
+"""`smoke` is the beginning of `quick`. Each other level has its own grid, which contains the cases of the levels before
+it.
+"""
 
 GRID_LEVELS = LEVELS[1:]

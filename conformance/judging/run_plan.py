@@ -1,4 +1,4 @@
-"""What a run judges, planned from what an implementation supports."""
+"""Plan what a run judges, from what each implementation supports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from conformance.runs import CoveringArraySize
 
 @dataclasses.dataclass(frozen=True)
 class CoveringArrays:
-    """The covering arrays of an implementation, the row of each case in each, and how much of them it declines."""
+    """The covering arrays of an implementation, the row of each case in them, and how many cases it declines."""
 
     arrays: tuple[CoveringArraySize, ...]
     rows: Mapping[str, tuple[str, ...]]
@@ -33,7 +33,11 @@ class CoveringArrays:
 class Plan:
     """The jobs of a run, the coverage of its grids and their rows.
 
-    `whole` is how many jobs each implementation has where no query of cases narrows them.
+    Attributes:
+      jobs: what to judge, in order.
+      coverage: how much the cases cover, a row for each implementation.
+      arrays: the covering arrays, by implementation.
+      whole: number of jobs of each implementation, before a query narrows its cases.
     """
 
     jobs: tuple[Job, ...]
@@ -42,7 +46,7 @@ class Plan:
     whole: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def find_rows(self, job: Job) -> tuple[str, ...]:
-        """The rows of a job's case in the arrays; none of a job that is not on the grid."""
+        """Return the rows of a job's case in the covering arrays; empty if it is not on the grid."""
         arrays = self.arrays.get(job.implementation.name)
         return arrays.rows.get(job.case.id, ()) if arrays is not None and job.is_on_grid else ()
 
@@ -55,14 +59,14 @@ def plan_run(
     query: str | None = None,
     checks: Iterable[Check] = CHECKS,
 ) -> Plan:
-    """The jobs that judge `implementations` at `level`.
+    """Plan the jobs that judge `implementations` at `level`.
 
     Args:
       implementations: what to judge.
       level: one of `LEVELS`.
-      seeds: base seeds; the grid is judged once for each.
-      query: only cases that it matches.
-      checks: only these checks.
+      seeds: base seeds. The grid is judged once for each.
+      query: judge only cases that it matches.
+      checks: run only these checks.
     """
     chosen = tuple(checks)
     jobs: list[Job] = []
@@ -70,77 +74,86 @@ def plan_run(
     arrays: dict[str, CoveringArrays] = {}
     whole: dict[str, int] = {}
     for implementation in implementations:
-        asked = [ImplementationGrids(implementation, "quick" if level == "smoke" else level, seed) for seed in seeds]
-        made = [_build_jobs(each, chosen, first=each is asked[0]) for each in asked]
-        # The same row with every seed in turn: cases that differ only in values share compiled functions.
-        rows = itertools.zip_longest(*made)
-        theirs = [job for row in rows for job in row if job]
-        theirs = prioritization.select_smoke_jobs(theirs) if level == "smoke" else prioritization.order_jobs(theirs)
-        coverage.append(_measure_coverage(asked[0], level, theirs))
-        arrays[implementation.name] = _build_arrays(asked)
-        whole[implementation.name] = len(theirs)
-        jobs += [job for job in theirs if query is None or matches_query(query, job.case.id)]
+        grids = [ImplementationGrids(implementation, "quick" if level == "smoke" else level, seed) for seed in seeds]
+        jobs_by_seed = [_build_jobs(each, chosen, first=each is grids[0]) for each in grids]
+        # Each row with all its seeds in turn: cases that differ only in values share compiled functions.
+        jobs_by_row = itertools.zip_longest(*jobs_by_seed)
+        its_jobs = [job for row in jobs_by_row for job in row if job]
+        its_jobs = (
+            prioritization.select_smoke_jobs(its_jobs) if level == "smoke" else prioritization.order_jobs(its_jobs)
+        )
+        coverage.append(_measure_coverage(grids[0], level, its_jobs))
+        arrays[implementation.name] = _build_arrays(grids)
+        whole[implementation.name] = len(its_jobs)
+        jobs += [job for job in its_jobs if query is None or matches_query(query, job.case.id)]
     return Plan(tuple(jobs), tuple(coverage), arrays, whole)
 
 
 def select_shard(planned: Sequence[Job], shard: int, shards: int) -> tuple[Job, ...]:
-    """The jobs of one of so many shards, from 1 on: cases that share compiled programs go to one of them."""
+    """Select the jobs of one shard, counted from 1. Cases that share compiled programs go to the same shard."""
     programs = list(dict.fromkeys(_get_program_key(job) for job in planned))
-    mine = set(programs[shard - 1 :: shards])
-    return tuple(job for job in planned if _get_program_key(job) in mine)
+    selected = set(programs[shard - 1 :: shards])
+    return tuple(job for job in planned if _get_program_key(job) in selected)
 
 
 def _get_program_key(job: Job) -> tuple[str, str]:
+    """Return what identifies the compiled programs of a job, whatever its seed."""
     return (job.implementation.name, job.case.program.rpartition("/")[0])
 
 
-def _build_arrays(asked: Sequence[ImplementationGrids]) -> CoveringArrays:
-    """The arrays of an implementation; with another seed, rows are the same and cases are others."""
-    pairs = [(each.grid, each.sizes) for each in asked]
+def _build_arrays(grids_by_seed: Sequence[ImplementationGrids]) -> CoveringArrays:
+    """Collect the covering arrays of an implementation. Another seed has the same rows and other cases."""
+    pairs = [(each.grid, each.sizes) for each in grids_by_seed]
     rows: dict[str, tuple[str, ...]] = {}
     for pair in pairs:
-        for place, made in enumerate(pair):
-            for case, row in zip(made.cases, made.rows, strict=True):
-                found = list(rows.get(case.id, ("",) * len(pair)))
-                found[place] = "".join(chr(ord("0") + row[axis]) for axis in made.varied)
-                rows[case.id] = tuple(found)
+        for position, grid in enumerate(pair):
+            for case, row in zip(grid.cases, grid.rows, strict=True):
+                case_rows = list(rows.get(case.id, ("",) * len(pair)))
+                case_rows[position] = "".join(chr(ord("0") + row[axis]) for axis in grid.varied)
+                rows[case.id] = tuple(case_rows)
     first = pairs[0]
     return CoveringArrays(
         tuple(
-            CoveringArraySize(strength=made.coverage.strength, combinations=made.coverage.feasible) for made in first
+            CoveringArraySize(strength=grid.coverage.strength, combinations=grid.coverage.feasible) for grid in first
         ),
         rows,
-        len({case for made in first for case in made.declined}),
+        len({case for grid in first for case in grid.declined}),
         first[0].parted,
     )
 
 
-def _build_jobs(asked: ImplementationGrids, checks: tuple[Check, ...], *, first: bool) -> list[Job]:
-    implementation, seed = asked.implementation, asked.seed
+def _build_jobs(grids: ImplementationGrids, checks: tuple[Check, ...], *, first: bool) -> list[Job]:
+    """Build the jobs of an implementation for one seed.
+
+    Checks that do not depend on the seed are planned for the first seed only.
+    """
+    implementation, seed = grids.implementation, grids.seed
     jobs = []
     for scope in SCOPES:
-        theirs = tuple(check for check in checks if check.scope is scope)
-        if not theirs or not (first or scope.seeded):
+        scope_checks = tuple(check for check in checks if check.scope is scope)
+        if not scope_checks or not (first or scope.seeded):
             continue
-        # At `quick` the cases of the grids take turns, unless what to ask is named.
-        take_turns = asked.level == "quick" and scope is GRID and len(checks) == len(CHECKS)
-        turns: dict[Case, Rotation] = {}
-        if take_turns:
-            turns = assign_size_rotations(implementation, asked.sizes, seed) | assign_rotations(
-                implementation, asked.grid, seed
+        # At `quick`, rotations assign the costly questions to cases of the grids, unless checks are named.
+        takes_turns = grids.level == "quick" and scope is GRID and len(checks) == len(CHECKS)
+        rotations: dict[Case, Rotation] = {}
+        if takes_turns:
+            rotations = assign_size_rotations(implementation, grids.sizes, seed) | assign_rotations(
+                implementation, grids.grid, seed
             )
-        jobs += [Job(implementation, case, theirs, turns.get(case, FULL_ROTATION)) for case in scope.cases(asked)]
+        jobs += [
+            Job(implementation, case, scope_checks, rotations.get(case, FULL_ROTATION)) for case in scope.cases(grids)
+        ]
     return jobs
 
 
-def _measure_coverage(asked: ImplementationGrids, level: str, jobs: Iterable[Job]) -> dict[str, Any]:
-    """What the cases of the grids cover: all of them but at `smoke`."""
+def _measure_coverage(implementation_grids: ImplementationGrids, level: str, jobs: Iterable[Job]) -> dict[str, Any]:
+    """Measure what the planned cases of the grids cover: all of them, except at `smoke`."""
     chosen = {job.case for job in jobs if job.is_on_grid} if level == "smoke" else None
-    grids = (asked.grid, asked.sizes)
+    grids = (implementation_grids.grid, implementation_grids.sizes)
     return {
-        "implementation": asked.implementation.name,
+        "implementation": implementation_grids.implementation.name,
         "level": level,
-        "strength": asked.grid.coverage.strength,
+        "strength": implementation_grids.grid.coverage.strength,
         "cases": len({case for grid in grids for case in grid.cases if chosen is None or case in chosen}),
         "declined": len({case for grid in grids for case in grid.declined}),
         "combinations": sum(grid.coverage.feasible for grid in grids),
@@ -149,40 +162,43 @@ def _measure_coverage(asked: ImplementationGrids, level: str, jobs: Iterable[Job
 
 
 def plan_regressions(implementations: Sequence[Implementation], checks: Iterable[Check] = CHECKS) -> Plan:
-    """The jobs that judge the named regressions; what an implementation does not support is shown with its reason."""
-    asked = tuple(check for check in checks if check.scope is GRID)
-    return Plan(tuple(Job(i, regression.case, asked) for i in implementations for regression in REGRESSIONS), ())
+    """Plan the named regression cases. What an implementation does not support is shown with its reason."""
+    grid_checks = tuple(check for check in checks if check.scope is GRID)
+    return Plan(tuple(Job(i, regression.case, grid_checks) for i in implementations for regression in REGRESSIONS), ())
 
 
 def plan_problem(
     implementations: Sequence[Implementation], cases: Sequence[Case], checks: Iterable[Check] = CHECKS
 ) -> Plan:
-    """The jobs that judge cases of a named problem: those with a front end as a whole, the others as the grid is."""
+    """Plan cases of a named problem.
+
+    A case with a front end gets the checks of front ends, any other case those of the grid.
+    """
     chosen = tuple(checks)
-    asked = {scope: tuple(check for check in chosen if check.scope is scope) for scope in (FRONT, GRID)}
+    by_scope = {scope: tuple(check for check in chosen if check.scope is scope) for scope in (FRONT, GRID)}
     return Plan(
-        tuple(Job(i, case, asked[FRONT if case.steps else GRID]) for i in implementations for case in cases), ()
+        tuple(Job(i, case, by_scope[FRONT if case.steps else GRID]) for i in implementations for case in cases), ()
     )
 
 
 def plan_case(
     implementation: Implementation, case: Case, checks: Iterable[Check] = CHECKS, turn: Rotation = FULL_ROTATION
 ) -> Plan:
-    """The jobs that judge one case: the checks of the grid, or the refusal if the case is not supported.
+    """Plan one case: the checks of the grid, or the refusal if the case is not supported.
 
-    Checks that look at one case of their own are asked of this one too, if it is theirs or if they are named. `turn` is
-    what the case is asked of what cases take turns with.
+    Checks with cases of their own are run too, if this is one of their cases or if they are named in `checks`.
+    `rotation` says which of the costly questions the case is asked.
     """
     chosen = tuple(checks)
     supported = implementation.supports(case) is None
-    named = len(chosen) < len(CHECKS)
-    asked = ImplementationGrids(implementation, "quick", case.seed)
+    are_named = len(chosen) < len(CHECKS)
+    grids = ImplementationGrids(implementation, "quick", case.seed)
     scopes = [
         scope
         for scope in SCOPES
         if scope.supported == supported
-        and ((named and scope.accepts_any_case(implementation)) or scope.contains(asked, case))
+        and ((are_named and scope.accepts_any_case(implementation)) or scope.contains(grids, case))
     ]
-    theirs = tuple(check for check in chosen if check.scope in scopes)
-    # A declined case is shown with its reason, whichever checks are asked for.
-    return Plan((Job(implementation, case, theirs, turn),) if theirs or not supported else (), ())
+    case_checks = tuple(check for check in chosen if check.scope in scopes)
+    # An unsupported case is shown with its reason, whichever checks are named.
+    return Plan((Job(implementation, case, case_checks, turn),) if case_checks or not supported else (), ())

@@ -1,4 +1,4 @@
-"""Running jobs into records."""
+"""Run jobs and produce their records."""
 
 from __future__ import annotations
 
@@ -30,21 +30,27 @@ from conformance.sandbox.sandboxed_executor import SupportQueryFailed, create_ex
 from conformance.truth.error_patterns.map_drawing import draw_error_map
 from conformance.truth.error_patterns.pattern import find_pattern
 
-# Compiled programs take 0.3 to 2.5 MB each; beyond this many configurations the process is told to let go of them.
+ABANDONED_CASE = "the case was asked no further"
+"""The end of the reason of a record whose kernel's process died."""
+# A compiled program takes 0.3 to 2.5 MB, so JAX's caches are cleared after this many jobs.
 _CLEAR_EVERY = 60
-# What compiles or interprets an accelerator's kernel, on any machine.
+# Checks that compile or interpret an accelerator's kernel on any machine.
 _NEED_NO_ACCELERATOR = frozenset(check.name for check in CHECKS if check.scope.without_accelerator is not None)
-# What differentiates whichever of the two calls it is the case's turn to have differentiated.
+# Checks that differentiate the one of the two calls that the rotation names.
 _ROTATED_PULLBACK_CHECKS = frozenset({"gradients_part", "primal", "poison", "independence", "linearity"})
 
 
 class Runner:
-    """Judges jobs one after the other, keeping compiled functions from one job to the next."""
+    """Judge jobs one after the other, and keep compiled functions from one job to the next."""
 
     def __init__(self, settings: Settings, *, confirmed: float = ENOUGH_CONFIRMED, options: Sequence[str] = ()) -> None:
-        """A runner that judges failures again until `confirmed` of a check and result are confirmed; never with 0.
+        """Create a runner.
 
-        `options` are those of the command that repeat how kernels are found and run.
+        Args:
+          settings: tolerances and expected failures.
+          confirmed: confirmed failures of a check and result, after which no more of them are judged again; 0 for
+            never.
+          options: command-line options that repeat how kernels are found and run.
         """
         self._settings = settings
         self._options = tuple(options)
@@ -54,21 +60,21 @@ class Runner:
         self._done = 0
 
     def run(self, jobs: Sequence[Job], on_job: Callable[[Job, list[Record]], None] | None = None) -> list[Record]:
-        """Judge `jobs` in order; `on_job` hears of each as it ends."""
-        found: list[Record] = []
+        """Judge `jobs` in order; call `on_job` with each and its records as it ends."""
+        records_found: list[Record] = []
         for job in jobs:
-            judged = self.judge(job)
-            found += judged
+            job_records = self.judge(job)
+            records_found += job_records
             if on_job is not None:
-                on_job(job, judged)
-        return found
+                on_job(job, job_records)
+        return records_found
 
     def judge(self, job: Job) -> list[Record]:
-        """The records of one job."""
+        """Judge one job and return its records."""
         return list(self.stream(job))
 
     def stream(self, job: Job) -> Iterator[Record]:
-        """The records of one job, as they come."""
+        """Judge one job and yield its records as they come."""
         executor = self._executors.setdefault(job.implementation.name, create_executor(job.implementation))
         subject = Subject(executor, job.case, self._settings.tolerances, job.rotation)
         rejudge = self._rejudges.setdefault(job.implementation.name, Rejudger(executor, self._confirmed))
@@ -76,13 +82,13 @@ class Runner:
         if self._done % _CLEAR_EVERY == 0:
             jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
         if (absent := job.implementation.accelerator.absent) is not None:
-            found = _judge_without_accelerator(subject, job.checks, absent, rejudge)
+            stream = _judge_without_accelerator(subject, job.checks, absent, rejudge)
         elif isinstance(reason := _find_unsupported_reason(job), Judgement):
-            found = iter([_build_record(subject, "support", reason, None, 0.0)])
+            stream = iter([_build_record(subject, "support", reason, None, 0.0)])
         elif reason is not None:
-            found = _judge_unsupported(subject, job.checks, reason, rejudge)
+            stream = _judge_unsupported(subject, job.checks, reason, rejudge)
         elif (count := executor.devices) < job.implementation.devices:
-            found = iter(
+            stream = iter(
                 [
                     _build_record(
                         subject, "devices", _build_device_judgement(job.implementation.devices, count), None, 0.0
@@ -90,29 +96,29 @@ class Runner:
                 ]
             )
         else:
-            found = _judge_checks(subject, job.checks, rejudge)
-        for record in found:
-            if later := executor.pop_later_files():
-                record = dataclasses.replace(record, files=later)
-            yield self._told(record)
+            stream = _judge_checks(subject, job.checks, rejudge)
+        for record in stream:
+            if later_files := executor.pop_later_files():
+                record = dataclasses.replace(record, files=later_files)
+            yield self._finish_record(record)
 
-    def _told(self, record: Record) -> Record:
-        settled = self._settings.settle(record, jax.__version__)
+    def _finish_record(self, record: Record) -> Record:
+        settled = self._settings.mark_expected_failures(record, jax.__version__)
         if "--in-process" in self._options and not implementation_registry.is_builtin(record.implementation):
             settled = dataclasses.replace(settled, figures={**settled.figures, records.IN_PROCESS: 1.0})
         return dataclasses.replace(settled, reproduce=" ".join((settled.reproduce, *self._options)))
 
     def report_lost(self, job: Job) -> list[Record]:
-        """The records of a job whose process died: an error for each of its checks."""
+        """Return the records of a job whose process died: an error for each of its checks."""
         subject = Subject(create_executor(job.implementation), job.case, self._settings.tolerances, job.rotation)
         reason = "the process that judged this case died: the kernel crashed it, or it ran out of memory"
-        died = Judgement(observable="all", verdict=records.ERROR, reason=reason)
-        found = [_build_record(subject, check.name, died, None, 0.0) for check in job.checks]
-        return [self._told(record) for record in found]
+        judgement = Judgement(observable="all", verdict=records.ERROR, reason=reason)
+        lost_records = [_build_record(subject, check.name, judgement, None, 0.0) for check in job.checks]
+        return [self._finish_record(record) for record in lost_records]
 
 
 def _find_unsupported_reason(job: Job) -> str | Judgement | None:
-    """Why the case is not supported, none if it is; an error where the kernel cannot even say that."""
+    """Return why the case is not supported, None if it is, or an error if the kernel cannot say."""
     try:
         return job.implementation.supports(job.case)
     except SupportQueryFailed as error:
@@ -120,7 +126,7 @@ def _find_unsupported_reason(job: Job) -> str | Judgement | None:
 
 
 def build_hardware_records(implementations: Iterable[Implementation]) -> list[Record]:
-    """One `unjudged` record for each accelerator kernel that this machine can only interpret."""
+    """Build an `unjudged` record for each accelerator kernel that this machine can only interpret."""
     kernels = ((implementation.name, implementation.accelerator) for implementation in implementations)
     return [
         Record(
@@ -138,11 +144,11 @@ def build_hardware_records(implementations: Iterable[Implementation]) -> list[Re
     ]
 
 
-def build_changed_file_records(run: Run, judged: Iterable[Record]) -> list[Record]:
-    """Return an error for each kernel with files that changed while it was judged: nobody knows which content was."""
+def build_changed_file_records(run: Run, judged_records: Iterable[Record]) -> list[Record]:
+    """Build an error for each kernel whose files changed during the run: it is unknown which content was judged."""
     by_kernel = {name: list(kernel.files.items()) for name, kernel in run.kernels.items()}
     platforms: dict[str, str] = {}
-    for record in judged:
+    for record in judged_records:
         by_kernel.setdefault(record.implementation, []).extend(record.files.items())
         platforms.setdefault(record.implementation, record.platform)
     return [
@@ -162,9 +168,9 @@ def build_changed_file_records(run: Run, judged: Iterable[Record]) -> list[Recor
 
 
 def find_platform(implementation: Implementation, check: str | None = None) -> str:
-    """The platform that judgements are made on: the JAX backend, marked where the kernel is interpreted.
+    """Return the platform that judgements are made on: the JAX backend, marked if the kernel is interpreted.
 
-    Of a kernel that cannot run here, the platform that it is for, but for the checks that need no accelerator.
+    A kernel that cannot run here is recorded under its own platform, except by checks that need no accelerator.
     """
     accelerator = implementation.accelerator
     interpreted = accelerator.interpreted
@@ -177,21 +183,22 @@ def find_platform(implementation: Implementation, check: str | None = None) -> s
 
 
 def format_reproduction(subject: Subject, check: str) -> str:
-    """The command that repeats one judgement; what is no check's has none to name."""
+    """Return the command that repeats one judgement. A record of no check has no check to name."""
     command = f"python -m conformance run --impl={shlex.quote(subject.implementation.name)} --case={subject.case.id}"
     if check in CHECKS_BY_NAME:
         command += f" --check={check}"
-    alone = "plain" not in subject.rotation.pullbacks and "plain" in list_pullbacks(
+    is_residual_pullback = "plain" not in subject.rotation.pullbacks and "plain" in list_pullbacks(
         subject.implementation, subject.case
     )
     return (
         f"{command} --pullback={subject.rotation.pullbacks[0]}"
-        if alone and check in _ROTATED_PULLBACK_CHECKS
+        if is_residual_pullback and check in _ROTATED_PULLBACK_CHECKS
         else command
     )
 
 
 def _judge_checks(subject: Subject, checks: Iterable[Check], rejudge: Rejudger) -> Iterator[Record]:
+    """Run checks on a supported case, unless it does not discriminate, and yield their records."""
     margin = None
     checks = tuple(checks)
     compares = any(check.compares for check in checks)
@@ -221,14 +228,14 @@ def _judge_checks(subject: Subject, checks: Iterable[Check], rejudge: Rejudger) 
                 if left_out and check.compares:
                     judgement = dataclasses.replace(judgement, figures={**judgement.figures, **left_out})
                 yield _build_record(subject, check.name, judgement, margin, seconds)
-        except ProcessLost as lost:  # what else this case is asked might cost a process each
+        except ProcessLost as lost:  # each further check might cost another process
             yield _build_record(subject, check.name, _build_lost_judgement(lost), margin, 0.0)
             return
     yield from _report_unrequested_death(subject, checks)
 
 
 def _report_unrequested_death(subject: Subject, checks: Sequence[Check]) -> Iterator[Record]:
-    """Yield an error if the kernel's process died of calls that were begun and that no check asked for."""
+    """Yield an error if the kernel's process died in a call that was begun early and that no check used."""
     try:
         subject.executor.settle()
     except ProcessLost as lost:
@@ -236,22 +243,26 @@ def _report_unrequested_death(subject: Subject, checks: Sequence[Check]) -> Iter
 
 
 def _ensure_discrimination(subject: Subject) -> tuple[Subject, Mapping[str, float]]:
-    """The subject and its margins: asked everything, if what it is its turn to be asked does not discriminate."""
+    """Return the subject and its margins.
+
+    If the subject does not discriminate by the questions of its rotation, it is asked all of them.
+    """
     margins = discrimination.compute_margins(subject)
-    tells = not margins or discrimination.find_weakest_null(margins)[1] >= discrimination.REQUIRED_MARGIN
-    if tells or subject.rotation == FULL_ROTATION:
+    discriminates = not margins or discrimination.find_weakest_null(margins)[1] >= discrimination.REQUIRED_MARGIN
+    if discriminates or subject.rotation == FULL_ROTATION:
         return subject, margins
     subject = dataclasses.replace(subject, rotation=FULL_ROTATION)
     return subject, discrimination.compute_margins(subject)
 
 
 def _count_left_out(subject: Subject) -> dict[str, float]:
-    """The figures of a case some of whose rows have more than one right answer; none if all have one."""
+    """Return figures about rows with more than one right answer; empty if there are none."""
     count, rows = discrimination.count_undecided_rows(subject.problem)
     return {"undecided_rows": count, "rows": rows} if count else {}
 
 
 def _build_undecided_judgement(left_out: Mapping[str, float]) -> Judgement:
+    """Build the judgement of a case with too many rows that have more than one right answer."""
     reason = (
         f"rounding could change which keys are chosen in {left_out['undecided_rows']:,} of {left_out['rows']:,} rows, "
         f"which leaves too few to judge by: at most {discrimination.MAX_UNDECIDED_SHARE:.0%} may be left out"
@@ -260,7 +271,10 @@ def _build_undecided_judgement(left_out: Mapping[str, float]) -> Judgement:
 
 
 def _time_check(check: Check, subject: Subject, rejudge: Rejudger) -> Iterator[tuple[Judgement, float]]:
-    """The check's judgements, each with its share of the time: as they come, where none is made again."""
+    """Yield the judgements of a check, each with its share of the time.
+
+    They come at once where failures are not judged again.
+    """
     start = time.perf_counter()
     if rejudge.is_disabled:
         for judgement in _run_guarded(check, subject):
@@ -275,22 +289,23 @@ def _time_check(check: Check, subject: Subject, rejudge: Rejudger) -> Iterator[t
 
 
 def _run_check(check: Check, subject: Subject, rejudge: Rejudger) -> list[Judgement]:
-    """The check's judgements, failures judged again; what the implementation raises becomes one too."""
-    found = list(_run_guarded(check, subject))
+    """Run a check, judge its failures again, and return what stands."""
+    judgements = list(_run_guarded(check, subject))
     interrupts.raise_if_stopped()
-    found = rejudge.judge(check, subject, found)
+    judgements = rejudge.judge(check, subject, judgements)
     interrupts.raise_if_stopped()
-    return found
+    return judgements
 
 
 def _run_guarded(check: Check, subject: Subject) -> Iterator[Judgement]:
+    """Run a check; an exception of the implementation becomes a judgement."""
     return catch_errors("all", lambda: check.run(subject))
 
 
 def _judge_without_accelerator(
     subject: Subject, checks: Iterable[Check], reason: str, rejudge: Rejudger
 ) -> Iterator[Record]:
-    """What needs no accelerator, if there is a call for it and the case is supported; the rest is unjudged."""
+    """Run the checks that need no accelerator, if the case allows it; the rest is unjudged."""
     implementation = subject.implementation
     stand_ins = {check: check.scope.without_accelerator for check in checks}
     possible = [check for check, stand_in in stand_ins.items() if stand_in and stand_in(implementation) is not None]
@@ -303,23 +318,26 @@ def _judge_without_accelerator(
 
 
 def _judge_unsupported(subject: Subject, checks: Iterable[Check], reason: str, rejudge: Rejudger) -> Iterator[Record]:
+    """Yield the reason why a case is not supported, and run the checks for unsupported cases."""
     yield _build_record(subject, "support", build_unsupported("case", reason), None, 0.0)
     for check in checks:
         if not check.scope.supported:
             start = time.perf_counter()
             try:
-                found = _run_check(check, subject, rejudge)
+                judgements = _run_check(check, subject, rejudge)
             except ProcessLost as lost:
-                found = [_build_lost_judgement(lost)]
-            for judgement in found:
+                judgements = [_build_lost_judgement(lost)]
+            for judgement in judgements:
                 yield _build_record(subject, check.name, judgement, None, time.perf_counter() - start)
 
 
 def _build_lost_judgement(lost: ProcessLost) -> Judgement:
-    return Judgement(observable="all", verdict=records.ERROR, reason=f"{lost}; the case was asked no further")
+    """Build the error for a kernel's process that died."""
+    return Judgement(observable="all", verdict=records.ERROR, reason=f"{lost}; {ABANDONED_CASE}")
 
 
 def _build_device_judgement(needed: int, count: int) -> Judgement:
+    """Build the judgement for a kernel that needs more devices than there are."""
     reason = (
         f"{needed} devices are needed, there are {count}; on CPU, XLA_FLAGS must have "
         f"--xla_force_host_platform_device_count={needed} (4 are set unless XLA_FLAGS is set already)"
@@ -328,6 +346,7 @@ def _build_device_judgement(needed: int, count: int) -> Judgement:
 
 
 def _build_record(subject: Subject, check: str, judgement: Judgement, margin: float | None, seconds: float) -> Record:
+    """Build the record of one judgement."""
     implementation = subject.implementation
     return Record(
         implementation=implementation.name,
@@ -345,9 +364,9 @@ def _build_record(subject: Subject, check: str, judgement: Judgement, margin: fl
 
 
 def _locate_failure(judgement: Judgement) -> dict[str, Any]:
-    """Where a result is wrong: looked for only now, since most of what fails is judged again, or tried otherwise."""
+    """Find where a result is wrong. This is done only now, since most failures are judged again first."""
     failure = judgement.failure
     if failure is None:
         return {}
-    found = find_pattern(failure)
-    return {"pattern": found.words, "error_map": draw_error_map(failure, found.blocks) if failure.is_core else None}
+    located = find_pattern(failure)
+    return {"pattern": located.words, "error_map": draw_error_map(failure, located.blocks) if failure.is_core else None}

@@ -1,4 +1,4 @@
-"""Settings from `pyproject.toml`, table `[tool.attention_conformance]`.
+"""Load settings from `pyproject.toml`, table `[tool.attention_conformance]`.
 
 [tool.attention_conformance]
 implementations = ["my_kernels.flash:attention"]     # what plain `pytest` judges
@@ -45,15 +45,15 @@ TABLE = "attention_conformance"
 
 
 class SettingsError(ValueError):
-    """`pyproject.toml` has a setting that cannot be used; the message names it."""
+    """A setting in `pyproject.toml` cannot be used; the message names it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedFailure:
     """A known failure: it must keep failing, and turns red once it passes.
 
-    With `some`, what fails depends on the values: single passes are fine, and the entry turns red once a whole run has
-    none that fails. So does an entry that matches nothing.
+    With `some`, whether it fails depends on the values: single passes are fine, and the entry turns red once a whole
+    run has no failure that it matches. So does an entry that matches nothing.
     """
 
     implementation: str
@@ -72,12 +72,12 @@ class ExpectedFailure:
                 raise TypeError(f"{name} must be a list of patterns, got the string {getattr(self, name)!r}")
 
     def holds(self, jax_version: str, platform: str) -> bool:
-        """Whether the entry is about this version of JAX, and what is judged on this platform."""
-        of_version = not self.jax or SpecifierSet(self.jax).contains(jax_version, prereleases=True)
-        return of_version and self.platform in ("", platform)
+        """Tell whether the entry applies to this version of JAX and this platform."""
+        is_version = not self.jax or SpecifierSet(self.jax).contains(jax_version, prereleases=True)
+        return is_version and self.platform in ("", platform)
 
     def applies(self, record: Record, jax_version: str) -> bool:
-        """Whether `record` is one of those expected to fail."""
+        """Tell whether the entry expects `record` to fail."""
         return (
             record.implementation == self.implementation
             and self.holds(jax_version, record.platform)
@@ -89,7 +89,7 @@ class ExpectedFailure:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a project says about its judgements."""
+    """The settings of a project."""
 
     implementations: tuple[str, ...] = ()
     expected_failures: tuple[ExpectedFailure, ...] = ()
@@ -98,12 +98,12 @@ class Settings:
     groups: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def resolve_groups(self, names: Iterable[str]) -> list[str]:
-        """The implementations that `names` stand for, groups by their members, each once."""
-        found = (member for name in names for member in self.groups.get(name, (name,)))
-        return list(dict.fromkeys(found))
+        """Return the implementations that `names` stand for: groups are replaced by their members, each once."""
+        members = (member for name in names for member in self.groups.get(name, (name,)))
+        return list(dict.fromkeys(members))
 
-    def settle(self, record: Record, jax_version: str) -> Record:
-        """The record with expected failures marked as such, and unexpected passes too."""
+    def mark_expected_failures(self, record: Record, jax_version: str) -> Record:
+        """Return the record, marked if it is an expected failure or an unexpected pass."""
         for expected in self.expected_failures:
             if not expected.applies(record, jax_version):
                 continue
@@ -116,14 +116,14 @@ class Settings:
                 return dataclasses.replace(record, verdict=records.UNEXPECTED_PASS, reason=reason)
         return record
 
-    def stale(self, found: Sequence[Record], jax_version: str) -> list[Record]:
-        """A red record for each expected failure that a whole run did not see fail.
+    def stale(self, records_found: Sequence[Record], jax_version: str) -> list[Record]:
+        """Return a red record for each expected failure that did not occur in a whole run.
 
-        Of an implementation that could not be judged at all, as without its library, nothing can be said.
+        An implementation that could not be judged at all, as without its library, has none.
         """
         judged = {
             record.implementation: record.platform
-            for record in found
+            for record in records_found
             if record.case != "*" and record.verdict != records.UNJUDGED
         }
         return [
@@ -139,12 +139,12 @@ class Settings:
             for entry in self.expected_failures
             if entry.implementation in judged
             and entry.holds(jax_version, judged[entry.implementation])
-            and not any(r.verdict == records.EXPECTED_FAIL and entry.applies(r, jax_version) for r in found)
+            and not any(r.verdict == records.EXPECTED_FAIL and entry.applies(r, jax_version) for r in records_found)
         ]
 
 
 def load_settings(start: Path) -> Settings:
-    """The settings of the nearest `pyproject.toml` at or above `start`; defaults if there is none.
+    """Load the settings of the nearest `pyproject.toml` at or above `start`; defaults if there is none.
 
     Raises:
       SettingsError: for settings that are misspelt or of the wrong type.
@@ -165,6 +165,7 @@ def load_settings(start: Path) -> Settings:
 
 
 def _parse_table(table: Any, file: Path) -> Settings:
+    """Parse the table of settings. Raises `SettingsError`."""
     try:
         _reject_unknown("the table", table, ("implementations", "groups", "tolerances", "expected_failures", "bank"))
         names = table.get("implementations", [])
@@ -183,45 +184,50 @@ def _parse_table(table: Any, file: Path) -> Settings:
     return Settings(tuple(names), expected, limits, bank, groups)
 
 
-def _parse_groups(found: Any) -> dict[str, tuple[str, ...]]:
-    _require(isinstance(found, dict), f"groups must be a table of lists of names, got {found!r}")
-    for name, members in found.items():
+def _parse_groups(table: Any) -> dict[str, tuple[str, ...]]:
+    """Parse the groups of implementations."""
+    _require(isinstance(table, dict), f"groups must be a table of lists of names, got {table!r}")
+    for name, members in table.items():
         _require(_is_string_list(members), f"the group {name!r} must be a list of names, got {members!r}")
-        taken = implementation_registry.is_builtin(name) or implementation_registry.may_exist(name)
-        _require(not taken, f"the group {name!r} has the name of an implementation, which would not be judged by it")
-    return {name: tuple(members) for name, members in found.items()}
+        is_taken = implementation_registry.is_builtin(name) or implementation_registry.may_exist(name)
+        _require(not is_taken, f"the group {name!r} has the name of an implementation, which would not be judged by it")
+    return {name: tuple(members) for name, members in table.items()}
 
 
-def _parse_tolerances(found: Any) -> dict[str, float]:
-    _require(isinstance(found, dict), f"tolerances must be a table, got {found!r}")
-    for key, value in found.items():
+def _parse_tolerances(table: Any) -> dict[str, float]:
+    """Parse the tolerances that replace default ones."""
+    _require(isinstance(table, dict), f"tolerances must be a table, got {table!r}")
+    for key, value in table.items():
         _require(not isinstance(value, dict), f'the tolerance {key!r} must be written in quotes, as "{key}.out" = 5.0')
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        _require(number and math.isfinite(value), f"the tolerance {key!r} must be a finite number, got {value!r}")
-    return dict(found)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        _require(is_number and math.isfinite(value), f"the tolerance {key!r} must be a finite number, got {value!r}")
+    return dict(table)
 
 
 def _parse_expected_failure(entry: Any) -> ExpectedFailure:
+    """Parse one expected failure."""
     fields = dataclasses.fields(ExpectedFailure)
     _reject_unknown("an expected failure", entry, [field.name for field in fields])
     for field in fields:
-        given = field.name in entry
+        is_given = field.name in entry
         _require(
-            given or field.default is not dataclasses.MISSING, f"an expected failure needs {field.name!r}: {entry}"
+            is_given or field.default is not dataclasses.MISSING, f"an expected failure needs {field.name!r}: {entry}"
         )
         kind, is_kind = _FIELD_TYPES[field.type]
         _require(
-            not given or is_kind(entry.get(field.name)),
+            not is_given or is_kind(entry.get(field.name)),
             f"{field.name} of an expected failure must be {kind}, got {entry.get(field.name)!r}",
         )
     _require(bool(entry["reason"].strip()), f"an expected failure needs a reason: {entry}")
     try:
         SpecifierSet(entry.get("jax", ""))
     except InvalidSpecifier as error:
-        raise ValueError(f"jax of an expected failure is no version range such as '>=0.11': {error}") from error
-    where = entry.get("platform", "")
+        raise ValueError(f"jax of an expected failure is not a version range such as '>=0.11': {error}") from error
+    platform = entry.get("platform", "")
     known = ", ".join(_KNOWN_PLATFORMS)
-    _require(where in ("", *_KNOWN_PLATFORMS), f"platform of an expected failure must be one of {known}, got {where!r}")
+    _require(
+        platform in ("", *_KNOWN_PLATFORMS), f"platform of an expected failure must be one of {known}, got {platform!r}"
+    )
     return ExpectedFailure(**entry)
 
 
@@ -230,7 +236,7 @@ def _is_string_list(value: Any) -> bool:
 
 
 _KNOWN_PLATFORMS = ("cpu", "cpu-interpret", "gpu", "tpu")
-# What a field may hold, by its annotation.
+# The type of each field's value, by its annotation.
 _FIELD_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a string", lambda value: isinstance(value, str)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
@@ -238,12 +244,14 @@ _FIELD_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _reject_unknown(what: str, found: Any, known: Sequence[str]) -> None:
-    _require(isinstance(found, dict), f"{what} must be a table, got {found!r}")
-    unknown = sorted(set(found) - set(known))
+def _reject_unknown(what: str, table: Any, known: Sequence[str]) -> None:
+    """Refuse a value that is no table, and keys that are not known."""
+    _require(isinstance(table, dict), f"{what} must be a table, got {table!r}")
+    unknown = sorted(set(table) - set(known))
     _require(not unknown, f"{what} has unknown keys {unknown}, known are {sorted(known)}")
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
+def _require(condition: bool, message: str) -> None:
+    """Raise `ValueError` with the message unless a condition holds."""
+    if not condition:
         raise ValueError(message)

@@ -1,8 +1,8 @@
-"""Worker processes, and what becomes of a task that takes its process down.
+"""Run tasks in worker processes, and survive tasks that kill their process.
 
-Each worker has one task at a time, over a pipe of its own. So it is known which task was under way in a process that
-died, and nothing is shared that a dying process could leave locked. Such a task is done again at the end, in its
-parts and alone; one that kills its process once more is lost, and costs only itself.
+Each worker has one task at a time, and a pipe of its own. So it is known which task killed a process, and nothing is
+shared that a dying process could leave locked. A task that killed its process is run again at the end, in parts and
+alone. A part that kills its process again is lost, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from conformance.sandbox import kernel_process, scratch_folder
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-# Seconds that workers may take to end, with the processes of their kernels, before they are killed.
+# Seconds that workers, with the processes of their kernels, may take to end before they are killed.
 _END_SECONDS = 10.0
 _END_SECONDS_AFTER_SIGNAL = 4.0
 
@@ -35,28 +35,30 @@ def run_tasks(
     workers: int,
     do: Callable[[Task], Result],
     *,
-    heard: Callable[[Task, Result], None],
-    parts: Callable[[Task], Iterable[Task]],
-    lost: Callable[[Task], None],
+    on_result: Callable[[Task, Result], None],
+    split: Callable[[Task], Iterable[Task]],
+    on_lost: Callable[[Task], None],
 ) -> None:
-    """Do `tasks` in `workers` processes. Ctrl-C stops the workers at once, and so does what `do` or `heard` raises.
+    """Run `tasks` in `workers` processes.
+
+    Ctrl-C stops the workers at once, and so does an exception of `do` or `on_result`.
 
     Args:
-      tasks: what to do, in this order.
-      workers: how many processes.
-      do: what a process does with a task. Both travel between processes, and so does what it returns or raises.
-      heard: hears of each task as it ends.
-      parts: the tasks that one is made of, which are done alone after a process died on it.
-      lost: hears of a task that kills its process even alone.
+      tasks: what to run, in this order.
+      workers: number of processes.
+      do: what a process does with a task. It is pickled, as are the task, the result and an exception.
+      on_result: called with each task and its result.
+      split: returns the parts of a task, which are run alone after the task killed a process.
+      on_lost: called with a task that kills its process even alone.
     """
-    deadly = _run_in_workers(tasks, workers, do, heard)
-    for task in _run_in_workers([part for one in deadly for part in parts(one)], 1, do, heard):
-        lost(task)
+    fatal = _run_in_workers(tasks, workers, do, on_result)
+    for task in _run_in_workers([part for one in fatal for part in split(one)], 1, do, on_result):
+        on_lost(task)
 
 
 @dataclasses.dataclass
 class _Worker(Generic[Task]):
-    """A process, our end of its pipe, and what it is doing."""
+    """A process, this end of its pipe, and the task that it works on."""
 
     process: ForkedProcess
     pipe: Connection
@@ -64,9 +66,9 @@ class _Worker(Generic[Task]):
 
 
 def _run_in_workers(
-    tasks: Iterable[Task], workers: int, do: Callable[[Task], Result], heard: Callable[[Task, Result], None]
+    tasks: Iterable[Task], workers: int, do: Callable[[Task], Result], on_result: Callable[[Task, Result], None]
 ) -> list[Task]:
-    """Do tasks; returns those that their processes died of."""
+    """Run tasks, and return those that killed their processes."""
     waiting = collections.deque(tasks)
     busy: list[_Worker[Task]] = []
     idle: list[_Worker[Task]] = []
@@ -85,39 +87,39 @@ def _run_in_workers(
                     _end_worker(worker, time.monotonic() + _END_SECONDS)
                     fatal.append(task)
                     continue
-                raised, found = answer
+                raised, result = answer
                 if raised:
-                    raise found
+                    raise result
                 if waiting:
                     worker.task = waiting.popleft()
                     _send_task(worker, do)
                 else:
                     busy.remove(worker)
                     idle.append(worker)
-                heard(task, found)
+                on_result(task, result)
     finally:
         with interrupts.delay_signals():
             for worker in busy:
                 worker.process.signal(signal.SIGTERM)
             seconds = _END_SECONDS if interrupts.get_received_signal() is None else _END_SECONDS_AFTER_SIGNAL
-            until = time.monotonic() + seconds
+            deadline = time.monotonic() + seconds
             for worker in (*busy, *idle):
-                _end_worker(worker, until)
+                _end_worker(worker, deadline)
     return fatal
 
 
 def _wait_for_workers(busy: Sequence[_Worker[Task]]) -> list[_Worker[Task]]:
-    """The workers that have answered or died, once there is one."""
+    """Wait until workers have answered or died, and return them."""
     while True:
         connection.wait([x for worker in busy for x in (worker.pipe, worker.process.sentinel)])
-        if found := [worker for worker in busy if worker.pipe.poll() or worker.process.wait(0) is not None]:
-            return found
+        if ready := [worker for worker in busy if worker.pipe.poll() or worker.process.wait(0) is not None]:
+            return ready
 
 
 def _receive_answer(worker: _Worker[Task]) -> tuple[bool, Any] | None:
-    """Whether its task raised, and what came of it; None if the worker died."""
+    """Return whether the task raised, and its result or exception; None if the worker died."""
     if not worker.pipe.poll():
-        return None  # what it started lives on, and holds its end of the pipe
+        return None  # a process that it started is alive, and holds its end of the pipe open
     try:
         answer: tuple[bool, Any] = worker.pipe.recv()
     except (EOFError, OSError):
@@ -126,24 +128,25 @@ def _receive_answer(worker: _Worker[Task]) -> tuple[bool, Any] | None:
 
 
 def _start_worker(task: Task, do: Callable[[Task], Result]) -> _Worker[Task]:
-    """A new worker, at work on this."""
-    ours, theirs = Pipe()
-    with theirs:  # the worker's death must be seen at our end
-        process = ForkedProcess(_serve, tuple(sys.path), pass_fds=[theirs.fileno()], may_fork=True)
-    worker = _Worker(process, ours, task)
+    """Start a worker that works on this task."""
+    this_end, worker_end = Pipe()
+    with worker_end:  # only so does this end see the worker's death
+        process = ForkedProcess(_serve, tuple(sys.path), pass_fds=[worker_end.fileno()], may_fork=True)
+    worker = _Worker(process, this_end, task)
     _send_task(worker, do)
     return worker
 
 
 def _send_task(worker: _Worker[Task], do: Callable[[Task], Result]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # it died, as whoever listens to it will hear
+    """Send a worker its task."""
+    with contextlib.suppress(BrokenPipeError):  # it died, which the caller sees at the next wait
         worker.pipe.send((do, worker.task))
 
 
-def _end_worker(worker: _Worker[Task], until: float) -> None:
-    """End a process that has died, has been told to, or has no more to do, which it sees by its pipe."""
+def _end_worker(worker: _Worker[Task], deadline: float) -> None:
+    """End a process that has died, was signalled, or has no more tasks. Closing its pipe tells it to end."""
     worker.pipe.close()
-    if worker.process.wait(max(0.0, until - time.monotonic())) is None:
+    if worker.process.wait(max(0.0, deadline - time.monotonic())) is None:
         worker.process.signal(signal.SIGKILL)
         worker.process.wait()
         scratch_folder.remove_abandoned_folders()
@@ -151,16 +154,17 @@ def _end_worker(worker: _Worker[Task], until: float) -> None:
 
 
 def _serve(pipe: int, path: Sequence[str]) -> None:
-    """Do one task after another, until there are no more or a signal ends the worker."""
+    """Run tasks one after another, until there are no more or a signal ends the worker."""
     packages.claim_names()
-    sys.path[:] = path  # the user's modules are found as in the process that judges
+    sys.path[:] = path  # the user's modules must be found as in the judge's process
     with interrupts.record_signals():
         with interrupts.end_on_signal():
             _do_tasks(pipe)
-        kernel_process.end_all_processes()  # also where a signal ends this process: they have scratch folders
+        kernel_process.end_all_processes()  # also after a signal: they have scratch folders to remove
 
 
 def _do_tasks(pipe: int) -> None:
+    """Receive tasks, run them and send the results."""
     tasks = Connection(pipe)
     while True:
         try:

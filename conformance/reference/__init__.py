@@ -1,1 +1,1 @@
-"""Attention to start from: the reference in JAX, with both of its backwards, and the front end of a model."""
+"""Reference code in JAX to start from: attention with two backward passes, and the front end of a model."""

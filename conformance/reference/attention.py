@@ -1,7 +1,7 @@
-"""Reference attention in JAX, in any dtype, with either reference backward pass.
+"""Compute attention in JAX, in any dtype, with either of two reference backward passes.
 
-It is slow and transparent, for users who want to compare with attention inside their own code. The gate does not use it
-as its truth: that is the float64 oracle (`conformance.truth.oracle`), which shares no code with this module.
+It is slow and easy to read, for users who want to compare with attention inside their own code. The checks do not use
+it. They compare with the float64 oracle (`conformance.truth.oracle`), which shares no code with this module.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ def reference_attention(
     save_residuals: bool = False,
     backward: Backward = "vanilla",
 ) -> Any:
-    """Attention (docs/contract.md, section 2), all `T * S` logits at once, computed in f32 (f64 for f64 operands).
+    """Compute attention (docs/contract.md, section 2) with all `T * S` logits at once.
+
+    It computes in f32, or in f64 for f64 operands.
 
     Args:
       q: `[B, T, N, H]`.
       k: `[B, S, K, H]`, `N % K == 0`.
       v: `[B, S, K, V]`.
       mask: which pairs are allowed; all by default.
-      segment_ids: int32 `[B, T]` and `[B, S]`; only equal ids attend.
+      segment_ids: int32 `[B, T]` and `[B, S]`. A query attends only to keys with the same id.
       soft_cap: logits become `soft_cap * tanh(x / soft_cap)`.
-      sinks: `[N]`, one logit a query head that joins the softmax denominator.
+      sinks: `[N]`, one logit for each query head that joins the softmax denominator.
       bias: broadcastable to `[B, N, T, S]`, added after scaling.
-      scale: `1 / sqrt(H)` by default.
+      scale: factor of the logits, `1 / sqrt(H)` by default.
       alibi_slopes: `[N]`, constants: logits lose `slope * |i + S - T - j|` after scaling.
-      mask_mod: `(b, n, i, j) -> booleans`, which pairs are allowed beside the mask; `n` is a query head.
-      score_mod: `(score, b, n, i, j) -> score`, of scaled logits before the soft cap, element by element. Neither may
+      mask_mod: `(b, n, i, j) -> booleans`. Pairs must be allowed by both it and the mask; `n` is a query head.
+      score_mod: `(score, b, n, i, j) -> score`, applied to each scaled logit before the soft cap. Neither function may
         capture an array that is traced.
       save_residuals: also return `{"logsumexp", "max_logits"}`, both `[B, N, T]`; only `logsumexp` is differentiable.
       backward: `"vanilla"` differentiates the forward pass; `"flash"` recomputes the probabilities from the saved
@@ -59,8 +61,8 @@ def reference_attention(
       `out [B, T, N, V]` in q's dtype, or `(out, residuals)`.
 
     Raises:
-      ValueError: naming the operand that is wrong.
-      TypeError: naming one that must be a function and is none.
+      ValueError: if an operand is wrong; the message names it.
+      TypeError: if `mask_mod` is not a function.
     """
     options: dict[str, Any] = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias}
     options |= {"scale": scale, "alibi_slopes": alibi_slopes, "score_mod": score_mod}
@@ -86,39 +88,41 @@ _Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array |
 
 
 ScoreMod = Callable[..., jax.Array]
-"""`(score, b, n, i, j) -> score`."""
+"""A function `(score, b, n, i, j) -> score`."""
 
 
 def _build_positions(shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """Batch row, query head, query and key of logits `[B, N, T, S]`, each along its own axis."""
+    """Return the indices `b, n, i, j` of logits `[B, N, T, S]`, each as an array along its own axis."""
     axes = range(len(shape))
     return tuple(jnp.arange(shape[axis]).reshape([-1 if axis == other else 1 for other in axes]) for axis in axes)
 
 
 def _get_accumulator_dtype(x: jax.Array) -> Any:
+    """Return the dtype to compute in: at least f32."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _split_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
-    """`[B, T, N, D]` to `[B, K, G, T, D]`."""
+    """Reshape `[B, T, N, D]` to `[B, K, G, T, D]`."""
     batch, length, heads, depth = x.shape
     return x.reshape(batch, length, num_kv_heads, heads // num_kv_heads, depth).transpose(0, 2, 3, 1, 4)
 
 
 def _merge_heads(x: jax.Array) -> jax.Array:
-    """`[B, K, G, T, D]` to `[B, T, N, D]`."""
+    """Reshape `[B, K, G, T, D]` to `[B, T, N, D]`."""
     batch, kv_heads, group, length, depth = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group, depth)
 
 
 def _dot(spec: str, *operands: jax.Array) -> jax.Array:
+    """Multiply by `einsum` in the highest precision."""
     return jnp.einsum(spec, *operands, precision=jax.lax.Precision.HIGHEST, preferred_element_type=operands[0].dtype)
 
 
 def _compute_logits(
     operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float, score_mod: ScoreMod | None
 ) -> tuple[jax.Array, Any]:
-    """Capped logits `[B, N, T, S]`, not masked, and the derivative of cap and score."""
+    """Compute capped logits `[B, N, T, S]`, not masked, and their derivative by the scaled logits."""
     q, k, _, _, bias, slopes = operands
     dtype = _get_accumulator_dtype(q)
     x = scale * _dot("bkgth,bskh->bkgts", _split_heads(q.astype(dtype), k.shape[2]), k.astype(dtype))
@@ -131,7 +135,7 @@ def _compute_logits(
     slope: Any = 1.0
     if score_mod is not None:
         score = functools.partial(score_mod, **dict(zip("bnij", _build_positions(x.shape), strict=True)))
-        # What the mask hides may be NaN, and a derivative there is multiplied by 0.
+        # Hidden logits may be NaN, and a derivative of NaN times 0 would still be NaN.
         x, pullback = jax.vjp(lambda x: jnp.asarray(score(x), dtype), jnp.where(allowed, x, 0))
         (slope,) = pullback(jnp.ones_like(x))
     if soft_cap is None:
@@ -143,16 +147,17 @@ def _compute_logits(
 def _attend(
     operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float, score_mod: ScoreMod | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute `out`, `logsumexp` and `max_logits`; JAX differentiates this function."""
     q, k, v, sinks, bias, slopes = operands
     allowed = jnp.broadcast_to(allowed, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
-    # Hidden NaN would reach dq through 0 * NaN when this is differentiated.
+    # When this is differentiated, hidden NaN would reach dq as 0 * NaN.
     k, v = _zero_hidden(k, allowed), _zero_hidden(v, allowed)
     z, _ = _compute_logits((q, k, v, sinks, bias, slopes), allowed, soft_cap, scale, score_mod)
     top = jnp.max(z, axis=-1, where=allowed, initial=-jnp.inf)
     sink = None if sinks is None else sinks.astype(z.dtype)[:, None]
     pivot = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
     pivot = jnp.where(jnp.isfinite(pivot), pivot, 0)
-    # The inner select keeps exp, and its derivative, away from what the mask hides.
+    # The inner select keeps exp and its derivative away from hidden logits.
     weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, z - pivot[..., None], 0)), 0)
     total = weights.sum(axis=-1)
     if sink is not None:
@@ -166,7 +171,7 @@ def _attend(
 
 
 def _zero_hidden(x: jax.Array, allowed: jax.Array) -> jax.Array:
-    """Keys or values `[B, S, K, D]` with zeros where no query may look."""
+    """Set keys or values `[B, S, K, D]` that no query may attend to to zero."""
     batch, length, kv_heads, _ = x.shape
     seen = allowed.any(axis=2).reshape(batch, kv_heads, -1, length).any(axis=2)  # [B, K, S]
     return jnp.where(seen.transpose(0, 2, 1)[..., None], x, 0)
@@ -176,12 +181,14 @@ def _zero_hidden(x: jax.Array, allowed: jax.Array) -> jax.Array:
 def _attend_flash(
     operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float, score_mod: ScoreMod | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute `out`, `logsumexp` and `max_logits`; `_flash_backward` is the derivative."""
     return _attend(operands, allowed, soft_cap, scale, score_mod)
 
 
 def _attend_flash_forward(
     operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float, score_mod: ScoreMod | None
 ) -> Any:
+    """Compute the forward pass, and save `out` and `logsumexp` for the backward pass."""
     out, lse, top = _attend(operands, allowed, soft_cap, scale, score_mod)
     return (out, lse, top), (operands, allowed, out, lse)
 
@@ -189,6 +196,7 @@ def _attend_flash_forward(
 def _attend_flash_backward(
     soft_cap: float | None, scale: float, score_mod: ScoreMod | None, saved: Any, cotangents: Any
 ) -> Any:
+    """Compute the gradients, with probabilities from `logsumexp` and D from `out`, as saved."""
     operands, allowed, out, lse = saved
     do, dlse, _ = cotangents
     q, k, v, sinks, bias, _ = operands

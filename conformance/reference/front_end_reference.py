@@ -1,4 +1,4 @@
-"""The front ends of `cases.front_ends` in JAX: for checks, and for use in your own code."""
+"""Compute the front ends of `cases.front_ends` in JAX: for checks, and for use in your own code."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def apply_front_end(
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What attention gets of raw projections: computed in f32, rounded once to their dtype.
+    """Apply a front end to raw projections, in f32, and round once to their dtype.
 
     Args:
       steps: names of steps (`cases.front_ends.STEPS`), in order.
       q: raw queries `[B, T, N, H]`.
       k: raw keys `[B, S, K, H]`.
-      v: raw values `[B, S, K, V]`; none if they are the raw keys.
-      q_positions: position streams int32 `[3, T]`.
-      kv_positions: likewise `[3, S]`.
+      v: raw values `[B, S, K, V]`; None if they are the raw keys.
+      q_positions: position streams of the queries, int32 `[3, T]`.
+      kv_positions: position streams of the keys, int32 `[3, S]`.
       q_norm: weights `[H]` of the norm of q.
       k_norm: weights `[H]` of the norm of k.
 
     Returns:
-      q, k and v in the shapes and the dtype of the projections.
+      q, k and v for attention, in the shapes and the dtype of the projections.
     """
     new_q = _apply_steps(steps, q.astype(jnp.float32), jnp.asarray(q_positions), q_norm).astype(q.dtype)
     new_k = _apply_steps(list_key_steps(steps), k.astype(jnp.float32), jnp.asarray(kv_positions), k_norm).astype(
@@ -53,6 +53,7 @@ def apply_front_end(
 
 
 def _apply_steps(steps: tuple[str, ...], x: jax.Array, at: jax.Array, norm: jax.Array | None) -> jax.Array:
+    """Apply the steps to queries or keys `[B, L, heads, H]` in f32, at position streams `[3, L]`."""
     for step in steps:
         if step in ("rms", "l2"):
             x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPSILON)
@@ -74,7 +75,7 @@ def _apply_steps(steps: tuple[str, ...], x: jax.Array, at: jax.Array, norm: jax.
 
 
 def apply_rotary(step: str, x: jax.Array, at: jax.Array) -> jax.Array:
-    """One of the rotary steps on `x [B, L, heads, H]` in f32, at position streams `[3, L]`."""
+    """Apply one of the rotary steps to `x [B, L, heads, H]` in f32, at position streams `[3, L]`."""
     turned = x.shape[-1] // 2 if step == "partial" else x.shape[-1]
     pairs = turned // 2
     frequency = BASE ** (-2.0 * jnp.arange(pairs, dtype=jnp.float32) / turned)

@@ -274,7 +274,10 @@ class KernelProcess:
 
     @property
     def _current_limits(self) -> Limits:
-        """Return the limits of the next call. A kernel that has hung gets less time, as it may hang in many cases."""
+        """Return the limits of the next call.
+
+        A kernel that has hung gets less time, as it may hang in many cases.
+        """
         if self._timeouts < _TIMEOUTS_BEFORE_CUT:
             return self.limits
         seconds = min(self.limits.seconds, max(_MIN_CALL_SECONDS, _SLOWEST_MULTIPLE * self._slowest_seconds))
@@ -315,7 +318,10 @@ _ALL: weakref.WeakSet[KernelProcess] = weakref.WeakSet()
 
 
 def end_all_processes() -> None:
-    """End the processes of all kernels, at the end of a command. The next call of a kernel starts its process again."""
+    """End the processes of all kernels, at the end of a command.
+
+    The next call of a kernel starts its process again.
+    """
     for process in list(_ALL):
         process.end()
 

@@ -118,7 +118,10 @@ def _open_folder(name: str, parent: int | None) -> int:
 
 
 def _make_accessible(folder: str, parent: int | None) -> None:
-    """Give the owner of a folder all rights. Follow no link, since a kernel may have replaced the folder by one."""
+    """Give the owner of a folder all rights.
+
+    No link is followed, since a kernel may have replaced the folder by one.
+    """
     if not hasattr(os, "O_PATH"):
         os.chmod(folder, stat.S_IRWXU, dir_fd=parent)
         return

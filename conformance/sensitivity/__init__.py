@@ -1,4 +1,4 @@
-"""What the gate can catch, measured: a bank of planted bugs, which check sees which, and the smallest error seen."""
+"""Measure what the gate can see: by a bank of planted bugs, and by errors of known size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bank of planted bugs. Each is a small change to a correct kernel that a real project has had."""
+"""Define planted bugs, small changes to a correct kernel that a real project has had, and load banks of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 def _matches_any_case(case: Case) -> bool:
+    """Return True: the default trigger."""
     return True
 
 
 def _find_no_obstacle() -> str | None:
+    """Return None: by default nothing keeps a bug from being measured."""
     return None
 
 
@@ -29,14 +31,14 @@ class PlantedBug:
 
     Attributes:
       name: a slug that says what is wrong.
-      family: what the bug is about, as the matrix groups it (`"soft cap"`, `"sinks"`, `"blocks"`, ...).
-      kind: class of the bug; the same for bugs that differ only in detail.
+      family: what the bug is about, as tables group it (`"soft cap"`, `"sinks"`, `"blocks"`, ...).
+      kind: the class of the bug. Bugs that differ only in detail share it.
       reference: where a real project had it (repository and issue, pull request, commit), or `"inferred from ..."`.
-      shows: observables by which it should show, as records name them, or their first part (`"dq"`, `"out"`).
+      shows: observables in which it should show, as records name them, or their first part (`"dq"`, `"out"`).
       build: makes the implementation with the bug in it.
-      trigger: whether a case has the condition under which the bug shows. Such cases are judged first, which saves time
-        and changes no result.
-      unmeasurable: why this machine cannot tell whether the gate sees the bug, or None if it can.
+      trigger: tells whether a case has the condition under which the bug shows. Such cases are judged first, which
+        saves time and changes no result.
+      unmeasurable: returns why this machine cannot tell whether the gate sees the bug, or None if it can.
     """
 
     name: str
@@ -61,19 +63,19 @@ class BankError(Exception):
 
 
 def load_bank(name: str) -> tuple[PlantedBug, ...]:
-    """The bank `module:attribute`. Raises `BankError`."""
+    """Load the bank `module:attribute`. Raises `BankError`."""
     source, _, attribute = name.partition(":")
     if not source or not attribute:
         raise BankError(f"bank {name!r} is incomplete: write module:attribute")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    if (current_folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, current_folder)
     try:
-        found = getattr(importlib.import_module(source), attribute)
+        bugs = getattr(importlib.import_module(source), attribute)
     except (Exception, SystemExit) as error:  # whatever the import raises, the user needs one line
         raise BankError(f"bank {name}: {type(error).__name__}: {error}".split("\n")[0]) from error
-    if not (isinstance(found, Sequence) and found and all(isinstance(bug, PlantedBug) for bug in found)):
+    if not (isinstance(bugs, Sequence) and bugs and all(isinstance(bug, PlantedBug) for bug in bugs)):
         raise BankError(f"bank {name} must be a sequence of conformance.sensitivity.PlantedBug, and not empty")
-    names = [bug.name for bug in found]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise BankError(f"bank {name}: names must be unique, {', '.join(twice)} occurs twice")
-    return tuple(found)
+    names = [bug.name for bug in bugs]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise BankError(f"bank {name}: names must be unique, {', '.join(repeated)} occurs twice")
+    return tuple(bugs)

@@ -1,6 +1,6 @@
-"""Detection power, as a file: what the gate saw of every planted bug, and the smallest error that it sees.
+"""Save and load what the gate saw of every planted bug, and the smallest errors that it sees.
 
-`python -m conformance sensitivity --save` measures it and writes the file; reports show it beside every verdict.
+`python -m conformance sensitivity --save` measures this and writes the file. Reports show it beside every verdict.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def build_table(
     level: str,
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Plain data for a file and for reports.
+    """Build the table as plain data, for a file and for reports.
 
     Args:
-      examined: what the gate said of each bug.
+      examined: what the gate found out about each bug.
       resolutions: dataclasses of the smallest visible errors.
-      level: of the grid.
+      level: the level of the grid.
       environment: versions that it was measured with.
     """
     return {
@@ -46,14 +46,14 @@ def build_table(
 
 
 def merge_tables(table: Mapping[str, Any], last: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A table of newly measured and of kept bugs, with what the kept ones cost, and the smallest errors seen then."""
+    """Return a table of newly measured and of kept bugs, with the former cost added, and the former smallest errors."""
     cost = {row["check"]: row["seconds"] for row in (last or {}).get("checks", ())}
     checks = [row | {"seconds": round(row["seconds"] + cost.get(row["check"], 0.0), 1)} for row in table["checks"]]
     return {**table, "checks": checks, "resolution": (last or {}).get("resolution", [])}
 
 
 def parse_examinations(table: Mapping[str, Any] | None, names: Collection[str]) -> list[Examination]:
-    """What a table says of the named bugs, as far as it has them; what it cost is not in it."""
+    """Parse what a table says of the named bugs that it has. It does not contain what they cost."""
     return [
         Examination(
             bug=row["bug"],
@@ -72,10 +72,12 @@ def parse_examinations(table: Mapping[str, Any] | None, names: Collection[str]) 
 
 
 def _parse_kill(observable: str, ratio: float | str | None, case: str) -> Kill:
+    """Parse the first failure by which a check saw a bug."""
     return Kill(observable, case, FAIL, float(ratio) if ratio is not None else None)
 
 
 def _serialize_examination(examined: Examination) -> dict[str, Any]:
+    """Return the row of one bug."""
     return {
         "bug": examined.bug,
         "family": examined.family,
@@ -90,7 +92,7 @@ def _serialize_examination(examined: Examination) -> dict[str, Any]:
 
 
 def _round_ratio(ratio: float | None) -> float | str | None:
-    """Three digits; JSON has no infinity."""
+    """Round to three digits; infinity and NaN become text, which JSON lacks numbers for."""
     if ratio is None:
         return None
     short = float(f"{ratio:.3g}")
@@ -110,10 +112,10 @@ def save_table(table: Mapping[str, Any], path: Path = FILE) -> None:
 
 
 def load_table(path: Path = FILE) -> dict[str, Any] | None:
-    """The table, or None if it was never measured."""
+    """Load the table; None if there is none. Raises `ValueError` for another schema."""
     if not path.is_file():
         return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if found.get("schema") != SCHEMA:
-        raise ValueError(f"{path} has schema {found.get('schema')!r}, must be {SCHEMA!r}")
-    return found
+    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if table.get("schema") != SCHEMA:
+        raise ValueError(f"{path} has schema {table.get('schema')!r}, must be {SCHEMA!r}")
+    return table

@@ -1,13 +1,16 @@
-"""Diagnosis: which planted bugs a kernel is wrong most like.
+"""Name the planted bugs whose failures are most similar to those of a kernel.
 
-Both are known by how wrong they are on the same cases (`conformance.sensitivity.failure_signatures`). They are compared by
-Tversky's index of two sets (Tversky, 1977, "Features of similarity"), whose elements are the results that are wrong:
-what both have, for what both or one of them has. What a bug shows and the kernel does not counts in full, for it speaks
-against the bug. What the kernel shows beyond the bug counts less, for a kernel may have several faults. An element that
-both have counts by how close the sizes are: the same wrong numbers have the same ratio.
+Both are described by how wrong they are on the same cases (`conformance.sensitivity.failure_signatures`). They are
+compared by Tversky's index of two sets (Tversky, 1977, "Features of similarity"): the weight of what both have, divided
+by the weight of what either has. The elements are the wrong results.
 
-A backward pass does most things once more than the forward pass does, and each gradient may do them by itself. So what
-is wrong in gradients alone is compared a second time, with what bugs show in these gradients: the same mistake there.
+- What a bug shows and the kernel does not counts in full: it speaks against the bug.
+- What the kernel shows beyond the bug counts less, since a kernel may have several faults.
+- What both show counts by how close the sizes are: the same wrong numbers have the same ratio.
+
+A backward pass repeats most of the forward pass, and each gradient may do so by itself. So if only gradients are wrong,
+they are compared a second time, with what each bug shows in the same gradients: that may be the same mistake in another
+place.
 """
 
 from __future__ import annotations
@@ -21,25 +24,28 @@ from cases.storage_forms.storage_spec import KINDS
 from conformance.sensitivity.failure_signatures import CHECK_SEPARATOR, Element, KnownBug, Signature
 
 MAX_NAMED = 3
-"""So many bugs are named of a fault, and so many faults are told apart, at most."""
+"""The largest number of bugs that are named for a fault, and of faults that are told apart."""
 MIN_SIMILARITY = 0.3
-"""What is less like than this is called like none; `confusions` measures what that lets through."""
+"""The least similarity at which a bug is named; `measure_confusions` measures how often that is wrong."""
 MIN_SIMILARITY_EVERYWHERE, MORE_FOR_FEW_CASES = 0.4, 0.4
-"""A kernel that is wrong in every case that was asked is in the same places as half the bank. So it must be more like
-than the first, and more by the second over the root of how many cases that were."""
+"""Two numbers for a kernel that is wrong in every judged case, whose least similarity must be higher.
+
+Such a kernel is wrong in the same places as half of the bank. The least similarity is the first number, plus the second
+divided by the root of the number of cases.
+"""
 SAME_SIMILARITY = 0.97
-"""What is as like as this is wrong by the same numbers, but for rounding."""
-# Families that say how operands lie, and not what is wrong: a kernel that takes them so is compared with no others.
+"""A bug of this similarity is wrong by the same numbers, except for rounding."""
+# Families that name a storage form and not a mistake: a kernel with such storage is compared with these bugs only.
 _STORAGE_FAMILIES = frozenset({*KINDS, "quantised caches"})
-# Families of what is around a kernel: how devices share a sequence, which kernel a call is given to, and what tries to
-# be called right. By their numbers they are like whatever they get wrong, and that is what there is to name.
+# Families of code around a kernel: how devices share a sequence, which kernel a call is dispatched to, and attempts to
+# cheat the judge. Their numbers are similar to those of the mistake that they cause, and that is the one to name.
 _SURROUNDING_FAMILIES = frozenset({"context parallelism", "dispatch", "gaming"})
-# What the kernel shows beyond the bug, against 1 for what the bug shows beyond the kernel.
+# The weight of what the kernel shows beyond the bug. What the bug shows beyond the kernel has weight 1.
 _EXTRA_WEIGHT = 0.4
-# By so much less counts what a bug shows in the gradients that are wrong, if it shows in other results as well.
+# The factor of the second comparison, with what a bug shows in the wrong gradients alone.
 _SHARED_RESULT_WEIGHT = 0.75
-# Two results that are wrong at the same place are alike by so much whatever their sizes, by some more if these are of
-# the same order, and by the rest if they agree: a third is left where the logarithms to base 10 differ by so much.
+# The closeness of two wrong results at one place has a constant share, a share that falls slowly with the difference of
+# their sizes, and the rest, which falls fast. The decays are differences of logarithms that leave 1/e of a share.
 _SAME_PLACE_SHARE = 0.35
 _ORDER_SHARE, _ORDER_DECAY = 0.1, 0.5
 _SIZE_DECAY = 0.1
@@ -47,9 +53,13 @@ _SIZE_DECAY = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Similarity:
-    """A planted bug, and how like it a kernel is wrong: 1 is by the same numbers everywhere.
+    """A planted bug, and how similar a kernel's failures are to it: 1 means the same numbers everywhere.
 
-    `shared` are the wrong results that both have; `rest` is how many more the kernel has.
+    Attributes:
+      bug: the planted bug.
+      similarity: Tversky's index.
+      shared: the wrong results that both have.
+      rest: number of further wrong results of the kernel.
     """
 
     bug: KnownBug
@@ -58,35 +68,36 @@ class Similarity:
     rest: int
 
 
-def diagnose(found: Signature, bank: Sequence[KnownBug]) -> list[list[Similarity]]:
-    """For each fault that can be told apart the bugs that it is most like; at most `MOST` faults.
+def diagnose(signature: Signature, bank: Sequence[KnownBug]) -> list[list[Similarity]]:
+    """Find, for each fault that can be told apart, the bugs that it is most similar to.
 
-    The first are those of the kernel as a whole. What the first of them shows is then left out, case by case, and the
-    rest is compared anew: a kernel with two faults is like two bugs.
+    At most `MAX_NAMED` faults are found. The first is that of the kernel as a whole. Then the cases that its most
+    similar bug fails are left out, and the rest is compared again: a kernel with two faults is similar to two bugs.
     """
     faults: list[list[Similarity]] = []
-    while len(faults) < MAX_NAMED and (near := find_nearest(found, bank)):
-        faults.append(near)
-        shown = {case for case, _ in near[0].bug.signature.wrong}
-        found = Signature({case: sizes for case, sizes in found.sizes.items() if case not in shown})
+    while len(faults) < MAX_NAMED and (nearest := find_nearest(signature, bank)):
+        faults.append(nearest)
+        shown = {case for case, _ in nearest[0].bug.signature.wrong}
+        signature = Signature({case: sizes for case, sizes in signature.sizes.items() if case not in shown})
     return faults
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Confusion:
-    """How the bugs of a family are diagnosed, each by all others of the bank.
+    """How the bugs of one family are diagnosed, each by all other bugs of the bank.
 
-    It is right to name a bug of the family or of the kind, or one that is wrong by the same numbers: families overlap,
-    since the derivative of a soft cap is of the backward pass too.
+    It is right to name a bug of the same family or kind, or one that is wrong by the same numbers. Families overlap:
+    the derivative of a soft cap belongs to the backward pass too.
 
     Attributes:
-      family: of the bugs.
-      bugs: how many of them are wrong on any of the cases.
-      first: of how many it is right what is named first.
-      named: of how many it is right what is named first, second or third.
-      none: how many are called like none.
-      alone: how many have no other of their family, or of their kind where that counts: nothing right can be named.
-      others: the other families that were named first where that was not right, the most frequent ahead.
+      family: the family.
+      bugs: number of its bugs that are wrong on any of the cases.
+      first: number of bugs for which the first name is right.
+      named: number of bugs for which the first, second or third name is right.
+      none: number of bugs for which none is named.
+      alone: number of bugs without another one of their family, or of their kind where that counts: no right name
+        exists.
+      others: the other families that were wrongly named first, the most frequent first.
     """
 
     family: str
@@ -99,110 +110,117 @@ class Confusion:
 
 
 def measure_confusions(bank: Sequence[KnownBug]) -> list[Confusion]:
-    """What is named for each bug that is wrong on any of the cases if the bug itself were not known, by family.
+    """Measure by family which bugs are named for each bug, if that bug itself were not in the bank.
 
-    Bugs around a kernel are neither asked nor named.
+    Bugs around a kernel are neither diagnosed nor named.
     """
     visible = [bug for bug in bank if bug.signature.wrong and bug.family not in _SURROUNDING_FAMILIES]
     named: dict[str, list[tuple[KnownBug, list[Similarity]]]] = {}
     for bug in visible:
-        near = find_nearest(bug.signature, [other for other in visible if other is not bug])
-        named.setdefault(bug.family, []).append((bug, near))
-    return [_measure_confusion(family, found, visible) for family, found in sorted(named.items())]
+        nearest = find_nearest(bug.signature, [other for other in visible if other is not bug])
+        named.setdefault(bug.family, []).append((bug, nearest))
+    return [_measure_confusion(family, diagnosed, visible) for family, diagnosed in sorted(named.items())]
 
 
 def _measure_confusion(
     family: str, named: Sequence[tuple[KnownBug, Sequence[Similarity]]], visible: Sequence[KnownBug]
 ) -> Confusion:
-    right = [[_is_right(bug, each) for each in near] for bug, near in named]
-    wrong = (near[0].bug.family for (_, near), known in zip(named, right, strict=True) if near and not known[0])
+    """Count right and wrong names for the bugs of one family."""
+    rightness = [[_is_right(bug, each) for each in nearest] for bug, nearest in named]
+    wrong = (
+        nearest[0].bug.family
+        for (_, nearest), is_right in zip(named, rightness, strict=True)
+        if nearest and not is_right[0]
+    )
     return Confusion(
         family=family,
         bugs=len(named),
-        first=sum(any(known[:1]) for known in right),
-        named=sum(map(any, right)),
-        none=sum(not near for _, near in named),
+        first=sum(any(is_right[:1]) for is_right in rightness),
+        named=sum(map(any, rightness)),
+        none=sum(not nearest for _, nearest in named),
         alone=sum(not any(_is_same_class(bug, other) for other in visible if other is not bug) for bug, _ in named),
         others=tuple(other for other, _ in Counter(wrong).most_common()),
     )
 
 
 def _is_right(bug: KnownBug, named: Similarity) -> bool:
+    """Tell whether it is right to name a bug for another one."""
     return _is_same_class(bug, named.bug) or named.similarity >= SAME_SIMILARITY
 
 
 def _is_same_class(bug: KnownBug, other: KnownBug) -> bool:
+    """Tell whether two bugs share their family or kind; where the family is a storage form, their kind."""
     if bug.family in _STORAGE_FAMILIES:
         return _get_kind_prefix(bug) == _get_kind_prefix(other)
     return bug.kind == other.kind or bug.family == other.family
 
 
 def _get_kind_prefix(bug: KnownBug) -> str:
-    """Its kind, or of a kind that is written in two parts the first: `kvscale.twice` is about scales."""
+    """Return the kind, or the first part of a kind with two: `kvscale` of `kvscale.twice`."""
     return bug.kind.partition(".")[0]
 
 
-def find_nearest(found: Signature, bank: Iterable[KnownBug]) -> list[Similarity]:
-    """The bugs, each of another kind, that a kernel is wrong most like; none where it is like none of the bank."""
+def find_nearest(signature: Signature, bank: Iterable[KnownBug]) -> list[Similarity]:
+    """Find the bugs, each of another kind, most similar to a kernel; empty if none is similar enough."""
     named: dict[str, Similarity] = {}
-    least = _compute_min_similarity(found)
-    for each in rank_bugs(found, bank):
-        if each.similarity < least or len(named) == MAX_NAMED:
+    minimum = _compute_min_similarity(signature)
+    for each in rank_bugs(signature, bank):
+        if each.similarity < minimum or len(named) == MAX_NAMED:
             break
         named.setdefault(each.bug.kind, each)
     return list(named.values())
 
 
-def _compute_min_similarity(found: Signature) -> float:
-    """How like a bug must be to be named."""
-    everywhere = all(any(size is not None for size in sizes.values()) for sizes in found.sizes.values())
+def _compute_min_similarity(signature: Signature) -> float:
+    """Compute the least similarity at which a bug is named."""
+    everywhere = all(any(size is not None for size in sizes.values()) for sizes in signature.sizes.values())
     return (
-        MIN_SIMILARITY_EVERYWHERE + MORE_FOR_FEW_CASES / math.sqrt(len(found.sizes))
-        if everywhere and found.sizes
+        MIN_SIMILARITY_EVERYWHERE + MORE_FOR_FEW_CASES / math.sqrt(len(signature.sizes))
+        if everywhere and signature.sizes
         else MIN_SIMILARITY
     )
 
 
-def rank_bugs(found: Signature, bank: Iterable[KnownBug]) -> list[Similarity]:
-    """The bugs of kernels that share anything with a kernel's signature, the most alike first."""
-    compared = (compare_signatures(found, bug) for bug in bank if bug.family not in _SURROUNDING_FAMILIES)
+def rank_bugs(signature: Signature, bank: Iterable[KnownBug]) -> list[Similarity]:
+    """Rank the bugs that share any wrong result with a kernel, the most similar first."""
+    compared = (compare_signatures(signature, bug) for bug in bank if bug.family not in _SURROUNDING_FAMILIES)
     return sorted((each for each in compared if each.shared), key=lambda each: (-each.similarity, each.bug.name))
 
 
-def compare_signatures(found: Signature, bug: KnownBug) -> Similarity:
-    """How like a planted bug a kernel is wrong, by what both were asked and judged by."""
-    mine, other = _select_comparable(found, bug.signature), _select_comparable(bug.signature, found)
-    alike = _compute_tversky_index(mine, other)
-    wrong = {_get_result_name(element) for element in mine}
+def compare_signatures(signature: Signature, bug: KnownBug) -> Similarity:
+    """Compare a kernel with a planted bug, on the cases and results that both have."""
+    of_kernel, of_bug = _select_comparable(signature, bug.signature), _select_comparable(bug.signature, signature)
+    index = _compute_tversky_index(of_kernel, of_bug)
+    wrong = {_get_result_name(element) for element in of_kernel}
     if all(name.startswith("d") for name in wrong):
-        there = {element: size for element, size in other.items() if _get_result_name(element) in wrong}
-        alike = max(alike, _SHARED_RESULT_WEIGHT * _compute_tversky_index(mine, there))
-    both = sorted(mine.keys() & other.keys())
-    return Similarity(bug, alike, tuple(both), len(found.wrong) - len(both))
+        in_same_gradients = {element: size for element, size in of_bug.items() if _get_result_name(element) in wrong}
+        index = max(index, _SHARED_RESULT_WEIGHT * _compute_tversky_index(of_kernel, in_same_gradients))
+    both = sorted(of_kernel.keys() & of_bug.keys())
+    return Similarity(bug, index, tuple(both), len(signature.wrong) - len(both))
 
 
-def _compute_tversky_index(mine: Mapping[Element, float], other: Mapping[Element, float]) -> float:
-    """Tversky's index of what is wrong with a kernel and with a bug."""
-    weights = _compute_weights(mine.keys() | other.keys())
-    both = {element: _compute_closeness(mine[element], other[element]) for element in mine.keys() & other.keys()}
+def _compute_tversky_index(kernel: Mapping[Element, float], bug: Mapping[Element, float]) -> float:
+    """Compute Tversky's index of what is wrong with a kernel and with a bug."""
+    weights = _compute_weights(kernel.keys() | bug.keys())
+    both = {element: _compute_closeness(kernel[element], bug[element]) for element in kernel.keys() & bug.keys()}
     common = sum(weights[element] * close for element, close in both.items())
-    apart = sum(weights[element] * (1 - close) for element, close in both.items())
-    alone = sum(weights[element] for element in other.keys() - mine.keys())
+    differing = sum(weights[element] * (1 - close) for element, close in both.items())
+    bug_only = sum(weights[element] for element in bug.keys() - kernel.keys())
     # Where the forward pass is wrong the gradients follow: a bug in these gradients alone explains neither.
-    unexplained = {case for case, name in mine.keys() - other.keys() if name == "out"} & {case for case, _ in other}
-    further = mine.keys() - other.keys()
-    beyond = sum(weights[one] * (1 if one[0] in unexplained else _EXTRA_WEIGHT) for one in further)
-    whole = common + apart + alone + beyond
-    return common / whole if whole else 0.0
+    unexplained = {case for case, name in kernel.keys() - bug.keys() if name == "out"} & {case for case, _ in bug}
+    kernel_elements = kernel.keys() - bug.keys()
+    kernel_only = sum(weights[one] * (1 if one[0] in unexplained else _EXTRA_WEIGHT) for one in kernel_elements)
+    total = common + differing + bug_only + kernel_only
+    return common / total if total else 0.0
 
 
 def _get_result_name(element: Element) -> str:
-    """The result, whichever check found it wrong."""
+    """Return the name of the result, without the check that found it wrong."""
     return element[1].partition(CHECK_SEPARATOR)[0]
 
 
 def _select_comparable(one: Signature, other: Signature) -> dict[Element, float]:
-    """What is wrong with `one`, of the cases that `other` was asked and the results that it gave too."""
+    """Return what is wrong with `one`, on the cases and results that `other` has too."""
     return {
         (case, name): size
         for (case, name), size in one.wrong.items()
@@ -211,12 +229,20 @@ def _select_comparable(one: Signature, other: Signature) -> dict[Element, float]
 
 
 def _compute_weights(elements: Iterable[Element]) -> Mapping[Element, float]:
-    """The weight of each element: many wrong results of one case count more than few, but not as many times."""
+    """Compute the weight of each element.
+
+    Many wrong results of one case count more than few, but less than in proportion.
+    """
     count = Counter(case for case, _ in elements)
     return {(case, name): 1 / math.sqrt(count[case]) for case, name in elements}
 
 
 def _compute_closeness(one: float, other: float) -> float:
-    apart = abs(one - other)
-    equal = 1 - _SAME_PLACE_SHARE - _ORDER_SHARE
-    return _SAME_PLACE_SHARE + _ORDER_SHARE * math.exp(-apart / _ORDER_DECAY) + equal * math.exp(-apart / _SIZE_DECAY)
+    """Compute from 0 to 1 how close two sizes of the same wrong result are."""
+    difference = abs(one - other)
+    fast_share = 1 - _SAME_PLACE_SHARE - _ORDER_SHARE
+    return (
+        _SAME_PLACE_SHARE
+        + _ORDER_SHARE * math.exp(-difference / _ORDER_DECAY)
+        + fast_share * math.exp(-difference / _SIZE_DECAY)
+    )

@@ -1,4 +1,4 @@
-"""Which check sees which planted bug, and what a check is worth."""
+"""Find out which checks see which planted bugs, and what each check contributes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from conformance.records import ERROR, RED, Record
 from conformance.sensitivity.bank import PlantedBug
 
 NEAREST_CASES = 2
-"""Cases of the grid that come first: those nearest to a bug's trigger."""
-# One case in so many of the rest of the grid, for a bug that one check alone has seen.
+"""Number of grid cases that come first: those nearest to a bug's trigger."""
+# Of the rest of the grid, one case in so many is judged for a bug that a single check has seen.
 _STRIDE = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """The first red record that a check has for a bug."""
+    """The first red record of a check for a bug."""
 
     observable: str
     case: str
@@ -34,15 +34,15 @@ class Kill:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What the gate says of one planted bug.
+    """What the gate found out about one planted bug.
 
     Attributes:
       bug: its name; `family`, `kind`, `reference` and `shows` as planted.
-      kills: check to its first kill, for the checks that see the bug.
-      judged: how many jobs of the plan were judged.
-      planned: how many jobs the plan has. Fewer are judged where several checks see the bug on the cases nearest to it.
+      kills: for each check that sees the bug, its first kill.
+      judged: number of jobs that were judged.
+      planned: number of jobs in the plan. Fewer are judged if several checks see the bug on the nearest cases.
       seconds: time by check.
-      first_red: seconds of judging until a check saw it; none where none does, or where that was not kept.
+      first_red: seconds until a check saw it; None if none did, or if that was not kept.
     """
 
     bug: str
@@ -63,11 +63,11 @@ class Examination:
 
 
 def order_jobs_for_bug(bug: PlantedBug, level: str) -> list[Job]:
-    """The jobs of the gate for the bug's implementation: `NEAR` cases of the grid, what is not on it, the rest of it.
+    """Order the jobs of the gate so that a bug is seen early.
 
-    Cases that have the bug's trigger come first, small before big; what is not on the grid comes in the order of
-    `SCOPES`. All jobs are there: the order saves time and changes no result. At `smoke` the order is that of a
-    run, since how soon that turns red is what is measured.
+    `NEAREST_CASES` cases of the grid come first, then jobs beside the grid in the order of `SCOPES`, then the rest of
+    the grid. In the grid, cases with the bug's trigger come first, small before large. The order saves time and changes
+    no result. At `smoke` the order is that of a run, since how soon that turns red is measured.
     """
     jobs = plan_run([bug.build()], level=level).jobs
     if level == "smoke":
@@ -79,26 +79,30 @@ def order_jobs_for_bug(bug: PlantedBug, level: str) -> list[Job]:
 
 
 def is_still_asked(bug: PlantedBug, level: str, kills: Mapping[str, Kill]) -> bool:
-    """Whether some check that saw the bug is still asked of the case on which it did."""
-    asked = {(check.name, job.case.id) for job in order_jobs_for_bug(bug, level) for check in job.checks}
-    return any((check, kill.case) in asked for check, kill in kills.items())
+    """Tell whether some check that saw the bug is still planned on the case on which it did."""
+    planned = {(check.name, job.case.id) for job in order_jobs_for_bug(bug, level) for check in job.checks}
+    return any((check, kill.case) in planned for check, kill in kills.items())
 
 
 def _compute_size(case: Case) -> int:
+    """Return the number of logits of a case."""
     return case.batch * case.num_q_heads * case.q_length * case.kv_length
 
 
 def create_single_look_runner() -> Runner:
-    """A failure of what is known to be wrong needs no second judgement, which costs a third of the time."""
+    """Create a runner that judges no failure again.
+
+    A planted bug is known to be wrong, and this saves a third of the time.
+    """
     return Runner(Settings(), confirmed=0)
 
 
 def iter_red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | None = None) -> Iterator[Record]:
-    """The red records, as they come: whoever has seen enough stops.
+    """Yield red records as they come, so that the caller can stop once it has seen enough.
 
-    `seen` says which checks saw the bug before, where, and by which of their questions. Those are asked first, alone
-    and beginning there; then everything is asked as if nothing were known, so that a bug that others see now is found
-    all the same.
+    `seen` has the kill of each check that saw the bug before. These checks run first, with only the questions that saw
+    it and beginning with its case. Then everything is run as if nothing were known, so a bug that other checks see by
+    now is still found.
     """
     runner = create_single_look_runner()
     jobs = order_jobs_for_bug(bug, level)
@@ -110,13 +114,16 @@ def iter_red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | Non
 
 
 def _iter_question_names(observable: str) -> Iterator[str]:
-    """What may name the question that `observable` answers, one told apart from others: `deep` in `dq.deep`."""
+    """Yield what may name the question that `observable` answers: `dq.deep` and `deep` for `dq.deep`."""
     parts = observable.split(".")
     return (".".join(parts[first:]) for first in range(len(parts)))
 
 
 def _iter_red(records: Iterator[Record], questions: Collection[str] | None) -> Iterator[Record]:
-    """The red ones, of all questions or of these; whoever takes them may ask something else meanwhile."""
+    """Yield the red records, of all questions or of these.
+
+    The limit to questions holds only while a record is made: the caller may judge something else meanwhile.
+    """
     while True:
         with select_subchecks(questions):
             record = next(records, None)
@@ -127,35 +134,34 @@ def _iter_red(records: Iterator[Record], questions: Collection[str] | None) -> I
 
 
 def select_seen_jobs(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]:
-    """The jobs with a check that saw the bug, with no other check, those on a case where one saw it first.
+    """Return jobs reduced to checks that saw the bug; cases on which one saw it come first.
 
-    Of these the ones whose check comes first in `CHECKS` are first: plain questions, which take the fewest programs.
+    Among these, jobs whose check is early in `CHECKS` come first: plain questions compile the fewest programs.
     """
     cases = {kill.case for kill in seen.values()}
-    asked = [(job, tuple(check for check in job.checks if check.name in seen)) for job in jobs]
-    narrowed = [dataclasses.replace(job, checks=checks) for job, checks in asked if checks]
+    with_seen_checks = [(job, tuple(check for check in job.checks if check.name in seen)) for job in jobs]
+    narrowed = [dataclasses.replace(job, checks=checks) for job, checks in with_seen_checks if checks]
     return sorted(narrowed, key=lambda job: (job.case.id not in cases, CHECKS.index(job.checks[0])))
 
 
 def examine(bug: PlantedBug, level: str) -> Examination:
-    """Which checks see a bug, and where first.
+    """Find out which checks see a bug, and where first.
 
-    Jobs are judged in the order of `ordered_jobs` until two checks have seen the bug. One that a single check has seen
-    on the nearest cases and on all that is not on the grid is shown to a quarter of the rest of the grid, and one that
-    none has seen to all of it.
+    Jobs are judged in the order of `order_jobs_for_bug` until two checks have seen the bug. If one check has seen it on
+    the nearest cases and beside the grid, a quarter of the rest of the grid is judged. If none has, all of it is.
     """
     runner = create_single_look_runner()
     started = time.perf_counter()
     first_red = None
     jobs = order_jobs_for_bug(bug, level)
-    beside = NEAREST_CASES + sum(not job.is_on_grid for job in jobs)
+    near_or_off_grid = NEAREST_CASES + sum(not job.is_on_grid for job in jobs)
     kills: dict[str, Kill] = {}
     seconds: dict[str, float] = {}
     judged = 0
     for number, job in enumerate(jobs):
         if len(kills) > 1:
             break
-        if level != "smoke" and number >= beside and kills and number % _STRIDE:
+        if level != "smoke" and number >= near_or_off_grid and kills and number % _STRIDE:
             continue
         open_checks = tuple(check for check in job.checks if check.name not in kills)
         for record in runner.stream(dataclasses.replace(job, checks=open_checks)):
@@ -179,7 +185,7 @@ def examine(bug: PlantedBug, level: str) -> Examination:
 
 
 def shows_as_declared(bug: PlantedBug, red: Record) -> bool:
-    """Whether a red record is of an observable by which the bug should show; a crash counts as `"error"`."""
+    """Tell whether a red record has an observable in which the bug should show. A crash counts as `"error"`."""
     if red.verdict == ERROR:
         return "error" in bug.shows
     return bool({red.observable, red.observable.partition(".")[0]} & set(bug.shows))
@@ -187,7 +193,7 @@ def shows_as_declared(bug: PlantedBug, red: Record) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class CheckPower:
-    """What a check is worth: bugs it sees, bugs that no other check sees, and what it cost to find out."""
+    """What a check contributes: bugs that it sees, those that it alone sees, and its cost."""
 
     check: str
     kills: int
@@ -196,7 +202,7 @@ class CheckPower:
 
 
 def compute_check_powers(examined: Sequence[Examination]) -> list[CheckPower]:
-    """The power of each check, in the order in which checks run."""
+    """Compute the contribution of each check, in the order in which checks run."""
     return [
         CheckPower(
             check=check.name,

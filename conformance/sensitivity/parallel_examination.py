@@ -1,4 +1,4 @@
-"""Examining planted bugs in several processes. A bug travels by its name alone."""
+"""Examine planted bugs in several processes. A bug is sent as its name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conformance.sensitivity.failure_signatures import KnownBug, measure_known_b
 
 
 class BugKilledProcess(Exception):  # noqa: N818 -- a statement, as the message is
-    """A planted bug took its process down twice."""
+    """A planted bug killed its process twice."""
 
 
 def examine_parallel(
@@ -21,49 +21,53 @@ def examine_parallel(
     """Examine planted bugs in worker processes. Ctrl-C stops the workers at once.
 
     Args:
-      bank: where they are, `module:attribute`.
-      names: which of them.
-      level: of the grid.
-      processes: how many workers.
-      on_bug: hears of each bug as it is done.
+      bank: where the bugs are, `module:attribute`.
+      names: the bugs to examine.
+      level: the level of the grid.
+      processes: number of workers.
+      on_bug: called with each result as it comes.
 
     Raises:
-      KernelDied: for a bug that kills the process that examines it.
+      BugKilledProcess: for a bug that kills the process that examines it.
     """
     worker_pool.run_tasks(
         names,
         processes,
         functools.partial(_examine, bank, level),
-        heard=lambda name, found: on_bug(found),
-        parts=lambda name: (name,),
-        lost=_raise_killed,
+        on_result=lambda name, found: on_bug(found),
+        split=lambda name: (name,),
+        on_lost=_raise_killed,
     )
 
 
 def measure_parallel(bank: str, names: Sequence[str], processes: int, on_bug: Callable[[KnownBug], None]) -> None:
-    """Measure the signatures of planted bugs in worker processes; otherwise as `examine_parallel`."""
+    """Measure the signatures of planted bugs in worker processes, otherwise as `examine_parallel`."""
     worker_pool.run_tasks(
         names,
         processes,
         functools.partial(_measure, bank),
-        heard=lambda name, found: on_bug(found),
-        parts=lambda name: (name,),
-        lost=_raise_killed,
+        on_result=lambda name, found: on_bug(found),
+        split=lambda name: (name,),
+        on_lost=_raise_killed,
     )
 
 
 def _raise_killed(name: str) -> None:
+    """Raise for a bug that kills its process."""
     raise BugKilledProcess(f"planted bug {name} kills the process that judges it: it cannot be measured")
 
 
 def _examine(bank: str, level: str, name: str) -> Examination:
+    """Examine one bug, in a worker."""
     return examine(_load_bug(bank, name), level)
 
 
 def _measure(bank: str, name: str) -> KnownBug:
+    """Measure the signature of one bug, in a worker."""
     return measure_known_bug(_load_bug(bank, name))
 
 
 def _load_bug(bank: str, name: str) -> PlantedBug:
+    """Load one bug of a bank by its name."""
     (bug,) = (bug for bug in load_bank(bank) if bug.name == name)
     return bug

@@ -1,8 +1,8 @@
-"""Kills by design: whether a second case, independent of the first, sees a planted bug too.
+"""Find out whether a second, independent case sees a planted bug too.
 
-What one case alone sees may be seen by luck: by its values, by its seed. Two cases are independent here if they share
-no compiled program, so that they differ in more than values. A file keeps what was found, a bug a line, and a
-measurement goes on where the last one stopped.
+What one case alone sees may be seen by luck: by its values, or by its seed. Two cases are independent if they share no
+compiled program, so that they differ in more than values. A file keeps the results, one bug a line, and a measurement
+goes on where the last one stopped.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from conformance.records import RED
 from conformance.sensitivity.bank import PlantedBug
 from conformance.sensitivity.examination import Kill, create_single_look_runner, order_jobs_for_bug, select_seen_jobs
 
-SCHEMA = "attention-conformance/twice/1"
+SCHEMA = "attention-conformance/redundancy/1"
 FILE = Path(__file__).with_name("redundancy.json")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sighting:
-    """A check that saw a bug: by which observable, and on which case."""
+    """A check that saw a bug, with the observable and the case."""
 
     check: str
     observable: str
@@ -40,7 +40,7 @@ class BugSightings:
     Attributes:
       bug: its name.
       seen: one sighting, or two on independent cases.
-      whole: whether everything was asked that a second case could be; what is not whole ran out of time.
+      whole: whether the search is over: a second case was found, or none is left. False if the time ran out.
     """
 
     bug: str
@@ -49,7 +49,7 @@ class BugSightings:
 
 
 def find_known_sightings(bug: str, kills: Mapping[str, Kill]) -> BugSightings:
-    """What is known from the first kill of each check, of a bug that some check saw."""
+    """Return what the first kill of each check already tells, for a bug that some check saw."""
     sightings = [Sighting(check, kill.observable, kill.case) for check, kill in kills.items()]
     others = (other for other in sightings if _get_program(other.case) != _get_program(sightings[0].case))
     second = next(others, None)
@@ -61,14 +61,14 @@ def find_known_sightings(bug: str, kills: Mapping[str, Kill]) -> BugSightings:
 def find_second_sighting(bug: PlantedBug, level: str, kills: Mapping[str, Kill], seconds: float) -> BugSightings:
     """Look for a second case that sees the bug, for so many seconds of processor time.
 
-    First the checks that saw it are asked of the other cases, those with the bug's trigger ahead, small before big;
-    then all other checks are.
+    First, the checks that saw it run on the other cases: those with the bug's trigger first, small before large. Then
+    all other checks run.
 
     Args:
-      bug: one that was seen.
-      level: of the grid.
+      bug: a bug that was seen.
+      level: the level of the grid.
       kills: the first kill of each check that saw it.
-      seconds: after which no other case is begun.
+      seconds: time after which no other case is begun.
     """
     known = find_known_sightings(bug.name, kills)
     if known.whole:
@@ -76,11 +76,11 @@ def find_second_sighting(bug: PlantedBug, level: str, kills: Mapping[str, Kill],
     first = known.seen[0]
     runner = create_single_look_runner()
     jobs = [job for job in order_jobs_for_bug(bug, level) if job.case.program != _get_program(first.case)]
-    rest = (
+    jobs_of_other_checks = (
         dataclasses.replace(job, checks=tuple(check for check in job.checks if check.name not in kills)) for job in jobs
     )
     start = time.process_time()
-    for job in itertools.chain(select_seen_jobs(jobs, kills), (job for job in rest if job.checks)):
+    for job in itertools.chain(select_seen_jobs(jobs, kills), (job for job in jobs_of_other_checks if job.checks)):
         if time.process_time() - start > seconds:
             return known
         for record in runner.stream(job):
@@ -91,14 +91,15 @@ def find_second_sighting(bug: PlantedBug, level: str, kills: Mapping[str, Kill],
 
 
 def _get_program(case_id: str) -> str:
+    """Return what identifies the compiled programs of a case."""
     return parse_case_id(case_id).program
 
 
-def save_sightings(found: Sequence[BugSightings], level: str, path: Path = FILE) -> None:
-    """Write what was found, one bug a line."""
+def save_sightings(sightings: Sequence[BugSightings], level: str, path: Path = FILE) -> None:
+    """Write the results, one bug a line."""
     rows = [
         [each.bug, [dataclasses.astuple(sighting) for sighting in each.seen], each.whole]
-        for each in sorted(found, key=lambda each: each.bug)
+        for each in sorted(sightings, key=lambda each: each.bug)
     ]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     head = f' "schema": {json.dumps(SCHEMA)},\n "level": {json.dumps(level)},\n'
@@ -106,7 +107,7 @@ def save_sightings(found: Sequence[BugSightings], level: str, path: Path = FILE)
 
 
 def load_sightings(level: str, path: Path = FILE) -> list[BugSightings]:
-    """What was found at a level, nothing if nothing was, or at another one."""
+    """Load the results of a level; empty if there are none, or if they are of another level."""
     if not path.is_file():
         return []
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

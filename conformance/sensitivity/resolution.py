@@ -1,9 +1,9 @@
-"""The smallest error that the gate sees: how far a correct result must be pushed before it fails.
+"""Measure the smallest error that the gate sees: how far a correct result must be perturbed before it fails.
 
 A correct attention, computed in f32 and rounded to the dtype at the end, is perturbed in one place by a relative error
-`e`, and judged as the gate judges: same cases, same bounds, same limits. The smallest visible `e` is found by bisection
-on a logarithmic scale, for each observable by itself, and the smallest over the cases is the resolution: an error of
-that kind and size cannot hide in a run that has these cases.
+`e`. It is judged as the gate judges: same cases, bounds and limits. Bisection on a logarithmic scale finds the smallest
+visible `e` of each observable. The smallest over all cases is the resolution: an error of that kind and size cannot
+hide in a run with these cases.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Values = Mapping[str, np.ndarray]
 class Resolution:
     """The smallest relative error of one kind that one observable shows, and the case that shows it.
 
-    `roundoffs` is `smallest` in unit roundoffs of the dtype. Both are none, and `case` is empty, if an error of 100%
+    `roundoffs` is `smallest` in unit roundoffs of the dtype. Both are None, and `case` is empty, if an error of 100%
     stays unseen in every case.
     """
 
@@ -61,19 +61,19 @@ class Resolution:
 
 
 def select_default_cases(dtype: str, seed: int = 0) -> list[Case]:
-    """One to two dozen cases of the quick grid with gradients: some spread over it, and those that tell most.
+    """Select one to two dozen cases of the quick grid with gradients: some spread over it, and the most revealing.
 
-    Few products to a logit and no cancellation among them leave the least room for rounding errors: the least depth,
-    and values that one coordinate or one key dominates; so do logits that leave one key to a row. The first with sinks
-    is there for their gradient.
+    Rounding errors have the least room where a logit has few products and nothing cancels: with the smallest depth, and
+    with values that one coordinate or one key dominates. Logits that leave one key to a row are revealing too. The
+    first case with sinks is selected for their gradient.
     """
-    found = [case for case in build_grid("quick", seed).cases if case.dtype == dtype and case.phase == "train"]
-    every = max(1, len(found) // 8)
-    with_sinks = next((case for case in found if case.sinks), None)
+    candidates = [case for case in build_grid("quick", seed).cases if case.dtype == dtype and case.phase == "train"]
+    stride = max(1, len(candidates) // 8)
+    with_sinks = next((case for case in candidates if case.sinks), None)
     return [
         case
-        for number, case in enumerate(found)
-        if number % every == 0
+        for number, case in enumerate(candidates)
+        if number % stride == 0
         or case is with_sinks
         or case.distribution == "large"
         or (case.head_dim == 16 and case.distribution in _REVEALING_DISTRIBUTIONS)
@@ -87,16 +87,16 @@ def measure_resolutions(
     cases: Callable[[str], Sequence[Case]] = select_default_cases,
     ensemble: bool = True,
 ) -> list[Resolution]:
-    """The resolution of the gate for each perturbation, dtype and observable that can show it.
+    """Measure the resolution for each perturbation, dtype and observable that can show it.
 
     Args:
       table: the tolerances in force; the calibrated ones by default.
-      dtypes: of the operands.
-      cases: dtype to the cases to judge by.
-      ensemble: whether the ensemble check judges too, in bf16 and f16; its observables are `out.bias` and the like.
+      dtypes: dtypes of the operands.
+      cases: returns the cases to judge for a dtype.
+      ensemble: whether the ensemble check judges too, in bf16 and f16. Its observables are `out.bias` and the like.
     """
     table = table or tolerances.load_default_tolerances()
-    found: list[Resolution] = []
+    resolutions: list[Resolution] = []
     for dtype in dtypes:
         best: dict[tuple[str, str], tuple[float, str]] = {}
         for case in cases(dtype):
@@ -106,12 +106,13 @@ def measure_resolutions(
             if case.dtype == dtype:
                 for perturbation in _iter_ensemble_perturbations(case):
                     _lower_best(perturbation, case, best)
-        found += [_build_resolution(dtype, *key, *shown) for key, shown in best.items()]
+        resolutions += [_build_resolution(dtype, *key, *smallest) for key, smallest in best.items()]
     order = (SCALE, *(GRADIENT.format(name) for name in ("dq", "dk", "dv")), KEY, ELEMENT)
-    return sorted(found, key=lambda x: (list(dtypes).index(x.dtype), order.index(x.perturbation)))
+    return sorted(resolutions, key=lambda x: (list(dtypes).index(x.dtype), order.index(x.perturbation)))
 
 
 def _build_resolution(dtype: str, perturbation: str, observable: str, smallest: float, case: str) -> Resolution:
+    """Build the resolution of one perturbation and observable."""
     if smallest == math.inf:
         return Resolution(perturbation, dtype, observable, None, None, "")
     return Resolution(perturbation, dtype, observable, smallest, smallest / UNIT_ROUNDOFF[dtype], case)
@@ -119,7 +120,7 @@ def _build_resolution(dtype: str, perturbation: str, observable: str, smallest: 
 
 @dataclasses.dataclass(frozen=True)
 class _Perturbation:
-    """A kind of error on one case: `seen(e)` says of each observable that may show it whether it does."""
+    """A kind of error on one case; `seen(e)` tells for each observable whether it shows the error."""
 
     name: str
     observables: tuple[str, ...]
@@ -132,14 +133,14 @@ def _lower_best(perturbation: _Perturbation, case: Case, best: dict[tuple[str, s
     for observable in perturbation.observables:
         key = (perturbation.name, observable)
         smallest, _ = best.setdefault(key, (math.inf, ""))
-        # Only what is seen below the smallest so far is worth a search.
+        # Search only if this case shows an error below the smallest so far.
         high = 0 if smallest == math.inf else round(math.log(smallest, _STEP)) - 1
         if seen(high)[observable]:
             best[key] = (_STEP ** _find_least_power(seen, observable, high), case.id)
 
 
 def _find_least_power(seen: Callable[[int], Mapping[str, bool]], observable: str, high: int) -> int:
-    """The least power at which the observable shows the error, given that it does at `high`."""
+    """Find the least power at which the observable shows the error, given that it does at `high`."""
     low = _MIN_POWER
     while high - low > 1:
         middle = (low + high) // 2
@@ -148,9 +149,9 @@ def _find_least_power(seen: Callable[[int], Mapping[str, bool]], observable: str
 
 
 def _iter_perturbations(case: Case, table: Tolerances) -> Iterator[_Perturbation]:
-    """Those that are judged element by element: results, and gradients for cotangents on all rows and on a single one.
+    """Yield perturbations that are judged element by element, for cotangents on all rows and on a single one.
 
-    In a single row no sum over the rows hides an error of the logits: its dv and dk show it about as well as residuals.
+    In a single row no sum over rows hides an error of the logits: dv and dk show it about as well as residuals do.
     """
     problem = draw_problem(case)
     cotangents = _build_cotangents(case, problem)
@@ -161,16 +162,20 @@ def _iter_perturbations(case: Case, table: Tolerances) -> Iterator[_Perturbation
 
 
 def _build_cotangents(case: Case, problem: Problem) -> list[Cotangent]:
-    """On all rows, and on the last row that attends to anything, as the checks `gradients` and `gradients_row` have."""
+    """Build a cotangent on all rows, and one on the last row that attends to anything.
+
+    The checks `gradients` and `gradients_part` have the same.
+    """
     out = draw_cotangent(case).out
-    live = np.flatnonzero(~problem.empty_rows.all(axis=(0, 1)))
-    alone = np.where(np.arange(case.q_length)[:, None, None] == live[-1:], out, np.zeros_like(out))
-    return [Cotangent("random", out), Cotangent("row", alone)]
+    live_rows = np.flatnonzero(~problem.empty_rows.all(axis=(0, 1)))
+    single_row = np.where(np.arange(case.q_length)[:, None, None] == live_rows[-1:], out, np.zeros_like(out))
+    return [Cotangent("random", out), Cotangent("row", single_row)]
 
 
 def _iter_judged_perturbations(
     case: Case, problem: Problem, cotangent: Cotangent, expected: Mapping[str, Bounded], table: Tolerances
 ) -> Iterator[_Perturbation]:
+    """Yield the perturbations of one cotangent, judged by bounds."""
     attention = _Attention.of(problem, cotangent)
     exact = attention(0.0, 0.0)
 
@@ -196,7 +201,7 @@ def _iter_judged_perturbations(
 
 
 def _iter_ensemble_perturbations(case: Case) -> Iterator[_Perturbation]:
-    """Those that the ensemble check judges: what changes all elements of a result."""
+    """Yield the perturbations that the ensemble check judges: those that change all elements of a result."""
     members = []
     for one in list_reseeded_cases(case):
         problem, cotangent = draw_problem(one), draw_cotangent(one)
@@ -204,7 +209,7 @@ def _iter_ensemble_perturbations(case: Case) -> Iterator[_Perturbation]:
     exact = [attention(0.0, 0.0) for attention, _ in members]
 
     def perturbation(name: str, results: Callable[[int, float], Values], observables: Sequence[str]) -> _Perturbation:
-        """`results` takes the number of the member and the error."""
+        """Build a perturbation; `results` takes the number of a member and the error."""
 
         def seen(e: float) -> dict[str, bool]:
             rounded = [_round_values(results(n, e), member.problem) for n, (member, _) in enumerate(members)]
@@ -231,11 +236,12 @@ def _iter_ensemble_perturbations(case: Case) -> Iterator[_Perturbation]:
 
 
 def _call_member(results: Sequence[Callable[[float], Values]], number: int, e: float) -> Values:
+    """Return the results of one member of the ensemble for an error."""
     return results[number](e)
 
 
 def _round_values(values: Values, problem: Problem) -> Values:
-    """In the dtypes in which an implementation returns them."""
+    """Round values to the dtypes in which an implementation returns them."""
     dtypes = dict.fromkeys(("out", "dq", "dk", "dv"), problem.q.dtype)
     if problem.bias is not None:
         dtypes["dbias"] = problem.bias.dtype
@@ -243,7 +249,7 @@ def _round_values(values: Values, problem: Problem) -> Values:
 
 
 def _scale_observable(exact: Values, name: str, place: tuple[Any, ...] = ()) -> Callable[[float], Values]:
-    """`1 + e` times the observable, or its element at `place`."""
+    """Return a function that multiplies the observable, or its element at `place`, by `1 + e`."""
 
     def results(e: float) -> Values:
         values = exact[name].astype(np.float64)
@@ -254,7 +260,7 @@ def _scale_observable(exact: Values, name: str, place: tuple[Any, ...] = ()) -> 
 
 
 def _find_clearest_element(expected: Bounded) -> tuple[Any, ...]:
-    """The element with the smallest bound relative to its value."""
+    """Find the element with the smallest bound relative to its value."""
     relative = np.divide(
         np.abs(expected.value), expected.bound, where=expected.bound > 0, out=np.zeros_like(expected.bound)
     )
@@ -271,28 +277,33 @@ class _Attention:
 
     @classmethod
     def of(cls, problem: Problem, cotangent: Cotangent) -> _Attention:
-        """Of `problem`, with the key that has the largest probability of all."""
+        """Build it for `problem`, with the key that has the largest probability of all."""
         top = [(slab.p.max(), int(slab.p.max(axis=(0, 1)).argmax())) for slab in oracle.iter_slabs(problem)]
         return cls(problem, _move_heads_first(cotangent.out), max(top)[1])
 
     @functools.cached_property
     def operands(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q, k, v, `[B, N, length, depth]`."""
+        """q, k and v, each `[B, N, length, depth]`."""
         k, v = (np.repeat(_move_heads_first(x), self.group, axis=1) for x in (self.problem.k, self.problem.v))
         return _move_heads_first(self.problem.q), k, v
 
     @property
     def group(self) -> int:
-        """Query heads to a key/value head."""
+        """Number of query heads for each key/value head."""
         return self.problem.q.shape[2] // self.problem.k.shape[2]
 
     def __call__(self, scale_error: float, key_error: float) -> Values:
-        """All observables, for a relative error in the scale, and one in the normalised probability of the key."""
+        """Compute all observables.
+
+        Args:
+          scale_error: a relative error in the scale of the logits.
+          key_error: a relative error in the normalised probability of the key.
+        """
         q, k, v = self.operands
         scale = np.float32(self.problem.effective_scale * (1 + scale_error))
         factor = np.ones(k.shape[2], np.float32)
         factor[self.key] += np.float32(key_error)
-        z, slope = self._logits(scale * (q @ k.swapaxes(2, 3)))
+        z, slope = self._compute_logits(scale * (q @ k.swapaxes(2, 3)))
         top = z.max(axis=-1)
         sinks = None if self.problem.sinks is None else self.problem.sinks[:, None]
         pivot = top if sinks is None else np.maximum(top, sinks)
@@ -302,25 +313,25 @@ class _Attention:
         if sinks is not None:
             total = total + np.exp(sinks - pivot)
         with np.errstate(divide="ignore"):
-            found = {"logsumexp": pivot + np.log(total), "max_logits": top}
+            results = {"logsumexp": pivot + np.log(total), "max_logits": top}
         p = factor * weights / np.where(total > 0, total, np.float32(1))[..., None]
         dp = self.do @ v.swapaxes(2, 3)
         d = (p * dp).sum(axis=-1, keepdims=True)
         dz = p * (dp - d)
         dx = slope * dz
-        found["out"] = (p @ v).transpose(0, 2, 1, 3)
-        found["dq"] = (scale * (dx @ k)).transpose(0, 2, 1, 3)
-        found["dk"] = self._summed(scale * (dx.swapaxes(2, 3) @ q))
-        found["dv"] = self._summed(p.swapaxes(2, 3) @ self.do)
+        results["out"] = (p @ v).transpose(0, 2, 1, 3)
+        results["dq"] = (scale * (dx @ k)).transpose(0, 2, 1, 3)
+        results["dk"] = self._sum_over_groups(scale * (dx.swapaxes(2, 3) @ q))
+        results["dv"] = self._sum_over_groups(p.swapaxes(2, 3) @ self.do)
         if sinks is not None:
-            found["dsinks"] = -(np.exp(sinks - found["logsumexp"]) * d[..., 0]).sum(axis=(0, 2))
+            results["dsinks"] = -(np.exp(sinks - results["logsumexp"]) * d[..., 0]).sum(axis=(0, 2))
         if self.problem.bias is not None:
             axes = tuple(axis for axis in range(4) if self.problem.bias.shape[axis] == 1)
-            found["dbias"] = dx.sum(axis=axes, keepdims=True)
-        return found
+            results["dbias"] = dx.sum(axis=axes, keepdims=True)
+        return results
 
-    def _logits(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Capped and masked logits, and the derivative of the cap."""
+    def _compute_logits(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return capped and masked logits, and the derivative of the cap."""
         if self.problem.bias is not None:
             x = x + self.problem.bias.astype(np.float32)
         slope = np.ones((), np.float32)
@@ -329,11 +340,13 @@ class _Attention:
             x, slope = np.float32(self.problem.soft_cap) * tanh, 1 - tanh**2
         return np.where(self.problem.allowed, x, np.float32(-np.inf)), slope
 
-    def _summed(self, by_head: np.ndarray) -> np.ndarray:
+    def _sum_over_groups(self, by_head: np.ndarray) -> np.ndarray:
+        """Sum gradients over the query heads of each group: `[B, N, S, H]` to `[B, S, K, H]`."""
         batch, heads, length, depth = by_head.shape
         grouped = by_head.reshape(batch, heads // self.group, self.group, length, depth)
         return grouped.sum(axis=2).transpose(0, 2, 1, 3)
 
 
 def _move_heads_first(x: np.ndarray) -> np.ndarray:
+    """Convert to f32 and move the heads first: `[B, T, N, H]` to `[B, N, T, H]`."""
     return np.ascontiguousarray(x.astype(np.float32).transpose(0, 2, 1, 3))

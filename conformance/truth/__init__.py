@@ -1,1 +1,1 @@
-"""Truth: the float64 oracle, how far from it a correct kernel may be, and how results are compared with both."""
+"""The float64 oracle, the rounding-error bounds around it, and the comparison of results with both."""

@@ -1,12 +1,12 @@
-"""The terms of a bound, by what rounds, and which of them an error resembles.
+"""Split a bound into terms by source of rounding, and find which term an error resembles.
 
-A bound is to first order a sum over everything that rounds. The term of one source is the bound of an arithmetic in
-which nothing else rounds. Where errors are no longer small (`expm1`, a probability's cap), the terms do not add up to
-the bound; the rest is said.
+To first order, a bound is a sum over everything that rounds. The term of one source is the bound of an arithmetic in
+which nothing else rounds. If errors are not small (`expm1`, the cap on a probability's error), the terms do not add up
+to the bound, and callers report the rest.
 
-An error of rounding is as large as its term, element by element, times a random number. So the logarithm of the error
-less that of the term varies over the elements as that of a normal number does, by `pi^2 / 8`, and that of an error of
-another source varies by more. The term that leaves the least is the one that the error resembles.
+An error that comes from one source is, element by element, the source's term times a random number. So the logarithm of
+error over term varies over the elements like that of a normal number's magnitude, with variance `pi^2 / 8`. For another
+source's term it varies more. The error resembles the term that leaves the smallest variance.
 """
 
 from __future__ import annotations
@@ -43,24 +43,28 @@ SOURCES = {
     "bias": "rounding dbias to the dtype of the bias",
     "tiny": "underflow",
 }
-"""Every unit roundoff by the name of its field, and what rounds by it."""
-MIN_ELEMENTS = 64  # elements that are off, to say what their errors resemble
-_MIN_EXPLAINED = 0.05  # the share of the variance that a term must explain, several times what chance does for `ENOUGH`
+"""What rounds, by the field of `Roundoff` that holds its unit roundoff."""
+MIN_ELEMENTS = 64  # fewest elements with an error, to say what their errors resemble
+_MIN_EXPLAINED = 0.05  # share of the variance that a term must explain: several times what chance explains of `ENOUGH`
 _MIN_RANDOM_VARIANCE = np.pi**2 / 8 / 4  # a quarter of the variance of the logarithm of a normal number's magnitude
-_ALIKE_SHARE = 0.02  # terms that explain within this share of the best are told together
+_ALIKE_SHARE = 0.02  # terms whose remaining variance is within this share of the smallest are reported together
 
 
 @dataclasses.dataclass(frozen=True)
 class Resemblance:
-    """What errors resemble: names of sources, the best first, and how many times its term they are.
+    """Which sources an error resembles.
 
-    `times` is the root mean square of normal numbers with the mean logarithm that the quotients have; where errors are
-    not random, the geometric mean of the quotients.
+    Attributes:
+      sources: names of the sources, the best first.
+      times: how many times the best source's term the errors are. For random errors it is the root mean square of
+        normal numbers that have the quotients' mean logarithm, otherwise the geometric mean of the quotients.
+      is_random: whether the quotients vary as rounding does. Otherwise errors are always about the same multiple of the
+        term, which no rounding is.
     """
 
     sources: tuple[str, ...]
     times: float
-    is_random: bool  # or always about the same multiple of the term, which no rounding is
+    is_random: bool
 
 
 def compute_expectation_by_source(
@@ -70,7 +74,7 @@ def compute_expectation_by_source(
     *,
     empty_rows: EmptyRows = "zero",
 ) -> dict[str, Expectation]:
-    """What to expect where one source alone rounds, for each source that rounds at all."""
+    """Compute the expectation with one source alone rounding, for each source that rounds at all."""
     whole = Roundoff.of(arithmetic, problem)
     sizes = {name: getattr(whole, name) for name in SOURCES}
     silent = dict.fromkeys(SOURCES, 0.0)
@@ -84,7 +88,7 @@ def compute_expectation_by_source(
 
 
 def list_terms(terms: Mapping[str, Array], index: tuple[int, ...], bound: float) -> list[tuple[str, float]]:
-    """The terms at an element, largest first, without those that add nothing to three digits."""
+    """List the terms of the bound at one element, largest first, without those that do not show in three digits."""
     found = [(name, float(term[index])) for name, term in terms.items()]
     return sorted((one for one in found if one[1] > 5e-4 * bound), key=lambda one: -one[1])
 
@@ -92,13 +96,16 @@ def list_terms(terms: Mapping[str, Array], index: tuple[int, ...], bound: float)
 def find_resemblance(
     error: Array, terms: Mapping[str, Array], judged: Array, *, most: float = np.inf
 ) -> Resemblance | None:
-    """Which terms have the shape of an error, over the elements; none if none does, or too few elements are off.
+    """Find the terms that have the shape of an error over the elements.
 
     Args:
       error: `|got - expected|`.
-      terms: by source, in the same shape.
-      judged: which elements count.
-      most: how many times a term an error may be to count as like it.
+      terms: the term of each source, in the same shape.
+      judged: which elements count, in the same shape.
+      most: how many times a term the errors may be to resemble it.
+
+    Returns:
+      the resemblance; None if no term explains enough, or fewer than `ENOUGH` elements have an error.
     """
     off = judged & (error > 0) & np.isfinite(error)
     if off.sum() < MIN_ELEMENTS:
@@ -108,7 +115,7 @@ def find_resemblance(
     times: dict[str, float] = {}
     for name, term in terms.items():
         there = term[off]
-        if not (there > 0).all():  # it cannot be that alone
+        if not (there > 0).all():  # some error is where this source has none
             continue
         quotient = size - np.log(there)
         variance = float(quotient.var())
@@ -124,5 +131,5 @@ def find_resemblance(
 
 
 def select_bounds(expected: Mapping[str, Expectation], pick: Callable[[Expectation], Array]) -> dict[str, Array]:
-    """The bounds of one result by source; `pick` finds it in an expectation."""
+    """Select the bounds of one result by source; `pick` finds the result in an expectation."""
     return {name: pick(one) for name, one in expected.items()}

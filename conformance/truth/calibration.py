@@ -1,9 +1,9 @@
-"""What correct implementations reach: the figures that the tolerance table follows from.
+"""Tabulate what correct implementations reach. The tolerance table follows from these figures.
 
     python -m conformance run --impl=block_flash --level=standard --seed=0 --seed=1 --seed=2 --json=block_flash.jsonl
 
-gives the records of one implementation. `tabulate` puts those of several together and `write` stores them where
-`conformance.truth.tolerances` reads them. It needs no JAX, only records.
+writes the records of one implementation. `tabulate` puts the records of several implementations together, and `write`
+stores the table where `conformance.truth.tolerances` reads it. None of this needs JAX.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from conformance import output_files
 from conformance.records import ERROR, FAIL, PASS, UNEXPECTED_PASS, Record
 from conformance.truth.tolerances import CALIBRATION, CALIBRATION_SCHEMA, DTYPES
 
-# Checks that compare with the oracle element by element; the others compare answers with each other, or have limits of
+# Checks that compare with the oracle element by element. The others compare results with each other, or have limits of
 # their own.
 _ORACLE_CHECKS = frozenset(
     (
@@ -40,20 +40,23 @@ _SIGNIFICANT_DIGITS = 3
 
 
 def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> dict[str, Any]:
-    """The calibration: a row for each dtype and observable, and where the figures come from.
+    """Build the calibration: one row for each dtype and observable, and the provenance of the figures.
 
-    Only judgements against the oracle count, and only those that passed. A row has their number and quantiles of their
-    largest ratios. It has the largest of these ratios, and the implementation and the case that reached it. And it has
-    the largest root mean square, or none if that is never judged.
+    Only judgements against the oracle count, and only those that passed. A row has
+
+    - the number of judgements, and quantiles of their largest ratios;
+    - the largest ratio, with the implementation and the case that reached it;
+    - the largest root mean square, or None if that is never judged.
 
     Args:
-      records: of implementations that are known to be correct.
-      level: of the grid that was judged, for the provenance.
-      jax: the version of JAX, likewise.
+      records: records of implementations that are known to be correct.
+      level: level of the grid that was judged, for the provenance.
+      jax: version of JAX, for the provenance.
 
     Raises:
-      ValueError: if a judgement failed (the implementation is not correct, has declared the wrong arithmetic, or the
-        bound lacks a term: none of these is a reason for another limit), or if an observable was never judged.
+      ValueError: if a judgement failed, or if an observable was never judged. A failure means that the implementation
+        is wrong, that it declares the wrong arithmetic, or that the bound lacks a term. None of these justifies another
+        limit.
     """
     found = list(records)
     for record in found:
@@ -86,9 +89,9 @@ def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> di
 
 
 def merge_calibrations(table: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, Any]:
-    """The larger of the figures of two calibrations; the quantiles are those of the one that judged more.
+    """Merge two calibrations: the larger of each figure, and the quantiles of the one with more judgements.
 
-    A limit may only be narrowed by measuring everything anew: what a correct implementation once reached, it may reach.
+    Only measuring everything again may narrow a limit: a correct implementation may reach again what it once reached.
     """
     rows = {(row["dtype"], row["observable"]): row for row in last["rows"]}
     both = [(row, rows[row["dtype"], row["observable"]]) for row in table["rows"]]
@@ -106,6 +109,7 @@ def merge_calibrations(table: Mapping[str, Any], last: Mapping[str, Any]) -> dic
 
 
 def _merge_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two rows of the same dtype and observable."""
     reached = max(one, other, key=lambda row: row["max_ratio"])
     judged = max(one, other, key=lambda row: row["judged"])
     rms = [row["max_rms"] for row in (one, other) if row["max_rms"] is not None]
@@ -118,7 +122,7 @@ def _merge_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, A
 
 
 def write_calibration(calibration: Mapping[str, Any], path: Path = CALIBRATION) -> None:
-    """Write a calibration as JSON, a line for each row."""
+    """Write a calibration as JSON, one line for each row."""
     rows = ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in calibration["rows"])
     output_files.write_text(
         path,
@@ -128,7 +132,7 @@ def write_calibration(calibration: Mapping[str, Any], path: Path = CALIBRATION) 
 
 
 def _find_observable(record: Record) -> str:
-    """The observable whose limit judged the record; empty if it was not compared with the oracle."""
+    """Return the observable whose limit judged the record; empty if it was not compared with the oracle."""
     if record.check not in _ORACLE_CHECKS:
         return ""
     name = record.observable.partition(".")[0].removesuffix("_with_residuals")
@@ -136,6 +140,7 @@ def _find_observable(record: Record) -> str:
 
 
 def _build_row(dtype: str, observable: str, group: Sequence[Record]) -> dict[str, Any]:
+    """Build the row of one dtype and observable from its records."""
     ratios = sorted(record.ratio for record in group if record.ratio is not None)
     largest = max(group, key=lambda record: record.ratio or 0.0)
     rms = [record.rms for record in group if record.rms is not None and record.rms_limit is not None]
@@ -152,7 +157,7 @@ def _build_row(dtype: str, observable: str, group: Sequence[Record]) -> dict[str
 
 
 def _compute_quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of them does not exceed."""
+    """Return the smallest of the sorted values that at least this share of them does not exceed."""
     return ordered[math.ceil(share * len(ordered)) - 1]
 
 
@@ -161,7 +166,7 @@ def _round_to_digits(value: float) -> float:
 
 
 def _format_source(provenance: Mapping[str, Any]) -> str:
-    """How the tolerance table says where its figures come from."""
+    """Format the provenance as the tolerance table shows it."""
     level = f"at {provenance['level']}, " if provenance["level"] else ""
     seeds = len(provenance["seeds"])
     return f"{level}{seeds} {'seed' if seeds == 1 else 'seeds'}, on {', '.join(provenance['platforms'])}"

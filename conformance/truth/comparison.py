@@ -1,7 +1,7 @@
-"""Comparing what came with what was expected, element by element, on the host.
+"""Compare results with the oracle, element by element, in NumPy.
 
-NumPy only: on XLA:CPU, `jnp.max` of f32 drops NaN silently for arrays of 4096 elements and more. NaN never passes, and
-nothing here is written as `error > bound`, which NaN would slip through.
+NaN never passes. So nothing here is written as `error > bound`, which is false for NaN. JAX is not used either: on
+XLA:CPU, `jnp.max` of f32 silently drops NaN in arrays of 4096 elements and more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from conformance.truth.rounding_bounds import Bounded
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """`ratio` is the largest `|got - expected| / bound`, `rms` the root mean square, over `count` judged elements."""
+    """How far a result is from the oracle, in units of its error bound.
+
+    Attributes:
+      ratio: the largest `|got - expected| / bound` of the judged elements.
+      rms: the root mean square of these ratios.
+      count: the number of judged elements.
+      worst: the element with the largest ratio, if any was judged.
+      problem: why the result cannot be compared at all; otherwise empty.
+    """
 
     ratio: float
     rms: float
@@ -27,19 +35,19 @@ class Comparison:
 
     @classmethod
     def malformed(cls, problem: str) -> Comparison:
-        """The value cannot be compared at all."""
+        """Return the comparison of a result that cannot be compared, for the reason `problem`."""
         return cls(np.inf, np.inf, 0, None, problem)
 
 
 def compare(got: object, expected: Bounded, judged: np.ndarray | None = None) -> Comparison:
-    """Compare `got` with `expected`.
+    """Compare a result with exact values and their bounds.
 
-    Where the bound is zero, and where the expected value is infinite, `got` must be equal.
+    Where the bound is zero or the expected value is infinite, the result must be equal.
 
     Args:
-      got: what the implementation returned.
+      got: the array that the implementation returned.
       expected: exact values and bounds.
-      judged: booleans broadcastable to the shape; elements that are False are left out.
+      judged: booleans broadcastable to the shape; elements that are False are not compared. All by default.
     """
     array = np.asarray(got)
     if array.shape != expected.value.shape:
@@ -64,7 +72,7 @@ def compare(got: object, expected: Bounded, judged: np.ndarray | None = None) ->
 
 
 def compute_ratios(values: np.ndarray, expected: Bounded, judged: np.ndarray) -> np.ndarray:
-    """`|values - expected| / bound` of each element in float64: infinite for what is no number, -1 if not judged."""
+    """Compute `|values - expected| / bound` of each element, in float64: infinite for NaN, -1 if not judged."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         error = np.abs(values - expected.value)
         ratios = error / expected.bound

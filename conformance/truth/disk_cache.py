@@ -1,14 +1,13 @@
-"""What a case alone decides, kept on disk: by how much wrong results would fail it.
+"""Cache numbers on disk that depend on a case and the declarations only, such as by how much a wrong result fails it.
 
-Nothing of an implementation but what it declares enters these numbers. So every kernel of the same declarations, and
-every later run on this machine, can have them from the first who asked. An entry is named after all that it was
-computed from: the operands to the last bit, the declarations, and the code of this project and of NumPy. What other
-code has computed is never found.
+Every kernel with the same declarations, and every later run on this machine, reuses them. An entry is named by a hash
+of everything that it was computed from: the operands to the last bit, the declarations, the code of this project, and
+the version of NumPy. So an entry that other code computed is never found.
 
-Exact results and their bounds are not kept. They are computed at 160 MB a second, about as fast as a disk reads them,
-and those of one kernel at `quick` are 1.3 GB.
+Exact results and their bounds are not cached. Computing them runs at 160 MB a second, about as fast as reading a disk,
+and those of one kernel at `quick` take 1.3 GB.
 
-`CONFORMANCE_CACHE` names another folder, or nothing at all: `CONFORMANCE_CACHE=` keeps nothing.
+The environment variable `CONFORMANCE_CACHE` names another folder. If it is empty, nothing is cached.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ import numpy as np
 import platformdirs
 
 import cases
-import conformance
 
 CACHE_VARIABLE = "CONFORMANCE_CACHE"
-# The folder is brought back to so many entries, of 4 kB each, by whoever first adds to it: the oldest go.
+# The first process that adds an entry removes the oldest ones beyond this number. Each takes 4 kB.
 _MAX_ENTRIES = 50_000
 
 _IS_ENABLED = contextvars.ContextVar("keeps", default=True)
@@ -39,7 +37,7 @@ _IS_ENABLED = contextvars.ContextVar("keeps", default=True)
 
 @contextlib.contextmanager
 def disable_cache() -> Iterator[None]:
-    """Within it nothing is kept or looked up: for cases that nobody will ask about again."""
+    """Neither read nor write the cache within this context: for cases that will not occur again."""
     token = _IS_ENABLED.set(False)
     try:
         yield
@@ -48,10 +46,15 @@ def disable_cache() -> Iterator[None]:
 
 
 def compute_cached(asked: Any, make: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-    """What `make` gives, in its order, if nobody has computed it before from what is `asked`.
+    """Return the numbers that `make` computes, from the cache if it has them.
+
+    Args:
+      asked: everything that the numbers depend on, beside the code. It may hold dataclasses, arrays, mappings,
+        sequences and scalars.
+      make: computes the numbers by name.
 
     Raises:
-      TypeError: if something that is asked cannot be told from others of its kind.
+      TypeError: if `asked` holds an object of another type, whose value cannot be hashed.
     """
     home = find_cache_folder()
     if home is None:
@@ -66,7 +69,7 @@ def compute_cached(asked: Any, make: Callable[[], Mapping[str, float]]) -> dict[
 
 
 def find_cache_folder() -> Path | None:
-    """The folder in which this project keeps what it has computed, or None: then it keeps nothing."""
+    """Return the folder of the cache, or None if caching is off."""
     if not _IS_ENABLED.get():
         return None
     named = os.environ.get(CACHE_VARIABLE)
@@ -76,7 +79,7 @@ def find_cache_folder() -> Path | None:
 
 
 def _read_entry(path: Path, name: str) -> dict[str, float] | None:
-    """None if there is none, or none that can be read: then it is computed anew."""
+    """Read an entry; None if there is none, or it is damaged."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         entry = json.loads(path.read_text())
         if entry["name"] == name:
@@ -85,7 +88,7 @@ def _read_entry(path: Path, name: str) -> dict[str, float] | None:
 
 
 def _write_entry(path: Path, entry: Mapping[str, Any]) -> None:
-    """Whole or not at all; a disk that is full or read-only costs time, and nothing else."""
+    """Write an entry atomically; a full or read-only disk is ignored, since the cache only saves time."""
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +99,7 @@ def _write_entry(path: Path, entry: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _remove_oldest(folder: Path) -> None:
+    """Remove the oldest entries beyond the largest number, once in a process."""
     with contextlib.suppress(OSError):  # another process may be doing the same
         newest = sorted(folder.glob("*.json"), key=lambda entry: entry.stat().st_mtime, reverse=True)
         for entry in newest[_MAX_ENTRIES:]:
@@ -104,22 +108,27 @@ def _remove_oldest(folder: Path) -> None:
 
 @functools.cache
 def _hash_code() -> str:
-    """The code that computes: of cases, of this package, and of NumPy."""
+    """Hash the code that computes: `cases`, `conformance`, and the version of NumPy."""
     found = hashlib.blake2b(np.__version__.encode(), digest_size=16)
-    for package in (cases, conformance):
-        for source in sorted(Path(package.__path__[0]).rglob("*.py")):
+    for package in (Path(cases.__path__[0]), Path(__file__).parents[1]):
+        for source in sorted(package.rglob("*.py")):
             found.update(source.read_bytes())
     return found.hexdigest()
 
 
 def _hash_request(asked: Any) -> str:
+    """Hash a value by content."""
     found = hashlib.blake2b(digest_size=16)
     _hash_value(found, asked)
     return found.hexdigest()
 
 
 def _hash_value(found: hashlib.blake2b, value: Any) -> None:
-    """Each kind of value with its name and its size, so that no two things that differ are written the same."""
+    """Feed a value to the hash, with its type and size ahead of it, so that different values never feed the same bytes.
+
+    Raises:
+      TypeError: if the value is of a type whose content is not known.
+    """
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         _hash_header(found, type(value).__qualname__, len(names))
@@ -138,8 +147,9 @@ def _hash_value(found: hashlib.blake2b, value: Any) -> None:
         written = f"{type(value).__name__} {value!r}"
         _hash_header(found, written, len(written))
     else:
-        raise TypeError(f"what is kept must be known to the last bit, and {type(value).__name__} is not")
+        raise TypeError(f"a value of type {type(value).__name__} cannot be hashed for the cache")
 
 
 def _hash_header(found: hashlib.blake2b, kind: str, size: int) -> None:
+    """Feed the type and the size of a value to the hash."""
     found.update(f"{kind} {size};".encode())

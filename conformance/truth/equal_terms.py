@@ -1,13 +1,13 @@
-"""Sums of equal terms, whose roundings all go the same way.
+"""Bound the error of sums of equal terms, whose roundings all go in the same direction.
 
-The random walk of `gamma(n)` (`conformance.truth.rounding_bounds`) takes for granted that partial sums round independently. A
-term that comes again rounds alike as long as the sum stays between two powers of two: the sum is a multiple of its last
-place, and the term leaves the same rest each time. So `m` equal terms may be off by `m / 2` units of roundoff of their
-sum: each partial sum rounds by a unit of itself, which is the worst case (Higham, Accuracy and Stability of Numerical
-Algorithms, section 4.2). 365 equal terms were seen off by 34, where a random walk has 4.8.
+The random walk of `gamma(n)` (`conformance.truth.rounding_bounds`) assumes that partial sums round independently. Equal terms do
+not. While the sum stays between two powers of two, it is a multiple of its last place, and each equal term leaves the
+same remainder. So `m` equal terms may be off by `m / 2` unit roundoffs of their sum: each partial sum rounds by a unit
+of itself, the worst case (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). 365 equal terms were
+measured to be off by 34 unit roundoffs; a random walk allows 4.8.
 
-dq of a cotangent of `logsumexp` alone is such a sum: `dx = p dlse` is equal wherever the weights of a row are, and a
-coordinate of keys may be the same in many of them.
+Such a sum is dq for a cotangent of `logsumexp` alone: `dx = p dlse` is equal wherever the weights of a row are equal,
+and many keys may share a coordinate.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from conformance.truth.roundoff import compute_walk_steps
 
 
 def compute_equal_term_excess(weights: Array, values: Array) -> Array | float:
-    """By how much the roundings of `weights @ values` may exceed those of a random walk; 0 if its terms differ.
+    """Compute by how much the roundings of `weights @ values` may exceed a random walk; 0 if its terms differ.
 
     Args:
       weights: `[G, T, S]`.
       values: `[S, H]`.
 
     Returns:
-      `[G, T, H]`, in unit roundoffs of the sum of magnitudes.
+      the excess `[G, T, H]`, in unit roundoffs of the sum of magnitudes.
     """
     walk = compute_walk_steps(values.shape[0])
     of_values = _count_most_frequent(values.T)  # [H]
@@ -37,7 +37,7 @@ def compute_equal_term_excess(weights: Array, values: Array) -> Array | float:
 
 
 def _count_most_frequent(x: Array) -> Array:
-    """How often the most frequent value of the last axis comes, as f32 has it; zeros are added without rounding."""
+    """Count the most frequent value along the last axis, in f32; zeros do not count, since adding them is exact."""
     ordered = np.sort(x.astype(np.float32), axis=-1)
     place = np.arange(ordered.shape[-1])
     begins = np.ones(ordered.shape, bool)

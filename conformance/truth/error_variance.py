@@ -1,15 +1,16 @@
-"""How much the errors of a correct kernel in bf16 or f16 scatter: their variance, element by element.
+"""Compute the expected variance of a correct kernel's errors in bf16 or f16, element by element.
 
-`conformance.truth.rounding_bounds` says how far a result may be from the truth; errors below one rounding of the output dtype
-pass it. They still show over many elements, where the mean square of the errors has an expected value: this module
-derives it. Rounding to nearest of a value with spacing `ulp` errs by up to half of it, uniformly and independently from
-one value to the next, so its variance is `ulp^2 / 12`. For the results the spacing is that of the element's own binade;
-for the many terms inside a sum it is averaged over the mantissa `m in [1, 2)`, whose logarithm is uniform:
+The bounds of `conformance.truth.rounding_bounds` let errors pass that are smaller than one rounding of the output dtype. Such
+errors still show over many elements, since their mean square has an expected value. This module derives it.
+
+Rounding a value to nearest errs by up to half of the spacing `ulp`, uniformly and independently from one value to the
+next. So its variance is `ulp^2 / 12`. For a result, the spacing is that of the element's own binade. For the many terms
+inside a sum, it is averaged over the mantissa `m in [1, 2)`, whose logarithm is uniform:
 
     var(round x) = x^2 u^2 / 3 E[1 / m^2] = c u^2 x^2,    c = 1 / (8 ln 2) = 0.180
 
-With `u_p` the roundoff of the dtype in which probabilities and their gradient enter a product (0 if that is f32), `u_z`
-that of the logits, `s` the scale, and everything else as in docs/contract.md, section 2:
+Let `u_p` be the roundoff of the dtype in which probabilities and their gradient enter a product (0 for f32), `u_z` that
+of the logits, and `s` the scale. Everything else is as in docs/contract.md, section 2:
 
     w_p(ij)  = c u_p^2 p^2                                                   probabilities
     w_dz(ij) = c u_p^2 (p^2 dp^2 + dz^2)                                     dp, then dz
@@ -19,30 +20,32 @@ that of the logits, `s` the scale, and everything else as in docs/contract.md, s
     var(dk)  = s^2 sum_i (w_dz + p^2 var(D)) q^2 + (sum over the group of var(round dk of the head)) + var(round dk)
     var(dv)  = sum_i w_p do^2 + (sum over the group of var(round dv of the head)) + var(round dv)
 
-and if logits are rounded, with `w_z = c u_z^2 z^2`, `k' = sum_j p k`, `e = sum_j p^2 w_z`:
+If logits are rounded, with `w_z = c u_z^2 z^2`, `k' = sum_j p k` and `e = sum_j p^2 w_z`, these terms are added:
 
     out:  + sum_j w_z [p (v - out)]^2                       from dp_j = p_j (dz_j - sum_l p_l dz_l), d for an error
     dv:   + sum_i p^2 (w_z (1 - 2 p) + e) do^2
     dq:   + s^2 sum_j w_z [dz (k - k') - p dq / s]^2
     dk:   + s^2 sum_i [w_z dz^2 (1 - 4 p) + dz^2 e + p^2 sum_l w_z dz^2 + 2 dz p sum_l w_z p dz] q^2
 
-A softmax in the operands' dtype, with `u_s` their roundoff, rounds more. What happens to one logit (`z - m`, its
-weight) is an error of the logit, `w_z = c u_s^2 (z^2 + (z - m)^2 + 1)`. The rounded sum is one relative error of all
-probabilities of a row. On the way back `p dp`, `D` and `p D` are rounded:
+A softmax in the operands' dtype, with their roundoff `u_s`, rounds more. Rounding `z - m` and the weight acts like an
+error of the logit, `w_z = c u_s^2 (z^2 + (z - m)^2 + 1)`. Rounding the sum is one relative error of all probabilities
+of a row. The backward pass rounds `p dp`, `D` and `p D`:
 
     w_dz + c u_s^2 p^2 (dp^2 + D^2)        var(D) + c u_s^2 (D^2 + sum_j p^2 dp^2)
     out + c u_s^2 out^2      dq + c u_s^2 (dq - s D k')^2      dk + s^2 c u_s^2 sum_i (dz - p D)^2 q^2      dv, in w_p
 
 Sums over a group in the operands' dtype round each partial sum over its heads: `var(round sum of the first n heads)`
-for `n` from 2. Sums over blocks of keys (queries, for dk and dv) round what each block adds, and each partial sum:
-`c u^2 (block n)^2` for each `n` but the first, and `c u^2 (sum of the first n blocks)^2` for each `n` but the last. So
-does JAX where it pulls a scan back, and from the last block to the first: nobody declares an order, and each of these
-is the mean over both.
+for `n` from 2.
 
-All roundings that a correct kernel may make are counted, and most kernels make fewer (a blocked kernel keeps dp in f32,
-one differentiated by JAX keeps dz in f32 and has no D, not every kernel rounds dk by head): the variance is an upper
-estimate and a correct kernel comes out between 0.5 and 1 times its square root. Errors of f32 operations are left out:
-they are 2^-13 of a rounding to f16 and less.
+Sums over blocks of keys (for dk and dv, of queries) round what each block adds, `c u^2 (block n)^2` for each `n` but
+the first. They also round each partial sum, `c u^2 (sum of the first n blocks)^2` for each `n` but the last. JAX
+differentiates a scan from the last block to the first. No declaration fixes the order, so each of these is the mean
+over both orders.
+
+The variance is an upper estimate: it counts all roundings that a correct kernel may make, and most kernels make fewer.
+A blocked kernel keeps dp in f32, a kernel differentiated by JAX keeps dz in f32 and has no D, and not every kernel
+rounds dk by head. So a correct kernel comes out between 0.5 and 1 times the square root of the variance. Errors of f32
+operations are left out, since they are at most 2^-13 of a rounding to f16.
 """
 
 from __future__ import annotations
@@ -58,16 +61,22 @@ from conformance.truth.oracle import Array, Slab, iter_slabs
 from conformance.truth.roundoff import Roundoff, get_dtype_name
 
 TERM = 1 / (8 * math.log(2))
-"""Variance of rounding to nearest, relative to `(u x)^2`, averaged over the mantissa (module docstring)."""
+"""Variance of rounding to nearest, relative to `(u x)^2`, averaged over the mantissa: `c` in the module docstring."""
 
-# Significand bits, and the exponent (of numpy.frexp) below which numbers are subnormal.
+# Significand bits, and the exponent (as numpy.frexp returns it) below which numbers are subnormal.
 _PRECISION = {"bf16": 8, "f16": 11}
 _LEAST_EXPONENT = {"bf16": -125, "f16": -13}
 
 
 @dataclasses.dataclass(frozen=True)
 class ErrorVariance:
-    """Exact values, the variance of a correct kernel's errors, and the spacing of the output dtype at each value."""
+    """Exact values of a result with the expected variance of a correct kernel's errors; arrays have its shape.
+
+    Attributes:
+      value: the exact values.
+      variance: variance of the errors.
+      ulp: spacing of the output dtype at each value.
+    """
 
     value: Array
     variance: Array
@@ -75,7 +84,7 @@ class ErrorVariance:
 
 
 def compute_ulp(values: Array, dtype: str) -> Array:
-    """Spacing of the numbers of `dtype` (`bf16` or `f16`) around each value."""
+    """Compute the spacing of the numbers of `dtype` (`bf16` or `f16`) around each value."""
     exponent = np.maximum(np.frexp(values)[1], _LEAST_EXPONENT[dtype])
     return np.ldexp(1.0, exponent - _PRECISION[dtype])
 
@@ -83,15 +92,15 @@ def compute_ulp(values: Array, dtype: str) -> Array:
 def compute_error_variance(
     problem: Problem, arithmetic: Arithmetic, cotangent: Cotangent | None = None
 ) -> dict[str, ErrorVariance]:
-    """`out` and, for a cotangent of `out`, `dq dk dv`, with the variance of a correct kernel's errors.
+    """Compute `out`, and `dq`, `dk`, `dv` for a cotangent of `out`, with the variance of a correct kernel's errors.
 
     Args:
-      problem: operands in bf16 or f16, with neither soft cap nor sinks nor bias.
-      arithmetic: how the implementation declares to compute.
-      cotangent: of `out`; none for the forward pass alone.
+      problem: operands in bf16 or f16, without soft cap, sinks, bias and `score_mod`.
+      arithmetic: the arithmetic that the implementation declares.
+      cotangent: cotangent of `out`; None for the forward pass alone.
 
     Raises:
-      ValueError: for a problem that the derivation does not cover.
+      ValueError: if the derivation does not cover the problem.
     """
     dtype = get_dtype_name(problem.q.dtype)
     u = Roundoff.of(arithmetic, problem)
@@ -119,6 +128,7 @@ def compute_error_variance(
 
 
 def _add_forward(values: dict[str, Array], variances: dict[str, Array], slab: Slab, u: Roundoff) -> None:
+    """Write one slab's `out` and its variance."""
     squared = _to_float32(slab.p) ** 2
     v = _to_float32(slab.v)
     variance = TERM * u.probabilities**2 * (squared @ v**2)
@@ -136,6 +146,7 @@ def _add_forward(values: dict[str, Array], variances: dict[str, Array], slab: Sl
 def _add_backward(
     values: dict[str, Array], variances: dict[str, Array], slab: Slab, do: Array, u: Roundoff, dtype: str
 ) -> None:
+    """Write one slab's gradients and their variances."""
     dp = slab.dp(do)
     d = (slab.p * dp).sum(axis=-1, keepdims=True)
     dz = slab.p * (dp - d)
@@ -191,13 +202,25 @@ def _add_backward(
 
 
 def _compute_partial_sum_variance(by_head: Array, dtype: str) -> Array:
-    """Of sums over the heads `[G, ...]` that are rounded after each but the first and the last, from either end."""
+    """Compute the variance of rounding partial sums over the heads `[G, ...]`, as the mean over both orders.
+
+    The first head is no sum yet, and the last sum is the result, so neither counts.
+    """
     forth, back = (np.cumsum(order, axis=0)[1:-1] for order in (by_head, by_head[::-1]))
     return (compute_ulp(forth, dtype) ** 2 + compute_ulp(back, dtype) ** 2).sum(axis=0) / 24
 
 
 def _compute_block_variance(x: Array, y: Array, u: Roundoff) -> Array | float:
-    """Of `x @ y`, `[G, n, m]` by `[m, .]` or `[G, m, .]`, whose blocks of `m` are rounded and added from either end."""
+    """Compute the variance of `x @ y` if its sum is rounded after each block, as the mean over both orders.
+
+    Args:
+      x: `[G, n, m]`.
+      y: `[m, .]` or `[G, m, .]`.
+      u: the unit roundoffs, which hold the size of the blocks of `m`.
+
+    Returns:
+      the variance `[G, n, .]`, or 0 if no sum is rounded after a block.
+    """
     if u.block is None:
         return 0.0
     y = np.broadcast_to(y, (len(x), *y.shape[-2:]))
@@ -207,7 +230,7 @@ def _compute_block_variance(x: Array, y: Array, u: Roundoff) -> Array | float:
         stop = start + u.block
         block = x[..., start:stop] @ y[:, start:stop]
         so_far = so_far + block
-        # The block that a sum begins with is rounded once, and each end is that of one order of two.
+        # A sum's first block is rounded only as the result of that block. Either end is first in one of the two orders.
         ends = (start == 0) + (stop >= length)
         squares += (1 - ends / 2) * block**2
         if stop < length:
@@ -216,6 +239,7 @@ def _compute_block_variance(x: Array, y: Array, u: Roundoff) -> Array | float:
 
 
 def _compute_logit_variance(slab: Slab, u: Roundoff) -> Array:
+    """Compute `w_z` of the module docstring, `[G, T, S]`, in float32."""
     variance = (u.logits**2 + u.softmax**2) * slab.z**2
     if u.softmax:
         variance = variance + u.softmax**2 * ((slab.z - slab.pivot[..., None]) ** 2 + 1)
@@ -223,5 +247,5 @@ def _compute_logit_variance(slab: Slab, u: Roundoff) -> Array:
 
 
 def _to_float32(x: Array) -> Array:
-    """In f32, which is more than a variance needs and takes half the time."""
+    """Convert to float32, which is exact enough for a variance and halves the time."""
     return x.astype(np.float32)

@@ -1,6 +1,7 @@
-"""A front end in float64, its vector-Jacobian product, and how far f32 may be from both.
+"""Compute a model's front end and its vector-Jacobian product in float64, with bounds for f32.
 
-Written from the definitions in `cases.front_ends`, each step with the derivative worked out by hand:
+A front end is what a model applies to the projections before attention: norms, rotary positions, scales. The steps are
+written from the definitions in `cases.front_ends`, each with its derivative worked out by hand:
 
     rms, l2    y = w x', x' = x / r, r = sqrt(mean(x^2) + eps)    dx = (w dy - x' mean(w dy x')) / r,  dw = sum dy x'
     rotary     y = R x                                            dx = R^T dy
@@ -39,16 +40,24 @@ _FACTORS = ("prescale", "temperature")
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """q or k on its way through the steps: `before[n]` is what step `n` gets."""
+    """q or k on its way through the steps.
+
+    Attributes:
+      steps: names of the steps, in order.
+      at: position streams `[3, L]`.
+      norm: weights of the norm `[H]`, if there are any.
+      before: the input of each step.
+      after: the output of the last step.
+    """
 
     steps: tuple[str, ...]
-    at: Array  # position streams [3, L]
+    at: Array
     norm: BoundedNumber | None
     before: tuple[BoundedNumber, ...]
     after: BoundedNumber
 
     def pull_back(self, cotangent: BoundedNumber) -> tuple[BoundedNumber, BoundedNumber | None]:
-        """Gradients of the raw projection and of the norm's weights."""
+        """Compute the gradients of the raw projection and of the norm's weights from a cotangent of `after`."""
         weights: BoundedNumber | None = None
         for step, x in zip(reversed(self.steps), reversed(self.before), strict=True):
             if step in _NORMS:
@@ -70,7 +79,14 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class FrontEnd:
-    """A front end on raw projections."""
+    """A front end that was applied to raw projections.
+
+    Attributes:
+      q: the queries.
+      k: the keys.
+      v: the values, which no step changes.
+      shared: whether the values are the raw keys.
+    """
 
     q: Stream
     k: Stream
@@ -79,7 +95,7 @@ class FrontEnd:
 
     @classmethod
     def of(cls, steps: tuple[str, ...], raw: Raw) -> FrontEnd:
-        """The steps on `raw`."""
+        """Apply the steps to raw projections."""
         at_q, at_kv = compute_positions(raw.q.shape[1], raw.k.shape[1])
         shared = "shared" in steps
         steps = tuple(step for step in steps if step != "shared")
@@ -91,21 +107,25 @@ class FrontEnd:
         )
 
     def pull_back(self, dq: Bounded, dk: Bounded, dv: Bounded, roundoff: float, tiny: float) -> dict[str, Bounded]:
-        """Gradients of the raw projections `q k v` and the weights `q_norm k_norm`, as far as there are any.
+        """Compute the gradients of the raw projections and of the norms' weights.
 
         Args:
-          dq: gradient of q after the front end, as it may come from attention.
-          dk: likewise.
-          dv: likewise.
-          roundoff: of the dtype in which gradients of projections are stored.
-          tiny: its underflow.
+          dq: gradient of q after the front end, with its bound, as it comes from attention.
+          dk: gradient of k after the front end, with its bound.
+          dv: gradient of v, with its bound.
+          roundoff: unit roundoff of the dtype in which gradients of projections are stored.
+          tiny: underflow of that dtype.
+
+        Returns:
+          gradients by name: `q`, `k`, `v` unless the values are the raw keys, and `q_norm` and `k_norm` if there are
+          such weights.
         """
         raw_q, q_norm = self.q.pull_back(BoundedNumber(dq.value, dq.bound))
         raw_k, k_norm = self.k.pull_back(BoundedNumber(dk.value, dk.bound))
         found: dict[str, BoundedNumber | None] = {"q": raw_q.stored(roundoff, tiny), "k": raw_k.stored(roundoff, tiny)}
         v = BoundedNumber(dv.value, dv.bound)
         if self.shared:
-            # Each is stored before they are added.
+            # The two gradients of the raw keys are stored before they are added.
             assert found["k"] is not None
             found["k"] = (found["k"] + v).stored(roundoff, tiny)
         else:
@@ -115,6 +135,7 @@ class FrontEnd:
 
 
 def _apply_steps(steps: tuple[str, ...], x: Array, at: Array, norm: Any) -> Stream:
+    """Apply the steps to one raw projection `[B, L, heads, H]`."""
     weights = None if norm is None else BoundedNumber.exact(norm)
     current = BoundedNumber.exact(x)
     before = []
@@ -133,7 +154,7 @@ def _apply_steps(steps: tuple[str, ...], x: Array, at: Array, norm: Any) -> Stre
 
 
 def _share_first_head(x: BoundedNumber) -> BoundedNumber:
-    """`x [B, S, K, H]` with the first head's last third in all heads."""
+    """Copy the first head's last third of the depth to all heads of `x [B, S, K, H]`."""
     value, error = x.value.copy(), x.error.copy()
     of = slice_last_third(value.shape[-1])
     value[..., of], error[..., of] = value[:, :, :1, of], error[:, :, :1, of]
@@ -141,7 +162,7 @@ def _share_first_head(x: BoundedNumber) -> BoundedNumber:
 
 
 def _pull_back_shared_head(cotangent: BoundedNumber) -> BoundedNumber:
-    """What comes back through `_share_first_head`."""
+    """Compute the vector-Jacobian product of `_share_first_head`: the first head gets the sum over all heads."""
     value, error = cotangent.value.copy(), cotangent.error.copy()
     of = slice_last_third(value.shape[-1])
     summed = cotangent[..., of].sum(axis=2)
@@ -151,11 +172,13 @@ def _pull_back_shared_head(cotangent: BoundedNumber) -> BoundedNumber:
 
 
 def _compute_norm(x: BoundedNumber) -> BoundedNumber:
+    """Compute the root mean square over the depth, with the epsilon of the norm."""
     mean = (x * x).sum(axis=-1, keepdims=True) / BoundedNumber.exact(x.value.shape[-1])
     return (mean + BoundedNumber.rounded(EPSILON)).sqrt()
 
 
 def _compute_factor(step: str, at: Array) -> BoundedNumber:
+    """Return the factor of a scaling step: one number, or one for each position."""
     if step == "prescale":
         return BoundedNumber.exact(PRE_SCALE)
     value = compute_temperature(at[0])[:, None, None]
@@ -166,6 +189,7 @@ def _compute_factor(step: str, at: Array) -> BoundedNumber:
 
 
 def _rotate(step: str, x: BoundedNumber, at: Array, *, back: bool) -> BoundedNumber:
+    """Apply a rotary step, or its transpose if `back`."""
     turn = build_rotation(step, x.value.shape[-1])
     # A power in f32 may come from `exp(y log(base))`, whose argument rounds at its own size.
     frequency = BoundedNumber(turn.frequency, U * turn.frequency * (2 + np.abs(np.log(turn.frequency))))

@@ -1,10 +1,11 @@
-"""What a softmax in the operands' dtype adds to the bounds of `conformance.truth.rounding_bounds`, in bf16 and f16.
+"""Bound the errors that a softmax in the operands' dtype (bf16, f16) adds to `conformance.truth.rounding_bounds`.
 
-Every logit, weight and probability rounds by itself, up to `u` of the operands' dtype, and so does each product on the
-way back. Added by magnitude, hundreds of such roundings would hide a result of zeros. They are independent from one
-pair to the next, so they are added in quadrature: `Q(x) = sqrt(2 sum x^2)`, which is 3.3 standard deviations of
-roundings that are as large as they can be, and is divided by nothing. What a row shares (the rounded sum, D) is added
-by magnitude to dq, and in quadrature over the rows to dk and dv. With the notation of `bounds`, `k' = sum_j p k`:
+Every logit, weight and probability rounds by itself, up to `u` of the operands' dtype. So does each product of the
+backward pass. Added by magnitude, hundreds of such roundings would hide a result of zeros. They are independent from
+one pair to the next, so they are added in quadrature: `Q(x) = sqrt(2 sum x^2)`. That is 3.3 standard deviations if
+every rounding is as large as it can be. Errors that a whole row shares (of the rounded sum, and of D) are added by
+magnitude to dq, and in quadrature over the rows to dk and dv. With the notation of `conformance.truth.rounding_bounds` and
+`k' = sum_j p k`:
 
     off   = g u (2 |x - bias| + |x| (with a bias) + 4 |z| (capped)) + u (|z| + |z - m| + 1)             of one logit
     share = 2u + Q(p off) + p_sink u (2 |sink| + |sink - m| + 1)                                     of the row's sum
@@ -16,8 +17,8 @@ by magnitude to dq, and in quadrature over the rows to dk and dv. With the notat
     dq    + s [Q(e k) + share |sum_j dz k| + err D |k'|]
     dk    + s Q([e + row] q)       dv + Q(p (off + share + 2u) do)
 
-Quadrature needs errors that are small. Where the logits of a row may be off by so much that its weights change by half
-or more (`sum_j p expm1(off)`), errors are added by magnitude, with `err(p)` at most `max(p, 1 - p)`.
+Quadrature needs small errors. If the logits of a row may be off by so much that its weights change by half or more
+(`sum_j p expm1(off)`), its errors are added by magnitude instead, with `err(p)` at most `max(p, 1 - p)`.
 """
 
 from __future__ import annotations
@@ -34,18 +35,27 @@ _MAX_SMALL_CHANGE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class LowPrecisionSoftmax:
-    """Errors of a slab's softmax in the operands' dtype."""
+    """Errors of one slab's softmax that is computed in the operands' dtype.
+
+    Attributes:
+      slab: the slab.
+      u: unit roundoff of the operands' dtype.
+      off: error of each logit, `[G, T, S]`.
+      share: relative error of each row's sum, `[G, T]`.
+      p: err(p) as it is added by magnitude, `[G, T, S]`.
+      small: rows whose errors are added in quadrature, `[G, T]`.
+    """
 
     slab: Slab
     u: float
-    off: Array  # of a logit, [G, T, S]
-    share: Array  # relative, of the sum, [G, T]
-    p: Array  # err(p), as it is added by magnitude, [G, T, S]
-    small: Array  # rows whose errors are added in quadrature, [G, T]
+    off: Array
+    share: Array
+    p: Array
+    small: Array
 
     @classmethod
     def of(cls, slab: Slab, u: Roundoff) -> LowPrecisionSoftmax | None:
-        """The errors that `u` means for the slab; none where the softmax is in f32."""
+        """Bound the errors of the slab's softmax; None if the softmax is in f32."""
         if not u.softmax:
             return None
         scored = slab.x if slab.score is None else slab.x - slab.score
@@ -71,7 +81,7 @@ class LowPrecisionSoftmax:
 
     @property
     def out(self) -> Array:
-        """What `out` gets, `[G, T, V]`."""
+        """The error that is added to `out`, `[G, T, V]`."""
         slab, by_pair = self.slab, self._squares(self.p)
         p2, v2, out2 = slab.averaging**2, slab.v**2, slab.out**2
         moved = by_pair @ v2 - 2 * slab.out * (by_pair @ slab.v) + out2 * by_pair.sum(axis=-1, keepdims=True)
@@ -80,7 +90,14 @@ class LowPrecisionSoftmax:
         return found + rounded + (slab.p_sink * self.share)[..., None] * np.abs(slab.out)
 
     def backward(self, do: Array, dp: Array, d: Array, dlse: Array) -> SoftmaxGradientErrors:
-        """What gradients get for a cotangent `do [G, T, V]`; `dp [G, T, S]`, `d` and `dlse` `[G, T]`."""
+        """Bound the errors that are added to gradients.
+
+        Args:
+          do: cotangent of `out`, `[G, T, V]`.
+          dp: `<do_i, v_j>`, `[G, T, S]`.
+          d: D of each row, `[G, T]`.
+          dlse: cotangent of `logsumexp`, `[G, T]`.
+        """
         slab, u = self.slab, self.u
         r = dp - d[..., None] + dlse[..., None]
         dz = slab.p * r
@@ -101,20 +118,30 @@ class LowPrecisionSoftmax:
         return SoftmaxGradientErrors(slab.scale * dq, slab.scale * dk, dv, both, err_dsink)
 
     def _squares(self, x: Array) -> Array:
+        """Square errors `x [G, T, S]` of rows that are added in quadrature; 0 in the others."""
         return np.where(self.small[..., None], x, 0.0) ** 2
 
     def _magnitudes(self, x: Array) -> Array:
+        """Keep errors `x [G, T, S]` of rows that are added by magnitude; 0 in the others."""
         return np.where(self.small[..., None], 0.0, x)
 
     def _over_rows(self, x: Array, y: Array) -> Array:
-        """Sums over the rows of `x [G, T, S]` times `y [G, T, .]`, by head: `[G, S, .]`."""
+        """Sum errors `x [G, T, S]` times `y [G, T, .]` over the rows of each head: `[G, S, .]`."""
         squares, magnitudes = (z.transpose(0, 2, 1) for z in (self._squares(x), self._magnitudes(x)))
         return np.sqrt(2 * (squares @ y**2)) + magnitudes @ np.abs(y)
 
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxGradientErrors:
-    """What the bounds of gradients get: dq `[G, T, H]`, dk and dv by head, dx `[G, T, S]`, dsinks of one row."""
+    """Errors that a softmax in the operands' dtype adds to gradients.
+
+    Attributes:
+      dq: `[G, T, H]`.
+      dk: of each query head, `[G, S, H]`.
+      dv: of each query head, `[G, S, V]`.
+      dx: gradient of the logits, `[G, T, S]`.
+      dsink: each row's part of dsinks, `[G, T]`.
+    """
 
     dq: Array
     dk: Array
@@ -124,4 +151,5 @@ class SoftmaxGradientErrors:
 
 
 def _sum_in_quadrature(x: Array) -> Array:
+    """Add errors in quadrature over the last axis."""
     return np.sqrt(2 * (x**2).sum(axis=-1))

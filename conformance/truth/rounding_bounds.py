@@ -1,9 +1,11 @@
-"""First-order rounding-error bounds, element by element, for the arithmetic that an implementation declares.
+"""Bound the rounding error of each result, element by element, for the arithmetic that an implementation declares.
 
-Beside each exact observable `y` stands `E(y)`, how far a correct implementation may end up from it. The ratio
-`|y - y*| / E(y)` is then around 1 for correct kernels whatever the shape, the mask, the magnitudes and the
-cancellation, and one constant a dtype judges them all. Notation as in docs/contract.md, section 2: `x` logits, `z`
-capped, `p` probabilities, `D`, `dp`, `g = dz/dx`. docs/numerics.md goes through it term by term.
+For each exact result `y*` the bound `E(y)` says how far a correct implementation's `y` may be from it, to first order.
+The ratio `|y - y*| / E(y)` is then around 1 for correct kernels, whatever the shape, the mask, the magnitudes and the
+cancellation. So one limit on the ratio judges all of them.
+
+Notation is that of docs/contract.md, section 2: `x` are logits, `z` capped logits, `p` probabilities, `m` the row's
+maximum, `g = dz/dx`. docs/numerics.md explains the bounds term by term.
 
 The derivation, with `s|x| = scale sum_d |q||k| + |bias| + |alibi| + |score|` and `u` the f32 unit roundoff:
 
@@ -30,27 +32,28 @@ The derivation, with `s|x| = scale sum_d |q||k| + |bias| + |alibi| + |score|` an
     E(dbias) = sum [err(dx) + gamma(n) |dx|] over the broadcast axes + u_bias |dbias|
     E(dk)    = E(dk) + E(dv) + u_out |dk + dv|         of keys whose first coordinates are the values
 
-What this adds to the usual first-order bound, and why:
+These terms go beyond the usual first-order bound, for these reasons:
 
-* `gamma(n) = u max(1, sqrt(n) / 4)`: rounding a running sum of n terms of one sign errs by about 0.23 sqrt(n) u of the
-  sum (each partial sum rounds by up to u/2, uniformly, and the errors add like a random walk); terms of random sign
-  stay near u times the sum of magnitudes. Measured constants are in `conformance/truth/tolerances.py`.
-* in `err(x)`, a sum whose partial sums all stay near one large value (a dominant coordinate) rounds at that size in
-  every step: 0.58 sqrt(H) u of it by root mean square, so that with 3/4 the extremes of thousands of elements (4.5
-  times the root mean square) stay at 3.5 times the bound. Sums of random signs keep the smaller bound.
-* `expm1` and the cap at `max(p, 1 - p)`: with logits of 1e5 in f32, `err(z)` is no longer small against 1.
-* `u_prod` in the second products: tf32 and bf16 products round `p` and `dx` as well as `q` and `k`.
-* `u_out` once more over the group: an implementation may round each head's dk and dv before it sums the group.
-* rows are summed in quadrature for dsink: their errors are independent, and thousands of rows added up in magnitude
-  would hide a gradient that is wrong altogether.
-* `tiny` in `err(D)`: a flash backward takes D from the stored `out`, which in f16 may be subnormal (a sink that takes
-  all the weight).
-* `tiny |r|` in `err(dx)`: a probability that underflows is off by `tiny`, and is multiplied by `r`.
-* a quantised cache adds `u_cache s|x|` to err(x) and `u_cache p` in E(out), for keys and values rounded as they are
-  multiplied by their scales. How far it is from the keys and values before they were stored is an error of the
-  operands (`Inexact`) of half a step.
-* the underflow floor `tiny` counts only terms that exist, so structural zeros (a key that nobody sees, the bias behind
-  the mask) have a bound of exactly zero and must be exactly zero.
+* `gamma(n) = u max(1, sqrt(n) / 4)`. Each partial sum of n terms of one sign rounds by up to u/2, uniformly, and the
+  errors add like a random walk, to about 0.23 sqrt(n) u of the sum. If the signs are random, the error stays near u
+  times the sum of magnitudes. Measured constants are in `conformance/truth/tolerances.py`.
+* `3/4 sqrt(H) max(...)` in `err(x)`. If one coordinate dominates, all partial sums stay near one large value, and every
+  step rounds at that size: 0.58 sqrt(H) u of it by root mean square. The extremes of thousands of elements are 4.5
+  times the root mean square. With the factor 3/4 they stay at 3.5 times the bound. Sums of random signs keep the
+  smaller bound.
+* `expm1`, and the cap at `max(p, 1 - p)`. With logits of 1e5 in f32, `err(z)` is no longer small against 1.
+* `u_prod` in the second products. Products in tf32 and bf16 round `p` and `dx` as well as `q` and `k`.
+* `u_out` once more over the group. An implementation may round the dk and dv of each head before it sums the group.
+* Quadrature over the rows in `E(dsink)`. Errors of rows are independent. Adding thousands of rows by magnitude would
+  hide a gradient that is wrong altogether.
+* `tiny` in `err(D)`. A flash backward pass takes D from the stored `out`, which may be subnormal in f16, for instance
+  if a sink takes all the weight.
+* `tiny |r|` in `err(dx)`. A probability that underflows is off by `tiny`, and is multiplied by `r`.
+* A quantised cache adds `u_cache s|x|` to `err(x)` and `u_cache p` to `E(out)`: keys and values round when they are
+  multiplied by their scales. Their distance from the values before quantisation is an error of the operands
+  (`Inexact`), of half a step.
+* The underflow floor `tiny` counts only terms that exist. So structural zeros, such as a key that no query sees or the
+  bias behind the mask, have a bound of exactly zero and must be exactly zero.
 """
 
 from __future__ import annotations
@@ -70,7 +73,12 @@ from conformance.truth.roundoff import Roundoff, U
 
 @dataclasses.dataclass(frozen=True)
 class Bounded:
-    """An exact value and, element by element, how far a correct implementation may be from it."""
+    """Exact values with an error bound for each element; both arrays are float64 and have the same shape.
+
+    Attributes:
+      value: the exact values.
+      bound: how far a correct implementation may be from each of them.
+    """
 
     value: Array
     bound: Array
@@ -78,10 +86,16 @@ class Bounded:
 
 @dataclasses.dataclass(frozen=True)
 class OperandErrors:
-    """How far q, k and v may be from what the problem has, in their shapes, where they are computed in `dtype`.
+    """Errors of the operands themselves: how far the implementation's q, k and v may be from the problem's.
 
-    To first order, an error in an operand is one more error in the products that it enters: `scale (dq |k| + |q| dk)`
-    in err(x), `sum_j p dv` in E(out), `sum_d |do| dv` in err(dp), `scale sum |dx| dk` in E(dq) and likewise in E(dk).
+    To first order, an error of an operand adds to every product that the operand enters: `scale (dq |k| + |q| dk)` to
+    err(x), `sum_j p dv` to E(out), `sum_d |do| dv` to err(dp), `scale sum |dx| dk` to E(dq) and likewise to E(dk).
+
+    Attributes:
+      dtype: the dtype that the implementation computes in (`f32`, `bf16`, `f16`).
+      q: largest error of each query, `[B, T, N, H]`.
+      k: largest error of each key, `[B, S, K, H]`.
+      v: largest error of each value, `[B, S, K, V]`.
     """
 
     dtype: str
@@ -90,14 +104,24 @@ class OperandErrors:
     v: Array
 
     def of(self, slab: Slab, rows: Array | slice = slice(None)) -> OperandErrors:
-        """The errors of a slab's operands, q `[G, T, H]`, k `[S, H]`, v `[S, V]`; `rows` are its queries."""
+        """Select the errors of one slab's operands: q `[G, T, H]`, k `[S, H]`, v `[S, V]`.
+
+        Args:
+          slab: the slab.
+          rows: which queries of the problem the slab holds.
+        """
         q = self.q[slab.batch, :, slab.heads].transpose(1, 0, 2)[:, rows]
         return OperandErrors(self.dtype, q, self.k[slab.batch, :, slab.kv_head], self.v[slab.batch, :, slab.kv_head])
 
 
 @dataclasses.dataclass(frozen=True)
 class Expectation:
-    """What to expect: forward observables, and gradients for each cotangent asked for, in that order."""
+    """Exact results with their bounds.
+
+    Attributes:
+      forward: `out [B, T, N, V]`, `logsumexp [B, N, T]` and `max_logits [B, N, T]` by name.
+      gradients: gradients by name (`dq`, `dk`, ...), one mapping for each cotangent, in the order of the cotangents.
+    """
 
     forward: dict[str, Bounded]
     gradients: tuple[dict[str, Bounded], ...]
@@ -112,15 +136,16 @@ def compute_expectation(
     rounds_out: bool = True,
     inexact: OperandErrors | None = None,
 ) -> Expectation:
-    """Exact observables and their error bounds.
+    """Compute the exact results of a problem and their error bounds.
 
     Args:
       problem: the operands.
-      arithmetic: how the implementation declares to compute.
-      cotangents: the cotangents to give gradients for.
-      empty_rows: what rows that may attend to nothing are declared to return.
-      rounds_out: whether `out` is rounded to the operands' dtype at the end, or left in f32.
-      inexact: how far the implementation's operands may be from those of `problem`, which then may be in float64.
+      arithmetic: the arithmetic that the implementation declares.
+      cotangents: cotangents, each of which gets its gradients.
+      empty_rows: what the implementation declares to return for a query that may attend to nothing.
+      rounds_out: whether `out` is rounded to the operands' dtype at the end, rather than left in f32.
+      inexact: errors of the implementation's operands, if they differ from those of `problem`. Then the operands of
+        `problem` may be float64.
     """
     u = Roundoff.of(arithmetic, problem, None if inexact is None else inexact.dtype)
     u = u if rounds_out else dataclasses.replace(u, out=U)
@@ -135,7 +160,7 @@ def compute_expectation_for_roundoff(
     empty_rows: EmptyRows = "zero",
     inexact: OperandErrors | None = None,
 ) -> Expectation:
-    """The same for unit roundoffs that are given, whatever an arithmetic would make of them."""
+    """Compute the exact results of a problem and their error bounds for given unit roundoffs."""
     batch, q_length, num_q_heads, _ = problem.q.shape
     rows = (batch, num_q_heads, q_length)
     shapes = {"out": (batch, q_length, num_q_heads, problem.v.shape[-1]), "logsumexp": rows, "max_logits": rows}
@@ -154,19 +179,31 @@ def compute_expectation_for_roundoff(
 
 @dataclasses.dataclass(frozen=True)
 class _ForwardErrors:
-    """Errors inside one slab."""
+    """Errors of the forward pass inside one slab, in the notation of the module docstring.
 
-    x: Array  # [G, T, S]
-    z: Array  # [G, T, S], 0 where not allowed
-    total: Array  # err(l), relative, [G, T]
-    p: Array  # [G, T, S]
-    p_sink: Array  # [G, T]
-    out: Array  # without the final rounding, [G, T, V]
-    operands: OperandErrors | None  # of the slab
-    narrow: LowPrecisionSoftmax | None  # of a softmax in the operands' dtype
+    Attributes:
+      x: err(x), `[G, T, S]`, without products of operands that are rounded to fewer bits.
+      z: err(z), `[G, T, S]`; 0 where attending is not allowed.
+      total: err(l), relative to the sum, `[G, T]`.
+      p: err(p), `[G, T, S]`.
+      p_sink: err(p_sink), `[G, T]`.
+      out: E(out) without the final rounding, `[G, T, V]`.
+      operands: errors of the slab's operands, if there are any.
+      narrow: errors of a softmax in the operands' dtype, if it is declared.
+    """
+
+    x: Array
+    z: Array
+    total: Array
+    p: Array
+    p_sink: Array
+    out: Array
+    operands: OperandErrors | None
+    narrow: LowPrecisionSoftmax | None
 
     @classmethod
     def of(cls, slab: Slab, u: Roundoff, operands: OperandErrors | None) -> _ForwardErrors:
+        """Bound the errors of one slab's forward pass."""
         keys = slab.k.shape[0]
         x = _bound_logit_errors(slab, u)
         if operands is not None:
@@ -211,21 +248,24 @@ class _ForwardErrors:
 
 
 def _bound_probability_errors(slab: Slab, exponent: Array) -> Array:
-    """err(p) where the exponent is off by `exponent`, `[G, T, S]`."""
+    """Bound err(p), `[G, T, S]`, for exponents that are off by `exponent [G, T, S]`."""
     err_p = slab.p * np.expm1(np.minimum(exponent, 50.0))
     return np.minimum(err_p, np.maximum(slab.p, 1 - slab.p))
 
 
 def _bound_coarse_products(u: Roundoff, size: Array, squares: Array) -> Array:
-    """How far a sum of products is off whose operands are rounded to fewer bits.
+    """Bound the error of a sum of products whose operands are rounded to fewer bits.
 
-    `size` is that of the sum, `squares` the sum of the squares of the products.
+    Args:
+      u: the unit roundoffs.
+      size: magnitude of the sum.
+      squares: sum of the squares of the products.
     """
     return u.coarse * (2 * size + np.sqrt(2 * squares))
 
 
 def _bound_out_shift(slab: Slab, off: Array) -> Array:
-    """How far `out` moves if logits are off by `off`, by Cauchy and Schwarz over the keys, `[G, T, V]`."""
+    """Bound how far `out` moves, `[G, T, V]`, if logits are off by `off`: by Cauchy-Schwarz over the keys."""
     grown = np.expm1(np.minimum(off, 50.0))
     size = np.sqrt((slab.p * grown**2).sum(axis=-1)) * np.exp(np.minimum((slab.p * off).sum(axis=-1), 50.0))
     variance = slab.p @ slab.v**2 - (slab.p @ slab.v) ** 2
@@ -233,7 +273,7 @@ def _bound_out_shift(slab: Slab, off: Array) -> Array:
 
 
 def _bound_logit_errors(slab: Slab, u: Roundoff) -> Array:
-    """err(x), `[G, T, S]`, but for products of operands that are rounded to fewer bits."""
+    """Bound err(x), `[G, T, S]`, without products of operands that are rounded to fewer bits."""
     products = slab.scale * (np.abs(slab.q) @ np.abs(slab.k).T)
     magnitude = products if slab.bias is None else products + np.abs(slab.bias)
     alibi = 0.0 if slab.alibi is None else np.abs(slab.alibi)
@@ -245,6 +285,7 @@ def _bound_logit_errors(slab: Slab, u: Roundoff) -> Array:
 
 
 def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErrors, u: Roundoff) -> None:
+    """Write one slab's results and bounds into those of the problem."""
     out, lse, top = (forward[name] for name in ("out", "logsumexp", "max_logits"))
     out.value[slab.batch, :, slab.heads] = slab.out.transpose(1, 0, 2)
     sees = np.any(slab.allowed, axis=-1) | np.any(slab.averaging, axis=-1)
@@ -263,17 +304,27 @@ def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErro
 
 @dataclasses.dataclass(frozen=True)
 class _BackwardErrors:
-    """The backward pass of one slab for one cotangent, and its errors."""
+    """The backward pass of one slab for one cotangent, with its errors.
 
-    dx: Array  # [G, T, S]
-    err_dx: Array  # [G, T, S]
-    err_dsink: Array  # of one row, [G, T]
-    dsink: Array  # of one row, [G, T]
-    live: Array  # allowed pairs whose row has a cotangent, [G, T, S]
+    Attributes:
+      dx: gradient of the logits, `[G, T, S]`.
+      err_dx: err(dx), `[G, T, S]`.
+      err_dsink: err(ds) of each row, `[G, T]`.
+      dsink: each row's part of the gradient of the sink, `[G, T]`.
+      live: allowed pairs whose row has a cotangent, `[G, T, S]`.
+      narrow: errors that a softmax in the operands' dtype adds, if it is declared.
+    """
+
+    dx: Array
+    err_dx: Array
+    err_dsink: Array
+    dsink: Array
+    live: Array
     narrow: SoftmaxGradientErrors | None
 
     @classmethod
     def of(cls, slab: Slab, errors: _ForwardErrors, do: Array, dlse: Array, u: Roundoff) -> _BackwardErrors:
+        """Compute one slab's backward pass for `do [G, T, V]` and `dlse [G, T]`, and bound its errors."""
         keys, v_depth = slab.v.shape
         p, abs_do = slab.p, np.abs(do)
         dp = slab.dp(do)
@@ -301,7 +352,7 @@ class _BackwardErrors:
 
 
 def _bound_cap_derivative_errors(slab: Slab, errors: _ForwardErrors, u: Roundoff) -> Array | float:
-    """err(g), `[G, T, S]`."""
+    """Bound err(g), the error of the soft cap's derivative, `[G, T, S]`; 0 without a cap."""
     if slab.tanh is None or slab.soft_cap is None:
         return 0.0
     tanh = np.abs(slab.tanh)
@@ -317,6 +368,7 @@ def _add_gradients(
     u: Roundoff,
     inexact: OperandErrors | None,
 ) -> None:
+    """Add one slab's gradients for one cotangent to `values`, and their bounds to `bounds`."""
     do = cotangent.out[slab.batch, :, slab.heads].astype(np.float64).transpose(1, 0, 2)  # [G, T, V]
     dlse: Array = np.zeros(slab.pivot.shape)
     if cotangent.logsumexp is not None:
@@ -325,7 +377,7 @@ def _add_gradients(
     if len(rows) == 0:
         return
     if len(rows) < dlse.shape[1]:
-        # What has no cotangent has no gradient and no error: leave those queries out.
+        # A query without a cotangent has no gradient and no error.
         slab, do, dlse = slab.only(rows), do[:, rows], dlse[:, rows]
         errors = _ForwardErrors.of(slab, u, None if inexact is None else inexact.of(slab, rows))
     back = _BackwardErrors.of(slab, errors, do, dlse, u)
@@ -378,7 +430,7 @@ def _add_gradients(
 
 
 def _finish_gradients(values: Gradients, bounds: Gradients, u: Roundoff, *, tied: bool) -> dict[str, Bounded]:
-    """Add the final rounding; a bound of exactly zero stays zero."""
+    """Add the final rounding to the bounds, except to those that are exactly zero."""
     rounding = {"dq": u.out + u.scaled_q, "dk": u.out, "dv": u.out, "dsinks": u.backward, "dbias": u.bias}
     finished = {}
     for name, value in values.arrays.items():
@@ -390,8 +442,11 @@ def _finish_gradients(values: Gradients, bounds: Gradients, u: Roundoff, *, tied
 
 
 def _add_value_gradient(dk: Bounded, dv: Bounded, u: Roundoff) -> Bounded:
-    """The gradient of keys whose first coordinates are the values: each part may be rounded before they are added."""
+    """Add the gradient of values to that of the keys whose first coordinates they are.
+
+    An implementation may round each part before it adds them.
+    """
     depth, keys = dv.value.shape[-1], dk.value.shape[-1]
     value = dk.value + pad_value_gradient(dv.value, keys)
-    added = np.arange(keys) < depth  # elsewhere there is nothing to add
+    added = np.arange(keys) < depth  # only these coordinates are values
     return Bounded(value, dk.bound + pad_value_gradient(dv.bound, keys) + u.out * np.abs(value) * added)

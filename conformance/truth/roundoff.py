@@ -1,4 +1,4 @@
-"""Unit roundoffs: what each declaration of an arithmetic means for operands of one dtype."""
+"""Translate a declared arithmetic into unit roundoffs for operands of one dtype."""
 
 from __future__ import annotations
 
@@ -12,21 +12,48 @@ from conformance.contract import Arithmetic
 # Unit roundoff 2**-p for p significand bits.
 UNIT_ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8, "tf32": 2.0**-11}
 U = UNIT_ROUNDOFF["f32"]
-# Half the smallest subnormal of f16, which hardware keeps; f32 and bf16 subnormals are flushed by GPUs and TPUs.
+# Underflow: half the smallest subnormal in f16, whose subnormals hardware keeps. In f32 and bf16 the smallest normal
+# number, since GPUs and TPUs flush subnormals to zero.
 _TINY = {"f32": 2.0**-126, "bf16": 2.0**-126, "f16": 2.0**-25}
 
 
 @dataclasses.dataclass(frozen=True)
 class Roundoff:
-    """Unit roundoffs of an arithmetic on operands of one dtype."""
+    """Unit roundoffs of an arithmetic on operands of one dtype, one for each thing that rounds; 0 if it does not.
+
+    The last six are in f32 whatever is declared. They have fields of their own so that the term of each can be computed
+    alone (`conformance.truth.bound_sources`).
+
+    Attributes:
+      products: exact products of f32 operands.
+      coarse: operands that a product rounds to fewer bits than they have (tf32, bf16).
+      logits: logits rounded to the operands' dtype.
+      softmax: a softmax in the operands' dtype.
+      group_sums: sums over the heads of a group in the operands' dtype.
+      block_sums: sums rounded to the operands' dtype after each block.
+      block: keys or queries between two such roundings; None without them.
+      probabilities: probabilities rounded to the operands' dtype.
+      scaled_q: `q * scale` rounded to the operands' dtype.
+      residuals: residuals rounded to the operands' dtype.
+      out: results rounded to the operands' dtype.
+      bias: dbias rounded to the dtype of the bias.
+      cache: keys and values multiplied by the scales of a quantised cache.
+      tiny: underflow of the operands' dtype, an absolute error.
+      depth: the sum of a logit over the head dimension.
+      exponent: storing, shifting and exponentiating logits.
+      cap: the tanh of a soft cap and its derivative.
+      sums: sums over keys, queries and the depth of values.
+      log: the logarithm of the softmax's denominator.
+      backward: differences and products of the backward pass.
+    """
 
     products: float
-    coarse: float  # of operands of a product that are rounded to fewer bits than they have
+    coarse: float
     logits: float
     softmax: float
     group_sums: float
     block_sums: float
-    block: int | None  # keys or queries between two such roundings
+    block: int | None
     probabilities: float
     scaled_q: float
     residuals: float
@@ -34,17 +61,16 @@ class Roundoff:
     bias: float
     cache: float
     tiny: float
-    # What is in f32 whatever is declared, by what rounds: one number, so that each can be looked at alone.
-    depth: float = U  # the sum of a logit over the head dimension
-    exponent: float = U  # logits as they are stored, shifted and exponentiated
-    cap: float = U  # the tanh of a soft cap, and its slope
-    sums: float = U  # over keys, queries and the depth of values
-    log: float = U  # of the softmax's denominator
-    backward: float = U  # differences and products of the backward pass
+    depth: float = U
+    exponent: float = U
+    cap: float = U
+    sums: float = U
+    log: float = U
+    backward: float = U
 
     @classmethod
     def of(cls, arithmetic: Arithmetic, problem: Problem, dtype: str | None = None) -> Roundoff:
-        """The roundoffs that `arithmetic` means for operands of `dtype`, by default that of `problem`."""
+        """Return the roundoffs of `arithmetic` for operands of `dtype`, by default the dtype of `problem`."""
         dtype = get_dtype_name(problem.q.dtype) if dtype is None else dtype
         u_in = UNIT_ROUNDOFF[dtype]
         single = dtype == "f32"
@@ -55,7 +81,7 @@ class Roundoff:
         return cls(
             products=U if single and exact else 0.0,
             coarse=UNIT_ROUNDOFF[arithmetic.products] if single and not exact else 0.0,
-            logits=below if arithmetic.logits == "input" and not in_input else 0.0,  # it is in `softmax`
+            logits=below if arithmetic.logits == "input" and not in_input else 0.0,  # `softmax` includes it
             softmax=below if in_input else 0.0,
             group_sums=below if arithmetic.group_sums == "input" else 0.0,
             block_sums=below if arithmetic.block_sums is not None else 0.0,
@@ -70,33 +96,36 @@ class Roundoff:
         )
 
     def gamma(self, terms: int) -> float:
-        """`gamma` as far as sums round."""
+        """Bound the relative error of a sum of `terms` terms, with the roundoff of `sums`."""
         return self.sums * compute_walk_steps(terms)
 
     def blocks(self, length: int) -> int:
-        """How many sums over blocks of `length` keys or queries there are; one if sums stay in f32."""
+        """Return the number of blocks of `length` keys or queries; one if no sum is rounded after a block."""
         return 1 if self.block is None else -(-length // self.block)
 
     def bound_block_sums(self, length: int) -> float:
-        """Relative error of rounding a sum of `length` terms after each block, against the sum of magnitudes."""
+        """Bound the error of rounding a sum of `length` terms after each block, relative to the sum of magnitudes."""
         count = self.blocks(length)
         return self.block_sums * compute_walk_steps(count) if count > 1 else 0.0
 
     def bound_head_sums(self, count: int) -> float:
-        """The same of a sum over the heads of a group."""
+        """Bound the error of rounding a sum over the heads of a group, relative to the sum of magnitudes."""
         return self.group_sums * compute_walk_steps(count) if count > 1 else 0.0
 
 
 def get_dtype_name(dtype: np.dtype) -> str:
-    """`f32`, `bf16` or `f16`."""
+    """Return the name of a NumPy dtype: `f32`, `bf16` or `f16`."""
     return {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[np.dtype(dtype).name]
 
 
 def compute_gamma(terms: int) -> float:
-    """Relative error of an f32 sum of `terms` terms, against the sum of their magnitudes (module docstring)."""
+    """Bound the error of an f32 sum of `terms` terms, relative to the sum of their magnitudes.
+
+    `conformance.truth.rounding_bounds` derives it.
+    """
     return U * compute_walk_steps(terms)
 
 
 def compute_walk_steps(terms: int) -> float:
-    """By how much the roundings of `terms` partial sums exceed one of the sum of magnitudes."""
+    """Compute how many unit roundoffs the partial sums of `terms` terms may add, as a random walk; at least 1."""
     return float(max(1.0, np.sqrt(terms) / 4))

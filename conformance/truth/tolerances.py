@@ -1,18 +1,21 @@
-"""The tolerance table: limits of a dtype and observable, in units of the error bound (docs/numerics.md, section 6).
+"""Limits on results by dtype and observable, in units of the error bound (docs/numerics.md, section 6).
 
-They follow from what correct implementations reached. The largest ratio has one limit for all: 1.5 times the largest of
-any dtype and observable, rounded up to a whole number. It is the extreme of many elements, and has a long tail: a
-correct kernel reached 2.05 in dk of f32 outside the grid, where 0.73 is the most on it. Its root mean square there was
-0.178, where 0.15 is the most. So the root mean square has limits of its own: three times the largest of that dtype and
-observable, rounded up to a tenth, and never more than 1.5 times the largest of all, rounded up to a half. Errors of few
-rows may have one cause, hence the room. It is judged only where there are enough elements for it to mean something.
+The limits follow from what correct implementations reached, which is in `calibration.json`
+(`conformance.truth.calibration` writes it):
 
-They hold for what was measured: the arithmetic that nobody need declare, on the platforms of the calibration. Whatever
-declares further roundings, or runs elsewhere, is judged by the widest of all limits (`Tolerances.of`).
+- The largest ratio has one limit for all: 1.5 times the largest of any dtype and observable, rounded up to a whole
+  number. It is the extreme of many elements and has a long tail. A correct kernel reached 2.05 in dk of f32 outside the
+  grid; the most on the grid is 0.73.
+- The root mean square varies less: the same kernel reached 0.178 there, and the most on the grid is 0.15. So each dtype
+  and observable has a limit of its own: three times its largest, rounded up to a tenth, and never more than 1.5 times
+  the largest of all, rounded up to a half. The factor of three leaves room for errors of few rows that have one cause.
+  It is judged only if there are enough elements (`RMS_MIN_ELEMENTS`).
 
-What was reached, and where it comes from, is in `calibration.json` beside this file (`conformance.truth.calibration`
-makes it). A limit is never widened to make a case pass: a correct kernel that fails has declared the wrong arithmetic,
-or the bound lacks a term.
+These limits hold for what was measured: the default arithmetic, on the platforms of the calibration. An implementation
+that declares further roundings or runs elsewhere is judged by the widest of all limits (`Tolerances.of`).
+
+A limit is never widened to make a case pass. If a correct kernel fails, it declares the wrong arithmetic, or the bound
+lacks a term.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from conformance.contract import Arithmetic
 
 DTYPES = ("f32", "bf16", "f16")
 RMS_MIN_ELEMENTS = 256
-"""With fewer judged elements the root mean square is too close to the maximum to add anything."""
+"""Fewest judged elements for which the root mean square says more than the maximum does."""
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
 CALIBRATION_SCHEMA = "attention-conformance/calibration/1"
@@ -41,7 +44,13 @@ _RMS_STEPS_PER_UNIT = 10  # in 1
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Largest allowed ratio, largest allowed root mean square, and where the numbers come from."""
+    """Limits on one observable in one dtype, in units of its error bound.
+
+    Attributes:
+      ratio: the largest allowed ratio.
+      rms: the largest allowed root mean square of the ratios.
+      source: where both numbers come from, for people.
+    """
 
     ratio: float
     rms: float
@@ -50,18 +59,24 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True)
 class Tolerances:
-    """The table in force, and the platforms on which its figures were measured."""
+    """A tolerance table.
+
+    Attributes:
+      limits: limits by dtype and observable.
+      platforms: platforms on which the figures were measured.
+    """
 
     limits: Mapping[tuple[str, str], Limit]
     platforms: frozenset[str] = frozenset()
 
     def of(self, arithmetic: Arithmetic, platform: str) -> Tolerances:
-        """The table for an implementation that declares `arithmetic`, on a platform (JAX's name of the backend)."""
-        plain = dataclasses.replace(arithmetic, probabilities="input") == Arithmetic()  # the stricter one costs nothing
+        """Return the table for an implementation that declares `arithmetic`, on a platform (a JAX backend)."""
+        # Probabilities in f32 round less than the default, so declaring them does not widen the limits.
+        plain = dataclasses.replace(arithmetic, probabilities="input") == Arithmetic()
         return self if plain and platform in self.platforms else self._widen_all()
 
     def _widen_all(self) -> Tolerances:
-        """Every limit as wide as the widest that was calibrated; what the user has set stays."""
+        """Return the table with every calibrated limit set to the widest one; the user's own limits stay."""
         calibrated = load_default_tolerances().limits
         ratio = max(limit.ratio for limit in calibrated.values())
         rms = max(limit.rms for limit in calibrated.values())
@@ -70,11 +85,11 @@ class Tolerances:
         return dataclasses.replace(self, limits=wide)
 
     def limit(self, dtype: str, observable: str) -> Limit:
-        """The limit for an observable in a dtype."""
+        """Return the limit of an observable in a dtype."""
         return self.limits[dtype, observable]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The table as plain rows, for reports."""
+        """Return the table as plain rows, for reports."""
         return [
             {"dtype": dtype, "observable": name, "limit": x.ratio, "rms_limit": x.rms, "source": x.source}
             for (dtype, name), x in self.limits.items()
@@ -83,15 +98,15 @@ class Tolerances:
 
 @functools.cache
 def load_default_tolerances() -> Tolerances:
-    """The calibrated table."""
+    """Load the calibrated table that comes with the project."""
     return build_tolerances(load_calibration())
 
 
 def build_tolerances(calibration: Mapping[str, Any]) -> Tolerances:
-    """The table that the figures of correct implementations lead to (module docstring).
+    """Build the tolerance table from a calibration, by the rules of the module docstring.
 
     Raises:
-      ValueError: for figures of another schema, or a dtype and observable without any.
+      ValueError: if the calibration has another schema, or lacks a dtype and observable.
     """
     if calibration.get("schema") != CALIBRATION_SCHEMA:
         raise ValueError(f"schema of the calibration is {calibration.get('schema')!r}, must be {CALIBRATION_SCHEMA!r}")
@@ -112,7 +127,7 @@ def build_tolerances(calibration: Mapping[str, Any]) -> Tolerances:
 
 
 def _compute_rms_limit(largest: float | None) -> float:
-    """No limit of its own for what never has elements enough."""
+    """Compute the limit of a root mean square; infinite if it is never judged."""
     return (
         math.inf if largest is None else math.ceil(_RMS_STEPS_PER_UNIT * _HEADROOM_RMS * largest) / _RMS_STEPS_PER_UNIT
     )
@@ -120,25 +135,26 @@ def _compute_rms_limit(largest: float | None) -> float:
 
 @functools.cache
 def load_calibration() -> Mapping[str, Any]:
-    """What correct implementations reached, as it is kept."""
+    """Load the stored figures of correct implementations."""
     return json.loads(CALIBRATION.read_text())
 
 
 def _format_limit_source(row: Mapping[str, Any], name: str) -> str:
+    """Format where the limits of a row come from."""
     rms = "" if row["max_rms"] is None else f" (rms {row['max_rms']:.2f})"
     return f"correct kernels reached {row['max_ratio']:.2f}{rms} {name}"
 
 
 def override_limits(table: Tolerances, overrides: Mapping[str, float], source: str) -> Tolerances:
-    """The table with limits replaced.
+    """Return a table with some limits replaced; the limit of the root mean square scales with that of the ratio.
 
     Args:
       table: the table to start from.
-      overrides: `"dtype.observable"` to the new largest ratio, for example `{"bf16.out": 5.0}`.
+      overrides: new largest ratios by `"dtype.observable"`, for example `{"bf16.out": 5.0}`.
       source: where the overrides come from; reports print it.
 
     Raises:
-      ValueError: for an unknown dtype or observable, or a limit that is not positive.
+      ValueError: if a dtype or observable is unknown, or a limit is not positive.
     """
     limits = dict(table.limits)
     for key, value in overrides.items():

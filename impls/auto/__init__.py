@@ -1,4 +1,4 @@
-"""Attention by the kernel that suits the platform, the phase and the lengths; nothing is dropped on the way."""
+"""Automatic choice of a kernel by platform, phase and lengths. Every argument reaches the chosen kernel."""
 
 from impls.auto.attention import attention
 from impls.auto.implementation import IMPLEMENTATIONS

@@ -1,4 +1,4 @@
-"""The canonical call, handed whole to the kernel that it is routed to."""
+"""The canonical call, passed on unchanged to the chosen kernel."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def attention(
     candidates: tuple[Candidate, ...] = CANDIDATES,
     on_route: Callable[[Route], None] | None = None,
 ) -> Any:
-    """Softmax attention by the first kernel of `candidates` that suits the platform, the phase and the lengths.
+    """Compute softmax attention by the first kernel of `candidates` that suits platform, phase and lengths.
 
-    What that kernel does not support goes to the next, and the route says so; it is logged at level INFO, and
-    `impls.auto.route` gives it without a call.
+    If that kernel does not support the call, the next one is tried, and the route records the reason. The route is
+    logged at level INFO. `impls.auto.find_route` returns it without a call.
 
     Args:
       q: queries `[B, T, N, H]`.
@@ -49,25 +49,25 @@ def attention(
       mask: which pairs may attend.
       segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       bias: broadcastable to `[B, N, T, S]`.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      kv_scales: of quantised keys and values, f32 `[B or 1, S or 1, K]`.
-      alibi_slopes: `[N]`, constants: logits lose `slope * |i + S - T - j|`.
-      score_mod: `(score, b, n, i, j) -> score`, of scaled logits before the soft cap.
+      kv_scales: scales of quantised keys and values, f32 `[B or 1, S or 1, K]`.
+      alibi_slopes: `[N]`, constants: `slope * |i + S - T - j|` is subtracted from the logits.
+      score_mod: `(score, b, n, i, j) -> score`, applied to scaled logits before the soft cap.
       save_residuals: also return `logsumexp` and `max_logits`.
-      phase: what the call is part of, by default what the lengths suggest.
-      kernel: the name of the kernel to take whatever the rest says; it refuses what it lacks.
-      fall_back: false to refuse a call rather than give it to another kernel than the one that suits.
-      candidates: what there is to choose from.
+      phase: phase of the call; by default inferred from the lengths.
+      kernel: name of the kernel to use in any case. It refuses features that it lacks.
+      fall_back: whether to try the next kernel if the suitable one lacks a feature; if False, the call is refused.
+      candidates: kernels to choose from, in order of preference.
       on_route: called with the route.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
-      ValueError: an operand, the mask or an option is not as above; the message names it.
-      NotImplementedError: no kernel that may be taken supports the call; the message says what each lacks.
+      ValueError: an operand, the mask or an option is invalid; the message names it.
+      NotImplementedError: no candidate supports the call; the message says what each lacks.
     """
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
@@ -77,7 +77,7 @@ def attention(
         "scale": scale,
     }
     assert tuple(options) == OPTIONAL
-    # Only kernels that offer these know them.
+    # These are opt-in: only kernels that offer them take them.
     offered = {"kv_scales": kv_scales, "alibi_slopes": alibi_slopes, "score_mod": score_mod}
     options |= {name: x for name, x in offered.items() if x is not None}
     validate_operands(q, k, v, **options)

@@ -1,4 +1,4 @@
-"""What the route declares: the one that is found for each call, and the ones asked for by name."""
+"""Declarations of the automatic choice, and of each candidate requested by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from impls.auto.kernel_routes import CANDIDATES, Candidate
 
 
 def build_forced(candidate: Candidate) -> Implementation:
-    """The route to one kernel, whose declarations it shares."""
+    """Declare the call with one candidate requested by name; it shares the kernel's declarations."""
     kernel = candidate.kernel
     return dataclasses.replace(
         kernel,
@@ -31,12 +31,12 @@ def build_forced(candidate: Candidate) -> Implementation:
 
 
 def _find_unsupported(case: Case) -> str | None:
-    """Why no kernel that this process may be given supports `case`, or none if one does."""
-    may = [c for c in CANDIDATES if c.special or c.kernel.gradients]
-    here = [c for c in may if c.platform in (None, jax.default_backend())]
-    reasons = [c.lacks(case.features) or (c.special and c.kernel.supports(case)) or None for c in here]
+    """Return why no candidate of this platform supports `case`, or None if one does."""
+    possible = [c for c in CANDIDATES if c.special or c.kernel.gradients]
+    local = [c for c in possible if c.platform in (None, jax.default_backend())]
+    reasons = [c.lacks(case.features) or (c.special and c.kernel.supports(case)) or None for c in local]
     return (
-        None if None in reasons else "; ".join(f"{c.kernel.name} {why}" for c, why in zip(here, reasons, strict=True))
+        None if None in reasons else "; ".join(f"{c.kernel.name} {why}" for c, why in zip(local, reasons, strict=True))
     )
 
 

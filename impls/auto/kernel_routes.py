@@ -1,4 +1,4 @@
-"""The kernels that there are to choose from, and which of them a call gets, with the reason."""
+"""Candidates of the automatic choice, and the choice for a call with its reason."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from impls import block_flash, dot_product, flash_gpu, moba, quantized_kv, ragge
 from impls.requested_features import PHASES, Phase, infer_phase, list_requested_features
 
 MAX_DENSE_LOGITS = 2**17
-"""Up to so many logits all of them at once cost no more than a loop over blocks. Forward and backward in f32 on CPU
-under a causal mask took blocks 0.84 of the time at 2**16 logits, 0.64 at 2**18, 0.80 at 2**20 and 0.23 at 2**22."""
+"""Up to this many logits, keeping all of them is as fast as a loop over blocks. Forward and backward in f32 on CPU
+under a causal mask: blocks took 0.84 of the time at 2**16 logits, 0.64 at 2**18, 0.80 at 2**20 and 0.23 at 2**22."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A kernel to choose, and where it is worth choosing. Any of them can be asked for by name anywhere.
+    """A kernel, and the calls that it is chosen for. It can be requested by name for any call.
 
     Attributes:
       kernel: the implementation.
-      platform: of the process, any if none.
-      phases: what it is written for.
-      special: whether it is for what it offers beyond the usual features, and nothing else.
-      up_to_logits: chosen for at most `B * N * T * S` of these; none for any number.
+      platform: platform of the process; None for any.
+      phases: phases that it is written for.
+      special: whether it is only for calls with its opt-in features.
+      up_to_logits: largest `B * N * T * S` that it is chosen for; None for any.
     """
 
     kernel: Implementation
@@ -39,7 +39,7 @@ class Candidate:
     up_to_logits: int | None = None
 
     def unfit(self, platform: str, phase: Phase, logits: int, features: tuple[str, ...], *, said: bool) -> str | None:
-        """Why the kernel is not chosen, or none; `said` if the caller named the phase."""
+        """Return why the kernel is not chosen, or None. `said` tells whether the caller named the phase."""
         if self.platform not in (None, platform):
             return f"is for {self.platform}, the process runs on {platform}"
         if self.special and not self.kernel.offers & set(features):
@@ -53,7 +53,7 @@ class Candidate:
         return self.lacks(features)
 
     def lacks(self, features: tuple[str, ...]) -> str | None:
-        """What of `features` the kernel does not support, with its reason, or none."""
+        """Return the first of `features` that the kernel does not support, with its reason, or None."""
         for feature in features:
             if feature in self.kernel.unsupported:
                 what = FEATURES.get(feature, "an operand of this dtype")
@@ -65,7 +65,7 @@ class Candidate:
 
 _MOBA_KERNELS = {kernel.name: kernel for kernel in moba.IMPLEMENTATIONS}
 _RAGGED_KERNELS = {kernel.name: kernel for kernel in ragged.IMPLEMENTATIONS}
-# In order of preference, what does a few things best first.
+# In order of preference: specialised kernels first.
 CANDIDATES: tuple[Candidate, ...] = (
     Candidate(kernel=_MOBA_KERNELS["moba_tpu"], platform="tpu", special=True),
     Candidate(kernel=_MOBA_KERNELS["moba"], special=True),
@@ -82,12 +82,12 @@ CANDIDATES: tuple[Candidate, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The kernel that a call gets.
+    """The kernel that is chosen for a call.
 
     Attributes:
       kernel: its name.
-      reason: why it is this one.
-      passed_over: what would have come first, and why it did not: a fallback is never silent.
+      reason: why it was chosen.
+      passed_over: candidates before it, and why they were not chosen, so that no fallback is silent.
     """
 
     kernel: str
@@ -112,19 +112,19 @@ def find_route(
     candidates: tuple[Candidate, ...] = CANDIDATES,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Route, Candidate]:
-    """The route of a call, from shapes alone: operands may be abstract.
+    """Choose the kernel of a call from shapes alone. Operands may be abstract.
 
     Args:
       q: queries `[B, T, N, H]`.
       k: keys `[B, S, K, H]`.
       v: values `[B, S, K, V]`.
       mask: which pairs may attend.
-      phase: what the call is part of, by default what the lengths suggest. Only a caller who says it gets a kernel
-        without gradients.
-      kernel: the name of the kernel to take whatever the rest says.
+      phase: phase of the call; by default inferred from the lengths. Kernels without gradients are only chosen if it is
+        given.
+      kernel: name of the kernel to use in any case.
       platform: by default that of the process.
-      fall_back: whether a kernel that lacks a feature gives way to the next; if not, the call is refused.
-      candidates: what there is to choose from.
+      fall_back: whether to try the next kernel if the suitable one lacks a feature; if False, the call is refused.
+      candidates: kernels to choose from, in order of preference.
       options: the optional operands of the canonical call, by name.
 
     Returns:

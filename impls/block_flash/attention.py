@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from cases.masks import Full, Indexer, Mask, iter_leaves, relax_to_known
 from conformance.contract import validate_mask, validate_operands
@@ -24,57 +25,59 @@ from impls.varying_axes import find_varying_axes, mark_varying
 
 @accept_explicit_sharding
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
-    alibi_slopes: jax.Array | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
     score_mod: Callable[..., jax.Array] | None = None,
     save_residuals: bool = False,
     block_q: int | None = None,
     block_kv: int | None = None,
 ) -> Any:
-    """Softmax attention, `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`.
+    """Compute softmax attention block by block, skipping blocks that the mask hides.
 
-    Computed in blocks (Dao et al. 2022, arXiv:2205.14135) with memory linear in the lengths, for masks that are a
-    formula; blocks that the mask leaves empty are never computed, while segment ids only mask inside blocks. Query
-    heads share key/value heads (Ainslie et al. 2023, arXiv:2305.13245) without copies of k and v.
+    The result is `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`. Blocks follow Dao
+    et al. 2022, arXiv:2205.14135. Memory is linear in the lengths if the mask is a formula. Blocks that the mask leaves
+    empty are never computed; segment ids only mask inside blocks. Query heads share key/value heads (Ainslie et al.
+    2023, arXiv:2305.13245) without copies of k and v.
 
-    Every operand but the slopes is differentiable in reverse mode, and `logsumexp` is; `max_logits` has gradient zero.
-    The residuals of the backward are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies. A query that may
-    attend to nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and passes no gradient.
+    All operands except the slopes are differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient
+    zero. The residuals of the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies. A query
+    that may attend to nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. It passes no
+    gradient.
 
     Args:
       q: queries `[B, T, N, H]`.
       k: keys `[B, S, K, H]`, `N % K == 0`.
       v: values `[B, S, K, V]`.
-      mask: which pairs may attend; an `Indexer` in it may be traced: a block of it that has no selected key is left out
-        at run time.
+      mask: which pairs may attend. An `Indexer` in it may be traced: then blocks without a selected key are skipped at
+        run time.
       segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      alibi_slopes: `[N]`, constants: logits lose `slope * |i + S - T - j|` where the bias is added (Press et al. 2021,
-        arXiv:2108.12409), by formula in each block; a last query stands at the last key.
-      score_mod: `(score, b, n, i, j) -> score`, of scaled logits before the soft cap, called for each pair of blocks
-        with places along the axes; it is differentiated by its first argument.
+      alibi_slopes: `[N]`, constants. `slope * |i + S - T - j|` is subtracted where the bias is added (Press et al.
+        2021, arXiv:2108.12409), so the last query has the position of the last key. Computed by formula in each block.
+      score_mod: `(score, b, n, i, j) -> score`, applied to scaled logits before the soft cap. Called once per pair of
+        blocks, with index arrays that broadcast. Differentiated with respect to `score` only.
       save_residuals: also return `logsumexp` and `max_logits`.
-      block_q: queries a block, at most all of them; the last block is padded inside. By default what was measured for
-        the device and the lengths (`block_sizes.TABLE`), else 128.
-      block_kv: keys a block, likewise.
+      block_q: queries per block, at most all of them; the last block is padded internally. The default was measured for
+        the device and the lengths (`block_sizes.TABLE`), or is 128 where nothing was measured.
+      block_kv: keys per block, likewise.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
-      ValueError: an operand, the mask or a block size is not as above; the message names it.
+      ValueError: an operand, the mask or a block size is invalid; the message names it.
     """
     options: dict[str, Any] = {"soft_cap": soft_cap, "sinks": sinks, "bias": bias, "alibi_slopes": alibi_slopes}
     validate_operands(q, k, v, segment_ids=segment_ids, scale=scale, score_mod=score_mod, **options)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Shaped
 
 from impls.block_flash.block_schedule import BlockFlashPlan, PairIndices
 from impls.block_flash.forward import replace_neg_inf
@@ -47,34 +48,42 @@ from impls.varying_axes import find_varying_axes, mark_varying
 
 
 class PairGradients(NamedTuple):
-    """What one pair of blocks adds, f32."""
+    """Gradient contributions of one pair of blocks, f32."""
 
-    dq: jax.Array  # [B, K, G, block_q, H]
-    dk: jax.Array  # [B, K, block_kv, H]
-    dv: jax.Array  # [B, K, block_kv, V]
-    dx: jax.Array | None  # [B, K, G, block_q, block_kv]; only where there is a bias
+    dq: Float32[Array, "B K G block_q H"]
+    dk: Float32[Array, "B K block_kv H"]
+    dv: Float32[Array, "B K block_kv V"]
+    dx: Float32[Array, "B K G block_q block_kv"] | None  # only with a bias
 
 
 class _GradientSums(NamedTuple):
-    """Sums so far, f32, in the shapes of `Blocks`."""
+    """Gradients accumulated so far, f32, in the shapes of `Blocks`."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    bias: jax.Array | None
+    q: Float32[Array, "q_blocks B K G block_q H"]
+    k: Float32[Array, "kv_blocks B K block_kv H"]
+    v: Float32[Array, "kv_blocks B K block_kv V"]
+    bias: Float32[Array, "b k g t s"] | None
 
 
 def backward(
     plan: BlockFlashPlan,
     operands: Operands,
-    out: jax.Array,
-    logsumexp: jax.Array,
-    d_out: jax.Array,
-    d_logsumexp: jax.Array,
+    out: Float[Array, "B T N V"],
+    logsumexp: Float32[Array, "B N T"],
+    d_out: Float[Array, "B T N V"],
+    d_logsumexp: Float32[Array, "B N T"],
 ) -> Operands:
-    """Gradients of the operands, each in its operand's shape and dtype; none for slopes and segment ids.
+    """Compute the gradient of every operand, in the operand's shape and dtype.
 
-    `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
+    Slopes, segment ids and selections have no gradient.
+
+    Args:
+      plan: static sizes and schedule.
+      operands: operands of the forward pass.
+      out: its result.
+      logsumexp: its residual.
+      d_out: cotangent of `out`.
+      d_logsumexp: cotangent of `logsumexp`.
     """
     blocks = cut_operands(plan, operands)
     shift = replace_neg_inf(logsumexp)
@@ -127,8 +136,20 @@ def backward(
     )
 
 
-def compute_pair_gradients(block: Pair, do: jax.Array, shift: jax.Array, row_sums: jax.Array) -> PairGradients:
-    """What a pair of blocks adds, of `do [B, K, G, block_q, V]`, `logsumexp` and (11) - dlse `[B, K, G, block_q]`."""
+def compute_pair_gradients(
+    block: Pair,
+    do: Float[Array, "B K G block_q V"],
+    shift: Float32[Array, "B K G block_q"],
+    row_sums: Float32[Array, "B K G block_q"],
+) -> PairGradients:
+    """Compute the gradient contributions of one pair of blocks.
+
+    Args:
+      block: operands and logits of the pair.
+      do: cotangent of `out`.
+      shift: `logsumexp`, 0 for rows that attend to nothing.
+      row_sums: `D - dlse`, see (11).
+    """
     dtype = block.q.dtype
     p = jnp.exp(block.logits - shift[..., None])  # (8)
     dv = multiply("bkgts,bkgtv->bksv", p.astype(dtype), do)  # (9)
@@ -144,7 +165,7 @@ def compute_pair_gradients(block: Pair, do: jax.Array, shift: jax.Array, row_sum
     return PairGradients(dq, dk, dv, dx)
 
 
-def _make_zeros(x: jax.Array) -> jax.Array:
+def _make_zeros(x: Shaped[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return jnp.zeros(x.shape, jnp.float32)
 
 
@@ -166,8 +187,10 @@ def _finish_bias_gradient(total: jax.Array | None, bias: jax.Array | None) -> ja
     return total[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
 
 
-def compute_dsinks(sinks: jax.Array | None, shift: jax.Array, row_sums: jax.Array) -> jax.Array | None:
-    """Gradient `[N]`; `row_sums [B, N, T]` is `D - dlse`."""
+def compute_dsinks(
+    sinks: Float[Array, " N"] | None, shift: Float32[Array, "B N T"], row_sums: Float32[Array, "B N T"]
+) -> Float[Array, " N"] | None:
+    """Compute the gradient of the sinks from `row_sums = D - dlse`, by (17)."""
     if sinks is None:
         return None
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - shift)

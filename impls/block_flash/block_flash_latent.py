@@ -1,35 +1,37 @@
-"""Latent attention in its absorbed form by block flash: one key for all heads, whose first part is the value."""
+"""Absorbed latent attention by block flash: one key for all heads, whose first coordinates are the value."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
+from jaxtyping import Array, Float
 
 from impls.block_flash.attention import attention
 
 
-def latent_attention(q: jax.Array, latent: jax.Array, *, value_dim: int, scale: float, **options: Any) -> Any:
-    """Softmax attention of every query head to one latent (docs/contract.md, section 8), with gradients.
+def latent_attention(
+    q: Float[Array, "B T N H"], latent: Float[Array, "B S H"], *, value_dim: int, scale: float, **options: Any
+) -> Any:
+    """Attend from every query head to one latent (docs/contract.md, section 8), with gradients.
 
     Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) with the up-projections absorbed into
-    q and into what follows `out`. The gradient of the latent is that of the keys and, in its first `value_dim`
-    coordinates, that of the values too. Both are rounded to its dtype before they are added. Memory is linear in the
-    lengths.
+    q and into the layers after `out`. The gradient of the latent is the gradient of the keys plus, in the first
+    `value_dim` coordinates, the gradient of the values. Both are rounded to its dtype before they are added. Memory is
+    linear in the lengths.
 
     Args:
       q: queries `[B, T, N, H]`: those of the rank, then those of the rotary part.
       latent: `[B, S, H]`.
       value_dim: the rank, at most `H`.
-      scale: factor of `<q, latent>`: that of the heads that the latent stands for, whatever `H` is.
-      options: those of `impls.block_flash.attention`: mask, segment ids and so on.
+      scale: factor of `<q, latent>`. It belongs to the heads before absorption, so it does not follow from `H`.
+      options: passed on to `impls.block_flash.attention`: mask, segment ids and so on.
 
     Returns:
       As `impls.block_flash.attention`, with `out [B, T, N, value_dim]`.
 
     Raises:
-      ValueError: `latent` or `value_dim` is not as above, or what that raises.
-      NotImplementedError: what that raises.
+      ValueError: `latent`, `value_dim` or an option is invalid; the message names it.
+      NotImplementedError: an option is not supported.
     """
     if latent.ndim != 3:
         raise ValueError(f"latent must have the axes [batch, length, depth], got shape {latent.shape}")

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from impls.block_flash.block_sizes import look_up
 from impls.block_flash.forward import Outputs
@@ -21,54 +22,55 @@ _KERNEL_NAME = "block_flash_packed"
 
 
 def packed_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "total_q N H"],
+    k: Float[Array, "total_kv K H"],
+    v: Float[Array, "total_kv K V"],
     *,
-    cu_q_lens: jax.Array,
-    cu_kv_lens: jax.Array,
-    num_seqs: jax.Array,
+    cu_q_lens: Int[Array, " borders"],
+    cu_kv_lens: Int[Array, " borders"],
+    num_seqs: Int[Array, "1"],
     causal: bool = False,
     window: tuple[Side, Side] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     block_q: int | None = None,
     block_kv: int | None = None,
 ) -> Any:
-    """Softmax attention of sequences that lie behind one another, each to itself (docs/contract.md, section 8).
+    """Compute softmax attention of concatenated sequences, each to itself (docs/contract.md, section 8).
 
-    Query `i` of a sequence has the position `kv_len - q_len + i`. Blocks of the pack that hold no pair of one sequence
-    are not computed, so the work follows the sequences and not the square of the pack. Memory is linear in the lengths.
+    Query `i` of a sequence has the position `kv_len - q_len + i`. Blocks without a query and a key of the same sequence
+    are skipped: the work grows with the sequences, not with the square of the total length. Memory is linear in the
+    lengths.
 
-    q, k, v and sinks are differentiable in reverse mode, and `logsumexp` is; `max_logits` has gradient zero. The
-    residuals of the backward are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.
+    q, k, v and sinks are differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient zero. The
+    residuals of the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.
 
     Args:
-      q: queries `[total_q, N, H]`. Tokens past the last sequence may hold anything, here and in k and v.
+      q: queries `[total_q, N, H]`. Tokens past the last sequence may hold any value, also in k and v.
       k: keys `[total_kv, K, H]`, `N % K == 0`.
       v: values `[total_kv, K, V]`.
       cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
-      cu_kv_lens: int32 `[max_seqs + 1]`, likewise its keys. A sequence may have no queries, or no keys.
-      num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
-      causal: whether a query sees no later key of its sequence.
-      window: `(left, right)`: the keys that a query sees beside its own, None for an open side.
+      cu_kv_lens: int32 `[max_seqs + 1]`, where its keys begin. A sequence may have no queries, or no keys.
+      num_seqs: int32 `[1]`, the number of sequences. Later entries of the tables may hold any value.
+      causal: whether queries see no later keys of their sequence.
+      window: `(left, right)`, how many keys a query sees before and after its own position; None for an open side.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      block_q: queries a block, at most all of them; by default as for dense operands.
-      block_kv: keys a block, likewise.
+      block_q: queries per block, at most all of them; by default as for dense operands.
+      block_kv: keys per block, likewise.
 
     Returns:
       `out [total_q, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[total_q, N]`. A
-      query that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and so do rows
-      past the last sequence. These and keys past it have gradient zero.
+      query that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. So do rows past
+      the last sequence. Tokens past the last sequence have gradient zero.
 
     Raises:
-      ValueError: an operand or an option is not as above; the message names it.
-      NotImplementedError: a second derivative in reverse mode.
+      ValueError: an operand or an option is invalid; the message names it.
+      NotImplementedError: a second derivative in reverse mode was requested.
     """
     check_packed_operands(q, k, v, sinks, soft_cap, scale)
     tables = build_tables(cu_q_lens, cu_kv_lens, num_seqs)

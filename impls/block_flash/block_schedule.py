@@ -1,4 +1,4 @@
-"""What is fixed before any value is known: sizes, blocks, and which pairs of blocks are computed."""
+"""Static plan of a call: sizes, blocks, and which pairs of blocks are computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cases.masks import EMPTY, FULL, And, Lengths, Mask, Or, iter_leaves
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlashSizes:
-    """Sizes, blocks, and what becomes of logits, the same for dense and for packed operands."""
+    """Sizes, blocks, scale and soft cap: the part of a plan that dense and packed calls share."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -26,7 +26,7 @@ class FlashSizes:
     soft_cap: float | None
 
     def __post_init__(self) -> None:
-        """Reject blocks that hold nothing."""
+        """Reject block sizes that are not positive."""
         for name, block in (("block_q", self.block_q), ("block_kv", self.block_kv)):
             if block <= 0:
                 raise ValueError(f"{name} must be positive, got {block}")
@@ -43,13 +43,13 @@ class FlashSizes:
 
     @property
     def padded(self) -> bool:
-        """Whether a block of either axis goes beyond its length."""
+        """Whether the last block of either axis is padded."""
         return bool(self.q_length % self.block_q or self.kv_length % self.block_kv)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockFlashPlan(FlashSizes):
-    """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value."""
+    """Static part of one call, compared by value: equal plans share one compiled function."""
 
     mask: Mask
     masked_at_run_time: bool  # by segment ids or a selection of keys
@@ -62,7 +62,7 @@ class BlockFlashPlan(FlashSizes):
 
 
 class PairIndices(NamedTuple):
-    """Where pairs of blocks are, `[P]`, or one pair inside the scan.
+    """Indices of pairs of blocks, `[P]`, or of one pair inside the scan.
 
     Indices are unsigned: for signed ones JAX adds code that wraps negative indices around.
     """
@@ -74,12 +74,12 @@ class PairIndices(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """Active pairs of blocks, those where some query of some batch row and head may attend to some key.
+    """Active pairs of blocks: those with at least one allowed pair of positions in any batch row and head.
 
     Attributes:
-      pairs: q block, kv block and place in `stored` of each pair.
-      stored: booleans `[X, b, n, block_q, block_kv]` of the pairs whose mask is no formula, else none. The pairs that
-        are full share one entry.
+      pairs: q block, kv block and index in `stored` of each pair.
+      stored: booleans `[X, b, n, block_q, block_kv]` of the pairs, None if the mask is a formula. Fully allowed pairs
+        share one entry.
       masked: False if every pair is computed without a mask.
     """
 
@@ -108,12 +108,16 @@ def _build_schedule(plan: BlockFlashPlan) -> Schedule:
 
 
 def is_formula(mask: Mask) -> bool:
-    """Whether `formula` gives `mask`, so that no block of it need be stored."""
+    """Return whether `evaluate_mask` can compute `mask`, so that no block of it is stored."""
     return all(leaf.is_computed or isinstance(leaf, Lengths) for leaf in iter_leaves(mask))
 
 
 def evaluate_mask(mask: Mask, i: Any, j: Any) -> Any:
-    """`mask` at traced positions `i [1, 1, block_q, 1]` and `j [1, 1, 1, block_kv]`, as `[b, 1, block_q, block_kv]`."""
+    """Evaluate `mask` at traced positions `i [1, 1, block_q, 1]` and `j [1, 1, 1, block_kv]`.
+
+    Returns:
+      booleans `[b, 1, block_q, block_kv]`.
+    """
     if isinstance(mask, And):
         return evaluate_mask(mask.left, i, j) & evaluate_mask(mask.right, i, j)
     if isinstance(mask, Or):

@@ -1,4 +1,4 @@
-"""Block sizes: a table of measured ones by device and length, and what may be tuned."""
+"""Block sizes: a table of measured ones by device and length, and the description for the tuner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cases.case import Case
 from conformance.tunable import Knob, KnobSettings, Setting, Tunable, read_table
 
 DEFAULT_SIZES = {"block_q": 128, "block_kv": 128}
-"""Where nothing was measured, and for short calls, which larger blocks would cut in one piece."""
+"""Used where nothing was measured, and for short calls, which would be a single larger block."""
 MIN_TUNED_LENGTH = 1024
 
 TABLE = Path(__file__).with_name("block_sizes.json")
@@ -21,7 +21,7 @@ _BLOCK_LENGTHS = (64, 128, 256, 512)
 
 
 def look_up(q_length: int, kv_length: int) -> Setting:
-    """The block sizes for these lengths on the default device: those measured at the longest length not beyond."""
+    """Look up the block sizes for the default device: those measured at the longest length within both lengths."""
     device = jax.devices()[0].device_kind
     fitting = [
         entry
@@ -32,7 +32,7 @@ def look_up(q_length: int, kv_length: int) -> Setting:
 
 
 def build_tunable(call: Callable[..., Any]) -> Tunable:
-    """What may be tuned of `call`, which takes `block_q` and `block_kv`."""
+    """Describe to the tuner the block sizes of `call`, which takes `block_q` and `block_kv`."""
 
     def with_settings(settings: KnobSettings) -> Callable[..., Any]:
         def attention(*operands: Any, **options: Any) -> Any:

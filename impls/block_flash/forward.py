@@ -1,4 +1,4 @@
-"""Forward pass: one scan over the active pairs of blocks, with a softmax that takes in one block of keys at a time.
+"""Forward pass: one scan over the active pairs of blocks, updating an online softmax with each block of keys.
 
 From the logits z of `impls.block_flash.operand_blocks`:
 
@@ -7,8 +7,8 @@ From the logits z of `impls.block_flash.operand_blocks`:
     (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
 
-`maximum`, `total` and `out` of `Running` are m, l and the sum of (6) for the keys so far, without the sink. A block
-that raises m multiplies the others by `decay = exp(old m - new m)`.
+`maximum`, `total` and `out` of `RunningSoftmax` are m, l and the sum of (6) for the keys so far, without the sink. A
+block that raises m multiplies the others by `decay = exp(old m - new m)`.
 
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao et al. 2022, arXiv:2205.14135 and
 Dao 2023, arXiv:2307.08691 (blocks, normalisation once at the end).
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32
 
 from impls.block_flash.block_schedule import BlockFlashPlan, FlashSizes, PairIndices
 from impls.block_flash.operand_blocks import (
@@ -40,28 +41,28 @@ from impls.varying_axes import find_varying_axes, mark_varying
 
 
 class Outputs(NamedTuple):
-    """What attention returns."""
+    """Results of the forward pass."""
 
-    out: jax.Array  # [B, T, N, V]
-    logsumexp: jax.Array  # [B, N, T] f32
-    max_logits: jax.Array  # [B, N, T] f32
+    out: Float[Array, "B T N V"]
+    logsumexp: Float32[Array, "B N T"]
+    max_logits: Float32[Array, "B N T"]
 
 
 class RunningSoftmax(NamedTuple):
-    """The softmax of the keys so far, f32."""
+    """The online softmax over the keys visited so far, f32."""
 
-    maximum: jax.Array  # [q blocks, B, K, G, block_q]
-    total: jax.Array  # [q blocks, B, K, G, block_q]
-    out: jax.Array  # [q blocks, B, K, G, block_q, V]
+    maximum: Float32[Array, "q_blocks B K G block_q"]
+    total: Float32[Array, "q_blocks B K G block_q"]
+    out: Float32[Array, "q_blocks B K G block_q V"]
 
 
-def replace_neg_inf(x: jax.Array) -> jax.Array:
-    """`x` with -inf replaced by 0, so that `exp(-inf - x)` is 0 and not NaN."""
+def replace_neg_inf(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Replace -inf by 0, so that `exp(-inf - x)` is 0 and not NaN."""
     return jnp.where(x == -jnp.inf, 0.0, x)
 
 
 def forward(plan: BlockFlashPlan, operands: Operands) -> Outputs:
-    """Attention of `operands`. Memory beyond operands and outputs is linear in the lengths."""
+    """Compute attention. Memory beyond operands and outputs is linear in the lengths."""
     blocks = cut_operands(plan, operands)
     rows = blocks.q.shape[:-1]
 
@@ -81,7 +82,7 @@ def forward(plan: BlockFlashPlan, operands: Operands) -> Outputs:
 
 
 def start_softmax(rows: tuple[int, ...], depth: int) -> RunningSoftmax:
-    """The softmax of no keys, of `rows` and values of this depth."""
+    """Create the softmax over no keys, for rows of shape `rows` and values of this depth."""
     return RunningSoftmax(
         maximum=jnp.full(rows, -jnp.inf, jnp.float32),
         total=jnp.zeros(rows, jnp.float32),
@@ -90,7 +91,7 @@ def start_softmax(rows: tuple[int, ...], depth: int) -> RunningSoftmax:
 
 
 def add_block(old: RunningSoftmax, block: Pair) -> RunningSoftmax:
-    """The softmax of a block of queries `[B, K, G, block_q]` with one more block of keys."""
+    """Update the softmax of a block of queries `[B, K, G, block_q]` with one more block of keys."""
     maximum = jnp.maximum(old.maximum, block.logits.max(axis=-1))  # (4)
     shift = replace_neg_inf(maximum)
     weights = jnp.exp(block.logits - shift[..., None])
@@ -103,8 +104,8 @@ def add_block(old: RunningSoftmax, block: Pair) -> RunningSoftmax:
     )
 
 
-def finish_softmax(plan: FlashSizes, running: RunningSoftmax, sinks: jax.Array | None, dtype: Any) -> Outputs:
-    """Add the sinks `[N]` to (4) and (5), then divide; `out` is of this dtype."""
+def finish_softmax(plan: FlashSizes, running: RunningSoftmax, sinks: Float[Array, " N"] | None, dtype: Any) -> Outputs:
+    """Add the sinks to (4) and (5), then normalise; `out` gets this dtype."""
     maximum, total, out = running
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, 1, plan.num_kv_heads, -1, 1)
@@ -113,9 +114,9 @@ def finish_softmax(plan: FlashSizes, running: RunningSoftmax, sinks: jax.Array |
         decay = jnp.exp(running.maximum - shift)
         total = total * decay + jnp.exp(sink - shift)  # (5)
         out = out * decay[..., None]
-    some = total != 0
-    total = jnp.where(some, total, 1.0)
-    logsumexp = jnp.where(some, maximum + jnp.log(total), -jnp.inf)  # (7)
+    has_keys = total != 0
+    total = jnp.where(has_keys, total, 1.0)
+    logsumexp = jnp.where(has_keys, maximum + jnp.log(total), -jnp.inf)  # (7)
     return Outputs(
         out=join_queries(plan, (out / total[..., None]).astype(dtype)),  # (6)
         logsumexp=join_rows(plan, logsumexp),

@@ -1,4 +1,4 @@
-"""What block-sparse flash attention declares."""
+"""Declarations of block-sparse flash attention: dense, packed and latent."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from impls.block_flash.block_flash_latent import latent_attention
 from impls.block_flash.block_flash_packed import packed_attention
 from impls.block_flash.block_sizes import build_tunable
 
-# Smaller and larger than each other, neither dividing the other nor the usual lengths.
-_OTHER_BLOCKS = ((32, 48), (80, 24))
+# Queries and keys per block of the variants. Neither size divides the other or the usual lengths.
+_VARIANT_BLOCKS = ((32, 48), (80, 24))
 
 
 def build_implementation(name: str, *, block_q: int | None = None, block_kv: int | None = None) -> Implementation:
-    """Block flash attention with these block sizes, by default those of the table, under `name`."""
+    """Declare block flash attention under `name`, by default with the block sizes of the table."""
     blocks = "tuned blocks" if block_q is None or block_kv is None else f"blocks of {block_q} x {block_kv}"
     return Implementation(
         name=name,
@@ -28,7 +28,7 @@ def build_implementation(name: str, *, block_q: int | None = None, block_kv: int
         validates=True,
         variants={
             f"blocks_{q}_{kv}": functools.partial(attention, block_q=q, block_kv=kv)
-            for q, kv in _OTHER_BLOCKS
+            for q, kv in _VARIANT_BLOCKS
             if (q, kv) != (block_q, block_kv)
         },
         memory="linear",
@@ -38,7 +38,7 @@ def build_implementation(name: str, *, block_q: int | None = None, block_kv: int
 
 
 def build_packed_implementation(name: str, *, block_q: int, block_kv: int) -> Implementation:
-    """Block flash attention over packed sequences with these block sizes, under `name`."""
+    """Declare block flash attention over packed sequences under `name`."""
     return Implementation(
         name=name,
         call=functools.partial(packed_attention, block_q=block_q, block_kv=block_kv),
@@ -53,7 +53,7 @@ def build_packed_implementation(name: str, *, block_q: int, block_kv: int) -> Im
             "default_blocks": packed_attention,
             **{
                 f"blocks_{q}_{kv}": functools.partial(packed_attention, block_q=q, block_kv=kv)
-                for q, kv in _OTHER_BLOCKS
+                for q, kv in _VARIANT_BLOCKS
                 if (q, kv) != (block_q, block_kv)
             },
         },
@@ -63,7 +63,7 @@ def build_packed_implementation(name: str, *, block_q: int, block_kv: int) -> Im
 
 
 def build_latent_implementation(name: str) -> Implementation:
-    """Block flash attention to one latent for all heads, under `name`."""
+    """Declare block flash attention to one latent shared by all heads under `name`."""
     return Implementation(
         name=name,
         call=latent_attention,
@@ -73,14 +73,14 @@ def build_latent_implementation(name: str) -> Implementation:
         behind_mask="any",
         storage="latent",
         variants={
-            f"blocks_{q}_{kv}": functools.partial(latent_attention, block_q=q, block_kv=kv) for q, kv in _OTHER_BLOCKS
+            f"blocks_{q}_{kv}": functools.partial(latent_attention, block_q=q, block_kv=kv) for q, kv in _VARIANT_BLOCKS
         },
         memory="linear",
         checkpoint_names=("out", "logsumexp"),
     )
 
 
-# The blocks of the packed form are small and unlike each other, so that sequences begin and end within blocks.
+# The blocks of the packed form are small and of different sizes, so that sequences begin and end inside blocks.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     build_implementation("block_flash"),
     build_packed_implementation("block_flash_packed", block_q=16, block_kv=24),

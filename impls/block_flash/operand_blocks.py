@@ -1,4 +1,4 @@
-"""Operands cut in blocks, and the logits of one pair of blocks, which both passes compute.
+"""Split operands into blocks, and compute the logits of one pair of blocks for both passes.
 
     (1)  x_ij = score_mod(scale <q_i, k_j> + bias_ij - alibi_slope |i + S - T - j|, b, n, i, j)
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Integer, Shaped
 
 from impls.block_flash.block_schedule import BlockFlashPlan, FlashSizes, PairIndices, evaluate_mask
 
@@ -27,42 +28,42 @@ Result = TypeVar("Result")
 class Operands(NamedTuple):
     """Arrays of the canonical call, in its shapes."""
 
-    q: jax.Array  # [B, T, N, H]
-    k: jax.Array  # [B, S, K, H]
-    v: jax.Array  # [B, S, K, V]
-    bias: jax.Array | None  # [B or 1, N or 1, T or 1, S or 1]
-    alibi_slopes: jax.Array | None  # [N]
-    sinks: jax.Array | None  # [N]
-    segment_ids: tuple[jax.Array, jax.Array] | None  # [B, T], [B, S]
-    selected: jax.Array | None  # booleans [b, n, T, S]
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K V"]
+    bias: Float[Array, "#B #N #T #S"] | None
+    alibi_slopes: Float[Array, " N"] | None
+    sinks: Float[Array, " N"] | None
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
+    selected: Bool[Array, "#B #N T S"] | None
 
 
 class Blocks(NamedTuple):
-    """The same, cut in blocks (module docstring)."""
+    """Operands split into blocks; the module docstring has the layout."""
 
-    q: jax.Array  # [q blocks, B, K, G, block_q, H]
-    k: jax.Array  # [kv blocks, B, K, block_kv, H]
-    v: jax.Array  # [kv blocks, B, K, block_kv, V]
-    bias: jax.Array | None  # [b, k, g, t, s], padded
-    alibi_slopes: jax.Array | None  # [1, K, G, 1, 1] f32
-    q_ids: jax.Array | None  # [q blocks, B, block_q]
-    kv_ids: jax.Array | None  # [kv blocks, B, block_kv]
-    selected: jax.Array | None  # [b, k, g, t, s], padded
+    q: Float[Array, "q_blocks B K G block_q H"]
+    k: Float[Array, "kv_blocks B K block_kv H"]
+    v: Float[Array, "kv_blocks B K block_kv V"]
+    bias: Float[Array, "b k g t s"] | None  # padded
+    alibi_slopes: Float32[Array, "1 K G 1 1"] | None
+    q_ids: Int[Array, "q_blocks B block_q"] | None
+    kv_ids: Int[Array, "kv_blocks B block_kv"] | None
+    selected: Bool[Array, "b k g t s"] | None  # padded
 
 
 class Pair(NamedTuple):
-    """One pair of blocks, with what both passes need of it."""
+    """One block of queries and one of keys, with their logits and mask."""
 
-    q: jax.Array  # [B, K, G, block_q, H]
-    k: jax.Array  # [B, K, block_kv, H]
-    v: jax.Array  # [B, K, block_kv, V]
-    allowed: jax.Array | None  # [b, k, g, block_q, block_kv], none if all are
-    logits: jax.Array  # [B, K, G, block_q, block_kv] f32, -inf where not allowed
-    slope: jax.Array | None  # derivative of score_mod and (2), same shape, none without both
+    q: Float[Array, "B K G block_q H"]
+    k: Float[Array, "B K block_kv H"]
+    v: Float[Array, "B K block_kv V"]
+    allowed: Bool[Array, "#B #K #G block_q block_kv"] | None  # None if all pairs are allowed
+    logits: Float32[Array, "B K G block_q block_kv"]  # -inf where not allowed
+    slope: Float32[Array, "B K G block_q block_kv"] | None  # derivative of score_mod and (2), None without both
 
 
 def cut_operands(plan: BlockFlashPlan, operands: Operands) -> Blocks:
-    """The operands in blocks, padded with zeros."""
+    """Split the operands into blocks, padding with zeros."""
     q_ids, kv_ids = (None, None) if operands.segment_ids is None else operands.segment_ids
     slopes = operands.alibi_slopes
     return Blocks(
@@ -77,42 +78,42 @@ def cut_operands(plan: BlockFlashPlan, operands: Operands) -> Blocks:
     )
 
 
-def cut_queries(plan: FlashSizes, x: jax.Array) -> jax.Array:
-    """`[B, T, N, D]` to `[q blocks, B, K, G, block_q, D]`."""
+def cut_queries(plan: FlashSizes, x: Shaped[Array, "B T N D"]) -> Shaped[Array, "q_blocks B K G block_q D"]:
+    """Split queries `[B, T, N, D]` into `[q blocks, B, K, G, block_q, D]`."""
     x = x.reshape(*x.shape[:2], plan.num_kv_heads, -1, x.shape[3])
     return _cut_axis(x, 1, plan.block_q).transpose(0, 1, 3, 4, 2, 5)
 
 
-def join_queries(plan: FlashSizes, x: jax.Array) -> jax.Array:
-    """Inverse of `cut_queries`."""
+def join_queries(plan: FlashSizes, x: Shaped[Array, "q_blocks B K G block_q D"]) -> Shaped[Array, "B T N D"]:
+    """Invert `cut_queries`."""
     x = x.transpose(1, 0, 4, 2, 3, 5)  # [B, q blocks, block_q, K, G, D]
     return x.reshape(x.shape[0], -1, plan.num_q_heads, x.shape[5])[:, : plan.q_length]
 
 
-def cut_rows(plan: FlashSizes, x: jax.Array) -> jax.Array:
-    """`[B, N, T]` to `[q blocks, B, K, G, block_q]`."""
+def cut_rows(plan: FlashSizes, x: Shaped[Array, "B N T"]) -> Shaped[Array, "q_blocks B K G block_q"]:
+    """Split one value per query `[B, N, T]` into `[q blocks, B, K, G, block_q]`."""
     return _cut_axis(x.reshape(x.shape[0], plan.num_kv_heads, -1, x.shape[2]), 3, plan.block_q)
 
 
-def join_rows(plan: FlashSizes, x: jax.Array) -> jax.Array:
-    """Inverse of `cut_rows`."""
+def join_rows(plan: FlashSizes, x: Shaped[Array, "q_blocks B K G block_q"]) -> Shaped[Array, "B N T"]:
+    """Invert `cut_rows`."""
     x = jnp.moveaxis(x, 0, 3)  # [B, K, G, q blocks, block_q]
     return x.reshape(x.shape[0], plan.num_q_heads, -1)[..., : plan.q_length]
 
 
-def cut_keys(plan: FlashSizes, x: jax.Array) -> jax.Array:
-    """`[B, S, K, D]` to `[kv blocks, B, K, block_kv, D]`."""
+def cut_keys(plan: FlashSizes, x: Shaped[Array, "B S K D"]) -> Shaped[Array, "kv_blocks B K block_kv D"]:
+    """Split keys or values `[B, S, K, D]` into `[kv blocks, B, K, block_kv, D]`."""
     return _cut_axis(x, 1, plan.block_kv).transpose(0, 1, 3, 2, 4)
 
 
-def join_keys(plan: FlashSizes, x: jax.Array) -> jax.Array:
-    """`[kv blocks, B, K, block_kv, D]` to `[B, S, K, D]`."""
+def join_keys(plan: FlashSizes, x: Shaped[Array, "kv_blocks B K block_kv D"]) -> Shaped[Array, "B S K D"]:
+    """Invert `cut_keys`."""
     x = x.transpose(1, 0, 3, 2, 4)  # [B, kv blocks, block_kv, K, D]
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : plan.kv_length]
 
 
-def pad_pairs(plan: BlockFlashPlan, bias: jax.Array) -> jax.Array:
-    """Bias or booleans `[b, n, t, s]` as `[b, k, g, t, s]`, with `t` and `s` whole blocks unless they are broadcast."""
+def pad_pairs(plan: BlockFlashPlan, bias: Shaped[Array, "b n t s"]) -> Shaped[Array, "b k g padded_t padded_s"]:
+    """Pad bias or booleans `[b, n, t, s]` to whole blocks `[b, k, g, t, s]`. Axes of size 1 stay as they are."""
     q_padding = plan.num_q_blocks * plan.block_q - plan.q_length if bias.shape[2] > 1 else 0
     kv_padding = plan.num_kv_blocks * plan.block_kv - plan.kv_length if bias.shape[3] > 1 else 0
     if q_padding or kv_padding:
@@ -120,91 +121,101 @@ def pad_pairs(plan: BlockFlashPlan, bias: jax.Array) -> jax.Array:
     return split_heads(plan, bias)
 
 
-def split_heads(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
-    """`[b, n, ...]` to `[b, k, g, ...]`."""
+def split_heads(plan: BlockFlashPlan, x: Shaped[Array, "b n *rest"]) -> Shaped[Array, "b k g *rest"]:
+    """Split the axis of query heads: `[b, n, ...]` to `[b, k, g, ...]`."""
     return x[:, :, None] if x.shape[1] == 1 else x.reshape(x.shape[0], plan.num_kv_heads, -1, *x.shape[2:])
 
 
 def locate_pair(
     plan: BlockFlashPlan, bias: jax.Array, pair: PairIndices
 ) -> tuple[tuple[jax.Array | int, ...], tuple[int, ...]]:
-    """Start and size of a pair's part of the blocked bias."""
+    """Find start and size of a pair's slice in the padded bias."""
     zero = jnp.uint32(0)
     row, rows = (pair.q * plan.block_q, plan.block_q) if bias.shape[3] > 1 else (zero, 1)
     column, columns = (pair.kv * plan.block_kv, plan.block_kv) if bias.shape[4] > 1 else (zero, 1)
     return (zero, zero, zero, row, column), (*bias.shape[:3], rows, columns)
 
 
-def take_block(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Block `index` of `x`."""
-    block: jax.Array = lax.dynamic_index_in_dim(x, index, keepdims=False)
+def take_block(x: Shaped[Array, " blocks *block"], index: Integer[Array, ""]) -> Shaped[Array, "*block"]:
+    """Return block `index` of `x`."""
+    block: Shaped[Array, "*block"] = lax.dynamic_index_in_dim(x, index, keepdims=False)
     return block
 
 
-def put_block(x: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
-    """`x` with its block `index` replaced; inside a loop XLA does this in place."""
-    updated: jax.Array = lax.dynamic_update_index_in_dim(x, block, index, 0)
+def put_block(
+    x: Shaped[Array, " blocks *block"], block: Shaped[Array, "*block"], index: Integer[Array, ""]
+) -> Shaped[Array, " blocks *block"]:
+    """Replace block `index` of `x`. XLA does this in place inside a loop."""
+    updated: Shaped[Array, " blocks *block"] = lax.dynamic_update_index_in_dim(x, block, index, 0)
     return updated
 
 
-def multiply(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """A contraction of operands in one dtype, accumulated in f32."""
+def multiply(equation: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float32[Array, "..."]:
+    """Contract two operands of one dtype by an einsum equation, accumulating in f32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def compute_pair(plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices) -> Pair:
-    """Logits of one pair of blocks, `pair` being one entry of the schedule."""
+    """Compute the logits of one pair of blocks, an entry of the schedule."""
     q, k, v = take_block(blocks.q, pair.q), take_block(blocks.k, pair.kv), take_block(blocks.v, pair.kv)
     bias = None
     if blocks.bias is not None:
         bias = lax.dynamic_slice(blocks.bias, *locate_pair(plan, blocks.bias, pair))
-    taken = None
+    penalty = None
     if blocks.alibi_slopes is not None:
         i, j = _compute_positions(plan, pair)
         distance = jnp.abs(i + (plan.kv_length - plan.q_length) - j).astype(jnp.float32)
-        taken = blocks.alibi_slopes * distance
+        penalty = blocks.alibi_slopes * distance
     score = None
     if plan.score_mod is not None:
         i, j = _compute_positions(plan, pair)
         b = jnp.arange(q.shape[0], dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
         n = jnp.arange(plan.num_q_heads, dtype=jnp.int32).reshape(plan.num_kv_heads, -1, 1, 1)
         score = functools.partial(plan.score_mod, b=b, n=n, i=i, j=j)
-    return compute_pair_logits(plan, q, k, v, _compute_allowed(plan, blocks, pair), bias, taken, score)
+    return compute_pair_logits(plan, q, k, v, _compute_allowed(plan, blocks, pair), bias, penalty, score)
 
 
 def compute_pair_logits(
     plan: FlashSizes,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    allowed: jax.Array | None,
-    bias: jax.Array | None = None,
-    taken: jax.Array | None = None,
+    q: Float[Array, "B K G block_q H"],
+    k: Float[Array, "B K block_kv H"],
+    v: Float[Array, "B K block_kv V"],
+    allowed: Bool[Array, "#B #K #G block_q block_kv"] | None,
+    bias: Float[Array, "#B #K #G #block_q #block_kv"] | None = None,
+    penalty: Float32[Array, "1 K G block_q block_kv"] | None = None,
     score: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Pair:
-    """Logits of a block of queries and a block of keys, all as in `Pair`.
+    """Compute the logits of a block of queries and a block of keys.
 
-    `bias` is added and `taken` taken off, both `[b, k, g, block_q, block_kv]`. `score` is what becomes of a logit then.
+    Args:
+      plan: static sizes.
+      q: as in `Pair`.
+      k: likewise.
+      v: likewise.
+      allowed: likewise.
+      bias: added to the logits.
+      penalty: subtracted from the logits.
+      score: applied to the logits after that.
     """
     if allowed is not None:
-        # What nobody attends to may be NaN, and 0 * NaN is not 0.
+        # Keys and values that no query attends to may be NaN, and 0 * NaN is not 0.
         seen = allowed.any(axis=(2, 3))[..., None]  # [b, k, block_kv, 1]
         k, v = (jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in (k, v))
     logits = multiply("bkgth,bksh->bkgts", q, k) * plan.scale  # (1)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
-    if taken is not None:
-        logits = logits - taken
-    scored = slope = None
+    if penalty is not None:
+        logits = logits - penalty
+    score_slope = slope = None
     if score is not None:
         logits, pullback = jax.vjp(score, logits)
-        scored = pullback(jnp.ones_like(logits))[0]
+        score_slope = pullback(jnp.ones_like(logits))[0]
     if plan.soft_cap is not None:
         tanh = jnp.tanh(logits / plan.soft_cap)
         logits, slope = plan.soft_cap * tanh, 1 - tanh * tanh  # (2)
-    if scored is not None:
-        slope = scored if slope is None else scored * slope
+    if score_slope is not None:
+        slope = score_slope if slope is None else score_slope * slope
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
     return Pair(q, k, v, allowed, logits, slope)
@@ -213,9 +224,9 @@ def compute_pair_logits(
 def compute_unless_empty(
     plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices, compute: Callable[[], Result], empty: Result
 ) -> Result:
-    """What `compute` gives of a pair of blocks, or `empty` if a selection made at run time leaves nothing of it.
+    """Call `compute` for a pair of blocks, or return `empty` if the traced selection hides the whole pair.
 
-    Under `vmap` over selections both are computed, since then a pair may be empty for one and not for another.
+    Under `vmap` over selections both branches run, since a pair may be empty for only some of them.
     """
     if blocks.selected is None:
         return compute()
@@ -224,15 +235,19 @@ def compute_unless_empty(
     return found
 
 
-def _compute_positions(plan: BlockFlashPlan, pair: PairIndices) -> tuple[jax.Array, jax.Array]:
-    """Places of the queries `[1, 1, block_q, 1]` and the keys `[1, 1, 1, block_kv]` of a pair, along their axes."""
+def _compute_positions(
+    plan: BlockFlashPlan, pair: PairIndices
+) -> tuple[Int32[Array, "1 1 block_q 1"], Int32[Array, "1 1 1 block_kv"]]:
+    """Compute the sequence indices of a pair's queries `[1, 1, block_q, 1]` and keys `[1, 1, 1, block_kv]`."""
     i = pair.q.astype(jnp.int32) * plan.block_q + jnp.arange(plan.block_q, dtype=jnp.int32).reshape(1, 1, -1, 1)
     j = pair.kv.astype(jnp.int32) * plan.block_kv + jnp.arange(plan.block_kv, dtype=jnp.int32).reshape(1, 1, 1, -1)
     return i, j
 
 
-def _compute_allowed(plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices) -> jax.Array | None:
-    """Booleans `[b, k, g, block_q, block_kv]` of a pair, none if all its pairs of positions are allowed."""
+def _compute_allowed(
+    plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices
+) -> Bool[Array, "b k g block_q block_kv"] | None:
+    """Compute which positions of a pair may attend, `[b, k, g, block_q, block_kv]`; None if all may."""
     schedule = plan.schedule
     if not schedule.masked:
         return None
@@ -251,7 +266,7 @@ def _compute_allowed(plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices) ->
 
 
 def _cut_axis(x: jax.Array, axis: int, block: int) -> jax.Array:
-    """Axis `axis` cut in blocks, their index moved to the front: `[blocks, ..., block, ...]`."""
+    """Split `axis` into blocks and move the block index to the front: `[blocks, ..., block, ...]`."""
     if padding := -x.shape[axis] % block:
         x = jnp.pad(x, [(0, padding if a == axis else 0) for a in range(x.ndim)])
     x = x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])

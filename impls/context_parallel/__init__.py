@@ -1,4 +1,4 @@
-"""Context parallelism: any attention with a differentiable `logsumexp`, its sequence shared by several devices."""
+"""Context parallelism: shard the sequence of any attention with a differentiable `logsumexp` over several devices."""
 
 from impls.context_parallel.all_gather import all_gather
 from impls.context_parallel.attention import attention

@@ -34,17 +34,17 @@ def all_gather(
     bias: jax.Array | None = None,
     scale: float | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Attention of this device's queries; call inside `shard_map`, over the mesh axis `axis_name`.
+    """Attend from this device's queries. Call it inside `shard_map`, over the mesh axis `axis_name`.
 
     Args:
-      q: this device's queries `[B, queries.local, N, H]`, as `queries.deal` puts them.
+      q: this device's queries `[B, queries.local, N, H]`, in the order of `queries.deal`.
       k: this device's keys `[B, keys.local, K, H]`, in sequence order (`keys.balanced` false).
       v: its values `[B, keys.local, K, V]`.
-      kernel: the canonical call, with a differentiable `logsumexp`; in the backward pass it gets q, k and v in f32,
+      kernel: a canonical call with a differentiable `logsumexp`. In the backward pass it gets q, k and v in f32,
         whatever their dtype.
-      mask: of the whole sequence.
-      queries: how queries are shared.
-      keys: how keys are.
+      mask: mask of the whole sequence.
+      queries: how queries are distributed.
+      keys: how keys are distributed.
       axis_name: the mesh axis.
       segment_ids: of this device's queries `[B, queries.local]` and keys `[B, keys.local]`.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
@@ -56,7 +56,7 @@ def all_gather(
       f32 `out [B, queries.local, N, V]`, and the residuals.
 
     Raises:
-      ValueError: keys in balanced order.
+      ValueError: keys are in balanced order.
     """
     if keys.balanced:
         raise ValueError("keys must be in sequence order to be gathered, got a balanced Layout")
@@ -69,7 +69,7 @@ def all_gather(
 
 @dataclasses.dataclass(frozen=True)
 class _GatherPlan:
-    """What is static: the kernel and its masks, which of them each device has, the layout of keys and the mesh axis."""
+    """Static part of a call: the kernel with its masks, the mask of each device, the layout of keys, the mesh axis."""
 
     local: LocalAttention
     masks: tuple[int, ...]
@@ -77,11 +77,11 @@ class _GatherPlan:
     axis_name: str
 
     def index(self) -> jax.Array:
-        """Which mask this device's queries have."""
+        """Look up the index of the mask of this device's queries."""
         return jnp.asarray(self.masks, jnp.int32)[lax.axis_index(self.axis_name)]
 
     def whole(self, operands: Operands) -> Operands:
-        """The operands with the keys of all devices."""
+        """Replace this device's keys by those of all devices."""
         ids = operands.segment_ids
         return operands._replace(
             k=self._gather(operands.k),
@@ -93,7 +93,7 @@ class _GatherPlan:
         return lax.all_gather(x, self.axis_name, axis=1, tiled=True)[:, : self.keys.length]
 
     def summed(self, x: jax.Array) -> jax.Array:
-        """This device's keys of `x [B, S, K, depth]`, added up over the devices."""
+        """Sum `x [B, S, K, depth]` over the devices, and return this device's keys."""
         padding = self.keys.local * self.keys.devices - self.keys.length
         padded = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
         added: jax.Array = lax.psum_scatter(  # type: ignore[no-untyped-call]  # JAX leaves it untyped
@@ -112,8 +112,7 @@ def _forward(gathered: _GatherPlan, operands: Operands) -> tuple[Outputs, Operan
 
 
 def _backward(gathered: _GatherPlan, operands: Operands, cotangents: Outputs) -> tuple[Operands]:
-    # In f32, since what the devices find for a key is added up: rounded to bf16 each, the sum loses more the more
-    # devices there are.
+    # In f32, since the devices' gradients of a key are summed: rounding each to bf16 loses more with more devices.
     local = dataclasses.replace(gathered.local, wide=True)
     found = local.backward(gathered.index(), gathered.whole(operands), lambda _: (cotangents.out, cotangents.logsumexp))
     found = found._replace(k=gathered.summed(found.k), v=gathered.summed(found.v))

@@ -1,4 +1,4 @@
-"""The canonical call on several devices: dealt out, attended to in a `shard_map`, collected."""
+"""The canonical call on several devices: distribute operands, attend in a `shard_map`, and collect the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNSUPPORTED = {"indexer": "the masks of the devices are found before the program
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ContextPlan:
-    """What is static. Equal plans share one compiled function."""
+    """Static part of a call. Equal plans share one compiled function."""
 
     method: Method
     kernel: Kernel
@@ -56,10 +56,10 @@ def attention(
     devices: int = DEFAULT_DEVICES,
     balanced: bool = True,
 ) -> Any:
-    """Softmax attention (`conformance.contract`) by `kernel`, its sequence shared by the first `devices` devices.
+    """Compute softmax attention by `kernel`, with the sequence sharded over the first `devices` devices.
 
-    Operands are those of one device, whole; a model that has them shared already calls `ring` or `all_gather` in its
-    own `shard_map`. Lengths are any: what the devices do not divide is padded.
+    Operands are whole arrays. A model with sharded arrays calls `ring` or `all_gather` in its own `shard_map`. Lengths
+    may be any: they are padded to a multiple of the devices.
 
     Args:
       q: queries `[B, T, N, H]`.
@@ -68,22 +68,22 @@ def attention(
       mask: which pairs may attend.
       segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       bias: broadcastable to `[B, N, T, S]`.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      kernel: the canonical call, with a differentiable `logsumexp`; what it refuses is refused. It gets q, k and v
-        in f32, whatever their dtype, where its results are added up: in a ring, and in an all-gather's backward pass.
+      kernel: a canonical call with a differentiable `logsumexp`; calls that it refuses are refused. It gets q, k and v
+        in f32, whatever their dtype, where its results are summed: in a ring, and in an all-gather's backward pass.
       method: `"all_gather"` or `"ring"`.
-      devices: how many devices share the sequence.
-      balanced: queries, and the keys of a ring, in load-balanced order; else contiguous.
+      devices: number of devices that share the sequence.
+      balanced: whether queries, and the keys of a ring, are in load-balanced order; else they are contiguous.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
-      ValueError: an operand, the mask or an option is not as above, or there are too few devices.
-      NotImplementedError: the mask is known at run time only, or the call is inside a `shard_map`.
+      ValueError: an operand, the mask or an option is invalid, or there are too few devices.
+      NotImplementedError: the mask is traced, or the call is inside a `shard_map`.
     """
     validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
     validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -151,7 +151,7 @@ def _attend(plan: _ContextPlan, arrays: dict[str, Any]) -> tuple[jax.Array, dict
         mesh=_build_mesh(queries.devices),
         in_specs=(specs,),
         out_specs=(sequence, {"logsumexp": rows, "max_logits": rows}),
-        check_vma=False,  # Pallas kernels in interpret mode do not say over which axes they vary
+        check_vma=False,  # Pallas kernels in interpret mode do not declare the axes over which they vary
     )(dealt)
     collected = {name: queries.collect(x, 2) for name, x in residuals.items()}
     return queries.collect(out, 1).astype(arrays["q"].dtype), collected
@@ -159,7 +159,7 @@ def _attend(plan: _ContextPlan, arrays: dict[str, Any]) -> tuple[jax.Array, dict
 
 @functools.lru_cache(maxsize=8)
 def _build_mesh(devices: int) -> Mesh:
-    """A mesh of the first `devices` devices. Raises `ValueError` if there are fewer."""
+    """Build a mesh of the first `devices` devices. Raises `ValueError` if there are fewer."""
     if (count := len(jax.devices())) < devices:
         raise ValueError(
             f"devices must be at most the number of devices, got {devices} and there are {count}; on CPU, XLA_FLAGS "

@@ -1,4 +1,4 @@
-"""The mask of what one device's queries see of another device's keys."""
+"""Masks between one device's queries and another device's keys."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 from cases.masks import And, Dense, Full, Lengths, Mask, Or
 from impls.context_parallel.sequence_layout import Layout, SequencePlaces
 
-# Rows of a mask looked at in one go: memory is one such strip.
+# Rows of a mask that are evaluated at once, which bounds the memory.
 _STRIP_LENGTH = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacedMask(Mask):
-    """`mask`, a formula, at the sequence positions of some queries and keys; padding is hidden."""
+    """A formula mask, restricted to the sequence positions of some queries and keys. Padding is hidden."""
 
     mask: Mask
     rows: SequencePlaces
     columns: SequencePlaces
 
     def allowed(self, i: Any, j: Any) -> Any:
-        """The formula at the positions of places `i` and `j`."""
+        """Evaluate the formula at the sequence positions of the local indices `i` and `j`."""
         row, column = self.rows.position(i), self.columns.position(j)
         allowed = self.mask.allowed(row, column)
         if self.rows.padded:
@@ -44,7 +44,7 @@ class PlacedMask(Mask):
 
 
 def restrict_mask(mask: Mask, rows: SequencePlaces, columns: SequencePlaces) -> Mask:
-    """What `mask` allows between the queries at `rows` and the keys at `columns`, as a mask of their places."""
+    """Restrict `mask` to the queries at `rows` and the keys at `columns`, as a mask over their local indices."""
     if isinstance(mask, And | Or):
         return type(mask)(restrict_mask(mask.left, rows, columns), restrict_mask(mask.right, rows, columns))
     if isinstance(mask, Dense):
@@ -57,7 +57,7 @@ def restrict_mask(mask: Mask, rows: SequencePlaces, columns: SequencePlaces) -> 
 
 
 def _cut_array(array: np.ndarray, rows: SequencePlaces | None, columns: SequencePlaces) -> np.ndarray:
-    """`array [b, n, T, S]` at `rows` and `columns`, False in padding."""
+    """Take `array [b, n, T, S]` at `rows` and `columns`, False in padding."""
     for axis, places in ((2, rows), (3, columns)):
         if places is not None:
             positions = places.position(np.arange(places.size))
@@ -68,10 +68,10 @@ def _cut_array(array: np.ndarray, rows: SequencePlaces | None, columns: Sequence
 
 @dataclasses.dataclass(frozen=True)
 class MaskSchedule:
-    """Which mask each pair of devices has: `masks[table[rank, source]]`, none where nothing is allowed.
+    """Masks of all pairs of devices: `masks[table[rank][source]]`, None where no pair may attend.
 
-    Masks that allow the same pairs are one, so that a program has a kernel for each kind of step and no more: a causal
-    mask in balanced order has three, whatever the number of devices.
+    Masks that allow the same pairs are shared, so that a program has one kernel per kind of step. A causal mask in
+    balanced order has three kinds, for any number of devices.
     """
 
     masks: tuple[Mask | None, ...]
@@ -80,7 +80,7 @@ class MaskSchedule:
 
 @functools.lru_cache(maxsize=256)
 def build_schedule(mask: Mask, queries: Layout, keys: Layout) -> MaskSchedule:
-    """The masks between the queries of each device of `queries` and the keys of each of `keys`."""
+    """Build the masks between the queries of each device of `queries` and the keys of each device of `keys`."""
     masks: list[Mask | None] = []
     known: dict[bytes, int] = {}
     table = []
@@ -98,7 +98,7 @@ def build_schedule(mask: Mask, queries: Layout, keys: Layout) -> MaskSchedule:
 
 
 def _identify_mask(mask: Mask, q_length: int, kv_length: int) -> tuple[bytes, Mask | None]:
-    """What tells masks apart, and the mask: none if it allows nothing, `Full` if it allows everything."""
+    """Compute a digest of the allowed pairs, and simplify the mask: None if it allows nothing, `Full` if all."""
     digest = hashlib.sha256()
     some, every = False, True
     j = np.arange(kv_length)[None, :]

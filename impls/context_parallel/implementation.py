@@ -1,4 +1,4 @@
-"""What a kernel declares when its sequence is shared by several devices."""
+"""Declarations of a kernel whose sequence is sharded over several devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from impls.context_parallel.attention import DEFAULT_DEVICES, UNSUPPORTED, Metho
 
 
 def build_implementation(name: str, kernel: Implementation, method: Method, **options: Any) -> Implementation:
-    """`kernel` on several devices under `name`, with the other options of `attention`.
+    """Declare `kernel` on several devices under `name`, with further options of `attention`.
 
     Raises:
       ValueError: its `logsumexp` carries no gradient, or its mask is not the mask object.

@@ -1,4 +1,4 @@
-"""One device's part: its queries against some keys, under one of several masks chosen at run time."""
+"""Attention on one device: its queries against some keys, under one of several masks selected at run time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from cases.masks import Mask
 
 Kernel = Callable[..., Any]
-"""The canonical call (`conformance.contract`) with `save_residuals=True` and a differentiable `logsumexp`."""
+"""A canonical call (`conformance.contract`) with a differentiable `logsumexp`; called with `save_residuals=True`."""
 
 
 class Operands(NamedTuple):
-    """Arrays of one call, in the canonical shapes; all but the first three may be none."""
+    """Arrays of one call, in the canonical shapes. All but the first three may be None."""
 
     q: Any  # [B, T, N, H]
     k: Any  # [B, S, K, H]
@@ -36,19 +36,19 @@ class Outputs(NamedTuple):
 
 
 Cotangents = Callable[[Outputs], tuple[jax.Array, jax.Array]]
-"""Cotangents of `out` and `logsumexp`, from the results."""
+"""Computes the cotangents of `out` and `logsumexp` from the results."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalAttention:
-    """A kernel with its static operands, and the masks that it may have to work under; none where nothing is allowed.
+    """A kernel with its static operands, and the masks that may be selected; None where no pair may attend.
 
-    Each pass is one `switch` with a kernel for each mask. The backward pass computes the results again and pulls back
-    through the kernel inside its branch: differentiating the `switch` itself would save what every branch needs.
+    Each pass is one `switch` with a kernel for each mask. The backward pass recomputes the results and differentiates
+    the kernel inside the selected branch. Differentiating the `switch` itself would save the residuals of every branch.
 
-    With `wide`, the kernel gets q, k and v in f32, so that its results and gradients come in f32 too. What is added up
-    over several calls needs that: rounded to bf16 each, parts and gradients lose more the more of them there are
-    (ring-flash-attention issue 42).
+    With `wide`, the kernel gets q, k and v in f32, so that its results and gradients are f32 too. This is needed where
+    they are summed over several calls: rounding each to bf16 loses more with more calls (ring-flash-attention issue
+    42).
     """
 
     kernel: Kernel
@@ -58,11 +58,11 @@ class LocalAttention:
     wide: bool = False
 
     def forward(self, index: Any, operands: Operands) -> Outputs:
-        """The results under mask `index`."""
+        """Compute the results under mask `index`."""
         return self._switch(index, [functools.partial(self._call, mask) for mask in self.masks], operands)
 
     def backward(self, index: Any, operands: Operands, cotangents: Cotangents) -> Operands:
-        """Gradients of the operands under mask `index`, with `wide` in f32; none for ids."""
+        """Compute the gradients of the operands, except ids, under mask `index`; f32 with `wide`."""
 
         def branch(mask: Mask | None) -> Callable[[Operands], Operands]:
             def pull_back(x: Operands) -> Operands:

@@ -1,4 +1,4 @@
-"""Between results with `logsumexp [B, N, T]` and parts to merge (`impls.softmax_merge`), which have rows where `out` has."""
+"""Conversion between results with `logsumexp [B, N, T]` and parts to merge, whose rows follow `out [B, T, N, V]`."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from impls import softmax_merge
 
 
 def build_part(out: jax.Array, logsumexp: jax.Array) -> softmax_merge.Part:
-    """`out [B, T, N, V]` and `logsumexp [B, N, T]` as a part whose sum is 1, or 0 where there is no key."""
+    """Build a part from `out [B, T, N, V]` and `logsumexp [B, N, T]`; its sum is 1, or 0 where there is no key."""
     top = transpose_rows(logsumexp)
     return softmax_merge.Part(out, top, (top != -jnp.inf).astype(jnp.float32))
 
 
 def restore_results(part: softmax_merge.Part) -> tuple[jax.Array, jax.Array]:
-    """`out [B, T, N, V]` and `logsumexp [B, N, T]` of a part."""
+    """Convert a part back to `out [B, T, N, V]` and `logsumexp [B, N, T]`."""
     out, logsumexp = softmax_merge.normalise(part)
     return out, logsumexp.swapaxes(1, 2)
 
 
 def add_sinks(out: jax.Array, logsumexp: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The result with one more logit `[N]` in each denominator; differentiable in all three."""
+    """Add sinks `[N]`, one logit in each denominator. Differentiable with respect to all arguments."""
     return restore_results(softmax_merge.merge([build_part(out, logsumexp), softmax_merge.build_sink_part(sinks)]))
 
 
 def compute_share(part: jax.Array, whole: jax.Array) -> jax.Array:
-    """What a part has of the softmax, from both `logsumexp`s; 0 where nobody has any."""
+    """Compute a part's share of the softmax from both `logsumexp`s; 0 where there is no key at all."""
     return jnp.exp(part - jnp.where(whole == -jnp.inf, 0.0, whole))
 
 
 def transpose_rows(x: jax.Array) -> jax.Array:
-    """`[B, N, T]` as `[B, T, N, 1]`."""
+    """Transpose `[B, N, T]` to `[B, T, N, 1]`."""
     return x.swapaxes(1, 2)[..., None]

@@ -1,9 +1,9 @@
-"""Ring attention: keys and values go round the devices, and each merges what it sees by `logsumexp`.
+"""Ring attention: keys and values rotate around the devices, and each device merges the steps by `logsumexp`.
 
-Liu et al. 2023, arXiv:2310.01889. In the backward pass they go round once more, with their gradients, which arrive
-where they belong after the last step; nothing is saved but a device's own operands and results, so memory is that of
-its share of the sequence. With `W_a = exp(lse_a - lse)` the weight of step `a` in the merged `out` and `lse`, its
-cotangents are
+Liu et al. 2023, arXiv:2310.01889. In the backward pass keys and values rotate again, together with their gradients,
+which are back on their own device after the last step. Only a device's own operands and results are saved, so memory is
+that of its share of the sequence. Step `a` has the weight `W_a = exp(lse_a - lse)` in the merged `out` and `lse`, and
+its cotangents are
 
     dout_a = W_a dout        dlse_a = W_a (<dout, out_a> - <dout, out> + dlse)
 """
@@ -42,24 +42,24 @@ def ring(
     bias: jax.Array | None = None,
     scale: float | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Attention of this device's queries; call inside `shard_map`, over the mesh axis `axis_name`.
+    """Attend from this device's queries. Call it inside `shard_map`, over the mesh axis `axis_name`.
 
-    A step whose keys no query of the device may attend to computes nothing. Sinks join after the last step, once.
+    Steps whose keys no query of the device may attend to compute nothing. Sinks are added once, after the last step.
 
     Args:
-      q: this device's queries `[B, queries.local, N, H]`, as `queries.deal` puts them.
-      k: this device's keys `[B, keys.local, K, H]`, as `keys.deal` puts them.
+      q: this device's queries `[B, queries.local, N, H]`, in the order of `queries.deal`.
+      k: this device's keys `[B, keys.local, K, H]`, in the order of `keys.deal`.
       v: its values `[B, keys.local, K, V]`.
-      kernel: the canonical call, with a differentiable `logsumexp`.
-      mask: of the whole sequence.
-      queries: how queries are shared.
-      keys: how keys are.
+      kernel: a canonical call with a differentiable `logsumexp`.
+      mask: mask of the whole sequence.
+      queries: how queries are distributed.
+      keys: how keys are distributed.
       axis_name: the mesh axis.
       segment_ids: of this device's queries `[B, queries.local]` and keys `[B, keys.local]`.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, the same on every device.
-      bias: `[b, n, t, s]` with the rows of this device's queries, or 1, and the columns of all keys as `keys.deal` puts
-        them, or 1.
+      bias: `[b, n, t, s]` with the rows of this device's queries, or 1, and the columns of all keys in the order of
+        `keys.deal`, or 1.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
 
     Returns:
@@ -76,7 +76,7 @@ def ring(
 
 @dataclasses.dataclass(frozen=True)
 class _RingPlan:
-    """What is static: the kernel and its masks, which of them each pair of devices has, and the mesh axis."""
+    """Static part of a call: the kernel with its masks, the mask of each pair of devices, and the mesh axis."""
 
     local: LocalAttention
     table: tuple[tuple[int, ...], ...]
@@ -87,29 +87,29 @@ class _RingPlan:
         return len(self.table)
 
     def source(self, step: jax.Array) -> jax.Array:
-        """Whose keys this device has at `step`."""
+        """Compute the rank of the device whose keys this device has at `step`."""
         return (lax.axis_index(self.axis_name) - step) % self.devices
 
     def index(self, source: jax.Array) -> jax.Array:
-        """Which mask this device's queries have against the keys of `source`."""
+        """Look up the index of the mask between this device's queries and the keys of `source`."""
         return jnp.asarray(self.table, jnp.int32)[lax.axis_index(self.axis_name), source]
 
     def passed_on(self, x: Any) -> Any:
-        """Every array of `x` from the device before."""
+        """Receive every array of `x` from the previous device."""
         to_next = [(rank, (rank + 1) % self.devices) for rank in range(self.devices)]
         pass_on = functools.partial(lax.ppermute, axis_name=self.axis_name, perm=to_next)
         return jax.tree.map(pass_on, x)
 
 
 def _cut_columns(bias: jax.Array | None, source: jax.Array, length: int) -> jax.Array | None:
-    """The columns of `bias` that belong to the keys of `source`."""
+    """Cut out the columns of `bias` for the keys of `source`."""
     if bias is None or bias.shape[3] == 1:
         return bias
     return lax.dynamic_slice_in_dim(bias, source * length, length, axis=3)
 
 
 def _build_step_operands(operands: Operands, moving: Any, source: jax.Array) -> Operands:
-    """The operands of a step: this device's queries, and what has come from `source`."""
+    """Build the operands of a step: this device's queries, and the keys and values of `source`."""
     k, v, kv_ids = moving
     ids = None if operands.segment_ids is None else (operands.segment_ids[0], kv_ids)
     return Operands(operands.q, k, v, _cut_columns(operands.bias, source, k.shape[1]), None, ids)
@@ -124,11 +124,11 @@ def _list_moving(operands: Operands) -> Any:
 def _attend(steps: _RingPlan, operands: Operands) -> Outputs:
     def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
         moving, done, top = carry
-        coming = steps.passed_on(moving)  # first, so that it can travel while this step computes
+        received = steps.passed_on(moving)  # first, so that the transfer overlaps with the computation
         source = steps.source(number)
         found = steps.local.forward(steps.index(source), _build_step_operands(operands, moving, source))
         done = softmax_merge.merge([done, build_part(found.out, found.logsumexp)])
-        return (coming, done, jnp.maximum(top, found.max_logits)), None
+        return (received, done, jnp.maximum(top, found.max_logits)), None
 
     q, v = operands.q, operands.v
     nothing = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
@@ -174,12 +174,12 @@ _attend.defvjp(_forward, _backward)
 
 
 def _compute_row_sums(do: jax.Array, out: jax.Array) -> jax.Array:
-    """`<do, out>`, `[B, N, T]`."""
+    """Compute `<do, out>`, `[B, N, T]`."""
     return jnp.einsum("btnv,btnv->bnt", do, out, precision="highest")
 
 
 def _add_columns(total: Any, part: Any, source: jax.Array, length: int) -> Any:
-    """`total` with the gradient of the columns of `source` added."""
+    """Add the gradient of the columns of `source` to `total`."""
     if total is None:
         return None
     part = part.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""How a sequence is shared: equal chunks, dealt to devices in an order that balances causal work."""
+"""Distribution of a sequence: equal chunks, assigned to devices in an order that balances causal work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class SequencePlaces:
-    """Sequence positions of what a device holds: one or two runs of `chunk` positions, those past `length` padding."""
+    """Sequence positions of a device: one or two runs of `chunk` positions. Positions past `length` are padding."""
 
     starts: tuple[int, ...]
     chunk: int
@@ -19,7 +19,7 @@ class SequencePlaces:
 
     @property
     def size(self) -> int:
-        """How many places there are."""
+        """Number of positions."""
         return len(self.starts) * self.chunk
 
     @property
@@ -28,7 +28,7 @@ class SequencePlaces:
         return max(self.starts) + self.chunk > self.length
 
     def position(self, i: Any) -> Any:
-        """Sequence position of place `i`, on any array type with operators."""
+        """Compute the sequence position of local index `i`, for any array type with operators."""
         if len(self.starts) == 1:
             return i + self.starts[0]
         first, second = self.starts
@@ -37,10 +37,11 @@ class SequencePlaces:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A sequence of `length` on `devices`, padded to equal chunks.
+    """Distribution of a sequence of `length` over `devices`, padded to equal chunks.
 
-    With `balanced`, it is cut in `2 * devices` chunks and device `r` holds chunks `r` and `2 * devices - 1 - r`: under
-    a causal mask the first sees little and the second much, together the same on every device. Else one chunk each.
+    With `balanced`, there are `2 * devices` chunks, and device `r` has chunks `r` and `2 * devices - 1 - r`. Under a
+    causal mask the first sees few keys and the second many, together the same number on every device. Otherwise each
+    device has one chunk.
     """
 
     length: int
@@ -54,35 +55,35 @@ class Layout:
 
     @property
     def chunk(self) -> int:
-        """Positions a chunk."""
+        """Positions per chunk."""
         return -(-self.length // len(self.order))
 
     @property
     def local(self) -> int:
-        """Places a device."""
+        """Positions per device, padding included."""
         return self.chunk * len(self.order) // self.devices
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The chunks, device by device."""
+        """Indices of the chunks, device by device."""
         if not self.balanced:
             return tuple(range(self.devices))
         return tuple(chunk for rank in range(self.devices) for chunk in (rank, 2 * self.devices - 1 - rank))
 
     def places(self, rank: int) -> SequencePlaces:
-        """What device `rank` holds."""
+        """Compute the positions of device `rank`."""
         each = len(self.order) // self.devices
         chunks = self.order[rank * each : (rank + 1) * each]
         return SequencePlaces(tuple(chunk * self.chunk for chunk in chunks), self.chunk, self.length)
 
     def deal(self, x: Any, axis: int) -> Any:
-        """`x` with its axis of `length` padded with zeros and put in the devices' order."""
+        """Pad `x` along `axis` with zeros, and reorder it by devices."""
         padding = self.chunk * len(self.order) - self.length
         x = jnp.pad(x, [(0, padding if a == axis else 0) for a in range(x.ndim)]) if padding else jnp.asarray(x)
         return self._taken(x, axis, np.asarray(self.order))
 
     def collect(self, x: Any, axis: int) -> Any:
-        """Inverse of `deal`."""
+        """Invert `deal`."""
         whole = self._taken(x, axis, np.argsort(self.order))
         return whole[(slice(None),) * axis + (slice(self.length),)]
 

@@ -1,4 +1,4 @@
-"""Dot-product attention from its formula, with all logits in memory.
+"""Dot-product attention straight from its formula, with all logits in memory.
 
     (1)  x_ij = score_mod(scale <q_i, k_j> + bias_ij - alibi_slope |i + S - T - j|, b, n, i, j)
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
@@ -21,15 +21,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from cases.masks import Full, Mask
 from conformance.contract import validate_mask, validate_operands
 
-SegmentIds = tuple[jax.Array, jax.Array]
+SegmentIds = tuple[Int[Array, "B T"], Int[Array, "B S"]]
 AxisOrder = tuple[int, int, int, int]
 ScoreMod = Callable[..., jax.Array]
 
-# Axis order to the two products, and to the axes that bring the second one back to [B, T, K, G, V].
+# Einsum equations of <q, k> and of the weighted sum of values, by the order of axes.
 EINSUMS: dict[AxisOrder, tuple[str, str]] = {
     (0, 1, 2, 3): ("btkgh,bskh->bkgts", "bkgts,bskv->btkgv"),
     (0, 2, 1, 3): ("bkgth,bksh->bkgts", "bkgts,bksv->bkgtv"),
@@ -37,27 +38,28 @@ EINSUMS: dict[AxisOrder, tuple[str, str]] = {
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
     segment_ids: SegmentIds | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
-    alibi_slopes: jax.Array | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
     score_mod: ScoreMod | None = None,
     save_residuals: bool = False,
     float32_logits: bool = True,
     float32_qk_product: bool = True,
     compute_axis_order: AxisOrder = (0, 1, 2, 3),
 ) -> Any:
-    """Softmax attention, `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`.
+    """Compute softmax attention with all logits in memory.
 
-    Every operand but the slopes is differentiable, and `logsumexp` is; `max_logits` has gradient zero. A query that may
-    attend to nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and passes no gradient.
+    The result is `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`. All operands
+    except the slopes are differentiable. So is `logsumexp`; `max_logits` has gradient zero. A query that may attend to
+    nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. It passes no gradient.
 
     Args:
       q: queries `[B, T, N, H]`.
@@ -66,15 +68,15 @@ def attention(
       mask: which pairs may attend.
       segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      alibi_slopes: `[N]`, constants: logits lose `slope * |i + S - T - j|` where the bias is added (Press et al. 2021,
-        arXiv:2108.12409; queries are counted from the end, as Dao's flash-attention has it).
-      score_mod: `(score, b, n, i, j) -> score`, of scaled logits before the soft cap, with places along the axes.
+      alibi_slopes: `[N]`, constants. `slope * |i + S - T - j|` is subtracted where the bias is added (Press et al.
+        2021, arXiv:2108.12409). The last query has the position of the last key, as in Dao's flash-attention.
+      score_mod: `(score, b, n, i, j) -> score`, applied to scaled logits before the soft cap, with index arrays.
       save_residuals: also return `logsumexp` and `max_logits`.
-      float32_logits: softmax in f32. With this and `float32_qk_product` off, logits are rounded to the operands' dtype;
-        in f16 that limits them to 65504.
+      float32_logits: keep logits in f32. With this and `float32_qk_product` off, logits are rounded to the operands'
+        dtype; in f16 that limits them to 65504.
       float32_qk_product: convert q and k to f32 before their product.
       compute_axis_order: axes of q, k and v during the products: `(0, 1, 2, 3)` leaves `[B, T, N, H]`,
         `(0, 2, 1, 3)` multiplies in `[B, N, T, H]`.
@@ -83,7 +85,7 @@ def attention(
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
-      ValueError: an operand, the mask or an option is not as above; the message names it.
+      ValueError: an operand, the mask or an option is invalid; the message names it.
     """
     options: dict[str, Any] = {"soft_cap": soft_cap, "sinks": sinks, "bias": bias, "alibi_slopes": alibi_slopes}
     options["score_mod"] = score_mod
@@ -107,28 +109,32 @@ def attention(
 
 
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Shaped[Array, "B S K H"],
+    v: Shaped[Array, "B S K V"],
     *,
-    allowed: jax.Array | None,
+    allowed: Bool[Array, "#B #K #G #T #S"] | None,
     soft_cap: float | None,
-    sinks: jax.Array | None,
-    bias: jax.Array | None,
+    sinks: Float[Array, " N"] | None,
+    bias: Float[Array, "#B #N #T #S"] | None,
     scale: float | None,
     save_residuals: bool,
     float32_logits: bool = True,
     float32_qk_product: bool = True,
     compute_axis_order: AxisOrder = (0, 1, 2, 3),
-    kv_scales: tuple[jax.Array, jax.Array] | None = None,
-    alibi_slopes: jax.Array | None = None,
+    kv_scales: tuple[Float32[Array, " B #S K"], Float32[Array, " B #S K"]] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
     score_mod: ScoreMod | None = None,
 ) -> Any:
-    """`attention` of valid operands, with mask and segment ids as booleans.
+    """Compute `attention` of validated operands, with mask and segment ids as booleans.
 
-    `allowed` is `[b, k, g, T, S]`, an axis of size 1 where nothing differs, none if all pairs are; it may be traced.
-    With `kv_scales`, f32 `[b, s, K]` of k and of v, these stand for `k * k_scale` and `v * v_scale`, and probabilities
-    stay in f32.
+    Args:
+      q: as for `attention`, and so are the arguments that are not listed.
+      k: likewise.
+      v: likewise.
+      allowed: booleans `[b, k, g, T, S]`, which may be traced. Axes have size 1 where nothing differs. None: all pairs.
+      kv_scales: f32 `[b, s, K]` of k and of v. The keys are `k * k_scale` and the values `v * v_scale`. Probabilities
+        then stay in f32.
     """
     dtype, num_kv_heads = q.dtype, k.shape[2]
     k_scales, v_scales = (None, None) if kv_scales is None else (_broadcast_scales(x, k, allowed) for x in kv_scales)
@@ -174,8 +180,11 @@ def _multiply(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def _compute_alibi(slopes: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """By how much logits `[B, K, G, T, S]` fall with the distance, `[K, G, T, S]`; a last query is at the last key."""
+def _compute_alibi(slopes: Float[Array, " N"], shape: tuple[int, ...]) -> Float32[Array, "K G T S"]:
+    """Compute the ALiBi penalty `[K, G, T, S]` of logits `[B, K, G, T, S]`.
+
+    The last query has the position of the last key.
+    """
     *_, num_kv_heads, group, q_length, kv_length = shape
     i, j = jnp.arange(q_length, dtype=jnp.int32)[:, None], jnp.arange(kv_length, dtype=jnp.int32)
     distance = jnp.abs(i + (kv_length - q_length) - j).astype(jnp.float32)
@@ -183,33 +192,40 @@ def _compute_alibi(slopes: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return slopes.reshape(num_kv_heads, group, 1, 1) * distance
 
 
-def _apply_score_mod(logits: jax.Array, allowed: jax.Array | None, score_mod: ScoreMod) -> jax.Array:
-    """Logits `[B, K, G, T, S]` as the function has them."""
+def _apply_score_mod(
+    logits: Float32[Array, "B K G T S"], allowed: Bool[Array, "#B #K #G #T #S"] | None, score_mod: ScoreMod
+) -> jax.Array:
+    """Apply `score_mod` to logits `[B, K, G, T, S]`."""
     batch, num_kv_heads, group, q_length, kv_length = logits.shape
     if allowed is not None:
-        logits = jnp.where(allowed, logits, 0.0)  # as below
+        # As in `_apply_soft_cap`: the derivative at a hidden NaN would be NaN.
+        logits = jnp.where(allowed, logits, 0.0)
     n = jnp.arange(num_kv_heads * group).reshape(num_kv_heads, group, 1, 1)
     b, i, j = jnp.arange(batch).reshape(-1, 1, 1, 1, 1), jnp.arange(q_length)[:, None], jnp.arange(kv_length)
     return score_mod(logits, b, n, i, j)
 
 
-def _apply_soft_cap(logits: jax.Array, allowed: jax.Array | None, soft_cap: float | None) -> jax.Array:
+def _apply_soft_cap(
+    logits: Float[Array, "B K G T S"], allowed: Bool[Array, "#B #K #G #T #S"] | None, soft_cap: float | None
+) -> Float[Array, "B K G T S"]:
     if soft_cap is None:
         return logits
     if allowed is not None:
-        # tanh has derivative NaN at NaN, and 0 * NaN would carry what is behind the mask (bias) into a gradient.
+        # A bias behind the mask may be NaN. The derivative of tanh there is NaN, and 0 * NaN would reach a gradient.
         logits = jnp.where(allowed, logits, 0.0)
     return soft_cap * jnp.tanh(logits / soft_cap)
 
 
 def _round_to_dtype(x: jax.Array, dtype: Any) -> jax.Array:
-    # XLA may drop a pair of converts (xla_allow_excess_precision), reduce_precision it must keep.
+    # XLA may drop a pair of converts (xla_allow_excess_precision), but it must keep reduce_precision.
     info = jnp.finfo(dtype)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
-def _compute_softmax(logits: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Probabilities of `logits [B, K, G, T, S]`, their logsumexp and maximum `[B, K, G, T]`; `sink [1, K, G, 1]`."""
+def _compute_softmax(
+    logits: Float[Array, "B K G T S"], sink: Float32[Array, "1 K G 1"] | None
+) -> tuple[Float[Array, "B K G T S"], Float[Array, "B K G T"], Float[Array, "B K G T"]]:
+    """Compute probabilities, logsumexp and maximum of logits; a sink joins the denominator."""
     max_logits = lax.stop_gradient(jnp.max(logits, axis=-1, initial=-jnp.inf))
     shift = max_logits if sink is None else jnp.maximum(max_logits, lax.stop_gradient(sink))  # (4)
     shift = jnp.where(shift == -jnp.inf, 0.0, shift)
@@ -218,50 +234,59 @@ def _compute_softmax(logits: jax.Array, sink: jax.Array | None) -> tuple[jax.Arr
     if sink is not None:
         total = total + jnp.exp(sink - shift)
     # An empty row has total 0. Both branches of a select are differentiated: neither may divide by it or take its log.
-    some = total != 0
-    total = jnp.where(some, total, 1.0)
-    logsumexp = jnp.where(some, shift + jnp.log(total), -jnp.inf)  # (7)
+    has_keys = total != 0
+    total = jnp.where(has_keys, total, 1.0)
+    logsumexp = jnp.where(has_keys, shift + jnp.log(total), -jnp.inf)  # (7)
     return weights / total[..., None], logsumexp, max_logits
 
 
-def _zero_unseen_rows(x: jax.Array, allowed: jax.Array | None) -> jax.Array:
-    """Rows of `x [B, S, K, D]` that no query attends to, replaced by zeros: `0 * NaN` is not 0."""
+def _zero_unseen_rows(
+    x: Shaped[Array, "B S K D"], allowed: Bool[Array, "#B #K #G #T #S"] | None
+) -> Shaped[Array, "B S K D"]:
+    """Zero the rows of `x [B, S, K, D]` that no query attends to: they may be NaN, and `0 * NaN` is not 0."""
     if allowed is None:
         return x
     seen = allowed.any(axis=(2, 3)).transpose(0, 2, 1)  # [b, S, k]
     return jnp.where(seen[..., None], x, jnp.zeros((), x.dtype))
 
 
-def _broadcast_scales(scales: jax.Array, k: jax.Array, allowed: jax.Array | None) -> jax.Array:
-    """Scales `[b, s, K]` of the keys, or of the values, as `[B, K, 1, 1, S]`."""
+def _broadcast_scales(
+    scales: Float32[Array, " B #S K"],
+    k: Shaped[Array, "B S K D"],
+    allowed: Bool[Array, "#B #K #G #T #S"] | None,
+) -> Float32[Array, "B K 1 1 S"]:
+    """Broadcast scales `[b, s, K]` of keys or values to `[B, K, 1, 1, S]`."""
     each = jnp.broadcast_to(scales, k.shape[:3])[..., None]
     return _zero_unseen_rows(each, allowed).transpose(0, 2, 3, 1)[:, :, None]
 
 
 def compute_allowed_pairs(
     mask: Mask, segment_ids: SegmentIds | None, q_length: int, kv_length: int, num_kv_heads: int
-) -> jax.Array | None:
-    """Mask and segment ids as booleans `[b, k, g, T, S]`, an axis of size 1 where nothing differs; none if all true."""
+) -> Bool[Array, "b k g T S"] | None:
+    """Combine mask and segment ids into booleans `[b, k, g, T, S]`; None if every pair is allowed.
+
+    An axis has size 1 where nothing differs along it.
+    """
     if isinstance(mask, Full) and segment_ids is None:
         return None
     if mask.is_computed:
-        # As a formula: a constant of T * S booleans would only slow compilation down.
+        # Computed by formula: a constant of T * S booleans would slow compilation down.
         found: Any = jnp.asarray(mask.allowed(jnp.arange(q_length)[:, None], jnp.arange(kv_length)[None, :]))[
             None, None
         ]
     else:
-        found = mask.dense(q_length, kv_length)  # stays on the host, or XLA would fold constants for seconds
+        found = mask.dense(q_length, kv_length)  # a NumPy array, or XLA would spend seconds folding constants
     if segment_ids is not None:
         q_ids, kv_ids = (jnp.asarray(ids) for ids in segment_ids)
         found = found & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
     return _split_heads(found, num_kv_heads)
 
 
-def _split_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
-    """`[b, n, ...]` to `[b, k, g, ...]`."""
+def _split_heads(x: Shaped[Array, "b n *rest"], num_kv_heads: int) -> Shaped[Array, "b k g *rest"]:
+    """Split the axis of query heads: `[b, n, ...]` to `[b, k, g, ...]`."""
     return x[:, :, None] if x.shape[1] == 1 else x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:])
 
 
-def _join_heads(x: jax.Array) -> jax.Array:
-    """`[B, K, G, T]` to `[B, N, T]`."""
+def _join_heads(x: Shaped[Array, "B K G T"]) -> Shaped[Array, "B N T"]:
+    """Join the axes of query heads: `[B, K, G, T]` to `[B, N, T]`."""
     return x.reshape(x.shape[0], -1, x.shape[-1])

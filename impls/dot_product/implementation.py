@@ -1,4 +1,4 @@
-"""What dot-product attention declares, for each choice of its options."""
+"""Declarations of dot-product attention, for each choice of its options."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _OPTIONS = ("float32_logits", "float32_qk_product", "compute_axis_order")
 
 
 def build_implementation(name: str, **options: Any) -> Implementation:
-    """Dot-product attention with `options` bound, under `name`.
+    """Declare dot-product attention with `options` bound, under `name`.
 
     Raises:
-      ValueError: an option that `attention` does not have.
+      ValueError: `attention` has no such option.
     """
     if unknown := sorted(set(options) - set(_OPTIONS)):
         raise ValueError(f"{name}: dot-product attention has no option {', '.join(unknown)}; it has {_OPTIONS}")
@@ -40,7 +40,7 @@ def build_implementation(name: str, **options: Any) -> Implementation:
 
 
 def _build_axis_variants(options: dict[str, Any]) -> dict[str, Any]:
-    """The same attention computed in the axis order that is not the default."""
+    """Bind the same attention in each axis order other than the chosen one."""
     default = inspect.signature(attention).parameters["compute_axis_order"].default
     orders = [order for order in EINSUMS if order != options.get("compute_axis_order", default)]
     return {

@@ -1,9 +1,10 @@
 """Flash attention for GPUs in Pallas: block skipping, any length and depth, hand-written backward.
 
-The modules in the order in which they build on each other: `block_sizes` (tiles, and the table of them), `schedule`
-(the plan of a call, and which tiles are visited), `packed_sizes` and `ranges` (these for packed sequences), `operands`
-(arrays in and out), `triton` and `mosaic` (the kernels), `backends` (which of the two computes which kernel), `passes`
-(forward and backward), `attention` and `packed` (the public calls), `tuning` and `implementation` (what is declared).
+The modules, each building on the ones before: `block_sizes` (tiles, and their table), `tile_schedule` (the plan of a
+call, and which tiles are visited), `packed_block_sizes` and `packed_visits` (both for packed sequences),
+`flash_gpu_arrays` (operands and results), `triton` and `mosaic` (the kernels), `pallas_backends` (which of the two
+computes which kernel), `flash_gpu_passes` (forward and backward), `attention` and `flash_gpu_packed` (the public
+calls), `flash_gpu_tuning` and `implementation` (declarations).
 """
 
 from impls.flash_gpu.attention import attention

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from cases.masks import Full, Indexer, Mask, iter_leaves
 from conformance.contract import validate_mask, validate_operands
@@ -30,15 +31,15 @@ UNSUPPORTED = {"indexer": "finds the tiles to visit before the program runs"}
 
 @accept_explicit_sharding
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     block_sizes: BlockSizes | None = None,
@@ -46,16 +47,17 @@ def attention(
     backend: Backend | None = None,
     interpret: Any = None,
 ) -> Any:
-    """Softmax attention, `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`.
+    """Compute softmax attention on a GPU, skipping tiles that the mask hides.
 
-    Computed in tiles (Dao 2023, arXiv:2307.08691) with memory linear in the lengths, but for the gradient of a bias,
-    which goes through one f32 value for each pair. Tiles that the mask leaves empty are never visited, and full ones
-    are not masked; segment ids only mask inside tiles. Query heads share key/value heads (Ainslie et al. 2023,
-    arXiv:2305.13245) without copies of k and v. Lengths and depths are any: nothing beyond the arrays is read.
+    The result is `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`, computed in tiles
+    (Dao 2023, arXiv:2307.08691). Memory is linear in the lengths, except for the gradient of a bias, which takes one
+    f32 value per pair. Tiles that the mask leaves empty are never visited, and full ones are not masked. Segment ids
+    only mask inside tiles. Query heads share key/value heads (Ainslie et al. 2023, arXiv:2305.13245) without copies of
+    k and v. Lengths and depths may be any: nothing beyond the arrays is read.
 
-    Every operand is differentiable in reverse mode, and `logsumexp` is; `max_logits` has gradient zero. The residuals
-    of the backward are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies. A query that may attend to
-    nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and passes no gradient.
+    Every operand is differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient zero. The residuals of
+    the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies. A query that may attend to
+    nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. It passes no gradient.
 
     Args:
       q: queries `[B, T, N, H]`, f32, bf16 or f16.
@@ -64,15 +66,17 @@ def attention(
       mask: which pairs may attend.
       segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      block_sizes: tiles and launch of each kernel, by default those of `block_sizes.TABLE`; cut to the lengths.
+      block_sizes: tiles and launch parameters of each kernel, by default those of `block_sizes.TABLE`. Tiles are
+        clipped to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32. An interpreter's products are exact.
-      backend: of Pallas. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper (`impls.flash_gpu.mosaic.mosaic_launch`);
-        by default Mosaic for the kernels that were measured there to be right and faster, else Triton
-        (`impls.flash_gpu.pallas_backends`). Triton also serves the backward pass of depths beyond 128.
+      backend: of Pallas. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper
+        (`impls.flash_gpu.mosaic.mosaic_launch`); by default Mosaic for the kernels that were measured there to be right
+        and faster, else Triton (`impls.flash_gpu.pallas_backends`). Triton also serves the backward pass of depths
+        beyond 128.
       interpret: run in an interpreter, by default wherever the process does not compute on a GPU: Pallas's fast one for
         Triton, JAX's interpreter of Mosaic GPU for Mosaic, which takes its parameters here instead of `True`.
 
@@ -80,9 +84,8 @@ def attention(
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
-      ValueError: an operand, the mask or an option is not as above; the message names it.
-      NotImplementedError: the mask has an `Indexer`, or Mosaic is asked for and does not
-        support the call or the GPU.
+      ValueError: an operand, the mask or an option is invalid; the message names it.
+      NotImplementedError: the mask has an `Indexer`, or Mosaic was requested and does not support the call or the GPU.
     """
     validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
     batch, q_length, num_q_heads, head_dim = q.shape

@@ -1,8 +1,8 @@
-"""How many queries and keys a kernel takes at a time, with how many warps, by which back end: one small table.
+"""Block sizes of the kernels: tiles, warps and preferred back end, in one table by device, depth and dtype.
 
-Every entry says where it comes from. Those that were measured, each on one kind of device, are data in a file beside
-this one, which `python -m conformance tune --impl=flash_gpu` fills on a machine with a GPU. What the table asks for is
-cut to the lengths of the call, so that a short call does not compute mostly padding.
+Every entry states its provenance. Measured entries, each for one kind of device, are data in a file next to this one,
+which `python -m conformance tune --impl=flash_gpu` fills on a machine with a GPU. Tiles are clipped to the lengths of
+the call, so that a short call does not compute mostly padding.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MIN_TILE = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """One kernel's tile and launch.
+    """Tile sizes and launch parameters of one Triton kernel.
 
     Attributes:
-      block_q: queries a tile, a power of two of at least 16.
-      block_kv: keys a tile, likewise.
-      num_warps: warps a program, a power of two.
+      block_q: queries per tile, a power of two of at least 16.
+      block_kv: keys per tile, likewise.
+      num_warps: warps per program, a power of two.
       num_stages: tiles in flight in the software pipeline.
     """
 
@@ -48,7 +48,7 @@ class Tiles:
             raise ValueError(f"num_stages must be positive, got {self.num_stages}")
 
     def cut_to(self, q_length: int, kv_length: int) -> Tiles:
-        """The same with tiles no larger than the lengths need."""
+        """Clip the tiles to the lengths."""
         return dataclasses.replace(
             self,
             block_q=min(self.block_q, round_up_to_tile(q_length)),
@@ -57,22 +57,22 @@ class Tiles:
 
 
 RING_BLOCKS = (64, 128)
-"""Rows of a tile of a Mosaic GPU kernel: whole products of a warpgroup, and no more than its registers hold."""
+"""Rows of a tile of a Mosaic GPU kernel: multiples of a warpgroup's product that fit its registers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-    """How one Mosaic GPU kernel goes over the axis that it does not own: by a ring of tiles in shared memory.
+    """Ring buffer of tiles in shared memory, through which a Mosaic GPU kernel visits the axis that it does not own.
 
     Attributes:
-      block: queries or keys a tile, one of `RING_BLOCKS`. At depths up to 128 no loop over full blocks spills registers
-        with either (`ptxas` of CUDA 13.0), and 128 take fewer instructions a pair. dk and dv spill with 128 queries in
-        masked blocks.
+      block: queries or keys per tile, one of `RING_BLOCKS`. At depths up to 128 no loop over full blocks spills
+        registers with either (`ptxas` of CUDA 13.0), and 128 takes fewer instructions per pair. dk and dv spill with
+        128 queries in masked blocks.
       num_stages: tiles in flight, at least 2.
-      preferred: whether the kernel goes before Triton's, on a GPU and for a call that it supports. Only what was
-        measured says so: fewer instructions are not always faster, and a kernel must be right where it is the default.
-      ping_pong: whether one computing warpgroup multiplies while the other takes exponentials. Of the forward kernel.
-      persistent: whether there is a program for each multiprocessor, which computes one tile after the other. Likewise.
+      preferred: whether the kernel is used instead of Triton's on GPUs and calls that it supports. Only set where
+        measured: fewer instructions are not always faster, and a default kernel must be correct.
+      ping_pong: whether one computing warpgroup multiplies while the other computes exponentials. Forward kernel only.
+      persistent: whether there is one program per multiprocessor, which computes several tiles. Forward kernel only.
     """
 
     block: int = 64
@@ -90,9 +90,9 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockSizes:
-    """Tiles of the forward kernel, of the one for the gradient of q (and of the bias), and of the one for k and v.
+    """Block sizes of the kernels: forward, gradient of q (and of the bias), gradients of k and v.
 
-    Triton's first, then those of Mosaic GPU.
+    Triton's tiles come first, then the rings of Mosaic GPU.
     """
 
     forward: Tiles
@@ -108,11 +108,11 @@ class BlockSizes:
                 raise ValueError(f"{name} must be without ping_pong and persistent: only the forward kernel has them")
 
     def ring(self, kernel: Kernel) -> Ring:
-        """The ring of one Mosaic GPU kernel."""
+        """Return the ring of one Mosaic GPU kernel."""
         return {"forward": self.mosaic_forward, "dq": self.mosaic_dq, "dkv": self.mosaic_dkv}[kernel]
 
     def cut_to(self, q_length: int, kv_length: int) -> BlockSizes:
-        """The same with Triton's tiles no larger than the lengths need; Mosaic's are filled up with zeros."""
+        """Clip Triton's tiles to the lengths. Mosaic's operands are padded with zeros instead."""
         return dataclasses.replace(
             self,
             forward=self.forward.cut_to(q_length, kv_length),
@@ -123,14 +123,14 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One line of the table.
+    """One row of the table.
 
     Attributes:
-      device: what the device's kind must contain, as JAX names it; empty for any.
-      max_depth: the largest head depth, of keys or values, that it is for.
-      max_itemsize: bytes of the largest operand dtype that it is for.
-      sizes: the tiles.
-      provenance: where they come from.
+      device: text that JAX's device kind must contain; empty for any device.
+      max_depth: largest head depth, of keys or values, that the row is for.
+      max_itemsize: bytes of the largest operand dtype that the row is for.
+      sizes: the block sizes.
+      provenance: how they were found.
     """
 
     device: str
@@ -148,7 +148,7 @@ MEASURED_TABLE = Path(__file__).with_name("block_sizes.json")
 
 
 def parse_settings(settings: Mapping[str, Mapping[str, Any]]) -> BlockSizes:
-    """Sizes out of plain data, whose names are those of `BlockSizes`, `Tiles` and `Ring`."""
+    """Parse block sizes from plain data with the field names of `BlockSizes`, `Tiles` and `Ring`."""
     sizes: dict[str, Any] = {
         name: (Ring if name.startswith("mosaic_") else Tiles)(**setting) for name, setting in settings.items()
     }
@@ -156,7 +156,7 @@ def parse_settings(settings: Mapping[str, Mapping[str, Any]]) -> BlockSizes:
 
 
 def _load_measured() -> tuple[Entry, ...]:
-    """The entries of the file."""
+    """Load the measured entries from their file."""
     return tuple(
         Entry(
             device=entry.device,
@@ -230,7 +230,7 @@ _REASONED_ENTRIES: tuple[Entry, ...] = (
 
 
 _COUNTED = "counted in machine code (`python -m conformance cycles --target=h100`), timed on no chip"
-# Of 64 queries or keys, 8 warps would each compute half of the pairs twice there.
+# With 64 queries or keys, 8 warps would compute half of the pairs twice on these GPUs.
 _WIDE_DQ = Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2)
 _WIDE_DKV = Tiles(block_q=64, block_kv=128, num_warps=8, num_stages=2)
 _HOPPER_ENTRIES = tuple(
@@ -272,15 +272,15 @@ TABLE = (*_load_measured(), *_REASONED_ENTRIES, *_HOPPER_ENTRIES, *_BLACKWELL_EN
 
 
 def look_up(device_kind: str, depth: int, itemsize: int) -> Entry:
-    """The narrowest entry for this kind of device, head depth (the larger of keys' and values') and bytes of the dtype.
+    """Look up the narrowest entry for a device kind, head depth (the larger of keys' and values') and dtype size.
 
-    Entries for a smaller dtype come before those for a smaller depth; of two for the same, the one of this device.
+    A smaller dtype takes precedence over a smaller depth, and an entry of this device over one for any.
     """
     return find_narrowest(TABLE, device_kind, depth, itemsize)
 
 
 def find_narrowest(table: tuple[Entry, ...], device_kind: str, depth: int, itemsize: int) -> Entry:
-    """The entry of any such table that `look_up` would give."""
+    """Find the narrowest entry of a table, by the rules of `look_up`."""
     fitting = (
         entry
         for entry in table
@@ -290,5 +290,5 @@ def find_narrowest(table: tuple[Entry, ...], device_kind: str, depth: int, items
 
 
 def round_up_to_tile(size: int) -> int:
-    """The side of the tile that holds `size`: the next power of two, at least `SMALLEST`."""
+    """Round `size` up to the side of a tile: the next power of two, at least `MIN_TILE`."""
     return max(MIN_TILE, 1 << (size - 1).bit_length())

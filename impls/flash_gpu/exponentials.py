@@ -1,8 +1,8 @@
-"""Exponentials of f32 as a GPU computes them, and of what may be -inf.
+"""Exponentials of f32 in the form that GPUs compute fast, and of values that may be -inf.
 
-A GPU has an instruction for powers of two. So logits are kept in a unit of which they are a multiple, `z = unit y`, and
-`exp(z - m)` is `2 ** (c y - c m)` with `c = unit log2(e)`: one multiplication that also subtracts. The product `c m` is
-rounded, once: whatever is subtracted from itself must give 0, or the weight of a long row drifts with each block.
+A GPU has an instruction for powers of two. So logits are stored in a unit, `z = unit y`, and `exp(z - m)` is
+`2 ** (c y - c m)` with `c = unit log2(e)`: one fused multiply-add before the power. The product `c m` is rounded once.
+Subtracting a value from itself must give exactly 0, or the weights of a long row drift with each block.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float32
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
 
-def compute_exp(x: jax.Array) -> jax.Array:
-    """`e ** x`, as the power of two that GPUs have an instruction for."""
+def compute_exp(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Compute `e ** x` as a power of two, for which GPUs have an instruction."""
     return jnp.exp2(x * jnp.float32(LOG2_E))
 
 
 def compute_fused_exp2(x: jax.Array, shift: jax.Array, *, factor: float, interpret: object) -> jax.Array:
-    """`2 ** (factor x - shift)` in a Triton kernel, with 0 for what would be subnormal; f32, all in one shape.
+    """Compute `2 ** (factor x - shift)` in a Triton kernel, flushing subnormal results to 0; all f32 in one shape.
 
-    These are a GPU's two instructions for it. Triton would multiply and subtract by two, and scale what is near the
-    smallest numbers by a comparison and two multiplications, for values that add nothing to a sum which holds a 1.
+    It takes two GPU instructions. Triton would take two to multiply and subtract. It would also scale very small values
+    by a comparison and two multiplications, although they add nothing to a sum that contains a 1.
     """
     if interpret:
         return jnp.exp2(x * jnp.float32(factor) - shift)
@@ -43,6 +44,6 @@ def compute_fused_exp2(x: jax.Array, shift: jax.Array, *, factor: float, interpr
     return found
 
 
-def replace_neg_inf(x: jax.Array) -> jax.Array:
-    """`x` with -inf replaced by 0, so that `exp(-inf - x)` is 0 and not NaN."""
+def replace_neg_inf(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Replace -inf by 0, so that `exp(-inf - x)` is 0 and not NaN."""
     return jnp.where(x == -jnp.inf, 0.0, x)

@@ -1,12 +1,12 @@
-"""Flash attention for GPUs over packed sequences: the public call, and what becomes of it before the kernels."""
+"""Flash attention for GPUs over packed sequences: the public call, and the operations before the kernels."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from cases.masks import Full
 from impls.flash_gpu.attention import Products, attend
@@ -21,44 +21,44 @@ from impls.varying_axes import find_varying_axes, mark_varying
 
 
 def packed_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "total_q N H"],
+    k: Float[Array, "total_kv K H"],
+    v: Float[Array, "total_kv K V"],
     *,
-    cu_q_lens: jax.Array,
-    cu_kv_lens: jax.Array,
-    num_seqs: jax.Array,
+    cu_q_lens: Int[Array, " borders"],
+    cu_kv_lens: Int[Array, " borders"],
+    num_seqs: Int[Array, "1"],
     causal: bool = False,
     window: tuple[Side, Side] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     block_sizes: BlockSizes | None = None,
     products: Products = "exact",
     interpret: Any = None,
 ) -> Any:
-    """Softmax attention on a GPU of sequences that lie behind one another (docs/contract.md, section 8).
+    """Compute softmax attention of concatenated sequences on a GPU (docs/contract.md, section 8).
 
     Query `i` of a sequence has the position `kv_len - q_len + i`. The kernels are those of `impls.flash_gpu.attention`
-    by Triton. Blocks of the pack that hold no pair of one sequence are not computed, so the work follows the sequences
-    and not the square of the pack, and memory is linear in the lengths.
+    by Triton. Blocks without a query and a key of the same sequence are skipped: the work grows with the sequences, not
+    with the square of the total length. Memory is linear in the lengths.
 
-    q, k, v and sinks are differentiable in reverse mode, and `logsumexp` is; `max_logits` has gradient zero. The
-    residuals of the backward are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.
+    q, k, v and sinks are differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient zero. The
+    residuals of the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.
 
     Args:
-      q: queries `[total_q, N, H]`, f32, bf16 or f16. Tokens past the last sequence may hold anything, here, in k and v
-        and in cotangents.
+      q: queries `[total_q, N, H]`, f32, bf16 or f16. Tokens past the last sequence may hold any value, also in k, v and
+        cotangents.
       k: keys `[total_kv, K, H]`, `N % K == 0`.
       v: values `[total_kv, K, V]`.
       cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
-      cu_kv_lens: int32 `[max_seqs + 1]`, likewise its keys. A sequence may have no queries, or no keys.
-      num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
-      causal: whether a query sees no later key of its sequence.
-      window: `(left, right)`: the keys that a query sees beside its own, None for an open side.
+      cu_kv_lens: int32 `[max_seqs + 1]`, where its keys begin. A sequence may have no queries, or no keys.
+      num_seqs: int32 `[1]`, the number of sequences. Later entries of the tables may hold any value.
+      causal: whether queries see no later keys of their sequence.
+      window: `(left, right)`, how many keys a query sees before and after its own position; None for an open side.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
       block_sizes: Triton's tiles and launch of each kernel, by default those of `packed_sizes`; cut to the lengths.
@@ -67,12 +67,12 @@ def packed_attention(
 
     Returns:
       `out [total_q, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[total_q, N]`. A
-      query that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and so do rows
-      past the last sequence. These and keys past it have gradient zero.
+      query that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. So do rows past
+      the last sequence. Tokens past the last sequence have gradient zero.
 
     Raises:
-      ValueError: an operand or an option is not as above; the message names it.
-      NotImplementedError: a second derivative.
+      ValueError: an operand or an option is invalid; the message names it.
+      NotImplementedError: a second derivative was requested.
     """
     check_packed_operands(q, k, v, sinks, soft_cap, scale)
     tables = build_tables(cu_q_lens, cu_kv_lens, num_seqs)

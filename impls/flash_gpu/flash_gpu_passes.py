@@ -1,4 +1,4 @@
-"""The forward and the backward pass: each kernel by its back end, and what is computed around the kernels.
+"""Forward and backward pass: dispatch each kernel to its back end, and compute the rest in XLA.
 
 The kernels compute (1) to (10) and (12) to (16) of `impls`. Around them are
 
@@ -8,8 +8,8 @@ The kernels compute (1) to (10) and (12) to (16) of `impls`. Around them are
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 from impls.flash_gpu.exponentials import replace_neg_inf
 from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, QueryRows
@@ -21,7 +21,7 @@ from impls.flash_gpu.triton import forward as triton_forward
 
 
 def run_forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
-    """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
+    """Compute attention. Memory holds nothing beyond operands, outputs and schedule."""
     kernel = mosaic_forward if "forward" in plan.mosaic else triton_forward
     return kernel.forward(plan, operands)
 
@@ -29,25 +29,22 @@ def run_forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
 def run_backward(
     plan: FlashGpuPlan,
     operands: Operands,
-    out: jax.Array,
-    logsumexp: jax.Array,
-    d_out: jax.Array,
-    d_logsumexp: jax.Array,
+    out: Float[Array, "B T N V"],
+    logsumexp: Float32[Array, "B N T"],
+    d_out: Float[Array, "B T N V"],
+    d_logsumexp: Float32[Array, "B N T"],
 ) -> Operands:
-    """Gradients of the operands, each in its operand's shape and dtype; none for segment ids and ranges.
-
-    `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
-    """
+    """Compute the gradient of every operand except segment ids and ranges, in the operand's shape and dtype."""
     weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)  # (11)
     row_sums = weighted.transpose(0, 2, 1) - d_logsumexp
     if operands.ranges is not None:
-        # Whatever the cotangents of queries of nobody are, the sinks have no gradient by them.
+        # Cotangents of queries outside all sequences may be any values, and must not reach the gradient of the sinks.
         real = jnp.arange(plan.q_length, dtype=jnp.int32) < operands.ranges.tokens
         row_sums = jnp.where(real, row_sums, 0.0)
     rows = QueryRows(d_out, replace_neg_inf(logsumexp), row_sums)
-    dk, dv = (mosaic_backward if "dkv" in plan.mosaic else triton_backward).gradient_of_keys(plan, operands, rows)
+    dk, dv = (mosaic_backward if "dkv" in plan.mosaic else triton_backward).compute_dkv(plan, operands, rows)
     return Operands(
-        q=(mosaic_backward if "dq" in plan.mosaic else triton_backward).gradient_of_queries(plan, operands, rows),
+        q=(mosaic_backward if "dq" in plan.mosaic else triton_backward).compute_dq(plan, operands, rows),
         k=dk,
         v=dv,
         bias=None if operands.bias is None else triton_backward.compute_dbias(plan, operands, operands.bias, rows),
@@ -56,7 +53,7 @@ def run_backward(
     )
 
 
-def _compute_dsinks(sinks: jax.Array, rows: QueryRows) -> jax.Array:
-    """Gradient `[N]`."""
+def _compute_dsinks(sinks: Float[Array, " N"], rows: QueryRows) -> Float[Array, " N"]:
+    """Compute the gradient of the sinks `[N]`."""
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - rows.shift)
     return -(p * rows.row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # (17)

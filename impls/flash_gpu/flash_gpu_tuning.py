@@ -1,7 +1,7 @@
-"""What may be tuned: the launch of each kernel, first by Triton, then by Mosaic GPU, one kernel after the other.
+"""Description for the tuner: the launch of each kernel, first by Triton, then by Mosaic GPU.
 
-A ring of a Mosaic kernel competes with Triton's kernel as it was just tuned, and is preferred from then on if it wins.
-So one table says which back end computes a kernel.
+A Mosaic kernel's ring competes with the Triton kernel that was just tuned, and is preferred afterwards if it wins. So
+one table also decides which back end computes a kernel.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from impls.jax_compat import get_device_kind
 _TILE_SIDES = (32, 64, 128)
 _WARPS = (4, 8)
 _NUM_STAGES = (2, 3, 4)
-# Shared memory that tiles in flight may take, in bytes, of the largest GPU; whether a candidate fits is for the
-# compiler to say, this leaves out those that no GPU takes.
+# Upper bound, in bytes, of the shared memory of tiles in flight. It excludes candidates that fit no GPU; the compiler
+# decides about the others.
 _MAX_SHARED_MEMORY = 256 << 10
-# Depths and dtypes that tables have entries for: the field's usual ones. Lengths as benchmarks have them.
+# Depths and dtypes of the table's entries are the usual ones. The lengths are usual for benchmarks.
 _TUNED_ON = (("bf16", 64), ("bf16", 128), ("bf16", 256), ("f32", 64), ("f32", 128))
 _LENGTH, _WIDTH = 4096, 1024
 _PHASES: dict[Kernel, str] = {"forward": "forward", "dkv": "forward+backward", "dq": "forward+backward"}
 
 
 def build_tunable(call: Callable[..., Any]) -> Tunable:
-    """What may be tuned of `call`, which takes `block_sizes`."""
+    """Describe to the tuner the block sizes of `call`, which takes `block_sizes`."""
 
     def with_settings(settings: KnobSettings) -> Callable[..., Any]:
         return functools.partial(call, block_sizes=parse_settings(settings))
@@ -66,7 +66,7 @@ def _look_up_sizes(case: Case) -> BlockSizes:
 
 
 def _iter_triton_tiles(case: Case, *, stages: tuple[int, ...]) -> Iterator[Setting]:
-    """Triton's."""
+    """Yield candidate tiles of a Triton kernel."""
     row = _get_depth(case) * DTYPES[case.dtype].itemsize
     for block_q, block_kv, num_warps, num_stages in itertools.product(_TILE_SIDES, _TILE_SIDES, _WARPS, stages):
         if (block_q + 2 * block_kv * num_stages) * row <= _MAX_SHARED_MEMORY:
@@ -74,7 +74,7 @@ def _iter_triton_tiles(case: Case, *, stages: tuple[int, ...]) -> Iterator[Setti
 
 
 def _iter_mosaic_rings(case: Case, *, kernel: Kernel) -> Iterator[Setting]:
-    """Triton's kernel instead, and Mosaic's rings that fit; nothing where Mosaic does not serve the case here."""
+    """Yield a setting for Triton's kernel and the Mosaic rings that fit. Yields nothing for unsupported cases."""
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     if find_call_limit(get_device_kind("gpu"), DTYPES[case.dtype], mask, biased=case.bias is not None) is not None:
         return

@@ -1,4 +1,4 @@
-"""Flash attention for GPUs as implementations: what each declares."""
+"""Declarations of flash attention for GPUs: default, tf32, Mosaic GPU and packed."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from impls.jax_compat import get_device_kind, runs_on
 
 
 def build_uniform_sizes(block_q: int, block_kv: int) -> BlockSizes:
-    """The same tiles in every kernel."""
+    """Build block sizes with the same tiles in every kernel."""
     tiles = Tiles(block_q=block_q, block_kv=block_kv)
     return BlockSizes(forward=tiles, dq=tiles, dkv=tiles)
 
 
-# Small, so that the usual cases of 100 to 400 tokens have several blocks each way, and unlike each other: a kernel that
-# takes another one's tiles shows.
+# Small, so that the usual cases of 100 to 400 tokens have several blocks along both axes.
 INTERPRETED_SIZES = BlockSizes(
     forward=Tiles(block_q=64, block_kv=64),
     dq=Tiles(block_q=64, block_kv=64),
     dkv=Tiles(block_q=64, block_kv=64),
 )
-_OTHER_BLOCKS = ((32, 32), (16, 128))
-# Smaller still, so that sequences of a pack begin and end within blocks and beyond them.
+_VARIANT_BLOCKS = ((32, 32), (16, 128))
+# Even smaller, so that packed sequences begin and end inside blocks. The kernels have different tiles, so that one with
+# the tiles of another fails.
 _INTERPRETED_PACKED_SIZES = BlockSizes(
     forward=Tiles(block_q=16, block_kv=32),
     dq=Tiles(block_q=32, block_kv=16),
     dkv=Tiles(block_q=16, block_kv=16),
 )
 _LONGER_RING = Ring(block=64, num_stages=3)
-_OTHER_RINGS = dataclasses.replace(
+_VARIANT_RINGS = dataclasses.replace(
     INTERPRETED_SIZES, mosaic_forward=_LONGER_RING, mosaic_dq=_LONGER_RING, mosaic_dkv=_LONGER_RING
 )
-_OTHER_SCHEDULES = {
+_VARIANT_SCHEDULES = {
     "ping_pong": Ring(ping_pong=True),
     "persistent": Ring(persistent=True),
     "ping_pong_persistent": Ring(ping_pong=True, persistent=True),
@@ -62,7 +62,7 @@ _MOSAIC_UNSUPPORTED = {
 def build_implementation(
     name: str, *, products: Products = "exact", block_sizes: BlockSizes | None = None, on_gpu: bool | None = None
 ) -> Implementation:
-    """Flash attention with these products and tiles under `name`, interpreted unless the process runs on a GPU."""
+    """Declare flash attention with these products and tiles, interpreted unless the process runs on a GPU."""
     on_gpu = runs_on("gpu") if on_gpu is None else on_gpu
     sizes = INTERPRETED_SIZES if block_sizes is None and not on_gpu else block_sizes
     call = functools.partial(attention, products=products)
@@ -74,7 +74,7 @@ def build_implementation(
         arithmetic=Arithmetic(products="tf32" if products == "tf32" and on_gpu else "exact", probabilities="input"),
         variants={
             f"blocks_{q}_{kv}": functools.partial(call, block_sizes=build_uniform_sizes(q, kv))
-            for q, kv in _OTHER_BLOCKS
+            for q, kv in _VARIANT_BLOCKS
         },
         accelerator=Accelerator(
             platform="gpu",
@@ -87,9 +87,9 @@ def build_implementation(
 
 
 def build_mosaic_implementation(name: str) -> Implementation:
-    """Its kernels of Mosaic GPU: judged on a Hopper GPU; elsewhere compiled, and run by JAX's interpreter of them."""
+    """Declare the Mosaic GPU kernels: run on a Hopper GPU, elsewhere only compiled and run by JAX's interpreter."""
     call = functools.partial(attention, backend="mosaic")
-    here = find_call_limit(get_device_kind("gpu"), jnp.bfloat16, Full(), biased=False)
+    limit = find_call_limit(get_device_kind("gpu"), jnp.bfloat16, Full(), biased=False)
     return Implementation(
         name=name,
         call=call,
@@ -98,17 +98,17 @@ def build_mosaic_implementation(name: str) -> Implementation:
         supports_case=_find_misfit,
         arithmetic=Arithmetic(probabilities="input"),
         variants={
-            "rings_of_3": functools.partial(call, block_sizes=_OTHER_RINGS),
+            "rings_of_3": functools.partial(call, block_sizes=_VARIANT_RINGS),
             **{
                 variant: functools.partial(
                     call, block_sizes=dataclasses.replace(INTERPRETED_SIZES, mosaic_forward=ring)
                 )
-                for variant, ring in _OTHER_SCHEDULES.items()
+                for variant, ring in _VARIANT_SCHEDULES.items()
             },
         },
         accelerator=Accelerator(
             platform="gpu",
-            absent=None if here is None else "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other",
+            absent=None if limit is None else "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other",
             native=functools.partial(call, interpret=False),
             under_interpreter=lambda parameters: functools.partial(call, interpret=parameters),
         ),
@@ -119,7 +119,7 @@ def build_mosaic_implementation(name: str) -> Implementation:
 def build_packed_implementation(
     name: str, *, block_sizes: BlockSizes | None = None, on_gpu: bool | None = None
 ) -> Implementation:
-    """Flash attention over packed sequences with these tiles under `name`, interpreted unless it runs on a GPU."""
+    """Declare flash attention over packed sequences with these tiles, interpreted unless the process runs on a GPU."""
     on_gpu = runs_on("gpu") if on_gpu is None else on_gpu
     sizes = _INTERPRETED_PACKED_SIZES if block_sizes is None and not on_gpu else block_sizes
     return Implementation(
@@ -139,7 +139,7 @@ def build_packed_implementation(
             "default_blocks": packed_attention,
             **{
                 f"blocks_{q}_{kv}": functools.partial(packed_attention, block_sizes=build_uniform_sizes(q, kv))
-                for q, kv in _OTHER_BLOCKS
+                for q, kv in _VARIANT_BLOCKS
             },
         },
         **{**_get_common_declarations(), "validates": False},
@@ -159,7 +159,7 @@ def _get_common_declarations() -> dict[str, Any]:
 def _find_misfit(case: Case) -> str | None:
     depths = case.head_dim, case.v_head_dim
     ring = look_up(get_device_kind("gpu"), max(depths), DTYPES[case.dtype].itemsize).sizes.mosaic_forward
-    ring = dataclasses.replace(ring, block=RING_BLOCKS[0])  # which it takes where larger ones do not fit
+    ring = dataclasses.replace(ring, block=RING_BLOCKS[0])  # used where larger tiles do not fit
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     dead = case.segments is not None or has_dead_keys(mask, case.q_length, case.kv_length)
     return find_misfit("forward", ring, *depths, segmented=case.segments is not None, dead_keys=dead)

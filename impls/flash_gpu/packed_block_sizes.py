@@ -1,7 +1,7 @@
 """Triton's tiles for packed sequences: smaller than those for dense operands.
 
-Masks of a pack are known at run time only, so every kernel has the code for them. With the tiles for dense operands
-that takes more registers than a thread has. Smaller tiles also compute less of what sequences do not share.
+The masks of packed sequences are only known at run time, so every kernel contains code to mask. With the tiles for
+dense operands that takes more registers than a thread has. Smaller tiles also waste less work at the ends of sequences.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def _build_entry(device: str, depth: int, itemsize: int, forward: _TileSpec, dq:
     return Entry(device=device, max_depth=depth, max_itemsize=itemsize, sizes=sizes, provenance=_COMPILED)
 
 
-# Warps have 16 rows of a product each: more warps than that would compute the same. Matrix instructions of Hopper and
-# of Blackwell keep operands in shared memory, so that there is room for larger tiles. f32 is multiplied without them.
+# Each warp computes 16 rows of a product; more warps than rows / 16 would duplicate work. Matrix instructions of Hopper
+# and Blackwell keep operands in shared memory, which leaves room for larger tiles. f32 does not use these instructions.
 _ENTRIES_16_BIT = (
     _build_entry("", 64, 2, (128, 32, 8, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
     _build_entry("", 128, 2, (128, 16, 8, 2), (64, 32, 4, 2), (16, 64, 4, 2)),
@@ -43,5 +43,5 @@ PACKED_TABLE = _ENTRIES_16_BIT + _ENTRIES_32_BIT
 
 
 def look_up_packed(device_kind: str, depth: int, itemsize: int) -> BlockSizes:
-    """The tiles for this kind of device, head depth (the larger of keys' and values') and bytes of the dtype."""
+    """Look up the tiles for a device kind, head depth (the larger of keys' and values') and dtype size."""
     return find_narrowest(PACKED_TABLE, device_kind, depth, itemsize).sizes

@@ -1,10 +1,10 @@
-"""Which of Pallas's two back ends computes which kernel of a call.
+"""Choice of the Pallas back end, Triton or Mosaic GPU, for each kernel of a call.
 
-Triton serves every call. Mosaic GPU serves Hopper, for bf16 and f16. By default a kernel of Mosaic is taken only where
-tuning measured it on that kind of GPU, and found it right and faster than Triton's.
+Triton serves every call. Mosaic GPU serves Hopper, for bf16 and f16. By default a Mosaic kernel is chosen only if
+tuning measured it on that kind of GPU, and found it correct and faster than Triton's.
 
-The reason is that an interpreter runs neither `wgmma` nor TMA, and that no figure of machine code has waits in it: a
-kernel must be right and faster on the chip where it is the default. On an H200 Mosaic's were both.
+Measurements are required because interpreters run neither `wgmma` nor TMA, and counts of machine instructions do not
+include waits. On an H200 the Mosaic kernels were correct and faster.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from impls.jax_compat import get_cuda_version, get_device_kind
 Backend = Literal["triton", "mosaic"]
 
 HOPPER = ("H100", "H200", "H20", "H800", "GH200")
-"""What kinds of Hopper GPUs are named by."""
+"""Parts of JAX's device kinds that identify Hopper GPUs."""
 MAX_BACKWARD_DEPTH = 128
-"""Head depth beyond which the sums of dk and dv, in f32, leave a warpgroup too few registers."""
-# JAX's own Mosaic attention refuses causal masks there: `ptxas` of these releases miscompiles them
+"""Largest head depth of the Mosaic backward pass: beyond it, dk and dv in f32 leave a warpgroup too few registers."""
+# CUDA releases whose `ptxas` miscompiles causal masks. JAX's own Mosaic attention refuses them there too
 # (`jax.experimental.pallas.ops.gpu.attention_mgpu`).
 _MISCOMPILING_CUDA = range(12080, 12091)
 
 
 def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands: Operands) -> frozenset[Kernel]:
-    """The kernels of the call that Mosaic GPU computes.
+    """Choose the kernels of the call that Mosaic GPU computes.
 
     Args:
-      backend: the one asked for; None for Mosaic where its ring is preferred, the GPU is a Hopper and it supports the
-        call, and Triton elsewhere.
-      plan: the problem.
+      backend: the requested back end. None means Mosaic where its ring is preferred, the GPU is a Hopper and the call
+        is supported, and Triton elsewhere.
+      plan: static part of the call.
       operands: its operands.
 
     Raises:
       ValueError: there is no such back end.
-      NotImplementedError: Mosaic is asked for, and does not support the call or the GPU.
+      NotImplementedError: Mosaic was requested, and does not support the call or the GPU.
     """
     if backend not in (None, "triton", "mosaic"):
         raise ValueError(f"backend must be 'triton', 'mosaic' or None (automatic), got {backend!r}")
@@ -70,9 +70,9 @@ def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands:
 
 
 def find_call_limit(kind: str | None, dtype: Any, mask: Mask, *, biased: bool) -> str | None:
-    """What no Mosaic kernel supports of a call, or None if it supports all of it.
+    """Return what Mosaic kernels do not support about a call, or None if they support it.
 
-    `kind` is that of the GPU, as JAX names it, or None in an interpreter.
+    `kind` is JAX's device kind of the GPU, or None in an interpreter.
     """
     if kind is not None and not any(name in kind for name in HOPPER):
         return f"GPUs other than Hopper, which {kind or 'this device'!r} is not"
@@ -90,9 +90,9 @@ def find_call_limit(kind: str | None, dtype: Any, mask: Mask, *, biased: bool) -
 def find_misfit(
     kernel: Kernel, ring: Ring, head_dim: int, v_head_dim: int, *, segmented: bool, dead_keys: bool = True
 ) -> str | None:
-    """Why a kernel with this ring does not fit a GPU at these head depths, or None if it does.
+    """Return why a kernel with this ring does not fit a GPU at these head depths, or None if it fits.
 
-    Keys that nobody attends to take room of their own (`dead_keys`).
+    Keys that no query attends to (`dead_keys`) need an additional buffer.
     """
     depths = f"head depths {head_dim} and {v_head_dim}"
     if _needs_triton(kernel, head_dim, v_head_dim):
@@ -109,15 +109,15 @@ def find_misfit(
 
 
 def fit_rings(plan: FlashGpuPlan) -> BlockSizes:
-    """The plan's sizes, with the smallest tiles in place of those of a Mosaic GPU kernel that do not fit."""
+    """Replace rings of Mosaic kernels that do not fit by the smallest ones."""
 
-    def fitting(kernel: Kernel) -> Ring:
+    def fit_ring(kernel: Kernel) -> Ring:
         ring, depths = plan.sizes.ring(kernel), (plan.head_dim, plan.v_head_dim)
         misfit = find_misfit(kernel, ring, *depths, segmented=plan.segmented, dead_keys=plan.has_dead_keys)
         return ring if misfit is None else dataclasses.replace(ring, block=RING_BLOCKS[0])
 
     return dataclasses.replace(
-        plan.sizes, mosaic_forward=fitting("forward"), mosaic_dq=fitting("dq"), mosaic_dkv=fitting("dkv")
+        plan.sizes, mosaic_forward=fit_ring("forward"), mosaic_dq=fit_ring("dq"), mosaic_dkv=fit_ring("dkv")
     )
 
 

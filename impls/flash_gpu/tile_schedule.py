@@ -1,4 +1,4 @@
-"""What is fixed before any value is known: sizes, tiles, and which tiles each program visits."""
+"""Static plan of a call: sizes, tiles, and which tiles each program visits."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BLOCK_KINDS: tuple[BlockKind, BlockKind] = ("full", "partial")
 class FlashGpuPlan:
     """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value.
 
-    `packed` says that its only batch row is a pack of sequences, whose ranges (`impls.flash_gpu.packed_visits`) take the place
-    of the mask. `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
+    `packed` says that its only batch row is a pack of sequences, whose ranges (`impls.flash_gpu.packed_visits`) take
+    the place of the mask. `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
     """
 
     mask: Mask
@@ -46,20 +46,20 @@ class FlashGpuPlan:
 
     @property
     def group(self) -> int:
-        """Query heads that share one key/value head."""
+        """Query heads per key/value head."""
         return self.num_q_heads // self.num_kv_heads
 
     def unit(self, *, biased: bool) -> float:
-        """In which logits are kept: they are so many times what the kernels have.
+        """Unit of the logits in the kernels: a logit is `unit` times the stored value.
 
-        The scale, if nothing but the mask comes after it: then the largest logit is that of the largest product, and
-        the exponential multiplies by the scale.
+        It is the scale if only the mask comes after it. Then the largest product is the largest logit, and the
+        exponential multiplies by the scale.
         """
         return self.scale if self.soft_cap is None and not biased and self.scale > 0 else 1.0
 
     @property
     def has_dead_keys(self) -> bool:
-        """Whether there may be keys without a query, which may hold NaN; segments and packs may leave any so."""
+        """Whether there may be keys that no query attends to, which may be NaN. Segments and packing may cause any."""
         return self.segmented or self.packed or has_dead_keys(self.mask, self.q_length, self.kv_length)
 
     @property
@@ -73,19 +73,19 @@ class FlashGpuPlan:
         return round_up_to_tile(self.v_head_dim)
 
     def build_visits(self, tiles: Tiles, axis: Axis) -> Visits:
-        """What the programs of a kernel visit, each having one block along `axis`."""
+        """List the blocks that each program of a kernel visits. A program owns one block along `axis`."""
         return _build_visits(self, tiles.block_q, tiles.block_kv, axis)
 
     def active(self, tiles: Tiles) -> np.ndarray:
-        """Booleans `[b, n, q blocks, kv blocks]`: the blocks that some program visits."""
+        """Find the blocks that some program visits, booleans `[b, n, q blocks, kv blocks]`."""
         kinds = _classify_blocks(self.mask, self.q_length, self.kv_length, tiles.block_q, tiles.block_kv)
         return np.asarray(kinds != EMPTY)
 
     @functools.cached_property
     def mask_arrays(self) -> dict[str, np.ndarray]:
-        """What the kernels read of masks that are no formula, by the name of the leaf.
+        """Arrays of the masks that are not formulas, by the name of the leaf.
 
-        Lengths are int32 `[B]`; booleans `[b, n, T, S]` are int8, as which their tiles load.
+        Lengths are int32 `[B]`. Boolean masks `[b, n, T, S]` are int8, the dtype that tiles can load.
         """
         arrays: dict[str, np.ndarray] = {}
         for place, leaf in enumerate(iter_leaves(self.mask)):
@@ -97,7 +97,7 @@ class FlashGpuPlan:
 
 
 def name_leaf(place: int) -> str:
-    """Name of the array of the mask's leaf at this place of `cases.masks.leaves`."""
+    """Name the array of the mask's leaf at this index of `cases.masks.leaves`."""
     return f"mask_{place}"
 
 
@@ -106,11 +106,11 @@ class Visits:
     """Blocks that each program visits.
 
     Attributes:
-      table: `[b, n, programs, 4]` int32: first and count of the full blocks, then of the partial ones. A first is the
-        first block, or where the program's part of the list starts.
-      lists: for each kind that some program visits, the blocks of all programs one after another. None if the blocks
-        of every program are contiguous, as under most masks: then the kernel counts up from the first instead of
-        loading an index, and its loads of the next tile wait for no index.
+      table: `[b, n, programs, 4]` int32: first and count of the full blocks, then of the partial ones. "First" is a
+        block, or the start of the program's part of the list.
+      lists: for each kind that some program visits, the blocks of all programs one after another. None if the blocks of
+        every program are contiguous, as under most masks. Then the kernel counts up from the first block, and its loads
+        of the next tile do not wait for an index.
     """
 
     table: np.ndarray
@@ -123,8 +123,8 @@ def _build_visits(plan: FlashGpuPlan, block_q: int, block_kv: int, axis: Axis) -
     if plan.segmented:
         kinds = np.where(kinds == EMPTY, EMPTY, PARTIAL)
     if axis == "kv":
-        # No tail needs a mask here: rows of k and v beyond the end give rows of dk and dv that are not stored, and rows
-        # of q and dout beyond the end are zero.
+        # The last block needs no mask here: padding rows of k and v give rows of dk and dv that are not stored, and
+        # padding rows of q and dout are zero.
         kinds = kinds.swapaxes(-1, -2)
     elif plan.kv_length % block_kv:
         kinds = kinds.copy()
@@ -147,10 +147,10 @@ def _classify_blocks(mask: Mask, q_length: int, kv_length: int, block_q: int, bl
 
 @functools.lru_cache(maxsize=256)
 def has_dead_keys(mask: Mask, q_length: int, kv_length: int) -> bool:
-    """Whether some head of some batch row has a key that none of its queries attends to; strip by strip of queries."""
+    """Return whether some head of some batch row has a key that no query attends to. Works in strips of queries."""
     j = np.arange(kv_length)[None, :]
     seen = np.zeros((1, 1, kv_length), bool)
-    # From the last query on: under causal masks that one sees all.
+    # Backwards, since under causal masks the last query sees every key.
     for stop in range(q_length, 0, -_STRIP_LENGTH):
         i = np.arange(max(0, stop - _STRIP_LENGTH), stop)[:, None]
         strip = np.asarray(mask.allowed(i, j), bool).any(axis=-2)
@@ -160,11 +160,11 @@ def has_dead_keys(mask: Mask, q_length: int, kv_length: int) -> bool:
     return True
 
 
-_STRIP_LENGTH = 128  # queries, so that memory is not T * S
+_STRIP_LENGTH = 128  # queries at a time, so that memory is not T * S
 
 
 def _list_blocks(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """First, count and list of booleans `[b, n, programs, blocks]`."""
+    """List the chosen blocks of booleans `[b, n, programs, blocks]`: first, count and list, None if contiguous."""
     count = chosen.sum(axis=-1, dtype=np.int32)
     first = chosen.argmax(axis=-1).astype(np.int32)
     block = np.arange(chosen.shape[-1])

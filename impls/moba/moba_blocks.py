@@ -82,7 +82,7 @@ def flatten_rows(plan: MobaPlan, x: Array) -> Array:
 
 
 def restore_rows(plan: MobaPlan, x: Array) -> Array:
-    """Inverse of `rows_of`."""
+    """Inverse of `flatten_rows`."""
     return x.reshape(plan.batch, plan.num_q_heads, plan.q_length, -1).transpose(0, 2, 1, 3)
 
 
@@ -93,7 +93,7 @@ def split_bins(plan: MobaPlan, x: Array) -> Array:
 
 
 def join_bins(plan: MobaPlan, x: Array) -> Array:
-    """Inverse of `bins_of`."""
+    """Inverse of `split_bins`."""
     x = x.reshape(plan.batch, plan.num_kv_heads, plan.chunks * plan.moba.chunk, -1)
     return x[:, :, : plan.kv_length].transpose(0, 2, 1, 3)
 

@@ -1,8 +1,8 @@
 """Paged attention for GPUs in Pallas (Triton): a program for each share of a tile's keys, and one that merges them.
 
-A program owns a tile of queries, all of one sequence (`impls.paged.query_tiles`), for the heads of one key/value head, and
-a share of the blocks of keys that they see (`impls.paged.key_shares`). It looks the page of each key up in the table and
-reads the key where it lies. So nothing of the cache is copied, and the work follows the queries and the keys.
+A program owns a tile of queries, all of one sequence (`impls.paged.query_tiles`), for the heads of one key/value head,
+and a share of the blocks of keys that they see (`impls.paged.key_shares`). It looks the page of each key up in the
+table and reads the key where it lies. So nothing of the cache is copied, and the work follows the queries and the keys.
 
 With (1) and (2) from `impls.paged.paged_plan`, over the keys of a share, with no sink and no division:
 

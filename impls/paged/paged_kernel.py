@@ -7,7 +7,8 @@
     (5)  l_i = sum_j exp(z_ij - m_i)
     (6)  out_i = sum_j exp(z_ij - m_i) v_j
 
-m, l and the sum of (6) are kept for the keys so far, as in `impls.paged.paged_portable`, and so is what it gives: a part.
+m, l and the sum of (6) are kept for the keys so far, as in `impls.paged.paged_portable`, and so is what it gives: a
+part.
 
 Heads of one group are rows of one product with the keys that they share. Rows are a tile's queries times the heads of
 a group, `row = i * G + g`. A tile of one query, as in decoding, is computed with the rows of one query.

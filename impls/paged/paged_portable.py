@@ -11,8 +11,8 @@
 multiplies the others by `decay = exp(old m - new m)` (Milakov and Gimelshein 2018, arXiv:1805.02867). Sinks and the
 division come later, since the result is a part (`impls.softmax_merge`).
 
-Both loops are as long as the tables say (`impls.paged.query_tiles`), and a block of pages is all that is ever gathered of
-the cache (Kwon et al. 2023, arXiv:2309.06180, for the table of pages).
+Both loops are as long as the tables say (`impls.paged.query_tiles`), and a block of pages is all that is ever gathered
+of the cache (Kwon et al. 2023, arXiv:2309.06180, for the table of pages).
 """
 
 from __future__ import annotations

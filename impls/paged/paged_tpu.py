@@ -4,8 +4,8 @@ Tables, tiles and blocks lie in scalar memory, pages and results in HBM. A step 
 of one sequence (`impls.paged.query_tiles`), be it a part of a prompt or a single token. So the work follows the queries
 and the keys that there are, and neither `max_seqs` nor `pages_per_seq`.
 
-The kernel copies by itself what a pipeline cannot: the pages of a block, which lie anywhere (`impls.paged.page_copies`), and
-as many rows of results as a tile has, for behind them are those of another sequence.
+The kernel copies by itself what a pipeline cannot: the pages of a block, which lie anywhere
+(`impls.paged.page_copies`), and as many rows of results as a tile has, for behind them are those of another sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention over a quantised cache: the products are scaled, or the cache is dequantised first."""
+"""Attention over a quantised cache: scale the products, or dequantise the cache first."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def attention(
     save_residuals: bool = False,
     dequantize: bool = False,
 ) -> Any:
-    """Softmax attention over keys `k * k_scale` and values `v * v_scale`, with all logits in memory.
+    """Attend over keys `k * k_scale` and values `v * v_scale`, with all logits in memory.
 
-    Scales stand outside both products, `<q, k_j> k_scale_j` and `sum_j (p_j v_scale_j) v_j`, which then multiply
-    numbers as they are stored, in f32. That needs scales that are the same along the depth, as these are.
+    Scales are factored out of both products, `<q, k_j> k_scale_j` and `sum_j (p_j v_scale_j) v_j`. So the products
+    multiply the stored numbers in f32. This requires scales that are constant along the depth, as these are.
 
     Args:
       q: queries `[B, T, N, H]`.
       k: stored keys `[B, S, K, H]`, int8, int4 or float8_e4m3fn.
       v: stored values `[B, S, K, V]`, likewise.
-      kv_scales: of k and of v, f32 `[B or 1, S or 1, K]`: for each token, or for each head.
+      kv_scales: scales of k and of v, f32 `[B or 1, S or 1, K]`: per token, or per head.
       mask, segment_ids, soft_cap, sinks, bias, scale, save_residuals: as in `impls.dot_product.attention`.
       dequantize: multiply k and v by their scales first, and round them to q's dtype.
 
@@ -48,8 +48,8 @@ def attention(
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
-      ValueError: an operand is not as above; the message names it.
-      NotImplementedError: without `kv_scales`, which `impls.dot_product` is for.
+      ValueError: an operand is invalid; the message names it.
+      NotImplementedError: there are no `kv_scales`; use `impls.dot_product`.
     """
     options: dict[str, Any] = {"soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
     validate_operands(q, k, v, segment_ids=segment_ids, kv_scales=kv_scales, **options)

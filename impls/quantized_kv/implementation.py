@@ -1,4 +1,4 @@
-"""What attention over a quantised cache declares, in both forms."""
+"""Declarations of attention over a quantised cache, in both forms."""
 
 from __future__ import annotations
 

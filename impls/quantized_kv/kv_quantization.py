@@ -1,4 +1,4 @@
-"""Writing keys and values to a quantised cache."""
+"""Quantisation of keys and values."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _MAX_VALUES = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 
 
 def quantize(x: jax.Array, kind: Kind, scales: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """Keys or values as numbers of few bits, `round(x / scale)`.
+    """Quantise keys or values to few bits, `round(x / scale)`.
 
     Args:
       x: keys or values `[B, S, K, D]`.
-      kind: int8 and int4 keep `|x - stored * scale| <= scale / 2`; fp8 is float8_e4m3fn, of 4 significant bits.
-      scales: f32, broadcastable to `[B, S, K]`, as a calibration gave them; what they do not reach is clipped. By
-        default those of each token and head, `max |x| / 127` (7, 448).
+      kind: int8 and int4 keep `|x - stored * scale| <= scale / 2`; fp8 is float8_e4m3fn, with 4 significant bits.
+      scales: f32, broadcastable to `[B, S, K]`, from a calibration; larger values are clipped. By default one per token
+        and head, `max |x| / 127` (7 for int4, 448 for fp8).
 
     Returns:
-      The numbers `[B, S, K, D]`, and the scales.
+      The stored numbers `[B, S, K, D]`, and the scales.
 
     Raises:
-      ValueError: x has not four axes, or `kind` is not one of these.
+      ValueError: x does not have four axes, or `kind` is unknown.
     """
     if kind not in _DTYPES:
         raise ValueError(f"kind must be one of {', '.join(_DTYPES)}, got {kind!r}")

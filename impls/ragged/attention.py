@@ -69,9 +69,9 @@ def compute_parts(
 ) -> Part:
     """Attention of a few query tokens over a padded cache, not normalised (docs/contract.md, section 4).
 
-    `out / sum` is attention over the keys that exist, and parts over disjoint sets of keys merge with `impls.softmax_merge`:
-    a prompt's cache with that of what was generated since, or one device's share of a cache with another's. Blocks that
-    hold no key that a query sees are neither fetched nor computed.
+    `out / sum` is attention over the keys that exist, and parts over disjoint sets of keys merge with
+    `impls.softmax_merge`: a prompt's cache with that of what was generated since, or one device's share of a cache with
+    another's. Blocks that hold no key that a query sees are neither fetched nor computed.
 
     Query token `t` of batch row `b` is at position `positions[b] + t`, and sees key `j` if `j < lengths[b]` and `mask`
     allows it at that position.
@@ -90,7 +90,7 @@ def compute_parts(
       bias: refused.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`.
-      block_kv: keys a block, by default `BLOCK`.
+      block_kv: keys a block, by default `DEFAULT_BLOCKS`.
       num_splits: programs that share a sequence on a GPU; by default as many as fill it.
       interpret: as `pallas_call` takes it; by default true unless the process runs on the back end's platform.
 

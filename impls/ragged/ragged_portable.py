@@ -1,7 +1,7 @@
 """Decode attention in plain JAX: a loop over key blocks as far as the longest sequence goes.
 
-With (1) and (2) from `impls.ragged.ragged_plan`, and with no sink and no division, since the result is a part (`impls.softmax_merge`
-has both):
+With (1) and (2) from `impls.ragged.ragged_plan`, and with no sink and no division, since the result is a part
+(`impls.softmax_merge` has both):
 
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max_j z_ij

@@ -1,7 +1,7 @@
 """Decode attention for TPUs in Pallas: one grid step for each block that holds a key, and none for any other.
 
-With (1) and (2) from `impls.ragged.ragged_plan`, and with no sink and no division, since the result is a part (`impls.softmax_merge`
-has both):
+With (1) and (2) from `impls.ragged.ragged_plan`, and with no sink and no division, since the result is a part
+(`impls.softmax_merge` has both):
 
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max_j z_ij
@@ -14,9 +14,9 @@ each lane by itself until the end, and m begins finite. That, and no mask where 
 compiler's schedule, four heads over 512 keys take 673 cycles for one query on v5e and 859 on 7x, where they took 1,011
 and 1,001, and eight 929 and 1,115 (libtpu 0.0.42.1, depth 128, bf16, eight query heads for one of keys).
 
-The steps (`impls.ragged.ragged_schedule`) are prefetched to scalar memory, and the grid is as long as they are. The blocks of
-all sequences are one list, so the pipeline fetches the first block of the next sequence while the last one of this
-sequence is computed.
+The steps (`impls.ragged.ragged_schedule`) are prefetched to scalar memory, and the grid is as long as they are. The
+blocks of all sequences are one list, so the pipeline fetches the first block of the next sequence while the last one of
+this sequence is computed.
 
 The kernel reads a cache with heads before keys, `[B, K, S, .]`. One that is kept in that order is used as it is; the
 canonical order is transposed first.

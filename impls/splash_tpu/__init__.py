@@ -1,22 +1,24 @@
 """Splash attention: block-sparse flash attention in Pallas for TPU, forward and backward.
 
-Judged without a TPU: in interpret mode by the whole gate, in JAX's TPU interpreter (two cores, several orders, NaN in
-fresh memory, races detected), and compiled, not run, for v4, v5e, v5p, v6e and 7x. On a machine with a TPU the same
-cases run on the chip: `pytest -k tpu`. What only a chip can say, and what is done about it here:
+The kernels are tested without a TPU: in interpret mode on every case, in JAX's TPU interpreter (two cores, several
+orders, NaN in fresh memory, race detection), and compiled but not run for v4, v5e, v5p, v6e and 7x. On a machine with a
+TPU the same cases run on the chip: `pytest -k tpu`. Properties that only a chip can show are handled as follows:
 
-- f32 products: declared exact, which `precision="exact"` asks of the MXU as `Precision.HIGHEST` (six bf16 passes), and
-  judged by that. Fewer are not exact. f32 is the sum of three bf16 parts, and the six largest of their nine products
-  come within 2^-24 of an f32 product, which is what the bounds have for it. Without any one of them it is off by about
-  2^-17 or more, and with three by 2^-15. With `precision="bf16"` the declaration, and the error bounds with it, are
-  those of one pass. Mosaic offers none between: three, enough for a declaration of tf32, are not written by hand.
-- `exp`, `tanh` and `log` of the vector unit are taken to be as accurate as error bounds allow for f32.
-- Block sizes: 512 by 512 compile everywhere at every depth up to 256. A call that names none takes those of a table,
-  which was filled by the compiler's schedules (`impls.splash_tpu.splash_tuning`); which are fastest on a chip is not known. The
-  gate runs blocks of 128 so that its short cases have several, and others as variants.
-- Two cores of v4 and v5p share the heads of all batch rows (`"parallel"`); with one head and one row, one idles.
-- Scalar memory, 1 MiB a core, holds the lists of steps, three to five bytes a step: lengths beyond 32768 want blocks
-  beyond 128. Over packed sequences a step takes twelve, and lists have room for every pair of blocks, unless a window
-  bounds them on both sides: without one, packs beyond 32768 tokens want blocks beyond 128.
+- f32 products are declared exact and judged as exact. `precision="exact"` requests `Precision.HIGHEST` from the MXU:
+  six bf16 passes. Fewer passes are not exact. f32 is the sum of three bf16 parts. The six largest of their nine
+  products come within 2^-24 of an f32 product, which is the error that the bounds allow. Leaving out any one of the six
+  costs about 2^-17 or more; three passes are off by 2^-15. `precision="bf16"` declares, and is bounded by, one pass.
+  Mosaic offers nothing in between. Three passes would suffice for a declaration of tf32, but are not written by hand.
+- `exp`, `tanh` and `log` of the vector unit are assumed to be as accurate as the error bounds allow for f32.
+- Blocks of 512 by 512 compile on every generation at every depth up to 256. The default sizes come from a table that
+  was filled from the compiler's schedules (`impls.splash_tpu.splash_tuning`). Which sizes are fastest on a chip is not
+  known. The tests run blocks of 128, so that their short cases have several blocks, and other sizes as variants.
+- The two cores of v4 and v5p share the heads of all batch rows (`"parallel"`). With one head and one row, one core
+  idles.
+- Scalar memory, 1 MiB per core, holds the lists of steps at three to five bytes per step. Lengths beyond 32768
+  therefore need blocks larger than 128. Packed sequences take twelve bytes per step, and their lists have room for
+  every pair of blocks unless a window bounds both sides. Without such a window, more than 32768 tokens need blocks
+  larger than 128.
 """
 
 from impls.splash_tpu.attention import attention

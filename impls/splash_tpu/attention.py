@@ -6,8 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from cases.masks import Full, Indexer, Mask, iter_leaves
 from conformance.contract import validate_mask, validate_operands
@@ -26,14 +26,14 @@ UNSUPPORTED = {
 
 @accept_explicit_sharding
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     bias: Any = None,
     scale: float | None = None,
     save_residuals: bool = False,
@@ -42,36 +42,37 @@ def attention(
     precision: Precision = "exact",
     interpret: Any = None,
 ) -> Any:
-    """Softmax attention on a TPU, `out_i = sum_j softmax_j(cap(scale <q_i, k_j>)) v_j` over the allowed `j`.
+    """Compute softmax attention on a TPU, skipping blocks that the mask hides.
 
-    Dao 2023, arXiv:2307.08691, with a schedule that leaves out what the mask hides. Query heads share key/value heads
-    without copies of k and v. Every operand is differentiable in reverse mode, and `logsumexp` is; `max_logits` has
-    gradient zero. The residuals of the backward are tagged `"splash_residuals"` for `jax.checkpoint` policies. A query
-    that may attend to nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`.
+    The result is `out_i = sum_j softmax_j(cap(scale <q_i, k_j>)) v_j` over the allowed `j`, by the algorithm of Dao
+    2023, arXiv:2307.08691. Query heads share key/value heads without copies of k and v. Every operand is differentiable
+    in reverse mode. So is `logsumexp`; `max_logits` has gradient zero. The residuals of the backward pass are tagged
+    `"splash_residuals"` for `jax.checkpoint` policies. A query that may attend to nothing gets `out = 0`,
+    `logsumexp = -inf` (or its sink) and `max_logits = -inf`.
 
     Args:
       q: queries `[B, T, N, H]`, bf16 or f32.
       k: keys `[B, S, K, H]`, `N % K == 0`.
       v: values `[B, S, K, V]`.
-      mask: which pairs may attend; an `Indexer` is taken as known at run time only.
+      mask: which pairs may attend. An `Indexer` may be traced.
       segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, one more logit in each query head's softmax denominator.
-      bias: refused.
+      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
+      bias: not supported.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      block_sizes: of each phase, by default those of the table for the chip that is traced for (`tuned.look_up`), which
-        also says whether the backward is fused where they leave it open.
+      block_sizes: of each phase. By default those of the table for the target chip (`splash_tuning.look_up`). If they
+        leave `fused_backward` open, the table decides that too.
       layouts: which axis of q, k and v is innermost in memory.
-      precision: `"exact"` products of f32 operands, or rounded to `"bf16"`.
-      interpret: as `pallas_call` takes it; by default true unless the process runs on a TPU.
+      precision: whether products of f32 operands are `"exact"`, or round the operands to `"bf16"`.
+      interpret: as for `pallas_call`; by default true unless the process runs on a TPU.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
-      NotImplementedError: a bias, or operands in float16.
-      ValueError: an operand, the mask or a block size is not as above; the message names it.
+      NotImplementedError: there is a bias, or operands are float16.
+      ValueError: an operand, the mask or a block size is invalid; the message names it.
     """
     validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
     if bias is not None:
@@ -95,7 +96,7 @@ def attention(
         "scale": scale,
         "soft_cap": soft_cap,
         "precision": precision,
-        # In both calls, so that they share one kernel: a row of figures more for each head costs next to nothing.
+        # With and without residuals, so that both calls share one kernel. One more row per head costs next to nothing.
         "save_max_logits": True,
         "checkpoint_name": "splash_residuals",
         "interpret": interpret,
@@ -113,5 +114,5 @@ def attention(
 
 @functools.lru_cache(maxsize=256)
 def _build_kernel(mask: Mask, q_length: int, kv_length: int, **options: Any) -> Splash:
-    """Kept, so that the same call does not build its schedule again."""
+    """Build a kernel. Cached, so that the same call does not build its schedule again."""
     return make_splash(mask, q_length, kv_length, **options)

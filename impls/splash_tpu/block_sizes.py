@@ -15,9 +15,9 @@ Layout = Literal["head_dim_minor", "sequence_minor"]
 
 @dataclasses.dataclass(frozen=True)
 class Layouts:
-    """Which axis of q, k and v is the innermost in memory: the head depth, or the sequence.
+    """Which axis of q, k and v is innermost in memory: the head depth or the sequence.
 
-    A depth below 128 leaves lanes unused where it is innermost; with the sequence innermost it does not.
+    A depth below 128 leaves lanes unused if it is innermost. With the sequence innermost, it does not.
     """
 
     q: Layout = "head_dim_minor"
@@ -32,12 +32,12 @@ class Layouts:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Sizes of one kernel: queries and keys of a block in VMEM, and keys of one step of computing inside it.
+    """Block sizes of one kernel: queries and keys of a block in VMEM, and keys computed at once.
 
-    All are multiples of 128; `kv_compute` divides `kv` and is `kv` by default. Of a block that the mask hides in part,
-    the parts of `part` queries and keys are left out that it hides whole. In long blocks more of the products run under
-    the exponentials of others, and parts keep them from computing what is hidden. A part may be shorter than the keys
-    of one step of computing where its place is known when the kernel is built (`impls.splash_tpu.diagonal_bands`).
+    All are multiples of 128. `kv_compute` divides `kv` and defaults to `kv`. A partially masked block is divided into
+    parts of `part` queries and keys; parts that the mask hides completely are skipped. Longer blocks overlap more
+    products with exponentials, and skipping parts keeps them from computing hidden positions. A part may be shorter
+    than `kv_compute` if its position is known when the kernel is built (`impls.splash_tpu.diagonal_bands`).
     """
 
     q: int = 512
@@ -57,12 +57,12 @@ class Blocks:
 
     @property
     def compute(self) -> int:
-        """Keys of one step of computing."""
+        """Keys computed at once."""
         return self.kv if self.kv_compute is None else self.kv_compute
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Queries and keys of a part: those of the block where parts do not divide it or are too many for flags."""
+        """Queries and keys of a part; the whole block where parts do not divide it or exceed the flag bits."""
         q = self.part if self.q % self.part == 0 else self.q
         kv = self.part if self.kv % self.part == 0 and self.part % self.compute == 0 else self.kv
         few = (self.q // q) * (self.kv // kv) <= _MAX_PARTS
@@ -70,12 +70,12 @@ class Blocks:
 
     @property
     def static_parts(self) -> tuple[int, int]:
-        """Likewise, of a block of which it is known when the kernel is built what is hidden: no flags say it."""
+        """Queries and keys of a part in blocks whose hidden positions are known at build time: they need no flags."""
         q, kv = (self.part if length % self.part == 0 else length for length in (self.q, self.kv))
         return q, kv if kv % self.compute == 0 or self.compute % kv == 0 else self.kv
 
     def clip(self, q_length: int, kv_length: int) -> Blocks:
-        """No block longer than the whole length in whole lanes."""
+        """Shorten blocks to the lengths, rounded up to whole lanes."""
         q, kv = min(self.q, round_up(q_length, LANES)), min(self.kv, round_up(kv_length, LANES))
         compute = self.compute if self.compute < kv and kv % self.compute == 0 else None
         return Blocks(q, kv, compute, self.part)
@@ -83,9 +83,10 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Block sizes of each phase; with `fused_backward` one kernel gives all gradients and `dq` is not used.
+    """Block sizes of each phase.
 
-    None leaves that to the table (`impls.splash_tpu.splash_tuning`) in the canonical call; elsewhere it is as false.
+    With `fused_backward` one kernel computes all gradients and `dq` is unused. None lets the table decide
+    (`impls.splash_tpu.splash_tuning`) in the canonical call, and means False elsewhere.
     """
 
     forward: Blocks = Blocks()
@@ -103,11 +104,11 @@ class BlockSizes:
         *,
         fused_backward: bool | None = False,
     ) -> BlockSizes:
-        """The same sizes in every phase."""
+        """Use the same sizes in every phase."""
         blocks = Blocks(q, kv, kv_compute, part)
         return cls(forward=blocks, dkv=blocks, dq=blocks, fused_backward=fused_backward)
 
 
 def round_up(length: int, block: int) -> int:
-    """`length` rounded up to whole blocks."""
+    """Round `length` up to a multiple of `block`."""
     return -(-length // block) * block

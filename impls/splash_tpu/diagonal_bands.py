@@ -1,8 +1,8 @@
-"""Masks that go by `j - i` alone, the keys of a band along the diagonal: which parts of a block such a band leaves.
+"""Band masks, which depend on `j - i` only, and the parts of a block that a band leaves visible.
 
-A causal mask and a window hide of every block on their border the same. So what is hidden of it is known when the
-kernel is built: the kernel has code for the blocks of each border, without the hidden parts, with the mask on those
-parts only that the border crosses, and with no position to be computed.
+A causal mask or a window hides the same positions in every block on its border. So the hidden positions are known when
+the kernel is built. The kernel has specialised code for the blocks of each border: it skips hidden parts, applies the
+mask only to parts that the border crosses, and computes no positions.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from impls.splash_tpu.block_sizes import Blocks
 
 
 class Band(NamedTuple):
-    """The least and the largest `j - i` that may attend, none on a side without a border."""
+    """Smallest and largest `j - i` that may attend; None on an open side."""
 
     first: int | None
     last: int | None
 
 
 class KeySpan(NamedTuple):
-    """Keys of one step of computing, for the queries of a part.
+    """A run of keys that is computed at once for the queries of a part.
 
     Attributes:
-      start: the first, inside the block.
-      size: how many.
-      masked: whether the mask hides any of them from any of the queries.
-      diagonal: `j - i` of the first key and the first query of the part, none where it is known at run time only.
+      start: index of the first key in the block.
+      size: number of keys.
+      masked: whether the mask hides any of them from any query of the part.
+      diagonal: `j - i` of the first key and the first query of the part; None if known at run time only.
     """
 
     start: int
@@ -41,20 +41,20 @@ class KeySpan(NamedTuple):
 
 
 class BlockPart(NamedTuple):
-    """Some queries of a block, and the keys that they may attend to."""
+    """A run of queries of a block, with the runs of keys that they may attend to."""
 
     rows: slice
     keys: tuple[KeySpan, ...]
 
     @property
     def size(self) -> int:
-        """Queries."""
+        """Number of queries."""
         size: int = self.rows.stop - self.rows.start
         return size
 
 
 def find_band(mask: Mask | None) -> Band | None:
-    """The band of a mask, none if it is not one."""
+    """Return the band that a mask is, or None if it is none."""
     match mask:
         case Full():
             return Band(None, None)
@@ -73,33 +73,33 @@ def find_band(mask: Mask | None) -> Band | None:
 
 
 def find_diagonals(mask: Mask, lengths: tuple[int, int], blocks: Blocks, at: np.ndarray) -> tuple[int, ...]:
-    """Where the blocks lie that the mask hides a part of, if the kernel is to have code for each such place.
+    """List the diagonals of partially masked blocks that the kernel gets specialised code for.
 
     Args:
       mask: any mask.
       lengths: T of a shard, and S.
       blocks: block sizes.
-      at: `j - i` of the first key and the first query of each such block.
+      at: `j - i` of the first key and the first query of each partially masked block.
 
     Returns:
-      the different ones; none if the mask is not a band, blocks are not whole, or the places are too many.
+      the distinct diagonals. Empty if the mask is not a band, a length is not a multiple of its block, or there are too
+      many diagonals.
     """
     ragged = lengths[0] % blocks.q or lengths[1] % blocks.kv
     if find_band(mask) is None or ragged:
         return ()
     found = np.unique(at)
-    most = (
-        _MAX_DIAGONALS if blocks.static_parts != (blocks.q, blocks.kv) else 1
-    )  # of a block that has no parts, one code does for all
-    return tuple(found.tolist()) if len(found) <= most else ()
+    # A block without parts needs the same code at every diagonal, so several would gain nothing.
+    limit = _MAX_DIAGONALS if blocks.static_parts != (blocks.q, blocks.kv) else 1
+    return tuple(found.tolist()) if len(found) <= limit else ()
 
 
 _MAX_DIAGONALS = 4
-"""Places of masked blocks that a kernel has code for."""
+"""Diagonals of masked blocks that a kernel has specialised code for, at most."""
 
 
 def split_whole_block(blocks: Blocks, rows: int, *, masked: bool) -> tuple[BlockPart, ...]:
-    """A block of which nothing is left out, in parts of some queries."""
+    """Split a block, with nothing skipped, into parts of `rows` queries."""
     return tuple(
         BlockPart(slice(row, row + rows), _list_spans(range(0, blocks.kv, blocks.compute), masked))
         for row in range(0, blocks.q, rows)
@@ -107,14 +107,14 @@ def split_whole_block(blocks: Blocks, rows: int, *, masked: bool) -> tuple[Block
 
 
 def iter_parts(blocks: Blocks) -> Iterator[BlockPart]:
-    """The parts of a masked block, each to be left out by itself, in the order of their flags."""
+    """Yield the parts of a masked block that can be skipped individually, in the order of their flags."""
     q, kv = blocks.parts
     for row, start in itertools.product(range(0, blocks.q, q), range(0, blocks.kv, kv)):
         yield BlockPart(slice(row, row + q), _list_spans(range(start, start + kv, blocks.compute), masked=True))
 
 
 def cut_block(blocks: Blocks, band: Band, diagonal: int) -> tuple[BlockPart, ...]:
-    """What a band leaves of a block at a place: hidden parts are left out, and those in full view are not masked."""
+    """List the visible parts of a block at a diagonal. Hidden parts are left out, fully visible ones are unmasked."""
     q, kv = blocks.static_parts
     step, found = min(kv, blocks.compute), []
     for row in range(0, blocks.q, q):
@@ -127,7 +127,7 @@ def cut_block(blocks: Blocks, band: Band, diagonal: int) -> tuple[BlockPart, ...
             masked = (band.first is not None and low < band.first) or (band.last is not None and high > band.last)
             last = keys[-1] if keys else None
             if last and not (masked or last.masked) and last.size < blocks.compute:
-                keys[-1] = last._replace(size=last.size + step)  # what is in full view is next to it
+                keys[-1] = last._replace(size=last.size + step)  # join adjacent fully visible runs
             else:
                 keys.append(KeySpan(start, step, masked, at))
         if keys:
@@ -136,14 +136,14 @@ def cut_block(blocks: Blocks, band: Band, diagonal: int) -> tuple[BlockPart, ...
 
 
 def compute_allowed_in_band(band: Band, keys: KeySpan, queries: int, difference: Any, diagonal: Any) -> Any:
-    """Which pairs of a tile a band allows, none if all are known to be.
+    """Compute which positions of a tile a band allows; None if all are known to be allowed.
 
     Args:
       band: the band.
-      keys: of the tile.
-      queries: how many it has.
-      difference: of the places in the tile of key and query.
-      diagonal: `j - i` of the first of both.
+      keys: keys of the tile.
+      queries: number of queries of the tile.
+      difference: index of the key minus index of the query, within the tile.
+      diagonal: `j - i` of the first key and the first query.
     """
     found = None
     if band.first is not None and (keys.diagonal is None or keys.diagonal - (queries - 1) < band.first):

@@ -1,4 +1,4 @@
-"""Kernel of dk and dv, and fused with it that of dq: one pass over the steps of each key block.
+"""Kernel of dk and dv, optionally fused with dq: one pass over the steps of each key block.
 
 With (1) and (2) from `impls.splash_tpu.splash_tiles`:
 
@@ -10,14 +10,14 @@ With (1) and (2) from `impls.splash_tpu.splash_tiles`:
     (14) dq_i = scale sum_j dx_ij k_j, if fused
     (15) dk_j = scale sum_i dx_ij q_i
 
-`D - dlse` comes from `impls.splash_tpu.splash_passes`, as `row_sums`. Where a pair may not attend, p and dx are set to 0.
-Tiles are `[keys, queries]`: so (9) and (15) are plain products, and a value for each query is a row. The query heads
-that share a key/value head add up in the same scratch.
+`D - dlse` comes from `impls.splash_tpu.splash_passes` as `row_sums`. Where a pair may not attend, p and dx are set to
+0. Tiles are `[keys, queries]`. So (9) and (15) are plain products, and values per query are rows. The query heads that
+share a key/value head add to the same scratch.
 
-Fused, dq is summed in f32 in HBM. Each step copies its query block of dq to VMEM, adds to it, and copies it back. That
-takes memory linear in the length; a partial dq for each key block would not. The block comes while the products of its
-step are computed, and goes while those of the next step are: so there are two places for it. Steps of one key block
-have different blocks of dq, and before the next key block every copy has ended.
+When fused, dq is summed in f32 in HBM. Each step copies its query block of dq to VMEM, adds to it, and copies it back.
+This takes memory linear in the length; a partial dq per key block would not. The copy in overlaps with the products of
+the step, and the copy out with the products of the next step. So there are two buffers. The steps of one key block have
+different blocks of dq, and all copies end before the next key block begins.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from impls.splash_tpu.splash_tiles import (
 
 
 class Scratch(NamedTuple):
-    """Sums so far, f32."""
+    """Scratch of the kernel: accumulators in f32, and the buffers of dq. Fields are None where not needed."""
 
     dk: Any  # [block_kv, H]
     dv: Any  # [block_kv, V]
-    kv_ids: Any  # [block_kv, 128] int32, the same in every lane; none without segments
-    dq: Any  # [2, block_q, H] on its way from HBM and back, none if not fused, as what follows
-    copied_in: Any  # [2] semaphores of copies from HBM
-    copied_out: Any  # [2] and to it
-    num_added: Any  # [1] int32, blocks of dq so far, of this key block
+    kv_ids: Any  # [block_kv, 128] int32, the same in every lane
+    dq: Any  # [2, block_q, H], buffers of blocks copied from HBM and back, if fused
+    copied_in: Any  # [2] semaphores of copies from HBM, if fused
+    copied_out: Any  # [2] semaphores of copies to HBM, if fused
+    num_added: Any  # [1] int32, blocks of dq added to so far for this key block, if fused
 
 
 def compute_dkv(call: KernelCall, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
-    """`dk [B * K, S, H]`, `dv [B * K, S, V]` and, fused, `dq [B * N, T, H]` in f32 without the scale."""
+    """Compute `dk [B * K, S, H]` and `dv [B * K, S, V]`; if fused also `dq [B * N, T, H]` in f32, not scaled."""
     blocks = call.blocks
     scratch = Scratch(
         dk=pltpu.VMEM((blocks.kv, call.head_dim), jnp.float32),
@@ -99,8 +99,8 @@ def _add(
     masking: MaskInputs,
     parts: tuple[BlockPart, ...],
 ) -> None:
-    """Add what the queries of one block contribute."""
-    layouts, of_queries = call.plan.layouts, []
+    """Add the contributions of one block of queries."""
+    layouts, dq_parts = call.plan.layouts, []
     if call.fused:
         _start_fetch(call, masking.step, outputs, scratch)
     for part in parts:
@@ -127,25 +127,29 @@ def _add(
             if call.fused:  # (14), not scaled
                 added = multiply(call, dx, 0, zero_unseen_keys(call, k, found, layouts.k), 1 - k_depth)
                 dq = added if dq is None else dq + added
-        of_queries.append((rows, dq))
+        dq_parts.append((rows, dq))
     if call.fused:
-        _add_in_place(call, masking.step, outputs, scratch, of_queries)
+        _add_in_place(call, masking.step, outputs, scratch, dq_parts)
 
 
 def _copy_dq_in(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch, number: Any) -> Any:
-    """The copy of the query block of dq from HBM to the place of the block of that number."""
-    place = number % 2
-    return pltpu.make_async_copy(_get_dq_block(call, step, outputs), scratch.dq.at[place], scratch.copied_in.at[place])
+    """Make the copy of a query block of dq from HBM to the buffer of block `number`."""
+    buffer = number % 2
+    return pltpu.make_async_copy(
+        _get_dq_block(call, step, outputs), scratch.dq.at[buffer], scratch.copied_in.at[buffer]
+    )
 
 
 def _copy_dq_out(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch, number: Any) -> Any:
-    """And back."""
-    place = number % 2
-    return pltpu.make_async_copy(scratch.dq.at[place], _get_dq_block(call, step, outputs), scratch.copied_out.at[place])
+    """Make the copy from that buffer back to HBM."""
+    buffer = number % 2
+    return pltpu.make_async_copy(
+        scratch.dq.at[buffer], _get_dq_block(call, step, outputs), scratch.copied_out.at[buffer]
+    )
 
 
 def _wait_for_copy_out(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch, number: Any) -> None:
-    """Of an earlier step too: what is waited for hangs on the number and the size, not on which block it is."""
+    """Wait for a copy out, possibly of an earlier step: waiting depends on the buffer and the size only."""
     _copy_dq_out(call, step, outputs, scratch, number).wait()
 
 
@@ -155,7 +159,7 @@ def _get_dq_block(call: KernelCall, step: Step, outputs: Outputs) -> Any:
 
 
 def _start_fetch(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch) -> None:
-    """Begin to copy dq of the block from HBM, once the block before the last has left its place."""
+    """Start to copy the block of dq from HBM, after the copy out of the block that last used the buffer."""
     number = scratch.num_added[0]
     when(number >= 2)(functools.partial(_wait_for_copy_out, call, step, outputs, scratch, number))
     _copy_dq_in(call, step, outputs, scratch, number).start()
@@ -164,7 +168,7 @@ def _start_fetch(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratc
 def _add_in_place(
     call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch, added: list[tuple[slice, Any]]
 ) -> None:
-    """Add dq of some queries of the block, which goes to VMEM and back once."""
+    """Add the parts of dq to the block in VMEM, then start to copy it back."""
     number = scratch.num_added[0]
     _copy_dq_in(call, step, outputs, scratch, number).wait()
     block = scratch.dq.at[number % 2]
@@ -175,7 +179,7 @@ def _add_in_place(
 
 
 def _wait_for_copies(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch) -> None:
-    """Wait for what the last two blocks of dq have on their way."""
+    """Wait for the copies out of the last two blocks of dq."""
     count = scratch.num_added[0]
     for number in (count - 1, count - 2):
         when(number >= 0)(functools.partial(_wait_for_copy_out, call, step, outputs, scratch, number))
@@ -184,5 +188,5 @@ def _wait_for_copies(call: KernelCall, step: Step, outputs: Outputs, scratch: Sc
 def _finish(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch) -> None:
     outputs.dk[...] = (scratch.dk[...] * jnp.float32(call.scale)).astype(outputs.dk.dtype)  # (15)
     outputs.dv[...] = scratch.dv[...].astype(outputs.dv.dtype)
-    if call.fused:  # while these were rounded, the last block of dq was on its way
+    if call.fused:  # the last copy of dq overlapped with this rounding
         _wait_for_copies(call, step, outputs, scratch)

@@ -42,18 +42,18 @@ from impls.splash_tpu.splash_tiles import (
 
 
 class Scratch(NamedTuple):
-    """The sum so far, and what belongs to a query turned to columns, the same in every lane."""
+    """The accumulator, and values per query as columns, the same in every lane. None where not needed."""
 
     dq: Any  # [block_q, H] f32
     logsumexp: Any  # [block_q, 128] f32
     row_sums: Any  # [block_q, 128] f32
-    q_ids: Any  # [block_q, 128] int32, none without segments
-    low: Any  # [block_q, 128] int32, the first key that a query sees, none where masks are no such ranges
+    q_ids: Any  # [block_q, 128] int32
+    low: Any  # [block_q, 128] int32, the first key that each query sees, if masks are key ranges
     high: Any  # [block_q, 128] int32, one past the last
 
 
 def compute_dq(call: KernelCall, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
-    """`dq [B * N, T, H]`, on operands padded to whole blocks."""
+    """Compute `dq [B * N, T, H]` of operands padded to whole blocks."""
     block_q = call.blocks.q
 
     def columns(dtype: Any) -> Any:
@@ -85,7 +85,7 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
 
 
 def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs, parts: tuple[BlockPart, ...]) -> None:
-    """Add what the keys of one block contribute."""
+    """Add the contributions of one block of keys."""
     layouts = call.plan.layouts
     for part in parts:
         rows = part.rows

@@ -1,4 +1,4 @@
-"""Forward kernel: one pass over the steps of each query block, each step adding one block of keys to the softmax.
+"""Forward kernel: one pass over the steps of each query block, each adding one block of keys to an online softmax.
 
 With (1) and (2) from `impls.splash_tpu.splash_tiles`:
 
@@ -11,22 +11,22 @@ With (1) and (2) from `impls.splash_tpu.splash_tiles`:
 `maximum`, `total` and `acc` of `Scratch` are m, l and the sum of (6) for the keys so far, without the sink, which joins
 at the end. A block that raises m multiplies the others by `decay = exp(old m - new m)`.
 
-z, m and the sink are counted in units of log 2, and each exponential is a power of two: the scale of (1) takes up the
-product that the exponential would need, in f32, and q stays as it is. (7) is counted in units of 1 again.
+z, m and the sink are in units of log 2, so that each exponential is a power of two. The scale of (1) absorbs the factor
+in f32; q is unchanged. (7) converts back to natural units.
 
-What keeps the matrix unit waiting least, by the compiler's schedules of a full block of 1024 by 1024, 512 keys at a
-time, at depth 128 (libtpu 0.0.42.1). Its products alone take 4,096 cycles on v5e and 2,048 on v6e:
+The design keeps the matrix unit busy. The figures are from the compiler's schedules of a full block of 1024 by 1024,
+512 keys at a time, at depth 128 (libtpu 0.0.42.1). The products alone take 4,096 cycles on v5e and 2,048 on v6e:
 
-- l is kept for each lane by itself until the end, so that a step adds registers and moves nothing across lanes.
-- m, l and the sum of (6) are values from one step of computing to the next, not references, and m begins finite, so
-  that exponentials need no test for -inf: 4,387 cycles on v5e and 2,721 on v6e, where there were 4,900 and 3,111.
-- A block is computed in parts of 256 or 512 queries, which take turns, and the products of each step of computing stand
-  before the softmax of the one before. What a window of 1024 keys leaves of a block of 1024 by 1024 takes 2,826 cycles
-  in parts of 256 on v5e and 2,004 in parts of 512 on v6e, where there were 3,612 and 2,362.
-- The longer a block, the more of its products run under the exponentials of others. Of masked blocks that long what is
-  hidden is left out (`impls.splash_tpu.diagonal_bands`).
-- What leaves as a row is the diagonal of a tile: a transpose takes the unit that moves lanes, and so the end of a block
-  of 1024 queries took 1,470 cycles on v5e, and takes 1,017.
+- l is kept separately for each lane until the end. So a step only adds registers and moves nothing across lanes.
+- m, l and the sum of (6) are values between the steps of a block, not references. m starts finite, so that exponentials
+  need no test for -inf. This takes 4,387 cycles on v5e and 2,721 on v6e; without, 4,900 and 3,111.
+- A block is computed in interleaved parts of 256 or 512 queries. The products of each step are issued before the
+  softmax of the previous one. The visible part of a 1024 by 1024 block under a window of 1024 keys takes 2,826 cycles
+  in parts of 256 on v5e and 2,004 in parts of 512 on v6e; without, 3,612 and 2,362.
+- Longer blocks overlap more products with exponentials. Hidden parts of long masked blocks are skipped
+  (`impls.splash_tpu.diagonal_bands`).
+- A row is extracted as the diagonal of a tile, since a transpose occupies the unit that moves lanes. The end of a block
+  of 1024 queries takes 1,017 cycles on v5e; with a transpose, 1,470.
 
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao 2023, arXiv:2307.08691 (blocks,
 normalisation once at the end).
@@ -67,18 +67,18 @@ from impls.splash_tpu.splash_tiles import (
 
 
 class Scratch(NamedTuple):
-    """The softmax of the keys so far, f32."""
+    """The online softmax over the keys visited so far, f32, and values per query. None where not needed."""
 
     maximum: Any  # [block_q, 128] in units of log 2, the same in every lane
-    total: Any  # [block_q, 128], whose lanes add up to the total
+    total: Any  # [block_q, 128], the sum over lanes is l
     acc: Any  # [block_q, V]
-    q_ids: Any  # [block_q, 128] int32, none without segments
-    low: Any  # [block_q, 128] int32, the first key that a query sees, none where masks are no such ranges
+    q_ids: Any  # [block_q, 128] int32
+    low: Any  # [block_q, 128] int32, the first key that each query sees, if masks are key ranges
     high: Any  # [block_q, 128] int32, one past the last
 
 
 def forward(call: KernelCall, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
-    """`out`, `logsumexp` and, if asked for, `max_logits`, on operands padded to whole blocks."""
+    """Compute `out`, `logsumexp` and, if in `outputs`, `max_logits`, of operands padded to whole blocks."""
     block_q = call.blocks.q
 
     def vmem(lanes: int, dtype: Any = jnp.float32) -> Any:
@@ -103,7 +103,7 @@ def _kernel(call: KernelCall, step: Step, q_offset: Any, inputs: Inputs, outputs
 
 
 def _start(inputs: Inputs, scratch: Scratch) -> None:
-    """An empty softmax."""
+    """Initialise the softmax over no keys."""
     scratch.maximum[...] = jnp.full(scratch.maximum.shape, EMPTY_MAXIMUM, jnp.float32)
     scratch.total[...] = jnp.zeros(scratch.total.shape, jnp.float32)
     scratch.acc[...] = jnp.zeros(scratch.acc.shape, jnp.float32)
@@ -111,28 +111,28 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
 
 
 def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs, parts: tuple[BlockPart, ...]) -> None:
-    """Add the keys of one block to the running softmax.
+    """Add the keys of one block to the online softmax.
 
-    Its steps of computing go from part to part, and the products of each are there before the softmax of the one before
-    begins: so the matrix unit works while others do.
+    The parts are interleaved, and the products of each step are issued before the softmax of the previous step. So the
+    matrix unit overlaps with the other units.
     """
     layouts = call.plan.layouts
 
-    def products_of(at: int, keys: KeySpan) -> jax.Array:
+    def compute_products(at: int, keys: KeySpan) -> jax.Array:
         part = parts[at]
         q, q_depth = read_tile(inputs.q, layouts.q, part.rows.start, part.size)
         k, k_depth = read_tile(inputs.k, layouts.k, keys.start, keys.size)
         return multiply(call, q, q_depth, k, k_depth)  # [rows, keys]
 
-    # Values and not references between the steps of computing: the compiler does not reorder what it stores and loads.
+    # Values, not references, between the steps: the compiler does not reorder stores and loads.
     softmax = [tuple(ref[part.rows, :] for ref in (scratch.maximum, scratch.total, scratch.acc)) for part in parts]
-    turns = itertools.zip_longest(*(part.keys for part in parts))
-    steps = [(at, keys) for turn in turns for at, keys in enumerate(turn) if keys is not None]
-    coming = products_of(*steps[0])
+    rounds = itertools.zip_longest(*(part.keys for part in parts))
+    steps = [(at, keys) for one_round in rounds for at, keys in enumerate(one_round) if keys is not None]
+    next_products = compute_products(*steps[0])
     for number, (at, keys) in enumerate(steps):
-        products, (maximum, total, acc) = coming, softmax[at]
+        products, (maximum, total, acc) = next_products, softmax[at]
         if number + 1 < len(steps):
-            coming = products_of(*steps[number + 1])
+            next_products = compute_products(*steps[number + 1])
         logits, _ = compute_logits(call, products, LOG_2)  # (1), (2)
         found = compute_allowed(call, masking, parts[at].rows, keys)
         if found is not None:
@@ -152,7 +152,7 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
 
 
 def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
-    """Add the sink and normalise; queries that attended to nothing get zeros."""
+    """Add the sink and normalise. Queries that attended to nothing get zeros."""
     highest, acc = scratch.maximum[...], scratch.acc[...]
     total = jnp.broadcast_to(scratch.total[...].sum(axis=-1, keepdims=True), highest.shape)
     maximum = highest
@@ -165,7 +165,7 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
     outputs.out[...] = (acc / repeat_lanes(jnp.where(total > 0, total, 1.0), call.head_dim_v)).astype(
         outputs.out.dtype
     )  # (6)
-    # As rows, which take an eighth of the registers.
+    # Values per query leave as rows, which take an eighth of the registers.
     tile = (LANES, LANES)
     row = functools.partial(
         _extract_row, lax.broadcasted_iota(jnp.int32, tile, 0) == lax.broadcasted_iota(jnp.int32, tile, 1)
@@ -173,15 +173,15 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
     total, alone = row(total), maximum is highest
     highest = row(highest)
     maximum = highest if alone else row(maximum)
-    some = total > 0
+    has_keys = total > 0
     value = jnp.float32(call.plan.mask_value)
-    logsumexp = maximum * jnp.float32(LOG_2) + jnp.log(jnp.where(some, total, 1.0))  # (7)
-    outputs.logsumexp[...] = jnp.where(some, logsumexp, value)
+    logsumexp = maximum * jnp.float32(LOG_2) + jnp.log(jnp.where(has_keys, total, 1.0))  # (7)
+    outputs.logsumexp[...] = jnp.where(has_keys, logsumexp, value)
     if outputs.max_logits is not None:
         outputs.max_logits[...] = jnp.where(highest == EMPTY_MAXIMUM, value, highest * jnp.float32(LOG_2))
 
 
 def _extract_row(diagonal: jax.Array, x: jax.Array) -> jax.Array:
-    """`[n, 128]`, the same in every lane, as a row `[1, n]`: its diagonal, which takes no unit that moves lanes."""
+    """Turn `[n, 128]`, the same in every lane, into a row `[1, n]`: the diagonal, which moves no lanes."""
     tiles = (x[at : at + LANES] for at in range(0, x.shape[0], LANES))
     return jnp.concatenate([jnp.where(diagonal, t, 0.0).sum(axis=0, keepdims=True) for t in tiles], axis=1)

@@ -1,4 +1,4 @@
-"""What splash attention declares, for each choice of its block sizes."""
+"""Declarations of splash attention, for each choice of its block sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from impls.splash_tpu.splash_packed import packed_attention
 from impls.splash_tpu.splash_plan import Precision
 from impls.splash_tpu.splash_tuning import build_tunable
 
-# Small, so that lengths of a few hundred have several blocks; the backward is what a caller gets who names none.
+# Small, so that lengths of a few hundred have several blocks. The backward pass is the default one.
 _JUDGED_SIZES = BlockSizes.uniform(128, 128, fused_backward=None)
 _SEQUENCE_MINOR = Layouts("sequence_minor", "sequence_minor", "sequence_minor")
 _VARIANTS: dict[str, dict[str, Any]] = {
@@ -33,10 +33,10 @@ _PACKED_VARIANTS = ("fused", "default_blocks", "unequal_blocks", "computed_in_pa
 def build_implementation(
     name: str, *, block_sizes: BlockSizes = _JUDGED_SIZES, precision: Precision = "exact"
 ) -> Implementation:
-    """Splash attention with these block sizes, under `name`."""
+    """Declare splash attention with these block sizes, under `name`."""
     backward = "one fused kernel" if block_sizes.fused_backward else "one kernel, or two for dq and for dk, dv"
     call = functools.partial(attention, block_sizes=block_sizes, precision=precision)
-    # What is compiled are the sizes that a caller gets who names none.
+    # Compiled with the default sizes.
     default_sizes = BlockSizes(fused_backward=True) if block_sizes.fused_backward else None
     return Implementation(
         name=name,
@@ -64,7 +64,7 @@ def build_implementation(
 
 
 def build_packed_implementation(name: str, *, block_sizes: BlockSizes = _JUDGED_SIZES) -> Implementation:
-    """Splash attention over packed sequences with these block sizes, under `name`."""
+    """Declare splash attention over packed sequences with these block sizes, under `name`."""
     call = functools.partial(packed_attention, block_sizes=block_sizes)
     return Implementation(
         name=name,

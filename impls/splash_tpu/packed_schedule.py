@@ -1,11 +1,11 @@
-"""Which pairs of blocks the kernels visit over packed sequences: lists of steps made at run time from the borders.
+"""Lists of steps for packed sequences, computed at run time from the key range of each query.
 
-Each query sees the keys `low` to `high - 1` of the pack (`impls.packed_sequences`). So whether a pair of blocks holds a pair of
-query and key, and whether it holds no other, follows from these two numbers of its queries. The lists are as long as
-they can get for the lengths, and the grid is as long as there are steps: the work follows the sequences.
+Each query sees the keys `low` to `high - 1` (`impls.packed_sequences`). These two numbers of a block's queries decide
+whether a pair of blocks is empty, partial or full. The lists have the maximal length for the given sizes, but the grid
+only runs the actual steps: the work follows the sequences.
 
-Lists lie in scalar memory, twelve bytes a step. Without a window there may be one for every pair of blocks, since one
-sequence may have the whole pack.
+The lists lie in scalar memory at twelve bytes per step. Without a window every pair of blocks may be a step, since a
+single sequence may fill everything.
 """
 
 from __future__ import annotations
@@ -13,29 +13,36 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Int32
 
 from impls.splash_tpu.block_sizes import Blocks, round_up
 from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART, Order, StepKinds, Steps
 
 
 def list_step_kinds(blocks: Blocks) -> StepKinds:
-    """Which kinds of steps there may be: of every kind that takes no stored mask, for nothing is known before."""
+    """List the kinds of steps that may occur: all except stored masks, since nothing is known at trace time."""
     parts = blocks.parts != (blocks.q, blocks.kv)
     return StepKinds(full=True, masked=True, empty=True, stored=False, parts=parts, dead=True)
 
 
 def build_packed_steps(
-    low: jax.Array, high: jax.Array, kv_length: int, blocks: Blocks, order: Order, *, seen: int | None = None
+    low: Int32[Array, " T"],
+    high: Int32[Array, " T"],
+    kv_length: int,
+    blocks: Blocks,
+    order: Order,
+    *,
+    seen: int | None = None,
 ) -> Steps:
-    """The steps of a call: every pair of blocks that holds a pair, and one for a block of results that has none.
+    """Build the steps of a call: every non-empty pair of blocks, and one step for each result block without any.
 
     Args:
-      low: int32 `[T]`, the first key that each query sees; grows with the queries that see any.
-      high: int32 `[T]`, one past the last, likewise; both 0 for a query that sees none.
+      low: int32 `[T]`, the first key that each query sees. It grows along the queries that see any key.
+      high: int32 `[T]`, one past the last key, likewise. Both are 0 for a query that sees none.
       kv_length: S.
       blocks: block sizes.
       order: `"q"` if results are blocks of queries, `"kv"` if they are blocks of keys.
-      seen: the most keys that a query sees, if that is known before.
+      seen: upper bound of the keys that a query sees, if there is a static one.
     """
     left, full = _classify_pairs(low, high, kv_length, blocks)
     holds = left.any(axis=-1)
@@ -54,7 +61,7 @@ def build_packed_steps(
     flags = flags + COMPUTE * computes + MASKED * masked
     if list_step_kinds(blocks).parts:
         flags = flags + masked * (left[row, column] @ (PART << jnp.arange(left.shape[2], dtype=jnp.int32)))
-    # What a step that computes nothing points to is what is there already: nothing is fetched for it.
+    # An idle step points to the blocks of the step before, so that nothing is fetched for it.
     column = column[lax.cummax(jnp.where(computes, number, 0))]
     q, kv = (row, column) if order == "q" else (column, row)
     lists = (x.astype(jnp.int32)[None, None, None] for x in (q, kv, flags))
@@ -62,10 +69,16 @@ def build_packed_steps(
     return Steps(q=q, kv=kv, head=None, flags=flags, place=None, stored=None, total=total)
 
 
-def _classify_pairs(low: jax.Array, high: jax.Array, kv_length: int, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
-    """Booleans `[q blocks, kv blocks, parts]`, parts that hold a pair, and `[q blocks, kv blocks]`, with no other pair.
+def _classify_pairs(
+    low: Int32[Array, " T"], high: Int32[Array, " T"], kv_length: int, blocks: Blocks
+) -> tuple[Bool[Array, "q_blocks kv_blocks parts"], Bool[Array, "q_blocks kv_blocks"]]:
+    """Classify the pairs of blocks.
 
-    A comparison for each query and each part of the keys: XLA keeps none of them.
+    XLA fuses the comparisons of every query with every part of the keys, so they take no memory.
+
+    Returns:
+      booleans `[q blocks, kv blocks, parts]`: parts with an allowed pair of positions.
+      booleans `[q blocks, kv blocks]`: blocks with no other pair.
     """
     (q_part, kv_part), padded = blocks.parts, round_up(len(low), blocks.q)
     low, high = (jnp.pad(x, (0, padded - len(x))).reshape(-1, q_part, 1) for x in (low, high))
@@ -83,10 +96,10 @@ def _classify_pairs(low: jax.Array, high: jax.Array, kv_length: int, blocks: Blo
 
 
 def _bound_steps(num_q: int, num_kv: int, blocks: Blocks, seen: int | None) -> int:
-    """How many steps there can be for so many blocks of queries and of keys.
+    """Bound the number of steps for this many blocks of queries and of keys.
 
-    Ranges only move ahead, so a block of keys is seen by queries that follow one another. It counts once, and once more
-    for every end of a block of queries among these; over such an end reach no more than the keys of one query.
+    Key ranges only move forward, so a block of keys is seen by consecutive queries. It counts once, and once more for
+    every boundary between query blocks among these queries. At most the keys of one query reach across a boundary.
     """
     if seen is None:
         return num_q * num_kv

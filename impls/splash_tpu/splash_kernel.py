@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from cases.masks import Full, Mask
 from impls.derivative_refusals import refuse_derivatives
@@ -29,29 +30,29 @@ PHASE_ORDERS: dict[Phase, Order] = {"forward": "q", "dq": "q", "dkv": "kv"}
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Splash:
-    """Attention for one mask. A pytree: its arrays are the lists of steps, so it may be passed into `jit`."""
+    """A callable kernel for one mask. It is a pytree of its lists of steps, so it may be passed into `jit`."""
 
     lists: StepLists
     plan: SplashPlan
 
     def __call__(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        q: Float[Array, "B N T H"],
+        k: Float[Array, "B K S H"],
+        v: Float[Array, "B K S V"],
         *,
-        segment_ids: tuple[jax.Array, jax.Array] | None = None,
-        sinks: jax.Array | None = None,
+        segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+        sinks: Float[Array, " N"] | None = None,
         save_residuals: bool = False,
     ) -> Any:
-        """Attend.
+        """Compute attention.
 
         Args:
           q: queries `[B, N, T, H]`, bf16 or f32.
           k: keys `[B, K, S, H]`.
           v: values `[B, K, S, V]`.
           segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
-          sinks: `[N]`, one more logit in each query head's softmax denominator.
+          sinks: `[N]`, an additional logit in the softmax denominator of each query head.
           save_residuals: also return `logsumexp` and, if the kernel is built for it, `max_logits`, f32 `[B, N, T]`.
 
         Returns:
@@ -71,44 +72,49 @@ class Splash:
         return out, residuals if max_logits is None else residuals | {"max_logits": max_logits}
 
     def manual_forward(self, operands: Operands) -> Outputs:
-        """The forward pass alone, with no derivative: `out`, `logsumexp` and `max_logits`."""
+        """Compute `out`, `logsumexp` and `max_logits` by the forward pass alone, without a derivative rule."""
         self._check(operands)
         return run_forward(self.plan, self.lists, operands)
 
     def manual_backward(
-        self, operands: Operands, out: jax.Array, logsumexp: jax.Array, do: jax.Array, dlse: jax.Array | None = None
+        self,
+        operands: Operands,
+        out: Float[Array, "B N T V"],
+        logsumexp: Float32[Array, "B N T"],
+        do: Float[Array, "B N T V"],
+        dlse: Float32[Array, "B N T"] | None = None,
     ) -> Operands:
-        """Gradients of the operands from what the forward pass saved, and cotangents of `out` and `logsumexp`."""
+        """Compute the gradients of the operands from saved residuals and the cotangents of `out` and `logsumexp`."""
         self._check(operands)
         dlse = jnp.zeros_like(logsumexp) if dlse is None else dlse
         return run_backward(self.plan, self.lists, operands, out, logsumexp, do, dlse)
 
     def sharding_spec(self, heads: str | None = None, queries: str | None = None) -> Splash:
-        """A tree of `PartitionSpec`s for `shard_map`'s `in_specs`.
+        """Build a tree of `PartitionSpec`s for `shard_map`'s `in_specs`.
 
         Args:
-          heads: mesh axis over which heads are sharded; matters where each head has a mask of its own.
-          queries: mesh axis over which queries are sharded, as many as the kernel has shards.
+          heads: mesh axis over which heads are sharded; it matters only if masks differ between heads.
+          queries: mesh axis over which queries are sharded, of the size `q_shards`.
         """
 
         def spec(*axes: str | None) -> Any:
             return PartitionSpec(*axes)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
 
-        def of_steps(steps: Steps) -> Steps:
+        def build_specs(steps: Steps) -> Steps:
             list_spec = spec(queries, None, heads if steps.q.shape[2] > 1 else None)
             found = jax.tree.map(lambda _: list_spec, steps)
             return found if steps.stored is None else dataclasses.replace(found, stored=spec())
 
         lists = StepLists(
-            forward=of_steps(self.lists.forward),
-            dq=None if self.lists.dq is None else of_steps(self.lists.dq),
-            dkv=of_steps(self.lists.dkv),
+            forward=build_specs(self.lists.forward),
+            dq=None if self.lists.dq is None else build_specs(self.lists.dq),
+            dkv=build_specs(self.lists.dkv),
             q_offset=spec(queries),
         )
         return Splash(lists, self.plan)
 
     def work(self) -> dict[str, dict[str, int]]:
-        """By phase: grid steps a head and batch row, and how many of them compute. For masks known when built."""
+        """Count, by phase, the grid steps per head and batch row, and those that compute. Needs a static mask."""
         found = {}
         for phase in ("forward", "dq", "dkv"):
             steps = getattr(self.lists, phase)
@@ -118,12 +124,12 @@ class Splash:
         return found
 
     def tree_flatten(self) -> tuple[tuple[StepLists], SplashPlan]:
-        """Arrays, and what is static."""
+        """Return the arrays and the static part."""
         return (self.lists,), self.plan
 
     @classmethod
     def tree_unflatten(cls, plan: SplashPlan, children: tuple[StepLists]) -> Splash:
-        """Inverse of `tree_flatten`."""
+        """Invert `tree_flatten`."""
         return cls(children[0], plan)
 
     def _check(self, operands: Operands) -> None:
@@ -177,10 +183,10 @@ def make_splash(
     vmem_limit_bytes: int | None = None,
     interpret: Any = None,
 ) -> Splash:
-    """A kernel for a mask that is known now.
+    """Build a kernel for a static mask.
 
     Args:
-      mask: of all queries; one that differs by batch row or head is known for each.
+      mask: of all queries, batch rows and heads.
       q_length: T, over all shards.
       kv_length: S.
       num_q_heads: N, over all shards.
@@ -190,18 +196,18 @@ def make_splash(
       scale: factor of the logits, by default `1 / sqrt(H)`.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       precision: `"exact"` products of f32 operands, or rounded to `"bf16"`.
-      mask_value: what `logsumexp` and `max_logits` are for queries that may attend to nothing.
-      save_max_logits: whether `max_logits` is found.
-      head_shards: equal parts in which `shard_map` cuts the query heads, and the key/value heads unless there is one
-        for all of them, which every shard then gets.
-      q_shards: equal parts in which `shard_map` cuts the queries.
-      downcast_smem_data: keep the lists of steps in the narrowest integers that hold them.
+      mask_value: `logsumexp` and `max_logits` of queries that may attend to nothing.
+      save_max_logits: whether to compute `max_logits`.
+      head_shards: number of equal shards of the query heads under `shard_map`. Key/value heads are sharded alike, but a
+        single key/value head is replicated.
+      q_shards: number of equal shards of the queries under `shard_map`.
+      downcast_smem_data: store the lists of steps in the narrowest integers that hold them.
       checkpoint_name: name of `out` and `logsumexp` for `jax.checkpoint` policies.
-      vmem_limit_bytes: VMEM that a kernel may take, by default what a core of the chip has that it is traced for.
-      interpret: as `pallas_call` takes it; by default true unless the process runs on a TPU.
+      vmem_limit_bytes: VMEM that a kernel may use; by default the capacity of a core of the target chip.
+      interpret: as for `pallas_call`; by default true unless the process runs on a TPU.
 
     Raises:
-      ValueError: lengths that do not fit the mask or the shards, or head counts that do not divide.
+      ValueError: lengths do not fit the mask or the shards, or head counts do not divide.
     """
     num_kv_heads = num_q_heads if num_kv_heads is None else num_kv_heads
     if num_kv_heads <= 0 or num_q_heads % num_kv_heads:
@@ -256,15 +262,15 @@ def make_splash(
 
 
 def make_splash_dynamic(
-    allowed: jax.Array, *, num_q_heads: int, num_kv_heads: int | None = None, **options: Any
+    allowed: Bool[Array, "b n T S"], *, num_q_heads: int, num_kv_heads: int | None = None, **options: Any
 ) -> Splash:
-    """A kernel for a mask that is known at run time only: booleans `[b, n, T, S]`, with `b` and `n` 1 or B and N.
+    """Build a kernel for a mask that may be traced: booleans `[b, n, T, S]`, `b` and `n` being 1 or B and N.
 
-    Takes the other options of `make_splash` but for shards: it may be called while tracing, in `shard_map` too, with
-    the booleans of one shard. Empty blocks are skipped as they turn up.
+    It takes the options of `make_splash` except shards. It may be called while tracing, also in `shard_map` with the
+    booleans of one shard. Empty blocks are skipped at run time.
 
     Raises:
-      ValueError: shards are asked for.
+      ValueError: shards were requested.
     """
     for name in ("head_shards", "q_shards"):
         if options.get(name, 1) != 1:

@@ -1,4 +1,4 @@
-"""From a kernel's body to a `pallas_call`: grid, blocks, and the scalars that say which block comes next."""
+"""Launch a kernel body by `pallas_call`: grid, block specs, and prefetched scalars that select the blocks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from impls.splash_tpu.splash_tiles import Step, parse_flags
 from impls.splash_tpu.vmem import DEFAULT_SCOPED, Depths, check_vmem, find_limit
 from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_varying
 
-# Each head of each batch row has results of its own, so heads may run in parallel. Steps, and the heads of a group, add
+# Heads of different batch rows have separate results, so they may run in parallel. Steps, and the heads of a group, add
 # to the same scratch, so they may not.
 _SEMANTICS: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "arbitrary", "arbitrary")
 
 
 class Inputs(NamedTuple):
-    """Arrays of a kernel, padded to whole blocks, then its references to their blocks; none where not needed.
+    """Input arrays of a kernel, padded to whole blocks; inside the kernel, references to their blocks.
 
-    The heads of all batch rows are one axis, query head `n` of row `b` at `b * N + n`: an axis costs index arithmetic.
+    Fields are None where not needed. Batch and heads are one axis, with query head `n` of row `b` at `b * N + n`, since
+    every axis costs index arithmetic.
     """
 
     q: Any  # [B * N, T, H], or [B * N, H, T] with the sequence innermost
@@ -36,18 +37,18 @@ class Inputs(NamedTuple):
     v: Any  # [B * K, S, V], likewise
     q_ids: Any = None  # int32 [B, 1, T]
     kv_ids: Any = None  # int32 [B, 1, S]
-    low: Any = None  # int32 [B, 1, T], the first key that a query sees, if masks are such ranges
+    low: Any = None  # int32 [B, 1, T], the first key that each query sees, if masks are key ranges
     high: Any = None  # int32 [B, 1, T], one past the last
     sinks: Any = None  # f32 [N, 1, 128]
     do: Any = None  # [B * N, T, V]
     logsumexp: Any = None  # f32 [B * N, 1, T]
     row_sums: Any = None  # f32 [B * N, 1, T], `<out, do> - dlse`
     stored: Any = None  # int8 [X, block_q, block_kv], transposed for dk and dv
-    dq: Any = None  # f32 [B * N, T, H] of zeros, that the fused kernel adds to in place
+    dq: Any = None  # f32 [B * N, T, H], zeros that the fused kernel adds to in place
 
 
 class Outputs(NamedTuple):
-    """Results of a kernel, as `Inputs`."""
+    """Results of a kernel: arrays, or references to their blocks, as in `Inputs`."""
 
     out: Any = None  # [B * N, T, V]
     logsumexp: Any = None  # f32 [B * N, 1, T]
@@ -58,7 +59,7 @@ class Outputs(NamedTuple):
 
 
 class _Scalars(NamedTuple):
-    """What is fetched to scalar memory before the kernel starts."""
+    """Values that are prefetched to scalar memory before the kernel starts."""
 
     q: Any
     kv: Any
@@ -69,7 +70,7 @@ class _Scalars(NamedTuple):
 
 
 class _GridPlace(NamedTuple):
-    """Where the kernel is: head among those of all batch rows, step, head in the group."""
+    """Grid indices of a program: head among those of all batch rows, step, head in the group."""
 
     row: Any
     step: Any
@@ -86,7 +87,7 @@ def launch(
 
     Args:
       call: the kernel.
-      body: gets the step, the position of the first query to be asked for, and references to the blocks of the step.
+      body: called with the step, a function that reads the position of the first query, and references to the blocks.
       steps: lists of steps of one shard.
       q_offset: position of the shard's first query, int32 `[1]`.
       inputs: arrays.
@@ -143,7 +144,7 @@ def launch(
         input_output_aliases={} if fused is None else dict([fused]),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=_SEMANTICS[: len(place.grid)],
-            # Asked for only where needed: what a kernel may take, XLA cannot use for what is around it.
+            # Requested only where needed: XLA cannot use this memory for the operations around the kernel.
             vmem_limit_bytes=limit.bytes if need > DEFAULT_SCOPED else None,
         ),
         cost_estimate=_estimate_cost(call, place, [*trees[1][0], *trees[2][0]]),
@@ -159,7 +160,7 @@ def _list_present(tree: Any) -> list[str]:
 
 
 class _IndexMaps:
-    """Index maps: which block of each array a step of the grid needs."""
+    """Index maps: select the block of each array that a step of the grid needs."""
 
     def __init__(self, call: KernelCall, steps: Steps) -> None:
         _, self.lists_batch, self.lists_heads, self.length = steps.q.shape
@@ -177,7 +178,7 @@ class _IndexMaps:
         return pl.program_id(2) if self.inner > 1 else 0
 
     def at(self, grid: _GridPlace) -> Any:
-        """Place of the step in the flattened lists."""
+        """Compute the index of the step in the flattened lists."""
         if self.lists_batch == 1 and self.lists_heads == 1:
             return grid.step
         if self.lists_batch == 1:
@@ -189,25 +190,25 @@ class _IndexMaps:
         return number * self.length + grid.step
 
     def q_row(self, grid: _GridPlace, scalars: _Scalars) -> Any:
-        """Query head among those of all batch rows."""
+        """Compute the query head among those of all batch rows."""
         if not self.by_kv:
             return grid.row
         inside = grid.in_group if scalars.head is None else scalars.head[self.at(grid)].astype(jnp.int32)
         return grid.row * self.group + inside if self.group > 1 else grid.row
 
     def kv_row(self, grid: _GridPlace) -> Any:
-        """Likewise of keys."""
+        """Compute the key/value head among those of all batch rows."""
         return grid.row if self.by_kv or self.group == 1 else lax.div(grid.row, jnp.int32(self.group))
 
     def _batch(self, grid: _GridPlace) -> Any:
         return 0 if self.call.batch == 1 else lax.div(grid.row, jnp.int32(self.heads))
 
     def _head(self, grid: _GridPlace) -> Any:
-        """Head of the lists: of queries, or of keys for dk and dv."""
+        """Compute the head in the lists: a query head, or a key/value head for dk and dv."""
         return grid.row if self.call.batch == 1 else lax.rem(grid.row, jnp.int32(self.heads))
 
     def spec(self, name: str, x: Any) -> pl.BlockSpec:
-        """The block of the array `name`."""
+        """Build the block spec of the array `name`."""
         call, blocks = self.call, self.call.blocks
         layouts = call.plan.layouts
         if name == "dq" and call.fused:
@@ -238,7 +239,7 @@ class _IndexMaps:
         return self._spec((None, *tile), index)
 
     def step(self, g: _GridPlace, s: _Scalars) -> Step:
-        """What the kernel's body gets to know of the step."""
+        """Read the scalars of a step."""
         call = self.call
         found = parse_flags(call, lambda: s.flags[self.at(g)].astype(jnp.int32), self.length)
         if self.inner > 1:
@@ -266,7 +267,7 @@ class _IndexMaps:
         return pl.BlockSpec(block, index_map)
 
     def _named(self, scalars: tuple[Any, ...]) -> _Scalars:
-        """The scalars by name. The last two are optional: heads, where each has a list, and places of mask blocks."""
+        """Name the scalars. The last two are optional: heads, if each has a list, and indices of mask blocks."""
         optional = list(scalars[4:])
         head = optional.pop(0) if self.heads_listed else None
         q, kv, flags, q_offset = scalars[:4]
@@ -274,7 +275,7 @@ class _IndexMaps:
 
 
 def _estimate_cost(call: KernelCall, place: _IndexMaps, arrays: list[Any]) -> pl.CostEstimate | None:
-    """Of all steps, counting those that compute nothing as if they did; none where sizes are known at run time only."""
+    """Estimate the cost of all steps, as if all of them computed; None if the grid is only known at run time."""
     if not all(isinstance(size, int | np.integer) for size in place.grid):
         return None
     pairs = math.prod(place.grid) * call.blocks.q * call.blocks.kv

@@ -1,4 +1,4 @@
-"""Splash attention over packed sequences: the call, and what becomes of it before the kernels."""
+"""Splash attention over packed sequences: the public call, and the operations before the kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from impls.jax_compat import resolve_interpret
 from impls.packed_sequences import (
@@ -27,57 +28,57 @@ from impls.varying_axes import find_varying_axes, mark_varying
 
 
 def packed_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "total_q N H"],
+    k: Float[Array, "total_kv K H"],
+    v: Float[Array, "total_kv K V"],
     *,
-    cu_q_lens: jax.Array,
-    cu_kv_lens: jax.Array,
-    num_seqs: jax.Array,
+    cu_q_lens: Int[Array, " borders"],
+    cu_kv_lens: Int[Array, " borders"],
+    num_seqs: Int[Array, "1"],
     causal: bool = False,
     window: tuple[Side, Side] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     block_sizes: BlockSizes = BlockSizes(),  # noqa: B008  a frozen value
     precision: Precision = "exact",
     interpret: Any = None,
 ) -> Any:
-    """Softmax attention on a TPU of sequences that lie behind one another (docs/contract.md, section 8).
+    """Compute softmax attention of concatenated sequences on a TPU (docs/contract.md, section 8).
 
-    Query `i` of a sequence has the position `kv_len - q_len + i`. The kernels are those of `impls.splash_tpu.attention`
-    with steps that are found at run time: blocks of the pack that hold no pair of one sequence take none, so the work
-    follows the sequences and not the square of the pack.
+    Query `i` of a sequence has the position `kv_len - q_len + i`. The kernels are those of
+    `impls.splash_tpu.attention`, with lists of steps computed at run time. Blocks without a query and a key of the same
+    sequence have no step: the work grows with the sequences, not with the square of the total length.
 
-    q, k, v and sinks are differentiable in reverse mode, and `logsumexp` is; `max_logits` has gradient zero. The
-    residuals of the backward are tagged `"splash_residuals"` for `jax.checkpoint` policies.
+    q, k, v and sinks are differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient zero. The
+    residuals of the backward pass are tagged `"splash_residuals"` for `jax.checkpoint` policies.
 
     Args:
-      q: queries `[total_q, N, H]`, bf16 or f32. Tokens past the last sequence may hold anything, here and in k and v.
+      q: queries `[total_q, N, H]`, bf16 or f32. Tokens past the last sequence may hold any value, also in k and v.
       k: keys `[total_kv, K, H]`, `N % K == 0`.
       v: values `[total_kv, K, V]`.
       cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
-      cu_kv_lens: int32 `[max_seqs + 1]`, likewise its keys. A sequence may have no queries, or no keys.
-      num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
-      causal: whether a query sees no later key of its sequence.
-      window: `(left, right)`: the keys that a query sees beside its own, None for an open side.
+      cu_kv_lens: int32 `[max_seqs + 1]`, where its keys begin. A sequence may have no queries, or no keys.
+      num_seqs: int32 `[1]`, the number of sequences. Later entries of the tables may hold any value.
+      causal: whether queries see no later keys of their sequence.
+      window: `(left, right)`, how many keys a query sees before and after its own position; None for an open side.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      block_sizes: of each phase. Lists of steps take 12 bytes of scalar memory for each pair of blocks.
-      precision: `"exact"` products of f32 operands, or rounded to `"bf16"`.
-      interpret: as `pallas_call` takes it; by default true unless the process runs on a TPU.
+      block_sizes: of each phase. Lists of steps take 12 bytes of scalar memory per pair of blocks.
+      precision: whether products of f32 operands are `"exact"`, or round the operands to `"bf16"`.
+      interpret: as for `pallas_call`; by default true unless the process runs on a TPU.
 
     Returns:
       `out [total_q, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[total_q, N]`. A
-      query that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and so do rows
-      past the last sequence. These and keys past it have gradient zero.
+      query that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`. So do rows past
+      the last sequence. Tokens past the last sequence have gradient zero.
 
     Raises:
-      ValueError: an operand or an option is not as above; the message names it.
-      NotImplementedError: operands in float16, or a second derivative.
+      ValueError: an operand or an option is invalid; the message names it.
+      NotImplementedError: operands are float16, or a second derivative was requested.
     """
     check_packed_operands(q, k, v, sinks, soft_cap, scale)
     tables = build_tables(cu_q_lens, cu_kv_lens, num_seqs)
@@ -113,10 +114,10 @@ def packed_attention(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(plan: SplashPlan, sides: tuple[Side, Side], arrays: Any, tables: SequenceTables) -> Any:
-    """`out [1, N, total_q, V]`, `logsumexp` and `max_logits` `[1, N, total_q]`; jitted with what is around kernels."""
+    """Compute `out [1, N, total_q, V]`, `logsumexp` and `max_logits` `[1, N, total_q]`, with the lists of steps."""
     q, k, v, sinks = arrays
     low, high = compute_key_ranges(tables, sides, plan.q_length)
-    # A query of nobody may be NaN, and on the way back 0 * NaN is not 0.
+    # A query outside all sequences may be NaN, and in the backward pass 0 * NaN is not 0.
     q = jnp.where((low < high)[:, None, None], q, jnp.zeros((), q.dtype))
     q, k, v = (x.swapaxes(0, 1)[None] for x in (q, k, v))
     operands = Operands(q, k, v, sinks, None, None, low[None], high[None])

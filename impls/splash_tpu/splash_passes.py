@@ -1,4 +1,4 @@
-"""The forward and the backward pass: operands padded to whole blocks, the kernels, and what is computed around them.
+"""Forward and backward pass: pad operands to whole blocks, run the kernels, and compute the rest in XLA.
 
 The kernels compute (1) to (10) and (12) to (15) of `impls`. Around them are
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Shaped
 
 from impls.splash_tpu.block_sizes import LANES
 from impls.splash_tpu.dkv_kernel import compute_dkv
@@ -28,16 +29,16 @@ from impls.splash_tpu.splash_schedule import Steps
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepLists:
-    """Steps of each phase, and the position of the first query; the first axis of every list is that of the shards."""
+    """Steps of each phase, and the position of the first query. The first axis of every list is the shard."""
 
     forward: Steps
-    dq: Steps | None  # none if the backward pass is fused
+    dq: Steps | None  # None if the backward pass is fused
     dkv: Steps
     q_offset: Any  # int32 [shards]
 
 
 def run_forward(plan: SplashPlan, lists: StepLists, operands: Operands) -> Outputs:
-    """`out [B, N, T, V]`, and f32 `[B, N, T]` `logsumexp` and, if the kernel is built for it, `max_logits`."""
+    """Compute `out [B, N, T, V]`, and f32 `[B, N, T]` `logsumexp` and, if the plan says so, `max_logits`."""
     call = build_call("forward", plan, operands)
     batch, heads, length = operands.q.shape[:3]
     row = _make_shape((batch * heads, 1, call.q_padded), jnp.float32)
@@ -62,14 +63,14 @@ def run_backward(
     plan: SplashPlan,
     lists: StepLists,
     operands: Operands,
-    out: jax.Array,
-    logsumexp: jax.Array,
-    do: jax.Array,
-    dlse: jax.Array,
+    out: Float[Array, "B N T V"],
+    logsumexp: Float32[Array, "B N T"],
+    do: Float[Array, "B N T V"],
+    dlse: Float32[Array, "B N T"],
 ) -> Operands:
-    """Gradients of the operands for cotangents `do` of `out` and `dlse` of `logsumexp`; none for ids."""
-    # Keeps XLA from mixing what it does to these two with what comes before, which takes memory: 33 MiB of HBM at
-    # length 32768 and depth 256, on v6e by libtpu 0.0.42.1.
+    """Compute the gradients of the operands for cotangents `do` of `out` and `dlse` of `logsumexp`."""
+    # Keeps XLA from fusing these with the operations before, which takes memory: 33 MiB of HBM at length 32768 and
+    # depth 256, on v6e by libtpu 0.0.42.1.
     out, do = jax.lax.optimization_barrier((out, do))  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     # (11)
     row_sums = jnp.einsum("bntv,bntv->bnt", out, do, precision="highest", preferred_element_type=jnp.float32) - dlse
@@ -119,7 +120,7 @@ def run_backward(
 
 
 def _build_inputs(call: KernelCall, operands: Operands, steps: Steps) -> Inputs:
-    """The operands padded to whole blocks, in their layouts."""
+    """Pad the operands to whole blocks and transpose them to their layouts."""
     layouts = call.plan.layouts
 
     def tiles(x: jax.Array, length: int, layout: str) -> jax.Array:
@@ -151,16 +152,16 @@ def _make_shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:
-    """`x` with zeros up to `length` along `axis`."""
+    """Pad `x` with zeros to `length` along `axis`."""
     missing = length - x.shape[axis]
     return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)]) if missing else x
 
 
-def _merge_batch(x: jax.Array) -> jax.Array:
-    """`[B, N, ...]` as `[B * N, ...]`."""
+def _merge_batch(x: Shaped[Array, "B N *rest"]) -> Shaped[Array, " B*N *rest"]:
+    """Merge batch and heads: `[B, N, ...]` to `[B * N, ...]`."""
     return x.reshape(-1, *x.shape[2:])
 
 
-def _split_batch(x: jax.Array, batch: int) -> jax.Array:
-    """Inverse of `_merged`."""
+def _split_batch(x: Shaped[Array, " BN *rest"], batch: int) -> Shaped[Array, "{batch} N *rest"]:
+    """Invert `_merge_batch`."""
     return x.reshape(batch, -1, *x.shape[1:])

@@ -1,4 +1,4 @@
-"""What is fixed before a kernel is compiled."""
+"""Static description of a kernel, fixed before it is compiled."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ Phase = Literal["forward", "dq", "dkv"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplashPlan:
-    """What a kernel object is built for; equal plans share compiled functions.
+    """Static part of a kernel object; equal plans share compiled functions.
 
     Attributes:
-      mask: the formula of the mask, none if mask blocks are stored.
+      mask: the mask as a formula; None if mask blocks are stored.
       num_q_heads: query heads, N.
       num_kv_heads: key/value heads, K.
       q_length: T, of one shard.
       kv_length: S.
-      scale: factor of the logits, none for `1 / sqrt(H)`.
+      scale: factor of the logits; None for `1 / sqrt(H)`.
       soft_cap: cap of the logits.
       block_sizes: of each phase.
       layouts: of q, k and v.
-      precision: how f32 operands are multiplied: `"exact"`, or rounded to `"bf16"` as the MXU does fastest.
-      mask_value: what `logsumexp` and `max_logits` are for queries that may attend to nothing.
-      save_max_logits: whether the forward pass finds `max_logits`.
-      checkpoint_name: name of the residuals of the backward pass for policies of `jax.checkpoint`.
-      vmem_limit_bytes: VMEM a kernel may take, none for what the chip has.
-      interpret: as `pallas_call` takes it.
-      forward: which kinds of steps its lists have.
-      dq: likewise.
-      dkv: likewise.
+      precision: how f32 operands are multiplied: `"exact"`, or rounded to `"bf16"`, which is fastest on the MXU.
+      mask_value: `logsumexp` and `max_logits` of queries that may attend to nothing.
+      save_max_logits: whether the forward pass computes `max_logits`.
+      checkpoint_name: name of the backward pass's residuals for `jax.checkpoint` policies.
+      vmem_limit_bytes: VMEM a kernel may use; None for the capacity of the chip.
+      interpret: as for `pallas_call`.
+      forward: kinds of steps that occur in the forward pass.
+      dq: kinds of steps that occur in the kernel of dq.
+      dkv: kinds of steps that occur in the kernel of dk and dv.
     """
 
     mask: Mask | None
@@ -62,12 +62,12 @@ class SplashPlan:
 
     @property
     def group(self) -> int:
-        """Query heads a key/value head, G."""
+        """Query heads per key/value head, G."""
         return self.num_q_heads // self.num_kv_heads
 
     @property
     def variant(self) -> str:
-        """`mha`, `gqa` or `mqa`, for the names of kernels."""
+        """`mha`, `gqa` or `mqa`, part of the names of kernels."""
         if self.group == 1:
             return "mha"
         return "mqa" if self.num_kv_heads == 1 else "gqa"
@@ -76,21 +76,24 @@ class SplashPlan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Arrays of one call, heads before lengths."""
+    """Arrays of one call, with heads before lengths.
+
+    The fields are not typed as arrays, since JAX also builds this pytree with placeholders.
+    """
 
     q: Any  # [B, N, T, H]
     k: Any  # [B, K, S, H]
     v: Any  # [B, K, S, V]
-    sinks: Any  # [N] f32 or none
-    q_ids: Any  # int32 [B, T] or none
-    kv_ids: Any  # int32 [B, S] or none
-    low: Any = None  # int32 [B, T], the first key that a query sees, where that is known at run time only
-    high: Any = None  # int32 [B, T], one past the last, likewise
+    sinks: Any  # [N] or None
+    q_ids: Any  # int32 [B, T] or None
+    kv_ids: Any  # int32 [B, S] or None
+    low: Any = None  # int32 [B, T], the first key that each query sees, if key ranges are traced
+    high: Any = None  # int32 [B, T], one past the last
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-    """One kernel: its phase, and everything static about it."""
+    """Static description of one kernel launch."""
 
     phase: Phase
     plan: SplashPlan
@@ -104,7 +107,7 @@ class KernelCall:
 
     @property
     def kinds(self) -> StepKinds:
-        """Which kinds of steps there are."""
+        """Kinds of steps that occur."""
         found: StepKinds = getattr(self.plan, self.phase)
         return found
 
@@ -116,28 +119,28 @@ class KernelCall:
 
     @property
     def q_padded(self) -> int:
-        """T in whole blocks."""
+        """T rounded up to whole blocks."""
         return round_up(self.plan.q_length, self.blocks.q)
 
     @property
     def kv_padded(self) -> int:
-        """S in whole blocks."""
+        """S rounded up to whole blocks."""
         return round_up(self.plan.kv_length, self.blocks.kv)
 
     @property
     def precision(self) -> jax.lax.Precision:
-        """Of products: only that of f32 operands depends on it."""
+        """Precision of products; only products of f32 operands depend on it."""
         exact = self.plan.precision == "exact" and self.dtype == jnp.float32
         return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
     @property
     def fused(self) -> bool:
-        """Whether the kernel of dk and dv gives dq too."""
+        """Whether the kernel of dk and dv also computes dq."""
         return bool(self.plan.block_sizes.fused_backward) and self.phase == "dkv"
 
 
 def build_call(phase: Phase, plan: SplashPlan, operands: Operands) -> KernelCall:
-    """The kernel of `phase` for these operands."""
+    """Describe the kernel of `phase` for these operands."""
     batch, _, _, head_dim = operands.q.shape
     return KernelCall(
         phase=phase,

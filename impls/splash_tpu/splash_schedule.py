@@ -1,10 +1,10 @@
-"""Which pairs of blocks a kernel visits, in which order, and how each is masked.
+"""Schedule of a kernel: which pairs of blocks it visits, in which order, and how each is masked.
 
-A kernel walks along a list of steps, one pair of blocks each. Pairs that the mask leaves empty are not in the list, so
-the grid is as long as there is work. Steps that share a block of results follow one another, and the first and the last
-of them are marked. A block of results to which no pair contributes has one step, which computes nothing.
+A kernel walks a list of steps, one pair of blocks each. Pairs that the mask leaves empty are not in the list, so the
+grid is as long as the work. Steps of the same result block are consecutive; the first and the last are flagged. A
+result block without any pair has one step, which computes nothing.
 
-A mask that is a formula is computed in the kernel. Of any other mask, each different partial block is stored once.
+A mask that is a formula is computed in the kernel. For any other mask, each distinct partial block is stored once.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
 from cases.masks import EMPTY, FULL, PARTIAL, Mask
 from impls.splash_tpu.block_sizes import Blocks, round_up
 from impls.splash_tpu.diagonal_bands import find_diagonals
 
 FIRST, LAST, COMPUTE, MASKED, PART = 1, 2, 4, 8, 16
-"""Bits of a step's `flags`: first and last of its block of results; it computes; the mask must be applied; and from
-`PART` on, of a masked block, one for each of its parts that the mask does not hide whole, or one for where it lies, if
-the kernel has code for such places (`impls.splash_tpu.diagonal_bands`)."""
+"""Bits of a step's `flags`: first and last step of its result block; it computes; the mask must be applied. The bits
+from `PART` on describe a masked block: either one bit per part that is not completely hidden, or one bit per diagonal
+that the kernel has specialised code for (`impls.splash_tpu.diagonal_bands`)."""
 
 
 _MAX_WIDE_LIST_BYTES = 2**17
-"""Bytes of the lists of a phase that scalar memory of 1 MiB has room for as they are."""
+"""Up to this size the lists of a phase stay int32; scalar memory has 1 MiB."""
 
 Order = Literal["q", "kv"]
 
@@ -36,16 +37,16 @@ Order = Literal["q", "kv"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Steps:
-    """Lists of steps `[shards, b, n, L]`, with `b` and `n` 1 where all batch rows and heads share one.
+    """Lists of steps `[shards, b, n, L]`. `b` and `n` are 1 where all batch rows and heads share a list.
 
     Attributes:
       q: index of the block of queries.
       kv: index of the block of keys.
-      head: for the order `"kv"` with a mask for each head, the query head inside its group; else none.
-      flags: what to do (`FIRST`, `LAST`, `COMPUTE`, `MASKED`).
-      place: index of the step's block in `stored`, none if the mask is a formula.
-      stored: mask blocks int8 `[X, block_q, block_kv]`, transposed for the order `"kv"`.
-      total: how many steps of the lists there are, if that is known at run time only (`impls.splash_tpu.packed_schedule`).
+      head: query head in its group, for order `"kv"` with a mask per head; else None.
+      flags: `FIRST`, `LAST`, `COMPUTE`, `MASKED` and the bits from `PART` on.
+      place: index of the step's block in `stored`; None if the mask is a formula.
+      stored: mask blocks int8 `[X, block_q, block_kv]`, transposed for order `"kv"`.
+      total: number of steps, if known at run time only (`impls.splash_tpu.packed_schedule`).
     """
 
     q: Any
@@ -59,16 +60,16 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class StepKinds:
-    """Which kinds of steps the lists have. A kernel has code for no other kind.
+    """Kinds of steps that occur in the lists. A kernel has code for no other kind.
 
     Attributes:
-      full: steps whose pair of blocks the mask leaves whole.
-      masked: steps whose pair of blocks it hides a part of.
-      empty: steps that compute nothing.
+      full: whether there are pairs of blocks without a hidden position.
+      masked: whether there are partially hidden ones.
+      empty: whether there are steps that compute nothing.
       stored: whether masked blocks are stored.
-      parts: whether the mask hides some parts of masked blocks whole.
-      dead: whether there may be keys that no query may attend to, whose k and v may be NaN.
-      diagonals: places of masked blocks that the kernel has code for (`impls.splash_tpu.diagonal_bands`).
+      parts: whether some parts of masked blocks are completely hidden.
+      dead: whether there may be keys that no query may attend to; their k and v may be NaN.
+      diagonals: diagonals that the kernel has specialised code for (`impls.splash_tpu.diagonal_bands`).
     """
 
     full: bool
@@ -84,15 +85,15 @@ class StepKinds:
 def build_static_steps(
     mask: Mask, shape: tuple[int, int], blocks: Blocks, order: Order, group: int, shards: int
 ) -> tuple[Steps, StepKinds]:
-    """Steps for a mask that is known when the kernel is built, as NumPy arrays.
+    """Build the steps for a static mask, as NumPy arrays.
 
     Args:
       mask: the mask of all queries.
       shape: lengths `(T, S)`, over all shards.
       blocks: block sizes.
       order: `"q"` if results are blocks of queries, `"kv"` if they are blocks of keys.
-      group: query heads a key/value head; only the order `"kv"` with a mask for each head depends on it.
-      shards: equal parts in which the queries are cut, one list of steps each.
+      group: query heads per key/value head; matters only for order `"kv"` with a mask per head.
+      shards: number of equal shards of the queries, one list of steps each.
     """
     q_length, kv_length = shape
     local = q_length // shards
@@ -110,8 +111,8 @@ def build_static_steps(
     left = left[shard, b, n, q, kv]  # [shards, b, heads, L, parts]
     at = kv * blocks.kv - (q * blocks.q + shard * local)
     places = find_diagonals(mask, (local, kv_length), blocks, at[masked])
-    told = (at[..., None] == np.array(places)) if places else left
-    flags = flags + masked * (told @ (PART << np.arange(told.shape[-1])))
+    part_bits = (at[..., None] == np.array(places)) if places else left
+    flags = flags + masked * (part_bits @ (PART << np.arange(part_bits.shape[-1])))
     found = StepKinds(
         full=bool(((flags & COMPUTE > 0) & ~masked).any()),
         masked=bool(masked.any()),
@@ -131,16 +132,16 @@ def build_static_steps(
     ), found
 
 
-@functools.lru_cache(maxsize=8)  # the phases of one kernel ask for the same
+@functools.lru_cache(maxsize=8)  # the phases of one kernel share it
 def _classify_blocks(
     mask: Mask, start: int, q_length: int, kv_length: int, blocks: Blocks
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What the mask leaves of `q_length` queries from `start` on.
+    """Classify the blocks of `q_length` queries from `start` on.
 
     Returns:
-      a summary of the blocks `[b, n, q blocks, kv blocks]`.
-      booleans `[b, n, q blocks, kv blocks, parts]`: the parts of blocks of which it leaves anything.
-      booleans `[b, n, S]`: the keys that are seen.
+      `FULL`, `PARTIAL` or `EMPTY` for each block, `[b, n, q blocks, kv blocks]`.
+      booleans `[b, n, q blocks, kv blocks, parts]`: parts that are not completely hidden.
+      booleans `[b, n, S]`: keys that some query may attend to.
     """
     kinds, left, seen = [], [], []
     padded = round_up(kv_length, blocks.kv)
@@ -161,13 +162,13 @@ def _classify_blocks(
 
 
 def _split_blocks(x: Any, padded: int, block: int) -> np.ndarray:
-    """Booleans `[..., length]` as `[..., padded / block, block]`, false beyond the end."""
+    """Split booleans `[..., length]` into `[..., padded / block, block]`, False beyond the end."""
     x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded - x.shape[-1])])
     return x.reshape(*x.shape[:-1], -1, block)
 
 
 def _walk(kinds: np.ndarray, order: Order, group: int) -> list[np.ndarray]:
-    """Steps `[L, 5]` of each list, `kinds [n, q, kv]`: head in its group, q block, kv block, flags, head."""
+    """List the steps of `kinds [n, q, kv]`, `[L, 5]` each: head in its group, q block, kv block, flags, head."""
     if order == "q":
         return [_order_steps(kind[:, :, None], ("q", "kv", "head"), head) for head, kind in enumerate(kinds)]
     if len(kinds) == 1:
@@ -180,7 +181,7 @@ def _walk(kinds: np.ndarray, order: Order, group: int) -> list[np.ndarray]:
 
 
 def _order_steps(kinds: np.ndarray, axes: tuple[str, str, str], first_head: int) -> np.ndarray:
-    """Steps over the active blocks of `kinds`, its axes slowest first; the first axis is that of the results."""
+    """Order the active blocks of `kinds` by its axes, slowest first. The first axis is that of the results."""
     visited = kinds != EMPTY
     visited[~visited.any(axis=(1, 2)), 0, 0] = True
     where = np.argwhere(visited)
@@ -189,14 +190,14 @@ def _order_steps(kinds: np.ndarray, axes: tuple[str, str, str], first_head: int)
     flags = FIRST * np.r_[True, row[1:] != row[:-1]] + LAST * np.r_[row[1:] != row[:-1], True]
     flags = flags + COMPUTE * (kind != EMPTY) + MASKED * (kind == PARTIAL)
     at = dict(zip(axes, where.T, strict=True))
-    # What a step that computes nothing points to is what is there already: nothing is fetched for it.
+    # An idle step points to the blocks of the step before, so that nothing is fetched for it.
     other = "kv" if axes[0] == "q" else "q"
     at[other] = _hold_last_valid(at[other], kind != EMPTY)
     return np.stack([at["head"], at["q"], at["kv"], flags, at["head"] + first_head], axis=-1)
 
 
 def _hold_last_valid(values: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """`values` where valid, elsewhere the last valid one before, or the first valid one."""
+    """Replace invalid values by the last valid one before, or by the first valid one."""
     if not valid.any():
         return np.zeros_like(values)
     last = np.maximum.accumulate(np.where(valid, np.arange(len(values)), -1))
@@ -204,7 +205,7 @@ def _hold_last_valid(values: np.ndarray, valid: np.ndarray) -> np.ndarray:
 
 
 def _pad_steps(steps: np.ndarray, length: int) -> np.ndarray:
-    """`steps` followed by as many that do nothing and fetch nothing."""
+    """Pad `steps` to `length` with steps that compute and fetch nothing."""
     tail = np.repeat(steps[-1:], length - len(steps), axis=0)
     tail[:, 3] = 0
     return np.concatenate([steps, tail])
@@ -213,7 +214,12 @@ def _pad_steps(steps: np.ndarray, length: int) -> np.ndarray:
 def _store_mask_blocks(
     mask: Mask, shape: tuple[int, int], blocks: Blocks, q: Any, kv: Any, head: Any, flags: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places `[shards, b, n, L]` and the different partial blocks int8 `[X, block_q, block_kv]`."""
+    """Store each distinct partial block once.
+
+    Returns:
+      index of each step's block, `[shards, b, n, L]`.
+      the blocks, int8 `[X, block_q, block_kv]`.
+    """
     local, kv_length = shape
     known: dict[bytes, int] = {}
     found: list[np.ndarray] = []
@@ -244,10 +250,10 @@ def _to_int32(x: np.ndarray) -> np.ndarray:
 
 
 def downcast(steps: Steps) -> Steps:
-    """Long lists in the narrowest integers that hold them: scalar memory is small.
+    """Store long lists in the narrowest integers that hold them, since scalar memory is small.
 
-    Short ones stay as they are: to take a byte out of a word needs more scalar instructions, for each array of the
-    kernel, at this step and at the next. So a step of the forward has 330 cycles without a block on v5e, and not 392.
+    Short lists stay int32: extracting a byte from a word takes more scalar instructions, for each array of the kernel,
+    at this step and the next. An idle step of the forward kernel takes 330 cycles on v5e with int32, and 392 without.
     """
     lists = {name: getattr(steps, name) for name in ("q", "kv", "head", "flags", "place")}
     if sum(x.nbytes for x in lists.values() if isinstance(x, np.ndarray)) <= _MAX_WIDE_LIST_BYTES:
@@ -262,10 +268,12 @@ def downcast(steps: Steps) -> Steps:
     return dataclasses.replace(steps, **{name: narrow(x) for name, x in lists.items()})
 
 
-def build_dynamic_steps(allowed: jax.Array, blocks: Blocks, order: Order, group: int) -> tuple[Steps, StepKinds]:
-    """Steps for a mask that is known at run time only, `allowed` booleans `[b, n, T, S]`.
+def build_dynamic_steps(
+    allowed: Bool[Array, "b n T S"], blocks: Blocks, order: Order, group: int
+) -> tuple[Steps, StepKinds]:
+    """Build the steps for a traced mask, booleans `[b, n, T, S]`.
 
-    Every pair of blocks has a step; those that turn out to be empty neither compute nor fetch anything.
+    Every pair of blocks has a step. Steps of empty pairs neither compute nor fetch anything.
     """
     b, n, q_length, kv_length = allowed.shape
     padding = (

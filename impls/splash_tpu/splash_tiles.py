@@ -1,4 +1,4 @@
-"""What the kernels have in common: reading tiles in their layout, products, logits, the mask of a pair of blocks.
+"""Tile operations that all kernels share: read tiles in their layout, multiply, compute logits and masks.
 
 (1)  x_ij = scale <q_i, k_j>
 (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Float32, Shaped
 
 from impls.splash_tpu.block_sizes import LANES, Layout
 from impls.splash_tpu.diagonal_bands import (
@@ -33,72 +34,72 @@ from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART
 
 LOG_2 = math.log(2)
 EMPTY_MAXIMUM = float(np.finfo(np.float32).min)
-"""The maximum of no logits: finite, so that `exp(-inf - maximum)` is 0 and not NaN, and nothing is asked for that."""
+"""The maximum over no logits. It is finite, so that `exp(-inf - maximum)` is 0, not NaN, without a test."""
 
 
 class Step(NamedTuple):
-    """Scalars of the step that a kernel is at.
+    """Scalars of the current step.
 
     A scalar that is the same for every step is a Python bool, so that the kernel has no code to test it.
     """
 
-    q: Any  # block of queries, none where no position is needed
+    q: Any  # block of queries; None where no position is needed
     kv: Any  # block of keys, likewise
     row: Any  # query head among those of all batch rows
-    first: Any  # of its block of results, and of the heads of a group
+    first: Any  # whether it is the first of its result block, counting the heads of a group
     last: Any
     computes: Any  # whether the pair of blocks contributes
-    masked: Any  # whether the mask hides part of the pair of blocks
-    part: Callable[[int], Any]  # by number, whether it leaves anything of a part of a masked block, or where that lies
+    masked: Any  # whether the mask hides some of its positions
+    part: Callable[[int], Any]  # reads the flag of a part, or of a diagonal, by its number
 
     @property
     def unmasked(self) -> Any:
-        """Whether the mask hides nothing of it."""
+        """Whether the mask hides no position."""
         return not self.masked if isinstance(self.masked, bool) else jnp.logical_not(self.masked)
 
 
 def parse_flags(call: KernelCall, flags: Callable[[], jax.Array], length: int) -> dict[str, Any]:
-    """What the flags of a step say, by field of `Step`, read only where it differs between the steps of a list.
+    """Parse the flags of a step into fields of `Step`. Flags that are the same in all steps are not read.
 
     Args:
       call: the kernel.
-      flags: reads them.
-      length: steps of a list.
+      flags: reads the flags.
+      length: number of steps of a list.
     """
     kinds = call.kinds
     mixed = kinds.full and kinds.masked
-    told = kinds.parts or len(kinds.diagonals) > 1
-    bits: Any = flags() if length > 1 or kinds.empty or mixed or told else None
+    has_part_bits = kinds.parts or len(kinds.diagonals) > 1
+    bits: Any = flags() if length > 1 or kinds.empty or mixed or has_part_bits else None
     return {
         "first": True if length == 1 else bits & FIRST > 0,
         "last": True if length == 1 else bits & LAST > 0,
         "computes": bits & COMPUTE > 0 if kinds.empty else True,
         "masked": bits & MASKED > 0 if mixed else kinds.masked,
-        "part": lambda number: bits & (PART << number) > 0 if told else True,
+        "part": lambda number: bits & (PART << number) > 0 if has_part_bits else True,
     }
 
 
 def when(*conditions: Any) -> Callable[[Callable[[], None]], None]:
-    """Run what follows if all conditions hold; those that are Python bools take no code."""
-    asked = [c for c in conditions if c is not True]
-    if not asked:
+    """Run the decorated function if all conditions hold. Conditions that are Python bools take no code."""
+    traced = [c for c in conditions if c is not True]
+    if not traced:
         return lambda body: body()
-    if any(c is False for c in asked):
+    if any(c is False for c in traced):
         return lambda body: None
-    return pl.when(functools.reduce(operator.and_, asked))
+    return pl.when(functools.reduce(operator.and_, traced))
 
 
 def add_block(call: KernelCall, step: Step, add: Callable[[tuple[BlockPart, ...]], None]) -> None:
-    """Add a pair of blocks, and of one that the mask hides in part only the parts of which it leaves anything.
+    """Add a pair of blocks, skipping parts that the mask hides completely.
 
     Args:
       call: the kernel.
-      step: where it is.
-      add: adds parts of it.
+      step: the current step.
+      add: adds some parts of the pair.
     """
     blocks, kinds = call.blocks, call.kinds
     if kinds.full:
-        # Of the forward, several parts are under way at a time.
+        # The forward kernel interleaves several parts.
         rows = blocks.static_parts[0] if call.phase == "forward" else blocks.q
         when(step.computes, step.unmasked)(lambda: add(split_whole_block(blocks, rows, masked=False)))
     if not kinds.masked:
@@ -107,9 +108,9 @@ def add_block(call: KernelCall, step: Step, add: Callable[[tuple[BlockPart, ...]
         band = find_band(call.plan.mask)
         assert band is not None
         for number, diagonal in enumerate(kinds.diagonals):
-            here = step.part(number) if len(kinds.diagonals) > 1 else True
-            when(step.computes, step.masked, here)(functools.partial(add, cut_block(blocks, band, diagonal)))
-    elif call.fused or not kinds.parts:  # fused, each part would take dq from HBM and back
+            on_diagonal = step.part(number) if len(kinds.diagonals) > 1 else True
+            when(step.computes, step.masked, on_diagonal)(functools.partial(add, cut_block(blocks, band, diagonal)))
+    elif call.fused or not kinds.parts:  # in the fused kernel each part would copy dq from HBM and back
         when(step.computes, step.masked)(lambda: add(split_whole_block(blocks, blocks.q, masked=True)))
     else:
         for number, part in enumerate(iter_parts(blocks)):
@@ -117,50 +118,50 @@ def add_block(call: KernelCall, step: Step, add: Callable[[tuple[BlockPart, ...]
 
 
 def read_tile(ref: Any, layout: Layout, start: int = 0, size: int | None = None) -> tuple[jax.Array, int]:
-    """Rows of an operand's block, and which axis of the tile is the depth."""
+    """Read rows of an operand's block. Returns the tile and the axis of its depth."""
     if layout == "head_dim_minor":
         return (ref[...] if size is None else ref[start : start + size, :]), 1
     return (ref[...] if size is None else ref[:, start : start + size]), 0
 
 
 def multiply(call: KernelCall, a: jax.Array, a_axis: int, b: jax.Array, b_axis: int) -> jax.Array:
-    """Sum over one axis of each, in f32."""
+    """Multiply two tiles, contracting one axis of each, in f32."""
     if call.plan.interpret and a.dtype == b.dtype == jnp.bfloat16:
-        # The same values: a product of two bf16 is exact in f32. XLA multiplies f32 on a CPU ten times faster.
+        # Same result: a product of two bf16 is exact in f32. XLA multiplies f32 on a CPU ten times faster.
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return lax.dot_general(
         a, b, (((a_axis,), (b_axis,)), ((), ())), precision=call.precision, preferred_element_type=jnp.float32
     )
 
 
-def make_column(row: jax.Array) -> jax.Array:
-    """A row `[1, n]` turned to `[n, 128]`, the same in every lane."""
+def make_column(row: Shaped[Array, "1 n"]) -> Shaped[Array, "n 128"]:
+    """Turn a row `[1, n]` into a column `[n, 128]`, the same in every lane."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
 def load_query_columns(inputs: Any, scratch: Any) -> None:
-    """What says which keys a query sees, as columns, as far as the kernel has it: ids, and ends of ranges."""
+    """Load segment ids and key ranges of the queries to scratch as columns, as far as the kernel has them."""
     for name in ("q_ids", "low", "high"):
-        if (kept := getattr(scratch, name)) is not None:
-            kept[...] = make_column(getattr(inputs, name)[...])
+        if (columns := getattr(scratch, name)) is not None:
+            columns[...] = make_column(getattr(inputs, name)[...])
 
 
-def repeat_lanes(x: jax.Array, lanes: int) -> jax.Array:
-    """`[n, 128]`, the same in every lane, as `[n, lanes]`: the same registers over again, and no work.
+def repeat_lanes(x: Shaped[Array, "n 128"], lanes: int) -> Shaped[Array, "n {lanes}"]:
+    """Repeat `[n, 128]`, the same in every lane, to `[n, lanes]` by reusing registers.
 
-    Broadcasting `x[:, :1]` permutes the lanes of every register instead: so the compiler's schedule of a full block of
-    512 by 512 in the forward had 2,374 cycles on v5e, and has 1,309.
+    Broadcasting `x[:, :1]` would permute the lanes of every register. In the compiler's schedule of a full 512 by 512
+    block of the forward kernel on v5e this takes 1,309 cycles; with broadcasting, 2,374.
     """
     return jnp.concatenate([x] * (-(-lanes // LANES)), axis=1)[:, :lanes]
 
 
-def sum_by_lane(x: jax.Array) -> jax.Array:
-    """Sums `[n, 128]` of every 128th column: plain additions, where a sum over lanes takes the unit that moves them."""
+def sum_by_lane(x: Float32[Array, "n m"]) -> Float32[Array, "n 128"]:
+    """Sum every 128th column, giving `[n, 128]`. These are plain additions, where a sum over lanes would move them."""
     return functools.reduce(operator.add, (x[:, at : at + LANES] for at in range(0, x.shape[1], LANES)))
 
 
 def compute_logits(call: KernelCall, products: jax.Array, unit: float = 1.0) -> tuple[jax.Array, jax.Array | None]:
-    """Logits of products `<q, k>`, counted in `unit`, and the derivative of (2), none without a soft cap."""
+    """Compute logits in units of `unit` from products `<q, k>`, and the derivative of (2), None without a soft cap."""
     cap = call.plan.soft_cap
     if cap is None:
         return products * jnp.float32(call.scale / unit), None  # (1)
@@ -169,25 +170,25 @@ def compute_logits(call: KernelCall, products: jax.Array, unit: float = 1.0) -> 
 
 
 class MaskInputs(NamedTuple):
-    """What the mask of a pair of blocks is found from. Segment ids are a column of one axis and a row of the other."""
+    """Inputs of the mask of a pair of blocks. Segment ids are a column for one axis and a row for the other."""
 
     step: Step
     q_offset: Callable[[], Any]
     stored: Any
-    ids: Any  # [n, 128] of the axis that is the rows of the tile
-    other_ids: Any  # [1, m] of the other
-    low: Any = None  # of the queries, `[n, 128]` where they are the rows of the tile, else `[1, n]`
+    ids: Any  # [n, 128], of the tile's row axis
+    other_ids: Any  # [1, m], of its column axis
+    low: Any = None  # of the queries, `[n, 128]` if they are the rows of the tile, else `[1, n]`
     high: Any = None  # likewise
 
 
 def compute_allowed(call: KernelCall, masking: MaskInputs, rows: slice, keys: KeySpan) -> jax.Array | None:
-    """Booleans of one step of computing, none if every pair is allowed: `[q, kv]`, for dk and dv `[kv, q]`.
+    """Compute which positions of a tile may attend, `[q, kv]`, or `[kv, q]` for dk and dv; None if all may.
 
     Args:
       call: the kernel.
-      masking: of the pair of blocks.
-      rows: its queries inside the block.
-      keys: its keys, and whether the mask hides any; segment ids may hide any.
+      masking: inputs of the mask of the pair of blocks.
+      rows: queries of the tile, within the block.
+      keys: keys of the tile, and whether the mask hides any of them. Segment ids may always hide some.
     """
     blocks = call.blocks
     own = slice(keys.start, keys.start + keys.size)
@@ -209,7 +210,7 @@ def compute_allowed(call: KernelCall, masking: MaskInputs, rows: slice, keys: Ke
             same = repeat_lanes(masking.ids[rows, :], keys.size) == masking.other_ids[:, own]
         found = same if found is None else found & same
     if found is not None and call.plan.q_length % blocks.q:
-        # Rows that only fill the last block see no key: what they would see may hold NaN.
+        # Padding rows of the last block must see no key, since it may be NaN.
         row = lax.broadcasted_iota(jnp.int32, shape, 1 if transposed else 0) + (masking.step.q * blocks.q + rows.start)
         found = found & (row < call.plan.q_length)
     return found
@@ -218,7 +219,7 @@ def compute_allowed(call: KernelCall, masking: MaskInputs, rows: slice, keys: Ke
 def _evaluate_mask(
     call: KernelCall, masking: MaskInputs, rows: slice, keys: KeySpan, place: Callable[[int], jax.Array]
 ) -> jax.Array | None:
-    """What the formula of the mask allows, `place` the places in the tile along an axis."""
+    """Evaluate the mask's formula on a tile; `place` gives the indices within the tile along an axis."""
     plan, blocks, step = call.plan, call.blocks, masking.step
     of_keys, of_queries = (0, 1) if call.phase == "dkv" else (1, 0)
     band = find_band(plan.mask)
@@ -244,7 +245,7 @@ def _evaluate_mask(
 def _compute_allowed_in_ranges(
     call: KernelCall, masking: MaskInputs, rows: slice, keys: KeySpan, shape: tuple[int, int]
 ) -> jax.Array:
-    """The pairs of a key that lies in the range of the query's. What only fills a block is in no range, or has none."""
+    """Compute which keys are in the range of their query. Padding keys are in no range, padding queries have none."""
     first = masking.step.kv * call.blocks.kv + keys.start
     if call.phase == "dkv":
         low, high = (ref[:, rows] - first for ref in (masking.low, masking.high))
@@ -256,7 +257,7 @@ def _compute_allowed_in_ranges(
 
 
 def find_seen_keys(call: KernelCall, found: jax.Array, layout: Layout, depth: int) -> jax.Array:
-    """Which keys some query of the tile may attend to, shaped to select in a tile of keys or values."""
+    """Find the keys that some query of the tile may attend to, shaped to select in a tile of keys or values."""
     some = found.astype(jnp.float32)
     if call.phase == "dkv":
         keys = some.max(axis=1, keepdims=True)  # [kv, 1]
@@ -266,11 +267,11 @@ def find_seen_keys(call: KernelCall, found: jax.Array, layout: Layout, depth: in
 
 
 def zero_unseen_keys(call: KernelCall, x: jax.Array, found: jax.Array | None, layout: Layout) -> jax.Array:
-    """`x` with keys that no query of the tile may attend to set to zero: NaN times a probability of zero is NaN.
+    """Zero the keys that no query of the tile may attend to: NaN times a probability of zero is NaN.
 
-    Only where there may be dead keys, which may hold NaN: of a mask known before the call, under which every key is
-    seen by some query, none is dead, and what no query of the tile may attend to is finite. Finding such keys takes a
-    sixth of a masked block of 1024 by 1024 in the forward, 900 cycles of 5,500 on v5e.
+    This is needed only if there may be dead keys, which no query attends to and which may be NaN. If a static mask lets
+    some query see every key, all keys are finite. Finding the unseen keys takes a sixth of a masked 1024 by 1024 block
+    of the forward kernel: 900 of 5,500 cycles on v5e.
     """
     if found is None or not (call.kinds.dead or call.segmented):
         return x

@@ -1,7 +1,7 @@
-"""Block sizes for a call that names none: a table by chip, depth, dtype, length and mask, and what may be tuned.
+"""Default block sizes: a table by chip, depth, dtype, length and mask, and the description for the tuner.
 
-The table is filled without a chip, from the schedules of the compiler (`python -m conformance tune --static`). So it
-says what should be fast, which nobody has checked on a chip.
+The table is filled without a chip, from the compiler's schedules (`python -m conformance tune --static`). So it says
+what should be fast; nobody has measured it on a chip.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from impls.splash_tpu.vmem import DEFAULT_SCOPED, Depths, estimate_vmem, find_li
 
 TABLE = Path(__file__).with_name("block_sizes.json")
 KERNEL_KNOBS = ("forward", "dq", "dkv", "fused")
-"""Kernels that have blocks: the last gives in one call what the two before it give."""
+"""Kernels that have block sizes. The fused one computes the results of dq and dkv in one call."""
 BACKWARD_CHOICES = (({"fused": 0}, ("dq", "dkv")), ({"fused": 1}, ("fused",)))
-"""Of the backward pass, and their kernels."""
+"""Settings of the backward pass, and the kernels of each."""
 _ENTRIES = read_table(TABLE)
 _RESERVED_VMEM = DEFAULT_SCOPED // 4
-"""VMEM left for what a call has beside its blocks: stored masks, ids and caps, with which nothing was tuned."""
+"""VMEM reserved for stored masks, ids and caps: the tuned calls had none of them."""
 _CANDIDATES = ((512, 512, 512, 512), (1024, 512, 512, 512), (1024, 1024, 512, 512), (1024, 1024, 512, 256))
-"""Queries and keys of a block, keys that are computed at a time, and queries and keys of a part; by VMEM."""
+"""Candidates `(q, kv, kv_compute, part)`, in the order of the VMEM that they take."""
 _EXTRA_CANDIDATES = {"forward": ((2048, 2048, 512, 512),)}
-"""Of one kernel, after these."""
+"""Further candidates of single kernels."""
 _FUSED_CANDIDATES = ((1024, 1024, 512, 512), (1024, 1024, 512, 256), (1024, 2048, 512, 512), (1024, 512, 512, 512))
-"""Of the fused kernel. Each key block takes dq from HBM and back, so the shortest is for chips with little VMEM."""
+"""Candidates of the fused kernel. Each key block moves dq from HBM and back: short ones suit chips with little VMEM."""
 
 
 def bound_seen_keys(mask: Mask, kv_length: int) -> int:
-    """Keys that a query may attend to at most, as far as the mask's kind says."""
+    """Bound the number of keys that a query may attend to by the kind of the mask."""
     match mask:
         case Window(left, right, _) if left is not None and right is not None:
             return min(kv_length, left + right + 1)
@@ -53,25 +53,25 @@ def bound_seen_keys(mask: Mask, kv_length: int) -> int:
 
 
 def look_up(mask: Mask, kv_length: int, depths: Depths, *, plain: bool) -> BlockSizes:
-    """The block sizes of each phase for the chip that is traced for, those of the likest call in the table.
+    """Look up the block sizes for the target chip: those of the most similar call in the table.
 
-    The backward is fused where the table says that of the likest call, whatever else the call has: with segments, caps
-    and stored masks the fused kernel gains as much, in the same blocks of 512 by 512. In an interpreter, where there is
-    no chip, blocks are 512 by 512, and the backward is fused where it is on any chip.
+    Whether the backward pass is fused also follows the most similar call, even for calls with segments, caps or stored
+    masks: there the fused kernel gains as much, in the same blocks of 512 by 512. In an interpreter there is no chip:
+    blocks are 512 by 512, and the backward pass is fused if the table fuses it on any chip.
 
     Args:
       mask: of the call.
       kv_length: S.
-      depths: and bytes an element of the operands.
-      plain: whether the call has no segments and no cap, and computes its mask.
+      depths: head depths, and bytes per element of the operands.
+      plain: whether the call has no segments, no cap and no stored mask.
     """
     kind = get_device_kind("tpu")
     keys = bound_seen_keys(mask, kv_length)
     if not kind:
-        likest = (
+        closest = (
             _find_closest(device, keys, kv_length, depths) for device in sorted({entry.device for entry in _ENTRIES})
         )
-        return BlockSizes(fused_backward=any(_is_fused(one) for one in likest if one is not None))
+        return BlockSizes(fused_backward=any(_is_fused(one) for one in closest if one is not None))
     settings = _find_closest(kind, keys, kv_length, depths)
     if settings is None:
         return BlockSizes()
@@ -89,7 +89,7 @@ def look_up(mask: Mask, kv_length: int, depths: Depths, *, plain: bool) -> Block
 
 
 def _find_closest(kind: str, keys: int, kv_length: int, depths: Depths) -> KnobSettings | None:
-    """The settings of the likest call in the table: of the least depth that is enough, then in `keys`, then in S."""
+    """Find the most similar call in the table: smallest sufficient depth, then closest in `keys`, then in S."""
     fitting = [
         entry
         for entry in _ENTRIES
@@ -99,14 +99,14 @@ def _find_closest(kind: str, keys: int, kv_length: int, depths: Depths) -> KnobS
         and entry.key["head_dim_v"] >= depths.head_dim_v
     ]
 
-    def unlike(entry: TableEntry) -> tuple[float, ...]:
+    def compute_distance(entry: TableEntry) -> tuple[float, ...]:
         return (
             entry.key["head_dim"] + entry.key["head_dim_v"],
             abs(math.log2(entry.key["span"] / keys)),
             abs(math.log2(entry.key["kv_length"] / kv_length)),
         )
 
-    return min(fitting, key=unlike).settings if fitting else None
+    return min(fitting, key=compute_distance).settings if fitting else None
 
 
 def _is_fused(settings: KnobSettings) -> bool:
@@ -114,7 +114,7 @@ def _is_fused(settings: KnobSettings) -> bool:
 
 
 def build_tunable(attention: Any) -> Tunable:
-    """What may be tuned of the canonical call, which takes `block_sizes`."""
+    """Describe to the tuner the block sizes of the canonical call, which takes `block_sizes`."""
 
     def call(settings: KnobSettings, **options: Any) -> Any:
         forward, dq, dkv, fused = (Blocks(**settings[kernel]) for kernel in KERNEL_KNOBS)
@@ -152,10 +152,10 @@ _BACKWARD_KNOB = Knob(
 
 
 def _estimate_traffic(case: Case, setting: Setting) -> Traffic:
-    """Of dq, which the fused kernel adds up in f32 in HBM.
+    """Estimate the HBM traffic of dq, which the fused kernel sums in f32 in HBM.
 
-    Each block that is computed takes a block of dq and gives it back, where the operand and the result count once each.
-    Beside it dq is cleared, scaled and rounded. What a key block's last block of dq takes to go is waited for.
+    Each computed block reads a block of dq and writes it back; the cost model already counts operand and result once.
+    Outside the kernel dq is cleared, scaled and rounded. Each key block waits for its last copy of dq.
     """
     blocks = Blocks(**setting).clip(case.q_length, case.kv_length)
     steps, _ = build_static_steps(

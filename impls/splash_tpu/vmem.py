@@ -1,4 +1,4 @@
-"""VMEM: what a kernel takes of it, and what the chip that it is traced for has."""
+"""VMEM: how much a kernel needs, and how much the target chip has."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from impls.jax_compat import find_tpu_vmem
 from impls.splash_tpu.block_sizes import LANES, Blocks, round_up
 
 DEFAULT_SCOPED = 16 * 2**20
-"""What the compiler lets a kernel take unless the kernel asks for more, on every generation."""
+"""VMEM that a kernel may use by default, on every generation."""
 
 SMALLEST_VMEM = 16 * 2**20
-"""VMEM of a core of v4, the least of the generations since (`pltpu.get_tpu_info_for_chip`)."""
+"""VMEM of a core of v4, the smallest since then (`pltpu.get_tpu_info_for_chip`)."""
 
 _CANDIDATE_SIZES = (4096, 2048, 1024, 512, 256, 128)
 
 
 @dataclasses.dataclass(frozen=True)
 class VmemLimit:
-    """How much VMEM a kernel may take, and why."""
+    """How much VMEM a kernel may use, and where the limit comes from."""
 
     bytes: int
     of: str
 
 
-def find_limit(asked: int | None) -> VmemLimit:
-    """The limit of a kernel that is traced now: the one asked for, else the chip's, else the smallest chip's.
+def find_limit(requested: int | None) -> VmemLimit:
+    """Find the VMEM limit of a kernel that is being traced: the requested one, the chip's, or the smallest chip's.
 
     The chip is that of the mesh in scope or of the process; in an interpreter there is none.
     """
-    if asked is not None:
-        return VmemLimit(asked, "vmem_limit_bytes")
+    if requested is not None:
+        return VmemLimit(requested, "vmem_limit_bytes")
     found = find_tpu_vmem()
     if found is None:
         return VmemLimit(SMALLEST_VMEM, "a core of v4, the smallest; for a larger chip give vmem_limit_bytes")
@@ -41,7 +41,7 @@ def find_limit(asked: int | None) -> VmemLimit:
 
 @dataclasses.dataclass(frozen=True)
 class Depths:
-    """What the VMEM of a kernel follows from, beside its blocks: depths, and bytes an element of the operands."""
+    """Head depths, and bytes per element of the operands."""
 
     head_dim: int
     head_dim_v: int
@@ -51,18 +51,18 @@ class Depths:
 def estimate_vmem(
     phase: str, blocks: Blocks, depths: Depths, *, stored_mask: bool, fused: bool = False, ranged: bool = False
 ) -> int:
-    """VMEM that a kernel takes, estimated.
+    """Estimate the VMEM of a kernel in bytes.
 
-    Operand and result blocks are counted twice, since the next ones are fetched while these are used; scratch once;
-    and the values of one step of computing, three arrays of `[q, kv_compute]` in f32, once.
+    Operand and result blocks count twice, since the next ones are fetched while these are used. Scratch counts once,
+    and so do the values of a tile: three arrays `[q, kv_compute]` in f32.
 
     Args:
       phase: `"forward"`, `"dq"` or `"dkv"`.
       blocks: its block sizes.
       depths: of the operands.
       stored_mask: whether mask blocks are fetched.
-      fused: whether the kernel of dk and dv gives dq too.
-      ranged: whether each query has a range of keys, which has a column more than segment ids.
+      fused: whether the kernel of dk and dv also computes dq.
+      ranged: whether each query has a range of keys, which takes one column more than segment ids.
     """
     h, v = round_up(depths.head_dim, LANES), round_up(depths.head_dim_v, LANES)
     q_row, kv_row, f32 = h * depths.itemsize, (h + v) * depths.itemsize, 4
@@ -81,13 +81,13 @@ def estimate_vmem(
 
 
 def check_vmem(phase: str, blocks: Blocks, depths: Depths, *, limit: VmemLimit, **kind: bool) -> int:
-    """Refuse blocks that do not fit; the estimate in bytes of those that do.
+    """Refuse blocks that do not fit, and return the estimate in bytes of those that do.
 
     Args:
-      phase: as for `vmem_bytes`.
+      phase: as for `estimate_vmem`.
       blocks: likewise.
       depths: likewise.
-      limit: what it may take.
+      limit: how much the kernel may use.
       kind: `stored_mask`, `fused` and `ranged`, likewise.
 
     Raises:

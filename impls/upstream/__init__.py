@@ -1,1 +1,1 @@
-"""Adapters around attention that published libraries ship, one module each; none of them repairs what it wraps."""
+"""Adapters around attention of published libraries, one module each. No adapter corrects errors of its library."""

@@ -1,4 +1,4 @@
-"""Refusing what an adapter declares unsupported: no argument is ever ignored (docs/contract.md, section 7)."""
+"""Refusal of calls that an adapter declares unsupported: no argument is ever ignored (docs/contract.md, section 7)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def refuse_unsupported(
     scale: Any = None,
     offers: Collection[str] = (),
 ) -> None:
-    """Refuse a call that asks for a feature in `unsupported`, or for one that only those have who say so in `offers`.
+    """Refuse a call that needs a feature in `unsupported`, or an opt-in feature that is not in `offers`.
 
     Raises:
-      NotImplementedError: naming the feature and why it is not supported.
+      NotImplementedError: a feature is not supported; the message names it and the reason.
     """
     options = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
     for feature in list_requested_features(q, k, v, mask, options):
@@ -46,7 +46,7 @@ def refuse_because(name: str, reason: str | None) -> None:
 
 
 def forbid_gradients(name: str, reason: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which refuses for `reason` when it is differentiated."""
+    """Wrap `function` so that differentiating it raises `NotImplementedError` with `reason`."""
     run = jax.custom_vjp(function)
 
     def refuse_gradients(*operands: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Decode attention of `jax.experimental.pallas.ops.gpu`: one query for each sequence over keys that lie whole.
+"""Adapter of `jax.experimental.pallas.ops.gpu.decode_attention`: one query per sequence over a contiguous cache.
 
-Queries are `[B, N, H]`, keys and values `[B, S, K, H]`. A sequence sees the keys from `start_idx` up to `kv_seq_len`,
-so that a causal mask, a window and lengths are two numbers for each. S must be whole blocks for each of the splits:
-keys are padded with zeros, past `kv_seq_len`. Its residuals are the sum and the maximum that a logsumexp is made of.
-Its output is f32 where queries are bf16 or f16, since an f32 epsilon is added to the sum that it is divided by; the
-adapter rounds it to q's dtype.
+Queries are `[B, N, H]`, keys and values `[B, S, K, H]`. A sequence sees the keys from `start_idx` up to `kv_seq_len`.
+So a causal mask, a window and lengths become two numbers per sequence. S must be a multiple of the block for each
+split: keys are padded with zeros past `kv_seq_len`. The library's residuals are the sum and the maximum, from which the
+adapter computes the logsumexp. The library's output is f32 for bf16 and f16 queries, since it divides by a sum plus an
+f32 epsilon; the adapter rounds it to q's dtype.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from cases.case import FEATURES, Case
 from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
@@ -27,9 +28,9 @@ from impls.upstream.mask_flags import build_case_mask
 
 NAME = "jax_decode_gpu"
 SPLITS = 2
-"""Programs that share the keys of a sequence; its own default is 16, of at least 16 keys each."""
+"""Programs that share the keys of a sequence. The library's default is 16, with at least 16 keys each."""
 BLOCK = 32
-"""Keys that a program takes at once; its own default of 128 would leave most calls a single block."""
+"""Keys that a program takes at once. The library's default of 128 would leave most calls a single block."""
 _RANGE = "takes a range of keys for each sequence"
 _ONE_QUERY = "takes one query for each sequence"
 OFFERS = frozenset({"own_window"})
@@ -52,12 +53,12 @@ UNSUPPORTED = {
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask,
-    segment_ids: tuple[Any, Any] | None = None,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
     sinks: Any = None,
     bias: Any = None,
@@ -65,13 +66,13 @@ def attention(
     save_residuals: bool = False,
     interpret: Any = None,
 ) -> Any:
-    """The canonical call (`conformance.contract`) of one query a sequence.
+    """Implement the canonical call (`conformance.contract`) for one query per sequence.
 
     Args:
       q: Queries.
       k: Keys.
       v: Values.
-      mask: One that lets each sequence see a range of keys.
+      mask: A mask that lets each sequence see one range of keys.
       segment_ids: Refused.
       soft_cap: Refused.
       sinks: Refused.
@@ -126,9 +127,9 @@ def attention(
 
 
 def find_key_ranges(mask: Mask, batch: int, kv_length: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """The first key that the one query of each sequence sees and the first that it no longer sees, i32 `[B]` each.
+    """Find the range of keys that the query of each sequence sees: first key, and one past the last, int32 `[B]`.
 
-    None if `mask` is anything but such ranges.
+    Returns None if `mask` is not such a range.
     """
     start, end = np.zeros(batch, np.int32), np.full(batch, kv_length, np.int32)
     for part in list_conjuncts(mask):
@@ -150,7 +151,7 @@ def find_key_ranges(mask: Mask, batch: int, kv_length: int) -> tuple[np.ndarray,
 
 
 def _load_module() -> Any:
-    """The library's own module, loaded when it is called: on import some versions warn."""
+    """Load the library's module when it is needed: some versions warn on import."""
     return importlib.import_module("jax.experimental.pallas.ops.gpu.decode_attention")
 
 

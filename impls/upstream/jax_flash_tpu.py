@@ -1,4 +1,4 @@
-"""Flash attention of `jax.experimental.pallas.ops.tpu`.
+"""Adapter of `jax.experimental.pallas.ops.tpu.flash_attention`.
 
 Layout `[B, N, T, H]`, equal head counts, a causal flag and segment ids. Its bias `ab` is added *before* the scale, so
 the adapter passes `bias / scale`, broadcast to `[B, N, T, S]`. It returns no residuals.
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import flash_attention as flash
+from jaxtyping import Array, Float, Int
 
 from cases.case import Case
 from cases.masks import Mask
@@ -45,20 +46,23 @@ UNSUPPORTED = {
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask,
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
     sinks: Any = None,
-    bias: jax.Array | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     interpret: Any = None,
 ) -> Any:
-    """The canonical call (`conformance.contract`); `interpret` as in `pallas_call`, by default true off a TPU."""
+    """Implement the canonical call (`conformance.contract`).
+
+    `interpret` is as for `pallas_call`, by default true unless the process runs on a TPU.
+    """
     refuse_unsupported(
         NAME,
         UNSUPPORTED,
@@ -90,10 +94,10 @@ def attention(
 
 
 def _make_interpretable(kernel: Callable[..., Any], interpret: Any) -> Callable[..., Any]:
-    """`kernel` traced in the interpreter, its backward pass too.
+    """Trace `kernel` and its backward pass in the interpreter.
 
-    The kernel has no `interpret` argument, only a context; JAX traces a backward pass after the forward call has
-    returned, outside any context that the call had.
+    The library selects the interpreter by a context, not an argument. JAX traces the backward pass after the forward
+    call has returned, outside the context of that call.
     """
     if not interpret:
         return kernel

@@ -1,4 +1,4 @@
-"""Pallas-Triton `mha` of `jax.experimental.pallas.ops.gpu`, with its Triton and its XLA backward pass.
+"""Adapter of `jax.experimental.pallas.ops.gpu.attention.mha`, with its Triton and its XLA backward pass.
 
 Layout `[B, T, N, H]`, equal head counts, a causal flag and one array of segment ids for queries and keys. Its logsumexp
 `[B, N, T]` is in base 2 (the adapter converts); with residuals it cannot be differentiated.
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from cases.case import Case
 from cases.masks import Mask
@@ -22,9 +23,9 @@ from impls.jax_compat import load_pallas_gpu_attention, resolve_interpret, runs_
 from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
 from impls.upstream.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
 
-BLOCK = 128  # `BlockSizes.get_default()`: forward blocks of 128, cut to shorter lengths,
-BACKWARD_BLOCK = 32  # and backward blocks of 32, likewise.
-SHARED_MEMORY = 227 * 1024  # bytes that a block may have on Hopper and Blackwell
+BLOCK = 128  # Forward blocks of `BlockSizes.get_default()`, clipped to shorter lengths.
+BACKWARD_BLOCK = 32  # Backward blocks, likewise.
+SHARED_MEMORY = 227 * 1024  # bytes per thread block on Hopper and Blackwell
 _NO_GROUPS = "needs as many key/value heads as query heads"
 _ONE_ARRAY = "takes one array of segment ids for queries and keys"
 UNSUPPORTED = {
@@ -48,12 +49,12 @@ UNSUPPORTED = {
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask,
-    segment_ids: tuple[Any, Any] | None = None,
+    segment_ids: tuple[Int[Array | np.ndarray, "B T"], Int[Array | np.ndarray, "B S"]] | None = None,
     soft_cap: float | None = None,
     sinks: Any = None,
     bias: Any = None,
@@ -62,14 +63,14 @@ def attention(
     backward: str = "triton",
     interpret: Any = None,
 ) -> Any:
-    """The canonical call (`conformance.contract`).
+    """Implement the canonical call (`conformance.contract`).
 
     Args:
       q: Queries.
       k: Keys.
       v: Values.
       mask: `Full()` or `Causal(0)`.
-      segment_ids: Equal ids of q and kv. Where they are traced and turn out to differ, the output is NaN.
+      segment_ids: Equal ids of q and kv. If they are traced and differ at run time, the output is NaN.
       soft_cap: Refused.
       sinks: Refused.
       bias: Refused.
@@ -115,10 +116,10 @@ def attention(
 
 
 def _merge_ids(name: str, q_ids: Any, kv_ids: Any) -> tuple[Any, jax.Array | None]:
-    """The one array of ids, and whether the two given are equal where only run time can tell.
+    """Merge two arrays of segment ids into one. If they are traced, also return whether they are equal.
 
     Raises:
-      NotImplementedError: if they are known to differ.
+      NotImplementedError: the two are known to differ.
     """
     if q_ids is kv_ids:
         return q_ids, None
@@ -140,7 +141,7 @@ def _find_case_limit(case: Case, *, backward: str) -> str | None:
 
 
 def _find_memory_limit(length: int, head_dim: int, itemsize: int) -> str | None:
-    # As compiled for H100: 4 blocks, 256 KiB at depth 128 in f32 and 512 KiB at depth 256.
+    # The kernel compiled for H100 takes 4 blocks: 256 KiB at depth 128 in f32, and 512 KiB at depth 256.
     need = 4 * min(BLOCK, length) * head_dim * itemsize
     if need > SHARED_MEMORY:
         return (

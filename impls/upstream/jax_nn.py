@@ -1,14 +1,15 @@
-"""`jax.nn.dot_product_attention`, with `implementation="xla"` and with `implementation="cudnn"`.
+"""Adapter of `jax.nn.dot_product_attention`, with `implementation="xla"` and with `implementation="cudnn"`.
 
-Masks go to its native arguments where those mean exactly the same (`is_causal`, `local_window_size`,
-`key_value_seq_lengths`), and what is left over to its boolean `mask`. Its logsumexp `[B, T, N]` is natural, comes in
-the operands' dtype (bf16 has lost most digits before the adapter casts it to f32) and carries no gradient
-(`stop_gradient` in the library for XLA; the backward rule for cuDNN ignores its cotangent).
+Masks are passed by the native arguments `is_causal`, `local_window_size` and `key_value_seq_lengths` where these mean
+exactly the same. Other masks are passed by the boolean `mask`. The logsumexp `[B, T, N]` is natural. It has the
+operands' dtype, so in bf16 most digits are lost before the adapter casts it to f32. It carries no gradient: the library
+applies `stop_gradient` for XLA, and its backward rule for cuDNN ignores the cotangent.
 
-cuDNN's flash attention runs on NVIDIA GPUs only and nothing interprets it. What it refuses is as the library checks it
-(`jax._src.cudnn.fused_attention_stablehlo`, `check_is_flash_attention` and `check_layout`, jax 0.10.2): dtypes, depths,
-a bias that does not span both lengths, gradients at odd lengths (meant for calls with a bias, but its check takes the
-placeholder of a missing bias for one). A mask that its own arguments cannot say becomes an additive bias there.
+cuDNN's flash attention runs on NVIDIA GPUs only, and no interpreter runs it. The adapter refuses what the library's
+checks refuse (`jax._src.cudnn.fused_attention_stablehlo`, `check_is_flash_attention` and `check_layout`, jax 0.10.2):
+dtypes, depths, a bias that does not span both lengths, and gradients at odd lengths. The last is meant for calls with a
+bias, but the check mistakes the placeholder of a missing bias for one. A mask without a native argument becomes an
+additive bias there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from cases.case import Case
 from cases.masks import Causal, Full, Lengths, Mask, Window, list_conjuncts
@@ -39,20 +41,20 @@ _HOPPER = (9, 0)
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask,
     segment_ids: Any = None,
     soft_cap: float | None = None,
     sinks: Any = None,
-    bias: jax.Array | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     backend: str = "xla",
 ) -> Any:
-    """The canonical call (`conformance.contract`), by `backend`, the library's `implementation`."""
+    """Implement the canonical call (`conformance.contract`) by `backend`, the library's `implementation`."""
     refuse_unsupported(
         _get_name(backend),
         _get_unsupported(backend),
@@ -82,14 +84,14 @@ def attention(
 def build_mask_arguments(
     mask: Mask, batch: int, q_length: int, kv_length: int, *, backend: str = "xla"
 ) -> dict[str, Any]:
-    """Keyword arguments of `jax.nn.dot_product_attention` that together mean `mask`."""
+    """Build the keyword arguments of `jax.nn.dot_product_attention` that together mean `mask`."""
     native, rest = _split_mask(mask, backend)
     arguments: dict[str, Any] = {}
     for part in native:
         if isinstance(part, Causal):
             arguments["is_causal"] = True
         elif isinstance(part, Window):
-            # It has no unbounded side: a side as long as the sequence means the same.
+            # The argument has no open side; a side as long as the sequence means the same.
             left = q_length if part.left is None else part.left
             right = kv_length if part.right is None else part.right
             arguments["local_window_size"] = (left, right)
@@ -103,9 +105,9 @@ def build_mask_arguments(
 
 
 def _split_mask(mask: Mask, backend: str) -> tuple[list[Mask], list[Mask]]:
-    """The parts of a mask that arguments of their own say, one of each kind, and the rest."""
+    """Split a mask into parts that have a native argument, at most one of each kind, and the rest."""
     parts = [part for part in list_conjuncts(mask) if not isinstance(part, Full)]
-    # cuDNN has a window to the left only, and only beside its causal mask.
+    # cuDNN supports only left windows, and only together with its causal mask.
     windows = backend == "xla" or Causal(0) in parts
     native: list[Mask] = []
     rest: list[Mask] = []

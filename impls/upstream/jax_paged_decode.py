@@ -1,9 +1,9 @@
-"""Paged decode attention of `jax.experimental.pallas.ops`, for TPU and for GPU: one query for each sequence.
+"""Adapter of paged decode attention of `jax.experimental.pallas.ops`, for TPU and for GPU: one query per sequence.
 
-Queries are `[B, N, H]`, pages `[K, pages, page_size, H]`, and entries of the table must name pages, used or not. Logits
-are not scaled inside: `q * scale` is computed in f32 and rounded to q's dtype, as callers do. There is no window, no
-sink and no residual. Pages may be int8 with scales `[K, pages, page_size]`; the kernel for TPUs takes these with one
-more axis, and divides them by 127.5.
+Queries are `[B, N, H]`, pages `[K, pages, page_size, H]`. All table entries must be valid pages, even unused ones. The
+kernels do not scale logits: `q * scale` is computed in f32 and rounded to q's dtype, as its callers do. They support no
+windows and no sinks, and return no residuals. Pages may be int8 with scales `[K, pages, page_size]`; the TPU kernel
+takes these with one more axis, and divides them by 127.5.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from cases.case import SCALED_FEATURES, Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
@@ -25,7 +26,7 @@ from impls.upstream.mask_flags import ONLY_CAUSAL
 
 PAGES_TOGETHER = 2
 SPLITS = 2
-"""Programs of a GPU that share a sequence; tables must be as wide as whole blocks of pages for each."""
+"""Programs of a GPU that share a sequence. The width of tables must be a multiple of the pages per block of each."""
 UNSUPPORTED = {
     "prefill": "takes one query for each sequence",
     "window": ONLY_CAUSAL,
@@ -37,29 +38,32 @@ _ONLY_TPU = {"f16": "the matrix unit multiplies no float16", "kv_fp8": "its page
 
 
 def attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    q: Float[Array, "total_q N H"],
+    k_pages: Shaped[Array, "pages page_size K H"],
+    v_pages: Shaped[Array, "pages page_size K V"],
     *,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
-    k_scales: jax.Array | None = None,
-    v_scales: jax.Array | None = None,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
+    k_scales: Float32[Array, "pages page_size K"] | None = None,
+    v_scales: Float32[Array, "pages page_size K"] | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
     platform: str = "tpu",
     interpret: Any = None,
 ) -> jax.Array:
-    """The paged call (docs/contract.md, section 8) of at most one query a sequence; `interpret` as in `pallas_call`."""
+    """Implement the paged call (docs/contract.md, section 8) for at most one query per sequence.
+
+    `interpret` is as for `pallas_call`.
+    """
     number = jnp.arange(len(kv_lens), dtype=jnp.int32)
-    asks = (number < num_seqs[0]) & (jnp.diff(cu_q_lens) == 1)
-    row = jnp.where(asks, cu_q_lens[:-1], len(q))
+    has_query = (number < num_seqs[0]) & (jnp.diff(cu_q_lens) == 1)
+    row = jnp.where(has_query, cu_q_lens[:-1], len(q))
     factor = 1 / math.sqrt(q.shape[2]) if scale is None else scale
     scaled = (q.astype(jnp.float32) * jnp.float32(factor)).astype(q.dtype)
-    of_sequence = scaled.at[row].get(mode="fill", fill_value=0)
-    lengths = jnp.where(asks, kv_lens, 0)
+    queries = scaled.at[row].get(mode="fill", fill_value=0)
+    lengths = jnp.where(has_query, kv_lens, 0)
     table = jnp.clip(page_indices, 0, len(k_pages) - 1)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % (PAGES_TOGETHER * SPLITS))))
     k, v = (x.transpose(2, 0, 1, 3) for x in (k_pages, v_pages))
@@ -70,7 +74,7 @@ def attention(
             k, v = (_quantize_pages(x, of_x) for x, of_x in zip((k, v), scales, strict=True))
         with use_tpu_interpreter(interpret):
             out = _load_module("tpu").paged_attention(
-                of_sequence,
+                queries,
                 k,
                 v,
                 lengths,
@@ -81,7 +85,7 @@ def attention(
     else:
         by_name = {} if scales is None else dict(zip(("k_scales_pages", "v_scales_pages"), scales, strict=True))
         out = _load_module("gpu").paged_attention(
-            of_sequence,
+            queries,
             k,
             v,
             table,
@@ -97,13 +101,13 @@ def attention(
 
 
 def _quantize_pages(pages: jax.Array, scales: jax.Array) -> Any:
-    """Pages `[K, pages, page_size, H]` and their scales as the kernel for TPUs takes them."""
+    """Convert pages `[K, pages, page_size, H]` and their scales to the form that the TPU kernel takes."""
     module = importlib.import_module("jax.experimental.pallas.ops.tpu.paged_attention.quantization_utils")
     return module.QuantizedTensor(pages, scales[..., None] * jnp.float32(module.MAX_INT8))
 
 
 def _load_module(platform: str) -> ModuleType:
-    """The library's own module, loaded when it is called: on import some versions warn."""
+    """Load the library's module when it is needed: some versions warn on import."""
     return importlib.import_module(f"jax.experimental.pallas.ops.{platform}.paged_attention")
 
 
@@ -127,8 +131,8 @@ def _build_implementation(name: str, platform: str) -> Implementation:
         unsupported=UNSUPPORTED | (_ONLY_TPU if platform == "tpu" else {}),
         offers=SCALED_FEATURES,
         supports_case=functools.partial(_find_case_limit, platform),
-        # The kernel for TPUs makes keys and values bf16 once they are in VMEM, whatever they are. Those with scales are
-        # f32 there, and a chip's products at default precision round them.
+        # The TPU kernel converts keys and values to bf16 in VMEM, whatever their dtype. Those with scales are f32
+        # there, and the chip's products at default precision round them.
         arithmetic=Arithmetic(
             products="bf16" if platform == "tpu" else get_default_products(),
             scaled_q=True,

@@ -1,10 +1,10 @@
-"""Ragged paged attention of `jax.experimental.pallas.ops.tpu`: prompts, chunks and single tokens of many sequences.
+"""Adapter of `jax.experimental.pallas.ops.tpu.ragged_paged_attention`: prompts, chunks and tokens of many sequences.
 
-Its tables are those of the contract. Keys and values of a page lie in one array `[pages, page_size, 2 K, H]`, keys at
-even places. Its window counts the query's own key. It returns no residuals.
+Its tables are those of the contract. Keys and values of a page are one array `[pages, page_size, 2 K, H]`, with keys at
+even indices. Its window includes the query's own key. It returns no residuals.
 
-Neither of JAX's interpreters takes this kernel: the fast one stops at its stores, the one that looks for races at refs
-of another shape. So it is compiled everywhere, and judged on a TPU.
+Neither of JAX's interpreters can run this kernel: the fast one fails at its masked stores, the one that detects races
+at its reshaped refs. So it is compiled everywhere, and only run on a TPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged
+from jaxtyping import Array, Float, Int, Shaped
 
 from cases.case import WHOLE_FEATURES, Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
@@ -24,7 +25,7 @@ from impls.jax_compat import get_default_products, runs_on
 NAME = "jax_ragged_paged_tpu"
 LANES = 128
 BLOCK_Q, BLOCK_KV = 32, 512
-"""Queries and keys of a block on a TPU, about those of its own table for most shapes."""
+"""Queries and keys per block on a TPU, close to those of the library's table for most shapes."""
 NO_TPU = "needs a TPU: JAX's interpreters of TPU kernels stop at its masked stores and at its reshaped refs"
 _JUDGED_SIZES: dict[str, Any] = {"block_q": 8, "block_kv": 48}
 UNSUPPORTED = {
@@ -35,14 +36,14 @@ UNSUPPORTED = {
 
 
 def attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    q: Float[Array, "total_q N H"],
+    k_pages: Shaped[Array, "pages page_size K H"],
+    v_pages: Shaped[Array, "pages page_size K V"],
     *,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
     k_scale: float | None = None,
     v_scale: float | None = None,
     window: tuple[int | None, int] | None = None,
@@ -51,7 +52,7 @@ def attention(
     block_q: int = BLOCK_Q,
     block_kv: int = BLOCK_KV,
 ) -> jax.Array:
-    """The paged call (docs/contract.md, section 8)."""
+    """Implement the paged call (docs/contract.md, section 8)."""
     pages, page_size, num_kv_heads, depth = k_pages.shape
     both = jnp.stack([k_pages, v_pages], axis=3).reshape(pages, page_size, 2 * num_kv_heads, depth)
     left = None if window is None else window[0]

@@ -1,9 +1,9 @@
-"""Splash attention of `jax.experimental.pallas.ops.tpu`.
+"""Adapter of `jax.experimental.pallas.ops.tpu.splash_attention`.
 
-Layout `[N, T, H]` without a batch axis: the adapter maps over the batch, and for grouped heads over the key/value heads
-with MQA kernels, except that a mask for each head goes to the MHA kernel, which takes groups too. The kernel has no
-scale: `q * scale` is computed in f32 and rounded to q's dtype, as its callers do. Its logsumexp is natural and includes
-the sink. With `save_residuals` it cannot be differentiated.
+Layout `[N, T, H]` without a batch axis: the adapter maps over the batch. Grouped heads map over the key/value heads
+with MQA kernels, but a mask per head takes the MHA kernel, which supports groups too. The kernel has no scale: `q *
+scale` is computed in f32 and rounded to q's dtype, as its callers do. Its logsumexp is natural and includes the sink.
+With `save_residuals` it cannot be differentiated.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+from jaxtyping import Array, Float, Int
 
 from cases.case import Case, parse_case_id
 from cases.masks import Mask
@@ -29,19 +30,19 @@ from impls.upstream.mask_flags import build_case_mask
 from impls.upstream.splash_masks import BLOCK, build_library_mask, find_length_limit
 
 BlockSizes = splash.BlockSizes
-_COMPILED_BLOCK = 512  # As ours by default: with the smallest ones, which are its own default, a call is slow.
+_COMPILED_BLOCK = 512  # The default of our kernel. The library's default, the smallest blocks, is slow.
 UNSUPPORTED = {"bias": "takes no bias", "indexer": "takes masks that are known when its kernel is made"}
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask,
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     bias: Any = None,
     scale: float | None = None,
     save_residuals: bool = False,
@@ -50,7 +51,7 @@ def attention(
     block_sizes: BlockSizes | None = None,
     interpret: Any = None,
 ) -> Any:
-    """The canonical call (`conformance.contract`).
+    """Implement the canonical call (`conformance.contract`).
 
     Args:
       q: Queries.
@@ -59,14 +60,14 @@ def attention(
       mask: Any mask that is the same for the whole batch.
       segment_ids: Ids of q and kv.
       soft_cap: Cap of the logits.
-      sinks: One logit a query head.
+      sinks: One logit per query head.
       bias: Refused.
       scale: Factor of the logits.
       save_residuals: Return the logsumexp too.
-      fused_backward: One kernel for all gradients, instead of one for dq and one for dk and dv.
-      largest_block: Blocks are as long as this, or the next power of two below it that divides a length.
-      block_sizes: Of each of its kernels, instead.
-      interpret: As in `pallas_call`; by default true unless the process runs on a TPU.
+      fused_backward: Use one kernel for all gradients, instead of one for dq and one for dk and dv.
+      largest_block: Length of blocks, or the largest power of two below it that divides the length.
+      block_sizes: Block sizes of each of its kernels, in place of `largest_block`.
+      interpret: As for `pallas_call`; by default true unless the process runs on a TPU.
     """
     refuse_unsupported(
         _get_name(fused_backward),
@@ -129,9 +130,9 @@ def _build_kernel(
     block_sizes: BlockSizes,
     interpret: Any,
 ) -> Callable[..., Any]:
-    """A kernel for one mask and shape. Cached: it holds the processed mask, and jit knows it by identity."""
+    """Build a kernel for one mask and shape. Cached, since it holds the processed mask and jit compares identities."""
     make = splash.make_splash_mqa_single_device if is_mqa else splash.make_splash_mha_single_device
-    # Called while tracing, the arrays of the kernel must still be arrays: the next trace gets them from the cache.
+    # The kernel's arrays must not be tracers, even if built while tracing: later traces get them from the cache.
     with jax.ensure_compile_time_eval():
         kernel: Callable[..., Any] = make(
             splash_mask.MultiHeadMask(_build_head_masks(mask, q_length, kv_length, num_heads)),
@@ -144,7 +145,7 @@ def _build_kernel(
 
 
 def _build_uniform_sizes(q_length: int, kv_length: int, largest: int, *, fused_backward: bool) -> BlockSizes:
-    """The same blocks in every kernel, as long as `largest` or the next power of two below it that divides a length."""
+    """Build the same blocks for every kernel: `largest`, or the largest power of two below it that divides a length."""
     q, kv = (math.gcd(length, largest) for length in (q_length, kv_length))
     return BlockSizes(
         block_q=q,
@@ -178,7 +179,7 @@ def _find_limit(mask: Mask, q_length: int, kv_length: int) -> str | None:
 
 
 def _build_tunable(attention: Callable[..., Any]) -> Tunable:
-    """Its blocks, of each of its kernels, and whether the backward is one of them or two."""
+    """Describe to the tuner the blocks of each kernel, and whether the backward pass is one kernel or two."""
 
     def call(settings: KnobSettings, **options: Any) -> Callable[..., Any]:
         is_fused = settings["backward"]["fused"] == 1
@@ -235,12 +236,12 @@ def _build_tunable(attention: Callable[..., Any]) -> Tunable:
 
 
 def _estimate_traffic(case: Case, setting: Setting) -> Traffic:
-    """Of dq, of which the fused kernel writes a part for each key block: these are read, and their sum is written."""
+    """Estimate the HBM traffic of dq. The fused kernel writes one part per key block, and their sum follows."""
     whole = case.batch * case.num_q_heads * case.q_length * case.head_dim * (4 if case.dtype == "f32" else 2)
     return Traffic(beside=(case.kv_length // setting["kv"] + 1) * whole)
 
 
-_KERNEL_SUFFIXES = {  # how their names end
+_KERNEL_SUFFIXES = {  # of the kernels' names
     "forward": "residuals",
     "dq": "_dq_no_residuals",
     "dkv": "_dkv_no_residuals",

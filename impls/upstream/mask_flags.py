@@ -1,4 +1,4 @@
-"""Masks as the few flags that most upstream functions take."""
+"""Conversion of masks to the flags that most upstream functions take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ONLY_CAUSAL = "takes no mask but its causal flag"
 
 
 def find_causal_flag(mask: Mask) -> bool | None:
-    """`causal=` for a function that has no other mask operand; None if the mask is anything else."""
+    """Find the value of `causal=` for a function without other mask operands; None if no flag means the mask."""
     parts = list_conjuncts(mask)
     if not all(isinstance(part, Full) or part == Causal(0) for part in parts):
         return None
@@ -18,5 +18,5 @@ def find_causal_flag(mask: Mask) -> bool | None:
 
 
 def build_case_mask(case: Case) -> Mask:
-    """The mask of a case."""
+    """Build the mask of a case."""
     return mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)

@@ -1,9 +1,9 @@
-"""Mosaic GPU attention for Hopper: `attention_mgpu`, which JAX ships, and that of tokamax (OpenXLA).
+"""Adapters of Mosaic GPU attention for Hopper: JAX's `attention_mgpu`, and the kernel of tokamax (OpenXLA).
 
-Layout `[B, T, N, H]`; tokamax's has no batch axis, and the adapter maps over it. JAX's kernel has no scale: `q * scale`
-is computed in f32 and rounded to q's dtype, as callers do; its buffers are f16 whatever the operands are, and its
-backward pass takes no mask. Its logsumexp is in base 2, tokamax's residuals are the maximum and the sum. No interpreter
-runs these kernels, so they are judged on a Hopper GPU only; their real compiler takes them anywhere.
+Layout `[B, T, N, H]`; tokamax's kernel has no batch axis, so the adapter maps over it. JAX's kernel has no scale:
+`q * scale` is computed in f32 and rounded to q's dtype, as callers do. Its buffers are f16 for all operands, and its
+backward pass supports no mask. Its logsumexp is in base 2; tokamax's residuals are the maximum and the sum. No
+interpreter runs these kernels, so they only run on a Hopper GPU. Their compiler works on every machine.
 
 tokamax's module is private, so the extra `upstream` pins the version that this was written for, 0.0.12.
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 from packaging.version import Version
 
 from cases.case import Case
@@ -30,10 +31,10 @@ from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, re
 from impls.upstream.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
 
 HOPPER = (9, 0)
-BLOCK_Q = 64  # a warpgroup; two of them compute
-BLOCK_KV = 128  # one of the three that the benchmark of JAX's kernel tries, and what tokamax takes by itself
+BLOCK_Q = 64  # queries per warpgroup; two warpgroups compute
+BLOCK_KV = 128  # one of three sizes in the benchmark of JAX's kernel, and tokamax's default
 FIRST_UNSUPPORTED_JAX = Version("0.11")
-BACKWARD_BLOCK = 64  # queries and keys a warpgroup, what tokamax takes by itself
+BACKWARD_BLOCK = 64  # queries and keys per warpgroup, tokamax's default
 _NO_MASKS = dict.fromkeys(
     (
         *("window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head", "dense_batch"),
@@ -57,9 +58,9 @@ _TOKAMAX_MODULES = "tokamax._src.ops.attention.pallas_mosaic_gpu"
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask,
     segment_ids: Any = None,
@@ -70,7 +71,7 @@ def attention(
     save_residuals: bool = False,
     library: str,
 ) -> Any:
-    """The canonical call (`conformance.contract`).
+    """Implement the canonical call (`conformance.contract`).
 
     Args:
       q: Queries.
@@ -78,7 +79,7 @@ def attention(
       v: Values.
       mask: `Full()` or `Causal(0)`.
       segment_ids: Refused.
-      soft_cap: Cap of the logits, refused by JAX's.
+      soft_cap: Cap of the logits; refused for JAX's kernel.
       sinks: Refused.
       bias: Refused.
       scale: Factor of the logits.
@@ -130,7 +131,7 @@ def _call_jax(name: str, q: jax.Array, k: jax.Array, v: jax.Array, causal: bool,
 
 
 def _build_tokamax_call(causal: bool, factor: float, soft_cap: float | None, residuals: bool) -> Callable[..., Any]:
-    """Attention of one batch row, `[T, N, H]`, and its logsumexp if residuals are asked for."""
+    """Build tokamax's attention of one batch row, `[T, N, H]`, which also returns the logsumexp with residuals."""
     forward_module, backward_module = _load_tokamax_module("kernel_sm90"), _load_tokamax_module("vjp_kernel_sm90")
     options = {"is_causal": causal, "logits_soft_cap": soft_cap, "logits_scale": factor}
 
@@ -162,23 +163,23 @@ def _build_tokamax_call(causal: bool, factor: float, soft_cap: float | None, res
         out: jax.Array = forward(q, k, v, False)[0]
         return out
 
-    def first(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        out, found = forward(q, k, v, True)
-        return out, (q, k, v, found, out)
+    def run_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        out, statistics = forward(q, k, v, True)
+        return out, (q, k, v, statistics, out)
 
-    def second(kept: Any, d_out: jax.Array) -> Any:
+    def run_backward(saved: Any, d_out: jax.Array) -> Any:
         config = backward_module.Config(
             block_q_dkv=BACKWARD_BLOCK,
             block_kv_dkv=BACKWARD_BLOCK,
             block_q_dq=BACKWARD_BLOCK,
             block_kv_dq=BACKWARD_BLOCK,
         )
-        q, k, v, found, out = kept
+        q, k, v, statistics, out = saved
         return backward_module.flash_attention_vjp_kernel(
-            *(q, k, v, found, out, d_out), *(None, None, None, None), ds_dtype=None, config=config, **options
+            *(q, k, v, statistics, out, d_out), *(None, None, None, None), ds_dtype=None, config=config, **options
         )[:3]
 
-    run.defvjp(first, second)
+    run.defvjp(run_forward, run_backward)
     return lambda q, k, v: (run(q, k, v), None)
 
 
@@ -207,7 +208,10 @@ def _explain_absence(library: str) -> str | None:
     if importlib.util.find_spec(library) is None:
         return f'{library} is not installed: pip install "attention-conformance[upstream]"'
     if library == "tokamax" and Version(jax.__version__) >= FIRST_UNSUPPORTED_JAX:
-        return f"tokamax 0.0.12 calls Mosaic GPU as jax before {FIRST_UNSUPPORTED_JAX} had it, and this is {jax.__version__}"
+        return (
+            f"tokamax 0.0.12 calls Mosaic GPU as jax before {FIRST_UNSUPPORTED_JAX} had it, "
+            f"and this is {jax.__version__}"
+        )
     if not runs_on("gpu") or get_compute_capability() != HOPPER:
         return "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other"
     return None
@@ -216,7 +220,7 @@ def _explain_absence(library: str) -> str | None:
 def _build_implementation(library: str, what: str) -> Implementation:
     call = functools.partial(attention, library=library)
     name = f"{library}_mosaic_gpu"
-    here = importlib.util.find_spec(library) is not None
+    is_installed = importlib.util.find_spec(library) is not None
     return Implementation(
         name=name,
         call=call,
@@ -228,7 +232,9 @@ def _build_implementation(library: str, what: str) -> Implementation:
         differentiable_residuals=frozenset(),
         gradients=frozenset({"dq", "dk", "dv"}),
         empty_rows="undefined",
-        accelerator=Accelerator(platform="gpu", absent=_explain_absence(library), native=call if here else None),
+        accelerator=Accelerator(
+            platform="gpu", absent=_explain_absence(library), native=call if is_installed else None
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Masks as the objects that splash attention takes, in JAX and in tokamax, which name and mean them alike."""
+"""Conversion of masks to the objects of splash attention. JAX and tokamax use the same names and meanings."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 from cases.masks import And, Causal, Chunked, Full, Mask, Or, Window
 
-BLOCK = 128  # In both the default block; the key block must be a multiple of 128, the number of TPU lanes.
+BLOCK = 128  # The default block of both libraries. Key blocks must be multiples of 128, the number of TPU lanes.
 
 
 def build_library_mask(library: Any, mask: Mask, shape: tuple[int, int]) -> Any:
-    """The library's own mask of the same meaning where it has one, else an array.
+    """Build the library's mask of the same meaning, or an array where it has none.
 
     `Window` and `LocalMask` agree: both count the keys on each side without the query's own.
 
     Args:
-      library: the module with its masks.
+      library: the library's module of masks.
       mask: the same for all heads and batch rows.
       shape: lengths `(T, S)`.
     """
@@ -37,7 +37,7 @@ def build_library_mask(library: Any, mask: Mask, shape: tuple[int, int]) -> Any:
 
 
 def find_length_limit(q_length: int, kv_length: int) -> str | None:
-    """Why the lengths do not fit, or None."""
+    """Return why the library's blocks do not fit the lengths, or None if they do."""
     for name, length in (("T", q_length), ("S", kv_length)):
         if length % BLOCK:
             return f"needs lengths that are multiples of {BLOCK}, its smallest block; {name} is {length}"

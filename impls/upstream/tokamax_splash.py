@@ -1,10 +1,10 @@
-"""Splash attention of tokamax (OpenXLA), a fork of the one that JAX ships, with a fused backward pass only.
+"""Adapter of tokamax's splash attention (OpenXLA), a fork of JAX's with a fused backward pass only.
 
-Layout `[N, T, H]` without a batch axis: the adapter maps over the batch. One key/value head goes to its MQA kernel,
-whose k and v have no head axis, the others to its MHA kernel, which takes groups. One mask holds for all heads; from
-one that is known at run time only, a kernel is made for each batch row. The kernel has no scale: `q * scale` is
-computed in f32 and rounded to q's dtype, as its callers do. It works in base 2 by default, for which it multiplies q by
-`log2(e)` rounded to q's dtype. Its residuals are natural, carry no gradient, and `max_logits` includes the sink.
+Layout `[N, T, H]` without a batch axis: the adapter maps over the batch. A single key/value head takes the MQA kernel,
+whose k and v have no head axis; otherwise the MHA kernel, which supports groups. All heads share one mask. A traced
+mask gets a kernel for each batch row. The kernel has no scale: `q * scale` is computed in f32 and rounded to q's dtype,
+as its callers do. By default it works in base 2, for which it multiplies q by `log2(e)` rounded to q's dtype. Its
+residuals are natural and carry no gradient; `max_logits` includes the sink.
 
 The module is private to tokamax, so the extra `upstream` pins the version that this was written for, 0.0.12.
 """
@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from cases.case import Case, parse_case_id
 from cases.masks import Indexer, Mask, iter_leaves
@@ -35,41 +36,41 @@ from impls.upstream.splash_masks import BLOCK, build_library_mask, find_length_l
 NAME = "tokamax_splash_tpu"
 UNSUPPORTED = {"bias": "takes no bias", "dense_head": "takes one mask for all heads"}
 ABSENT = 'tokamax is not installed: pip install "attention-conformance[upstream]"'
-_DQ_ARRAYS = 3  # In which dq is summed under a mask known at run time; else there is one for each key block.
-_MAX_NARROW_PARTS = 4  # Up to which the parts of dq, one for each key block, are in q's dtype; more are in f32.
+_DQ_ARRAYS = 3  # Arrays in which dq is summed under a traced mask. Otherwise there is one per key block.
+_MAX_NARROW_PARTS = 4  # Up to this many parts of dq, one per key block, have q's dtype; more have f32.
 _PACKAGE = "tokamax._src.ops.experimental.tpu.splash_attention"
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask,
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     bias: Any = None,
     scale: float | None = None,
     save_residuals: bool = False,
     config: Any = None,
     interpret: Any = None,
 ) -> Any:
-    """The canonical call (`conformance.contract`).
+    """Implement the canonical call (`conformance.contract`).
 
     Args:
       q: Queries.
       k: Keys.
       v: Values.
-      mask: Any mask that is the same for all heads, and known at run time only or the same for the whole batch.
+      mask: Any mask that is the same for all heads. A static mask must also be the same for the whole batch.
       segment_ids: Ids of q and kv.
       soft_cap: Cap of the logits.
-      sinks: One logit a query head.
+      sinks: One logit per query head.
       bias: Refused.
       scale: Factor of the logits.
       save_residuals: Return the logsumexp and the largest logits too.
-      config: Its block sizes, a `SplashConfig`; by default its own default.
-      interpret: As in `pallas_call`; by default true unless the process runs on a TPU.
+      config: Block sizes, a `SplashConfig`; by default the library's default.
+      interpret: As for `pallas_call`; by default true unless the process runs on a TPU.
 
     Raises:
       ImportError: tokamax is not installed.
@@ -118,11 +119,11 @@ def attention(
 
 @functools.lru_cache(maxsize=256)
 def _build_kernel(mask: Mask, q_length: int, kv_length: int, *, is_mqa: bool, **options: Any) -> Callable[..., Any]:
-    """A kernel for one mask and shape. Cached: it holds the processed mask, and jit knows it by identity."""
+    """Build a kernel for one mask and shape. Cached, since it holds the processed mask and jit compares identities."""
     library = _load_module("splash_attention_kernel")
     make = library.make_splash_mqa_single_device if is_mqa else library.make_splash_mha_single_device
     allowed = build_library_mask(_load_module("splash_attention_mask"), mask, (q_length, kv_length))
-    # Called while tracing, the arrays of the kernel must still be arrays: the next trace gets them from the cache.
+    # The kernel's arrays must not be tracers, even if built while tracing: later traces get them from the cache.
     with jax.ensure_compile_time_eval():
         kernel: Callable[..., Any] = make(allowed, **_build_options(library, **options))
     return kernel
@@ -131,7 +132,7 @@ def _build_kernel(mask: Mask, q_length: int, kv_length: int, *, is_mqa: bool, **
 def _attend_selected(
     seen: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, sinks: Any, *, is_mqa: bool, **options: Any
 ) -> Any:
-    """One batch row under a mask `[T, S]` that may be traced; the kernel for it always sums dq in three arrays."""
+    """Attend in one batch row under a mask `[T, S]` that may be traced. Its kernel always sums dq in three arrays."""
     library = _load_module("splash_attention_kernel")
     make = library.make_dynamic_splash_mqa if is_mqa else library.make_dynamic_splash_mha
     return make(seen, **_build_options(library, **options))(q, k, v, ids, sinks)
@@ -140,7 +141,7 @@ def _attend_selected(
 def _build_options(
     library: ModuleType, *, soft_cap: float | None, save_residuals: bool, config: Any, interpret: Any
 ) -> dict[str, Any]:
-    """What kernels of both kinds are made with: its block sizes with these options."""
+    """Build the options of both kinds of kernels: a config with soft cap and interpreter, and the residuals."""
     config = dataclasses.replace(
         config or library.SplashConfig.get_default(), attn_logits_soft_cap=soft_cap, interpret=interpret
     )
@@ -148,7 +149,7 @@ def _build_options(
 
 
 def _load_module(name: str) -> ModuleType:
-    """A module of its kernel, imported when a call needs it: it takes seconds."""
+    """Load a module of the library when a call needs it: importing takes seconds."""
     return importlib.import_module(f"{_PACKAGE}.{name}")
 
 
@@ -165,10 +166,10 @@ def _find_case_limit(case: Case) -> str | None:
 
 
 def _find_in_place_limit(group: int, kv_length: int) -> str | None:
-    """Why gradients under a mask known at run time say nothing in the fast interpreter, or None if they do.
+    """Return why gradients under a traced mask are meaningless in the fast interpreter, or None if they are not.
 
-    There an operand that shares its array with a result does not see what was written to the result. The TPU
-    interpreter (`InterpretParams`) and a TPU show it.
+    In the fast interpreter an operand that shares its array with a result does not see writes to the result. It does in
+    the TPU interpreter (`InterpretParams`) and on a TPU.
     """
     if group == 1 and kv_length // BLOCK <= _DQ_ARRAYS:
         return None
@@ -184,7 +185,7 @@ def _find_limit(mask: Mask, q_length: int, kv_length: int) -> str | None:
 
 
 def _build_tunable() -> Tunable:
-    """Blocks of both kernels, and whether dq is summed in three arrays or there is one for each key block."""
+    """Describe to the tuner the blocks of both kernels, and whether dq has three arrays or one per key block."""
 
     def call(settings: KnobSettings, **options: Any) -> Callable[..., Any]:
         forward, fused = settings["forward"], settings["fused"]
@@ -208,7 +209,7 @@ def _build_tunable() -> Tunable:
                 name="forward",
                 phase="forward",
                 candidates=functools.partial(candidates, rows=_FORWARD_CANDIDATES),
-                kernel="residuals",  # without gradients, and so without residuals, its name ends otherwise
+                kernel="residuals",  # the suffix with residuals, which gradients need; without, it is another one
             ),
             Knob(
                 name="fused",
@@ -227,7 +228,7 @@ def _build_tunable() -> Tunable:
 
 
 def _estimate_traffic(case: Case, setting: Setting) -> Traffic:
-    """Of dq, whose parts are read and whose sum is written; where there are three, they are cleared before."""
+    """Estimate the HBM traffic of dq: parts are read, and their sum is written. Three arrays are also cleared first."""
     itemsize = 4 if case.dtype == "f32" else 2
     elements = case.batch * case.num_q_heads * case.q_length * case.head_dim
     if setting["dq_arrays"]:

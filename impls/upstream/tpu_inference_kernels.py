@@ -1,16 +1,17 @@
-"""Kernels of tpu-inference, which is vLLM on TPUs: ragged paged attention (v3), and the same over latents (MLA, v1).
+"""Adapters of tpu-inference (vLLM on TPUs): ragged paged attention (v3), and the same over latents (MLA, v1).
 
-Both write the tokens of their queries into pages. The first is asked for that. The second is asked over pages that
-have these tokens, and gets them from there, so that it writes what it finds. Pages are in the kernels' layouts, which
-servers keep: keys and values one head beside the other, `[pages, page_size, 2 K / packing, packing, H]`, rank and
-rotary part of a latent each in whole lanes. Sequences of one query that stand first are told apart, for which there is
-another program. Windows count the query's own key. There are no residuals, no sinks and no sequence without queries.
+Both kernels write the tokens of their queries into pages. The adapter of the first exposes that. The contract's call
+over latents passes pages that already have these tokens; its adapter gathers them from there, so the kernel writes what
+is there already. Pages have the kernels' layouts, which servers keep. Keys and values alternate by head, `[pages,
+page_size, 2 K / packing, packing, H]`. Rank and rotary part of a latent are each padded to whole lanes. Leading
+sequences with a single query are counted separately, since the kernels have a different program for them. Windows
+include the query's own key. There are no residuals, no sinks, and no sequences without queries.
 
-The sums of the first in bf16 are in bf16 too, block by block, as its callers have them.
+For bf16 the first kernel also keeps its sums in bf16, rounding after each block, as its callers configure it.
 
-Importing the package imports vLLM. These two modules need nothing of it but each other, so they are imported alone. The
-names are private, and of the version that this was written for, 0.32.0. It asks for a version of JAX of its own and for
-vLLM, so it is in no extra here. Neither of JAX's interpreters takes these kernels: both stop at refs of another shape.
+Importing the package imports vLLM. These two modules depend only on each other, so they are imported alone. They are
+private modules of version 0.32.0, for which this was written. The package pins a version of JAX and needs vLLM, so it
+is in no extra here. Neither of JAX's interpreters can run these kernels: both fail at reshaped refs.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
 
 from cases.case import Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
@@ -38,12 +40,13 @@ RAGGED, LATENT = "tpu_inference_ragged_paged_tpu", "tpu_inference_latent_tpu"
 LANES = 128
 BLOCK_Q, BLOCK_KV = 32, 512
 BLOCK_Q_LATENT = 8
-"""Queries and keys of a block on a TPU. Both compile for every generation with these, at 64 and 128 heads in bf16."""
+"""Queries and keys per block on a TPU. With these, both kernels compile for every generation, for 64 and 128 heads in
+bf16."""
 VMEM_LIMIT_BYTES = 64 << 20
 ABSENT = "tpu-inference is not installed: pip install --no-deps tpu-inference==0.32.0"
 NO_TPU = "needs a TPU: JAX's interpreters of TPU kernels stop at its reshaped refs"
 _PACKAGE = "tpu_inference"
-_MAX_INT32 = 2**31 - 1  # of int32: no token is there
+_MAX_INT32 = 2**31 - 1  # beyond every token
 _JUDGED_SIZES: dict[str, Any] = {"block_q": 8, "block_kv": 32}
 UNSUPPORTED = {
     "f16": "the matrix unit multiplies no float16",
@@ -53,23 +56,23 @@ UNSUPPORTED = {
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    q: Float[Array, "total_q N H"],
+    k: Float[Array, "total_q K H"],
+    v: Float[Array, "total_q K V"],
+    k_pages: Float[Array, "pages page_size K H"],
+    v_pages: Float[Array, "pages page_size K V"],
     *,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
     window: tuple[int | None, int] | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
     block_q: int = BLOCK_Q,
     block_kv: int = BLOCK_KV,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The call that writes pages (docs/contract.md, section 8).
+    """Implement the call that writes pages (docs/contract.md, section 8).
 
     Raises:
       ImportError: tpu-inference is not installed.
@@ -102,23 +105,26 @@ def attention(
 
 
 def latent_attention(
-    q: jax.Array,
-    latent_pages: jax.Array,
+    q: Float[Array, "total_q N H"],
+    latent_pages: Float[Array, "pages page_size H"],
     *,
     value_dim: int,
     scale: float,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
     window: tuple[int | None, int] | None = None,
     soft_cap: float | None = None,
     block_q: int = BLOCK_Q_LATENT,
     block_kv: int = BLOCK_KV,
 ) -> jax.Array:
-    """The call over latents in pages, by the same section. Raises `ImportError` as `attention` does.
+    """Implement the call over latents in pages (docs/contract.md, section 8).
 
-    Its tokens are an even number in bf16, and its heads a multiple of the queries of a block.
+    In bf16 the kernel needs an even number of tokens. The number of heads must be a multiple of the queries per block.
+
+    Raises:
+      ImportError: tpu-inference is not installed.
     """
     page_size, total = latent_pages.shape[1], len(q)
     q = _pad_axis(q, 0, total + total % 2)
@@ -149,20 +155,20 @@ def latent_attention(
 
 
 def _pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """`x` with zeros behind it along `axis`, so that it is `size` long."""
+    """Pad `x` with zeros at the end of `axis` to `size`."""
     return jnp.pad(x, [(0, size - x.shape[axis] if n == axis else 0) for n in range(x.ndim)])
 
 
 def _count_window_keys(window: tuple[int | None, int] | None) -> int | None:
-    """How many keys a query sees with its own, none for all before it."""
+    """Count the keys that a query sees, its own included; None without a left bound."""
     return None if window is None or window[0] is None else window[0] + 1
 
 
 def _build_distribution(cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
-    """int32 `[3]`: how many sequences of one query stand first, the same once more, and how many there are."""
+    """Build int32 `[3]`: number of leading sequences with one query, the same again, and number of all sequences."""
     count = num_seqs[0].astype(jnp.int32)
-    alone = jnp.cumprod((jnp.diff(cu_q_lens) == 1).astype(jnp.int32), dtype=jnp.int32).sum(dtype=jnp.int32)
-    first = jnp.minimum(alone, count)
+    leading = jnp.cumprod((jnp.diff(cu_q_lens) == 1).astype(jnp.int32), dtype=jnp.int32).sum(dtype=jnp.int32)
+    first = jnp.minimum(leading, count)
     return jnp.stack([first, first, count])
 
 
@@ -174,7 +180,7 @@ def _gather_tokens(
     cu_q_lens: jax.Array,
     num_seqs: Any,
 ) -> jax.Array:
-    """The latents of the queries' tokens, `[total_q, H]`, as they lie in the pages; zeros past the last sequence."""
+    """Gather the latents of the queries' tokens from the pages, `[total_q, H]`; zeros past the last sequence."""
     most, page_size = len(kv_lens), latent_pages.shape[1]
     token = jnp.arange(total, dtype=jnp.int32)
     ends = jnp.where(jnp.arange(most) < num_seqs[0], cu_q_lens[1:], _MAX_INT32)
@@ -186,7 +192,7 @@ def _gather_tokens(
 
 @contextlib.contextmanager
 def _skip_package_init() -> Iterator[None]:
-    """The package found and not run, for as long as this lasts; one that is imported already is left as it is."""
+    """Let submodules be imported without running the package's `__init__`, unless it is imported already."""
     spec = importlib.util.find_spec(_PACKAGE)
     if _PACKAGE in sys.modules or spec is None:
         yield
@@ -205,7 +211,7 @@ def _skip_package_init() -> Iterator[None]:
 
 @functools.cache
 def _load_module(name: str) -> ModuleType:
-    """A module of its kernels, imported when a call needs it."""
+    """Load a module of the library's kernels when a call needs it."""
     with _skip_package_init():
         return importlib.import_module(f"{_PACKAGE}.kernels.{name}")
 
@@ -257,7 +263,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         description="ragged paged attention (v3) of tpu-inference, which writes new keys and values into pages",
         unsupported=UNSUPPORTED,
         supports_case=_find_case_limit,
-        # In bf16 the maximum, the sum of weights and that of values are rounded after each block of keys.
+        # In bf16 the maximum, the sum of weights and the weighted sum are rounded after each block of keys.
         arithmetic=Arithmetic(products=get_default_products(), softmax="input", block_sums=_JUDGED_SIZES["block_kv"]),
         storage="paged",
         writes_pages=True,

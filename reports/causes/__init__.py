@@ -1,1 +1,1 @@
-"""From red records to what causes them: findings, each with the features of a case that it needs."""
+"""Find what causes red records: findings, each with the features of a case that it needs."""

@@ -1,7 +1,7 @@
-"""The levels of a case, read from its id alone: what a fault may depend on.
+"""Find the levels of a case from its id alone: what a fault may depend on.
 
-A level is one thing that is true of a case: that it has sinks, that T is not S, that it is in bf16. It knows which
-fields of the case decide it, so that a case with it, or without it, can be made of another.
+A level is one thing that is true of a case: that it has sinks, that T is not S, that it is in bf16. It names the fields
+of the case that decide it, so that a case with it, or without it, can be made of another case.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _BLOCKS = (8, 16, 32, 64, 128)
 _DEPTH_BLOCKS = (8, 16, 32, 64)
 _LONG = (128, 256, 512, 1024)
 
-# How much less is believed of a level before anything was seen, in nats: a fault is with a feature sooner than without
-# it, and with a kind of mask sooner than with one number or with one sort of values.
+# How much less likely a level is to matter before anything was seen, in nats. A fault depends on the presence of a
+# feature sooner than on its absence, and on a kind of mask sooner than on one number or one distribution of values.
 _PLAIN, _RARER, _RARE, _RAREST = 0.0, 1.0, 2.0, 3.0
 
 _MASKS = {
@@ -57,7 +57,7 @@ _OPERANDS = {
     "score_mod": "a score by formula",
 }
 _FEATURES = frozenset(itertools.chain.from_iterable(FEATURE_KINDS.values()))
-# What is declared unsupported by another name, or by several.
+# Levels whose features an implementation declares unsupported by another name, or by several.
 _DECLARED_FEATURES: Mapping[str, tuple[str, ...]] = {
     "16 bits": ("bf16", "f16"),
     "cache": ("prefill", "decode"),
@@ -77,12 +77,12 @@ class Level:
     """One thing that is true of a case.
 
     Attributes:
-      odds: how much less it is believed to matter than others, in nats.
+      odds: how much less likely than others it is to matter, in nats.
       name: what it is called.
       words: how a sentence goes on: `with sinks`, `when T is not S`.
       fields: the fields of the case that decide it.
-      example: values of such fields that give a plain case the level, and few others of its sort.
-      counter: values that take it from a plain case, of levels that a plain case has.
+      example: values of such fields that give a plain case the level, and few similar levels.
+      counter: values of such fields that remove the level from a plain case that has it.
     """
 
     odds: float
@@ -94,13 +94,13 @@ class Level:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The features that an implementation declares unsupported to be asked for none of it; empty if it cannot."""
+        """The features to declare unsupported so that no case has the level; empty if no declaration does that."""
         return _DECLARED_FEATURES.get(self.name, (self.name,) if self.name in _FEATURES else ())
 
 
 @functools.lru_cache(maxsize=1 << 15)
 def parse_fields(case: str) -> Mapping[str, str] | None:
-    """The fields that a case id writes, by name, as it writes them; none of what is no case id."""
+    """Parse the fields that a case id names, as it writes them; none if it is no case id."""
     parts = case.split("/")
     if len(parts) < 6 or not (sizes := _SHAPE.fullmatch(parts[2])):
         return None
@@ -116,7 +116,7 @@ def parse_fields(case: str) -> Mapping[str, str] | None:
 
 @functools.lru_cache(maxsize=1 << 15)
 def find_levels(case: str) -> frozenset[Level]:
-    """The levels of a case; none of what is no case id."""
+    """Find the levels of a case; empty if its id is no case id."""
     fields = parse_fields(case)
     if fields is None:
         return frozenset()
@@ -189,21 +189,21 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
     if "-o" in spec:
         yield _create_level("mask offset", "under a mask with an offset", "mask", odds=_RARER)
     for term in terms:
-        # Without an offset a mask may be asked for by name, and with one only as an array.
-        if without := "-o" not in term and term.startswith(("causal", "window")):
+        # Without an offset a mask may be passed by name, and with one only as an array.
+        if is_named := "-o" not in term and term.startswith(("causal", "window")):
             kind = term.partition("-")[0]
             yield _create_level(f"{kind}, no offset", f"{_MASKS[kind]} without an offset", "mask", odds=_RARER)
         if (sides := _WINDOW.match(term)) and "inf" not in (sides[1] or sides[3]):
             words, example = "under a window with a left side", _find_offset_mask("window")
             yield _create_level("left side", words, "mask", odds=_RARER / 2, example=example)
-            if without:
+            if is_named:
                 yield _create_level("left side, no offset", f"{words}, without an offset", "mask", odds=_RARER)
         if sides and sides[2] not in (None, "0", "inf"):
             yield _create_level("right side", "under a window that reaches to the right", "mask", odds=_RARER / 2)
 
 
 def _find_offset_mask(kind: str) -> dict[str, str] | None:
-    """A mask of the kind with an offset, which tells it from those without."""
+    """Return a mask of the kind with an offset, which masks without offset can be told from; none if it has none."""
     masks = {"causal": "causal-o5", "window": "window-l31-r0-o5"}
     return {"mask": masks[kind]} if kind in masks else None
 
@@ -294,19 +294,19 @@ def _iter_depth_levels(sizes: Mapping[str, int]) -> Iterator[Level]:
 
 @functools.lru_cache(maxsize=1 << 15)
 def find_oddities(case: str) -> frozenset[str]:
-    """The fields of a case that are out of the ordinary; all of what is no case id."""
+    """Find the fields of a case that are out of the ordinary; all sizes if its id is no case id."""
     fields = parse_fields(case)
     if fields is None:
         return frozenset(_SIZES)
     plain = {"phase": "train", "dtype": "f32", "mask": "full", "distribution": "normal"}
     odd = {name for name, value in plain.items() if fields[name] != value}
-    odd |= {one for one, other in (HEADS, LENGTHS, DEPTHS) if fields[one] != fields[other]}
+    odd |= {first for first, second in (HEADS, LENGTHS, DEPTHS) if fields[first] != fields[second]}
     return frozenset(odd | (fields.keys() - plain.keys() - {*_SIZES, "seed"}))
 
 
 @functools.lru_cache(maxsize=1 << 15)
 def rank_plainness(case: str) -> tuple[int, int, str]:
-    """Sorts cases, the plainest first: by how many things are out of the ordinary, then by size."""
+    """Return a sort key of cases, the plainest first: by how many fields are out of the ordinary, then by size."""
     fields = parse_fields(case)
     if fields is None:
         return len(_SIZES), 0, case

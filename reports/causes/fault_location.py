@@ -1,19 +1,20 @@
-"""Locating faults: the levels, alone or in pairs, that tell what is red from what is green.
+"""Locate faults: find the levels, alone or in pairs, that distinguish red rows from green ones.
 
-Every row of a covering array has many levels, and every pair of levels stands in some row. Which of them a fault needs
-follows from which rows fail. Nie and Leung call the least of them the minimal failure-causing schema ("The minimal
-failure-causing schema of combinatorial testing", ACM TOSEM 20(4), 2011). Colbourn and McClary say from which arrays
-that can always be told ("Locating and detecting arrays for interaction faults", Journal of Combinatorial Optimization
-15, 2008). A covering array is not one of them: what it cannot tell apart is returned as such. BEN ranks suspicious
-combinations (Ghandehari, Lei, Xie, Kuhn and Kacker, "Identifying failure-inducing combinations in a combinatorial test
-set", ICST 2012) and confirms them by further tests, as `conformance.judging.failure_probes.confirmation` does.
+A row is a case of a covering array. It has many levels, and every pair of levels stands in some row. Which of them a
+fault needs follows from which rows fail. Nie and Leung call the smallest such combination the minimal failure-causing
+schema ("The minimal failure-causing schema of combinatorial testing", ACM TOSEM 20(4), 2011). Colbourn and McClary
+define the arrays from which it can always be determined ("Locating and detecting arrays for interaction faults",
+Journal of Combinatorial Optimization 15, 2008). A covering array is not one of them, so combinations that its rows
+cannot distinguish are returned together. BEN ranks suspicious combinations (Ghandehari, Lei, Xie, Kuhn and Kacker,
+"Identifying failure-inducing combinations in a combinatorial test set", ICST 2012) and confirms them by further tests,
+as `conformance.judging.failure_probes.confirmation` does.
 
-Three things are other than there. A wrong row may be right by chance, since a wrong mask matters little to some values:
-so a split is scored, and need not be clean. It is scored by how much likelier it makes the evidence that nearly all
-rows with the combination are red, and nearly none without it, against one rate of red for all. There are several
-faults at once: the best combination explains its red rows, the rest is explained by the next, and then each is looked
-for again among what the others leave. And a fault shows in several results of a row, the *signals*. They say the same,
-so that the clearest counts, and not their sum.
+Three things differ from these papers. First, a faulty row may pass by chance, since a wrong mask matters little to some
+values. So a split of the rows is scored, and need not be clean. The score compares two hypotheses: nearly all rows with
+the combination are red and nearly none without it, against one rate of red for all rows. Second, there may be several
+faults at once. The best combination explains its red rows, the next explains the rest, and then each is sought again
+among what the others leave. Third, a fault shows in several results of a row, the *signals*. They repeat the same
+evidence, so the clearest signal counts, and not their sum.
 """
 
 from __future__ import annotations
@@ -25,31 +26,32 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 MAX_COMBINATIONS = 12
-"""Combinations that are looked for: more faults than that at once nobody tells apart."""
-_PASSES = 2  # looking again at each among what the others leave
+"""Combinations that are sought: more faults at once cannot be told apart."""
+_PASSES = 2  # how often each is sought again among what the others leave
 
-# With a combination, rows are red but for what hides it; without, none but for other faults that are not found yet. As
-# distributions of the rate of red (beta), flat at the side that is expected and steep at the other.
+# Beta distributions of the rate of red. With a combination, rows are red unless chance hides the fault. Without it,
+# rows are green unless another fault, not found yet, makes them red. Each distribution is flat on the expected side and
+# steep on the other.
 _RATE_WITH, _RATE_WITHOUT, _RATE_OF_ANY = (1.0, 0.5), (0.3, 1.0), (1.0, 1.0)
 _MIN_GAIN = 0.5
-"""How much likelier at least, in nats, a combination must make what was seen, its complexity taken off."""
+"""How much likelier, in nats, a combination must make the evidence, less the cost of its complexity."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Signal:
-    """Where one result is red, and where it is green: sets of rows, as bits."""
+    """The rows where a result is red, and those where it is green, as sets of bits."""
 
     red: int
     green: int
 
-    def but(self, rows: int) -> Signal:
-        """What is left if red rows are explained otherwise."""
+    def remove(self, rows: int) -> Signal:
+        """Return the signal without red rows that something else explains."""
         return Signal(self.red & ~rows, self.green)
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A level: the rows that have it, and how much less than others it is believed to matter, in nats."""
+    """A level: the rows that have it, and how much less likely than others it is to matter, in nats."""
 
     rows: int
     odds: float = 0.0
@@ -57,7 +59,13 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """Levels by their numbers, none of them for every row; `rows` have them all, and `others` have the same rows."""
+    """A combination of levels.
+
+    Attributes:
+      levels: their numbers; no level stands for every row.
+      rows: the rows that have them all.
+      others: other combinations with the same rows.
+    """
 
     levels: tuple[int, ...]
     rows: int
@@ -67,12 +75,12 @@ class Combination:
 def locate(
     levels: Sequence[Candidate], signals: Mapping[str, Signal], found: Sequence[Combination] = ()
 ) -> list[Combination]:
-    """The fewest combinations that explain the red rows of all signals, as far as they can be told.
+    """Find the fewest combinations that explain the red rows of all signals, as far as rows distinguish them.
 
     Args:
       levels: those that a row may have.
       signals: by name, those first in which a fault shows most plainly.
-      found: what explains red rows already.
+      found: combinations that explain red rows already.
     """
     chosen: list[Combination] = []
     while (
@@ -97,22 +105,22 @@ def locate(
 
 
 def explains(combination: Combination, signal: Signal) -> bool:
-    """Whether a signal is red as that combination would make it."""
+    """Return whether a signal is red as the combination would make it."""
     return _compute_gain(combination.rows, signal) > 0 and bool(combination.rows & signal.red)
 
 
 def find_clearest_signal(combination: Combination, signals: Mapping[str, Signal]) -> str:
-    """The signal by which a combination is shown best: of those that say nearly as much as any, the first."""
+    """Find the signal that shows a combination best: the first of those that gain nearly as much as any."""
     gains = {name: _compute_gain(combination.rows, signal) for name, signal in signals.items()}
     most = max(gains.values())  # below zero where no signal is as the combination would make it
     return next(name for name, gain in gains.items() if gain >= min(most, most / 2))
 
 
 def add_indistinguishable(levels: Sequence[Candidate], one: Combination, signal: Signal) -> Combination:
-    """The combination, with the others that a signal cannot tell from it: each has one other level in place of one.
+    """Add the combinations that a signal cannot distinguish from this one: each replaces one level by another.
 
-    What other results say of more cases does not tell them apart where this one was not asked. A level that all cases
-    have where it was asked, as gradients are asked in training, is none of them.
+    Results of more cases do not help where this signal was not judged. A level is no alternative if all cases have it
+    where the signal was judged, as gradients are judged in training only.
     """
     asked = signal.red | signal.green
     others = list(one.others)
@@ -136,29 +144,29 @@ def _iter_unexplained(
 
 
 def remove_explained(found: Sequence[Combination], signals: Mapping[str, Signal]) -> dict[str, Signal]:
-    """What is left of the signals when those combinations explain what they explain."""
+    """Remove the red rows of each signal that some of these combinations explain."""
     left = dict(signals)
     for combination in found:
-        left = {name: s.but(combination.rows) if explains(combination, s) else s for name, s in left.items()}
+        left = {name: s.remove(combination.rows) if explains(combination, s) else s for name, s in left.items()}
     return left
 
 
 def _find_best(levels: Sequence[Candidate], signals: Mapping[str, Signal]) -> Combination | None:
-    """The combination that explains most for how complex it is; none if none explains anything."""
-    open_ones = [signal for signal in signals.values() if signal.red]
-    if not open_ones:
+    """Find the combination that gains most after its cost; none if no combination explains anything."""
+    red_signals = [signal for signal in signals.values() if signal.red]
+    if not red_signals:
         return None
-    seen = functools.reduce(lambda rows, signal: rows | signal.red | signal.green, open_ones, 0)
+    seen = functools.reduce(lambda rows, signal: rows | signal.red | signal.green, red_signals, 0)
     cost = math.log(max(2, len(levels)))
     best: tuple[float, float] | None = None
     by_rows: dict[int, list[tuple[float, tuple[int, ...]]]] = {}
     winner = 0
-    for price, numbers, rows in _iter_combinations(levels, seen, cost, _join_red(open_ones)):
+    for price, numbers, rows in _iter_combinations(levels, seen, cost, _join_red(red_signals)):
         tied = by_rows.setdefault(rows, [])
         tied.append((price, numbers))
         if len(tied) > 1 and price >= min(other for other, _ in tied[:-1]):
-            continue
-        gains = [_compute_gain(rows, signal) for signal in open_ones]
+            continue  # a cheaper combination with the same rows was scored
+        gains = [_compute_gain(rows, signal) for signal in red_signals]
         worth = (max(gains) - price, math.fsum(gains))
         if worth[0] > _MIN_GAIN and (best is None or worth > best):
             best, winner = worth, rows
@@ -178,7 +186,7 @@ def _join_red(signals: Sequence[Signal]) -> int:
 def _iter_combinations(
     levels: Sequence[Candidate], seen: int, cost: float, red: int
 ) -> Iterator[tuple[float, tuple[int, ...], int]]:
-    """Price, levels and rows of each combination: no level, one, or two that say more than either alone."""
+    """Yield the cost, levels and rows of each combination: no level, one, or two whose rows neither alone has."""
     yield 0.0, (), seen
     single = [(cost + level.odds, number, level.rows & seen) for number, level in enumerate(levels)]
     single = [one for one in single if one[2] & red]
@@ -191,10 +199,10 @@ def _iter_combinations(
 
 
 def _compute_gain(rows: int, signal: Signal) -> float:
-    """How much likelier it makes a signal, in nats, that it goes by these rows."""
+    """Compute how much likelier a signal is, in nats, if these rows decide it than if nothing does."""
     red, green = (rows & signal.red).bit_count(), (rows & signal.green).bit_count()
     other_red, other_green = signal.red.bit_count() - red, signal.green.bit_count() - green
-    if red * other_green < other_red * green:  # it is red sooner without
+    if red * other_green < other_red * green:  # red is more frequent without
         return -math.inf
     return _compute_gain_of_counts(red, green, other_red, other_green)
 
@@ -207,7 +215,7 @@ def _compute_gain_of_counts(red: int, green: int, other_red: int, other_green: i
 
 @functools.lru_cache(maxsize=1 << 16)
 def _compute_evidence(red: int, green: int, a: float, b: float) -> float:
-    """The logarithm of how likely so many red and green rows are, in one order, whose rate is beta-distributed."""
+    """Compute the log likelihood of so many red and green rows, in one order, under a beta-distributed rate of red."""
     return _compute_log_beta(red + a, green + b) - _compute_log_beta(a, b)
 
 

@@ -1,17 +1,16 @@
-"""A finding: red records that one cause explains, and what is known of the cause."""
+"""Define a finding: red records that one cause explains, and what is known of the cause."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from cases.operand_registry import RESIDUALS
-from conformance.records import ERROR, FAIL, UNEXPECTED_PASS, Record
-from reports import shared_evidence
+from conformance.records import ERROR, FAIL, RED, UNEXPECTED_PASS, Record
 from reports.causes.case_levels import Level
-from reports.conformity import Contender
+from reports.record_groups import Contender
 
 RAISES, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED = (
     "raises",
@@ -33,6 +32,8 @@ PLAIN_CALL = (
     f"{STATISTICS}/out",
 )
 """The results of the plain call, those first in which a fault of the forward pass shows most plainly."""
+FINITE_BEHIND_MASK = 'behind_mask="finite"'
+"""The declaration that memory behind the mask must be finite."""
 
 # How reasons begin that say that what came back cannot be compared with what was expected.
 _WRONG_FORM = re.compile(r"(dtype|shape) is ")
@@ -55,17 +56,18 @@ class Finding:
     """Red records that one cause explains.
 
     Attributes:
-      contender: whose.
+      contender: whose records.
       kind: one of `KINDS`.
-      levels: those that a case needs to fail, none if every case does. No tuple where nothing tells which cases do.
-      others: other levels that stand in the same cases, so that no case tells which of them it is.
-      question: the check and the result that it was located by.
+      levels: those that a case needs to fail, none if every case fails; not a tuple if it is unknown which cases fail.
+      others: other levels that stand in the same cases, so that no case distinguishes them from `levels`.
+      question: the check and the result that the cause was located by.
       records: all red records that it explains, those of its own kind first.
       inside, outside: how many cases fail with these levels, and without.
-      left_out: how many more were asked, and are in neither, since other findings explain why they fail.
+      left_out: how many more cases were asked, and are in neither, since other findings explain why they fail.
       smallest: the record of the plainest case that shows it, which may be one that was run to confirm it.
-      without: for each level, the case of `smallest` without it, where that passes; empty where it was not seen to.
-      passes: a plain case with these levels that passes, empty if there is none: then they are not all it takes.
+      without: for each level, the case of `smallest` without it, if that passes; empty if none was seen to pass.
+      passes: a plain case with these levels that passes, empty if there is none. It shows that the levels alone do not
+        make a case fail.
     """
 
     contender: Contender
@@ -93,51 +95,43 @@ class Finding:
 
     @property
     def own(self) -> tuple[Record, ...]:
-        """The records that show it themselves."""
+        """The records of the finding's own kind, which show the cause themselves."""
         return tuple(record for record in self.records if classify_record(record) == self.kind)
 
     @property
     def results(self) -> tuple[str, ...]:
         """The results that are wrong by its own kind of check, most often first."""
-        return _order_by_frequency(get_result(record.observable) for record in self.own or self.records)
+        return order_by_frequency(get_result(record.observable) for record in self.own or self.records)
 
     @property
     def checks(self) -> tuple[str, ...]:
         """The checks that show it, most often first."""
-        return _order_by_frequency(record.check for record in self.own or self.records)
+        return order_by_frequency(record.check for record in self.own or self.records)
 
     @property
     def follows(self) -> tuple[str, ...]:
         """Checks whose failures follow from it, most often first."""
         shown = set(self.checks)
-        return tuple(
-            check for check in _order_by_frequency(record.check for record in self.records) if check not in shown
-        )
-
-
-def choose_foremost(found: Sequence[Finding], most: int) -> list[tuple[int, Finding]]:
-    """So many findings with their numbers, of each contender the first before the second of any other."""
-    ranks: Counter[Contender] = Counter()
-    ranked = []
-    for number, finding in enumerate(found, 1):
-        ranked.append((ranks[finding.contender], number, finding))
-        ranks[finding.contender] += 1
-    chosen = sorted(ranked, key=lambda one: one[:2])[:most]
-    return sorted(((number, finding) for _, number, finding in chosen), key=lambda one: one[0])
+        return tuple(c for c in order_by_frequency(record.check for record in self.records) if c not in shown)
 
 
 def get_signal(record: Record) -> str:
-    """What a record says of its case, as a check and a result."""
+    """Return what a record judges as `check/result`."""
     return f"{record.check}/{get_result(record.observable)}"
 
 
+def get_result(observable: str) -> str:
+    """Return the result that an observable is about: `dq` of `dq.row.nan`."""
+    return observable.partition(".")[0]
+
+
 def classify_record(record: Record) -> str:
-    """What a red record would be about if nothing else explained it."""
+    """Return the kind of finding that a red record would be if nothing else explained it."""
     if record.verdict == UNEXPECTED_PASS:
         return UNEXPECTED
     if record.verdict == ERROR or is_wrong_form(record):
         return RAISES
-    if shared_evidence.is_mask_leak(record):
+    if is_mask_leak(record):
         return BEHIND_MASK
     if get_signal(record) in PLAIN_CALL:
         return FORWARD
@@ -145,24 +139,33 @@ def classify_record(record: Record) -> str:
 
 
 def is_wrong_form(record: Record) -> bool:
-    """Whether a result has another dtype or shape than asked, so that nothing is known of its numbers."""
+    """Return whether a result has another dtype or shape than asked, so that nothing is known of its numbers."""
     return record.verdict == FAIL and record.worst is None and _WRONG_FORM.match(record.reason) is not None
 
 
+def is_mask_leak(record: Record) -> bool:
+    """Return whether a record is red because NaN or infinity behind the mask reaches a result."""
+    return record.verdict in RED and (is_mask_poison(record) or record.remedy == FINITE_BEHIND_MASK)
+
+
+def is_mask_poison(record: Record) -> bool:
+    """Return whether NaN or infinity was put behind the mask."""
+    return record.check == "poison" and record.observable.rpartition(".")[2] in ("nan", "inf")
+
+
 def is_about_gradients(signal: str) -> bool:
-    """Whether a check and a result are about gradients."""
+    """Return whether a check and a result are about gradients."""
     return signal.startswith(("gradients", f"{STATISTICS}/"))
 
 
 def find_raising_line(reason: str) -> re.Match[str] | None:
-    """Where a reason names the line that raises, as `place`: last, since a message may say anything before."""
+    """Find where a reason names the line that raises, as the group `place`.
+
+    The last match counts, since a message may have anything before it.
+    """
     return next(reversed(list(_RAISING_LINE.finditer(reason))), None)
 
 
-def get_result(observable: str) -> str:
-    """`dq` of `dq.row.nan`."""
-    return observable.partition(".")[0]
-
-
-def _order_by_frequency(names: Iterable[str]) -> tuple[str, ...]:
+def order_by_frequency(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the different names, the most frequent first."""
     return tuple(name for name, _ in Counter(names).most_common())

@@ -1,13 +1,14 @@
-"""How findings are put into words, the same in every report."""
+"""Put findings into words, the same in every report."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from conformance.records import Record
-from reports import shared_evidence, text_format
 from reports.causes.case_levels import LENGTHS, Level, parse_fields, rank_plainness
 from reports.causes.finding import (
     BEHIND_MASK,
@@ -20,13 +21,19 @@ from reports.causes.finding import (
     Finding,
     Share,
     find_raising_line,
+    is_mask_leak,
     is_wrong_form,
 )
+from reports.causes.remedies import MaskLeak, Remedy, find_remedies, summarize_mask_leak
+from reports.record_groups import Contender
+from reports.text_format import format_count, format_judged, format_pattern, format_worst, shorten_text
 
 _MAX_NAMED = 5  # checks and results that a line names
 _MAX_QUESTIONS = 2  # questions of a check that a title names
+_MAX_OTHERS = 3  # combinations of other levels that a line names
 _MAX_MESSAGE = 120
 _EXCEPTION = re.compile(r"[A-Z]\w*(:|$)")
+_LIMIT_REASON = re.compile(r"^ratio \S+ exceeds \S+(; rms \S+ exceeds \S+)?$|^rms \S+ exceeds \S+$")
 _SIZE_LETTERS = {
     "batch": "B=",
     "q_length": "T=",
@@ -38,25 +45,88 @@ _SIZE_LETTERS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class FindingText:
+    """A finding in words.
+
+    Attributes:
+      number: its place among the findings of a report, from 1.
+      finding: what the words are about.
+      title: what is wrong, and since which feature, in one sentence.
+      facts: what else is known of it, a line each.
+      evidence: figures and reason of its smallest case, a line each.
+    """
+
+    number: int
+    finding: Finding
+    title: str
+    facts: tuple[str, ...]
+    evidence: tuple[str, ...]
+
+
+def describe_finding(number: int, finding: Finding) -> FindingText:
+    """Put a finding into words."""
+    title, facts, evidence = format_title(finding), list_facts(finding), list_evidence(finding.smallest)
+    return FindingText(number, finding, title, tuple(facts), tuple(evidence))
+
+
+def choose_foremost(findings: Sequence[FindingText], most: int) -> tuple[list[FindingText], int, int]:
+    """Choose up to `most` findings, the first of each contender before the second of any.
+
+    Returns:
+      The chosen findings in the order of their numbers, how many others there are, and how many failures these explain.
+    """
+    ranks: Counter[Contender] = Counter()
+    ranked = []
+    for text in findings:
+        ranked.append((ranks[text.finding.contender], text.number, text))
+        ranks[text.finding.contender] += 1
+    ranked.sort(key=lambda one: one[:2])
+    shown = sorted((text for _, _, text in ranked[:most]), key=lambda text: text.number)
+    hidden = [text for _, _, text in ranked[most:]]
+    return shown, len(hidden), sum(len(text.finding.records) for text in hidden)
+
+
 def format_title(finding: Finding) -> str:
-    """What is wrong, and since which feature, in one sentence."""
+    """Format what is wrong, and since which feature, as one sentence."""
     where = _format_where(finding)
     return f"{_format_fault(finding)}{',' * (finding.kind == RAISES)} {where}" if where else _format_fault(finding)
 
 
+def list_facts(finding: Finding) -> list[str]:
+    """List what is known of a finding beside its title, a line each."""
+    if finding.kind == BEHIND_MASK:
+        lines = [_format_mask_leak(finding)]
+    else:
+        lines = [
+            format_shares(finding),
+            format_alternatives(finding),
+            format_confirmation(finding),
+            format_explained(finding),
+            format_refusal(finding),
+        ]
+    return [line for line in (*lines, *format_remedies(finding)) if line]
+
+
+def list_evidence(record: Record) -> list[str]:
+    """List the figures of a record, the pattern of its error, and its reason if that says more, a line each."""
+    facts = (format_judged(record), format_worst(record), format_pattern(record))
+    lines = [line for line in facts if line]
+    reason = _LIMIT_REASON.sub("", record.reason)
+    return [*lines, shorten_text(reason, longest=300)] if reason else lines
+
+
 def format_shares(finding: Finding) -> str:
-    """How many of the cases with its levels fail, and without; empty where one case is all there is."""
+    """Format how many cases fail with the levels of a finding, and without; empty if there is only one case."""
     inside, outside = finding.inside, finding.outside
     if finding.kind in (BEHIND_MASK, UNEXPECTED) or inside.asked + outside.asked < 2:
         return ""
     if finding.levels is None and finding.is_explained:
         return f"fails in {_format_share(inside)}"
     if finding.levels is None:
-        return f"fails in {_format_share(inside)}, and no feature or pair of features tells which"
+        return f"fails in {_format_share(inside)}, and no feature or pair of features distinguishes them"
     left_out = (
-        f"; {text_format.format_count(finding.left_out, 'case')} that fail otherwise left out"
-        if finding.left_out
-        else ""
+        f"; {format_count(finding.left_out, 'case')} that fail for other reasons left out" if finding.left_out else ""
     )
     if not finding.levels:
         return f"fails in {_format_share(inside)}{left_out}"
@@ -65,29 +135,29 @@ def format_shares(finding: Finding) -> str:
 
 
 def format_alternatives(finding: Finding) -> str:
-    """Which other levels it may be that it needs, as far as cases tell; empty if there are none."""
+    """Format which other levels may be the cause, as far as cases distinguish them; empty if there are none."""
     if not finding.others:
         return ""
-    more = f", or {len(finding.others) - 3} more" if len(finding.others) > 3 else ""
-    return f"or {', or '.join(map(_format_levels, finding.others[:3]))}{more}: no case tells them apart"
+    more = f", or {len(finding.others) - _MAX_OTHERS} more" if len(finding.others) > _MAX_OTHERS else ""
+    return f"or {', or '.join(map(_format_levels, finding.others[:_MAX_OTHERS]))}{more}: no case distinguishes them"
 
 
 def format_confirmation(finding: Finding) -> str:
-    """What was seen beside the smallest case; empty if nothing was."""
+    """Format which neighbours of the smallest case pass; empty if none was seen to."""
     if finding.without:
         levels = zip(finding.levels or (), finding.without, strict=True)
         ways = [format_difference(finding.smallest.case, case, level.fields) for level, case in levels if case]
         partly = "" if finding.is_confirmed else " in part"
         return f"confirmed{partly}: this case fails, and the same {' or '.join(ways)} passes"
     if finding.passes and finding.levels:
-        return f"not all it takes: {finding.passes} is such a case, and passes"
+        return f"needs more than that: {finding.passes} has the same features, and passes"
     return ""
 
 
 def format_explained(finding: Finding) -> str:
-    """How many failures it explains, which results are wrong beside those of the title, and what follows."""
+    """Format how many failures a finding explains, which other results are wrong, and what follows from it."""
     count, cases = len(finding.records), len({record.case for record in finding.records})
-    text = f"explains {text_format.format_count(count, 'failure')} in {text_format.format_count(cases, 'case')}"
+    text = f"explains {format_count(count, 'failure')} in {format_count(cases, 'case')}"
     if finding.kind == RAISES:
         return f"{text}, of {_format_list(finding.checks)}"
     if finding.kind == CHECK:
@@ -97,52 +167,53 @@ def format_explained(finding: Finding) -> str:
 
 
 def format_difference(fails: str, passes: str, names: Iterable[str]) -> str:
-    """What another case has in place of some fields of one, as a sentence goes on."""
-    one, other = parse_fields(fails) or {}, parse_fields(passes) or {}
-    differ = [name for name in names if one.get(name) != other.get(name)]
-    gone = [one[name] for name in differ if name not in other or (name == "mask" and other[name] == "full")]
-    put = [f"{_SIZE_LETTERS.get(name, '')}{other[name]}" for name in differ if one.get(name) not in gone]
+    """Format what the case `passes` has in place of some fields of the case `fails`, as a sentence goes on.
+
+    Args:
+      fails: id of the case that fails.
+      passes: id of the case that passes.
+      names: the fields to compare.
+    """
+    failing, passing = parse_fields(fails) or {}, parse_fields(passes) or {}
+    differ = [name for name in names if failing.get(name) != passing.get(name)]
+    gone = [failing[name] for name in differ if name not in passing or (name == "mask" and passing[name] == "full")]
+    put = [f"{_SIZE_LETTERS.get(name, '')}{passing[name]}" for name in differ if failing.get(name) not in gone]
     ways = [f"{word} {_join_words(found)}" for word, found in (("without", gone), ("with", put)) if found]
     return " and ".join(ways)
 
 
-def format_leak(finding: Finding) -> str:
-    """How much NaN and infinity behind the mask do, of a finding that is about that; else empty."""
-    if finding.kind != BEHIND_MASK:
-        return ""
-    (found,), _ = shared_evidence.find_mask_leaks(finding.records)
-    return text_format.format_mask_leak(found).partition(": ")[2]
+def format_mask_leak(leak: MaskLeak) -> str:
+    """Format how many failures NaN and infinity behind the mask make, and what declaration mends them."""
+    text = f"{format_count(leak.count, 'failure')} in {format_count(leak.cases, 'case')} ({', '.join(leak.checks)})"
+    if not leak.remedy:
+        return text
+    tried = "all" if leak.tried == leak.count else f"{leak.tried:,}"
+    return f"{text}; {tried} would pass with the declaration {leak.remedy}"
 
 
 def format_remedies(finding: Finding) -> list[str]:
-    """Declarations under which it would pass for the most part, where that was tried; said of leaks elsewhere."""
+    """Format the declarations under which most failures of a finding would pass, a line each.
+
+    Of leaks behind the mask, `format_mask_leak` names the declaration.
+    """
     if finding.kind == BEHIND_MASK:
         return []
-    found = shared_evidence.find_remedies(finding.records)
-    if told := [one for one in found if _is_remedy(one, finding)]:
-        return [text_format.format_remedy(one) for one in told]
-    mended, tried = sum(one.count for one in found), max((one.tried for one in found), default=0)
+    found = find_remedies(finding.records)
+    if chosen := [remedy for remedy in found if _is_remedy(remedy, finding)]:
+        return [_format_remedy(remedy) for remedy in chosen]
+    explained, tried = sum(remedy.count for remedy in found), max((remedy.tried for remedy in found), default=0)
     # One declaration mends what rounds little, and several at once what rounds more: neither alone mends most.
-    if len(found) > 1 and 4 * mended >= 3 * tried:
-        return [text_format.format_several_remedies(found)]
+    if len(found) > 1 and 4 * explained >= 3 * tried:
+        return [_format_several_remedies(found)]
     return []
 
 
-def _is_remedy(found: shared_evidence.Remedy, finding: Finding) -> bool:
-    """Whether a declaration mends the smallest case, or most of several on which declarations were tried.
-
-    They are tried on few failures, and some failure in hundreds is mended by any.
-    """
-    most = found.count > 1 and 4 * found.count >= 3 * found.tried
-    return finding.smallest.remedy == found.remedy or most or 2 * found.count >= len(finding.records)
-
-
 def format_refusal(finding: Finding) -> str:
-    """How it is said that what always raises is not supported; empty where it does not always, or not by a level."""
+    """Format how to declare unsupported what always raises; empty if it does not always, or not by a level."""
     if finding.kind != RAISES or not finding.levels or finding.inside.red < finding.inside.asked:
         return ""
     if is_wrong_form(finding.smallest):
-        return ""  # it is mended by a cast
+        return ""  # a cast mends it
     if all(set(level.fields) <= set(LENGTHS) for level in finding.levels):
         return "if such lengths are not supported: raise NotImplementedError for them"
     if finding.outside.red or len(finding.levels) != 1:
@@ -152,23 +223,33 @@ def format_refusal(finding: Finding) -> str:
     return f"if it is not supported: unsupported={{{features}}}" if features else ""
 
 
-def list_facts(finding: Finding) -> list[str]:
-    """What is known of it beside the title, a line each."""
-    what = (
-        [format_leak(finding)]
-        if finding.kind == BEHIND_MASK
-        else [format_shares(finding), format_alternatives(finding), format_confirmation(finding)]
-    )
-    what += [] if finding.kind == BEHIND_MASK else [format_explained(finding), format_refusal(finding)]
-    return [line for line in (*what, *format_remedies(finding)) if line]
+def _is_remedy(remedy: Remedy, finding: Finding) -> bool:
+    """Return whether a declaration mends the smallest case, or most of several failures that it was tried on.
+
+    Declarations are tried on few failures, and any declaration mends some failure in hundreds.
+    """
+    mends_most = remedy.count > 1 and 4 * remedy.count >= 3 * remedy.tried
+    is_of_smallest = finding.smallest.remedy == remedy.declaration
+    return is_of_smallest or mends_most or 2 * remedy.count >= len(finding.records)
 
 
-def list_evidence(record: Record) -> list[str]:
-    """The figures of a record and the pattern of its error, a line each; its reason where figures do not say it all."""
-    facts = (text_format.format_judged(record), text_format.worst_text(record), text_format.pattern_text(record))
-    lines = [line for line in facts if line]
-    reason = re.sub(r"^ratio \S+ exceeds \S+(; rms \S+ exceeds \S+)?$|^rms \S+ exceeds \S+$", "", record.reason)
-    return [*lines, text_format.shorten(reason, longest=300)] if reason else lines
+def _format_mask_leak(finding: Finding) -> str:
+    return format_mask_leak(summarize_mask_leak([record for record in finding.records if is_mask_leak(record)]))
+
+
+def _format_remedy(remedy: Remedy) -> str:
+    tried = f" of {remedy.tried:,} on which it was tried" if remedy.tried > remedy.count else ""
+    failures = f"{format_count(remedy.count, 'failure')}{tried}"
+    return f"{failures} in {', '.join(remedy.checks)} would pass with the declaration {remedy.declaration}"
+
+
+def _format_several_remedies(found: Sequence[Remedy]) -> str:
+    """Format several declarations that explain most failures together, where none of them does alone."""
+    ranked = sorted(found, key=lambda remedy: (-remedy.count, remedy.declaration))
+    explained, tried = sum(remedy.count for remedy in ranked), max(remedy.tried for remedy in ranked)
+    each = "; ".join(f"{remedy.count} with {remedy.declaration}" for remedy in ranked)
+    failures = f"{explained:,} of {tried:,} failures"
+    return f"{failures} would pass with a declaration: {each}. Declare them together to see if all do"
 
 
 def _format_fault(finding: Finding) -> str:
@@ -177,7 +258,8 @@ def _format_fault(finding: Finding) -> str:
         line = find_raising_line(record.reason)
         message = record.reason[: line.start()].strip() if line else record.reason
         message = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…"
-        return f"raises {message}" if _EXCEPTION.match(message) else message  # what returned is wrong is a sentence
+        # Where a result has a wrong form, the reason is a sentence by itself.
+        return f"raises {message}" if _EXCEPTION.match(message) else message
     if finding.kind == BEHIND_MASK:
         return "NaN or infinity behind the mask reaches the results"
     if finding.kind == UNEXPECTED:
@@ -188,16 +270,15 @@ def _format_fault(finding: Finding) -> str:
     if finding.kind == FORWARD:
         return "out is wrong" if "out" in results else f"{_join_words(results)} {_choose_verb(results)} wrong"
     if finding.kind == GRADIENTS:
-        return (
-            f"{_join_words(results)} {_choose_verb(results)} wrong" if len(results) < 4 else "the gradients are wrong"
-        )
+        wrong = f"{_join_words(results)} {_choose_verb(results)} wrong"
+        return wrong if len(results) < 4 else "the gradients are wrong"
     fail = f"{_join_words(finding.checks)} fail{'s' * (len(finding.checks) == 1)}"
-    asked = _list_questions(finding)
-    return f"{fail} ({_join_words(asked)})" if asked and len(asked) <= _MAX_QUESTIONS else fail
+    questions = _list_questions(finding)
+    return f"{fail} ({_join_words(questions)})" if questions and len(questions) <= _MAX_QUESTIONS else fail
 
 
 def _list_questions(finding: Finding) -> list[str]:
-    """Under which questions of its checks it is red, none where one has no name: `no_sinks` of `out.no_sinks`."""
+    """List the questions of its checks that are red: `no_sinks` of `out.no_sinks`; none where one has no name."""
     names = [record.observable.rpartition(".") for record in finding.own]
     return [] if any(not name[1] for name in names) else list(dict.fromkeys(name[2] for name in names))
 
@@ -207,8 +288,8 @@ def _format_where(finding: Finding) -> str:
         return ""
     if finding.levels:
         return _format_levels(finding.levels)
-    plain = rank_plainness(finding.smallest.case)[0] == 0
-    return "in every case" if plain else "in every case that was asked"
+    is_plain = rank_plainness(finding.smallest.case)[0] == 0
+    return "in every case" if is_plain else "in every case that was judged"
 
 
 def _format_levels(levels: Sequence[Level]) -> str:
@@ -216,7 +297,7 @@ def _format_levels(levels: Sequence[Level]) -> str:
 
 
 def _list_results(finding: Finding) -> list[str]:
-    """The results that are wrong, `out` under one name whichever call gives it."""
+    """List the results that are wrong, `out` under one name whichever call returns it."""
     return list(dict.fromkeys(name.removesuffix("_with_residuals") for name in finding.results))
 
 
@@ -229,8 +310,10 @@ def _choose_verb(names: Sequence[str]) -> str:
 
 
 def _format_list(names: Iterable[str]) -> str:
+    """Format names as a list, at most `_MAX_NAMED` of them."""
     found = list(names)
-    return ", ".join(found[:_MAX_NAMED]) + (f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else "")
+    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+    return ", ".join(found[:_MAX_NAMED]) + more
 
 
 def _format_share(share: Share, such: str = "") -> str:

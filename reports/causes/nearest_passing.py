@@ -1,4 +1,4 @@
-"""A suspicion becomes a statement: the same case fails with a level, and passes without it."""
+"""Find the cases that confirm a cause: the same case fails with a level, and passes without it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reports.causes.case_levels import Level, find_levels, find_oddities, parse_
 
 @dataclasses.dataclass(frozen=True)
 class NearestPassing:
-    """The plainest case that fails with some levels, and what was seen beside it.
+    """The plainest case that fails with some levels, and the passing cases nearest to it.
 
     Attributes:
       smallest: its record.
@@ -27,33 +27,32 @@ class NearestPassing:
 def find_nearest_passing(
     levels: Sequence[Level], failing: Sequence[Record], passing: Iterable[Record]
 ) -> NearestPassing:
-    """The plainest of the failing cases, one that passes without each of the levels if there is any."""
+    """Find the plainest failing case that passes without each of its levels.
+
+    If there is none, it is the plainest that passes without some of them, or the plainest of all.
+    """
     ranked = sorted(failing, key=lambda record: (rank_plainness(record.case), record.key))
     right = [record.case for record in passing]
     partly: NearestPassing | None = None
     for record in ranked if levels else ():
         if parse_fields(record.case) is None:
             continue
-        beside = tuple(_find_same_without(record.case, level, right) for level in levels)
-        if all(beside):
-            return NearestPassing(record, beside)
-        if any(beside) and partly is None:
-            partly = NearestPassing(record, beside)
+        without = tuple(_find_same_without(record.case, level, right) for level in levels)
+        if all(without):
+            return NearestPassing(record, without)
+        if any(without) and partly is None:
+            partly = NearestPassing(record, without)
     passes = _find_plain_passing(levels, right)
     return partly if partly is not None and not passes else NearestPassing(ranked[0], passes=passes)
 
 
 def _find_same_without(case: str, level: Level, right: Iterable[str]) -> str:
-    """A case that passes, lacks the level, and differs in nothing but what decides it."""
+    """Find a passing case that lacks the level and differs only in the fields that decide it; empty if none does."""
     wanted = _drop_fields(parse_fields(case) or {}, level.fields)
-    return next(
-        (
-            x
-            for x in right
-            if level not in find_levels(x) and _drop_fields(parse_fields(x) or {}, level.fields) == wanted
-        ),
-        "",
-    )
+    for other in right:
+        if level not in find_levels(other) and _drop_fields(parse_fields(other) or {}, level.fields) == wanted:
+            return other
+    return ""
 
 
 def _drop_fields(fields: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
@@ -61,7 +60,7 @@ def _drop_fields(fields: Mapping[str, str], names: Iterable[str]) -> dict[str, s
 
 
 def _find_plain_passing(levels: Sequence[Level], right: Iterable[str]) -> str:
-    """A case that passes, and has all the levels and nothing else out of the ordinary."""
+    """Find a passing case with all the levels and nothing else out of the ordinary; empty if there is none."""
     wanted, deciding = set(levels), {name for level in levels for name in level.fields}
-    found = [x for x in right if wanted <= find_levels(x) and find_oddities(x) <= deciding]
+    found = [case for case in right if wanted <= find_levels(case) and find_oddities(case) <= deciding]
     return min(found, key=rank_plainness, default="") if levels else ""

@@ -1,4 +1,4 @@
-"""Root findings: the red records of a contender, each under the one cause that explains it."""
+"""Find the root causes of red records: each record is under the one cause that explains it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, Record
-from reports import shared_evidence
 from reports.causes import fault_location
 from reports.causes.case_levels import Level, find_levels, rank_plainness
 from reports.causes.fault_location import Candidate, Combination, Signal
@@ -32,64 +31,75 @@ from reports.causes.finding import (
     get_result,
     get_signal,
     is_about_gradients,
+    is_mask_poison,
     is_wrong_form,
 )
 from reports.causes.nearest_passing import find_nearest_passing
-from reports.conformity import Contender, group_by_contender
+from reports.record_groups import Contender, group_by_contender
 
 CHECKS_WITH_OWN_OPERANDS = frozenset(
     {"arguments", "calls", "decoding", "forms", "invariance", "limits", "sharding", "transforms"}
 )
-"""Checks that ask with operands, masks or lengths of their own, of which the case id does not tell."""
-# What differs from case to case in a message of one cause: dtypes, shapes and other numbers.
+"""Checks with operands, masks or lengths of their own, which the case id does not name."""
+# What differs from case to case in messages of one cause: dtypes, shapes and other numbers.
 _DTYPE = r"\b(?:bool|(?:bfloat|float|uint|int|complex|bf|f|u|s|i)[0-9]+)\b"
 _CASE_DETAILS = re.compile(rf"(?:{_DTYPE})?[\[(][0-9, ]*[\])]|{_DTYPE}|[0-9]+")
 
 
 def find_root_causes(records: Iterable[Record], probes: Iterable[Record] = ()) -> list[Finding]:
-    """The findings of red records: each record is in exactly one of them.
+    """Find the causes of red records: each record is in exactly one finding.
 
     Args:
-      records: those of a run, or of several.
-      probes: what was judged to confirm findings: evidence, and nothing that is counted.
+      records: of one run, or of several.
+      probes: records that were judged to confirm findings; they are evidence, and counted nowhere.
     """
-    beside = group_by_contender(probes)
+    return find_contender_causes(group_by_contender(records), group_by_contender(probes))
+
+
+def find_contender_causes(
+    records: Mapping[Contender, Sequence[Record]], probes: Mapping[Contender, Sequence[Record]]
+) -> list[Finding]:
+    """Find the causes of red records that are grouped by contender, as `find_root_causes` does."""
     found = []
-    for contender, theirs in group_by_contender(records).items():
-        if any(record.verdict in RED for record in theirs):
-            found += _Evidence(contender, theirs, beside.get(contender, ())).findings()
+    for contender, own_records in records.items():
+        if any(record.verdict in RED for record in own_records):
+            found += _ContenderEvidence(contender, own_records, probes.get(contender, ())).build_findings()
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class _RootCause:
-    """A combination that explains what is red in results of a kind; `signal` is where it shows most plainly."""
+    """A combination of levels that explains red results of a kind; `signal` shows it most plainly."""
 
     kind: str
     signal: str
     combination: Combination
 
 
-class _Evidence:
-    """What the records of one contender say, as sets of cases."""
+class _ContenderEvidence:
+    """The evidence in the records of one contender, as sets of cases."""
 
     def __init__(self, contender: Contender, records: Sequence[Record], probes: Sequence[Record]) -> None:
         self._contender = contender
         self._red = [record for record in records if record.verdict in RED]
-        self._told = [record for record in (*records, *probes) if record.verdict in (PASS, FAIL, ERROR)]
-        self._rows = {case: 1 << row for row, case in enumerate(dict.fromkeys(r.case for r in self._told))}
-        self._signals = self._gathered(self._told)
+        self._judged = [record for record in (*records, *probes) if record.verdict in (PASS, FAIL, ERROR)]
+        self._rows = {case: 1 << row for row, case in enumerate(dict.fromkeys(r.case for r in self._judged))}
+        self._signals = self._gather_signals(self._judged)
         counted = {record.key for record in records}
-        self._counted = self._gathered(record for record in self._told if record.key in counted)
-        self._levels = self._candidates()
-        self._roots = self._located()
-        self._explained = {name: self._explaining(name) for name in self._signals}
+        self._counted = self._gather_signals(record for record in self._judged if record.key in counted)
+        self._levels = self._list_candidates()
+        self._roots = self._locate_roots()
+        self._explained = {name: self._find_explaining(name) for name in self._signals}
 
-    def _gathered(self, told: Iterable[Record]) -> dict[str, Signal]:
+    def _gather_signals(self, judged: Iterable[Record]) -> dict[str, Signal]:
+        """Gather the cases where each signal is red, and those where it is green.
+
+        A signal of an error is green in each case that returned something.
+        """
         red: dict[str, int] = {}
         green: dict[str, int] = {}
-        answered = 0  # cases of which something came back
-        for record in told:
+        answered = 0  # cases that returned something
+        for record in judged:
             name, row = _name_signal(record), self._rows[record.case]
             side = green if record.verdict == PASS else red
             side[name] = side.get(name, 0) | row
@@ -101,8 +111,8 @@ class _Evidence:
             for name in dict.fromkeys((*red, *green))
         }
 
-    def _candidates(self) -> dict[Level, Candidate]:
-        """Levels by the cases that have them, but for those that all cases have."""
+    def _list_candidates(self) -> dict[Level, Candidate]:
+        """Return the levels with the cases that have them, but for levels that all cases have."""
         rows: dict[Level, int] = {}
         for case, row in self._rows.items():
             for level in find_levels(case):
@@ -110,20 +120,20 @@ class _Evidence:
         everywhere = _join_rows(self._rows.values())
         return {level: Candidate(rows[level], level.odds) for level in sorted(rows) if rows[level] != everywhere}
 
-    def _located(self) -> list[_RootCause]:
-        """The combinations of each kind in turn: what an earlier one explains is not looked for again."""
+    def _locate_roots(self) -> list[_RootCause]:
+        """Locate the combinations of each kind in turn; a later kind does not seek what an earlier one explains."""
         found: list[_RootCause] = []
         candidates = list(self._levels.values())
         for kind in (RAISES, FORWARD, GRADIENTS, CHECK):
             names = sorted((name for name in self._signals if _classify_signal(name) == kind), key=_rank_signal)
             if kind == CHECK and any(root.kind != RAISES for root in found):
                 names = [name for name in names if _get_check(name) not in CHECKS_WITH_OWN_OPERANDS]
-            signals = {name: self._open(name) for name in names}
-            if kind == CHECK:  # a case that is wrong by itself fails other checks too
+            signals = {name: self._get_unexplained(name) for name in names}
+            if kind == CHECK:  # a case whose results are wrong fails other checks too
                 wrong = _join_rows(root.combination.rows for root in found if root.kind != RAISES)
-                signals = {name: signal.but(wrong) for name, signal in signals.items()}
-            # The line that raises says which errors are one. Wrong results are first looked at together, since each is
-            # asked of a part of the cases only: what remains is wrong in some of them and right in others.
+                signals = {name: signal.remove(wrong) for name, signal in signals.items()}
+            # Errors of one cause raise at the same line. Wrong results are first taken together, since each result is
+            # judged in a part of the cases only. Then each result is taken alone, for faults that show in some of them.
             red = {name: signal for name, signal in signals.items() if signal.red}
             groups = [{name: signals[name]} for name in names] if kind == RAISES else [_join_signals(signals), red]
             for group in groups:
@@ -131,40 +141,40 @@ class _Evidence:
                 chosen = fault_location.locate(candidates, group, before)[: 1 if kind == RAISES else None]
                 for one in chosen:
                     if kind == CHECK and not one.levels:
-                        continue  # that checks fail in every case does not make them fail by one cause
-                    told = red if kind != RAISES else group
+                        continue  # checks that fail in every case need not fail by one cause
+                    judged = red if kind != RAISES else group
                     left = fault_location.remove_explained(
-                        [*before, *(other for other in chosen if other is not one)], told
+                        [*before, *(other for other in chosen if other is not one)], judged
                     )
                     name = fault_location.find_clearest_signal(
-                        one, {n: told[n] for n in told if fault_location.explains(one, left[n])} or told
+                        one, {n: judged[n] for n in judged if fault_location.explains(one, left[n])} or judged
                     )
                     if (
                         not one.levels and _get_check(name) == STATISTICS
-                    ):  # of where only others were asked it says nothing
+                    ):  # it says nothing of cases where only others were judged
                         others = (s for s in signals.values() if not fault_location.explains(one, s))
-                        unlike = _join_rows(s.red | s.green for s in others) & ~(told[name].red | told[name].green)
+                        unlike = _join_rows(s.red | s.green for s in others) & ~(judged[name].red | judged[name].green)
                         one = dataclasses.replace(one, rows=one.rows & ~unlike)
                     found.append(
-                        _RootCause(kind, name, fault_location.add_indistinguishable(candidates, one, told[name]))
+                        _RootCause(kind, name, fault_location.add_indistinguishable(candidates, one, judged[name]))
                     )
         return found
 
-    def _open(self, name: str) -> Signal:
-        """A signal where it can say something new: where `out` is wrong, all else is right by chance only."""
+    def _get_unexplained(self, name: str) -> Signal:
+        """Return a signal without the cases whose `out` is wrong, where all else is right by chance only."""
         signal = self._signals[name]
         if _classify_signal(name) in (RAISES, FORWARD):
             return signal
-        return Signal(signal.red & ~self._out, signal.green & ~self._out)
+        return Signal(signal.red & ~self._wrong_out, signal.green & ~self._wrong_out)
 
     @functools.cached_property
-    def _out(self) -> int:
+    def _wrong_out(self) -> int:
         """The cases whose `out` is wrong."""
         return _join_rows(self._signals[signal].red for signal in OUT if signal in self._signals)
 
-    def _explaining(self, name: str) -> tuple[_RootCause, ...]:
-        """The roots that explain what is red in a signal, each by what the others leave of it."""
-        signal, kind = self._open(name), _classify_signal(name)
+    def _find_explaining(self, name: str) -> tuple[_RootCause, ...]:
+        """Find the root causes that explain what is red in a signal, each by what the others leave of it."""
+        signal, kind = self._get_unexplained(name), _classify_signal(name)
         able = [
             root
             for root in self._roots
@@ -173,44 +183,47 @@ class _Evidence:
         ]
         able = [root for root in able if fault_location.explains(root.combination, signal)]
         left = {
-            id(root): signal.but(_join_rows(other.combination.rows for other in able if other is not root))
+            id(root): signal.remove(_join_rows(other.combination.rows for other in able if other is not root))
             for root in able
         }
         return tuple(root for root in able if fault_location.explains(root.combination, left[id(root)])) or tuple(
             able[:1]
         )
 
-    def findings(self) -> list[Finding]:
-        """All of them: each kind's largest first, and what nothing explains last."""
+    def build_findings(self) -> list[Finding]:
+        """Build all findings: explained ones by kind, the largest of a kind first, then unexplained ones."""
         explained: dict[int, list[Record]] = {}
         left: dict[tuple[str, str], list[Record]] = {}
         for record in self._red:
-            if (place := self._place(record)) is not None:
+            if (place := self._find_root(record)) is not None:
                 explained.setdefault(place, []).append(record)
             else:
-                wrong = record.verdict == FAIL and self._rows[record.case] & self._out
+                wrong = record.verdict == FAIL and self._rows[record.case] & self._wrong_out
                 left.setdefault((FORWARD, "") if wrong else _name_unexplained(record), []).append(record)
         for place, found in list(explained.items()):
-            # All that would show this cause is placed elsewhere, so that it is none.
+            # All records that would show this cause belong to other causes, so it is none.
             if not any(classify_record(record) == self._roots[place].kind for record in found):
                 for record in explained.pop(place):
                     left.setdefault(_name_unexplained(record), []).append(record)
-        made = [self._finding(self._roots[place], found) for place, found in explained.items()]
-        made += [self._unexplained(kind, found) for (kind, _), found in left.items()]
+        made = [self._build_finding(self._roots[place], found) for place, found in explained.items()]
+        made += [self._build_unexplained(kind, found) for (kind, _), found in left.items()]
         return sorted(made, key=lambda x: (not x.is_explained, KINDS.index(x.kind), -len(x.records), x.smallest.key))
 
-    def _place(self, record: Record) -> int | None:
-        """Which root a red record is of: one that explains its result, or else what its case is wrong by already."""
+    def _find_root(self, record: Record) -> int | None:
+        """Find the place of the root cause of a red record, or none.
+
+        It is one that explains the record's result, or else one by which other results of its case are wrong.
+        """
         if record.verdict == UNEXPECTED_PASS:
             return None
         row, name = self._rows[record.case], _name_signal(record)
         of_case = [place for place, root in enumerate(self._roots) if root.combination.rows & row]
         explaining = self._explained[name]
-        if record.verdict != ERROR and row & self._out:
+        if record.verdict != ERROR and row & self._wrong_out:
             explaining = tuple(root for root in self._roots if root.kind == FORWARD)
         elif (
             record.check in CHECKS_WITH_OWN_OPERANDS
-        ):  # of its own operands nothing is known: a cause of the same result is likely
+        ):  # its own operands are unknown: a cause of the same result is likely
             of_case.sort(key=lambda place: _get_result(self._roots[place].signal) != get_result(record.observable))
             explaining += tuple(
                 root for root in self._roots if _get_result(root.signal) == get_result(record.observable)
@@ -218,10 +231,10 @@ class _Evidence:
         for place in of_case:
             if self._roots[place] in explaining:
                 return place
-        if record.verdict == ERROR:  # lengths of its own may be why the same line raises
+        if record.verdict == ERROR:  # its own lengths may be why the same line raises
             elsewhere = record.check in CHECKS_WITH_OWN_OPERANDS
             return next((n for n, root in enumerate(self._roots) if elsewhere and root.signal == name), None)
-        # What is right by chance in `out` need not be in what follows from it.
+        # Where `out` is right by chance, what follows from it need not be.
         follows = [
             place for place in of_case if KINDS.index(self._roots[place].kind) < KINDS.index(classify_record(record))
         ]
@@ -230,23 +243,25 @@ class _Evidence:
             follows.sort(key=lambda place: _get_result(self._roots[place].signal) != get_result(record.observable))
         return next((place for place in follows if self._roots[place].kind != RAISES), None)
 
-    def _finding(self, root: _RootCause, found: Sequence[Record]) -> Finding:
-        inside, outside, left_out = self._shares(root)
+    def _build_finding(self, root: _RootCause, found: Sequence[Record]) -> Finding:
+        inside, outside, left_out = self._count_shares(root)
         names = list(self._levels)
         levels = tuple(names[number] for number in root.combination.levels)
-        own = [r for r in self._told if r.verdict in RED and _name_signal(r) == root.signal and self._has(r, root)]
+        own = [
+            r for r in self._judged if r.verdict in RED and _name_signal(r) == root.signal and self._has_levels(r, root)
+        ]
         check = Counter(record.check for record in own).most_common(1)[0][0]
         own = [record for record in own if record.check == check]
         wrong = {record.case for record in own}
         right = [
             r
-            for r in self._told
+            for r in self._judged
             if r.verdict == PASS
             and r.check == check
             and r.case not in wrong
             and (root.kind == RAISES or _name_signal(r) == root.signal)
         ]
-        seen = find_nearest_passing(levels, own, right)
+        nearest = find_nearest_passing(levels, own, right)
         return Finding(
             contender=self._contender,
             kind=root.kind,
@@ -257,17 +272,17 @@ class _Evidence:
             inside=inside,
             outside=outside,
             left_out=left_out,
-            smallest=seen.smallest,
-            without=seen.without,
-            passes=seen.passes,
+            smallest=nearest.smallest,
+            without=nearest.without,
+            passes=nearest.passes,
         )
 
-    def _unexplained(self, kind: str, found: Sequence[Record]) -> Finding:
+    def _build_unexplained(self, kind: str, found: Sequence[Record]) -> Finding:
         first = min(
             found,
             key=lambda r: (classify_record(r) != kind, rank_plainness(r.case), _rank_signal(_name_signal(r)), r.key),
         )
-        asked = {record.case for record in self._told if get_signal(record) == get_signal(first)}
+        asked = {record.case for record in self._judged if get_signal(record) == get_signal(first)}
         red = {record.case for record in found}
         return Finding(
             contender=self._contender,
@@ -280,17 +295,17 @@ class _Evidence:
             smallest=first,
         )
 
-    def _has(self, record: Record, root: _RootCause) -> bool:
+    def _has_levels(self, record: Record, root: _RootCause) -> bool:
         return bool(self._rows[record.case] & root.combination.rows)
 
-    def _shares(self, root: _RootCause) -> tuple[Share, Share, int]:
-        """Of the cases that were asked, those that fail with the levels and without, and how many are left out."""
+    def _count_shares(self, root: _RootCause) -> tuple[Share, Share, int]:
+        """Count the cases that fail with the levels, those that fail without, and those that other causes explain."""
         signal, rows = self._counted.get(root.signal, Signal(0, 0)), root.combination.rows
         others = (
             _join_rows(x.combination.rows for x in self._explained[root.signal] if x is not root) & ~rows & signal.red
         )
         if root.kind in (GRADIENTS, CHECK):
-            others |= self._out
+            others |= self._wrong_out
         asked = (signal.red | signal.green) & ~others
         inside, outside = asked & rows, asked & ~rows
         return (
@@ -301,16 +316,16 @@ class _Evidence:
 
 
 def _name_signal(record: Record) -> str:
-    """The name of what a record says of its case: a check and a result, or the line that raises."""
+    """Return the name of the signal of a record: a check and a result, or the line that raises."""
     if record.verdict == ERROR or is_wrong_form(record):
         line = find_raising_line(record.reason)
         return f"{RAISES} {line['place'] if line else _CASE_DETAILS.sub('#', record.reason)}"
-    behind = f" {BEHIND_MASK}" if shared_evidence.is_mask_poison(record) else ""
+    behind = f" {BEHIND_MASK}" if is_mask_poison(record) else ""
     return f"{get_signal(record)}{behind}"
 
 
 def _classify_signal(signal: str) -> str:
-    """The kind of what a signal says."""
+    """Return the kind of finding that a signal is about."""
     if signal.startswith(RAISES):
         return RAISES
     if signal in PLAIN_CALL:
@@ -333,7 +348,7 @@ def _get_result(signal: str) -> str:
 
 
 def _join_signals(signals: Mapping[str, Signal]) -> dict[str, Signal]:
-    """The signals of a check, or of the plain call, as one: red where any of them is."""
+    """Join the signals of a check, or of all other results, into one that is red where any of them is."""
     groups: dict[str, list[Signal]] = {}
     for name, signal in signals.items():
         groups.setdefault(_get_check(name) if _classify_signal(name) == CHECK else "", []).append(signal)
@@ -342,7 +357,10 @@ def _join_signals(signals: Mapping[str, Signal]) -> dict[str, Signal]:
 
 
 def _name_unexplained(record: Record) -> tuple[str, str]:
-    """What nothing explains is one finding by its kind, or by its check, or by what an entry of known failures says."""
+    """Return the kind and the name of the finding that an unexplained record belongs to.
+
+    The name is the line that raises, the check, or the reason that a known failure is listed with.
+    """
     kind = classify_record(record)
     by = {RAISES: _name_signal(record), CHECK: record.check, UNEXPECTED: record.reason}
     return kind, by.get(kind, "")

@@ -1,1 +1,1 @@
-"""What compilers made of kernels: TPU schedules and whole calls, and bounds of GPU kernels."""
+"""Figures that compilers' outputs give of kernels: TPU schedules, estimates of calls, bounds of GPU kernels."""

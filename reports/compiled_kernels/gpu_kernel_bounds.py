@@ -1,4 +1,4 @@
-"""Bounds of GPU kernels, as the check `compiles` counted them in their machine code: by kernel, and side by side."""
+"""Build the table of lower bounds of GPU kernels, as the check `compiles` counted them in their machine code."""
 
 from __future__ import annotations
 
@@ -7,19 +7,30 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from conformance.records import Record
 from reports.compiled_kernels.call_estimates import CallChart, CallEstimate, choose_charts
-from reports.compiled_section import CHECK, get_target
-from reports.conformity import Contender, get_contender
+from reports.record_groups import Contender, get_contender, get_program, get_target
 
 _LEAST_CYCLES = "pair_cycles"
 _UNITS = ("issue", "tensor", "mufu", "f32", "alu", "convert", "shared")
-_THOUSAND = 1e3  # of cycles for 1,000 pairs, to kilocycles for a million of them
+_FIGURES = (
+    *(f"{unit}_cycles" for unit in _UNITS),
+    *(f"masked_{_LEAST_CYCLES}", "masked_issue_cycles", "registers", "spilled_bytes", "spill_slots", "occupancy"),
+)
+_PAIRS = 1e3  # cycles for 1,000 pairs become kilocycles for a million of them
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelBound:
-    """A kernel for one GPU: cycles for 1,000 pairs of a full block, and what it holds of a multiprocessor.
+    """A lower bound of a kernel's cycles on one GPU, and the part of a multiprocessor that it takes.
 
-    Of masked blocks, and of the schedulers alone, cycles too.
+    Attributes:
+      least: cycles for 1,000 pairs of query and key in a full block.
+      unit: the unit of the multiprocessor that takes them.
+      masked: the same for a masked block.
+      issue, masked_issue: cycles of the schedulers alone, in a full and in a masked block.
+      registers: of a thread.
+      spilled: bytes of registers that are spilled.
+      spill_slots: instructions of the loop that load or store what is spilled.
+      occupancy: the part of a multiprocessor's warps that fit at once.
     """
 
     least: float
@@ -45,61 +56,54 @@ class BoundRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bounds:
-    """The section of a report: which GPUs, a row for each kernel, and charts of the same program side by side."""
+class BoundTable:
+    """A row for each kernel, a column for each GPU, and charts of the same program side by side."""
 
     targets: tuple[str, ...]
     rows: tuple[BoundRow, ...]
     charts: tuple[CallChart, ...]
 
 
-def build_bounds(records: Sequence[Record]) -> Bounds | None:
-    """The section, none if no kernel was taken apart."""
+def build_bound_table(records: Sequence[Record]) -> BoundTable | None:
+    """Build the table from records of the check `compiles`; none if they have no bounds."""
     found: dict[tuple[Contender, str], dict[tuple[str, str], dict[str, KernelBound]]] = {}
     sums: dict[tuple[str, str], dict[tuple[Contender, str], CallEstimate]] = {}
     for record in records:
-        kernels = dict(_iter_kernels(record)) if record.check == CHECK else {}
+        kernels = dict(_iter_kernels(record))
         if not kernels:
             continue
-        program, contender, target = record.observable.partition(".")[2], get_contender(record), get_target(record)
-        for kernel, one in kernels.items():
-            of_kernel = found.setdefault((contender, kernel), {})
-            of_kernel.setdefault((record.case, program), {})[target] = one
-        cycles = {kernel: _THOUSAND * one.least for kernel, one in kernels.items()}
-        sums.setdefault((record.case, program), {})[contender, target] = CallEstimate(cycles, frozenset())
+        contender, target, place = get_contender(record), get_target(record), (record.case, get_program(record))
+        for kernel, bound in kernels.items():
+            found.setdefault((contender, kernel), {}).setdefault(place, {})[target] = bound
+        cycles = {kernel: _PAIRS * bound.least for kernel, bound in kernels.items()}
+        sums.setdefault(place, {})[contender, target] = CallEstimate(cycles, frozenset())
     if not found:
         return None
     rows = []
-    for (contender, kernel), asked in found.items():
-        case, program = max(asked, key=lambda key: max(one.least for one in asked[key].values()))
-        rows.append(BoundRow(contender, case, program, kernel, asked[case, program]))
-    return Bounds(
-        tuple(dict.fromkeys(target for row in rows for target in row.cells)), tuple(rows), choose_charts(sums)
-    )
+    for (contender, kernel), places in found.items():
+        case, program = max(places, key=lambda place: max(bound.least for bound in places[place].values()))
+        rows.append(BoundRow(contender, case, program, kernel, places[case, program]))
+    targets = tuple(dict.fromkeys(target for row in rows for target in row.cells))
+    return BoundTable(targets, tuple(rows), choose_charts(sums))
 
 
 def _iter_kernels(record: Record) -> Iterator[tuple[str, KernelBound]]:
+    """Yield the kernels of a program, by name."""
     for name, least in record.figures.items():
         if name.endswith(f".{_LEAST_CYCLES}"):
             kernel = name.removesuffix(f".{_LEAST_CYCLES}")
-            told = {figure: record.figures.get(f"{kernel}.{figure}", 0.0) for figure in _FIGURES}
+            figures = {figure: record.figures.get(f"{kernel}.{figure}", 0.0) for figure in _FIGURES}
             yield (
                 kernel,
                 KernelBound(
                     least=least,
-                    unit=max(_UNITS, key=lambda unit: told[f"{unit}_cycles"]),
-                    masked=told[f"masked_{_LEAST_CYCLES}"],
-                    issue=told["issue_cycles"],
-                    masked_issue=told["masked_issue_cycles"],
-                    registers=told["registers"],
-                    spilled=told["spilled_bytes"],
-                    spill_slots=told["spill_slots"],
-                    occupancy=told["occupancy"],
+                    unit=max(_UNITS, key=lambda unit: figures[f"{unit}_cycles"]),
+                    masked=figures[f"masked_{_LEAST_CYCLES}"],
+                    issue=figures["issue_cycles"],
+                    masked_issue=figures["masked_issue_cycles"],
+                    registers=figures["registers"],
+                    spilled=figures["spilled_bytes"],
+                    spill_slots=figures["spill_slots"],
+                    occupancy=figures["occupancy"],
                 ),
             )
-
-
-_FIGURES = (
-    *(f"{unit}_cycles" for unit in _UNITS),
-    *(f"masked_{_LEAST_CYCLES}", "masked_issue_cycles", "registers", "spilled_bytes", "spill_slots", "occupancy"),
-)

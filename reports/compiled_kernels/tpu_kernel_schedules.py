@@ -1,4 +1,4 @@
-"""Cycles of TPU kernels, as the check `compiles` counted them in their schedules: by kernel and generation."""
+"""Build the table of cycles of TPU kernels, as the check `compiles` counted them in their schedules."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from conformance.records import Record
-from reports.compiled_section import CHECK, get_target
-from reports.conformity import Contender, get_contender
+from reports.record_groups import Contender, get_contender, get_program, get_target
 
 _FULL = "full_block_cycles"
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleFigures:
-    """A kernel for one generation: cycles of a block, of a masked one and of a step without any, and what fills them.
+    """What the schedule of a kernel shows for one generation; none where it has no such part, or it is not known.
 
-    Then its whole call: the estimate, below which HBM holds it, and how many steps, blocks and masked blocks there are.
-    None where a schedule has no such part, or where it is not known.
+    Attributes:
+      full: cycles of the shortest block.
+      masked: cycles of the longest block, as a rule one whose mask is evaluated.
+      step: cycles of a step of the grid without a block.
+      share: the part of the matrix units' time that the shortest block uses.
+      spills: its loads and stores of spilled registers.
+      loops: loops within a block, which are counted once.
+      call: estimated cycles of the whole call.
+      floor: cycles that HBM takes for the blocks that cross, which `call` is never below.
+      steps, blocks, masked_blocks: how many the call has.
     """
 
     full: float
@@ -45,32 +52,31 @@ class ScheduleRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedules:
-    """The section of a report: which generations, and a row for each kernel."""
+class ScheduleTable:
+    """A row for each kernel, a column for each generation."""
 
     targets: tuple[str, ...]
     rows: tuple[ScheduleRow, ...]
 
 
-def build_schedules(records: Sequence[Record]) -> Schedules | None:
-    """The section, none if no schedule was read."""
+def build_schedule_table(records: Sequence[Record]) -> ScheduleTable | None:
+    """Build the table from records of the check `compiles`; none if they have no schedules."""
     found: dict[tuple[Contender, str], dict[tuple[str, str], dict[str, ScheduleFigures]]] = {}
     for record in records:
-        if record.check == CHECK:
-            program = record.observable.partition(".")[2]
-            for kernel, parts in _iter_kernels(record):
-                of_kernel = found.setdefault((get_contender(record), kernel), {})
-                of_kernel.setdefault((record.case, program), {})[get_target(record)] = parts
+        for kernel, figures in _iter_kernels(record):
+            places = found.setdefault((get_contender(record), kernel), {})
+            places.setdefault((record.case, get_program(record)), {})[get_target(record)] = figures
     if not found:
         return None
     rows = []
-    for (contender, kernel), asked in found.items():
-        case, program = max(asked, key=lambda key: max(parts.full for parts in asked[key].values()))
-        rows.append(ScheduleRow(contender, case, program, kernel, asked[case, program]))
-    return Schedules(tuple(dict.fromkeys(target for row in rows for target in row.cells)), tuple(rows))
+    for (contender, kernel), places in found.items():
+        case, program = max(places, key=lambda place: max(figures.full for figures in places[place].values()))
+        rows.append(ScheduleRow(contender, case, program, kernel, places[case, program]))
+    return ScheduleTable(tuple(dict.fromkeys(target for row in rows for target in row.cells)), tuple(rows))
 
 
 def _iter_kernels(record: Record) -> Iterator[tuple[str, ScheduleFigures]]:
+    """Yield the kernels of a program, by name."""
     for name, full in record.figures.items():
         if name.endswith(f".{_FULL}"):
             kernel = name.removesuffix(f".{_FULL}")

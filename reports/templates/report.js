@@ -1,17 +1,17 @@
 "use strict";
-// What the page does beside being read: a table of all records, filters, one tab stop a matrix. No text becomes markup.
+// Add a table of all records, filters, and one tab stop for each matrix. Text never becomes markup.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
   const STEP = 50;
-  const made = (tag, text, kind) => {
+  const createElement = (tag, text, kind) => {
     const element = document.createElement(tag);
     if (text !== undefined) element.textContent = text;
     if (kind) element.className = kind;
     return element;
   };
 
-  // Records, as data has them: see reports/embedded.py for the places of a row.
+  // The records; `_serialize_row` in reports/record_table.py writes the places of a row.
   const rows = data.rows.map((row) => {
     const [caseId, features] = data.cases[row[4]];
     const share = row[5] === undefined ? null : row[5];
@@ -20,7 +20,7 @@
       finding: row[6] || 0, texts: (row[7] || []).map((number) => data.texts[number]), command: row[8] || 0,
     };
   });
-  const severity = (row) =>
+  const rankShare = (row) =>
     row.share === null ? -1 : typeof row.share === "string" ? Infinity : row.share;
   const shareText = (share) =>
     share === null ? "–" : share === "inf" ? "∞×" : share === "nan" ? "NaN×" : `${share}×`;
@@ -42,9 +42,9 @@
 
   const form = byId("filters");
   const table = byId("rows");
-  const told = byId("told");
+  const matchCount = byId("match-count");
   const order = { by: "", down: true };
-  let only = null; // the case whose records alone are shown
+  let only = null; // the one case whose records are shown, if an address names it
   let found = rows;
   let shown = 0;
 
@@ -78,28 +78,28 @@
   };
 
   const line = (row) => {
-    const tr = made("tr");
+    const tr = createElement("tr");
     const [name, glyph] = data.verdicts[row.verdict];
     const red = data.red.includes(row.verdict);
-    tr.append(made("td", `${glyph} ${name}`, red ? "ink-fail" : ""));
-    const cell = made("td");
-    const details = made("details");
-    const summary = made("summary", row.caseId, "id");
+    tr.append(createElement("td", `${glyph} ${name}`, red ? "ink-fail" : ""));
+    const cell = createElement("td");
+    const details = createElement("details");
+    const summary = createElement("summary", row.caseId, "id");
     summary.tabIndex = -1;
     details.append(summary);
     details.addEventListener("toggle", () => {
       if (details.childElementCount > 1) return;
-      for (const text of row.texts) details.append(made("div", text, "reason"));
+      for (const text of row.texts) details.append(createElement("div", text, "reason"));
       const command = commandOf(row);
-      if (command) details.append(made("code", command, "run"));
-      const link = made("a", "all records of this case");
+      if (command) details.append(createElement("code", command, "run"));
+      const link = createElement("a", "all records of this case");
       link.href = `#case-${encodeURI(row.caseId)}`;
       details.append(link);
     });
     cell.append(details);
-    tr.append(cell, made("td", shareText(row.share), severity(row) > 1 && red ? "num ink-fail" : "num"));
-    tr.append(made("td", data.checks[row.check]), made("td", data.observables[row.observable]));
-    tr.append(made("td", data.contenders[row.contender][0]));
+    tr.append(cell, createElement("td", shareText(row.share), rankShare(row) > 1 && red ? "num ink-fail" : "num"));
+    tr.append(createElement("td", data.checks[row.check]), createElement("td", data.observables[row.observable]));
+    tr.append(createElement("td", data.contenders[row.contender][0]));
     return tr;
   };
   const extend = () => {
@@ -117,7 +117,7 @@
     const wanted = chosen();
     found = rows.filter((row) => fits(row, wanted));
     if (order.by) {
-      const key = order.by === "share" ? severity : names[order.by];
+      const key = order.by === "share" ? rankShare : names[order.by];
       const sign = order.down ? -1 : 1;
       found.sort((a, b) => sign * (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0));
     }
@@ -128,10 +128,10 @@
     let text = `${count(found.length)}${only === null ? "" : ` of case ${only}`}`;
     if (rows.length < data.total)
       text += `; this page holds ${rows.length.toLocaleString("en")} of ${data.total.toLocaleString("en")}: what did not pass first, and of what passed what is closest to its limit`;
-    told.textContent = text;
+    matchCount.textContent = text;
     byId("query").textContent = query(wanted);
   };
-  // The same question asked of the JSON lines, which have every record.
+  // The same filters as a command on the JSON lines, which have every record.
   const query = (wanted) => {
     const quoted = JSON.stringify;
     const parts = ['(.schema|startswith("attention-conformance/record/"))'];
@@ -140,19 +140,19 @@
     if (wanted.contender !== "") {
       const [, implementation, platform, theirs, marks] = data.contenders[Number(wanted.contender)];
       parts.push(`.implementation==${quoted(implementation)}`, `.platform==${quoted(platform)}`);
-      [file, runs] = [theirs, marks]; // merged runs of one kernel are told apart by their files, then by their marks
+      [file, runs] = [theirs, marks]; // files, then run ids, distinguish merged runs of one kernel
     }
     if (wanted.check !== "") parts.push(`.check==${quoted(data.checks[Number(wanted.check)])}`);
     if (wanted.observable !== "") parts.push(`.observable==${quoted(data.observables[Number(wanted.observable)])}`);
     if (wanted.verdict === "red") parts.push(`(.verdict|IN(${data.red.map((i) => quoted(data.verdicts[i][0])).join(",")}))`);
     else if (wanted.verdict !== "") parts.push(`.verdict==${quoted(data.verdicts[Number(wanted.verdict)][0])}`);
     if (wanted.feature !== "") parts.push(`(.features|index(${quoted(data.features[Number(wanted.feature)])}))`);
-    const asked = `select(${parts.join(" and ")})`;
-    const program = runs ? data.of_runs.replace("%s", () => runs).replace("%s", () => asked) : asked;
+    const condition = `select(${parts.join(" and ")})`;
+    const program = runs ? data.of_runs.replace("%s", () => runs).replace("%s", () => condition) : condition;
     return `jq ${runs ? "-cn" : "-c"} '${program.replaceAll("'", "'\\''")}' ${file}`;
   };
 
-  // Addresses: of a cell, a finding's records, a case.
+  // Filter by the address of a cell, of a finding's records, or of a case.
   const clear = () => {
     form.reset();
     only = null;
@@ -170,12 +170,12 @@
     else only = hash.slice("case-".length);
     draw();
     byId("records").scrollIntoView();
-    told.focus({ preventScroll: true });
+    matchCount.focus({ preventScroll: true });
   };
   addEventListener("hashchange", go);
   document.addEventListener("click", (event) => {
     const link = event.target.closest("a[href^='#']");
-    if (link && decodeURIComponent(link.hash) === decodeURIComponent(location.hash)) go(); // the same address once more
+    if (link && decodeURIComponent(link.hash) === decodeURIComponent(location.hash)) go(); // no hashchange event comes for the same address
   });
 
   let waiting = 0;
@@ -214,7 +214,7 @@
     find.addEventListener("submit", (event) => event.preventDefault());
   }
 
-  // A table of many links is one tab stop, and arrow keys move in it; what sorts its columns is another.
+  // Make the links of a table one tab stop, and the buttons that sort its columns another; arrow keys move within.
   const rove = (inside, stops, heads = []) => {
     const every = stops.join();
     const lines = () => [heads, ...[...inside.tBodies[0].rows].map((row) => [...row.cells])];
@@ -248,13 +248,13 @@
       if (first) first.tabIndex = 0;
     }
   };
-  // A matrix by one of its columns: the worst first, as its cells are ranked, or implementations by their names.
+  // Sort a matrix by a column, worst first as its cells are ranked, or by the names of implementations.
   const sortable = (matrix) => {
     const [above, below] = [...matrix.tHead.rows].map((row) => [...row.cells]);
     const heads = [above[0], ...below];
-    const rank = (row, column) => row.cells[column].dataset.rank ?? Infinity; // no record: last either way
+    const rank = (row, column) => row.cells[column].dataset.rank ?? Infinity; // a cell without records comes last in both orders
     heads.forEach((th, column) => {
-      const button = made("button", th.textContent);
+      const button = createElement("button", th.textContent);
       button.type = "button";
       button.tabIndex = -1;
       button.title = column ? "sort: worst first, then the other way" : "sort by name";
@@ -280,10 +280,10 @@
   for (const matrix of document.querySelectorAll("table.matrix")) rove(matrix, ["a.cell", "thead button"], sortable(matrix));
   rove(table, ["summary"]);
 
-  // Only what scrolls is a tab stop, unless something in it is one; and it says that there is more to the right.
+  // Make a region a tab stop only if it scrolls and nothing in it is one, and show that there is more to the right.
   const regions = [...document.querySelectorAll(".scroll")];
   for (const region of regions) {
-    const cue = made("p", "more to the right →", "cue");
+    const cue = createElement("p", "more to the right →", "cue");
     cue.setAttribute("aria-hidden", "true");
     cue.hidden = true;
     region.before(cue);

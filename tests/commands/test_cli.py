@@ -14,8 +14,8 @@ import jax
 import pytest
 
 from conformance import records
-from conformance.commands import run as run_command
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED
+from conformance.session import session
 from tests.commands.kernel_folder import CASE, KERNELS, fill, judge_kernel, run_cli
 from tests.process_helpers import interrupt_command
 
@@ -45,7 +45,7 @@ def test_help_does_not_load_jax() -> None:
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert judge_kernel("right") == 0
-    assert "passes as far as asked (narrowed to one case)" in " ".join(capsys.readouterr().out.split())
+    assert "passes as far as checked (narrowed to one case)" in " ".join(capsys.readouterr().out.split())
     assert judge_kernel("wrong") == 1
     said = capsys.readouterr().out
     assert "does not conform" in said
@@ -244,4 +244,4 @@ def test_processes_share_what_can_be_shared(
 ) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert run_command._workers(jobs) == workers
+    assert session._choose_worker_count(jobs) == workers

@@ -35,7 +35,7 @@ def judge(name: str, *options: str) -> int:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a kernel before and after it was broken, and records of both."""
+    """Create a folder with a kernel before and after it broke, and records of both."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     for name, factor in (("before", "1"), ("after", "1.01")):
@@ -137,7 +137,7 @@ def test_passes_and_failures_of_two_kernels_of_one_name_stand_beside_each_other(
     for names in (("before.jsonl", "broken.jsonl"), ("broken.jsonl", "before.jsonl")):
         assert run("report", *names, "--report=p.html") == 0
         page = (folder / "p.html").read_text()
-        assert "1 does not conform (narrowed to one case --check=forward), 1 passes as far as asked" in page
+        assert "1 does not conform (narrowed to one case --check=forward), 1 passes as far as checked" in page
         assert page.count("cpu, source ") > 1
     assert {PASS, FAIL} == {r.verdict for name in names for r in records.read_jsonl(folder / name)}
 

@@ -1,4 +1,4 @@
-"""What is shown while a run goes on counts what the summary counts."""
+"""The progress display counts what the summary counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from conformance.check_api.judgement import format_distinct
 from conformance.commands import progress_display
 from conformance.records import FAIL, PASS, Record
-from reports import conformity
+from reports.metrics import count_verdicts
 
 
 def record(number: int, verdict: str, **changes: Any) -> Record:
@@ -30,7 +30,7 @@ def test_progress_counts_jobs_and_red_records_as_the_summary_does(monkeypatch: p
     assert isinstance(console.file, io.StringIO)
     last = console.file.getvalue().splitlines()[-1]
     kept = {one.key: one for judged in [*before, *after] for one in judged}
-    assert last.startswith(f"4 of 4 jobs done, {conformity.count_verdicts(kept.values()).red} red records")
+    assert last.startswith(f"4 of 4 jobs done, {count_verdicts(kept.values()).red} red records")
 
 
 def test_a_figure_and_its_limit_look_different_where_they_are() -> None:

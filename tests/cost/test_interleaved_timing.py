@@ -26,9 +26,9 @@ from conformance.measurements import AGREES, BACKWARD, DIFFERS, FORWARD, Measure
 from conformance.records import ERROR, UNJUDGED, UNSUPPORTED, RunInfo
 from conformance.truth import tolerances
 from impls.dot_product import attention
-from reports import html_page
-from reports import speed_section as section
+from reports import speed_page, speed_section
 from tests.process_helpers import restore_signal_handlers
+from tests.reports.report_samples import render_html
 
 CASE = "train/f32/B1.T16.S16.N2.K1.H16.V16/causal/normal/s0"
 
@@ -173,7 +173,7 @@ def test_reasons_are_those_that_were_given(product: None) -> None:
     assert forward["absent"].reason == "no such machine"
     assert forward["absent"].platform == "gpu"
     assert forward["raises"].reason.startswith("ValueError: no (")
-    assert "test_bench.py:" in forward["raises"].reason
+    assert "test_interleaved_timing.py:" in forward["raises"].reason
     assert "not on Tuesdays" in forward["declines"].reason
     assert forward["no causal"].reason == "causal: takes no mask"
     assert "no TPU in this machine" in forward["interpreted"].reason
@@ -228,14 +228,14 @@ def test_the_report_has_a_section_and_never_calls_a_wrong_result_the_least(produ
     info = RunInfo(command="bench", level="bench", environment={"jax": "x"}, tolerances=[])
     quick = dataclasses.replace(rows(FORWARD)["scaled"], samples=(1e-9,) * 3)
     found = [quick if row is rows(FORWARD)["scaled"] else row for row in compared().measurements]
-    page = section.render_speed_page(found, info)
-    assert section.build_speed_panels(found)[0].fastest in ("good", "forward only", "half dk")
+    page = speed_page.render_speed_page(found, info)
+    assert speed_section.build_speed_panels(found)[0].fastest in ("good", "forward only", "half dk")
     for text in ("differs", "no such machine", "not on Tuesdays", "ValueError: no", "ceiling"):
         assert text in page
-    assert 'id="speed"' in html_page.render_page([], info, found)
-    assert "Nothing in this run was timed" in html_page.render_page([], info)
+    assert 'id="speed"' in render_html([], info, found)
+    assert "Nothing in this run was timed" in render_html([], info)
     hostile = dataclasses.replace(rows(FORWARD)["raises"], reason="<script>alert(1)</script>")
-    assert "<script>" not in section.render_speed_page([hostile], info)
+    assert "<script>" not in speed_page.render_speed_page([hostile], info)
 
 
 def run(*arguments: str) -> int:

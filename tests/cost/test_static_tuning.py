@@ -135,7 +135,7 @@ def test_the_command_shows_candidates_and_keeps_the_choice_with_its_provenance(
     assert kept["forward"]["forward q=2048 kv=2048 kv_compute=512 part=512"] == 1952
     assert set(kept) == {"forward", "dq", "dkv", "fused"}  # of kernels, not of the choice among them
     said = capsys.readouterr().out
-    assert "never checked on a chip" in said
+    assert "no chip has confirmed" in said
     assert "v6e dkv q=1024 kv=1024 kv_compute=512 part=512: refused: no room" in said
     assert f"v6e takes forward q=2048 kv=2048 kv_compute=512 part=512, {CASE.id}" in said
     # One kernel by itself: no gradients are compiled, and what was said of the others stays.
@@ -152,7 +152,7 @@ def test_the_command_shows_candidates_and_keeps_the_choice_with_its_provenance(
     ("arguments", "message"),
     [
         (["--impl=splash_tpu"], "there is no TPU to time splash_tpu on: add --static"),
-        (["--impl=block_flash", "--static"], "block_flash says nothing that can be tuned by schedules"),
+        (["--impl=block_flash", "--static"], "block_flash declares nothing that schedules can tune"),
         (["--impl=splash_tpu", "--static", "--target=v9"], "no TPU is called v9: known are v4"),
     ],
 )
@@ -275,7 +275,7 @@ def test_kernels_stand_side_by_side_each_at_its_best_blocks(
         ["`splash_tpu_fused`", "all kernels", "9.5 |"],  # it has nothing to choose
     ]
     assert cli.main(cli.build_parser().parse_args(["cycles", f"--case={CASE.id}"])) == 2
-    assert "--case compares implementations, which --impl names" in capsys.readouterr().err
+    assert "--case compares implementations: name them by --impl" in capsys.readouterr().err
 
 
 def test_the_order_of_static_cycles_is_held_against_the_clock() -> None:

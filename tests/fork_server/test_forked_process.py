@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has loaded everything: what they have, and how they end."""
+"""Test processes of the fork server: what they are given, and how they end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def does_not_listen(pipe: int) -> None:
     time.sleep(1000)
 
 
-def tells(pipe: int, word: str) -> None:
+def report_state(pipe: int, word: str) -> None:
     told = {
         "word": word,
         "loaded": "jax" in sys.modules,
@@ -57,7 +57,7 @@ def tells(pipe: int, word: str) -> None:
     os.write(pipe, json.dumps(told).encode())
 
 
-def draws(pipe: int) -> None:
+def report_random_numbers(pipe: int) -> None:
     os.write(pipe, json.dumps([vars(shared)["random"]() for shared in (random, np.random)]).encode())
 
 
@@ -84,7 +84,7 @@ def sleeping() -> Iterator[ForkedProcess]:
     process.release()
 
 
-def is_there(number: int) -> bool:
+def is_running(number: int) -> bool:
     with contextlib.suppress(ProcessLookupError):
         os.kill(number, 0)
         return True
@@ -109,7 +109,7 @@ def test_it_ends_once_nobody_has_it_any_more() -> None:
     process = ForkedProcess(sleeps)
     number = process.pid
     process.release()
-    wait_until(lambda: not is_there(number))
+    wait_until(lambda: not is_running(number))
 
 
 def test_what_does_not_listen_is_killed() -> None:
@@ -129,7 +129,7 @@ def test_it_has_what_it_is_given_and_nothing_of_others(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CONFORMANCE_CACHE", "where the judge keeps what it found")
     with pipe() as (reads, writes):
-        process = ForkedProcess(tells, "given", pass_fds=[writes], environ={"NAME": "value"})
+        process = ForkedProcess(report_state, "given", pass_fds=[writes], environ={"NAME": "value"})
         told = json.loads(os.read(reads, 2**16))
         assert process.wait() == 0
     process.release()
@@ -139,7 +139,7 @@ def test_it_has_what_it_is_given_and_nothing_of_others(
     hidden = ("PYTEST_", "CONFORMANCE_", "GITHUB_TOKEN")
     assert not any(name.startswith(hidden) for name in told["environ"])
     assert not any(line.startswith(hidden) for line in told["began_with"].split("\0"))
-    assert len(told["open"]) == 4  # input, output twice, and the pipe
+    assert len(told["open"]) == 4  # standard input, output and error, and the pipe
 
 
 def test_a_process_that_may_fork_uses_the_same_fork_server() -> None:
@@ -171,7 +171,7 @@ def test_what_was_forked_before_the_environment_changed_lives_on(
     assert following.wait() == 4
     assert sleeping.wait(0.5) is None
     sleeping.release()
-    wait_until(lambda: not is_there(sleeping.pid))
+    wait_until(lambda: not is_running(sleeping.pid))
     following.release()
     forked_process._disconnect()
 
@@ -180,7 +180,7 @@ def test_no_two_draw_the_same_random_numbers() -> None:
     drawn: list[float] = []
     for _ in range(2):
         with pipe() as (reads, writes):
-            process = ForkedProcess(draws, pass_fds=[writes])
+            process = ForkedProcess(report_random_numbers, pass_fds=[writes])
             drawn += json.loads(os.read(reads, 2**10))
             process.release()
     assert len(set(drawn)) == 4
@@ -210,7 +210,7 @@ def test_a_killed_fork_server_ends_its_processes_and_is_replaced() -> None:
     _, server = forked_process._started_servers[-1]
     server.kill()
     assert process.wait() == -signal.SIGTERM
-    wait_until(lambda: not is_there(number))
+    wait_until(lambda: not is_running(number))
     following = ForkedProcess(exits, 4)
     assert following.wait() == 4
     for one in (process, following):
@@ -224,6 +224,6 @@ def test_they_end_with_who_asked_for_them(number: signal.Signals) -> None:
     with kill_on_exit(asking):
         assert asking.stdout is not None
         forked_number = int(asking.stdout.readline())
-        assert is_there(forked_number)
+        assert is_running(forked_number)
         asking.send_signal(number)
-    wait_until(lambda: not is_there(forked_number))
+    wait_until(lambda: not is_running(forked_number))

@@ -1,4 +1,4 @@
-"""A shared fork server: which processes may use it, and which may not."""
+"""Test which processes may use a shared fork server, and which may not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_process_that_this_one_starts_uses_the_same_fork_server() -> None:
 
 
 def test_nobody_else_is_answered() -> None:
-    """A kernel's process is not one that the judge has started itself."""
+    """Check that a process which the judge has not started itself gets no answer: a kernel's process is one."""
     ours = ForkedProcess(sleeps)
     had, other = said("sh", "-c", '"$0" "$@"; exit $?', sys.executable, "-c", BORROWS, shared_server.share_server())
     assert had == "False"

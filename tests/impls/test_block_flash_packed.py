@@ -99,7 +99,7 @@ def test_ranges_are_what_each_query_sees(lengths: Lengths, left: int | None, rig
 def computed(monkeypatch: pytest.MonkeyPatch, lengths: Lengths, **options: Any) -> Counter[str]:
     """How many pairs of blocks are computed in each pass, counted as they are."""
     counted: Counter[str] = Counter()
-    for name in ("with_block", "parts_of"):
+    for name in ("add_block", "compute_pair_gradients"):
         step = getattr(packed_passes, name)
 
         def counting(*given: Any, name: str = name, step: Any = step) -> Any:
@@ -138,7 +138,7 @@ def test_blocks_without_a_pair_are_not_computed(
     held = blocks_of(pairs(lengths, left, right, shape))
     assert held.sum() < held.size / 2
     wanted = int(held.sum())
-    assert computed(monkeypatch, lengths, **options) == {"with_block": wanted, "parts_of": wanted}
+    assert computed(monkeypatch, lengths, **options) == {"add_block": wanted, "compute_pair_gradients": wanted}
 
 
 def test_packed_and_padded_are_both_right() -> None:

@@ -136,7 +136,7 @@ def programs(plan: FlashGpuPlan, operands: Operands) -> tuple[list[list[Events]]
                     patch.setattr(module, name, stand_in)
         patch.setattr(mosaic_launch, "build_mosaic_call", call)
         patch.setattr(mosaic_launch, "mark_varying", lambda found, axes: found)
-        for name in ("product", "accumulate"):
+        for name in ("multiply", "accumulate"):
             patch.setattr(forward, name, multiplied)
         patch.setattr(forward, "update_softmax", lambda plan, softmax, z, masked: (softmax, z))
         patch.setattr(forward, "compute_logits", lambda plan, z: (z, None))

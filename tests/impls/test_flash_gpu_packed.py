@@ -105,14 +105,14 @@ def test_blocks_without_a_pair_are_not_computed(monkeypatch: pytest.MonkeyPatch)
     """Counted as they are computed, in each pass and for each head."""
     run: Counter[str] = Counter()
     for module in (forward, backward):
-        logits = module.logits
+        logits = module.compute_logits
 
         def counting(plan: Any, inputs: Any, pair: Any, *given: Any, logits: Any = logits) -> Any:
             phase = "dkv" if pair.keys_first else "dq" if "d_out" in inputs else "forward"
             jax.debug.callback(lambda: run.update([phase]))
             return logits(plan, inputs, pair, *given)
 
-        monkeypatch.setattr(module, "logits", counting)
+        monkeypatch.setattr(module, "compute_logits", counting)
     q, k, v = (jnp.ones((total, heads, 8)) for total, heads in zip((*TOTAL, TOTAL[1]), (2, 1, 1), strict=True))
     where: Any = tables(GAPS, 8)._asdict()
 

@@ -123,7 +123,7 @@ def test_blocks_without_a_pair_are_not_computed(monkeypatch: pytest.MonkeyPatch)
         return plain_logits(call, *given)
 
     for module in (forward, dq_kernel, dkv_kernel):
-        monkeypatch.setattr(module, "logits_of", counting)
+        monkeypatch.setattr(module, "compute_logits", counting)
     q, k, v = (jnp.ones((total, heads, 8)) for total, heads in zip((*TOTAL, TOTAL[1]), (2, 1, 1), strict=True))
     where: Any = tables(GAPS, 8)._asdict()
 

@@ -136,7 +136,7 @@ def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch
         return kernel
 
     for module in (forward, dq_kernel, dkv_kernel):
-        monkeypatch.setattr(module, "logits_of", counting_logits)
+        monkeypatch.setattr(module, "compute_logits", counting_logits)
         monkeypatch.setattr(module, "_kernel", counting_kernel(module.__name__, module._kernel))
     # A name of its own for the residuals, so that no function compiled without the counting is found.
     kernel = make_splash(mask, 640, 640, num_q_heads=2, block_sizes=SMALL, checkpoint_name=f"counted {mask}")

@@ -1,8 +1,8 @@
-"""A repository with a kernel in it, and a run of the gate there.
+"""Create a repository with a kernel in it, and run the gate there.
 
-Every run is a process of its own, without pytester: its fixture unloads the modules that a test loads, and JAX and
-multiprocessing do not stand being loaded twice. Runs in several processes are started as everybody starts them, and so
-are those that load no JAX; the others begin with it.
+Each run has its own process. The pytester fixture is not used: it unloads modules that a test loads, and JAX and
+multiprocessing break if they are loaded twice. Runs with several processes, and runs that load no JAX, are started as
+users start them. All others are forked from a process that has loaded JAX.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FEW_CASES = "--conformance-cases=train/f32/*.T1.*"
 
 @dataclasses.dataclass(frozen=True)
 class GateRun:
-    """What a run of pytest said."""
+    """The exit code and output of a run of pytest."""
 
     ret: int
     stdout: pytest.LineMatcher
@@ -48,13 +48,14 @@ class GateRun:
 
 @dataclasses.dataclass(frozen=True)
 class Repository:
-    """A kernel author's repository."""
+    """The repository of a kernel's author."""
 
     path: Path
 
     def pytest(self, *arguments: str, from_nothing: bool = False) -> GateRun:
+        """Run pytest in the repository; with `from_nothing`, in a new interpreter."""
         words = ("-p", "no:cacheprovider", *arguments)
-        plain = {**os.environ, "PYTEST_ADDOPTS": ""}  # what the run of the tests was given is not for this one
+        plain = {**os.environ, "PYTEST_ADDOPTS": ""}  # options of the outer test run are not for this one
         if from_nothing or "-n" in arguments:
             command = [sys.executable, "-m", "pytest", *words]
             done = subprocess.run(
@@ -65,17 +66,18 @@ class Repository:
         return GateRun(done.returncode, pytest.LineMatcher(done.stdout.splitlines()), done.stderr.splitlines())
 
     def settings(self, text: str) -> None:
+        """Write `pyproject.toml`."""
         (self.path / "pyproject.toml").write_text(text)
 
 
 def create_repository(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    """A repository in `folder`, which the test then stands in."""
+    """Create a repository in `folder`, and change to it."""
     monkeypatch.chdir(folder)
     (folder / "kernel.py").write_text(KERNEL)
     return Repository(folder)
 
 
 def run_gate(repository: Repository, *arguments: str, name: str = "attention", from_nothing: bool = False) -> GateRun:
-    """A run of the gate on a kernel; nothing is asked beside it unless that is said."""
+    """Run the gate on a kernel, by default without probes at the end."""
     words = ("--pyargs", "conformance", f"--impl=kernel.py:{name}", *NO_PROBES, *arguments)
     return repository.pytest(*words, from_nothing=from_nothing)

@@ -1,4 +1,4 @@
-"""Who could be asked about one block only is told so in the verdict."""
+"""Test that the verdict names a number of blocks that is too small."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from conformance.judging.block_coverage import describe_few_blocks
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import PASS, Record, RunInfo
-from reports import conformity, text_format
+from reports.page_model import build_summary
 from tests.kernels import naive
 
 
 def build_taking(lengths: Callable[[int, int], bool]) -> Implementation:
+    """Build an implementation that accepts some lengths only."""
     found = implementation_registry.find_implementation("dot_product")
 
     def supports(case: Case) -> str | None:
@@ -31,10 +32,12 @@ def build_taking(lengths: Callable[[int, int], bool]) -> Implementation:
 
 
 def build_pass(case: Case) -> Record:
+    """Build a record that passes."""
     return Record(implementation="it", platform="cpu", case=case.id, check="forward", observable="out", verdict=PASS)
 
 
 def describe_few(lengths: Callable[[int, int], bool], level: str = "quick") -> str:
+    """Describe the blocks that were too few, given judged cases."""
     implementation = build_taking(lengths)
     jobs = run_plan.plan_run([implementation], level=level).jobs
     return describe_few_blocks(implementation, [build_pass(job.case) for job in jobs if job.is_on_grid])
@@ -82,10 +85,10 @@ def test_what_a_function_refuses_when_it_is_called_was_not_asked_about() -> None
 )
 def test_how_many_cases_are_declined_is_in_the_verdict(judged: int, declined: int, says: str) -> None:
     right = build_pass(Case())
-    standings = conformity.build_standings([right, dataclasses.replace(right, check="gradients")])
     rows = [{"implementation": "it (cpu)", "cases judged": judged, "declined": declined}]
     run = RunInfo(command="", level="quick", environment={}, tolerances=[], coverage=rows)
-    assert text_format.format_headline(standings, run) == says
+    found = [right, dataclasses.replace(right, check="gradients")]
+    assert build_summary(found, run).headline == says
 
 
 def test_the_verdict_says_so() -> None:
@@ -93,5 +96,5 @@ def test_the_verdict_says_so() -> None:
     others = dataclasses.replace(right, check="gradients")
     blocks = {"it": "one block of 128 queries"}
     run = RunInfo(command="", level="quick", environment={}, tolerances=[], few_blocks=blocks)
-    said = text_format.format_headline(conformity.build_standings([right, others]), run)
-    assert said == "it (cpu) conforms, asked about one block of 128 queries only."
+    said = build_summary([right, others], run).headline
+    assert said == "it (cpu) conforms, checked on one block of 128 queries only."

@@ -1,4 +1,4 @@
-"""Cases discriminate: null results fail the grid's cases by a margin, and cases that cannot tell are told apart."""
+"""Test that null results fail the cases of the grid by a margin, and that weak cases are recognised."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_each_operand_that_a_case_has_gives_a_null_that_ignores_it() -> None:
 def test_a_null_that_equals_the_truth_is_not_asked_for() -> None:
     one = compute_margins_of("train/f32/B1.T1.S1.N1.K1.H8.V6/causal/normal/s1")
     assert set(one) == {"zeros", "dv_doubled"}
-    # One query that sees every key: the mask is named but hides nothing.
+    # One query that sees every key: the mask hides nothing.
     assert not {"mask_ignored", "mask_shifted"} & set(
         compute_margins_of("train/f32/B1.T1.S9.N2.K2.H8.V6/causal-o8/normal/s1")
     )
@@ -81,9 +81,9 @@ def test_decode_has_no_gradient_nulls() -> None:
 @pytest.mark.parametrize(
     ("case_id", "null"),
     [
-        # Logits of 7e4 round by 1% of the probabilities in f32: one key more or less among 200 drowns in it.
+        # Logits of 7e4 round by 1% of the probabilities in f32: one key more or less among 200 cannot be seen.
         ("train/f32/B1.T384.S1500.N2.K2.H16.V16/window-l200-r0-o1116/huge/s0", "mask_shifted"),
-        # On the flat end of a cap dq is exactly zero, and so is twice that.
+        # On the flat end of a soft cap dq is exactly zero, and so is a doubled dq.
         ("train/f32/B1.T32.S32.N2.K2.H16.V16/full/softcap2/huge/s0", "dq_doubled"),
         # A scale of almost exactly 1 / sqrt(16).
         ("train/bf16/B1.T32.S32.N2.K2.H16.V16/full/scale0.25000001/normal/s0", "scale_ignored"),

@@ -1,4 +1,4 @@
-"""A run of the gate on a wrong kernel does not end in success, whatever a `conftest.py` beside it does."""
+"""Test that a run of the gate on a wrong kernel never ends in success, whatever a `conftest.py` does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXPECTS_FAILURES = (
     "import pytest\ndef pytest_collection_modifyitems(items):\n"
     "    for item in items:\n        item.add_marker(pytest.mark.xfail)\n"
 )
-# Every judgement passes; a record is red by its verdict alone, so that nothing else tells.
+# Every judgement passes; only the verdict of a record says that it is red.
 JUDGES_BY_ITSELF = """
 import dataclasses
 def pytest_collection_finish(session):
@@ -42,7 +42,7 @@ def pytest_collection_finish(session):
 LEAVES_BY_ANOTHER_NAME = "import posix\nposix._exit(0)\n"
 STARTS_ANOTHER = "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'print(1)'])\n"
 LEAVES_OUT = "def pytest_collection_modifyitems(items):\n    del items[-1]\n"
-# A `conftest.py` that is not above the gate's module has its hooks for tests called as a plugin alone.
+# Hooks for tests in a `conftest.py` that is not above the gate's module are called only if it is a plugin too.
 _AS_A_PLUGIN = """
 import pytest
 class Plugin:
@@ -64,14 +64,14 @@ SWITCHES_JIT_OFF = "import os\nos.environ['JAX_DISABLE_JIT'] = '1'\n"
 @pytest.mark.parametrize(
     ("conftest", "code", "said"),
     [
-        pytest.param(LEAVES, 2, "the process was ended before", id="leaves"),
-        pytest.param(LEAVES_POLITELY, 4, "a conftest.py ends the process", id="leaves politely"),
+        pytest.param(LEAVES, 2, "the process ended before", id="leaves"),
+        pytest.param(LEAVES_POLITELY, 4, "a conftest.py ended the process", id="leaves politely"),
         pytest.param(LEAVES_LAST, 1, "", id="leaves last", marks=pytest.mark.long),
         pytest.param(LEAVES_POLITELY_LAST, 2, "", id="leaves politely last", marks=pytest.mark.long),
-        pytest.param(TAKES_ITS_PLACE, 2, "ran in its place", id="takes its place"),
-        pytest.param(JUDGES_BY_ITSELF, 2, "conformance.judging.runner.Runner.judge, by which", id="judges by itself"),
-        pytest.param(LEAVES_BY_ANOTHER_NAME, 2, "the process was ended before", id="leaves by another name"),
-        pytest.param(STARTS_ANOTHER, 4, "another program in the gate's place", id="starts another"),
+        pytest.param(TAKES_ITS_PLACE, 2, "ran in place of pytest", id="takes its place"),
+        pytest.param(JUDGES_BY_ITSELF, 2, "replaced conformance.judging.runner.Runner.judge", id="judges by itself"),
+        pytest.param(LEAVES_BY_ANOTHER_NAME, 2, "the process ended before", id="leaves by another name"),
+        pytest.param(STARTS_ANOTHER, 4, "another program in place of the gate", id="starts another"),
         pytest.param(SAYS_PASS, 2, "", id="says pass"),
         pytest.param(SWITCHES_JIT_OFF, 4, "JAX_DISABLE_JIT is set", id="switches jit off"),
         pytest.param(SAYS_SUCCESS, 1, "pytest ends in success", id="says success"),

@@ -1,4 +1,4 @@
-"""Entries for what fails now: they match every failure, as little beside as they can, and wait for a reason."""
+"""Test that suggested entries match every failure and little else, and wait for a reason."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ def test_an_entry_waits_for_its_reason_and_then_settles_what_it_was_written_for(
         settings.load_settings(tmp_path)
     (tmp_path / "pyproject.toml").write_text(text.replace('reason = ""', 'reason = "known"'))
     loaded = settings.load_settings(tmp_path)
-    settled = [loaded.settle(one, "0.10.2") for one in found]
+    settled = [loaded.mark_expected_failures(one, "0.10.2") for one in found]
     assert {one.verdict for one in settled} == {PASS, "expected-fail"}
     assert loaded.stale(settled, "0.10.2") == []

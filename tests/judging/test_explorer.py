@@ -1,4 +1,4 @@
-"""Exploring: a rare bug is found and shrunk to a small case, a right kernel is left alone, and time is kept."""
+"""Test that exploring finds and shrinks a rare bug, leaves a right kernel alone, and keeps its time."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ REPLAY = "python -m conformance run --impl=kernel.py:{name} --case={case} --chec
 
 
 @declare(behind_mask="finite")
-def right(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
+def compute_right(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
+    """Compute attention without a fault."""
     return naive.attention(q, k, v, causal=causal)
 
 
 @declare(behind_mask="finite")
-def tail_and_cap(q: Any, k: Any, v: Any, *, causal: bool = False, soft_cap: Any = None) -> Any:
-    """Wrong by 1% with a soft cap and one key beyond a block of 64."""
+def fail_for_tail_and_cap(q: Any, k: Any, v: Any, *, causal: bool = False, soft_cap: Any = None) -> Any:
+    """Be wrong by 1% with a soft cap and one key beyond a block of 64."""
     wrong = soft_cap is not None and k.shape[1] % 64 == 1
     return naive.attention(q, k, v * 1.01 if wrong else v, causal=causal, soft_cap=soft_cap)
 
 
 @declare(behind_mask="finite")
-def window_when_lengths_differ(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None) -> Any:
-    """The right side of a window is lost where T != S."""
+def lose_window_side(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None) -> Any:
+    """Lose the right side of a window where T != S."""
     if window is not None and q.shape[1] != k.shape[1]:
         window = (window[0], None)
     return naive.attention(q, k, v, causal=causal, window=window)
 
 
 @declare(behind_mask="finite")
-def grouped_in_bf16(q: Any, k: Any, v: Any, *, sinks: Any = None) -> Any:
-    """dk and dv of grouped heads go to the first head only, in bf16."""
+def fail_for_groups_in_bf16(q: Any, k: Any, v: Any, *, sinks: Any = None) -> Any:
+    """Give dk and dv of grouped heads to the first head only, in bf16."""
     if q.dtype == "bfloat16" and q.shape[2] > k.shape[2]:
         q = q[:, :, :1].repeat(q.shape[2], axis=2)
     return naive.attention(q, k, v, sinks=sinks)
@@ -69,20 +70,21 @@ def explore_kernel(
 
 
 @declare(behind_mask="finite")
-def long_thirds(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
-    """Wrong for more than 1000 keys in whole blocks of 192."""
+def fail_for_long_thirds(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
+    """Be wrong for more than 1000 keys in whole blocks of 192."""
     return naive.attention(q, k, v * 1.01 if k.shape[1] % 192 == 0 and k.shape[1] > 1000 else v, causal=causal)
 
 
 @pytest.mark.parametrize(
     ("function", "seed", "smallest"),
     [
-        # From seeds that come upon the condition soon: how often others do is what the nightly tests ask.
+        # These seeds meet the condition soon. A nightly test measures how many others do.
         pytest.param(
-            *(tail_and_cap, 6, "train/f32/B1.T65.S65.N1.K1.H8.V8/full/softcap30/normal/s0"), marks=pytest.mark.nightly
+            *(fail_for_tail_and_cap, 6, "train/f32/B1.T65.S65.N1.K1.H8.V8/full/softcap30/normal/s0"),
+            marks=pytest.mark.nightly,
         ),
-        pytest.param(*(grouped_in_bf16, 0, "B1.T"), marks=pytest.mark.long),
-        pytest.param(window_when_lengths_differ, 2, "/window-l", marks=pytest.mark.nightly),
+        pytest.param(*(fail_for_groups_in_bf16, 0, "B1.T"), marks=pytest.mark.long),
+        pytest.param(lose_window_side, 2, "/window-l", marks=pytest.mark.nightly),
     ],
 )
 def test_a_bug_in_a_rare_condition_is_found_and_shrunk(function: Callable[..., Any], seed: int, smallest: str) -> None:
@@ -104,7 +106,7 @@ def test_a_bug_in_a_rare_condition_is_found_and_shrunk(function: Callable[..., A
 
 def test_what_was_wrong_and_is_right_when_asked_again_stays_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     def fickle(self: Runner, job: Job) -> list[records.Record]:
-        """Wrong where one check is asked, as while it is shrunk, and of lengths above 64; right otherwise."""
+        """Be wrong if one check runs, as while shrinking, and for lengths above 64."""
         wrong = len(job.checks) == 1 or job.case.kv_length > 64
         return [
             records.Record(
@@ -119,7 +121,7 @@ def test_what_was_wrong_and_is_right_when_asked_again_stays_wrong(monkeypatch: p
         ]
 
     monkeypatch.setattr(Runner, "judge", fickle)
-    found = explore_kernel(right, examples=40)
+    found = explore_kernel(compute_right, examples=40)
     assert found.failing is not None
     assert found.failing.kv_length <= 64
     of_it = {record.verdict for record in found.records if record.case == found.failing.id}
@@ -127,7 +129,9 @@ def test_what_was_wrong_and_is_right_when_asked_again_stays_wrong(monkeypatch: p
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("function", [tail_and_cap, grouped_in_bf16, window_when_lengths_differ, long_thirds])
+@pytest.mark.parametrize(
+    "function", [fail_for_tail_and_cap, fail_for_groups_in_bf16, lose_window_side, fail_for_long_thirds]
+)
 def test_most_seeds_find_it_in_eighty_cases(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explorer, "_DEFAULT_SHRINK_SECONDS", 0.0)
     found = [explore_kernel(function, examples=80, seed=seed).failing for seed in range(3)]
@@ -136,7 +140,7 @@ def test_most_seeds_find_it_in_eighty_cases(function: Callable[..., Any], monkey
 
 def test_a_right_kernel_is_left_alone_and_what_was_reached_is_told() -> None:
     heard: list[JudgedCase] = []
-    implementation = build_implementation(right, "right")
+    implementation = build_implementation(compute_right, "right")
     limits = Budget(seconds=None, examples=10, seed=0)
     found = explorer.explore(implementation, Settings(), limits, on_case=heard.append)
     assert found.failing is None
@@ -144,7 +148,7 @@ def test_a_right_kernel_is_left_alone_and_what_was_reached_is_told() -> None:
     assert not any(seen.shrinking for seen in heard)
     assert {record.verdict for record in found.records} <= {records.PASS, records.UNSUPPORTED, records.UNJUDGED}
     assert found.reached["f32"] >= 1
-    assert found.reached["soft_cap"] == 0  # the function takes none, so none was drawn
+    assert found.reached["soft_cap"] == 0  # the function has no such parameter, so none was drawn
     told = "\n".join(explorer.describe_exploration(found, limits.seed))
     assert f"explored {found.judged} cases" in told
     assert "from seed 0" in told
@@ -153,7 +157,7 @@ def test_a_right_kernel_is_left_alone_and_what_was_reached_is_told() -> None:
 
 @pytest.mark.long
 def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters() -> None:
-    found = explore_kernel(long_thirds, examples=24, seed=9)
+    found = explore_kernel(fail_for_long_thirds, examples=24, seed=9)
     assert found.failing is not None
     assert found.failing.kv_length % 192 == 0
     assert found.failing.kv_length > 1000
@@ -161,26 +165,26 @@ def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters() -> 
     assert any(tried.startswith("S ") for tried in found.used)
     said = "\n".join(explorer.describe_exploration(found, 0))
     assert re.search(r"clues: .*192.* \(source\)", said)
-    assert "tried beside them: " in said
+    assert "tried around them: " in said
 
 
 @pytest.mark.nightly
 def test_without_clues_such_lengths_are_not_drawn() -> None:
-    found = explore_kernel(long_thirds, examples=24, seed=1, clues=NO_CLUES)
+    found = explore_kernel(fail_for_long_thirds, examples=24, seed=1, clues=NO_CLUES)
     assert found.failing is None
     assert "clues: none" in "\n".join(explorer.describe_exploration(found, 0))
 
 
 def test_what_the_grid_has_not_combined_is_counted() -> None:
-    found = explore_kernel(right, examples=4)
+    found = explore_kernel(compute_right, examples=4)
     assert found.beyond > 0
-    assert f"{found.beyond} pairs that the grid has not combined" in explorer.describe_exploration(found, 0)
+    assert f"{found.beyond} pairs of properties" in "\n".join(explorer.describe_exploration(found, 0))
 
 
 @pytest.mark.long
 def test_the_same_seed_draws_the_same_cases() -> None:
     def cases_of(seed: int) -> list[str]:
-        return sorted({record.case for record in explore_kernel(right, examples=5, seed=seed).records})
+        return sorted({record.case for record in explore_kernel(compute_right, examples=5, seed=seed).records})
 
     assert cases_of(3) == cases_of(3)
     assert cases_of(3) != cases_of(4)
@@ -188,17 +192,17 @@ def test_the_same_seed_draws_the_same_cases() -> None:
 
 @pytest.mark.long
 def test_only_cases_that_match_are_drawn() -> None:
-    found = explore_kernel(right, examples=4, query="*/causal")
+    found = explore_kernel(compute_right, examples=4, query="*/causal")
     assert found.judged
     assert all(matches_query("*/causal", record.case) for record in found.records)
     with pytest.raises(NothingToDraw, match="does not match train/f99"):
-        explore_kernel(right, examples=4, query="train/f99")
+        explore_kernel(compute_right, examples=4, query="train/f99")
 
 
 @pytest.mark.long
 def test_a_query_that_is_hardly_ever_drawn_keeps_time_too() -> None:
     started = time.monotonic()
-    found = explore_kernel(right, seconds=1.0, query=Case().id)
+    found = explore_kernel(compute_right, seconds=1.0, query=Case().id)
     assert time.monotonic() - started < 20
     assert found.failing is None
 
@@ -215,7 +219,7 @@ def test_an_expected_failure_is_no_find_and_its_passing_neither() -> None:
     known = explore_kernel(wrong, examples=3, settings=settings("*"))
     assert known.failing is None
     assert {record.verdict for record in known.records} >= {records.EXPECTED_FAIL}
-    assert explore_kernel(right, examples=3, settings=settings("forward")).failing is None
+    assert explore_kernel(compute_right, examples=3, settings=settings("forward")).failing is None
 
 
 @pytest.mark.long
@@ -234,15 +238,15 @@ def test_a_crash_is_a_find() -> None:
 @pytest.mark.nightly
 def test_time_is_kept_while_drawing() -> None:
     started = time.monotonic()
-    found = explore_kernel(right, seconds=2.0)
-    assert time.monotonic() - started < 20  # the case under way is finished
+    found = explore_kernel(compute_right, seconds=2.0)
+    assert time.monotonic() - started < 20  # a case that has begun is finished
     assert found.failing is None
 
 
 @pytest.mark.long
 def test_time_is_kept_while_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explorer, "_DEFAULT_SHRINK_SECONDS", 0.0)
-    found = explore_kernel(window_when_lengths_differ, examples=60)
+    found = explore_kernel(lose_window_side, examples=60)
     assert found.failing == found.first is not None
     assert not found.shrunk
     assert "stopped before the end" in explorer.describe_exploration(found, 0)[-1]
@@ -332,7 +336,7 @@ def test_the_command_finds_nothing_wrong_in_a_right_kernel(folder: Path, capsys:
     assert run_command("--impl=kernel.py:right", "--seed=1", "--examples=4", "--seconds=300") == 0
     said = capsys.readouterr()
     assert "seed 1" in said.err
-    assert "passes as far as asked (narrowed to 4 explored cases)" in " ".join(said.out.split())
+    assert "passes as far as checked (narrowed to 4 explored cases)" in " ".join(said.out.split())
     assert "explored 4 cases" in said.out
     assert "reached" in said.out
 
@@ -375,7 +379,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_interrupt_keeps_what_was_judged(folder: Path) -> None:
     command = ["-m", "conformance", "explore", "--impl=kernel.py:loud", "--in-process"]
     command += ["--seed=0", "--json=r.jsonl", "--seconds=300"]
-    found = interrupt_command(*command, traced=8)  # a case takes a few: by then the first is judged
+    found = interrupt_command(*command, traced=8)  # a case takes a few seconds: by then the first is judged
     assert found.returncode == 130
     assert "Traceback" not in found.out + found.err
     assert "Interrupted" in found.out

@@ -1,4 +1,4 @@
-"""What the process of a kernel says of the kernel's numbers is checked: a kernel can forge it."""
+"""Test that clues from a kernel's process are checked, since a kernel can forge them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def attention(q, k, v): return q
 """
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    """Have the process of any kernel give this answer, or raise it."""
+def set_answer(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    """Have the process of any kernel return this answer, or raise it."""
 
     def run(*arguments: Any) -> Any:
         if isinstance(answer, BaseException):
@@ -67,7 +67,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     ],
 )
 def test_forged_clues_are_one_line(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, answer)
+    set_answer(monkeypatch, answer)
     with pytest.raises(explorer.InvalidClues) as raised:
         explorer._request_clues(implementation_registry.find_implementation("dot_product"))
     assert "dot_product" in str(raised.value)
@@ -75,9 +75,9 @@ def test_forged_clues_are_one_line(answer: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_clues_that_are_none_are_no_forgery(monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, ([], [], []))
+    set_answer(monkeypatch, ([], [], []))
     assert not explorer._request_clues(implementation_registry.find_implementation("dot_product"))
-    answering(monkeypatch, ([128, 3], [0.25, 1e300], [3, 0.25]))
+    set_answer(monkeypatch, ([128, 3], [0.25, 1e300], [3, 0.25]))
     found = explorer._request_clues(implementation_registry.find_implementation("dot_product"))
     assert found == Clues((128, 3), (0.25, 1e300), frozenset({3, 0.25}))
 

@@ -1,4 +1,4 @@
-"""What the gate says where a worker died, by platform words of -k, and beside plugins that warn."""
+"""Test the gate where a worker died, with platform words of -k, and beside plugins that warn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     return create_repository(tmp_path, monkeypatch)
 
 
-# In pytest's own process: the first worker that calls it dies, and no other.
+# It runs in pytest's own process, and only the first worker that calls it dies.
 CRASHES = """
 import os
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_a_job_whose_worker_died_is_missing_and_resumed(repository: Repository) 
     assert len(found.done) > before
 
 
-def job_for(platform: str | None, *, interpreted: bool, name: str) -> Job:
+def build_job(platform: str | None, *, interpreted: bool, name: str) -> Job:
     (job, *_) = plan_run(
         [implementation_registry.find_implementation("dot_product")], level="quick", query="train/f32/*.T1.*"
     ).jobs
@@ -87,9 +87,8 @@ def test_a_platform_word_is_what_the_kernel_is_for(
     is_chosen: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a machine with a GPU."""
     monkeypatch.setattr(keyword_selection, "find_platform", lambda _: "gpu-interpret" if interpreted else "gpu")
-    job = job_for(platform, interpreted=interpreted, name=name)
+    job = build_job(platform, interpreted=interpreted, name=name)
     shown = f"test_conforms[{name}-gpu{'-interpret' if interpreted else ''}-{job.case.id}]"
     assert bool(keyword_selection.select_checks(expression, job, [shown])) is is_chosen
 

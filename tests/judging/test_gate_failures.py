@@ -1,4 +1,4 @@
-"""What the pytest gate says of a kernel that fails, and of failures that are expected."""
+"""Test what the pytest gate says about a failing kernel, and about expected failures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_failure_says_what_where_and_how_to_repeat_it(
         ]
     )
     said = result.stdout.str()
-    assert not re.search(r"test_gate\.py:\d", said)  # nothing of the harness's own frames
+    assert not re.search(r"test_gate\.py:\d", said)  # no frames of the harness
     assert "Traceback" not in said
     assert "full-trace" not in said
     command = next(line for line in said.splitlines() if line.startswith("  reproduce"))
@@ -88,7 +88,7 @@ def test_part_of_the_grid_says_nothing_about_stale_entries(repository: Repositor
     assert "expectations" not in result.stdout.str()
 
 
-# Few cases, so that the whole grid is soon judged.
+# It supports few cases, so that the whole grid is judged soon.
 FEW_SUPPORTED = """
 from conformance.execution.plain_functions import build_implementation
 

@@ -1,4 +1,4 @@
-"""The pytest gate, as a kernel author runs it from a repository of their own."""
+"""Test the pytest gate as a kernel author runs it, from a repository of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     return create_repository(tmp_path, monkeypatch)
 
 
-def without_seconds(path: Path) -> list[records.Record]:
+def strip_seconds(path: Path) -> list[records.Record]:
     return records.merge_records(dataclasses.replace(record, seconds=0.0) for record in records.read_jsonl(path))
 
 
@@ -73,7 +73,7 @@ def test_a_kernel_that_goes_by_the_compilers_flags_is_red(repository: Repository
     assert len([record for record in found if records.FLAGS_DIFFER in record.figures]) > 0
 
 
-def collected(repository: Repository, *arguments: str) -> list[str]:
+def collect_tests(repository: Repository, *arguments: str) -> list[str]:
     result = run_gate(repository, "--collect-only", "-q", *arguments)
     return [line for line in result.stdout.lines if "::" in line]
 
@@ -86,10 +86,10 @@ def test_settings_by_which_no_test_is_run_are_red(repository: Repository) -> Non
 
 
 def test_cases_are_chosen_by_their_ids(repository: Repository) -> None:
-    capped = collected(repository, "-k", "softcap")
+    capped = collect_tests(repository, "-k", "softcap")
     assert capped
     assert all("softcap" in name for name in capped)
-    both = collected(repository, "-k", "kernel and bf16 and not softcap")
+    both = collect_tests(repository, "-k", "kernel and bf16 and not softcap")
     assert both
     assert all("bf16" in name and "softcap" not in name for name in both)
     assert all("-cpu-" in name for name in both)
@@ -108,9 +108,9 @@ def test_a_check_is_chosen_by_its_name_and_asked_alone(repository: Repository) -
     assert recorded.run is not None
     assert f"narrowed to {recorded.run.narrowed}" == said
     assert '<property name="checks" value="forward" />' in (repository.path / "j.xml").read_text()
-    others = collected(repository, "-k", "not forward")
-    assert len(others) == len(collected(repository))
-    assert collected(repository, "-k", "forms") != collected(repository)
+    others = collect_tests(repository, "-k", "not forward")
+    assert len(others) == len(collect_tests(repository))
+    assert collect_tests(repository, "-k", "forms") != collect_tests(repository)
 
 
 @pytest.mark.long
@@ -130,15 +130,15 @@ def test_a_gate_goes_on_with_a_file(repository: Repository, monkeypatch: pytest.
     (repository.path / "r.jsonl").write_text("".join(lines))
     resumed = run_gate(repository, FEW_CASES, "--conformance-resume=r.jsonl", "-n", "2")
     assert resumed.ret == 0
-    resumed.stdout.fnmatch_lines(["of the jobs, * are as the file has them that is gone on with*"])
-    assert without_seconds(repository.path / "r.jsonl") == without_seconds(repository.path / "whole.jsonl")
+    resumed.stdout.fnmatch_lines(["* jobs were taken from the resumed file*"])
+    assert strip_seconds(repository.path / "r.jsonl") == strip_seconds(repository.path / "whole.jsonl")
     (after,) = runs.read_runs(repository.path / "r.jsonl")
     assert after.is_complete
     assert after.run is not None
     assert len(after.run.resumed) == 1
     refused = run_gate(repository, "--conformance-resume=r.jsonl")
     assert refused.ret == pytest.ExitCode.USAGE_ERROR
-    assert "r.jsonl is of another run: narrowed was" in "".join(refused.errlines)
+    assert "r.jsonl is from another run: narrowed was" in "".join(refused.errlines)
 
 
 def test_a_plain_run_that_does_not_judge_says_what_does(repository: Repository) -> None:
@@ -160,11 +160,11 @@ def test_the_report_and_its_records_are_the_same_from_two_processes(repository: 
         "--pyargs", "conformance", "--impl=kernel.py:attention", FEW_CASES, "--conformance-report=two.html", "-n", "2"
     )
     assert two.ret == 0
-    assert without_seconds(repository.path / "one.jsonl") == without_seconds(repository.path / "two.jsonl")
+    assert strip_seconds(repository.path / "one.jsonl") == strip_seconds(repository.path / "two.jsonl")
     found = records.read_jsonl(repository.path / "one.jsonl")
     assert {record.verdict for record in found} <= {PASS, UNSUPPORTED}
     page = (repository.path / "two.html").read_text()
-    assert "kernel.py:attention (cpu) passes as far as asked (narrowed to --conformance-cases=" in page
+    assert "kernel.py:attention (cpu) passes as far as checked (narrowed to --conformance-cases=" in page
 
 
 def test_a_required_platform_that_judged_nothing_fails_the_run(repository: Repository) -> None:
@@ -189,7 +189,7 @@ def test_a_required_platform_that_judged_nothing_fails_the_run(repository: Repos
         (["--impl=kernel.py:attention", "--conformance-report=r.jsonl"], "give the page another suffix"),
         (["--impl=kernel.py:attention", "--conformance-report=kernel.py"], "--conformance-report=kernel.py is no page"),
         (["--impl=kernel.py:attention", "--conformance-json=kernel.py"], "--conformance-json=kernel.py is no file of"),
-        (["--impl=kernel.py:attention", f"--conformance-seed={2**64}"], "--conformance-seed must be in 0..2**64-1"),
+        (["--impl=kernel.py:attention", f"--conformance-seed={2**64}"], "--conformance-seed must be less than 2**64"),
         (
             ["--impl=kernel.py:attention", "--conformance-timeout=0"],
             "--conformance-timeout must be more than zero, got",
@@ -251,7 +251,7 @@ def test_the_suite_of_a_junit_file_says_what_holds_for_the_run(
     environment = {f"environment.{name}": value for name, value in recorded.run.environment.items()}
     assert {"environment.jax", "environment.commit", "environment.XLA_FLAGS", "environment.devices"} <= set(environment)
     assert environment.items() <= said.items()
-    assert said["verdict[kernel.py:attention (cpu)]"].startswith("passes as far as asked (narrowed to --conformance-")
+    assert said["verdict[kernel.py:attention (cpu)]"].startswith("passes as far as checked (narrowed to --conformance-")
     assert said["declared[kernel.py:attention]"] == 'behind_mask="finite"'
     assert said["source[kernel.py:attention]"] == recorded.run.kernels["kernel.py:attention"].source != ""
     assert said["place[kernel.py:attention]"].startswith("ran in a ")

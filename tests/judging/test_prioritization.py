@@ -1,4 +1,4 @@
-"""Jobs come in the order of what they say for their cost, and `smoke` is where that order begins."""
+"""Test that jobs come in the order of what they tell for their cost, and that `smoke` is its beginning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conformance.judging.run_levels import GRID_LEVELS, LEVELS
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import RED, RunInfo
-from reports import conformity, text_format
+from reports.page_model import build_summary
 from tests.kernels import naive
 
 NAMES = ("dot_product", "splash_tpu", "ragged", "moba")
@@ -96,7 +96,7 @@ def test_smoke_never_says_conforms() -> None:
     for name, function in (("right", naive.attention), ("wrong", lambda q, k, v: 1.02 * naive.attention(q, k, v))):
         implementation = build_implementation(function, name)
         found = Runner(Settings()).run(run_plan.plan_run([implementation], level="smoke").jobs[:3])
-        standings = conformity.build_standings(found)
-        said = text_format.format_headline(standings, RunInfo(command="", level="smoke", environment={}, tolerances=[]))
+        run = RunInfo(command="", level="smoke", environment={}, tolerances=[])
+        said = build_summary(found, run).headline
         assert "conforms" not in said
         assert (name == "wrong") == any(record.verdict in RED for record in found) == ("does not conform" in said)

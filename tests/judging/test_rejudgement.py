@@ -1,4 +1,4 @@
-"""Failures are judged again: under JAX's own compiler flags, and under declarations that would explain them."""
+"""Test that failures are judged again: under JAX's own compiler flags, and under declarations that explain them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _traced_as_by_jax: contextvars.ContextVar[bool] = contextvars.ContextVar("traced
 
 @pytest.fixture
 def jax_flags_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels can tell, while they are traced, whether the compiler's options are JAX's own."""
+    """Let kernels find out, while they are traced, whether the compiler's options are JAX's own."""
     jit = Executor.jit
 
     def told(self: Executor, function: Callable[..., Any], **how: Any) -> Any:
@@ -71,13 +71,13 @@ def judge(function: Callable[..., Any], *cases: str, checks: tuple[str, ...] = (
 
 
 @declare(behind_mask="finite")
-def wrong_by_the_flags(q: Any, k: Any, v: Any) -> Any:
+def fail_by_flags(q: Any, k: Any, v: Any) -> Any:
     out = naive.attention(q, k, v)
     return out if _traced_as_by_jax.get() else 2 * out
 
 
 @declare(behind_mask="finite")
-def raises_by_the_flags(q: Any, k: Any, v: Any) -> Any:
+def raise_by_flags(q: Any, k: Any, v: Any) -> Any:
     if not _traced_as_by_jax.get():
         raise RuntimeError("the compiler gives up")
     return naive.attention(q, k, v)
@@ -90,7 +90,7 @@ def wrong(q: Any, k: Any, v: Any) -> Any:
 
 @pytest.mark.usefixtures("jax_flags_matter")
 def test_what_the_flags_alone_make_fail_passes_and_says_so() -> None:
-    (record,) = judge(wrong_by_the_flags, FULL)
+    (record,) = judge(fail_by_flags, FULL)
     assert record.verdict == PASS
     assert record.ratio is not None
     assert record.limit is not None
@@ -100,8 +100,8 @@ def test_what_the_flags_alone_make_fail_passes_and_says_so() -> None:
     assert record.reason.startswith("differs by the compiler's flags: ratio ")
 
 
-def right_from_the_second_time(how: str) -> Callable[..., Any]:
-    """Wrong once: the first time it is traced, or run, or raises."""
+def build_right_from_second_time(how: str) -> Callable[..., Any]:
+    """Build a kernel that is wrong once: the first time it is traced, or run, or raises."""
     times = itertools.count()
 
     @declare(behind_mask="finite")
@@ -120,9 +120,9 @@ def right_from_the_second_time(how: str) -> Callable[..., Any]:
 @pytest.mark.parametrize(("how", "verdict"), [("traced", FAIL), ("run", FAIL), ("raised", ERROR)])
 @pytest.mark.usefixtures("jax_flags_matter")
 def test_what_is_wrong_once_is_not_the_flags_doing(how: str, verdict: str) -> None:
-    wrong = [record for record in judge(right_from_the_second_time(how), FULL) if record.verdict != PASS]
+    wrong = [record for record in judge(build_right_from_second_time(how), FULL) if record.verdict != PASS]
     assert [record.verdict for record in wrong] == [verdict]
-    assert "depends on the calls before" in wrong[0].reason
+    assert "depends on earlier calls" in wrong[0].reason
 
 
 @pytest.mark.parametrize("stays", [True, False])
@@ -131,7 +131,7 @@ def test_calls_in_a_row_have_one_name_and_verdicts_of_their_own(stays: bool) -> 
     looks = itertools.count()
 
     def run(subject: Subject) -> Iterator[Judgement]:
-        """The first of two is wrong, at every look or at the first alone."""
+        """Judge two calls, of which the first is wrong: each time, or the first time only."""
         red = stays or next(looks) == 0
         yield Judgement(observable="out", verdict=FAIL if red else PASS, reason="wrong" if red else "", ratio=9.0)
         yield Judgement(observable="out", verdict=PASS, ratio=0.5)
@@ -142,12 +142,12 @@ def test_calls_in_a_row_have_one_name_and_verdicts_of_their_own(stays: bool) -> 
     found = rejudgement.Rejudger(executor).judge(check, subject, list(check.run(subject)))
     assert found[0].verdict == FAIL
     assert FLAGS_DIFFER not in found[0].figures
-    assert ("depends on the calls before" in found[0].reason) != stays
+    assert ("depends on earlier calls" in found[0].reason) != stays
 
 
 @pytest.mark.usefixtures("jax_flags_matter")
 def test_an_error_that_the_flags_alone_make_is_none() -> None:
-    (record,) = judge(raises_by_the_flags, FULL)
+    (record,) = judge(raise_by_flags, FULL)
     assert record.verdict == PASS
     assert "the compiler gives up" in record.reason
     assert FLAGS_DIFFER in record.figures
@@ -156,42 +156,42 @@ def test_an_error_that_the_flags_alone_make_is_none() -> None:
 @pytest.mark.usefixtures("jax_flags_matter")
 def test_beyond_what_flags_account_for_failures_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejudgement, "_MIN_DECIDED", 2)
-    found = judge(wrong_by_the_flags, *(CASE.format("f32", "full", seed) for seed in range(4)))
+    found = judge(fail_by_flags, *(CASE.format("f32", "full", seed) for seed in range(4)))
     assert [record.verdict for record in found] == [PASS, PASS, FAIL, FAIL]
     assert not any(FLAGS_DIFFER in record.figures for record in found[2:])
     assert all("not judged again" in record.reason for record in found[2:])
     assert flag_share.find_excess(found)
 
 
-class Asked(Executor):
-    """An executor that writes down which fresh ones were made of it."""
+class RecordingExecutor(Executor):
+    """An executor that records which fresh executors were created from it."""
 
     def __init__(self, implementation: Implementation, name: str, order: list[str]) -> None:
         super().__init__(implementation)
         self.name, self.order = name, order
 
     def with_default_flags(self) -> Executor:
-        return Asked(self.implementation, "default", self.order)
+        return RecordingExecutor(self.implementation, "default", self.order)
 
     def create_fresh(self) -> Executor:
         self.order.append(self.name)
-        return Asked(self.implementation, f"fresh {self.name}", self.order)
+        return RecordingExecutor(self.implementation, f"fresh {self.name}", self.order)
 
 
-def answers_by_name(subject: Subject) -> Iterator[Judgement]:
-    """Wrong under the first flags, right under JAX's own."""
-    assert isinstance(subject.executor, Asked)
+def judge_by_name(subject: Subject) -> Iterator[Judgement]:
+    """Be wrong under the first flags, and right under JAX's own."""
+    assert isinstance(subject.executor, RecordingExecutor)
     red = "default" not in subject.executor.name
     yield Judgement(observable="out", verdict=FAIL if red else PASS, reason="wrong" if red else "", ratio=9.0)
 
 
 def test_fresh_processes_are_asked_in_an_order_that_nobody_can_foresee() -> None:
-    check = Check("by_name", CHECKS_BY_NAME["calls"].scope, answers_by_name)
+    check = Check("by_name", CHECKS_BY_NAME["calls"].scope, judge_by_name)
     orders = set()
     for _ in range(100):
         order: list[str] = []
         subject = Subject(
-            Asked(build_implementation(wrong, "kernel"), "first", order),
+            RecordingExecutor(build_implementation(wrong, "kernel"), "first", order),
             parse_case_id(FULL),
             tolerances.load_default_tolerances(),
         )
@@ -202,14 +202,14 @@ def test_fresh_processes_are_asked_in_an_order_that_nobody_can_foresee() -> None
     assert {tuple(sorted(order)) for order in orders} == {
         ("default",) * rejudgement.FRESH_PROCESSES + ("first",) * rejudgement.FRESH_PROCESSES
     }
-    # Of six orders, one is missing after a hundred draws once in ten million times.
+    # After a hundred draws, one of six orders is missing once in ten million times.
     assert len(orders) == 6
 
 
 @pytest.mark.usefixtures("jax_flags_matter")
 def test_a_false_alarm_is_judged_again_however_often_it_comes() -> None:
     found = judge(
-        wrong_by_the_flags, *(CASE.format("f32", "full", seed) for seed in range(2 * rejudgement.ENOUGH_CONFIRMED + 1))
+        fail_by_flags, *(CASE.format("f32", "full", seed) for seed in range(2 * rejudgement.ENOUGH_CONFIRMED + 1))
     )
     assert [record.verdict for record in found] == [PASS] * (2 * rejudgement.ENOUGH_CONFIRMED + 1)
 
@@ -260,7 +260,8 @@ def test_the_flags_of_this_process_are_undone_by_options_that_jax_knows(monkeypa
     executor = Executor(Implementation(name="kernel", call=naive.attention), options)
     assert float(executor.jit(jnp.sin)(0.0)) == 0.0
     unknown = Executor(executor.implementation, {**options, "no_such_option": 1})
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):  # so the others did reach the compiler
+    # An unknown option raises, so the other options did reach the compiler.
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
         unknown.jit(jnp.sin)(0.0)
 
 
@@ -305,14 +306,14 @@ def test_what_lies_behind_the_mask_is_explained_on_every_case() -> None:
 def test_no_declaration_explains_what_is_wrong() -> None:
     first, other = judge(wrong, CASE.format("bf16", "full", 0), CASE.format("bf16", "full", 1))
     assert (first.verdict, first.remedy, first.figures[DECLARATIONS_TRIED]) == (FAIL, "", 1)
-    assert DECLARATIONS_TRIED not in other.figures  # on the first failure of a check and dtype alone
+    assert DECLARATIONS_TRIED not in other.figures  # only for the first failure of a check and dtype
 
 
 def test_where_zeros_would_pass_too_a_declaration_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def zeros(q: Any, k: Any, v: Any) -> Any:
         return 0 * q
 
-    huge = "train/f16/B1.T16.S16.N2.K1.H16.V16/full/huge/s0"  # with rounded logits, anything is right
+    huge = "train/f16/B1.T16.S16.N2.K1.H16.V16/full/huge/s0"  # with rounded logits, any result is within bounds
     (record,) = judge(zeros, huge)
     assert (record.verdict, record.remedy) == (FAIL, "")
     monkeypatch.setattr(discrimination, "discriminates", lambda subject: True)

@@ -1,4 +1,4 @@
-"""What runs say together: only what was judged counts, and nothing that was planned and not judged is forgotten."""
+"""Test that only judged cases count when runs are merged, and that nothing planned is forgotten."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from conformance.judging.run_aggregation import aggregate_runs
 from conformance.records import FAIL, PASS, UNJUDGED, Record, RunInfo
 from conformance.runs import COMPLETE, INTERRUPTED, CoveringArraySize, End, Kernel, PlannedJob, RecordedRun, Run
 from conformance.truth import tolerances
-from reports import conformity, html_page, markdown_summary, text_format
+from reports import conformity
+from reports.page_model import build_summary
+from tests.reports.report_samples import render_html, render_markdown
 
 SHAPE = "B1.T{0}.S{0}.N2.K2.H64.V64/causal/normal/s0"
 CASES = [f"train/f32/{SHAPE.format(length)}" for length in (512, 96, 64, 33)]
@@ -57,15 +59,15 @@ ALL = (0, 1, 2, 3)
 
 def render_summary(*ones: RecordedRun) -> tuple[str, RunInfo]:
     found, info = aggregate_runs(ones, command="report")
-    return text_format.format_headline(conformity.build_standings(found), info), info
+    return build_summary(found, info).headline, info
 
 
 def test_a_whole_run_conforms_and_covers_what_it_judged() -> None:
     headline, info = render_summary(build_recorded(*ALL))
     assert headline == "kernel (cpu) conforms."
     assert (info.coverage[0]["combinations"], info.coverage[0]["covered"]) == (4, 4)
-    assert text_format.format_state(info) == "complete"
-    assert "run <b>complete</b>" in html_page.render_page([build_record(CASES[0])], info)
+    assert conformity.format_state(info) == "complete"
+    assert "run <b>complete</b>" in render_html([build_record(CASES[0])], info)
     assert info.seconds == 9.0
     assert info.tolerances == [{"dtype": "f32", "limit": 4.0}]
 
@@ -76,22 +78,22 @@ def test_coverage_counts_what_was_judged() -> None:
     headline, info = render_summary(unjudged)
     assert (info.coverage[0]["cases planned"], info.coverage[0]["cases judged"]) == (4, 2)
     assert info.coverage[0]["covered"] == 2
-    assert headline == "kernel (cpu) passes as far as asked (narrowed to 3 of 4 jobs)."
+    assert headline == "kernel (cpu) passes as far as checked (narrowed to 3 of 4 jobs)."
 
 
 def test_a_job_without_a_record_is_not_done() -> None:
     found = build_recorded(*ALL)
     headline, info = render_summary(dataclasses.replace(found, done={**found.done, 2: ()}))
-    assert headline == "kernel (cpu) passes as far as asked (narrowed to 3 of 4 jobs)."
-    assert text_format.format_state(info) == "partial"
+    assert headline == "kernel (cpu) passes as far as checked (narrowed to 3 of 4 jobs)."
+    assert conformity.format_state(info) == "partial"
 
 
 def test_a_narrowed_run_says_to_what_and_how_little_that_is() -> None:
     headline, info = render_summary(build_recorded(0, jobs=build_run().jobs[:1], narrowed="--cases=train/f32/B1.T512"))
-    assert headline == "kernel (cpu) passes as far as asked (narrowed to --cases=train/f32/B1.T512: 1 of 4 jobs)."
+    assert headline == "kernel (cpu) passes as far as checked (narrowed to --cases=train/f32/B1.T512: 1 of 4 jobs)."
     for shown in (
-        html_page.render_page([build_record(CASES[0])], info),
-        markdown_summary.format_markdown([build_record(CASES[0])], info),
+        render_html([build_record(CASES[0])], info),
+        render_markdown([build_record(CASES[0])], info),
     ):
         assert "complete, narrowed to --cases=train/f32/B1.T512" in re.sub("<[^>]*>", "", shown)
     headline, _ = render_summary(build_recorded(0, verdict=FAIL, jobs=build_run().jobs[:1], narrowed="one case"))
@@ -99,16 +101,16 @@ def test_a_narrowed_run_says_to_what_and_how_little_that_is() -> None:
 
 
 def test_the_state_of_a_run_says_that_it_was_not_all() -> None:
-    assert text_format.format_state(render_summary(build_recorded(*ALL, level="smoke"))[1]) == "complete at smoke"
-    assert text_format.format_state(
+    assert conformity.format_state(render_summary(build_recorded(*ALL, level="smoke"))[1]) == "complete at smoke"
+    assert conformity.format_state(
         render_summary(build_recorded(0, jobs=build_run().jobs[:1], level="smoke", narrowed="--check=forward"))[1]
     ) == ("complete at smoke, narrowed to --check=forward")
     other = build_recorded(
         0, jobs=(PlannedJob("other", CASES[0], ("forward",)),), kernels={"other": Kernel()}, narrowed="one case"
     )
     other = dataclasses.replace(other, done={0: (build_record(CASES[0], implementation="other"),)})
-    assert text_format.format_state(render_summary(build_recorded(*ALL), other)[1]) == "complete, narrowed in part"
-    assert text_format.format_state(render_summary(build_recorded(0, narrowed="--check=forward"))[1]) == "partial"
+    assert conformity.format_state(render_summary(build_recorded(*ALL), other)[1]) == "complete, narrowed in part"
+    assert conformity.format_state(render_summary(build_recorded(0, narrowed="--check=forward"))[1]) == "partial"
 
 
 @pytest.mark.parametrize("how", [INTERRUPTED, None], ids=["interrupted", "killed"])
@@ -116,15 +118,15 @@ def test_a_run_that_was_stopped_or_killed_does_not_conform(how: str | None) -> N
     headline, info = render_summary(build_recorded(0, 1, how=how))
     assert headline == "kernel (cpu) passes so far (2 of 4 jobs)."
     assert info.interrupted
-    assert text_format.format_state(info) == "interrupted"
+    assert conformity.format_state(info) == "interrupted"
 
 
 def test_a_merge_notices_a_shard_that_is_missing() -> None:
     one, two = build_recorded(0, 1, source="1.jsonl", shard="1/2"), build_recorded(2, 3, source="2.jsonl", shard="2/2")
     headline, info = render_summary(one)
-    assert headline == "kernel (cpu) passes as far as asked (narrowed to 2 of 4 jobs)."
+    assert headline == "kernel (cpu) passes as far as checked (narrowed to 2 of 4 jobs)."
     assert "shard 2 of 2 is missing" in info.notes
-    assert text_format.format_shortfall(info) == "Not all that was planned was judged: 2 of 4 jobs."
+    assert conformity.format_shortfall(info) == "Not all that was planned was judged: 2 of 4 jobs."
     headline, info = render_summary(one, two)
     assert headline == "kernel (cpu) conforms."
     assert info.notes == []
@@ -145,7 +147,7 @@ def test_what_one_file_lacks_another_may_have() -> None:
 
 def test_passes_of_today_do_not_cover_failures_of_yesterday() -> None:
     headline, _ = render_summary(build_recorded(*ALL, verdict=FAIL), build_recorded(*ALL))
-    assert headline == "kernel (cpu) does not conform."  # nothing changed in between, so one of them is a lie
+    assert headline == "kernel (cpu) does not conform."  # nothing changed in between, so they contradict each other
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -176,8 +178,8 @@ def test_runs_of_different_provenance_never_answer_for_each_other(changes: dict[
     before = build_recorded(*ALL, verdict=FAIL, source="old.jsonl")
     after = build_recorded(*ALL, source="new.jsonl", **changes)
     for ones in ((before, after), (after, before)):
-        found, _ = aggregate_runs(ones, command="report")
-        standings = conformity.build_standings(found)
+        found, info = aggregate_runs(ones, command="report")
+        standings = build_summary(found, info).contenders
         assert {standing.conformity for standing in standings} == {conformity.CONFORMS, conformity.DOES_NOT_CONFORM}
         assert len({standing.contender.label for standing in standings}) == 2
 
@@ -194,9 +196,9 @@ def test_runs_of_different_provenance_never_answer_for_each_other(changes: dict[
 def test_what_differs_tells_runs_apart(name: str, labels: set[str]) -> None:
     one, other = build_recorded(*ALL, source="a.jsonl"), build_recorded(*ALL, source="b.jsonl", **OTHERS[name])
     found, info = aggregate_runs([one, other], command="report")
-    assert {standing.contender.label for standing in conformity.build_standings(found)} == labels == set(info.files)
+    assert {standing.contender.label for standing in build_summary(found, info).contenders} == labels == set(info.files)
     assert sorted(info.files.values()) == [["a.jsonl"], ["b.jsonl"]]
-    page = unescape(html_page.render_page(found, info))
+    page = unescape(render_html(found, info))
     assert all(label.removeprefix("kernel (").removesuffix(")") in page for label in labels)
 
 
@@ -206,7 +208,7 @@ def test_other_platforms_need_no_such_words() -> None:
     found, info = aggregate_runs(
         [build_recorded(*ALL, source="cpu.jsonl"), dataclasses.replace(gpu, done=done)], command="report"
     )
-    assert [standing.contender.label for standing in conformity.build_standings(found)] == [
+    assert [standing.contender.label for standing in build_summary(found, info).contenders] == [
         "kernel (cpu)",
         "kernel (gpu)",
     ]
@@ -216,12 +218,10 @@ def test_other_platforms_need_no_such_words() -> None:
 
 def test_what_older_files_lack_is_unknown() -> None:
     found, info = aggregate_runs([RecordedRun(source="old.jsonl", others=(build_record(CASES[0]),))], command="report")
-    assert text_format.format_headline(conformity.build_standings(found), info) == (
-        "kernel (cpu) passes as far as is known (no run record)."
-    )
+    assert build_summary(found, info).headline == ("kernel (cpu) passes as far as is known (no run record).")
     assert info.environment["environment"] == "unknown"
     assert (info.tolerances, info.coverage) == ([], [])
-    for text in (html_page.render_page(found, info), markdown_summary.format_markdown(found, info)):
+    for text in (render_html(found, info), render_markdown(found, info)):
         assert "✓ conforms" not in text
         assert "whether they are all that was planned is unknown" in text
     assert "unknown" in info.notes[0]
@@ -231,7 +231,7 @@ def test_few_blocks_come_from_the_record() -> None:
     one = Kernel(source="abc", block_lengths=(512,), arrays=(CoveringArraySize(strength=2, combinations=4),))
     jobs = build_run().jobs[:1]
     headline, _ = render_summary(build_recorded(0, kernels={"kernel": one}, jobs=jobs))
-    assert "asked about one block of 512 queries and one block of 512 keys only" in headline
+    assert "checked on one block of 512 queries and one block of 512 keys only" in headline
 
 
 def test_an_implementation_that_no_job_reached_is_named() -> None:

@@ -1,4 +1,4 @@
-"""Runs of the past: their order, which files are one run, and what changed from one to the next."""
+"""Test the order of past runs, which files are one run, and what changed from one to the next."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_runs_are_in_the_order_in_which_they_began_and_those_that_do_not_say_com
 def test_shards_that_were_cut_from_the_same_jobs_are_one_run() -> None:
     shards = [[build_piece(f"{day}-{k}", build_run(day, shard=f"{k}/2"))] for day in (1, 2) for k in (1, 2)]
     assert list_names(run_history.order_runs(shards)) == [["1-1", "1-2"], ["2-1", "2-2"]]
-    # The second run lacks a shard; the third begins with the one that it has.
+    # The second run lacks a shard; the third begins with the shard that the second has.
     lacking = [
         shards[0],
         shards[1],
@@ -91,7 +91,7 @@ def test_what_is_given_together_is_one_run() -> None:
 
 
 def test_a_time_that_is_none_is_named() -> None:
-    with pytest.raises(ValueError, match=r"1\.jsonl does not say when its run began: 'today' is no time"):
+    with pytest.raises(ValueError, match=r"1\.jsonl does not say when its run began: 'today' is not a time"):
         run_history.order_runs([[build_piece("1", build_run(1, started="today"))]])
 
 
@@ -105,7 +105,7 @@ def test_what_changed_between_two_runs_is_named_with_its_values() -> None:
     both = {"environment": {"jax": "0.11.0", "commit": "bbb", "source of attention-conformance": "2"}}
     assert find_changed_names(**both, level="deep") == [
         ("level", "quick", "deep"),
-        ("commit", "aaa", "bbb"),  # which says what the digest of the same source says
+        ("commit", "aaa", "bbb"),  # it says the same as the digest of the source
         ("jax", "0.10.2", "0.11.0"),
     ]
     assert find_changed_names(narrowed="--check=forward") == [("narrowed", "none", "--check=forward")]

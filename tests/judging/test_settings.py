@@ -1,4 +1,4 @@
-"""Settings from `pyproject.toml`: what is misspelt is refused, and expected failures cannot go stale in silence."""
+"""Test that misspelt settings are refused, and that expected failures which stop failing are found."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def load_text(folder: Path, text: str) -> Settings:
     return settings.load_settings(folder)
 
 
-def table(text: str) -> str:
+def write_table(text: str) -> str:
     return f"[tool.attention_conformance]\n{text}\n"
 
 
-def entry(text: str) -> str:
+def write_entry(text: str) -> str:
     return f"[[tool.attention_conformance.expected_failures]]\n{text}\n"
 
 
@@ -32,33 +32,39 @@ def entry(text: str) -> str:
     [
         ("[tool", "is not TOML"),
         ("[tool]\nattention_conformance = 3", "the table must be a table, got 3"),
-        (table("implementatons = []"), "unknown keys ['implementatons'], known are ['bank', 'expected_failures'"),
-        (table('implementations = "x"'), "implementations must be a list of names, got 'x'"),
-        (table("implementations = [1]"), "implementations must be a list of names, got [1]"),
-        (table("tolerances = 4"), "tolerances must be a table"),
-        (table('tolerances = {"bf17.out" = 4}'), "tolerance 'bf17.out' is not dtype.observable"),
-        (table('tolerances = {"bf16.uot" = 4}'), "tolerance 'bf16.uot' is not dtype.observable"),
-        (table("tolerances = {bf16.out = 4}"), 'must be written in quotes, as "bf16.out" = 5.0'),
-        (table('tolerances = {"bf16.out" = "4"}'), "must be a finite number, got '4'"),
-        (table('tolerances = {"bf16.out" = true}'), "must be a finite number, got True"),
-        (table('tolerances = {"bf16.out" = inf}'), "must be a finite number, got inf"),
-        (table('tolerances = {"bf16.out" = nan}'), "must be a finite number, got nan"),
-        (table('tolerances = {"bf16.out" = 0}'), "must be positive"),
-        (table("groups = 3"), "groups must be a table of lists of names, got 3"),
-        (table('groups = {upstream = "a"}'), "the group 'upstream' must be a list of names, got 'a'"),
-        (table('groups = {"kernel.py:attention" = ["dot_product"]}'), "has the name of an implementation"),
-        (table('groups = {dot_product = ["block_flash"]}'), "has the name of an implementation"),
-        (table("expected_failures = 3"), "expected_failures must be a list of tables"),
-        (table("expected_failures = [3]"), "an expected failure must be a table, got 3"),
-        (entry('implementation = "x"'), "an expected failure needs 'reason'"),
-        (entry('implementation = "x"\nreason = " "'), "an expected failure needs a reason"),
-        (entry('reason = "x"'), "an expected failure needs 'implementation'"),
-        (entry('implementation = "x"\nreason = "y"\nchek = ["forward"]'), "unknown keys ['chek']"),
-        (entry('implementation = "x"\nreason = "y"\ncheck = "forward"'), "check of an expected failure must be a list"),
-        (entry('implementation = "x"\nreason = "y"\nsome = "yes"'), "must be true or false, got 'yes'"),
-        (entry('implementation = "x"\nreason = 3'), "reason of an expected failure must be a string, got 3"),
-        (entry('implementation = "x"\nreason = "y"\njax = "new"'), "is no version range"),
-        (entry('implementation = "x"\nreason = "y"\nplatform = "cuda"'), "must be one of cpu, cpu-interpret, gpu, tpu"),
+        (write_table("implementatons = []"), "unknown keys ['implementatons'], known are ['bank', 'expected_failures'"),
+        (write_table('implementations = "x"'), "implementations must be a list of names, got 'x'"),
+        (write_table("implementations = [1]"), "implementations must be a list of names, got [1]"),
+        (write_table("tolerances = 4"), "tolerances must be a table"),
+        (write_table('tolerances = {"bf17.out" = 4}'), "tolerance 'bf17.out' is not dtype.observable"),
+        (write_table('tolerances = {"bf16.uot" = 4}'), "tolerance 'bf16.uot' is not dtype.observable"),
+        (write_table("tolerances = {bf16.out = 4}"), 'must be written in quotes, as "bf16.out" = 5.0'),
+        (write_table('tolerances = {"bf16.out" = "4"}'), "must be a finite number, got '4'"),
+        (write_table('tolerances = {"bf16.out" = true}'), "must be a finite number, got True"),
+        (write_table('tolerances = {"bf16.out" = inf}'), "must be a finite number, got inf"),
+        (write_table('tolerances = {"bf16.out" = nan}'), "must be a finite number, got nan"),
+        (write_table('tolerances = {"bf16.out" = 0}'), "must be positive"),
+        (write_table("groups = 3"), "groups must be a table of lists of names, got 3"),
+        (write_table('groups = {upstream = "a"}'), "the group 'upstream' must be a list of names, got 'a'"),
+        (write_table('groups = {"kernel.py:attention" = ["dot_product"]}'), "has the name of an implementation"),
+        (write_table('groups = {dot_product = ["block_flash"]}'), "has the name of an implementation"),
+        (write_table("expected_failures = 3"), "expected_failures must be a list of tables"),
+        (write_table("expected_failures = [3]"), "an expected failure must be a table, got 3"),
+        (write_entry('implementation = "x"'), "an expected failure needs 'reason'"),
+        (write_entry('implementation = "x"\nreason = " "'), "an expected failure needs a reason"),
+        (write_entry('reason = "x"'), "an expected failure needs 'implementation'"),
+        (write_entry('implementation = "x"\nreason = "y"\nchek = ["forward"]'), "unknown keys ['chek']"),
+        (
+            write_entry('implementation = "x"\nreason = "y"\ncheck = "forward"'),
+            "check of an expected failure must be a list",
+        ),
+        (write_entry('implementation = "x"\nreason = "y"\nsome = "yes"'), "must be true or false, got 'yes'"),
+        (write_entry('implementation = "x"\nreason = 3'), "reason of an expected failure must be a string, got 3"),
+        (write_entry('implementation = "x"\nreason = "y"\njax = "new"'), "is not a version range"),
+        (
+            write_entry('implementation = "x"\nreason = "y"\nplatform = "cuda"'),
+            "must be one of cpu, cpu-interpret, gpu, tpu",
+        ),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -70,7 +76,7 @@ def test_a_setting_that_cannot_be_used_is_refused(text: str, message: str, tmp_p
 
 
 def test_settings_are_those_of_the_nearest_file_above(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text(table('implementations = ["a"]\ntolerances = {"bf16.out" = 5}'))
+    (tmp_path / "pyproject.toml").write_text(write_table('implementations = ["a"]\ntolerances = {"bf16.out" = 5}'))
     below = tmp_path / "one" / "two"
     below.mkdir(parents=True)
     found = settings.load_settings(below)
@@ -80,7 +86,7 @@ def test_settings_are_those_of_the_nearest_file_above(tmp_path: Path) -> None:
 
 
 def test_a_group_stands_for_its_members_and_each_is_judged_once(tmp_path: Path) -> None:
-    found = load_text(tmp_path, table('groups = {mine = ["a", "b"]}'))
+    found = load_text(tmp_path, write_table('groups = {mine = ["a", "b"]}'))
     assert found.resolve_groups(["b", "mine", "c.py:mine"]) == ["b", "a", "c.py:mine"]
 
 
@@ -114,7 +120,7 @@ def build_settings(**fields: object) -> Settings:
     ],
 )
 def test_what_becomes_of_an_expected_failure(before: str, some: bool, after: str) -> None:
-    assert build_settings(some=some).settle(build_record(before), JAX).verdict == after
+    assert build_settings(some=some).mark_expected_failures(build_record(before), JAX).verdict == after
 
 
 @pytest.mark.parametrize(
@@ -123,13 +129,13 @@ def test_what_becomes_of_an_expected_failure(before: str, some: bool, after: str
     ids=lambda fields: next(iter(fields)),
 )
 def test_what_an_entry_is_not_about_stays_a_failure(fields: dict[str, object]) -> None:
-    assert build_settings(**fields).settle(build_record(FAIL), JAX).verdict == FAIL
+    assert build_settings(**fields).mark_expected_failures(build_record(FAIL), JAX).verdict == FAIL
 
 
 def test_patterns_and_version_ranges_match() -> None:
     chosen = build_settings(case="train/*", check=["grad*"], observable=["d?"], jax=">=0.10")
-    assert chosen.settle(build_record(FAIL), JAX).verdict == EXPECTED_FAIL
-    assert chosen.settle(build_record(FAIL), "0.12.0.1").verdict == EXPECTED_FAIL
+    assert chosen.mark_expected_failures(build_record(FAIL), JAX).verdict == EXPECTED_FAIL
+    assert chosen.mark_expected_failures(build_record(FAIL), "0.12.0.1").verdict == EXPECTED_FAIL
 
 
 def test_an_entry_that_nothing_fails_for_is_stale_and_red() -> None:
@@ -139,7 +145,7 @@ def test_an_entry_that_nothing_fails_for_is_stale_and_red() -> None:
 
 
 def test_an_entry_is_not_stale_where_it_fails_was_not_judged_or_is_about_another_version() -> None:
-    assert not build_settings().stale([build_settings().settle(build_record(FAIL), JAX)], JAX)
+    assert not build_settings().stale([build_settings().mark_expected_failures(build_record(FAIL), JAX)], JAX)
     assert not build_settings().stale([build_record(PASS, implementation="other")], JAX)
     assert not build_settings(jax=">=0.11").stale([build_record(PASS)], JAX)
     assert not build_settings(platform="gpu").stale([build_record(PASS, platform="cpu")], JAX)

@@ -1,6 +1,6 @@
-"""Chromium without a window, driven by its DevTools protocol over a pipe: messages are JSON, each ended by a NUL byte.
+"""Drive headless Chromium by its DevTools protocol over a pipe: messages are JSON, each ended by a NUL byte.
 
-https://chromedevtools.github.io/devtools-protocol names the methods. Nothing is installed for it but the browser.
+https://chromedevtools.github.io/devtools-protocol documents the methods. Only the browser has to be installed.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _KEYS = {
 
 
 def find_browser() -> str | None:
-    """The browser of this machine, if there is one."""
+    """Find the browser of this machine, if there is one."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Tab:
-    """A page of the browser; what goes wrong on it is kept in `errors`."""
+    """A page of the browser; errors on it are collected in `errors`."""
 
     def __init__(self, to: int, back: int) -> None:
         self._to, self._back, self._buffer, self._number = to, back, b"", 0
@@ -55,39 +55,39 @@ class Tab:
     def open(
         self, path: Path, *, width: int = 1280, height: int = 900, script: bool = True, fragment: str = ""
     ) -> float:
-        """Show a file, and return the seconds from the beginning of its loading until it is drawn."""
+        """Open a file, and return the seconds from the start of loading until it is drawn."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Emulation.setScriptExecutionDisabled", value=not script)
         began = time.monotonic()
         self.call("Page.navigate", url="about:blank")
-        self._until("Page.loadEventFired")
+        self._wait_for("Page.loadEventFired")
         began = time.monotonic()
         self.call("Page.navigate", url=path.resolve().as_uri() + fragment)
-        self._until("Page.loadEventFired")
+        self._wait_for("Page.loadEventFired")
         self.call("Page.captureScreenshot", format="jpeg", quality=1)  # waits for a frame
         return time.monotonic() - began
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression of JavaScript; of a promise, what it comes to."""
-        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in told:
-            raise AssertionError(told["exceptionDetails"])
-        return told["result"].get("value")
+        """Return the value of a JavaScript expression, that of a promise once it is resolved."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise AssertionError(answer["exceptionDetails"])
+        return answer["result"].get("value")
 
     def press(self, key: str) -> None:
-        """A key, pressed and let go."""
+        """Press and release a key."""
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown" if text else "rawKeyDown", "keyUp"):
             sent = text if kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_KEYS[key], **sent)
 
     def type(self, text: str) -> None:
-        """Text into what has the focus."""
+        """Insert text into the element that has the focus."""
         self.call("Input.insertText", text=text)
 
     def call(self, method: str, **given: Any) -> dict[str, Any]:
-        """What a method returns."""
+        """Call a method and return its result."""
         self._number += 1
         number, message = self._number, {"id": self._number, "method": method, "params": given}
         if self.session:
@@ -96,17 +96,17 @@ class Tab:
         while data:
             data = data[os.write(self._to, data) :]
         while True:
-            answer = self._next()
+            answer = self._read_message()
             if answer.get("id") == number:
                 if "error" in answer:
                     raise AssertionError(f"{method}: {answer['error']}")
                 return dict(answer["result"])
 
-    def _until(self, event: str) -> None:
-        while self._next().get("method") != event:
+    def _wait_for(self, event: str) -> None:
+        while self._read_message().get("method") != event:
             pass
 
-    def _next(self) -> dict[str, Any]:
+    def _read_message(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._back], [], [], 60)
             part = os.read(self._back, 1 << 20) if ready else b""
@@ -126,7 +126,7 @@ class Tab:
 
 @contextlib.contextmanager
 def open_tab(folder: Path) -> Iterator[Tab]:
-    """A browser with a profile of its own in `folder`, closed at the end."""
+    """Open a tab of a browser with a profile of its own in `folder`; the browser ends with the block."""
     browser = find_browser()
     assert browser is not None
     (to_read, to), (back, to_write) = os.pipe(), os.pipe()
@@ -139,15 +139,15 @@ def open_tab(folder: Path) -> Iterator[Tab]:
     os.close(to_read)
     os.close(to_write)
     try:
-        made = Tab(to, back)
-        target = made.call("Target.createTarget", url="about:blank")["targetId"]
-        made.session = made.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        tab = Tab(to, back)
+        target = tab.call("Target.createTarget", url="about:blank")["targetId"]
+        tab.session = tab.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
-            made.call(f"{domain}.enable")
-        yield made
-        made.session = ""
+            tab.call(f"{domain}.enable")
+        yield tab
+        tab.session = ""
         with contextlib.suppress(AssertionError, OSError):
-            made.call("Browser.close")
+            tab.call("Browser.close")
     finally:
         os.close(to)
         os.close(back)

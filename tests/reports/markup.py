@@ -1,4 +1,4 @@
-"""A page as its elements: what rules of accessibility and of addresses are asked of, with no browser."""
+"""Parse a page and check rules of accessibility and of addresses, without a browser."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from html.parser import HTMLParser
 from urllib.parse import unquote
 
 VOID = frozenset({"meta", "br", "col", "input", "img", "link", "hr"})
-# Foreign elements of figures close themselves; their text is none of the page's.
+# Elements of SVG figures that close themselves.
 SELF_CLOSING = frozenset({"path", "use", "rect", "circle", "line", "stop"})
 _SCRIPTS = re.compile(r"<script[^>]*>.*?</script>", re.DOTALL)
 
 
 @dataclasses.dataclass
 class Element:
-    """An element: its attributes, where it stands, and its text."""
+    """An element: its attributes, the elements above it, and its text."""
 
     tag: str
     attributes: dict[str, str]
@@ -24,7 +24,7 @@ class Element:
     text: str = ""
 
     def all(self, *tags: str) -> list[Element]:
-        """The elements below it with one of these tags."""
+        """Return the elements below it with one of these tags."""
         found = []
         for child in self.children:
             found += [child] if child.tag in tags else []
@@ -33,11 +33,11 @@ class Element:
 
     @property
     def words(self) -> str:
-        """All text in it."""
+        """All text in it and below."""
         return " ".join((self.text + " " + " ".join(child.words for child in self.children)).split())
 
 
-class _Reader(HTMLParser):
+class _PageParser(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.root = Element("", {}, ())
@@ -64,8 +64,12 @@ class _Reader(HTMLParser):
 
 
 def parse_page(page: str) -> Element:
-    """The elements of a page. Raises `ValueError` where one is not closed, or another is."""
-    reader = _Reader()
+    """Parse a page.
+
+    Raises:
+      ValueError: if an element is not closed, or a tag closes another element.
+    """
+    reader = _PageParser()
     reader.feed(page)
     reader.close()
     if len(reader.open) > 1:
@@ -74,12 +78,12 @@ def parse_page(page: str) -> Element:
 
 
 def strip_scripts(page: str) -> str:
-    """The page as it is read where no script runs."""
+    """Remove the scripts of a page."""
     return _SCRIPTS.sub("", page)
 
 
 def find_faults(page: str) -> list[str]:
-    """What is wrong with the structure of a page, in words."""
+    """List what is wrong with the structure of a page, in words."""
     root = parse_page(page)
     every = _list_elements(root)[1:]
     ids = [element.attributes["id"] for element in every if "id" in element.attributes]

@@ -1,4 +1,4 @@
-"""The page in a browser: filters, keys, addresses, no error, quick to draw."""
+"""In a browser the page filters, sorts, follows keys and addresses, and raises no error."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from conformance.records import RED
-from reports import html_page, matrices
-from reports.conformity import get_contender
+from reports import html_page
+from reports.matrices import build_matrices
+from reports.page_model import build_summary
+from reports.record_groups import get_contender, group_records
 from tests.reports import browser
 from tests.reports.browser import Tab
+from tests.reports.report_samples import make_failure, make_many, make_record, make_run_info
 from tests.reports.test_html_page import make_some, run_query, save_two_runs
-from tests.reports.test_reports import make_failure, make_many, make_record, make_run_info
 
 pytestmark = pytest.mark.skipif(
     browser.find_browser() is None, reason="no Chromium here: the page was not tried in one"
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 RECORDS = [*make_some(), *(make_record(case=f"more/{i}", features=("sinks",), check="poison") for i in range(120))]
 RED_ONES = sum(one.verdict in RED for one in RECORDS)
 ROWS = "document.querySelectorAll('#rows tbody tr').length"
-TOLD = "document.getElementById('told').textContent"
+MATCH_COUNT = "document.getElementById('match-count').textContent"
 CHOOSE = """((name, text) => {
   const select = document.getElementById('filters').elements[name];
   select.value = [...select.options].find((one) => one.text.includes(text)).value;
@@ -40,26 +42,26 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
-    html_page.save_page(path, RECORDS, make_run_info())
+    html_page.save_page(path, build_summary(RECORDS, make_run_info()))
     return path
 
 
 def test_filters_search_and_sort(tab: Tab, page: Path) -> None:
     tab.open(page)
-    assert tab.evaluate(TOLD) == f"{len(RECORDS)} records"
+    assert tab.evaluate(MATCH_COUNT) == f"{len(RECORDS)} records"
     assert tab.evaluate(ROWS) == 50
     tab.evaluate(f"{CHOOSE}('verdict', 'red')")
-    assert tab.evaluate(TOLD) == f"{RED_ONES} records"
+    assert tab.evaluate(MATCH_COUNT) == f"{RED_ONES} records"
     tab.evaluate(f"{CHOOSE}('contender', 'kernel_1')")
     mine = [one for one in RECORDS if one.implementation == "kernel_1" and one.verdict in RED]
-    assert tab.evaluate(TOLD) == f"{len(mine)} records"
+    assert tab.evaluate(MATCH_COUNT) == f"{len(mine)} records"
     query = tab.evaluate("document.getElementById('query').textContent")
     assert '.implementation=="kernel_1"' in query
     tab.evaluate("document.querySelector('#filters [type=reset]').click()")
     tab.evaluate("document.querySelector('#filters [type=search]').focus()")
     tab.type("MORE/11")
     tab.evaluate("new Promise((done) => setTimeout(done, 200))")
-    assert tab.evaluate(TOLD) == f"{sum('more/11' in one.case for one in RECORDS)} records"
+    assert tab.evaluate(MATCH_COUNT) == f"{sum('more/11' in one.case for one in RECORDS)} records"
     tab.evaluate("document.querySelector('[data-by=caseId]').click()")
     cases = tab.evaluate("[...document.querySelectorAll('#rows summary')].map((one) => one.textContent)")
     assert cases == sorted(cases)
@@ -81,11 +83,8 @@ def test_the_command_tells_runs_of_one_file_apart(tab: Tab, tmp_path: Path) -> N
 
 def test_findings_are_searched(tab: Tab, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    html_page.save_page(
-        page,
-        [make_failure(implementation="first"), make_failure(implementation="second"), make_record()],
-        make_run_info(),
-    )
+    records = [make_failure(implementation="first"), make_failure(implementation="second"), make_record()]
+    html_page.save_page(page, build_summary(records, make_run_info()))
     tab.open(page)
     tab.evaluate("document.querySelector('#find [type=search]').focus()")
     tab.type("second")
@@ -109,9 +108,9 @@ def test_a_cell_opens_its_records_by_keys_alone(tab: Tab, page: Path) -> None:
     tab.press("Enter")
     tab.evaluate("new Promise((done) => setTimeout(done, 100))")
     counts = tab.evaluate("[...document.querySelectorAll('table.matrix a.cell')][0].textContent")
-    assert tab.evaluate(TOLD).partition(" ")[0] in counts or tab.evaluate(ROWS) > 0
-    assert tab.evaluate("document.activeElement.id") == "told"
-    shown = tab.evaluate(TOLD)
+    assert tab.evaluate(MATCH_COUNT).partition(" ")[0] in counts or tab.evaluate(ROWS) > 0
+    assert tab.evaluate("document.activeElement.id") == "match-count"
+    shown = tab.evaluate(MATCH_COUNT)
     label = tab.evaluate("document.querySelector('table.matrix tbody th').firstChild.textContent")
     feature = tab.evaluate("document.getElementById('filters').elements.feature.selectedOptions[0].text")
     wanted = [one for one in RECORDS if one.implementation == label and feature in one.features]
@@ -126,7 +125,7 @@ NAMES = "[...document.querySelector('table.matrix').tBodies[0].rows].map((row) =
 def test_a_matrix_is_sorted_by_a_column_by_keys_alone(tab: Tab, page: Path) -> None:
     tab.open(page)
     by_name = tab.evaluate(NAMES)
-    matrix = matrices.build_feature_matrix(RECORDS)
+    matrix = build_matrices(group_records(RECORDS))[0]
     ranks = [[matrix.ranks.get((x, column), 99) for x in matrix.contenders] for column in matrix.columns]
     number = next(n for n, each in enumerate(ranks) if each != sorted(each))
     column = matrix.columns[number]
@@ -139,15 +138,15 @@ def test_a_matrix_is_sorted_by_a_column_by_keys_alone(tab: Tab, page: Path) -> N
     assert tab.evaluate(f"{head}.textContent") == column
     assert tab.evaluate(f"{head}.ariaSort") == "descending"
     worst_first = tab.evaluate(NAMES)
-    told = [cell.goodness for name in worst_first if (cell := cells[name])]
-    assert told == sorted(told)
+    worst_ranks = [cell.rank for name in worst_first if (cell := cells[name])]
+    assert worst_ranks == sorted(worst_ranks)
     assert worst_first != by_name
-    assert [cells[name] for name in worst_first[len(told) :]] == [None] * (len(cells) - len(told))
+    assert [cells[name] for name in worst_first[len(worst_ranks) :]] == [None] * (len(cells) - len(worst_ranks))
     tab.press("Enter")
     assert tab.evaluate(f"{head}.ariaSort") == "ascending"
-    told = [cell.goodness for name in tab.evaluate(NAMES) if (cell := cells[name])]
-    assert told == sorted(told, reverse=True)
-    # Down from there lies a cell of the column, and the first column sorts by name again.
+    best_ranks = [cell.rank for name in tab.evaluate(NAMES) if (cell := cells[name])]
+    assert best_ranks == sorted(best_ranks, reverse=True)
+    # The arrow down leads to a cell of the column, and the first column sorts by name again.
     tab.press("ArrowDown")
     assert tab.evaluate("document.activeElement.matches('a.cell')")
     tab.press("ArrowUp")
@@ -161,7 +160,7 @@ def test_a_matrix_is_sorted_by_a_column_by_keys_alone(tab: Tab, page: Path) -> N
 def test_addresses_of_a_case_a_finding_and_a_cell(tab: Tab, page: Path) -> None:
     case = "train/f32/drawn"
     tab.open(page, fragment=f"#case-{case}")
-    assert tab.evaluate(TOLD) == f"1 record of case {case}"
+    assert tab.evaluate(MATCH_COUNT) == f"1 record of case {case}"
     tab.open(page, fragment="#finding-1")
     assert abs(tab.evaluate("document.getElementById('finding-1').getBoundingClientRect().top")) < 100  # pixels
     tab.open(page, fragment="#records-finding-1")
@@ -183,7 +182,7 @@ def test_further_records_are_one_click_away(tab: Tab, page: Path) -> None:
 
 @pytest.mark.long
 def test_a_page_of_20000_records_is_drawn_in_two_seconds(tab: Tab, tmp_path: Path) -> None:
-    html_page.save_page(tmp_path / "report.html", make_many(20_000), make_run_info())
+    html_page.save_page(tmp_path / "report.html", build_summary(make_many(20_000), make_run_info()))
     assert tab.open(tmp_path / "report.html") < 2
-    assert tab.evaluate(TOLD) == "20,000 records"
+    assert tab.evaluate(MATCH_COUNT) == "20,000 records"
     assert tab.errors == []

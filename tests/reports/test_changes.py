@@ -1,4 +1,4 @@
-"""Two runs compared: what became worse is a regression, and nothing else is."""
+"""In a comparison of two runs, what became worse is a regression, and nothing else is."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_becomes_of_a_judgement(before: str, after: str, kind: str | None) 
 def test_what_is_there_no_more_is_gone_if_its_case_was_asked() -> None:
     old, new = [make_record(0), make_record(1)], [make_record(0)]
     assert compare_records(old, new).counts == {GONE: 1}
-    assert compare_records(old, new, planned=None).counts == {GONE: 1}  # an older file, which does not say
+    assert compare_records(old, new, planned=None).counts == {GONE: 1}  # an older file does not state what was planned
     assert compare_records(old, new, planned={(CASE.format(0), "forward")}).counts == {NOT_ASKED_AGAIN: 1}
     assert compare_records(old, new, planned={(CASE.format(0), "forward"), (CASE.format(1), "poison")}).counts == {
         NOT_ASKED_AGAIN: 1
@@ -130,20 +130,20 @@ def test_a_kernel_before_and_after_may_have_two_names_and_two_chips_two_platform
 
 def test_ratios_that_move_are_shown_and_no_regression() -> None:
     old = [make_record(number) for number in range(40)]
-    assert not compare_records(old, old).moved_alone
+    assert not compare_records(old, old).single_shifts
     slightly = [dataclasses.replace(one, ratio=1.0 + 0.01 * (place % 7)) for place, one in enumerate(old)]
-    assert not compare_records(old, slightly).moved_alone
-    assert not compare_records(old, slightly).moved_together
+    assert not compare_records(old, slightly).single_shifts
+    assert not compare_records(old, slightly).common_shifts
     all_of_them = [dataclasses.replace(one, ratio=1.5) for one in old]
     found = compare_records(old, all_of_them)
-    assert [round(moved.factor, 3) for moved in found.moved_together] == [1.5]
-    assert not found.moved_alone
+    assert [round(moved.factor, 3) for moved in found.common_shifts] == [1.5]
+    assert not found.single_shifts
     one_alone = [dataclasses.replace(old[0], ratio=3.9), *old[1:]]
-    assert not compare_records(old, one_alone).moved_together
+    assert not compare_records(old, one_alone).common_shifts
     far = [dataclasses.replace(old[0], ratio=1.0 / 5), *old[1:]]
-    assert [moved.example for moved in compare_records(old, far).moved_alone] == [CASE.format(0)]
+    assert [moved.example for moved in compare_records(old, far).single_shifts] == [CASE.format(0)]
     small = [dataclasses.replace(one, ratio=1e-3) for one in old], [dataclasses.replace(one, ratio=0.1) for one in old]
-    assert not compare_records(*small).moved_alone  # far below the limit, before and after
+    assert not compare_records(*small).single_shifts  # far below the limit, before and after
     assert not found.regressions
 
 

@@ -1,4 +1,4 @@
-"""The section of a report on what compiled."""
+"""The section on compiled programs has the largest figures of each target, and names what did not compile."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from conformance.records import (
     UNJUDGED,
     Record,
 )
-from reports import compiled_section, html_page
 from reports.compiled_kernels import call_estimates, gpu_kernel_bounds, tpu_kernel_schedules
-from tests.reports.test_reports import make_record, make_run_info
+from reports.compiled_section import build_compiled_section
+from reports.record_groups import group_records
+from tests.reports.report_samples import make_record, make_run_info, render_html
 
 
 def make_compilation(**changes: Any) -> Record:
-    """A program that compiled, but for what is changed."""
+    """Make the record of a program that compiled, but for what is changed."""
     figures = {"compile_seconds": 2.5, "temporary_bytes": 3 * 2.0**20, "live_bytes": 2.0**24, "vmem_bytes": 2.0**19}
     values = {"check": "compiles", "observable": "v5e.forward", "ratio": None, "limit": None, "figures": figures}
     return make_record(**values | changes)
@@ -31,14 +32,14 @@ def test_what_compiled_is_a_table_by_target_with_the_largest_of_each_figure() ->
         make_compilation(observable="h100.gradients", figures={"registers": 255.0, "spilled_bytes": 408.0}),
         make_compilation(implementation="other", observable="all", figures={}, verdict=UNJUDGED, reason="no compiler"),
     ]
-    table = compiled_section.build_compiled_table(records)
+    table = build_compiled_section(group_records(records).compilations)
     assert table is not None
     assert table.targets == ("v5e", "v4", "h100")
     cell = table.cells[table.contenders[0], "v5e"]
     assert (cell.compiled, cell.failed, cell.seconds, cell.temporaries) == (2, 0, 2.5, 3 * 2.0**20)
     assert table.cells[table.contenders[0], "v4"].state == "fail"
     assert table.programs == ()
-    page = html_page.render_page(records, make_run_info())
+    page = render_html(records, make_run_info())
     section = page[page.index('id="compiled"') :].split("<h2")[0]
     for text in (
         "2.5 s",
@@ -62,21 +63,19 @@ def test_the_same_program_of_two_implementations_is_shown_side_by_side() -> None
         make_compilation(observable="v4.forward", figures=larger),
         make_compilation(implementation="other"),
     ]
-    table = compiled_section.build_compiled_table(records)
+    table = build_compiled_section(group_records(records).compilations)
     assert table is not None
     (row,) = table.programs
     assert (row.case, row.program) == (records[0].case, "forward")
     one, other = (row.cells[contender] for contender in table.contenders)
     assert (one.live, one.temporaries, one.seconds) == (2.0**25, 3 * 2.0**20, 9.0)
     assert other.live == 2.0**24
-    assert "32 MiB at once, 3 MiB HBM, 9.0 s" in html_page.render_page(records, make_run_info())
+    assert "32 MiB at once, 3 MiB HBM, 9.0 s" in render_html(records, make_run_info())
 
 
 def test_a_run_that_compiles_nothing_says_so() -> None:
-    assert compiled_section.build_compiled_table([make_record()]) is None
-    assert "Nothing in this run is compiled for an accelerator." in html_page.render_page(
-        [make_record()], make_run_info()
-    )
+    assert build_compiled_section(group_records([make_record()]).compilations) is None
+    assert "Nothing in this run is compiled for an accelerator." in render_html([make_record()], make_run_info())
 
 
 def test_cycles_of_kernels_are_a_table_of_the_case_where_blocks_take_longest() -> None:
@@ -92,16 +91,16 @@ def test_cycles_of_kernels_are_a_table_of_the_case_where_blocks_take_longest() -
         make_compilation(figures=long, case="train/bf16/long"),
         make_compilation(figures={**long, "kernel.inner_loops": 2.0}, case="train/bf16/long", observable="v6e.forward"),
     ]
-    table = tpu_kernel_schedules.build_schedules(records)
+    table = tpu_kernel_schedules.build_schedule_table(records)
     assert table is not None
     assert table.targets == ("v5e", "v6e")
     (row,) = table.rows
     assert (row.case, row.kernel, row.cells["v5e"].full) == ("train/bf16/long", "kernel", 1292)
-    page = html_page.render_page(records, make_run_info())
+    page = render_html(records, make_run_info())
     section = page[page.index('id="compiled"') :].split("<h2")[0]
     for text in ("1,292", "1,409 masked", "134 step", "50% of MXU", "2 loops within, counted once"):
         assert text in section
-    assert tpu_kernel_schedules.build_schedules([make_compilation()]) is None
+    assert tpu_kernel_schedules.build_schedule_table([make_compilation()]) is None
 
 
 CALL = {
@@ -128,7 +127,7 @@ def test_whole_calls_are_in_the_table_and_side_by_side() -> None:
     assert [long.cells[contender, "v5e"].total for contender in long.contenders] == [117_364, 167_364]
     assert [long.cells[contender, "v5e"].bound for contender in long.contenders] == [frozenset(), {"dq"}]
     assert alone.case == "train/bf16/alone"
-    page = html_page.render_page(records, make_run_info())
+    page = render_html(records, make_run_info())
     section = page[page.index('id="compiled"') :].split("<h2")[0]
     for text in (
         "117,364 call, HBM 41,493",
@@ -162,7 +161,7 @@ def test_bounds_of_gpu_kernels_are_a_table_and_side_by_side() -> None:
         make_compilation(figures=less, observable="h100.forward", case="train/bf16/other"),
         make_compilation(figures=less, observable="h100.forward", implementation="other"),
     ]
-    found = gpu_kernel_bounds.build_bounds(records)
+    found = gpu_kernel_bounds.build_bound_table(records)
     assert found is not None
     assert found.targets == ("h100",)
     first, other = found.rows
@@ -170,7 +169,7 @@ def test_bounds_of_gpu_kernels_are_a_table_and_side_by_side() -> None:
     assert (other.contender.implementation, other.cells["h100"].unit) == ("other", "mufu")
     chart = found.charts[0]
     assert [cell.total for cell in chart.cells.values()] == [102_700, 64_500]
-    page = html_page.render_page(records, make_run_info())
+    page = render_html(records, make_run_info())
     section = page[page.index('id="compiled"') :].split("<h2")[0]
     for text in (
         "102.7",
@@ -181,4 +180,4 @@ def test_bounds_of_gpu_kernels_are_a_table_and_side_by_side() -> None:
         "h100, kilocycles",
     ):
         assert text in section
-    assert gpu_kernel_bounds.build_bounds([make_compilation()]) is None
+    assert gpu_kernel_bounds.build_bound_table([make_compilation()]) is None

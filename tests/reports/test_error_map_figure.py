@@ -1,20 +1,25 @@
-"""The picture of an error: what is in it, in which colours, and nothing of a record taken for markup."""
+"""The drawing of an error map has its cells in the page's colours, and no text of a record becomes markup."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import re
 from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
 
 from conformance.error_maps import MAX_CELLS, ErrorMap
-from reports import html_page, markdown_summary, terminal
 from reports.error_map_figure import render_error_map
 from tests.reports.markup import strip_scripts
-from tests.reports.test_reports import HOSTILE, make_failure, make_record, make_run_info
+from tests.reports.report_samples import (
+    HOSTILE,
+    make_failure,
+    make_record,
+    make_run_info,
+    render_html,
+    render_markdown,
+    render_terminal,
+)
 
 DRAWN = ErrorMap(
     axes=("T", "BN"),
@@ -31,7 +36,7 @@ WORDS = "only rows from 128 on, a multiple of 128; there zero"
 
 
 def list_paths(svg: str) -> list[str]:
-    """Where each shade of a drawing is, and what it is filled with."""
+    """List the paths of a drawing, one for each shade."""
     return [f"{part.get('fill')}@{part.get('fill-opacity')}: {part.get('d')}" for part in parse_svg(svg).iter("path")]
 
 
@@ -40,7 +45,7 @@ def parse_svg(svg: str) -> ElementTree.Element:
 
 
 def list_panels(drawn: ErrorMap) -> list[str]:
-    """The drawings of a picture, those of its legend left out."""
+    """List the drawings of an error map, without those of its legend."""
     return re.findall(r'<svg role="img".*?</svg>', render_error_map(drawn))
 
 
@@ -106,24 +111,22 @@ def test_a_picture_that_does_not_agree_with_itself_is_drawn_as_far_as_it_goes(al
 
 def test_the_page_shows_the_pattern_and_the_picture_of_a_finding_and_of_each_group() -> None:
     shown = [make_failure(case=f"case/{n}", pattern=WORDS, error_map=DRAWN) for n in range(3)]
-    page = strip_scripts(html_page.render_page([*shown, make_record()], make_run_info()))
+    page = strip_scripts(render_html([*shown, make_record()], make_run_info()))
     assert page.count(f"pattern: {WORDS}") == 2
     assert page.count("<summary>where it is wrong</summary>") == 2
     assert page.count('<svg role="img" aria-label="Batch row 1') == 2
-    assert "where it is wrong" not in strip_scripts(html_page.render_page([make_failure()], make_run_info()))
+    assert "where it is wrong" not in strip_scripts(render_html([make_failure()], make_run_info()))
 
 
 def test_nothing_of_a_pattern_is_taken_for_markup() -> None:
-    page = strip_scripts(html_page.render_page([make_failure(pattern=HOSTILE)], make_run_info()))
+    page = strip_scripts(render_html([make_failure(pattern=HOSTILE)], make_run_info()))
     assert HOSTILE not in page
     assert "<script" not in page
-    text = markdown_summary.format_markdown([make_failure(pattern=HOSTILE)], make_run_info())
+    text = render_markdown([make_failure(pattern=HOSTILE)], make_run_info())
     assert "<script" not in text
 
 
 def test_terminal_and_markdown_have_a_line_for_the_pattern() -> None:
-    console = Console(width=100, record=True, file=io.StringIO())
-    terminal.print_summary([make_failure(pattern=WORDS)], make_run_info(), console)
-    assert f"\n  pattern: {WORDS}\n" in console.export_text()
-    assert f"pattern: {WORDS}" in markdown_summary.format_markdown([make_failure(pattern=WORDS)], make_run_info())
-    assert "pattern" not in markdown_summary.format_markdown([make_failure()], make_run_info())
+    assert f"\n  pattern: {WORDS}\n" in render_terminal([make_failure(pattern=WORDS)], make_run_info(), width=100)
+    assert f"pattern: {WORDS}" in render_markdown([make_failure(pattern=WORDS)], make_run_info())
+    assert "pattern" not in render_markdown([make_failure()], make_run_info())

@@ -1,4 +1,4 @@
-"""Annotations of GitHub Actions: one for each root finding, no more than are shown, in a syntax that nothing breaks."""
+"""Each finding is one annotation of GitHub Actions, in a syntax that no text of a record breaks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def list_titles(records: Sequence[Record]) -> list[str]:
 
 
 def parse_command(line: str) -> tuple[str, dict[str, str], str]:
-    """A command as GitHub reads it."""
+    """Parse a workflow command as GitHub does."""
     match = COMMAND.fullmatch(line)
     assert match is not None, line
     properties = dict(each.split("=", 1) for each in match[2].split(","))
@@ -48,8 +48,8 @@ def test_there_is_one_annotation_for_each_finding_and_not_for_each_record() -> N
     (one, two) = annotate_records(failing, find_no_place)
     assert [one.title, two.title] == ["kernel (cpu): a fails", "kernel (cpu): b fails"]
     assert one.count == 6
-    told = ("fails in 3 of 3 cases", "explains 6 failures in 3 cases: dq, out", f"smallest: {CASE.format(7)}")
-    assert one.lines[:3] == told
+    expected = ("fails in 3 of 3 cases", "explains 6 failures in 3 cases: dq, out", f"smallest: {CASE.format(7)}")
+    assert one.lines[:3] == expected
     assert one.lines[-1] == "python -m conformance run"
 
 
@@ -59,7 +59,7 @@ def test_one_cause_in_many_checks_is_one_finding() -> None:
     assert list_titles(poisoned) == ["NaN or infinity behind the mask reaches the results"]
     (one,) = annotate_records(explained, find_no_place)
     assert one.title == "kernel (cpu): out is wrong"
-    assert '2 failures in forward, gradients would pass as declared products="tf32"' in one.lines
+    assert '2 failures in forward, gradients would pass with the declaration products="tf32"' in one.lines
     raised = [
         make_record(ERROR, n, check=c, reason=f"ValueError: {n} heads") for n in (3, 4) for c in ("forward", "primal")
     ]
@@ -121,7 +121,7 @@ def test_no_text_of_a_kernel_breaks_out_of_its_annotation() -> None:
     assert set(properties) == {"title"}
     assert "\x1b" not in properties["title"] + text
     assert "100%, a: b ::error::x" in text
-    assert "%0A" in text  # which the message has, and is no end of a line
+    assert "%0A" in text  # an escaped end of a line in the message
     raw = Annotation("error", "k", "t:a,b%\n", ("one\r\ntwo", "", "three"), 1, ("a:b,c.py", 3))
     assert format_commands([raw]) == ["::error file=a%3Ab%2Cc.py,line=3,title=t%3Aa%2Cb%25 ::one  two%0Athree"]
 

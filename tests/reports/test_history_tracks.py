@@ -1,4 +1,4 @@
-"""A history: how contenders fared, since when one fails, and that nothing is drawn as whole that was not."""
+"""A history shows since when a contender fails, and draws no run as whole that was not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 from rich.console import Console
 
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNJUDGED, UNSUPPORTED, Extent, Record, RunInfo
-from reports import conformity, history_page, history_tracks
+from reports import history_page, history_tracks
+from reports.conformity import summarize_contenders
 from reports.history_figure import MAX_RUNS, draw_history, render_history
 from reports.history_tracks import RunEntry, RunTrack
-from reports.ratio_figure import MUTED
+from reports.record_groups import group_by_contender
+from reports.svg_figure import MUTED
 
 WHOLE = Extent(level="quick", planned=4, done=4)
 NARROWED = Extent(level="quick", narrowed="--check=forward", planned=1, done=1)
@@ -33,12 +35,14 @@ def make_record(verdict: str, number: int = 0, name: str = "kernel", **changed: 
 def make_entry(*verdicts: str, extent: Extent = WHOLE, name: str = "kernel", planned: str = "kernel") -> RunEntry:
     records = [make_record(verdict, number, name) for number, verdict in enumerate(verdicts)]
     info = RunInfo(command="", level=extent.level, environment={}, tolerances=[], extents={f"{name} (cpu)": extent})
-    several = ("forward", "gradients")  # one check alone never says that a kernel conforms
-    standings = tuple(dataclasses.replace(one, checks=several) for one in conformity.build_standings(records))
+    contenders = summarize_contenders(group_by_contender(records), info)
+    # One check alone never says that a kernel conforms, so the words are those of a run with a second check.
+    several = summarize_contenders(group_by_contender([*records, make_record(PASS, 0, name, check="gradients")]), info)
+    contenders = tuple(dataclasses.replace(one, checks=several[0].checks, text=several[0].text) for one in contenders)
     return RunEntry(
         started="2026-01-02T03:04:05+00:00",
         sources=("a",),
-        standings=standings,
+        contenders=contenders,
         info=info,
         planned=frozenset({planned}),
     )
@@ -86,7 +90,7 @@ def test_a_failure_is_one_in_any_run_and_hollow_where_the_run_was_not_whole() ->
 
 
 def list_lines(found: RunTrack) -> list[list[float]]:
-    """Between which columns a line leads from one largest figure to the next."""
+    """List the columns between which a line leads from one largest figure to the next."""
     lines: Any = draw_history(found.points).axes[1].lines
     places = [list(map(float, line.get_xdata())) for line in lines if line.get_color() == MUTED]
     return [place for place in places if len(set(place)) > 1]
@@ -129,9 +133,9 @@ def test_what_was_planned_and_left_no_record_is_there() -> None:
 )
 def test_since_when_it_fails(runs: list[tuple[str, Extent]], text: str) -> None:
     found = make_track(*(make_entry(verdict, extent=extent) for verdict, extent in runs))
-    said = history_tracks.format_since(found)
-    assert text in f"kernel {said}"
-    fails = "fails since" in said
+    text = history_tracks.format_since(found)
+    assert text in f"kernel {text}"
+    fails = "fails since" in text
     assert (history_tracks.find_failing_since(found) is not None) == fails
     assert (
         "fails." in history_tracks.format_history_headline([found], [point.entry for point in found.points])
@@ -148,9 +152,9 @@ def test_what_changed_is_named_everywhere() -> None:
     console = Console(file=io.StringIO(), width=60)
     history_page.print_history([found], entries, ["a note"], console)
     assert isinstance(console.file, io.StringIO)
-    said = console.file.getvalue()
-    assert "before run 2: commit aaa → bbb; jax 0.10.2 → 0.11.0; limits\n" in said
-    assert "a note" in said
+    text = console.file.getvalue()
+    assert "before run 2: commit aaa → bbb; jax 0.10.2 → 0.11.0; limits\n" in text
+    assert "a note" in text
     assert "commit bbb, jax 0.11.0 +1" in render_history(found)
     for text in (
         history_page.format_history_markdown([found], entries, ["a note"]),

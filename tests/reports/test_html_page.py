@@ -1,4 +1,4 @@
-"""The structure of the page, asked of its text: addresses, headings, captions, labels; whole without its script."""
+"""The page has addresses, headings, captions and labels, and is complete without its script."""
 
 from __future__ import annotations
 
@@ -19,15 +19,27 @@ from conformance.error_maps import ErrorMap
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.records import EXPECTED_FAIL, FAIL, PASS, RED, UNSUPPORTED, Record, RunInfo, serialize_record
 from conformance.runs import Kernel, Run
-from reports import html_page, matrices, record_table
+from reports import html_page, record_table
+from reports.matrices import build_matrices
+from reports.page_model import build_summary
+from reports.record_groups import NO_FEATURE, group_records
+from reports.record_query import RecordFiles, build_query_command
 from tests.reports.markup import Element, find_faults, parse_page, strip_scripts
-from tests.reports.test_reports import HOSTILE, make_failure, make_many, make_one_of_each, make_record, make_run_info
+from tests.reports.report_samples import (
+    HOSTILE,
+    make_failure,
+    make_many,
+    make_one_of_each,
+    make_record,
+    make_run_info,
+    render_html,
+)
 
 MAP = ErrorMap(axes=("T", "BN"), shape=(16, 2), cells=("20", "30"), blocks=(0, 0), at=(0, 0), along="T")
 
 
 def make_some() -> list[Record]:
-    """Records of every verdict, with reasons, patterns and an error map, of several implementations."""
+    """Make records of every verdict, with reasons, patterns and an error map, of several implementations."""
     drawn = dataclasses.replace(make_failure(case="train/f32/drawn", pattern="only rows from 8 on"), error_map=MAP)
     expected = [make_failure(case=f"expected/{i}", verdict=EXPECTED_FAIL, reason=f"known {i}") for i in range(4)]
     return [*make_one_of_each(), *make_many(300), *expected, drawn]
@@ -41,7 +53,7 @@ def read_data(page: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("records", [make_some(), [], [make_record()]], ids=["some", "none", "one"])
 def test_the_page_has_no_fault_of_structure(records: list[Record]) -> None:
-    assert find_faults(html_page.render_page(records, make_run_info())) == []
+    assert find_faults(render_html(records, make_run_info())) == []
 
 
 @pytest.mark.parametrize(
@@ -55,7 +67,7 @@ def test_the_page_has_no_fault_of_structure(records: list[Record]) -> None:
     ],
 )
 def test_a_fault_of_structure_is_seen(old: str, new: str, said: str) -> None:
-    page = html_page.render_page(make_some(), make_run_info())
+    page = render_html(make_some(), make_run_info())
     assert old in page
     try:
         found = " ".join(find_faults(page.replace(old, new).replace("</h3>", "</h5>" if old == "<h3" else "</h3>")))
@@ -66,31 +78,26 @@ def test_a_fault_of_structure_is_seen(old: str, new: str, said: str) -> None:
 
 def test_findings_come_first_then_the_matrices() -> None:
     headings = [
-        heading.attributes.get("id")
-        for heading in parse_page(html_page.render_page(make_some(), make_run_info())).all("h2")
+        heading.attributes.get("id") for heading in parse_page(render_html(make_some(), make_run_info())).all("h2")
     ]
     assert headings[:5] == ["findings", "verdict", "features", "checks", "records"]
 
 
 def test_every_cell_leads_to_its_records_and_every_case_has_an_address() -> None:
     records = make_some()
-    root = parse_page(html_page.render_page(records, make_run_info()))
+    root = parse_page(render_html(records, make_run_info()))
     there = {e.attributes["id"]: e for e in root.all("div", "li") if "id" in e.attributes}
-    for kind, matrix in (
-        ("feature", matrices.build_feature_matrix(records)),
-        ("check", matrices.build_check_matrix(records)),
-    ):
-        anchors = record_table.build_anchors(records)
-        for contender, column in matrix.cells:
-            block = there[anchors[contender, kind, column]]
+    for matrix in build_matrices(group_records(records)):
+        for (_, column), cell in matrix.cells.items():
+            block = there[cell.anchor]
             assert block.all("li")
-            assert column in block.words or column == matrices.NO_FEATURE
+            assert column in block.words or column == NO_FEATURE
     assert {f"case-{one.case}" for one in records} <= set(there)
 
 
 def test_the_data_hold_every_record_once() -> None:
     records = make_some()
-    data = read_data(html_page.render_page(records, make_run_info()))
+    data = read_data(render_html(records, make_run_info()))
     rows = [[*row, *[0] * (9 - len(row))] for row in data["rows"]]
     keys = {
         (data["contenders"][r[0]][1], data["cases"][r[4]][0], data["checks"][r[1]], data["observables"][r[2]])
@@ -109,7 +116,7 @@ def test_what_is_too_much_for_the_page_is_what_passed_furthest_from_its_limit(mo
     monkeypatch.setattr(record_table, "MAX_RECORDS", 60)
     passes = [make_record(case=f"case/{i}", ratio=i / 100) for i in range(100)]
     red = [make_failure(case=f"red/{i}") for i in range(40)]
-    data = read_data(html_page.render_page([*passes, *red], make_run_info()))
+    data = read_data(render_html([*passes, *red], make_run_info()))
     assert (len(data["rows"]), data["total"]) == (60, 140)
     shown = [data["cases"][row[4]][0] for row in data["rows"]]
     assert sorted(shown[:40]) == sorted(one.case for one in red)
@@ -117,7 +124,7 @@ def test_what_is_too_much_for_the_page_is_what_passed_furthest_from_its_limit(mo
 
 
 def test_only_the_script_of_the_page_may_run() -> None:
-    page = html_page.render_page([make_failure(reason=HOSTILE, case=HOSTILE)], make_run_info())
+    page = render_html([make_failure(reason=HOSTILE, case=HOSTILE)], make_run_info())
     scripts = re.findall(r"<script(?: type=\"application/json\" id=\"data\")?>(.*?)</script>", page, re.DOTALL)
     assert len(scripts) == page.count("<script") == 2
     assert "alert" not in scripts[1]
@@ -129,7 +136,7 @@ def test_only_the_script_of_the_page_may_run() -> None:
 
 
 def test_what_needs_the_script_is_hidden_without_it() -> None:
-    root = parse_page(strip_scripts(html_page.render_page(make_some(), make_run_info())))
+    root = parse_page(strip_scripts(render_html(make_some(), make_run_info())))
     for element in root.all("form", "input", "select", "button"):
         parts: tuple[Element, ...] = (*element.above, element)
         assert any("hidden" in part.attributes for part in parts)
@@ -143,21 +150,18 @@ def test_the_command_finds_the_records_of_a_cell(kind: str, tmp_path: Path) -> N
         make_record(implementation="other's"),
     ]
     (tmp_path / "r.jsonl").write_text('{"schema": "x/1"}\n' + "".join(serialize_record(one) + "\n" for one in records))
-    cells = [
-        cell
-        for kinds in record_table.build_cell_records(records, record_table.RecordFiles("r.jsonl")).values()
-        for cell in kinds[kind]
-    ]
-    assert len(cells) == 3
-    for cell in cells:
-        assert len(run_query(cell.command, tmp_path)) == cell.counts.total
+    (matrix,) = (matrix for matrix in build_matrices(group_records(records)) if matrix.kind == kind)
+    assert len(matrix.cells) == 3
+    for (contender, column), cell in matrix.cells.items():
+        command = build_query_command(contender, kind, column, RecordFiles("r.jsonl"))
+        assert len(run_query(command, tmp_path)) == cell.counts.total
 
 
 def test_merged_runs_of_one_kernel_are_asked_for_by_their_files() -> None:
     both = [dataclasses.replace(make_record(), run=f"commit {name}") for name in ("a", "b")]
     labels = [f"{one.implementation} ({one.platform}, {one.run})" for one in both]
     files = {label: [f"{name} run.jsonl"] for label, name in zip(labels, "ab", strict=True)}
-    page = html_page.render_page(both, dataclasses.replace(make_run_info(), files=files))
+    page = render_html(both, dataclasses.replace(make_run_info(), files=files))
     assert [row[0] for row in read_data(page)["contenders"]] == labels
     assert [row[3] for row in read_data(page)["contenders"]] == ["'a run.jsonl'", "'b run.jsonl'"]
     commands = [one for one in parse_page(page).all("code") if one.text.startswith("jq")]
@@ -165,7 +169,7 @@ def test_merged_runs_of_one_kernel_are_asked_for_by_their_files() -> None:
 
 
 def save_two_runs(folder: Path) -> tuple[Path, list[Record], RunInfo]:
-    """A page of two runs of a kernel with another JAX each, and the one file that has both beside it."""
+    """Save a page of two runs of a kernel under two versions of JAX, and the one file that has both."""
     one = Run(
         started="2026-01-01T00:00:00+00:00",
         command="run",
@@ -173,7 +177,7 @@ def save_two_runs(folder: Path) -> tuple[Path, list[Record], RunInfo]:
         kernels={make_record().implementation: Kernel()},
     )
     first = dataclasses.replace(one, id="0a", environment={"jax": "0.10.2"})
-    other = dataclasses.replace(one, environment={"jax": "0.12.0"})  # of before there were ids
+    other = dataclasses.replace(one, environment={"jax": "0.12.0"})  # from before runs had ids
     text = (
         runs.serialize_run(first)
         + "\n"
@@ -186,7 +190,7 @@ def save_two_runs(folder: Path) -> tuple[Path, list[Record], RunInfo]:
         text + runs.serialize_run(other) + "\n" + serialize_record(make_record()) + "\n"
     )
     found, info = aggregate_runs(runs.read_runs(folder / "report.jsonl"), command="report")
-    html_page.save_page(folder / "report.html", found, info)
+    html_page.save_page(folder / "report.html", build_summary(found, info))
     return folder / "report.html", found, info
 
 
@@ -194,16 +198,16 @@ def test_runs_of_one_kernel_in_one_file_are_told_apart(tmp_path: Path) -> None:
     page, found, info = save_two_runs(tmp_path)
     assert sorted(info.runs.values()) == [["0a"], ["2026-01-01T00:00:00+00:00"]]
     named = {label: " ".join(files) for label, files in info.files.items()}
-    cells = record_table.build_cell_records(found, record_table.RecordFiles("report.jsonl", named, info.runs))
-    assert len(cells) == 2
-    for cell in (cell for kinds in cells.values() for cell in kinds["check"]):
-        said = run_query(cell.command, tmp_path)
-        assert len(said) == cell.counts.total
-    assert page.read_text().count("jq -cn") == sum(len(kinds[kind]) for kinds in cells.values() for kind in kinds)
+    features, checks = build_matrices(group_records(found))
+    assert len(checks.contenders) == 2
+    for (contender, check), cell in checks.cells.items():
+        command = build_query_command(contender, "check", check, RecordFiles("report.jsonl", named, info.runs))
+        assert len(run_query(command, tmp_path)) == cell.counts.total
+    assert page.read_text().count("jq -cn") == len(features.cells) + len(checks.cells)
 
 
 def run_query(command: str, folder: Path) -> list[str]:
-    """The lines that a shell has of a command of `jq`."""
+    """Run a command of `jq` in a shell and return its lines."""
     if shutil.which("jq") is None:
         pytest.skip("jq is not installed: the command of a cell was not tried")
     return subprocess.run(
@@ -225,6 +229,6 @@ def test_a_long_run_of_ten_implementations_stays_small() -> None:
         )
         for i in range(25_000)
     ]
-    page = html_page.render_page(records, make_run_info())
+    page = render_html(records, make_run_info())
     assert len(page.encode()) < 5_000_000
     assert len(read_data(page)["rows"]) == record_table.MAX_RECORDS

@@ -1,4 +1,4 @@
-"""Try what a kernel has no business with: `python attempts.py FOLDER NVIDIA_DRIVER`; print what became of each as JSON.
+"""Try what a kernel must not do: `python attempts.py FOLDER NVIDIA_DRIVER`. Print the outcomes as JSON.
 
 FOLDER has `tree`, a source tree, and `scratch`; the process is confined to these. NVIDIA_DRIVER is a file that stands
 for the driver's device. An attempt that raises nothing is `done`.
@@ -55,7 +55,7 @@ ON_AARCH64 = os.uname().machine == "aarch64"
 
 
 def system_call(name: str, *arguments: Any) -> None:
-    """Make a system call by its number; raise `OSError` where it fails."""
+    """Make a system call by its number. Raises `OSError` if it fails."""
     if libc.syscall(NUMBERS[name][ON_AARCH64], *arguments) == -1:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -67,7 +67,7 @@ def _touch(file: Path) -> None:
 
 
 def attempts(folder: Path) -> dict[str, Callable[[], Any]]:
-    """What is tried, by name."""
+    """Return the attempts by name."""
     tree, scratch, inside = folder / "tree", folder / "scratch", folder / "scratch" / "made"
     zeros = ctypes.create_string_buffer(4096)
     return {

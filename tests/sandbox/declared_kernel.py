@@ -1,4 +1,4 @@
-"""An implementation that declares itself, with a function that says what it supports."""
+"""An implementation with declarations, and a function that says which cases it supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that take more than they may: each returns what is right if nothing stops it."""
+"""Kernels that take more than they may. Each returns the right result if nothing stops it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kernels.naive import attention as right
 from tests.sandbox.misbehaving_kernels import answers
 
 PIECE = 2**27
-PATIENCE = 120.0  # seconds for the one that measures
+PATIENCE = 120.0  # seconds that the measurement gets
 
 
 def _wait_for_the_end(q: Any, k: Any, v: Any) -> Any:
@@ -40,7 +40,7 @@ def holds_shared_memory(q: Any, k: Any, v: Any) -> Any:
 
 
 def shares_memory_with_children(q: Any, k: Any, v: Any) -> Any:
-    """Holds little: its children share nearly all of it."""
+    """Hold little memory: the children share nearly all of it."""
     held = np.ones(PIECE // 8)
     for _ in range(8):
         if os.fork() == 0:
@@ -103,11 +103,11 @@ def answers_deeply(q: Any, k: Any, v: Any) -> Any:
 
 
 def locks_its_folder(q: Any, k: Any, v: Any) -> Any:
-    """Leaves folders that only their modes keep from being removed, and names that no text has."""
+    """Leave folders that only their modes keep from being removed, and names that are no valid text."""
     folder = os.path.join(os.environ["TMPDIR"], "locked")
     os.mkdir(folder)
     os.mkdir(os.path.join(folder, "inner"), 0)
-    with contextlib.suppress(PermissionError):  # root may
+    with contextlib.suppress(PermissionError):  # root can
         os.mkdir(os.path.join(folder, "inner", "innermost"), 0)
     for name in (b"\xff\xfe", b"line\nbreak", b"-rf"):
         os.mkdir(os.path.join(os.fsencode(folder), name))

@@ -1,4 +1,4 @@
-"""Kernels that misbehave in a process of their own: each is right in what it returns, if it returns."""
+"""Kernels that misbehave in the sandbox. Each returns the right result, if it returns."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def floods(q: Any, k: Any, v: Any) -> Any:
 
 
 def answers() -> int:
-    """The pipe that the judge reads: the only one that this process writes to, but for its output."""
+    """Find the pipe that the judge reads: the only one that this process writes to, besides its output."""
     for pipe in range(3, 64):
         with contextlib.suppress(OSError):
             if stat.S_ISFIFO(os.fstat(pipe).st_mode) and fcntl.fcntl(pipe, fcntl.F_GETFL) & os.O_WRONLY:
@@ -148,7 +148,7 @@ def raises(q: Any, k: Any, v: Any) -> Any:
 
 
 def lies(q: Any, k: Any, v: Any) -> Any:
-    """Gives something that becomes an array when somebody looks."""
+    """Return an object that becomes an array when it is inspected."""
 
     class Lie:
         shape, dtype = q.shape, q.dtype
@@ -183,7 +183,7 @@ while time.monotonic() < end:
 
 
 def chains(q: Any, k: Any, v: Any) -> Any:
-    """Leaves behind what starts another and ends, over and over."""
+    """Leave a process behind that starts another one and ends, over and over."""
     subprocess.Popen([sys.executable, "-S", "-c", CHAINS, os.environ["LINGERS"]])
     time.sleep(1)
     return right(q, k, v)
@@ -214,7 +214,7 @@ def forks(q: Any, k: Any, v: Any) -> Any:
 
 
 def digs(q: Any, k: Any, v: Any) -> Any:
-    """Leaves a folder within a folder, by the thousand."""
+    """Leave a thousand nested folders."""
     here = os.getcwd()
     os.chdir(os.environ["TMPDIR"])
     for _ in range(2000):
@@ -231,13 +231,13 @@ def replaces_a_method(q: Any, k: Any, v: Any) -> Any:
 
 
 def answers_ahead(q: Any, k: Any, v: Any) -> Any:
-    """Fills the pipe with answers that nobody asked for."""
+    """Fill the pipe with answers to requests that were not sent."""
     one = protocol.pack_answer({"returned": 1, "replaced": [], "files": {}})
     os.write(answers(), one * (2**21 // len(one)))
     return right(q, k, v)
 
 
 def forges(said: Any) -> Any:
-    """Nothing of a kernel: says `said` in the process's stead as it is looked up."""
+    """Send `said` instead of the process's handshake, as it is looked up: no kernel is loaded."""
     os.write(answers(), protocol.pack_answer({"returned": said, "replaced": [], "files": {}}))
     return right

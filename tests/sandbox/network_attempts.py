@@ -1,7 +1,7 @@
-"""Send a byte out of a process in many ways, confined or not: `python network_ways.py ADDRESSES SCRATCH CONFINED`.
+"""Send a byte out of a process in many ways: `python network_attempts.py ADDRESSES SCRATCH CONFINED`.
 
-ADDRESSES is JSON: where something listens, by way. Each way sends its own name. The program prints, as JSON, which ways
-raised, and what.
+ADDRESSES is JSON: for each way, where something listens. Each way sends its own name. The program prints, as JSON,
+which ways raised, and what.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def udp(given: Addresses) -> None:
 
 
 def dns(given: Addresses) -> None:
-    """A query as a resolver sends it, which has the secret for a name."""
+    """Send a query as a resolver does, with the secret as a name."""
     query = struct.pack(">HHHHHH", 7, 0x0100, 1, 0, 0, 0) + b"\x03dns\x04test\x00" + struct.pack(">HH", 1, 1)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         one.sendmsg([query], [], 0, tuple(given["udp"]))
@@ -70,7 +70,7 @@ def abstract(given: Addresses) -> None:
 
 
 def netlink(given: Addresses) -> None:
-    """The kernel's own routing service answers whoever may ask it."""
+    """Ask the kernel's routing service, which answers any process."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_ROUTE) as one:
         one.send(struct.pack("=IHHII", 32, RTM_GETLINK, 0x301, 1, 0) + bytes(16))
 
@@ -83,7 +83,7 @@ def vsock(given: Addresses) -> None:
 
 
 def io_uring(given: Addresses) -> None:
-    """What goes through such a ring is seen by no filter of system calls."""
+    """Send through a ring, which no filter of system calls sees."""
     libc = ctypes.CDLL(None, use_errno=True)
     ring = libc.syscall(IO_URING_SETUP, 4, ctypes.create_string_buffer(120))
     if ring < 0:
@@ -101,7 +101,7 @@ def child_of_bash(given: Addresses) -> None:
 
 
 def listening(given: Addresses) -> None:
-    """Take whoever connects, at a port that the system chooses, and tell the port by a file."""
+    """Accept connections at a port that the system chooses, and write the port to a file."""
     with socket.socket() as one:
         one.settimeout(10.0)
         one.listen()

@@ -1,4 +1,4 @@
-"""Compiled programs on disk: what a kernel's process finds there, and what it may leave."""
+"""Test the cache of compiled programs: what a kernel's process finds there, and what it may leave."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PROGRAM = f"jit_call-{'0' * 64}-cache"
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What is kept is kept here, however lately it was written."""
+    """Use a cache folder of the test, in which new files count as complete."""
     monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(tmp_path / "kept"))
     monkeypatch.setattr(compilation_cache, "_SETTLE_SECONDS", -60.0)
     return tmp_path
 
 
-def left_by_a_run(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, list[str]]:
-    """What a kernel returns in a process of its own, and the programs that it had to compile for it."""
+def run_and_list_programs(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, list[str]]:
+    """Run a kernel in a process; return its result and the programs that it had to compile."""
     compiled: list[str] = []
 
     def keep(place: Path | None, scratch: str) -> None:
@@ -49,17 +49,17 @@ def left_by_a_run(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[np.nda
     return out, compiled
 
 
-def begins_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def set_run_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation_cache, "_RUN_START", time.time() + 60)
 
 
 def test_a_later_run_compiles_nothing_again_and_returns_the_same(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = home / "kernel.py"
     kernel.write_text(KERNEL.format("jnp.tanh(q) + 1"))
-    first, compiled = left_by_a_run(kernel, monkeypatch)
+    first, compiled = run_and_list_programs(kernel, monkeypatch)
     assert compiled
-    begins_now(monkeypatch)
-    again, compiled = left_by_a_run(kernel, monkeypatch)
+    set_run_start(monkeypatch)
+    again, compiled = run_and_list_programs(kernel, monkeypatch)
     assert compiled == []
     np.testing.assert_array_equal(again, first)
 
@@ -67,31 +67,31 @@ def test_a_later_run_compiles_nothing_again_and_returns_the_same(home: Path, mon
 def test_no_process_finds_what_another_of_its_run_has_left(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = home / "kernel.py"
     kernel.write_text(KERNEL.format("jnp.tanh(q) + 2"))
-    _, compiled = left_by_a_run(kernel, monkeypatch)
-    assert compiled == left_by_a_run(kernel, monkeypatch)[1] != []
+    _, compiled = run_and_list_programs(kernel, monkeypatch)
+    assert compiled == run_and_list_programs(kernel, monkeypatch)[1] != []
 
 
 def test_another_source_has_another_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = home / "kernel.py"
     kernel.write_text(KERNEL.format("jnp.tanh(q) + 3"))
     before = compilation_cache.find_cache_folder(f"{kernel}:attention")
-    left_by_a_run(kernel, monkeypatch)
-    begins_now(monkeypatch)
+    run_and_list_programs(kernel, monkeypatch)
+    set_run_start(monkeypatch)
     kernel.write_text(KERNEL.format("jnp.tanh(q) + 3 # once more"))
     assert compilation_cache.find_cache_folder(f"{kernel}:attention") != before
-    assert left_by_a_run(kernel, monkeypatch)[1] != []
+    assert run_and_list_programs(kernel, monkeypatch)[1] != []
 
 
 def test_a_program_that_cannot_be_read_is_compiled_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = home / "kernel.py"
     kernel.write_text(KERNEL.format("jnp.tanh(q) + 4"))
-    first, _ = left_by_a_run(kernel, monkeypatch)
+    first, _ = run_and_list_programs(kernel, monkeypatch)
     place = compilation_cache.find_cache_folder(f"{kernel}:attention")
     assert place is not None
     for program in place.iterdir():
         program.write_bytes(program.read_bytes()[:40])
-    begins_now(monkeypatch)
-    np.testing.assert_array_equal(left_by_a_run(kernel, monkeypatch)[0], first)
+    set_run_start(monkeypatch)
+    np.testing.assert_array_equal(run_and_list_programs(kernel, monkeypatch)[0], first)
 
 
 def test_another_machine_has_another_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_the_oldest_make_room(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (home / "shelf" / "3" / PROGRAM).exists()
 
 
-def stored_bytes(folder: Path) -> int:
+def count_stored_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
@@ -173,7 +173,7 @@ def test_a_kernel_cannot_fill_the_cache(home: Path, monkeypatch: pytest.MonkeyPa
     (left / f"jit_huge-{'f' * 64}-cache").write_bytes(bytes(20_000))
     for _ in range(2):
         compilation_cache.store_programs(place, str(home / "scratch"))
-        assert 9_000 < stored_bytes(place) <= 10_000
+        assert 9_000 < count_stored_bytes(place) <= 10_000
     assert not list(place.glob("jit_huge*"))
 
 
@@ -199,7 +199,7 @@ def test_all_kernels_together_cannot_fill_the_cache(home: Path, monkeypatch: pyt
     for number in range(6):
         compilation_cache.store_programs(home / "shelf" / str(number), str(home / "scratch"))
         os.utime(home / "shelf" / str(number), (number + 1.0,) * 2)
-        assert stored_bytes(home / "shelf") <= 3_000
+        assert count_stored_bytes(home / "shelf") <= 3_000
     assert (home / "shelf" / "5" / PROGRAM).exists()
 
 

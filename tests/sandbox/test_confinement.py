@@ -1,4 +1,4 @@
-"""A confined process does what a kernel needs, and nothing that concerns others."""
+"""Test that a confined process can do what a kernel needs, and nothing that concerns others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DENIED = tuple(name for name in attempts(Path()) if name not in (*NEEDED, *IGNOR
 
 
 def make_folder(folder: Path) -> Path:
-    """Make a source tree with things beside and in it that are no kernel's business."""
+    """Make a source tree, with entries beside it and in it that a kernel must not read."""
     for name in ("tree/data/table.txt", "tree/helper.py", "tree/.git/config", "tree/.env", "tree/records.jsonl"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("here")
@@ -42,7 +42,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def run_attempts(folder: Path, driver: str) -> Mapping[str, str]:
-    """Return what became of each attempt in a confined process."""
+    """Return the outcome of each attempt in a confined process."""
     command = [sys.executable, "-m", "tests.sandbox.attempts", str(folder), driver]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -54,13 +54,13 @@ def run_attempts(folder: Path, driver: str) -> Mapping[str, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as `attempts` wants it."""
+    """Create a folder for `attempts`."""
     return make_folder(tmp_path_factory.mktemp("confined"))
 
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> Mapping[str, str]:
-    """What became of each attempt."""
+    """Return the outcome of each attempt."""
     return run_attempts(folder, str(folder / "no driver"))
 
 
@@ -82,7 +82,7 @@ def test_modes_and_times_of_files_stay_as_they_are(outcomes: Mapping[str, str], 
 
 
 def test_an_nvidia_driver_names_its_threads(outcomes: Mapping[str, str], tmp_path: Path) -> None:
-    """Without it no GPU comes up: the driver ends with `CUDA_ERROR_OPERATING_SYSTEM`."""
+    """Check it because without names no GPU starts: the driver fails with `CUDA_ERROR_OPERATING_SYSTEM`."""
     assert outcomes["name a thread"] == "EACCES"
     found = run_attempts(make_folder(tmp_path), str(tmp_path / "driver"))
     assert found["name a thread"] == "done"

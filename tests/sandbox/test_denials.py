@@ -1,4 +1,4 @@
-"""What the sandbox denies is said in one line, with the option that allows it."""
+"""Test that what the sandbox denies is reported in one line, with the option that allows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes in which a failure is judged again: what a kernel sees is the same in each, but for what XLA read."""
+"""Test that a kernel sees the same in each process that judges a failure again, except what XLA read."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(autouse=True)
 def ended() -> Iterator[None]:
-    """No process is left."""
+    """End all processes after the test."""
     yield
     kernel_process.end_all_processes()
 
 
 def executors(name: str) -> tuple[Executor, Executor]:
-    """Executors of the kernel, under the first flags and under JAX's own."""
+    """Create executors of the kernel, under the first flags and under JAX's own."""
     first = sandboxed_executor.create_executor(KernelOptions().find(name))
     second = first.with_default_flags()
     assert second is not None
     return first, second
 
 
-def told(executor: Executor) -> str:
-    """What the kernel says by what it raises."""
+def read_report(executor: Executor) -> str:
+    """Return what the kernel reports, by the exception that it raises."""
     with pytest.raises(ValueError, match=r".") as raised:
         executor.forward(draw_problem(CASE))
     return str(raised.value)
 
 
-def differences(executor: Executor, seen: dict[str, dict[str, str]]) -> list[tuple[str, str, str, str]]:
-    """What the kernel sees otherwise in this process: when, what, what it saw before, and what it sees."""
-    found = json.loads(told(executor))
+def find_differences(executor: Executor, seen: dict[str, dict[str, str]]) -> list[tuple[str, str, str, str]]:
+    """Return what the kernel sees differently in this process: when, what, the earlier value, and the new one."""
+    found = json.loads(read_report(executor))
     return [
         (when, item, seen[when][item], x) for when in seen for item, x in found[when].items() if x != seen[when][item]
     ]
@@ -52,7 +52,7 @@ def differences(executor: Executor, seen: dict[str, dict[str, str]]) -> list[tup
 
 def test_a_kernel_is_judged_again_under_the_flags_that_its_users_have() -> None:
     first, second = executors(f"{HERE}/kernels.py:tells_its_level")
-    found = [told(executor) for executor in (first, second, first.create_fresh(), second.create_fresh())]
+    found = [read_report(executor) for executor in (first, second, first.create_fresh(), second.create_fresh())]
     assert found == ["level 0", "level 3", "level 0", "level 3"]
 
 
@@ -60,13 +60,13 @@ def test_a_kernel_is_judged_again_under_the_flags_that_its_users_have() -> None:
 def test_what_a_kernel_sees_is_the_same_when_it_is_judged_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(tmp_path))  # programs are kept, and there are none yet
+    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(tmp_path))  # programs are cached, and the cache is empty
     first, second = executors(f"{HERE}/sees.py:attention")
-    seen = json.loads(told(first))
+    seen = json.loads(read_report(first))
     assert "programs" in seen["as it is loaded"]["scratch"]
-    assert differences(second, seen) == []
+    assert find_differences(second, seen) == []
     for executor in (first, second, second, first):
-        assert differences(executor.create_fresh(), seen) == []
+        assert find_differences(executor.create_fresh(), seen) == []
 
 
 def test_what_an_earlier_run_left_is_not_there_when_a_kernel_is_judged_again(
@@ -74,12 +74,12 @@ def test_what_an_earlier_run_left_is_not_there_when_a_kernel_is_judged_again(
 ) -> None:
     monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(tmp_path))
     first, second = executors(f"{HERE}/sees.py:attention")
-    place = first._process._cache_folder  # type: ignore[attr-defined] # what is tested is of the sandbox alone
+    place = first._process._cache_folder  # type: ignore[attr-defined] # only the sandbox has it
     place.mkdir(parents=True)
     (place / f"jit_call-{'0' * 64}-cache").write_text("a program")
     kernel_process.end_all_processes()
     monkeypatch.setattr("conformance.sandbox.compilation_cache._RUN_START", float("inf"))
-    with_program = json.loads(told(first))["as it is loaded"]["scratch"]
+    with_program = json.loads(read_report(first))["as it is loaded"]["scratch"]
     assert "jit_call" in with_program
     for executor in (second, first.create_fresh(), second.create_fresh()):
-        assert "jit_call" not in json.loads(told(executor))["as it is loaded"]["scratch"]
+        assert "jit_call" not in json.loads(read_report(executor))["as it is loaded"]["scratch"]

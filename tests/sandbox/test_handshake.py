@@ -1,4 +1,4 @@
-"""What a kernel says of itself: once, of all of its processes, and nothing that no kernel can say."""
+"""Test the handshake: a kernel sends the same from each process, and only what a kernel can declare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMITS = Limits(seconds=60.0, memory=4 * 2**30)
 
 @pytest.fixture(autouse=True)
 def ended() -> Iterator[None]:
-    """No process is left."""
+    """End all processes after the test."""
     yield
     kernel_process.end_all_processes()
 
@@ -70,7 +70,8 @@ def test_a_kernel_says_of_itself_what_it_said_first() -> None:
 
 def test_a_kernel_that_says_it_has_fewer_devices_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "hides.py").write_text(
-        "from tests.sandbox.misbehaving_kernels import forges\nattention = forges({'declared': {}, 'backend': 'cpu', 'count': 1})\n"
+        "from tests.sandbox.misbehaving_kernels import forges\n"
+        "attention = forges({'declared': {}, 'backend': 'cpu', 'count': 1})\n"
     )
     with pytest.raises(implementation_registry.ImplementationNotFound, match="its process has 1 of 4 devices"):
         KernelOptions().find(f"{tmp_path}/hides.py:attention")
@@ -87,7 +88,8 @@ def test_a_kernel_cannot_change_how_many_devices_it_has(tmp_path: Path) -> None:
 
 def test_a_kernel_that_computes_elsewhere_than_the_judge_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "elsewhere.py").write_text(
-        "from tests.sandbox.misbehaving_kernels import forges\nattention = forges({'declared': {}, 'backend': 'gpu', 'count': 4})\n"
+        "from tests.sandbox.misbehaving_kernels import forges\n"
+        "attention = forges({'declared': {}, 'backend': 'gpu', 'count': 4})\n"
     )
     with pytest.raises(
         implementation_registry.ImplementationNotFound, match="its process computes on gpu, and the judge on cpu"

@@ -1,4 +1,4 @@
-"""Every death of a kernel's process is one error record, of the case in which it happened."""
+"""Test that each death of a kernel's process is one error record, of the case in which it happened."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conformance.sandbox import kernel_process
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import KernelProcess, ProcessLost
 
-# Dies in every third program that it is traced for, whichever check asks: also of what was begun ahead.
+# It dies in every third program that it is traced for, whichever check runs, and in calls that are begun ahead too.
 KERNEL = """
 import os
 from tests.kernels import naive
@@ -70,7 +70,7 @@ def test_a_death_that_is_noticed_ahead_is_told_once() -> None:
 
 
 def test_a_death_in_what_no_check_asks_for_is_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A case that does not discriminate is asked nothing, after its calls were begun."""
+    """Check a case that does not discriminate: no check runs on it, after its calls were begun."""
     (tmp_path / "kernel.py").write_text(KERNEL.format(rest=1))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("conformance.judging.discrimination.find_weakest_null", lambda margins: ("zeros", 0.0))

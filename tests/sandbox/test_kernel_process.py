@@ -1,4 +1,4 @@
-"""A kernel in a process of its own: what it does there reaches the judge as one sentence."""
+"""Test that whatever a kernel does in its process reaches the judge as one sentence."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ SANDBOX = SandboxPolicy(variables=("LINGERS",))
 Find = Callable[..., Implementation]
 
 
-def process_of(implementation: Implementation) -> KernelProcess:
-    """The process of a kernel that is not here."""
+def create_process(implementation: Implementation) -> KernelProcess:
+    """Create the process of a kernel that does not exist."""
     assert isinstance(implementation.call, sandboxed_executor.KernelProxy)
     return implementation.call.process
 
 
 @pytest.fixture
 def find() -> Iterator[Find]:
-    """Finds a kernel of this folder; its process ends with the test."""
+    """Return a function that loads a kernel of this folder; its process ends with the test."""
     found: list[Implementation] = []
 
     def kernel(name: str, limits: Limits = LIMITS) -> Implementation:
@@ -60,11 +60,11 @@ def find() -> Iterator[Find]:
 
     yield kernel
     for implementation in found:
-        process_of(implementation).end()
+        create_process(implementation).end()
 
 
-def said(implementation: Implementation) -> str:
-    """What is said of a kernel that gives no result."""
+def get_message(implementation: Implementation) -> str:
+    """Return the message about a kernel that gives no result."""
     with pytest.raises((Exception, ProcessLost)) as raised:
         sandboxed_executor.create_executor(implementation).forward(draw_problem(CASE))
     return f"{raised.type.__name__}: {raised.value}"
@@ -100,9 +100,9 @@ def said(implementation: Implementation) -> str:
 )
 def test_what_it_does_there_is_told_in_a_sentence(find: Find, name: str, sentence: str) -> None:
     implementation = find(name)
-    if sentence.startswith("PermissionError") and process_of(implementation).handshake.confined != "confined":
-        pytest.skip(process_of(implementation).handshake.confined)
-    assert said(implementation).startswith(sentence)
+    if sentence.startswith("PermissionError") and create_process(implementation).handshake.confined != "confined":
+        pytest.skip(create_process(implementation).handshake.confined)
+    assert get_message(implementation).startswith(sentence)
     assert not (HERE / "written.txt").exists()
 
 
@@ -110,7 +110,7 @@ def test_what_was_begun_is_what_it_gives_when_it_is_asked(find: Find) -> None:
     implementation, problem, other = find("plain"), draw_problem(CASE), draw_problem(dataclasses.replace(CASE, seed=1))
     here = Executor(implementation_registry.find_implementation(f"{HERE}/kernels.py:plain"))
     apart = sandboxed_executor.create_executor(implementation)
-    process = process_of(implementation)
+    process = create_process(implementation)
     cotangent = draw_cotangent(CASE)
     plain = dataclasses.replace(cotangent, logsumexp=None)
     for _ in range(2):  # also when the first answers are known
@@ -133,7 +133,7 @@ def test_operands_that_the_pipe_does_not_hold_are_not_begun_beside_others(find: 
     apart.begin_forward(large)
     apart.begin_forward(draw_problem(dataclasses.replace(CASE, seed=2)))
     apart.begin_gradients(large, dataclasses.replace(draw_cotangent(case), logsumexp=None))
-    assert len(process_of(implementation)._pending) == 1
+    assert len(create_process(implementation)._pending) == 1
     assert apart.forward(large).values["out"].shape == large.q.shape
 
 
@@ -151,13 +151,13 @@ def test_what_goes_wrong_with_what_was_begun_is_told_when_it_is_asked(find: Find
 
 @pytest.mark.long
 def test_a_call_that_hangs_is_ended_and_what_it_printed_is_shown(find: Find) -> None:
-    sentence = said(find("hangs", dataclasses.replace(LIMITS, seconds=4.0)))
+    sentence = get_message(find("hangs", dataclasses.replace(LIMITS, seconds=4.0)))
     assert sentence == "CallTimeout: the call did not return within 4 s (--timeout) (it printed: waiting for ever)"
 
 
 @pytest.mark.long
 def test_a_call_that_takes_too_much_memory_is_ended(find: Find) -> None:
-    sentence = said(find("grows", dataclasses.replace(LIMITS, memory=3 * 2**29)))
+    sentence = get_message(find("grows", dataclasses.replace(LIMITS, memory=3 * 2**29)))
     assert "1.5 GiB are allowed (--memory)" in sentence
 
 
@@ -178,15 +178,15 @@ def test_each_answer_has_all_that_was_printed_for_it_and_nothing_else(find: Find
 
 def test_a_process_ends_when_nobody_refers_to_its_kernel() -> None:
     implementation = sandboxed_executor.load_sandboxed(f"{HERE}/kernels.py:plain", None, LIMITS)
-    process = process_of(implementation)._running[0]._process
+    process = create_process(implementation)._running[0]._process
     assert process.wait(0) is None
     del implementation
     gc.collect()
     assert process.wait(0) is not None
 
 
-def left_behind(seconds: str) -> list[str]:
-    """The processes whose last argument this is: those that sleep for so long."""
+def list_left_behind(seconds: str) -> list[str]:
+    """List the processes that have this as last argument: those that sleep for so many seconds."""
     found = []
     for place in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -201,11 +201,13 @@ def test_what_a_kernel_started_and_let_go_of_ends_with_it(find: Find, monkeypatc
     monkeypatch.setenv("LINGERS", seconds)
     lingers = find("lingers")
     sandboxed_executor.create_executor(lingers).forward(draw_problem(CASE))
-    assert left_behind(seconds)
-    process_of(lingers).end()
-    assert not left_behind(seconds)
-    assert said(find("lingers_and_dies")) == "ProcessLost: the kernel's process ended by itself, with exit code 3"
-    assert not left_behind(seconds)
+    assert list_left_behind(seconds)
+    create_process(lingers).end()
+    assert not list_left_behind(seconds)
+    assert (
+        get_message(find("lingers_and_dies")) == "ProcessLost: the kernel's process ended by itself, with exit code 3"
+    )
+    assert not list_left_behind(seconds)
 
 
 @pytest.mark.long
@@ -216,11 +218,13 @@ def test_what_starts_another_and_ends_over_and_over_ends_with_its_kernel(
     number = f"3000.{os.getpid()}"
     monkeypatch.setenv("LINGERS", number)
     chains = find("chains")
-    # On a slow machine they may become more processes than a kernel may have, which ends them all the same.
+    # On a slow machine there may be more processes than a kernel may have, which ends them too.
     with contextlib.suppress(ProcessLost):
         sandboxed_executor.create_executor(chains).forward(draw_problem(CASE))
-    process_of(chains).end()
-    assert not any(left_behind(number) for _ in range(10))  # one that is between two is not seen at once
+    create_process(chains).end()
+    assert not any(
+        list_left_behind(number) for _ in range(10)
+    )  # a process that is just starting another is not seen at once
 
 
 @pytest.mark.long
@@ -233,9 +237,9 @@ def test_what_a_kernel_started_ends_with_a_judge_that_is_killed(monkeypatch: pyt
     environment = {**os.environ, "LINGERS": seconds}
     judge = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
     with kill_on_exit(judge):
-        wait_until(lambda: left_behind(seconds), judge)
+        wait_until(lambda: list_left_behind(seconds), judge)
         judge.kill()
-    wait_until(lambda: not left_behind(seconds))
+    wait_until(lambda: not list_left_behind(seconds))
 
 
 def test_output_without_end_costs_nothing(find: Find) -> None:
@@ -292,7 +296,7 @@ def test_an_implementation_that_says_by_a_function_what_it_supports_is_asked_the
         assert {record.verdict for record in judged if record.observable == "out"} == {records.PASS}
         assert [r.verdict for r in judged if r.observable == "out.other"] == [records.FAIL]
     finally:
-        process_of(found).end()
+        create_process(found).end()
 
 
 @pytest.mark.parametrize(
@@ -311,7 +315,7 @@ def test_what_is_found_is_what_is_found_in_the_judges_process(check: str) -> Non
     for implementation in (here, there):
         found = Runner(Settings()).run(run_plan.plan_case(implementation, case, [CHECKS_BY_NAME[check]]).jobs)
         both.append([dataclasses.replace(record, seconds=0.0) for record in found])
-    process_of(there).end()
+    create_process(there).end()
     assert both[0] == both[1]
     assert both[0]
 
@@ -337,7 +341,7 @@ def test_what_cannot_say_what_it_supports_is_an_error_of_the_case(what: str, tmp
     with pytest.raises(implementation_registry.ImplementationNotFound, match="cannot say whether it supports"):
         run_plan.plan_case(found, CASE)
     (record,) = Runner(Settings()).run([Job(found, CASE, (CHECKS_BY_NAME["forward"],))])
-    process_of(found).end()
+    create_process(found).end()
     assert (record.check, record.verdict) == ("support", records.ERROR)
 
 
@@ -350,18 +354,18 @@ def test_what_is_supported_is_said_once(tmp_path: Path) -> None:
         "attention = dataclasses.replace(declares.IMPLEMENTATION, supports_case=supports)\n"
     )
     found = KernelOptions().find(f"{tmp_path}/once.py:attention")
-    said = [found.supports(case) for case in (CASE, CASE, dataclasses.replace(CASE, batch=CASE.batch + 1))]
-    process_of(found).end()
-    assert said == [None, None, "no more"]
+    get_message = [found.supports(case) for case in (CASE, CASE, dataclasses.replace(CASE, batch=CASE.batch + 1))]
+    create_process(found).end()
+    assert get_message == [None, None, "no more"]
 
 
 @pytest.mark.long
 def test_a_folder_of_any_depth_is_removed(find: Find) -> None:
     implementation = find("digs")
-    (running,) = process_of(implementation)._running
+    (running,) = create_process(implementation)._running
     with contextlib.suppress(ProcessLost):  # more nested folders than are measured
         sandboxed_executor.create_executor(implementation).forward(draw_problem(CASE))
-    process_of(implementation).end()
+    create_process(implementation).end()
     assert not Path(running._scratch.path).exists()
 
 
@@ -407,4 +411,4 @@ def test_a_kernel_that_reads_arguments_as_it_is_imported_gets_none(tmp_path: Pat
         "import argparse\nfrom tests.sandbox.misbehaving_kernels import right as attention\n"
         "argparse.ArgumentParser().parse_args()\n"
     )
-    process_of(KernelOptions().find(f"{tmp_path}/script.py:attention")).end()
+    create_process(KernelOptions().find(f"{tmp_path}/script.py:attention")).end()

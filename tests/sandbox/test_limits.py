@@ -1,4 +1,4 @@
-"""Limits of a kernel's process: whatever it takes too much of, the judge says so in one sentence and goes on."""
+"""Test that a kernel's process that takes too much is reported in one sentence, and the run goes on."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ os.wait()
 
 
 def check_holder(hold: str, folder: Path, memory: int) -> None:
-    """Check what a process below another holds, until all kinds of checks were made."""
+    """Check what a process below another one holds, until all kinds of checks were made."""
     text = textwrap.dedent(HOLDER).format(folder=str(folder), hold=hold)
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", text], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -186,7 +186,7 @@ def test_more_files_than_are_allowed_are_too_much(tmp_path: Path, monkeypatch: p
         check_holder("[open(f'{FOLDER}/{number}', 'w').close() for number in range(101)]", tmp_path, 2**40)
 
 
-def leftovers(folder: Path) -> list[str]:
+def list_leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith("conformance-kernel-")]
 
 
@@ -195,10 +195,10 @@ def test_a_locked_folder_is_removed(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     kernel = find("locks_its_folder")
-    assert leftovers(tmp_path)
+    assert list_leftovers(tmp_path)
     sandboxed_executor.create_executor(kernel).forward(draw_problem(CASE))
     sandboxed_executor.end_process(kernel)
-    assert not leftovers(tmp_path)
+    assert not list_leftovers(tmp_path)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has capabilities to give up")
@@ -227,7 +227,7 @@ def test_a_user_without_privileges_removes_folders_of_any_mode_and_depth(tmp_pat
         assert scratch_folder.remove_folder(top) == []
         assert not os.path.lexists(top)
     """
-    # Root without its capabilities is bound by modes, as other users are.
+    # Without its capabilities, root is subject to file modes like other users.
     code = (
         "import ctypes\nctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())\n"
         + (textwrap.dedent(code))
@@ -253,7 +253,7 @@ def test_folders_of_other_judges_stay_and_those_of_killed_ones_go(
     elsewhere.mkdir()
     (tmp_path / "conformance-kernel-link").symlink_to(elsewhere)
     first, second = ScratchFolder(), ScratchFolder()
-    assert sorted(leftovers(tmp_path)) == sorted(
+    assert sorted(list_leftovers(tmp_path)) == sorted(
         [Path(first.path).name, Path(second.path).name, "conformance-kernel-link"]
     )
     first.remove()
@@ -269,7 +269,7 @@ def test_a_judge_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path), "CONFORMANCE_CACHE": ""}
     judge = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
     with kill_on_exit(judge):
-        wait_until(lambda: leftovers(tmp_path), judge)
-        wait_until(lambda: any(Path(tmp_path, name, "waits").exists() for name in leftovers(tmp_path)), judge)
+        wait_until(lambda: list_leftovers(tmp_path), judge)
+        wait_until(lambda: any(Path(tmp_path, name, "waits").exists() for name in list_leftovers(tmp_path)), judge)
         judge.kill()
-    wait_until(lambda: not leftovers(tmp_path))
+    wait_until(lambda: not list_leftovers(tmp_path))

@@ -1,4 +1,4 @@
-"""What a kernel's process reads is known by its digest: modules, libraries, texts; byte code is not loaded."""
+"""Test that what a kernel's process reads is recorded by digest, and that byte code is not loaded."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ COMPILER = shutil.which("cc")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder; no process of a kernel is left in the end."""
+    """Change to a new folder, and end all processes of kernels after the test."""
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     kernel_process.end_all_processes()
 
 
-def load(first: str = "") -> Implementation:
+def load_kernel(first: str = "") -> Implementation:
     limits = Limits(seconds=60.0, memory=4 * 2**30)
     return sandboxed_executor.load_sandboxed("kernel.py:attention", None, limits, first_handshake=first)
 
@@ -64,7 +64,7 @@ def executor(implementation: Implementation) -> SandboxedExecutor:
     return found
 
 
-def run_of(implementation: Implementation) -> Run:
+def build_run_of(implementation: Implementation) -> Run:
     return provenance.build_run([implementation], Plan((), ()), command="", level="smoke", limits=())
 
 
@@ -133,8 +133,8 @@ def test_a_run_is_not_gone_on_with_when_a_file_has_changed(
     found = []
     for value in ("1", "1", "2"):
         write(value)
-        implementation = load()
-        found.append(run_of(implementation))
+        implementation = load_kernel()
+        found.append(build_run_of(implementation))
         sandboxed_executor.end_process(implementation)
     once, again, changed = found
     assert {"kernel.py", name} <= set(once.kernels["kernel.py:attention"].files)
@@ -151,13 +151,13 @@ def test_a_run_is_not_gone_on_with_when_other_files_are_read(folder: Path) -> No
     for value in ("1", "2"):
         write_link(value)
         Path("choice").write_text(value)
-        found.append(run_of(load()))
+        found.append(build_run_of(load_kernel()))
     once, other = (set(run.kernels["kernel.py:attention"].files) for run in found)
     assert once - other == {"helper_1.py"}
     assert other - once == {"helper_2.py"}
 
 
-def byte_code(name: str, source: str, place: str, mode: py_compile.PycInvalidationMode) -> None:
+def find_byte_code(name: str, source: str, place: str, mode: py_compile.PycInvalidationMode) -> None:
     Path(name).write_text(source)
     Path(place).parent.mkdir(exist_ok=True)
     py_compile.compile(name, cfile=place, invalidation_mode=mode, doraise=True)
@@ -167,10 +167,10 @@ def byte_code(name: str, source: str, place: str, mode: py_compile.PycInvalidati
 def test_byte_code_beside_its_source_is_not_loaded(folder: Path) -> None:
     Path("kernel.py").write_text(KERNEL.format("from helper import VALUE"))
     cached = f"__pycache__/helper.{sys.implementation.cache_tag}.pyc"
-    byte_code("helper.py", "VALUE = 1\n", cached, py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    find_byte_code("helper.py", "VALUE = 1\n", cached, py_compile.PycInvalidationMode.UNCHECKED_HASH)
     Path("helper.py").write_text("VALUE = 2\n")
     problem = draw_problem(CASE)
-    implementation = load()
+    implementation = load_kernel()
     out = executor(implementation).forward(problem).values["out"]
     np.testing.assert_array_equal(out, 2 * np.asarray(problem.q))
     sandboxed_executor.end_process(implementation)
@@ -178,15 +178,15 @@ def test_byte_code_beside_its_source_is_not_loaded(folder: Path) -> None:
 
 def test_byte_code_without_source_is_refused_by_name(folder: Path) -> None:
     Path("kernel.py").write_text(KERNEL.format("from helper import VALUE"))
-    byte_code("helper.py", "VALUE = 1\n", "helper.pyc", py_compile.PycInvalidationMode.TIMESTAMP)
+    find_byte_code("helper.py", "VALUE = 1\n", "helper.pyc", py_compile.PycInvalidationMode.TIMESTAMP)
     with pytest.raises(ImplementationNotFound, match=r"helper\.pyc.*helper\.py"):
-        load()
+        load_kernel()
 
 
 def test_a_file_that_is_first_read_in_a_call_is_told_once_and_may_not_change(folder: Path) -> None:
     Path("kernel.py").write_text(READS_IN_A_CALL)
     Path("value").write_text("1")
-    implementation = load()
+    implementation = load_kernel()
     asked = executor(implementation)
     assert "value" not in asked.files
     asked.forward(draw_problem(CASE))
@@ -201,11 +201,11 @@ def test_a_file_that_is_first_read_in_a_call_is_told_once_and_may_not_change(fol
 def test_a_later_process_that_reads_another_content_is_refused(folder: Path) -> None:
     Path("kernel.py").write_text(KERNEL.format("from helper import VALUE"))
     write_module("1")
-    implementation = load()
+    implementation = load_kernel()
     ((_, first),) = sandboxed_executor.collect_handshakes([implementation])
     write_module("2")
     with pytest.raises(ImplementationNotFound, match=r"helper\.py has changed"):
-        load(first)
+        load_kernel(first)
 
 
 def test_the_scratch_folder_and_what_is_installed_are_left_out(folder: Path) -> None:
@@ -214,7 +214,7 @@ def test_the_scratch_folder_and_what_is_installed_are_left_out(folder: Path) -> 
         "VALUE = int(Path(tempfile.gettempdir(), 'x').read_text()); import rich.text; open('/proc/self/stat').close()"
     )
     Path("kernel.py").write_text(KERNEL.format(code))
-    implementation = load()
+    implementation = load_kernel()
     assert set(executor(implementation).files) == {"kernel.py", "package rich"}
     sandboxed_executor.end_process(implementation)
 
@@ -250,7 +250,7 @@ def test_pipes_devices_and_what_is_not_there_have_no_digest(tmp_path: Path) -> N
     assert found.files_at_load == {}
 
 
-def judged(*arguments: str) -> subprocess.CompletedProcess[str]:
+def judge_kernel(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "conformance", "run", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT)
 
@@ -259,12 +259,12 @@ def test_a_file_that_is_read_in_calls_is_recorded_and_refuses_to_go_on(folder: P
     Path("kernel.py").write_text(READS_IN_A_CALL)
     Path("value").write_text("1")
     case = "decode/f32/B1.T1.S16.N2.K2.H16.V16/full/normal/s0"
-    judged("--impl=kernel.py:attention", f"--case={case}", "--check=forward", "--json=r.jsonl")
+    judge_kernel("--impl=kernel.py:attention", f"--case={case}", "--check=forward", "--json=r.jsonl")
     (run,) = runs.read_runs(Path("r.jsonl"))
     assert any("value" in record.files for record in run.records)
     Path("value").write_text("2")
     before = Path("r.jsonl").read_bytes()
-    refused = judged("--resume=r.jsonl")
+    refused = judge_kernel("--resume=r.jsonl")
     assert refused.returncode == 2
     assert "value" in refused.stderr
     assert Path("r.jsonl").read_bytes() == before
@@ -273,7 +273,7 @@ def test_a_file_that_is_read_in_calls_is_recorded_and_refuses_to_go_on(folder: P
 def test_a_file_that_changed_until_the_end_of_a_run_is_an_error_that_names_it(folder: Path) -> None:
     Path("kernel.py").write_text(KERNEL.format("from helper import VALUE"))
     write_module("1")
-    run = run_of(load())
+    run = build_run_of(load_kernel())
     record = Record(
         implementation="kernel.py:attention", platform="cpu", case="c", check="forward", observable="out", verdict=PASS
     )

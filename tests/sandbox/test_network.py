@@ -1,4 +1,4 @@
-"""A sandboxed kernel sends nothing to anybody, by any of the ways that an unconfined process has."""
+"""Test that a sandboxed kernel can send nothing, by any way that works in an unconfined process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from conformance.sandbox import confinement
 from tests.sandbox import network_attempts
 
 WAYS = tuple(way.__name__ for way in network_attempts.WAYS)
-# These leave no message at a listener of ours: they count as open where the call itself succeeds.
+# These leave no message at a listener of the test: they count as open if the call itself succeeds.
 _BY_CALL = ("netlink", "io_uring")
 
 
@@ -81,7 +81,7 @@ def listeners(folder: Path) -> Iterator[Listeners]:
                 one.bind(address)
                 if one.type == socket.SOCK_STREAM:
                     one.listen()
-            except OSError:  # a system without vsock
+            except OSError:  # the system has no vsock
                 found.addresses[name] = 0
                 continue
             found.listen(one)
@@ -124,7 +124,7 @@ def try_every_way(folder: Path, confined: str) -> Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Outcome]:
-    """What got out of a process that is not confined, and of one that is."""
+    """Return what got out of an unconfined process, and of a confined one."""
     folder = tmp_path_factory.mktemp("network")
     return try_every_way(folder / "free", "free"), try_every_way(folder / "confined", "confined")
 

@@ -1,4 +1,4 @@
-"""What a kernel's process answers is data: what it may say arrives as it was said, and nothing else is believed."""
+"""Test that answers of a kernel's process are data: valid ones arrive unchanged, all others are refused."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from conformance.sandbox import protocol
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.int32, np.bool_, ml_dtypes.float8_e4m3fn, np.complex64)
 
 
-def sent(value: Any) -> Any:
-    """`value` after it has crossed."""
+def send_and_receive(value: Any) -> Any:
+    """Return `value` after it was encoded and decoded."""
     message = protocol.pack_answer(value)
     words, rest = protocol.parse_lengths(message[: protocol.LENGTHS.size], 2**30)
     body = message[protocol.LENGTHS.size :]
@@ -36,14 +36,14 @@ nested = st.recursive(
 
 @given(nested)
 def test_numbers_and_words_arrive_as_they_were(value: Any) -> None:
-    assert sent(value) == value
+    assert send_and_receive(value) == value
 
 
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=4), st.binary(min_size=648, max_size=648))
 def test_arrays_arrive_to_the_bit(dtype: Any, shape: list[int], drawn: bytes) -> None:
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     array = np.frombuffer(drawn[:size], dtype).reshape(shape)
-    ((found, same),) = [sent((array, [array]))]
+    ((found, same),) = [send_and_receive((array, [array]))]
     assert found.dtype == array.dtype
     assert found.shape == array.shape
     assert found.tobytes() == same[0].tobytes() == array.tobytes()
@@ -55,7 +55,7 @@ def test_whatever_else_comes_is_unreadable_and_no_more(words: bytes, rest: bytes
         found = protocol.parse_answer(words, rest)
     except protocol.UnreadableAnswer:
         return
-    assert sent(found) == found
+    assert send_and_receive(found) == found
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def count_calls(text: bytes, rest: bytes) -> int:
     return calls
 
 
-# Pieces of which forged answers are made, beside parts of real ones.
+# Parts of forged answers, besides parts of real ones.
 FORGED = st.sampled_from(
     [
         *(

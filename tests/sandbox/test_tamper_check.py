@@ -1,4 +1,4 @@
-"""What is replaced in a function that stays in its place is found, and what merely changes about it is not."""
+"""Test that replaced parts of functions are found, and that ordinary changes are not reported."""
 
 from __future__ import annotations
 

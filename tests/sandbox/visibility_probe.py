@@ -1,4 +1,4 @@
-"""A kernel that tells what it sees of its process, as it is loaded and as it is called."""
+"""A kernel that reports what it can see of its process, while it is loaded and while it is called."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import jax
 
 
 def look() -> dict[str, str]:
-    """What a process shows of itself: each item by name, without what is another number in each process."""
+    """Return what can be seen of the process, by name, without what differs in every process."""
     scratch = os.environ["TMPDIR"]
     items: dict[str, object] = {
         "environ": sorted(os.environ.items()),
@@ -27,12 +27,14 @@ def look() -> dict[str, str]:
         "folder": os.getcwd(),
         "modules": sorted(sys.modules),
         "limits": [resource.getrlimit(number) for number in range(16)],
-        "mapped files": _mapped(),
-        "open files": [(n, _kind(f"/proc/self/fd/{n}")) for n in sorted(map(int, os.listdir("/proc/self/fd")))],
+        "mapped files": _list_mapped(),
+        "open files": [
+            (n, _classify_file(f"/proc/self/fd/{n}")) for n in sorted(map(int, os.listdir("/proc/self/fd")))
+        ],
         "scratch": sorted(str(place.relative_to(scratch)) for place in Path(scratch).rglob("*")),
         "jax": sorted((name, repr(value)) for name, value in jax.config.values.items()),
         "devices": [str(device) for device in jax.devices()],
-        "frames": _frames(sys._getframe(1)),
+        "frames": _describe_frames(sys._getframe(1)),
     }
     own = {re.escape(scratch): "SCRATCH", r"conformance-schedules-\d+": "SCHEDULES", r"\b0x[0-9a-f]+": "ADDRESS"}
     told = {}
@@ -44,19 +46,22 @@ def look() -> dict[str, str]:
     return told
 
 
-def _mapped() -> list[str]:
+def _list_mapped() -> list[str]:
     return sorted({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line})
 
 
-def _kind(descriptor: str) -> str:
+def _classify_file(descriptor: str) -> str:
     try:
         return os.readlink(descriptor).partition(":[")[0]
-    except OSError:  # the folder that was listed
+    except OSError:  # the descriptor of the listed folder
         return "gone"
 
 
-def _frames(frame: FrameType | None) -> list[object]:
-    """The functions above, those of the judge with all of their texts and numbers; JAX's have clocks."""
+def _describe_frames(frame: FrameType | None) -> list[object]:
+    """Return the frames above, with all texts and numbers of the judge's frames.
+
+    JAX's frames are left out of that: they contain clocks.
+    """
     found: list[object] = []
     while frame is not None:
         found.append((frame.f_code.co_qualname, sorted(frame.f_locals)))

@@ -1,4 +1,4 @@
-"""How a bug is seen of a kernel that is interpreted: by a few jobs, for all that the gate asks takes minutes."""
+"""Show that a bug of an interpreted kernel is seen, by a few jobs: the whole gate would take minutes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from conformance.sensitivity.examination import create_single_look_runner, shows
 
 
 def iter_near_jobs(bug: PlantedBug, kernel: Implementation, checks: Iterable[str], *, cases: int) -> Iterator[Job]:
-    """The first jobs of each check of `quick` on cases that have what the bug is about."""
+    """Yield the first jobs of each check of `quick` on cases with the bug's trigger."""
     for check in checks:
         jobs = run_plan.plan_run([kernel], level="quick", checks=[CHECKS_BY_NAME[check]]).jobs
         yield from [job for job in jobs if bug.trigger(job.case)][:cases]
 
 
 def assert_detected_as_declared(bug: PlantedBug, jobs: Iterable[Job]) -> None:
-    """Fails unless one of the jobs, asked in turn, is red by what the bug says it shows."""
+    """Fail unless one of the jobs, in order, is red in an observable that the bug declares."""
     seen: set[str] = set()
     runner = create_single_look_runner()
     for job in jobs:

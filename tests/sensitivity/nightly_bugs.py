@@ -1,4 +1,4 @@
-"""Which planted bugs are asked for with every change, and which at night."""
+"""Choose which planted bugs are tested with every change, and which at night."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from conformance.sensitivity import PlantedBug
 
 
 def sample_by_stride(stride: int, bugs: Iterable[PlantedBug]) -> list[ParameterSet]:
-    """The bugs as parameters where each takes seconds: every `stride`-th for the bank, and the others at night."""
+    """Return the bugs as test parameters, where each takes seconds.
+
+    Every `stride`-th runs with the bank, the others at night.
+    """
     marks = (pytest.mark.nightly, pytest.mark.bank)
     return [pytest.param(bug, id=bug.name, marks=marks[number % stride == 0]) for number, bug in enumerate(bugs)]
 
 
 def sample_by_kind(bugs: Iterable[PlantedBug]) -> list[ParameterSet]:
-    """The bugs as parameters: the first of a kind for the bank, and those that differ from it in detail at night."""
+    """Return the bugs as test parameters.
+
+    The first of each kind runs with the bank. Bugs that differ from it only in detail run at night.
+    """
     seen: set[str] = set()
     parameters = []
     for bug in bugs:

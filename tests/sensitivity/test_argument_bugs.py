@@ -1,7 +1,8 @@
-"""Planted bugs beyond the grid, of arguments, values, precision and state: each is wrong where its witness looks.
+"""Test that planted bugs of arguments, values, precision and state are wrong where their witnesses look.
 
-A witness is a question (`tests.planted.planting.witness`): checks of today on a case, on another problem than the case
-draws, or checks that the gate does not have. The kernel without the bug must pass the same question.
+The grid has no such cases. A witness is a question (`tests.planted.planting.witness`): checks of the gate on a case, on
+another problem than the case draws, or checks that the gate does not have. The kernel without the bug must pass the
+same question.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ from tests.sensitivity.argument_witnesses import WITNESSES
 
 MODULES = (argument_bugs, segment_ids, values, precision, precision_backward, state, derivatives, borders)
 BUGS: tuple[PlantedBug, ...] = tuple(bug for module in MODULES for bug in module.BUGS)
-# What calls and transformations alone bring out is right here, with every operand.
+# A case with every operand, on which bugs that only calls and transformations show are right.
 WITH_EVERYTHING = "train/f32/B2.T48.S48.N4.K2.H16.V16/causal/seg/softcap30/sinks/bias/normal/s1"
-# Each lacks what the other has; a bug whose condition neither case lacks is one of values or of calls.
+# Each lacks what the other has. A bug whose condition both cases have is a bug of values or of calls.
 PLAIN_CASES = (
     "train/f32/B1.T48.S48.N2.K2.H16.V16/full/normal/s1",
     "prefill/bf16/B1.T48.S48.N2.K2.H16.V16/full/normal/s1",
 )
-# A side of a window that does not fit is made open before a kernel gets it (docs/contract.md, section 3).
+# A side of a window that is too wide is made open before a kernel gets it (docs/contract.md, section 3).
 OUT_OF_REACH = {"window-borders-wrap-in-int32"}
 BLOCKWISE = {"pivot-raised-too-late", "pivot-over-hidden-logits"}
 
 
 @functools.cache
-def correct(kind: str) -> Implementation:
-    """The kernel that bugs are planted in, without any."""
+def build_correct(kind: str) -> Implementation:
+    """Return the kernel in which the bugs are planted, without any."""
     if kind == "plain":
         return plain.implementation("correct")
     if kind == "backward":
@@ -58,15 +59,15 @@ def correct(kind: str) -> Implementation:
     return build_implementation(naive.attention, "correct")
 
 
-def base_of(bug: PlantedBug) -> list[str]:
-    """Kinds of the kernel that the bug is planted in."""
+def find_bases(bug: PlantedBug) -> list[str]:
+    """Return the kinds of kernel in which the bug is planted."""
     if bug.name in BLOCKWISE:
         return ["blockwise"]
     return ["plain", "backward"] if bug.build().lower_mask is structured_mask else ["naive"]
 
 
 def shows(bug: PlantedBug, judgement: Judgement) -> bool:
-    """Whether a judgement is red by what the bug should show."""
+    """Tell whether a judgement is red in an observable that the bug declares."""
     if judgement.verdict == ERROR:
         return "error" in bug.shows
     observable = judgement.observable
@@ -91,8 +92,8 @@ def test_a_planted_bug_is_wrong_where_its_witness_looks(bug: PlantedBug) -> None
 @pytest.mark.nightly
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_kernel_without_the_bug_is_right_there(bug: PlantedBug) -> None:
-    for kind in base_of(bug):
-        found = WITNESSES[bug.name](correct(kind))
+    for kind in find_bases(bug):
+        found = WITNESSES[bug.name](build_correct(kind))
         assert [(j.observable, j.verdict, j.reason) for j in found if j.verdict in (FAIL, ERROR)] == []
         assert any(judgement.verdict == PASS for judgement in found)
 

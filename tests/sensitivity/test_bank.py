@@ -1,4 +1,4 @@
-"""The gate catches every planted bug, by what the bug says it shows; and needs every check it has."""
+"""Test that the gate sees every planted bug as the bug declares, and needs every check."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.planted.planting.blockwise import implementation
 from tests.planted.planting.steps import BlockSteps
 from tests.sensitivity.nightly_bugs import sample_by_kind
 
-# Part of the short jobs, spread over them, on which the correct kernel must not fail; at night more of them.
+# Of the short jobs, one in so many must pass on the correct kernel; at night more of them.
 _CORRECT_STRIDES = [30, pytest.param(10, marks=pytest.mark.nightly)]
 _SEEN_AT_QUICK = 0.95
 
@@ -60,14 +60,16 @@ CORRECT = {
 }
 
 
-def _marks(name: str) -> list[pytest.MarkDecorator]:
-    """Those that take a second and more."""
+def _choose_marks(name: str) -> list[pytest.MarkDecorator]:
+    """Mark tests that take a second and more."""
     slow = ("blockwise", "writing", "functions", "moba-block-sparse", "packed")
     return [pytest.mark.long] if name in slow else []
 
 
 @pytest.mark.parametrize("stride", _CORRECT_STRIDES)
-@pytest.mark.parametrize("kernel", [pytest.param(one, id=name, marks=_marks(name)) for name, one in CORRECT.items()])
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(one, id=name, marks=_choose_marks(name)) for name, one in CORRECT.items()]
+)
 def test_a_kernel_without_a_bug_passes(kernel: Implementation, stride: int) -> None:
     jobs = [job for job in run_plan.plan_run([kernel], level="quick").jobs if job.short][::stride]
     found = runner.Runner(settings.Settings()).run(jobs)

@@ -1,4 +1,4 @@
-"""Bugs that were planted beyond the grid: each is there, shows where it says, and nowhere else."""
+"""Test that bugs beyond the grid show on their witness, and nowhere else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUGS = tuple(bug for module in _MODULES for bug in module.BUGS)
 WITNESSES = {name: case for module in _MODULES for name, case in module.WITNESSES.items()}
 # A kernel without a bug, by the module whose bugs are planted in it, and the cases that show these.
 CORRECT = [(module, case) for module in _MODULES for case in sorted(set(module.WITNESSES.values()))]
-# Ordinary cases, one of which at least is none of a bug's.
+# Ordinary cases. At least one of them does not trigger the bug.
 ORDINARY = (
     "train/f32/B2.T40.S50.N2.K2.H16.V16/full/normal/s0",
     "train/bf16/B1.T64.S64.N2.K1.H16.V16/causal/softcap30/sinks/normal/s0",

@@ -1,4 +1,4 @@
-"""What `quick` and `standard` see of the bugs that were planted beyond the grid, before there was a grid of sizes."""
+"""Test what `quick` and `standard` see of bugs that were planted before there was a grid of sizes."""
 
 from __future__ import annotations
 

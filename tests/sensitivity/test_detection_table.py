@@ -1,4 +1,4 @@
-"""Measuring detection power: examinations, their table, and the command."""
+"""Test how detection power is measured: examinations, their table, and the command."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def build_examination(bug: str, *checks: str) -> Examination:
 def test_the_order_of_jobs_loses_none() -> None:
     jobs = order_jobs_for_bug(CLIPPED, "quick")
     assert len({job.id for job in jobs}) == len(jobs)
-    # It supports everything but what needs an algorithm of its own; it is for no accelerator.
+    # It supports everything that needs no special algorithm, and is for no accelerator.
     elsewhere = {"interpreter", "compiles"}
     assert {check.name for job in jobs for check in job.checks} == set(CHECKS_BY_NAME) - elsewhere
 
@@ -59,7 +59,7 @@ def test_a_bug_is_looked_for_first_where_it_was_seen() -> None:
 
 
 def test_a_bug_that_is_not_where_it_was_seen_is_found_all_the_same() -> None:
-    # Not by aliasing: zeros share no memory with the operands.
+    # `aliasing` does not see it: zeros share no memory with the operands.
     seen = {"aliasing": Kill("q", "train/...", FAIL, None)}
     assert next(iter_red_records(ZEROS, "quick", seen)) is not None
 

@@ -1,4 +1,4 @@
-"""Signatures of kernels, and which planted bugs a kernel is wrong most like."""
+"""Test signatures of kernels, and which planted bugs are named as most similar."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_records_say_what_is_right_and_by_how_much_the_rest_is_wrong() -> None:
             build_record(first, "residuals", "out", FAIL, 10.0),  # wrong where `forward` was right
             build_record(second, "gradients", "dq", FAIL, 100.0),
             build_record(second, "gradients_lse", "dq", FAIL, 101.0),  # the same fault again
-            build_record(second, "transforms", "out.vmap", FAIL, 100.0),  # not asked here
+            build_record(second, "transforms", "out.vmap", FAIL, 100.0),  # not judged here
             build_record(third, "forward", "out", UNSUPPORTED),
             build_record("train/f32/B1.T8.S8.N1.K1.H8.V8/full/normal/s0", "forward", "out", FAIL, 9.0),
         ]
@@ -105,7 +105,7 @@ def test_what_a_bug_would_show_and_the_kernel_does_not_speaks_against_it() -> No
     one = build_bug(Signature({IDS[0]: {"out": 3.0, "dq": None}}))
     kernel = Signature(shown)
     assert diagnosis.compare_signatures(kernel, one).similarity > diagnosis.compare_signatures(kernel, both).similarity
-    # A kernel with a second fault is still like the first.
+    # A kernel with a second fault is still similar to the first.
     worse = Signature({**shown, IDS[1]: {"out": 3.0}})
     assert diagnosis.find_nearest(worse, [build_bug(Signature({**one.signature.sizes, IDS[1]: {"out": None}}))])
 
@@ -116,7 +116,7 @@ def test_a_mistake_in_one_gradient_alone_is_like_the_same_in_all_results() -> No
     )
     one = Signature({IDS[0]: {"out": None, "dq": None, "dk": 3.0}, IDS[1]: {"out": None, "dq": None, "dk": None}})
     assert diagnosis.compare_signatures(one, every).similarity == 0.75
-    # By other numbers it is less so, and what the kernel is right in of the same gradient speaks against the bug.
+    # Other numbers are less similar. A right result of the same gradient speaks against the bug.
     louder = Signature({**one.sizes, IDS[0]: {"out": None, "dq": None, "dk": 5.0}})
     assert 0.25 < diagnosis.compare_signatures(louder, every).similarity < 0.3
     elsewhere = build_bug(Signature({**every.signature.sizes, IDS[1]: {"out": 4.0, "dq": 3.0, "dk": 3.0}}))
@@ -144,7 +144,7 @@ def test_being_wrong_everywhere_by_other_numbers_is_like_nothing() -> None:
     other = build_bug(Signature({case: {"out": 6.0} for case in IDS[:4]}))
     assert 0.35 <= diagnosis.compare_signatures(everywhere, other).similarity < 0.4
     assert diagnosis.find_nearest(everywhere, [other]) == []
-    # In one place of several it says where to look.
+    # A mistake in one of several places still says where to look.
     somewhere = Signature({IDS[0]: {"out": 3.0}, **{case: {"out": None} for case in IDS[1:4]}})
     there = build_bug(Signature({IDS[0]: {"out": 6.0}, **{case: {"out": None} for case in IDS[1:4]}}))
     assert len(diagnosis.find_nearest(somewhere, [there])) == 1
@@ -193,7 +193,7 @@ def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
     assert [[cell.strip() for cell in row] for row in ROW.findall(table)] == rows
     stored = [x for x in found if x.family in ("paged", "packed", "latent", "quantised caches")]
     dense = [x for x in found if x not in stored]
-    # Of those that are called like some bug, and of all: to name fewer must not pass for being right more often.
+    # Of the bugs with a name, and of all: naming fewer bugs must not count as being right more often.
     for families, three, of_all in ((dense, 0.8, (0.6, 0.75)), (stored, 0.75, (0.5, 0.55))):
         called, every = sum(x.bugs - x.none for x in families), sum(x.bugs for x in families)
         first, named = sum(x.first for x in families), sum(x.named for x in families)
@@ -205,8 +205,8 @@ def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
     assert sentence in text
 
 
-# One of another kernel each, of those that cost little: that they are what is kept shows that cases, bounds and
-# kernels are those that signatures were measured with.
+# Cheap bugs, each of another kernel. If their signatures are the kept ones, then cases, bounds and kernels are those
+# with which the signatures were measured.
 SAMPLE = ("cap-ignored", "decode-last-block-dropped", "moba-gate-of-the-largest-key")
 
 

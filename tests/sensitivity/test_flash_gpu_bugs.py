@@ -1,4 +1,4 @@
-"""Bugs planted in the GPU kernels: the gate sees each of them at `quick`, in the interpreter."""
+"""Test that the gate sees bugs planted in the GPU kernels at `quick`, in the interpreter."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ CALL = importlib.import_module("impls.flash_gpu.attention")
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-def without_offset(mask: Mask) -> Mask:
+def drop_offset(mask: Mask) -> Mask:
     if isinstance(mask, And | Or):
-        return type(mask)(without_offset(mask.left), without_offset(mask.right))
+        return type(mask)(drop_offset(mask.left), drop_offset(mask.right))
     return Causal() if isinstance(mask, Causal) else mask
 
 
-def backward_of(change: Callable[[Mask], Mask]) -> Patch:
-    """The backward pass has another mask than the forward pass."""
+def replace_backward_mask(change: Callable[[Mask], Mask]) -> Patch:
+    """Give the backward pass another mask than the forward pass."""
     correct = flash_gpu_passes.run_backward
 
     def wrong(plan: FlashGpuPlan, *rest: Any) -> Any:
         return correct(dataclasses.replace(plan, mask=change(plan.mask)), *rest)
 
-    return lambda patch: patch.setattr(CALL, "backward_pass", wrong)
+    return lambda patch: patch.setattr(CALL, "run_backward", wrong)
 
 
-def tail_read(patch: pytest.MonkeyPatch) -> None:
+def read_tail(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(triton_tiles, "find_existing", lambda *_: None)
 
 
-def no_rescale(patch: pytest.MonkeyPatch) -> None:
+def skip_rescale(patch: pytest.MonkeyPatch) -> None:
     correct = forward.update_softmax
 
     def wrong(plan: FlashGpuPlan, old: RunningSoftmax, y: Any, v: Any, unit: float, *, some: bool) -> RunningSoftmax:
@@ -61,14 +61,14 @@ def no_rescale(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(forward, "update_softmax", wrong)
 
 
-def last_head_only(patch: pytest.MonkeyPatch) -> None:
+def keep_last_head(patch: pytest.MonkeyPatch) -> None:
     def last(lower: Any, upper: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         return body(upper - 1, carry)
 
     patch.setattr(backward, "lax", types.SimpleNamespace(fori_loop=last))
 
 
-def stale_dq(patch: pytest.MonkeyPatch) -> None:
+def keep_stale_dq(patch: pytest.MonkeyPatch) -> None:
     correct = visit_blocks
 
     def wrong(launch: Any, inputs: Any, head: Any, step: Any, carry: Any) -> Any:
@@ -80,44 +80,44 @@ def stale_dq(patch: pytest.MonkeyPatch) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Bug:
-    """How to plant it, the observables by which it should show, and the cases in which it can."""
+    """How to plant a bug, the observables in which it should show, and the cases in which it can."""
 
     plant: Patch
     shows: tuple[str, ...]
     trigger: Callable[[Case], bool]
 
 
-def grouped(case: Case) -> bool:
+def has_groups(case: Case) -> bool:
     return case.num_kv_heads < case.num_q_heads
 
 
-def short(case: Case) -> bool:
+def is_short(case: Case) -> bool:
     return case.phase == "train" and case.q_length <= 200 and case.kv_length <= 200
 
 
 BUGS = {
-    "tail-read": Bug(tail_read, ("out", "dq", "dk", "dv"), lambda case: case.q_length % 64 > 0),
-    "missing-rescale": Bug(no_rescale, ("out",), lambda case: case.kv_length > 64),
+    "tail-read": Bug(read_tail, ("out", "dq", "dk", "dv"), lambda case: case.q_length % 64 > 0),
+    "missing-rescale": Bug(skip_rescale, ("out",), lambda case: case.kv_length > 64),
     "backward-always-causal": Bug(
-        backward_of(lambda mask: mask & Causal()), ("dq", "dk", "dv"), lambda case: case.mask == "full"
+        replace_backward_mask(lambda mask: mask & Causal()), ("dq", "dk", "dv"), lambda case: case.mask == "full"
     ),
     "backward-without-offset": Bug(
-        backward_of(without_offset), ("dq", "dk", "dv"), lambda case: case.mask.startswith("causal-o")
+        replace_backward_mask(drop_offset), ("dq", "dk", "dv"), lambda case: case.mask.startswith("causal-o")
     ),
-    "dk-of-the-last-head": Bug(last_head_only, ("dk", "dv"), grouped),
-    "stale-dq": Bug(stale_dq, ("dq",), lambda case: True),
+    "dk-of-the-last-head": Bug(keep_last_head, ("dk", "dv"), has_groups),
+    "stale-dq": Bug(keep_stale_dq, ("dq",), lambda case: True),
 }
 
 
 @pytest.fixture(autouse=True)
-def _fresh_traces() -> Iterator[None]:
-    """What was traced with a bug, or without one, must not be found by the other."""
+def _clear_traces() -> Iterator[None]:
+    """Clear JAX's caches, so that traces with a bug and without it are not mixed up."""
     jax.clear_caches()
     yield
     jax.clear_caches()
 
 
-# The one that takes the longest until it shows.
+# This bug takes the longest to show.
 _LONG = "missing-rescale"
 
 
@@ -132,7 +132,7 @@ def test_a_bug_planted_in_a_kernel_is_caught(name: str, monkeypatch: pytest.Monk
         reference="inferred from issues of published GPU kernels",
         shows=bug.shows,
         build=lambda: flash_gpu.build_implementation("planted", on_gpu=False),
-        trigger=lambda case: short(case) and bug.trigger(case),
+        trigger=lambda case: is_short(case) and bug.trigger(case),
     )
     red = next(iter_red_records(planted, "quick"), None)
     assert red is not None, f"{name} survives the quick grid"

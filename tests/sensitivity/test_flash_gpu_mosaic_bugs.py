@@ -1,6 +1,6 @@
-"""Bugs of the schedules of the Mosaic GPU forward kernel are seen, on one case of several tiles.
+"""Test that bugs of the schedules of the Mosaic GPU forward kernel are seen, on one case of several tiles.
 
-They are not in the bank: where a kernel is interpreted all that the gate asks takes minutes a bug.
+They are not in the bank: for an interpreted kernel, the whole gate takes minutes a bug.
 """
 
 from __future__ import annotations

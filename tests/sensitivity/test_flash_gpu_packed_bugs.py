@@ -1,6 +1,7 @@
-"""Bugs of packed sequences in the flash kernels for GPUs are seen, on two cases of several blocks each way.
+"""Test that bugs of packed sequences in the GPU flash kernels are seen.
 
-They are not in the bank: where a kernel is interpreted all that the gate asks takes minutes a bug.
+Two cases of several blocks each way are judged. The bugs are not in the bank: for an interpreted kernel, the whole gate
+takes minutes a bug.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Bugs of the kernels for mixture of block attention are seen, on two cases of several steps and blocks.
+"""Test that bugs of the kernels for mixture of block attention are seen.
 
-They are not in the bank: where a kernel is interpreted all that the gate asks takes minutes a bug.
+Two cases of several steps and blocks are judged. The bugs are not in the bank: for an interpreted kernel, the whole
+gate takes minutes a bug.
 """
 
 from __future__ import annotations

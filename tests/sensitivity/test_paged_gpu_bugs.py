@@ -1,6 +1,6 @@
-"""Bugs of a paged kernel whose programs share the keys of a sequence are seen, in the interpreter.
+"""Test that bugs of a paged kernel whose programs share the keys of a sequence are seen, in the interpreter.
 
-They are not in the bank: all that the gate asks takes minutes a bug where a kernel is interpreted.
+They are not in the bank: for an interpreted kernel, the whole gate takes minutes a bug.
 """
 
 from __future__ import annotations

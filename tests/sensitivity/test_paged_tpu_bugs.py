@@ -1,6 +1,7 @@
-"""Bugs of a paged kernel that copies its pages by itself are seen, by the interpreter that looks for races or by truth.
+"""Test that bugs of a paged kernel that copies its pages by itself are seen.
 
-They are not in the bank: all that the gate asks takes minutes a bug where a kernel is interpreted.
+Either the interpreter that looks for races sees them, or the oracle does. They are not in the bank: for an interpreted
+kernel, the whole gate takes minutes a bug.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a second, independent case sees a bug: what is known, what is looked for, and what is kept of it."""
+"""Test the search for a second, independent case that sees a bug, and the file of results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_was_found_is_kept_for_its_level(tmp_path: Path) -> None:
             bug="a", seen=(Sighting("forward", "out", _OTHER), Sighting("limits", "out.x", _OTHER)), whole=True
         ),
     ]
-    redundancy.save_sightings(found, "quick", path := tmp_path / "twice.json")
+    redundancy.save_sightings(found, "quick", path := tmp_path / "redundancy.json")
     assert redundancy.load_sightings("quick", path) == found[::-1]
     assert (
         redundancy.load_sightings("standard", path) == redundancy.load_sightings("quick", tmp_path / "none.json") == []
@@ -71,11 +71,11 @@ def test_what_was_found_is_kept_for_its_level(tmp_path: Path) -> None:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Figures of one bug that one case saw, and a file for what is found."""
+    """Create the table of one bug that one case saw, and a file for the results."""
     row = {"bug": ZEROS.name, "family": "f", "kind": "k", "reference": "r", "judged": 1, "planned": 2}
     row["kills"] = {"forward": ["out", 9.0, _CASE.format("normal")]}
     monkeypatch.setattr(detection_table, "load_table", lambda: {"level": "quick", "bugs": [row]})
-    found = tmp_path / "twice.json"
+    found = tmp_path / "redundancy.json"
     monkeypatch.setattr(redundancy, "load_sightings", lambda level: _load(level, found))
     monkeypatch.setattr(redundancy, "save_sightings", lambda each, level: _save(each, level, found))
     return found

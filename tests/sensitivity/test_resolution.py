@@ -1,4 +1,4 @@
-"""The resolution of the gate: what it says is seen is seen, what is ten times smaller is not."""
+"""Test the resolution of the gate: ten times the smallest error is seen, a tenth of it is not."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ FEW = {
 }
 
 
-def few(dtype: str) -> list[Case]:
+def select_few_cases(dtype: str) -> list[Case]:
     return [parse_case_id(case) for case in FEW[dtype]]
 
 
-def by_name(found: Sequence[Resolution]) -> dict[tuple[str, str, str], Resolution]:
+def index_by_name(found: Sequence[Resolution]) -> dict[tuple[str, str, str], Resolution]:
     return {(x.dtype, x.perturbation, x.observable): x for x in found}
 
 
 @pytest.fixture(scope="module")
 def resolved() -> dict[tuple[str, str, str], Resolution]:
-    return by_name(measure_resolutions(cases=few, ensemble=False))
+    return index_by_name(measure_resolutions(cases=select_few_cases, ensemble=False))
 
 
 @pytest.mark.long
 def test_a_scale_error_of_30_roundoffs_is_seen_in_f32() -> None:
-    found = by_name(measure_resolutions(dtypes=["f32"]))
-    # The gradient shows it to who returns no residuals.
+    found = index_by_name(measure_resolutions(dtypes=["f32"]))
+    # Without residuals, the gradient shows it.
     for observable in ("logsumexp", "max_logits", "dv"):
         roundoffs = found["f32", SCALE, observable].roundoffs
         assert roundoffs is not None
@@ -64,7 +64,7 @@ def test_every_error_is_seen_by_what_it_concerns(resolved: dict[tuple[str, str, 
             found = resolved[dtype, perturbation, observable]
             assert found.smallest is not None
             assert found.roundoffs == found.smallest / UNIT_ROUNDOFF[dtype]
-            # A gradient that is off by one part in ten never hides, in any dtype.
+            # A gradient that is off by a tenth is always seen, in any dtype.
             assert found.smallest < 0.1
             assert found.case in FEW[dtype]
     assert ("bf16", "scale", "dsinks") in resolved
@@ -76,7 +76,7 @@ def test_ten_times_the_smallest_is_seen_and_a_tenth_of_it_is_not(
 ) -> None:
     table = tolerances.load_default_tolerances()
     seen: dict[tuple[str, str, str], list[tuple[bool, bool]]] = {}
-    for case in [case for dtype in FEW for case in few(dtype)]:
+    for case in [case for dtype in FEW for case in select_few_cases(dtype)]:
         for perturbation in resolution._iter_perturbations(case, table):
             for observable in perturbation.observables:
                 key = (case.dtype, perturbation.name, observable)
@@ -91,7 +91,7 @@ def test_ten_times_the_smallest_is_seen_and_a_tenth_of_it_is_not(
 
 @pytest.mark.parametrize("dtype", list(FEW))
 def test_what_is_perturbed_is_right_before(dtype: str) -> None:
-    for case in few(dtype):
+    for case in select_few_cases(dtype):
         problem, cotangent = draw_problem(case), Cotangent("random", draw_cotangent(case).out)
         expected = compute_expectation(problem, Arithmetic(), [cotangent])
         values = resolution._round_values(resolution._Attention.of(problem, cotangent)(0.0, 0.0), problem)
@@ -101,8 +101,8 @@ def test_what_is_perturbed_is_right_before(dtype: str) -> None:
 
 @pytest.mark.long
 def test_the_ensemble_sees_a_hundred_times_smaller_gradient_errors_in_bf16() -> None:
-    [case] = few("bf16")
-    found = by_name(measure_resolutions(dtypes=["bf16"], cases=lambda dtype: [case]))
+    [case] = select_few_cases("bf16")
+    found = index_by_name(measure_resolutions(dtypes=["bf16"], cases=lambda dtype: [case]))
     by_element, by_bias = found["bf16", "gradient dq", "dq"], found["bf16", "gradient dq", "dq.bias"]
     assert by_element.smallest is not None
     assert by_bias.smallest is not None
@@ -111,7 +111,7 @@ def test_the_ensemble_sees_a_hundred_times_smaller_gradient_errors_in_bf16() -> 
 
 def test_an_error_that_nothing_shows_is_said() -> None:
     table = tolerances.override_limits(tolerances.load_default_tolerances(), {"bf16.dq": 1e9}, "test")
-    found = by_name(measure_resolutions(table, dtypes=["bf16"], cases=few, ensemble=False))
+    found = index_by_name(measure_resolutions(table, dtypes=["bf16"], cases=select_few_cases, ensemble=False))
     assert found["bf16", "gradient dq", "dq"] == Resolution("gradient dq", "bf16", "dq", None, None, "")
 
 

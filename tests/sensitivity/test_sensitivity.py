@@ -1,4 +1,4 @@
-"""The gate sees small, realistic errors at `quick`, and passes the same kernel without them."""
+"""Test that the gate sees small, realistic errors at `quick`, and passes the same kernel without them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.planted.planting.plain import (
     stop,
 )
 
-# What stands this far apart in the grid: on it the correct kernels must not fail; at night on more of it.
+# One case of the grid in so many must pass on the correct kernels; at night more of them.
 _CORRECT_STRIDES = [30, pytest.param(10, marks=pytest.mark.nightly)]
 
 
-def _gradient_off_by(operand: int, relative: float) -> Step:
-    """The operand's value is untouched, its gradient is `1 + relative` times what it should be."""
+def _perturb_gradient(operand: int, relative: float) -> Step:
+    """Keep the operand's value, and multiply its gradient by `1 + relative`."""
 
     def operands(*given: Any) -> tuple[Array, ...]:
         *xs, _ = given
@@ -46,23 +46,23 @@ def _gradient_off_by(operand: int, relative: float) -> Step:
     return operands
 
 
-def _first_head_only(k: Array, call: Call) -> Array:
-    """The values of a repeat, but only the first head of each group hands its gradient back."""
+def _keep_first_head(k: Array, call: Call) -> Array:
+    """Repeat values, but pass back only the gradient of the first head of each group."""
     first = jnp.arange(call.q.shape[2])[:, None] % call.group == 0
     return jnp.where(first, repeat_heads(k, call), stop(repeat_heads(k, call)))
 
 
-def _one_key_more(mask: Mask, call: Call) -> np.ndarray:
+def _allow_one_key_more(mask: Mask, call: Call) -> np.ndarray:
     if isinstance(mask, Window) and mask.left is not None:
         mask = Window(mask.left + 1, mask.right, mask.offset)
     return mask.dense(call.q_length, call.kv_length)
 
 
-def _q_ids_for_both(q_ids: Array, kv_ids: Array, call: Call) -> Array:
+def _use_q_ids_for_both(q_ids: Array, kv_ids: Array, call: Call) -> Array:
     return same_segment(q_ids, jax.vmap(lambda row: jnp.resize(row, kv_ids.shape[1:]))(q_ids), call)
 
 
-# Small errors that the quick grid must see, by what they are, and where each shows.
+# Small errors that the quick grid must see, with the observables in which each shows.
 SENSITIVITY: dict[str, tuple[str, PlainSteps]] = {
     "scale-wrong-by-a-thousandth": (
         "out logsumexp",
@@ -72,7 +72,7 @@ SENSITIVITY: dict[str, tuple[str, PlainSteps]] = {
         "out logsumexp",
         PlainSteps(cap=lambda x, call: capped(jax.lax.reduce_precision(x, 8, 7), call)),
     ),
-    "window-off-by-one": ("out logsumexp", PlainSteps(mask=_one_key_more)),
+    "window-off-by-one": ("out logsumexp", PlainSteps(mask=_allow_one_key_more)),
     "soft-cap-derivative-missing": (
         "dq dk",
         PlainSteps(cap=lambda x, call: x + stop(capped(x, call) - x)),
@@ -81,15 +81,15 @@ SENSITIVITY: dict[str, tuple[str, PlainSteps]] = {
         "out logsumexp",
         PlainSteps(total=lambda weights, sinks, pivot, call: denominator(weights, None, pivot, call)),
     ),
-    "dk-not-summed-over-the-group": ("dk", PlainSteps(expand_k=_first_head_only)),
-    "segment-ids-of-q-used-for-kv": ("out logsumexp", PlainSteps(segments=_q_ids_for_both)),
-    "dq-off-by-a-ten-thousandth": ("dq", PlainSteps(operands=_gradient_off_by(0, 1e-4))),
-    "dk-off-by-a-ten-thousandth": ("dk", PlainSteps(operands=_gradient_off_by(1, 1e-4))),
-    "dv-off-by-a-ten-thousandth": ("dv", PlainSteps(operands=_gradient_off_by(2, 1e-4))),
+    "dk-not-summed-over-the-group": ("dk", PlainSteps(expand_k=_keep_first_head)),
+    "segment-ids-of-q-used-for-kv": ("out logsumexp", PlainSteps(segments=_use_q_ids_for_both)),
+    "dq-off-by-a-ten-thousandth": ("dq", PlainSteps(operands=_perturb_gradient(0, 1e-4))),
+    "dk-off-by-a-ten-thousandth": ("dk", PlainSteps(operands=_perturb_gradient(1, 1e-4))),
+    "dv-off-by-a-ten-thousandth": ("dv", PlainSteps(operands=_perturb_gradient(2, 1e-4))),
 }
 
 
-def _bug(name: str) -> PlantedBug:
+def _plant_bug(name: str) -> PlantedBug:
     shows, steps = SENSITIVITY[name]
     return planted("sensitivity", name, kind=name, reference="inferred", shows=shows, steps=steps)
 
@@ -97,7 +97,7 @@ def _bug(name: str) -> PlantedBug:
 @pytest.mark.bank
 @pytest.mark.parametrize("name", SENSITIVITY)
 def test_a_planted_bug_fails_at_quick(name: str) -> None:
-    red = next(iter_red_records(_bug(name), "quick"), None)
+    red = next(iter_red_records(_plant_bug(name), "quick"), None)
     assert red is not None, f"{name!r} survives the quick grid"
     assert red.verdict == FAIL
     assert red.ratio is not None

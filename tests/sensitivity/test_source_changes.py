@@ -1,4 +1,4 @@
-"""Bugs that change a passage of a kernel's source find it, whatever became of the kernel; most are asked at night."""
+"""Test that bugs which change a passage of a kernel's source find that passage; most are tested at night."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Bugs of packed sequences in the splash kernels are seen, on one case of several blocks each way.
+"""Test that bugs of packed sequences in the splash kernels are seen, on one case of several blocks each way.
 
-They are not in the bank: nearly all packs of the grid fit into one block of 128, and where a kernel is interpreted all
-that the gate asks takes minutes a bug.
+They are not in the bank: nearly all packs of the grid fit into one block of 128. For an interpreted kernel, the whole
+gate takes minutes a bug.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bugs planted in the splash kernels: the passages they change are still there, and what the fast interpreter sees."""
+"""Test that passages which bugs change in the splash kernels exist, and what the fast interpreter sees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.planted.bank import SEEN
 from tests.planted.computing.splash_tpu import BUGS
 from tests.planted.planting.source_change import Change, changed
 
-# Only the TPU interpreter knows cores, and copies that are under way.
+# Only the TPU interpreter simulates cores and asynchronous copies.
 _NEED_TPU_INTERPRETER = {"splash-steps-declared-parallel", "splash-fused-dq-read-before-it-is-there"}
 
 

@@ -1,9 +1,10 @@
-"""Diagnosis of wrong kernels that are in no bank, each with its class written down before it was judged.
+"""Test the diagnosis of wrong kernels that are in no bank.
 
-`unseen.json` has them, a kernel a line: as changes of a right one, the families that are right to name (none where the
-fault is of no known class), the levels that it needs, and how wrong it was on the six cases that tell most. The least
-likeness of a kernel that is wrong everywhere was set by the first set. The second was written after that. The third and
-the fourth are wrong in gradients alone (`by_hand`): `docs/findings.md` says what was changed after the third.
+The class of each was written down before it was judged. `unknown_kernels.json` has one kernel a line: as changes of a
+right one, the families that are right to name (none where the fault is of no known class), the levels that it needs,
+and how wrong it was on the six most telling cases. The first set determined the least similarity of a kernel that is
+wrong everywhere. The second set was written after that. The kernels of the third and the fourth set are wrong in
+gradients only (`by_hand`): `docs/findings.md` says what was changed after the third.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ from conformance.sensitivity import diagnosis, failure_signatures
 from conformance.sensitivity.examination import create_single_look_runner
 from conformance.sensitivity.failure_signatures import CHECK_SEPARATOR, KnownBug, Signature
 from reports.causes.case_levels import find_levels
-from tests.reports.causes.faults.faulty_kernels import Faulty
+from tests.reports.causes.faults.faulty_kernels import FaultyKernel
 
-UNSEEN: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("unseen.json").read_text(encoding="utf-8"))
+UNSEEN: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("unknown_kernels.json").read_text(encoding="utf-8")
+)
 
 
 def add_right_cases(kernel: dict[str, Any]) -> Signature:
-    """What was asked, and as right the cases without the levels that the fault needs, as findings would say."""
+    """Return the signature of a kernel, completed as findings would complete it.
+
+    Cases without the levels that the fault needs are added as right.
+    """
     sizes = dict(kernel["sizes"])
     if kernel["levels"]:
         right = dict.fromkeys({name.partition(CHECK_SEPARATOR)[0] for found in sizes.values() for name in found})
@@ -72,10 +78,10 @@ def test_a_kernel_is_as_wrong_as_it_was(name: str, tmp_path: Path, monkeypatch: 
     kernel = UNSEEN[name]
     monkeypatch.chdir(tmp_path)
     changes = tuple((before, after) for before, after in kernel["changes"])
-    Path("kernel.py").write_text(Faulty(name, kernel["base"], (), (), changes).source)
+    Path("kernel.py").write_text(FaultyKernel(name, kernel["base"], (), (), changes).source)
     implementation = KernelOptions(None, True).find("kernel.py:attention")
     runner = create_single_look_runner()
-    # The cases it was asked then: which a diagnosis asks first goes by which there are.
+    # The cases judged then: which a diagnosis judges first depends on which exist.
     jobs = [job for job in failure_signatures.iter_signature_jobs(implementation) if job.case.id in kernel["sizes"]]
     assert len(jobs) == len(kernel["sizes"])
     now = failure_signatures.build_signature(record for job in jobs for record in runner.stream(job))

@@ -1,1 +1,1 @@
-"""The commands of the cost package, one module each."""
+"""The commands `bench`, `tune` and `cycles`."""

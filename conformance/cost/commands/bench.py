@@ -1,4 +1,4 @@
-"""`bench`: implementations side by side, by time and memory."""
+"""`bench`: compare the time and memory of implementations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from rich.console import Console
 from cases.case import Case, matches_query
 from cases.operand_values import draw_problem
 from conformance import environment, interrupts, measurements
-from conformance.commands import argument_lookup
-from conformance.commands.command_errors import CannotJudge
+from conformance.commands.argument_lookup import check_outputs, format_command_line
 from conformance.commands.progress_display import StepProgress
-from conformance.commands.run_outputs import Outputs, check_outputs, format_command_line
 from conformance.cost.timing import attention_flops
 from conformance.cost.timing.interleaved_timing import TimingLimits, compare_all
 from conformance.executor_tasks import single_calls
@@ -25,16 +23,19 @@ from conformance.records import ERROR, RunInfo
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import ProcessLost
 from conformance.sandbox.sandboxed_executor import create_executor, end_process, is_sandboxed
-from reports import speed_section, terminal
+from conformance.session import project_lookup
+from conformance.session.failures import CannotJudge
+from conformance.session.run_outputs import Outputs
+from reports import speed_page, terminal
 
 _PHASES = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    """`bench`: time, show, and say by the exit code whether all that was timed computes attention."""
+    """Time implementations and print them; return the exit code, which says whether all agree with the oracle."""
     started = time.perf_counter()
     limits = parse_limits(arguments)
-    chosen = argument_lookup.load_project_settings()
+    chosen = project_lookup.load_project_settings()
     names = chosen.resolve_groups(name for given in arguments.impl for name in given.split(",") if name)
     if not names:
         raise CannotJudge("nothing to time: give --impl=NAME[,NAME...] (see `python -m conformance list`)")
@@ -43,7 +44,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     for name in names:
         _reject_process_ending_kernel(name, KernelOptions(arguments.products), cases)
     implementations = [
-        argument_lookup.find_implementation(name, KernelOptions(arguments.products, in_process=True)) for name in names
+        project_lookup.find_implementation(name, KernelOptions(arguments.products, in_process=True)) for name in names
     ]
     comparisons = [(case, phase) for case in cases for phase in _PHASES[arguments.phase]]
     console, table = Console(stderr=True), Console()
@@ -66,24 +67,32 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def _reject_process_ending_kernel(name: str, kernels: KernelOptions, cases: Sequence[Case]) -> None:
-    """Refuse a kernel that exits, crashes or hangs: it has a process of its own until it has been traced once."""
-    implementation = argument_lookup.find_implementation(name, kernels)
+    """Refuse a kernel that exits, crashes or hangs, by tracing it once in a sandbox before it is timed in this process.
+
+    Raises:
+      CannotJudge: if its process ends.
+    """
+    implementation = project_lookup.find_implementation(name, kernels)
     if not is_sandboxed(implementation) or implementation.accelerator.absent is not None:
         return
     executor = create_executor(implementation)
     try:
         for case in cases:
             if implementation.supports(case) is None:
-                with contextlib.suppress(Exception):  # what it raises stands in its row
+                with contextlib.suppress(Exception):  # its measurement will report the exception
                     executor.run(single_calls.trace_call, draw_problem(case))
     except ProcessLost as lost:
         raise CannotJudge(f"{name} cannot be timed: {lost}") from lost
     finally:
-        end_process(implementation)  # what it holds of a device is needed
+        end_process(implementation)  # frees the memory that it holds on a device
 
 
 def parse_limits(arguments: argparse.Namespace) -> TimingLimits:
-    """The limits that a command line sets."""
+    """Return the limits of a command line.
+
+    Raises:
+      CannotJudge: if one is not positive.
+    """
     if arguments.runs < 1:
         raise CannotJudge(f"--runs must be at least 1, got {arguments.runs}")
     if not arguments.seconds > 0:
@@ -92,7 +101,7 @@ def parse_limits(arguments: argparse.Namespace) -> TimingLimits:
 
 
 def warn_of_distorted_timing(console: Console) -> None:
-    """Say aloud what makes timings of this process worthless."""
+    """Warn of flags that make timings of this process meaningless."""
     if (reason := environment.find_timing_distortion()) is not None:
         console.print(f"These timings say little: {reason}.", style="yellow", highlight=False, soft_wrap=True)
 
@@ -100,7 +109,11 @@ def warn_of_distorted_timing(console: Console) -> None:
 def write_outputs(
     outputs: Outputs, found: Sequence[Measurement], level: str, seconds: float, *, interrupted: bool
 ) -> None:
-    """Write measurements and page, whichever are asked for."""
+    """Write the measurements and the page that the user asked for.
+
+    Raises:
+      CannotJudge: if a file cannot be written.
+    """
     reason = environment.find_timing_distortion()
     info = RunInfo(
         command=format_command_line(),
@@ -115,7 +128,7 @@ def write_outputs(
         if outputs.json is not None:
             measurements.write_measurements(outputs.json, found)
         if outputs.report is not None:
-            speed_section.save_speed_page(outputs.report, found, info)
+            speed_page.save_speed_page(outputs.report, found, info)
             measurements.write_measurements(outputs.report.with_suffix(".jsonl"), found)
     except OSError as error:
         raise CannotJudge(f"{error.filename} cannot be written: {error.strerror or error}") from error
@@ -125,7 +138,7 @@ def _choose_cases(arguments: argparse.Namespace) -> list[Case]:
     if arguments.case and arguments.cases is not None:
         raise CannotJudge("--case names cases by their ids: it cannot be combined with --cases")
     if arguments.case:
-        return [argument_lookup.parse_case(text) for text in dict.fromkeys(arguments.case)]
+        return [project_lookup.parse_case(text) for text in dict.fromkeys(arguments.case)]
     default = attention_flops.list_default_cases(jax.default_backend())
     found = [case for case in default if arguments.cases is None or matches_query(arguments.cases, case.id)]
     if not found:

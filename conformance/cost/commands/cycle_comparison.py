@@ -1,4 +1,4 @@
-"""`cycles --case`: kernels side by side by their schedules, each at the block sizes that take it the fewest cycles."""
+"""`cycles --case`: compare the static cycles of TPU kernels, each at its best block sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ ALL_KERNELS = "all kernels"
 
 @dataclasses.dataclass(frozen=True)
 class ComparisonRow:
-    """A kernel of an implementation on a case, with what each generation's compiler gave."""
+    """A row of the table: one kernel of one implementation on one case.
+
+    Attributes:
+      case: the case.
+      implementation: name of the implementation.
+      knob: name of the kernel's knob, or `ALL_KERNELS`.
+      best: the best estimate for each target.
+    """
 
     case: Case
     implementation: str
@@ -30,7 +37,7 @@ class ComparisonRow:
     best: tuple[Estimate, ...]
 
     def line(self, baseline: ComparisonRow) -> str:
-        """The row of a Markdown table, with the ratio to another."""
+        """Format the row in Markdown, with ratios to a baseline row."""
         cells = [self.case.id, f"`{self.implementation}`", self.knob]
         cells += [_format_cell(one, other) for one, other in zip(self.best, baseline.best, strict=True)]
         return f"| {' | '.join(cells)} |"
@@ -44,15 +51,18 @@ def print_comparison(
     knobs: Sequence[str],
     on_step: Callable[[str], None],
 ) -> int:
-    """Print the table, a row as soon as it is known; how many cells have a figure.
+    """Print the table, with each row as soon as it is known.
 
     Args:
-      shown: where to.
-      implementations: the first is what the others are told in.
-      cases: what is compiled.
-      targets: for which generations, one column each.
-      knobs: names of kernels' settings that are looked at.
-      on_step: told what happens now.
+      shown: the console to print to.
+      implementations: the implementations; the first is the baseline of the ratios.
+      cases: the cases to compile.
+      targets: the TPU generations, one column each.
+      knobs: names of the kernels' knobs to show.
+      on_step: called with what happens now, for the progress display.
+
+    Returns:
+      the number of cells that have a figure.
     """
     shown.print("Static kilocycles of a whole call at its best blocks, never checked on a chip; (of the first row's)\n")
     heads = ["case", "implementation", "kernel", *(target.name for target in targets)]
@@ -75,7 +85,7 @@ def iter_rows(
     knobs: Sequence[str],
     on_step: Callable[[str], None],
 ) -> Iterator[ComparisonRow]:
-    """A row for each kernel that has block sizes to choose, or one of all kernels at those that it has."""
+    """Yield a row for each kernel with block sizes to choose; without any, one row for all kernels as they are."""
     if (reason := implementation.supports(case)) is not None:
         best = tuple(Estimate({}, None, reason) for _ in targets)
         yield ComparisonRow(case, implementation.name, ALL_KERNELS, best)
@@ -97,7 +107,7 @@ def _find_best(
     told: CompileCall,
     on_step: Callable[[str], None],
 ) -> list[Estimate]:
-    """Of each kernel the candidate with the fewest cycles, or why there is none."""
+    """Find each kernel's candidate with the fewest cycles, or the reason why there is none."""
     on_step(f"compiling {implementation.name} for {target.name}, {case.id}")
     if not knobs or implementation.tunable is None:
         return [_estimate_fixed(told(Executor(implementation), native_compilation.build_problem(case), target))]
@@ -108,7 +118,7 @@ def _find_best(
 
 
 def _estimate_fixed(told: CompileResult) -> Estimate:
-    """Of an implementation with no settings: the calls of all its kernels."""
+    """Estimate an implementation without knobs: the sum over the calls of its kernels."""
     if isinstance(told, str):
         return Estimate({}, None, told)
     calls = [value for name, value in told.items() if name.endswith(".call_cycles")]
@@ -125,6 +135,6 @@ def _format_cell(one: Estimate, baseline: Estimate) -> str:
         return one.reason
     ratio = "" if one is baseline or not baseline.cycles else f" ({one.whole / baseline.whole:.2f})"
     beside = f" + {one.beside / 1000:,.1f}" if one.beside else ""
-    named = len(one.setting) == 1  # a number alone says nothing
+    named = len(one.setting) == 1  # a single number needs its name
     chosen = ", ".join(f"{name}={value}" if named else str(value) for name, value in one.setting.items())
     return f"{one.cycles / 1000:,.1f}{beside}{ratio}" + (f" at {chosen}" if chosen else "")

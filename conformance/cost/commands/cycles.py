@@ -1,6 +1,6 @@
-"""`cycles`: what kernels cost by what their compilers made of them.
+"""`cycles`: compare static cycles of kernels with the recorded baselines, or with other kernels; record baselines.
 
-Of TPU kernels schedules, against what was recorded or other kernels; new figures. Of GPU kernels bounds, side by side.
+Static cycles are estimates from schedules for TPU kernels, and lower bounds from machine code for GPU kernels.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from rich.console import Console
 from cases.case import parse_case_id
 from conformance import environment
 from conformance.accelerators.targets import TPU, CompileTarget, list_targets
-from conformance.commands import argument_lookup
-from conformance.commands.command_errors import CannotJudge
 from conformance.commands.progress_display import StepProgress
 from conformance.cost.commands import cycle_comparison, gpu_cycles
 from conformance.cost.static import cycle_baselines
@@ -22,12 +20,14 @@ from conformance.cost.static.cycle_baselines import CycleBaseline
 from conformance.execution import implementation_registry
 from conformance.execution.executor import Executor
 from conformance.executor_tasks import native_compilation
+from conformance.session import project_lookup
+from conformance.session.failures import CannotJudge
 
-NEW_FIGURES = "new figures are asked for by `python -m conformance cycles --save`"
+NEW_FIGURES = "`python -m conformance cycles --save` records new figures"
 
 
 def explain_unavailable(platform: str = "tpu") -> str | None:
-    """Why there are no schedules of TPU kernels here, or no GPU kernel can be taken apart; or None."""
+    """Say why this machine has no static cycles for a platform; None if it has."""
     if platform == "gpu":
         return gpu_cycles.explain_gpu_unavailable()
     if TPU.missing is not None:
@@ -38,7 +38,7 @@ def explain_unavailable(platform: str = "tpu") -> str | None:
 
 
 def run_cycles(arguments: argparse.Namespace) -> int:
-    """`cycles`: compile, show, and compare or keep."""
+    """Compile kernels, and compare or record their static cycles; return the exit code."""
     gpus = {target.name: target for target in list_targets("gpu")}
     platform = "gpu" if arguments.target and all(name in gpus for name in arguments.target) else "tpu"
     if (reason := explain_unavailable(platform)) is not None:
@@ -50,12 +50,12 @@ def run_cycles(arguments: argparse.Namespace) -> int:
     if arguments.case:
         return _compare_implementations(arguments, targets, platform)
     if arguments.knob:
-        raise CannotJudge("--knob is of --case")
+        raise CannotJudge("--knob needs --case")
     return _compare_with_baselines(arguments, targets, platform)
 
 
 def _compare_with_baselines(arguments: argparse.Namespace, targets: Sequence[CompileTarget], platform: str) -> int:
-    """What is recorded, compiled again; or recorded anew."""
+    """Compile the recorded kernels again, and compare their cycles with the baselines, or record new ones."""
     all_bars = cycle_baselines.GPU_BASELINES if platform == "gpu" else cycle_baselines.TPU_BASELINES
     bars = [bar for bar in all_bars if not arguments.impl or bar.implementation in arguments.impl]
     if not bars:
@@ -85,13 +85,13 @@ def _compare_with_baselines(arguments: argparse.Namespace, targets: Sequence[Com
 
 
 def _compare_implementations(arguments: argparse.Namespace, targets: Sequence[CompileTarget], platform: str) -> int:
-    """Kernels side by side on the cases that are named."""
+    """Compare kernels on the cases of the command line."""
     if not arguments.impl or arguments.save:
-        raise CannotJudge("--case compares implementations, which --impl names, and keeps nothing")
+        raise CannotJudge("--case compares implementations: name them by --impl, and leave out --save")
     if platform == "gpu" and arguments.knob:
-        raise CannotJudge("no --knob of GPU kernels is tried")
+        raise CannotJudge("--knob is for TPU kernels only")
     implementations = [implementation_registry.find_implementation(name) for name in arguments.impl]
-    cases = [argument_lookup.parse_case(text) for text in arguments.case]
+    cases = [project_lookup.parse_case(text) for text in arguments.case]
     shown = Console()
     with StepProgress(Console(stderr=True)) as steps:
         if platform == "gpu":
@@ -104,7 +104,11 @@ def _compare_implementations(arguments: argparse.Namespace, targets: Sequence[Co
 
 
 def measure_baseline(bar: CycleBaseline, target: CompileTarget) -> cycle_baselines.Figures:
-    """The figures of a bar for a generation, static ones. Raises `CannotJudge` if it does not compile."""
+    """Compile a baseline's call for one target and return the figures that must not rise.
+
+    Raises:
+      CannotJudge: if it does not compile.
+    """
     case = parse_case_id(bar.case)
     executor = Executor(implementation_registry.find_implementation(bar.implementation))
     one = native_compilation.compile_largest_program(
@@ -116,7 +120,7 @@ def measure_baseline(bar: CycleBaseline, target: CompileTarget) -> cycle_baselin
 
 
 def _format_line(place: str, now: Mapping[str, float], recorded: Mapping[str, float] | None) -> str:
-    """One place on a line: each kernel with its cycles, and what it had."""
+    """Format one baseline as a line: each figure, with its change since it was recorded."""
     parts = []
     for name, value in now.items():
         before = (recorded or {}).get(name)

@@ -1,4 +1,4 @@
-"""`cycles --target=h100`: bounds of GPU kernels side by side, by the instructions of their loops."""
+"""`cycles --target=h100`: print lower bounds on the cycles of GPU kernels side by side."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from conformance.executor_tasks import native_compilation
 COLUMNS = ("case", "implementation", "kernel", "at least", "masked", "issue", "masked", "tensor", "shared")
 RESOURCE_COLUMNS = ("registers", "spilled", "warps")
 _EXPLANATION = (
-    f"Cycles of a multiprocessor for {gpu_cycle_bounds.PAIRS_PER_FIGURE:,} pairs of a query and a key, at least: the unit that takes "
-    "longest, and three units; of full blocks, and of masked ones. Static: no chip was asked, and no wait is in it."
+    f"Least cycles of a multiprocessor for {gpu_cycle_bounds.PAIRS_PER_FIGURE:,} pairs of a query and a key: of the "
+    "busiest unit, and of three units; for full blocks, and for masked ones. Static: no chip has confirmed them, and "
+    "waits are not included."
 )
 
 
 def explain_gpu_unavailable() -> str | None:
-    """Why no GPU kernel can be taken apart here, or None."""
+    """Say why this machine cannot disassemble GPU kernels; None if it can."""
     if targets.GPU.missing is not None:
         return targets.GPU.missing
     if targets.find_disassembler() is None:
-        return f"nvdisasm is not installed, which takes kernels apart: {targets.GPU.install}"
+        return f"nvdisasm, which disassembles kernels, is not installed: {targets.GPU.install}"
     return None
 
 
@@ -38,14 +39,17 @@ def print_gpu_cycles(
     chosen: Sequence[CompileTarget],
     on_step: Callable[[str], None],
 ) -> int:
-    """Print a table for each target, a row as soon as it is known; how many kernels have figures.
+    """Print a table for each GPU, with each row as soon as it is known.
 
     Args:
-      shown: where to.
-      implementations: whose kernels, with those of the backward pass in cases of training.
-      cases: what is compiled.
-      chosen: for which GPUs.
-      on_step: told what happens now.
+      shown: the console to print to.
+      implementations: the implementations; cases of training include kernels of the backward pass.
+      cases: the cases to compile.
+      chosen: the GPUs.
+      on_step: called with what happens now, for the progress display.
+
+    Returns:
+      the number of kernels that have figures.
     """
     known = 0
     for target in chosen:
@@ -65,10 +69,10 @@ def print_gpu_cycles(
 
 
 def iter_gpu_rows(implementation: Implementation, case: Case, target: CompileTarget) -> Iterator[tuple[str, ...]]:
-    """The cells of each kernel, or one that says why there are none."""
+    """Yield the cells of each kernel, or one cell that says why there are none."""
     reason = implementation.supports(case)
     if implementation.accelerator.native is None:
-        reason = reason or implementation.accelerator.absent or "it says nothing that its compiler takes"
+        reason = reason or implementation.accelerator.absent or "it declares no `native` call for the compiler"
     if reason is not None:
         yield (reason,)
         return
@@ -95,7 +99,7 @@ _NEEDED_FIGURES = (
 
 
 def iter_cells(told: Mapping[str, float]) -> Iterator[str]:
-    """A kernel's figures as the table has them."""
+    """Yield a kernel's figures as cells of the table."""
     unit = max(gpu_cycle_bounds.UNITS, key=lambda unit: told[f"{unit}_cycles"])
     yield f"{told[gpu_cycle_bounds.BOUND_FIGURE]:.1f} ({unit})"
     for name in (

@@ -1,4 +1,4 @@
-"""`tune --static`: choose settings for TPUs that are not here, by their compiler's schedules, and keep them."""
+"""`tune --static`: choose settings for absent TPUs by their compiler's schedules, and write them to the table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from conformance import tunable
 from conformance.accelerators import compilation
 from conformance.accelerators.targets import CompileTarget, list_targets
 from conformance.accelerators.tpus import TPUS
-from conformance.commands.command_errors import CannotJudge
 from conformance.commands.progress_display import StepProgress
 from conformance.contract import Implementation
 from conformance.cost.commands import cycles
@@ -25,14 +24,19 @@ from conformance.cost.static.static_tuning import CompileResult, Estimate, Stati
 from conformance.cost.timing.timed_tuning import format_setting
 from conformance.execution.executor import Executor
 from conformance.executor_tasks import native_compilation
+from conformance.session.failures import CannotJudge
 from conformance.tunable import Knob, TableEntry, Tunable
 
 STATIC_CYCLES = "static cycles"
-"""Of an entry's provenance: cycles of every candidate, by knob."""
+"""Field of an entry's provenance with the cycles of every candidate, by knob."""
 
 
 def choose_targets(names: Sequence[str]) -> list[CompileTarget]:
-    """The generations that are named, or all. Raises `CannotJudge` where there is no compiler, or no such chip."""
+    """Find the named TPU generations; all of them without names.
+
+    Raises:
+      CannotJudge: if there is no compiler, or no such TPU.
+    """
     if (reason := cycles.explain_unavailable()) is not None:
         raise CannotJudge(reason)
     known = {target.name: target for target in list_targets("tpu")}
@@ -49,12 +53,19 @@ def choose_settings(
     knobs: Sequence[Knob],
     path: Path,
 ) -> int:
-    """Choose for each chip and case, show every candidate, and write the table as it goes."""
+    """Choose settings for each chip and case, print every candidate, and write the table after each case.
+
+    Returns:
+      the exit code.
+
+    Raises:
+      CannotJudge: if the implementation declares nothing that schedules can tune, or the table cannot be written.
+    """
     if declared.native is None or not all(knob.kernel or knob.ways for knob in knobs):
-        raise CannotJudge(f"{implementation.name} says nothing that can be tuned by schedules (Tunable.native)")
+        raise CannotJudge(f"{implementation.name} declares nothing that schedules can tune (Tunable.native)")
     shown, written = Console(), 0
     told = functools.partial(_compile_call, gradients=any(knob.phase != "forward" for knob in knobs))
-    shown.print("Static cycles of a whole call, never checked on a chip.", highlight=False)
+    shown.print("Static cycles of a whole call, which no chip has confirmed.", highlight=False)
     with StepProgress(Console(stderr=True)) as steps:
         for chip in chips:
             for case in cases:
@@ -87,7 +98,7 @@ def _print_choice(shown: Console, chip: CompileTarget, case: Case, choice: Stati
 def _build_entry(
     implementation: Implementation, declared: Tunable, case: Case, chip: CompileTarget, found: Sequence[StaticChoice]
 ) -> TableEntry:
-    with compilation.trace_for_chip(chip):  # of knobs that were not asked for, what is in force
+    with compilation.trace_for_chip(chip):  # knobs that are not tuned keep the setting in force
         settings = {name: dict(setting) for name, setting in declared.settings(case).items()}
     settings |= {choice.knob: dict(choice.setting) for choice in found}
     kernels = {knob.name for knob in declared.knobs if knob.kernel}
@@ -105,21 +116,21 @@ def _build_entry(
             "how": how,
             "checked": "by no chip: static cycles of a whole call",
             "knobs": {choice.knob: _format_choice(choice) for choice in found},
-            # What a clock is held against, once there is one.
+            # Timing on a chip is compared with these cycles (`rank_agreement`).
             STATIC_CYCLES: {choice.knob: _collect_cycles(choice) for choice in found if choice.knob in kernels},
         },
     )
 
 
 def _collect_cycles(choice: StaticChoice) -> dict[str, float]:
-    """Cycles of each candidate whose are known, with what is done beside it."""
+    """Collect the cycles of each candidate, other traffic included, as far as they are known."""
     return {
         format_setting(choice.knob, one.setting): round(one.whole) for one in choice.estimates if one.cycles is not None
     }
 
 
 def _format_choice(choice: StaticChoice) -> str:
-    """The figures of a choice: of what was chosen, of what it replaced, and how many were tried."""
+    """Format the figures of the chosen setting and of the one that it replaces, and how many were tried."""
     now, before = choice.of(choice.setting), choice.of(choice.before)
     refused = sum(one.cycles is None for one in choice.estimates)
     before_it = f"where {format_setting(choice.knob, choice.before)} has {_format_cycles(before)}"
@@ -135,7 +146,7 @@ def _format_cycles(one: Estimate) -> str:
 def _write_entry(path: Path, entry: TableEntry) -> None:
     try:
         kept = tunable.read_table(path)
-        for old in kept:  # what was said of knobs that were not asked for
+        for old in kept:  # knobs that were not tuned keep their provenance
             if old.place == entry.place:
                 said = {
                     name: {**old.provenance.get(name, {}), **entry.provenance[name]}

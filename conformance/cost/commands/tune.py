@@ -1,4 +1,4 @@
-"""`tune`: choose an implementation's settings by timing them on this machine, and keep them in its table."""
+"""`tune`: choose an implementation's settings by timing them on this machine, and write them to its table."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from rich.console import Console
 
 from cases.case import Case
 from conformance import interrupts, tunable
-from conformance.commands import argument_lookup
-from conformance.commands.command_errors import CannotJudge
+from conformance.commands.argument_lookup import check_outputs
 from conformance.commands.progress_display import StepProgress
-from conformance.commands.run_outputs import check_outputs, check_writable
 from conformance.contract import Implementation
 from conformance.cost.commands import bench, static_tune
 from conformance.cost.static import rank_agreement
@@ -26,15 +24,18 @@ from conformance.cost.timing.interleaved_timing import explain_not_timed
 from conformance.cost.timing.timed_tuning import KnobChoice, TuningResult, format_setting
 from conformance.measurements import Measurement
 from conformance.sandbox.kernel_options import KernelOptions
+from conformance.session import project_lookup
+from conformance.session.failures import CannotJudge
+from conformance.session.run_outputs import check_writable
 from conformance.tunable import Knob, TableEntry, Tunable
 from reports import terminal
 
 
 def run_tune(arguments: argparse.Namespace) -> int:
-    """`tune`: time candidates, show them, and write the table."""
+    """Time candidates, print them, and write the table; return the exit code."""
     started = time.perf_counter()
     limits = bench.parse_limits(arguments)
-    implementation = argument_lookup.find_implementation(
+    implementation = project_lookup.find_implementation(
         arguments.impl, KernelOptions(in_process=True)
     )  # which are called in turns
     declared = _get_tunable(implementation)
@@ -42,7 +43,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
     if path is None:
         raise CannotJudge(f"{implementation.name} reads no table: say by --out where to write one")
     outputs = check_outputs(arguments)
-    tolerances = argument_lookup.load_project_settings().tolerances
+    tolerances = project_lookup.load_project_settings().tolerances
     knobs = _choose_knobs(implementation, declared, arguments.knob)
     cases = _choose_cases(implementation, declared, knobs, arguments.case, static=arguments.static)
     if arguments.static:
@@ -78,7 +79,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
                 on_choice=on_choice,
             )
             if tuned.choices:
-                # After each case: what is tuned is kept, whatever happens to the rest.
+                # Written after each case, so an interruption loses only the rest.
                 _write_table(path, [_build_entry(implementation, declared, tuned, static, narrowed)])
                 written += 1
             if interrupted := tuned.interrupted:
@@ -90,12 +91,22 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
 
 def _get_tunable(implementation: Implementation) -> Tunable:
+    """Return the declaration of knobs.
+
+    Raises:
+      CannotJudge: if there is none.
+    """
     if implementation.tunable is None:
         raise CannotJudge(f"{implementation.name} declares nothing to tune (Implementation.tunable)")
     return implementation.tunable
 
 
 def _choose_knobs(implementation: Implementation, declared: Tunable, asked: Sequence[str]) -> list[Knob]:
+    """Find the named knobs; all of them without names.
+
+    Raises:
+      CannotJudge: if the implementation has no such knob.
+    """
     known = {knob.name: knob for knob in declared.knobs}
     for name in asked:
         if name not in known:
@@ -106,7 +117,7 @@ def _choose_knobs(implementation: Implementation, declared: Tunable, asked: Sequ
 def _choose_cases(
     implementation: Implementation, declared: Tunable, knobs: Sequence[Knob], asked: Sequence[str], *, static: bool
 ) -> list[Case]:
-    cases = [argument_lookup.parse_case(text) for text in asked] or list(declared.cases())
+    cases = [project_lookup.parse_case(text) for text in asked] or list(declared.cases())
     if static:
         return cases
     accelerator = implementation.accelerator
@@ -121,7 +132,7 @@ def _choose_cases(
 
 
 def _read_static_cycles(declared: Tunable, case: Case) -> dict[str, dict[str, float]]:
-    """Cycles of candidates by knob, as `tune --static` left them for this device and case; empty if it did not."""
+    """Read the static cycles that `tune --static` recorded for this device and case, by knob and candidate."""
     kind, key = jax.devices()[0].device_kind, dict(declared.key(case))
     entries = tunable.read_table(declared.table) if declared.table is not None else ()
     found = next((entry for entry in entries if entry.device == kind and dict(entry.key) == key), None)
@@ -129,7 +140,7 @@ def _read_static_cycles(declared: Tunable, case: Case) -> dict[str, dict[str, fl
 
 
 def _describe_static_order(choice: KnobChoice, static: Mapping[str, Mapping[str, float]]) -> str:
-    """How the static cycles of the candidates held; empty where there are none."""
+    """Say whether timing agrees with the static cycles of the candidates; empty if there are none."""
     seconds = {
         name: row.seconds.median
         for row in choice.measurements
@@ -165,7 +176,7 @@ def _build_entry(
 
 
 def _describe_choice(choice: KnobChoice) -> str:
-    """How the setting compared to what it replaces."""
+    """Say how the chosen setting compares with the one that it replaces."""
     tried = f"of {len(choice.measurements)} settings"
     if not choice.changed:
         return f"{format_setting(choice.knob, choice.before)} kept, {tried} none faster beyond the spread"

@@ -1,1 +1,1 @@
-"""Figures and lower bounds of cycles, read from the machine code of GPU kernels."""
+"""Bound the cycles of GPU kernels by their machine code."""

@@ -1,12 +1,17 @@
-"""How fast a GPU kernel can be at most, by the instructions of its loops: a bound, with no wait in it.
+"""Bound the cycles of a GPU kernel from below, by counting the instructions of its loops.
 
-What a turn of a loop runs (`conformance.cost.gpu.sass_loops`) takes each unit of a multiprocessor some cycles. The unit
-that takes longest bounds the loop. Waits, the latency of memory and whatever the units do not overlap are not in it.
+The instructions of one iteration (`conformance.cost.gpu.sass_loops`) keep each unit of a multiprocessor busy for some
+cycles. The busiest unit bounds the loop. The bound leaves out waits, the latency of memory, and units that do not
+overlap.
 
-Where throughputs come from: CUDA C++ programming guide, "Throughput of native arithmetic instructions", of compute
-capability 8.0, 9.0 and 10.0. Of f32 it has as many lanes as `conformance.accelerators.gpus` says, of integers,
-comparisons, selections, shifts and conversions 64, of special functions 16. Four schedulers issue an instruction of a
-warp each cycle; shared memory has 32 banks of 4 bytes (same guide, "Compute capabilities"). Tensor cores: `gpus`.
+Throughputs are from the CUDA C++ programming guide, "Throughput of native arithmetic instructions", for compute
+capability 8.0, 9.0 and 10.0:
+
+- f32 arithmetic has as many lanes as `conformance.accelerators.gpus` says.
+- Integers, comparisons, selections, shifts and conversions have 64 lanes; special functions have 16.
+- Each of four schedulers issues one instruction of a warp in a cycle.
+- Shared memory has 32 banks of 4 bytes (same guide, "Compute capabilities").
+- Tensor cores are in `conformance.accelerators.gpus`.
 """
 
 from __future__ import annotations
@@ -21,10 +26,10 @@ from conformance.cost.gpu.sass_loops import Instruction, Loop
 
 _WARP_SIZE = 32
 _SCHEDULERS = 4
-_SHARED_BYTES_PER_CYCLE = 128  # bytes a cycle
+_SHARED_BYTES_PER_CYCLE = 128  # bytes of shared memory in a cycle
 _LANES = {"mufu": 16, "alu": 64, "convert": 64}
 _F32 = ("FADD", "FMUL", "FFMA", "FADD2", "FMUL2", "FFMA2", "FADD32I", "FMUL32I", "FFMA32I")
-_INTEGER_PRODUCTS = ("IMAD", "IMUL", "IDP")  # by half of the lanes of f32
+_INTEGER_PRODUCTS = ("IMAD", "IMUL", "IDP")  # on half of the lanes of f32
 _ALU = (
     *("FMNMX", "FMNMX3", "FSEL", "FSET", "FSETP", "FCHK", "ISETP", "SEL", "IADD", "IADD3", "VIADD", "IMNMX", "VIMNMX"),
     *("LOP", "LOP3", "PLOP3", "PRMT", "SHF", "SHL", "SHR", "LEA", "IABS", "SGXT", "BMSK", "P2R", "R2P", "VIADDMNMX"),
@@ -46,27 +51,28 @@ _INSTRUCTION_GROUPS = {
     "barrier": _BARRIERS,
 }
 UNITS = ("issue", "tensor", "mufu", "f32", "alu", "convert", "shared")
-"""What may bound a loop."""
+"""Units that may bound a loop."""
 _EXPONENTIALS = "exponentials"
-_ROUNDED_NUMBERS = "rounded"  # numbers of f32, to 16 bits
+_ROUNDED_NUMBERS = "rounded"  # f32 numbers that are rounded to 16 bits
 BOUND_FIGURE = "pair_cycles"
-"""The figure that says what a kernel's full blocks take at least."""
+"""Name of the figure that bounds a kernel's full blocks."""
 TENSOR_PREFIX = "tensor_"
-"""Begins the figures that count instructions of the tensor cores, each by its shape."""
+"""Prefix of the figures that count tensor-core instructions by their shape."""
 PAIRS_PER_FIGURE = 1000
-"""Cycles are told for so many pairs of a query and a key of one head."""
+"""Cycles are given for this many pairs of a query and a key of one head."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopKind:
-    """Which products a loop over blocks has.
+    """A kind of loop over blocks, told by its matrix products.
 
     Attributes:
-      name: of what they are for.
-      of_pairs: how many give each pair a number, as how many sum over the depth of keys and over that of values.
-      of_sums: likewise, how many add to sums that the loop carries.
-      operands: numbers of a pair that these take, each rounded to the dtype of the tensor cores.
-      more: exponentials beside that of each pair, as a part of these, at most.
+      name: what the products compute.
+      of_pairs: number of products with one result for each pair: those that sum over the depth of keys, and those that
+        sum over the depth of values.
+      of_sums: number of products that add to sums which the loop carries, in the same order.
+      operands: numbers of each pair that these products take, rounded to the dtype of the tensor cores.
+      more: largest number of exponentials beside the one of each pair, as a share of these.
     """
 
     name: str
@@ -77,24 +83,24 @@ class LoopKind:
 
 
 LOOP_KINDS = (
-    LoopKind("forward", (1, 0), (0, 1), 1, 0.5),  # q k; p v. Rows are scaled anew, which takes an exponential each
+    LoopKind("forward", (1, 0), (0, 1), 1, 0.5),  # q k; p v. Rescaling a row takes an exponential
     LoopKind("dq", (1, 1), (1, 0), 1, 0.02),  # q k, do v; dx k
     LoopKind("dkv", (1, 1), (1, 1), 2, 0.02),  # q k, do v; dx q, p do
     LoopKind("all", (1, 1), (2, 1), 2, 0.02),  # all three gradients
 )
 _REPETITIONS = (1, 2, 4)
-"""How often a pair may be computed: warps that share the sums may each compute what they need for it."""
+"""How often a pair may be computed: warps that share the sums may each compute the pair."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopBound:
-    """Of one turn of a warp through a loop.
+    """The bound of one iteration of a loop by a warp.
 
     Attributes:
-      kind: which products it has.
-      pairs: of a query and a key; those that several warps compute are shared among them.
-      cycles: of each unit, for `PAIRS` of them.
-      counts: instructions by what they do.
+      kind: name of the loop's kind.
+      pairs: pairs of a query and a key in an iteration; pairs that several warps compute are divided among them.
+      cycles: cycles of each unit for `PAIRS` pairs.
+      counts: number of instructions by what they do.
     """
 
     kind: str
@@ -104,23 +110,23 @@ class LoopBound:
 
     @property
     def unit(self) -> str:
-        """The one that bounds it."""
+        """The busiest unit, which bounds the loop."""
         return max(self.cycles, key=self.cycles.__getitem__)
 
     @property
     def least(self) -> float:
-        """Cycles that `PAIRS` pairs take at least."""
+        """Least number of cycles for `PAIRS` pairs."""
         return self.cycles[self.unit]
 
 
 def bound_loop(loop: Loop, gpu: Gpu, warps: int, depths: tuple[int, int]) -> tuple[LoopBound, LoopBound] | None:
-    """Of the cheapest and of the dearest way through a loop; none if it is not known how many pairs it computes.
+    """Bound the shortest and the longest path through a loop; None if the number of its pairs is not known.
 
     Args:
-      loop: of a kernel.
-      gpu: whose throughputs.
-      warps: of a block, by which a product that is the whole block's is divided.
-      depths: of keys and of values.
+      loop: a loop of a kernel.
+      gpu: the GPU, which determines throughputs.
+      warps: warps of a block, among which a product of the whole block is divided.
+      depths: depths of keys and of values.
     """
     found = [_bound_path(way, loop.idle, gpu, warps, depths) for way in (loop.shortest, loop.longest)]
     return (found[0], found[1]) if found[0] and found[1] else None
@@ -129,6 +135,7 @@ def bound_loop(loop: Loop, gpu: Gpu, warps: int, depths: tuple[int, int]) -> tup
 def _bound_path(
     way: Sequence[Instruction], idle: Sequence[Instruction], gpu: Gpu, warps: int, depths: tuple[int, int]
 ) -> LoopBound | None:
+    """Bound one path through a loop; None if the number of its pairs is not known."""
     products = sum(one.product.multiplications / (one.product.warps or warps) for one in way if one.product)
     counts = count_instructions(way)
     known = count_pairs(products, counts[_EXPONENTIALS], counts[_ROUNDED_NUMBERS], depths)
@@ -136,7 +143,7 @@ def _bound_path(
         return None
     kind, pairs = known
     if any(one.product and not one.product.warps for one in way):
-        # One warp asks for the products of a block; the others pass that part by.
+        # One warp issues the products of the whole block. The others skip that part.
         others = count_instructions(idle)
         counts = {name: (count + (warps - 1) * others.get(name, 0.0)) / warps for name, count in counts.items()}
     tensor = sum(
@@ -158,7 +165,7 @@ def _bound_path(
 
 
 def count_instructions(way: Iterable[Instruction]) -> dict[str, float]:
-    """Instructions by what they do: all that take a turn of a scheduler, and those of each unit."""
+    """Count the instructions of a path: all of them, those of each unit, and those that tell the pairs."""
     way = list(way)
     names = Counter(one.name for one in way)
     return {
@@ -176,22 +183,25 @@ def count_instructions(way: Iterable[Instruction]) -> dict[str, float]:
 def count_pairs(
     products: float, exponentials: float, rounded: float, depths: tuple[int, int]
 ) -> tuple[str, float] | None:
-    """How many pairs a turn of a warp computes, and which products it has.
+    """Find how many pairs an iteration of a warp computes, and the kind of the loop.
 
-    A pair takes as many multiplications as its products sum over. Which products these are, whether a depth is filled
-    up to a multiple of 64 or to a power of two, and whether several warps compute the same pairs, is told by two more
-    things that the code says: an exponential for each pair, in the forward pass some more for rows; and numbers that
-    are rounded for a product, one of each pair or two. What says that no warp repeats another goes before the rest, and
-    then the most pairs.
+    Each product multiplies once for every pair and every term that it sums over. That leaves open which products the
+    loop has, whether a depth is padded to a multiple of 64 or to a power of two, and whether several warps compute the
+    same pairs. Two more counts decide:
+
+    - Each pair takes one exponential; in the forward pass rows take some more.
+    - One or two numbers of each pair are rounded as operands of a product.
+
+    If several answers fit, one without repeated pairs is preferred, then the one with the most pairs.
 
     Args:
-      products: numbers that are multiplied, of one warp.
-      exponentials: `MUFU.EX2`, each of a whole warp.
-      rounded: numbers of each thread that are rounded to 16 bits; 0 where the operands have more.
-      depths: of keys and of values.
+      products: multiplications of one warp on the tensor cores.
+      exponentials: number of `MUFU.EX2` instructions, each of which computes one exponential in every thread.
+      rounded: numbers that each thread rounds to 16 bits; 0 if the operands have more bits.
+      depths: depths of keys and of values.
 
     Returns:
-      the kind of the loop and its pairs; none if no number fits.
+      the name of the loop's kind and the number of pairs; None if nothing fits.
     """
     there = exponentials * _WARP_SIZE
     of_keys, of_values = ({-(-depth // 64) * 64, 1 << (depth - 1).bit_length()} for depth in depths)
@@ -210,7 +220,7 @@ def count_pairs(
 
 
 def _count_shared_bytes(one: Instruction) -> int:
-    """What an instruction of a warp reads or writes of shared memory."""
+    """Count the bytes of shared memory that an instruction of a warp reads or writes."""
     if one.name in ("LDSM", "STSM"):
         matrices = one.opcode.rpartition(".")[2]
         return 128 * (int(matrices) if matrices.isdigit() else 1)
@@ -221,14 +231,21 @@ def _count_shared_bytes(one: Instruction) -> int:
 
 
 def _count_product_bytes(way: Iterable[Instruction], warps: int) -> float:
+    """Count the bytes of shared memory that the matrix products of one warp read."""
     return sum(one.product.shared_bytes / (one.product.warps or warps) for one in way if one.product)
 
 
 def compute_occupancy(gpu: Gpu, *, threads: int, registers: float, shared_bytes: float) -> float:
-    """The part of a multiprocessor's 64 warps that fit at once, by registers, shared memory and blocks.
+    """Compute the occupancy: the share of a multiprocessor's 64 warps that fit at once.
 
     Limits of compute capability 8.0, 9.0 and 10.0 (CUDA C++ programming guide, "Compute capabilities"): 65,536
-    registers, given to a warp by 256 at a time; 32 blocks; a KiB of shared memory of each block is the system's.
+    registers, allocated to a warp in units of 256; 32 blocks; 1 KiB of shared memory reserved for each block.
+
+    Args:
+      gpu: the GPU, which determines the shared memory.
+      threads: threads of a block.
+      registers: registers of a thread.
+      shared_bytes: shared memory of a block.
     """
     warps = -(-threads // _WARP_SIZE)
     of_warp = -(-int(registers) * _WARP_SIZE // 256) * 256
@@ -245,11 +262,11 @@ _MAX_BLOCKS, MAX_WARPS, _MAX_REGISTERS = 32, 64, 65536
 
 
 def compute_kernel_figures(loops: Sequence[Loop], gpu: Gpu, warps: int, depths: tuple[int, int]) -> dict[str, float]:
-    """The figures of a kernel out of its loops; those of instructions and cycles only where its pairs are known.
+    """Compute the figures of a kernel from its loops; empty if the number of pairs of a loop is not known.
 
-    Loops of one kind, of blocks without a mask and of blocks with one, compute pairs of which each is in one of them.
-    The cheapest way is told as that of full blocks, the dearest as that of masked ones. Those of different kinds each
-    compute all pairs, so they add up.
+    A kernel may have several loops of one kind, for blocks with and without a mask. Each pair is in one of them. So the
+    shortest path counts for full blocks, and the longest for masked blocks. Loops of different kinds each compute all
+    pairs, so their cycles are added.
     """
     of_kind: dict[str, list[LoopBound]] = {}
     for loop in loops:
@@ -275,4 +292,5 @@ def compute_kernel_figures(loops: Sequence[Loop], gpu: Gpu, warps: int, depths: 
 
 
 def _get_sort_key(one: LoopBound) -> tuple[float, float]:
+    """Return the key by which bounds are sorted."""
     return one.least, one.cycles["issue"]

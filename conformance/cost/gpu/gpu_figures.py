@@ -1,8 +1,8 @@
-"""What the kernels of a GPU program take of a multiprocessor, and the least cycles that they can take.
+"""Measure the kernels of a compiled GPU program: registers, spills, shared memory, and a lower bound on cycles.
 
-XLA leaves the assembler text of its own kernels, Triton's among them, in a folder. The compiler of Mosaic GPU kernels
-prints it. `ptxas`, NVIDIA's assembler, says with `--verbose` how many registers a kernel has and how many it spills,
-and `nvdisasm`, the disassembler, what instructions it became.
+XLA writes the PTX of its own kernels, Triton's included, to a folder. The compiler of Mosaic GPU kernels prints it.
+NVIDIA's assembler, `ptxas --verbose`, reports a kernel's registers and spills. The disassembler, `nvdisasm`, shows the
+machine code.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from typing import Any
 from jaxlib.mlir import ir
 
 from conformance.accelerators.gpus import Gpu
+from conformance.accelerators.mosaic_kernels import iter_mosaic_kernels
 from conformance.cost.gpu import gpu_cycle_bounds, sass_loops
 
-# Makes the compiler of Mosaic GPU kernels print each, and what `ptxas --verbose` says of it.
+# Make the compiler of Mosaic GPU kernels print each kernel's PTX, and the output of `ptxas --verbose`.
 VERBOSE_VARIABLES = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1"}
-KERNEL_HASH = "kernel_hash"
-"""Under which a Mosaic GPU kernel comes with what it is known by to its compiler."""
 _MODULE = "module"
 _LAUNCH, _FUNCTION = "gpu.launch", "func.func"
-_MOSAIC_SUFFIX = "_mosaic_gpu"  # ends the names of its kernels, and `_kernel`, where they are functions of the GPU
+_MOSAIC_SUFFIX = "_mosaic_gpu"  # suffix of its kernels' names; functions on the GPU have `_kernel` after it
 _LAUNCH_LINE = re.compile(r"(?:([\w.$]+) grid: .*)?shared_memory: (\d+) bytes")
 _ENTRY_LINE = re.compile(r"Compiling entry function '([^']+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLED_BYTES = re.compile(r"(\d+) bytes spill stores")
-_PTX_START = ".version "  # begins an assembler text among what is printed
+_PTX_START = ".version "  # begins PTX within printed lines
 _PTXAS_LINE = "ptxas "
 _ENTRY = re.compile(r"\.entry\s+([\w.$]+)\s*\(.*?\)\s*((?:\.\w+[^{\n]*\n)*)", re.DOTALL)
 _THREADS_DIRECTIVE = re.compile(r"\.(?:req|max)ntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?")
@@ -38,7 +37,12 @@ _THREADS_DIRECTIVE = re.compile(r"\.(?:req|max)ntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*
 
 @dataclasses.dataclass(frozen=True)
 class NvidiaTools:
-    """NVIDIA's programs: the assembler, and the disassembler if it is there."""
+    """Paths of NVIDIA's programs.
+
+    Attributes:
+      ptxas: the assembler.
+      nvdisasm: the disassembler, if it is installed.
+    """
 
     ptxas: Path
     nvdisasm: Path | None
@@ -52,20 +56,20 @@ def compute_gpu_figures(
     gpu: Gpu,
     depths: tuple[int, int] | None,
 ) -> dict[str, float]:
-    """The most that one kernel of a program takes, and what each kernel that multiplies matrices takes.
+    """Compute the figures of a GPU program: the largest of all kernels, and those of each kernel with matrix products.
 
     Args:
-      folder: what XLA dumped.
-      said: lines that were printed while it compiled.
-      shared: shared memory of each Mosaic GPU kernel in the program, in bytes, by its name.
-      programs: which take code apart and together.
-      gpu: what it was compiled for.
-      depths: of keys and of values, if the program is attention.
+      folder: the folder that XLA wrote to.
+      said: lines that were printed while the program was compiled.
+      shared: shared memory of each Mosaic GPU kernel of the program, in bytes, by its name.
+      programs: NVIDIA's assembler and disassembler.
+      gpu: the GPU that the program was compiled for.
+      depths: depths of keys and of values, if the program is attention.
 
     Returns:
-      `shared_bytes` of a program of the grid, `registers` of a thread and `spilled_bytes` of a thread, each where it is
-      told. Of each kernel with a loop over products these by `<kernel>.<figure>`, its `occupancy`, and its bound
-      (`conformance.cost.gpu.gpu_cycle_bounds`).
+      `shared_bytes` of a block, and `registers` and `spilled_bytes` of a thread, as far as they are known. Then, for
+      each kernel that has a loop with matrix products, these figures as `<kernel>.<figure>`, its `occupancy`, and its
+      bound (`conformance.cost.gpu.gpu_cycle_bounds`).
     """
     launched = [found for text in folder.glob("*.thunk_sequence.txt") for found in _parse_launches(text.read_text())]
     lines, kernels = list(said), list[tuple[str, dict[str, float]]]()
@@ -83,7 +87,7 @@ def compute_gpu_figures(
 
 
 def _number_names(kernels: Iterable[tuple[str, dict[str, float]]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Kernels that differ, under names that differ: the second of a name is `<name>_2`."""
+    """Give kernels with different figures different names: the second of a name becomes `<name>_2`."""
     known: dict[str, list[dict[str, float]]] = {}
     for name, told in kernels:
         alike = known.setdefault(name, [])
@@ -93,7 +97,7 @@ def _number_names(kernels: Iterable[tuple[str, dict[str, float]]]) -> Iterator[t
 
 
 def list_ptx_files(folder: Path, said: Sequence[str]) -> list[Path]:
-    """Assembler texts: what XLA left in the folder, and what was printed, which is put there."""
+    """List the PTX files in the folder, after writing the PTX that was printed there too."""
     texts: list[list[str]] = []
     inside = False
     for line in said:
@@ -108,15 +112,17 @@ def list_ptx_files(folder: Path, said: Sequence[str]) -> list[Path]:
 
 
 def _parse_launches(text: str) -> list[tuple[str, int]]:
+    """Parse the launches of XLA's thunks: name of the kernel, or empty, and its shared memory in bytes."""
     return [(found[1] or "", int(found[2])) for found in map(_LAUNCH_LINE.search, text.splitlines()) if found]
 
 
 def _iter_numbers(pattern: re.Pattern[str], lines: Iterable[str]) -> Iterator[int]:
+    """Yield the number in each line that matches."""
     return (int(match[1]) for line in lines if (match := pattern.search(line)))
 
 
 def _assemble(source: Path, programs: NvidiaTools, architecture: str) -> tuple[list[str], str]:
-    """What the assembler says of a text, and its instructions; none where they cannot be had."""
+    """Assemble PTX, and return the assembler's output and the disassembly; the latter is empty if there is none."""
     binary = source.with_suffix(".cubin")
     command = [str(programs.ptxas), "--verbose", f"--gpu-name={architecture}", f"--output-file={binary}", str(source)]
     heard = subprocess.run(command, capture_output=True, text=True, check=False).stderr.splitlines()
@@ -134,7 +140,16 @@ def _iter_kernel_figures(
     gpu: Gpu,
     depths: tuple[int, int] | None,
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """The kernels of a text that have loops over products, each with its figures."""
+    """Yield each kernel of a PTX file that has loops with matrix products, with its figures.
+
+    Args:
+      text: the PTX.
+      heard: the assembler's output.
+      code: the disassembly.
+      shared: shared memory of kernels in bytes, by name.
+      gpu: the GPU.
+      depths: depths of keys and of values, if the program is attention.
+    """
     threads = {name: _count_threads(rest) for name, rest in _ENTRY.findall(text)}
     for name, loops in sass_loops.iter_kernels_with_loops(sass_loops.parse_sass(code)):
         plain = name.removesuffix("_kernel").removesuffix(_MOSAIC_SUFFIX) if _MOSAIC_SUFFIX in name else name
@@ -155,14 +170,14 @@ def _iter_kernel_figures(
 
 
 def _count_threads(directives: str) -> int:
-    """Of a block, as the directives of a kernel say; 0 if they do not."""
+    """Return the number of threads per block, as the directives of a kernel say; 0 if they do not."""
     found = _THREADS_DIRECTIVE.search(directives)
     sizes = [int(size) for size in found.groups() if size] if found else [0]
     return sizes[0] * (sizes[1] if len(sizes) > 1 else 1) * (sizes[2] if len(sizes) > 2 else 1)
 
 
 def _select_kernel_lines(kernel: str, heard: Sequence[str]) -> list[str]:
-    """The lines that the assembler says of one kernel."""
+    """Select the lines of the assembler's output that belong to one kernel."""
     own: list[str] = []
     current = ""
     for line in heard:
@@ -173,30 +188,16 @@ def _select_kernel_lines(kernel: str, heard: Sequence[str]) -> list[str]:
     return own
 
 
-def iter_mosaic_kernels(module: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The calls of Mosaic GPU kernels in a lowered module, each with its configuration."""
-    found = []
-
-    def look(operation: ir.Operation) -> ir.WalkResult:
-        config: Any = operation.attributes.get("mhlo.backend_config", None)
-        if isinstance(config, ir.DictAttr) and KERNEL_HASH in config:
-            found.append((operation, {config[at].name: config[at].attr for at in range(len(config))}))
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(look)
-    yield from found
-
-
 def measure_mosaic_shared_bytes(module: Any) -> dict[str, int]:
-    """The shared memory that each Mosaic GPU kernel of a lowered module asks for, by the kernel's name.
+    """Read the shared memory, in bytes, that each Mosaic GPU kernel of a lowered module requests, by name.
 
-    It is the last operand of the kernel's launch, a constant. Empty if the kernels are not as this expects.
+    It is the last operand of the kernel's launch, a constant. Kernels of another form are left out.
     """
     sizes: dict[str, int] = {}
     last: list[int] = []
 
     def look(operation: ir.Operation) -> ir.WalkResult:
-        # A function comes after the launch in it.
+        # The walk is in post-order: a function comes after the launch inside it.
         if operation.name.endswith(_LAUNCH):
             constant: Any = operation.operands[len(operation.operands) - 1].owner
             if "value" in constant.attributes:

@@ -1,9 +1,9 @@
-"""Loops of a GPU kernel's machine code, as NVIDIA's disassembler `nvdisasm` prints it.
+"""Find the loops of a GPU kernel in its machine code (SASS), as NVIDIA's disassembler `nvdisasm` prints it.
 
-A kernel of attention spends its time in loops over blocks that multiply matrices. Nothing else is assumed of it: code
-is cut at branches and labels, loops are found by their back edges, and of a loop the ways from its begin to its end
-are looked at that multiply the most. A loop within, that multiplies nothing, is a wait: a way around it is taken
-where there is one.
+The only assumption is that an attention kernel spends its time in loops over blocks that multiply matrices. The code is
+split into basic blocks at branches and labels, and back edges give the loops. Of each loop, the paths from its start to
+its end are considered that have the most matrix products. An inner loop without matrix products is a wait, and a path
+avoids it if it can.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Instruction:
     """One instruction of a warp.
 
     Attributes:
-      opcode: with its modifiers, "HMMA.16816.F32.BF16".
-      operands: their text.
-      predicate: under which it acts; empty if always. It takes its turn either way.
-      labels: those that stand before it.
-      product: what it multiplies on the tensor cores, if it does.
+      opcode: the opcode with its modifiers, such as `HMMA.16816.F32.BF16`.
+      operands: text of the operands.
+      predicate: the predicate under which it acts; empty if it always acts. It is issued either way.
+      labels: labels in front of it.
+      product: the matrix product that it does on the tensor cores, if any.
     """
 
     opcode: str
@@ -49,31 +49,31 @@ class Instruction:
 
     @functools.cached_property
     def target(self) -> str | None:
-        """The label that it may jump to."""
+        """The label that it may jump to, or None."""
         found = _TARGET.search(self.operands) if self.name in _JUMPS else None
         return found[1] if found else None
 
     @property
     def falls_through(self) -> bool:
-        """Whether the next instruction may follow."""
+        """Whether execution may continue with the next instruction."""
         if self.name in _ENDS:
             return bool(self.predicate)
-        # Of a conditional jump, the condition is a predicate or stands before the target.
+        # The condition of a conditional jump is a predicate, or an operand before the target.
         return self.name not in ("BRA", "JMP") or bool(self.predicate) or not self.operands.lstrip().startswith("`")
 
 
 PathWork = tuple[float, float]
-"""Of a way: products of all its threads, and instructions."""
+"""Work of a path: multiplications on the tensor cores, and instructions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """An innermost loop that multiplies matrices: what one turn of a warp runs.
+    """An innermost loop that multiplies matrices, as instructions that one iteration of a warp runs.
 
     Attributes:
-      cheapest: the shortest way from begin to end, of those that multiply the most.
-      dearest: the longest of these.
-      idle: the shortest way of a warp whose products another one asks for.
+      cheapest: the shortest path from start to end among those with the most matrix products.
+      dearest: the longest path among those with the most matrix products.
+      idle: the shortest path of a warp for which another warp issues the products.
     """
 
     shortest: tuple[Instruction, ...]
@@ -82,7 +82,7 @@ class Loop:
 
 
 def parse_sass(text: str) -> dict[str, tuple[Instruction, ...]]:
-    """The instructions of each function, by its name, in what `nvdisasm --print-code` printed."""
+    """Parse the output of `nvdisasm --print-code` into the instructions of each function, by its name."""
     found: dict[str, list[Instruction]] = {}
     here: list[Instruction] | None = None
     labels: list[str] = []
@@ -102,7 +102,7 @@ def parse_sass(text: str) -> dict[str, tuple[Instruction, ...]]:
 
 
 def find_loops(code: Sequence[Instruction]) -> list[Loop]:
-    """The innermost loops that multiply matrices, in order."""
+    """Find the innermost loops that multiply matrices, in the order of the code."""
     blocks = _split_blocks(code)
     follow = _find_edges(code, blocks)
     order = _order_blocks(follow)
@@ -125,7 +125,7 @@ def find_loops(code: Sequence[Instruction]) -> list[Loop]:
 
 
 def _split_blocks(code: Sequence[Instruction]) -> list[range]:
-    """The code cut where something may jump to, and after what may jump."""
+    """Split the code into basic blocks: at labels, and after jumps and ends."""
     starts = {0} | {at for at, one in enumerate(code) if one.labels}
     starts |= {at + 1 for at, one in enumerate(code) if one.target or not one.falls_through or one.name in _ENDS}
     cuts = sorted(start for start in starts if start < len(code))
@@ -133,7 +133,7 @@ def _split_blocks(code: Sequence[Instruction]) -> list[range]:
 
 
 def _find_edges(code: Sequence[Instruction], blocks: Sequence[range]) -> list[tuple[int, ...]]:
-    """The blocks that may follow each block."""
+    """Find the blocks that may follow each block."""
     at_label = {label: number for number, block in enumerate(blocks) for label in code[block.start].labels}
     found = []
     for number, block in enumerate(blocks):
@@ -146,7 +146,7 @@ def _find_edges(code: Sequence[Instruction], blocks: Sequence[range]) -> list[tu
 
 
 def _order_blocks(follow: Sequence[Sequence[int]]) -> list[int]:
-    """Blocks that can be reached from the first one, each before those that follow it but for back edges."""
+    """List the reachable blocks in reverse post-order: each before its successors, except along back edges."""
     seen, done = {0}, list[int]()
     stack = [(0, iter(follow[0]))]
     while stack:
@@ -162,12 +162,12 @@ def _order_blocks(follow: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _find_natural_loops(follow: Sequence[Sequence[int]], order: Sequence[int]) -> dict[int, set[int]]:
-    """The blocks of each loop by its first block: every way into it goes through that one."""
+    """Find the blocks of each natural loop by its head, which dominates all of them."""
     before: dict[int, list[int]] = {at: [] for at in order}
     for at in order:
         for after in follow[at]:
             before[after].append(at)
-    # A block's dominators: itself, and those of all blocks before it.
+    # The dominators of a block are itself and the common dominators of its predecessors.
     above = {at: set(order) for at in order}
     above[order[0]] = {order[0]}
     changed = True
@@ -190,7 +190,16 @@ def _find_natural_loops(follow: Sequence[Sequence[int]], order: Sequence[int]) -
 
 @dataclasses.dataclass(frozen=True)
 class _LoopPaths:
-    """The ways through a loop from its first block back to it."""
+    """The paths through a loop from its head back to it.
+
+    Attributes:
+      code: the instructions of the function.
+      blocks: the basic blocks, as ranges of instructions.
+      follow: the successors of each block.
+      order: reachable blocks in reverse post-order.
+      head: the first block of the loop.
+      body: the blocks of the loop that paths may use.
+    """
 
     code: Sequence[Instruction]
     blocks: Sequence[range]
@@ -200,15 +209,22 @@ class _LoopPaths:
     body: frozenset[int]
 
     def avoid(self, wait: Iterable[int]) -> _LoopPaths:
-        """The same without these blocks, unless no way that multiplies as much is left."""
+        """Return the paths that avoid these blocks, unless that loses matrix products."""
         other = dataclasses.replace(self, body=self.body - frozenset(wait))
         most, left = (_count_multiplications(ways.best(-1, 1)) for ways in (self, other))
         return other if left >= most else self
 
     def best(self, longer: int, multiplying: int) -> tuple[Instruction, ...]:
-        """Of the ways that multiply the most, or of all (0), the longest or the shortest (-1); none if there is none.
+        """Return the longest or shortest loop path, optionally among those with the most matrix products.
 
-        Back edges of loops within are left out, so that these count once.
+        Back edges of inner loops are left out, so each inner loop counts once.
+
+        Args:
+          longer: 1 for the longest path, -1 for the shortest.
+          multiplying: 1 to consider only paths with the most matrix products, 0 to consider all paths.
+
+        Returns:
+          the instructions of the path; empty if there is no path.
         """
         place = {at: number for number, at in enumerate(self.order)}
         found: dict[int, tuple[PathWork, tuple[int, ...]]] = {self.head: (self._weigh(self.head, longer), (self.head,))}
@@ -230,19 +246,22 @@ class _LoopPaths:
         return tuple(i for at in max(ends, key=lambda end: end[0])[1] for i in self._instructions(at))
 
     def _weigh(self, at: int, longer: int) -> PathWork:
+        """Return the multiplications of a block, and its length times `longer`."""
         inside = self._instructions(at)
         return _count_multiplications(inside), longer * len(inside)
 
     def _instructions(self, at: int) -> Sequence[Instruction]:
+        """Return the instructions of a block."""
         return self.code[self.blocks[at].start : self.blocks[at].stop]
 
 
 def _count_multiplications(code: Iterable[Instruction]) -> float:
+    """Count the multiplications on the tensor cores."""
     return sum(i.product.multiplications for i in code if i.product)
 
 
 def iter_kernels_with_loops(functions: Mapping[str, Sequence[Instruction]]) -> Iterator[tuple[str, list[Loop]]]:
-    """Each function that has loops which multiply matrices, with these."""
+    """Yield each function that has loops with matrix products, with these loops."""
     for name, code in functions.items():
         if any(i.product for i in code) and (found := find_loops(code)):
             yield name, found

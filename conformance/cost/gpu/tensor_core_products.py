@@ -1,8 +1,8 @@
-"""What the instructions of a GPU's tensor cores multiply, and what they read of shared memory to do so.
+"""Read the matrix products of tensor-core instructions, and the shared memory that they read.
 
-The shape stands in the opcode (`HMMA.16816`: 16 by 8 by 16, of a warp; `HGMMA.64x128x16`: of a warpgroup of four). From
-Blackwell on it stands in a word of 32 bits, the instruction descriptor (PTX ISA, "tcgen05 instruction descriptor"),
-which the code writes into a uniform register as a constant.
+Up to Hopper the opcode contains the shape: `HMMA.16816` is 16 by 8 by 16, of a warp; `HGMMA.64x128x16` is of a
+warpgroup of four warps. Since Blackwell the shape is in the instruction descriptor, a word of 32 bits (PTX ISA,
+"tcgen05 instruction descriptor"), which the code writes to a uniform register as a constant.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _WRITTEN = re.compile(r"(UR\d+)\b")
 
 @dataclasses.dataclass(frozen=True)
 class MatrixProduct:
-    """A product of matrices, `m` by `n`, each a sum of `k`.
+    """A matrix product of one instruction.
 
     Attributes:
-      m: rows.
-      n: columns.
-      k: terms.
-      bits: of an element of the operands.
-      warps: that share one such product; 0 if it is the whole block's.
-      first_in_shared_memory: whether the left operand is there.
-      second_in_shared_memory: whether the right one is.
+      m: rows of the result.
+      n: columns of the result.
+      k: terms of each sum.
+      bits: bits of an operand's element.
+      warps: number of warps that share the product; 0 if the whole block does.
+      first_in_shared_memory: whether the left operand is in shared memory.
+      second_in_shared_memory: whether the right operand is in shared memory.
     """
 
     m: int
@@ -44,28 +44,28 @@ class MatrixProduct:
 
     @property
     def name(self) -> str:
-        """As figures name it: by the shape."""
+        """Name of the product in figures."""
         return f"tensor_{self.m}x{self.n}x{self.k}"
 
     @property
     def multiplications(self) -> int:
-        """In all."""
+        """Number of scalar multiplications."""
         return self.m * self.n * self.k
 
     @property
     def shared_bytes(self) -> int:
-        """What is read of shared memory, if each operand there is read once."""
+        """Bytes of shared memory that are read, if each operand there is read once."""
         rows = self.m * self.first_in_shared_memory + self.n * self.second_in_shared_memory
         return rows * self.k * self.bits // 8
 
 
 def parse_product(opcode: str, operands: str, constants: MutableMapping[str, int]) -> MatrixProduct | None:
-    """What an instruction multiplies; none if it does not.
+    """Return the matrix product of an instruction; None if it has none, or its shape is not known.
 
     Args:
-      opcode: with its modifiers.
-      operands: their text.
-      constants: values of uniform registers, as far as they are known.
+      opcode: the opcode with its modifiers.
+      operands: text of the operands.
+      constants: known values of uniform registers.
     """
     if shape := _WARP.match(opcode):
         m, n, k = map(int, shape.groups())
@@ -101,11 +101,11 @@ def parse_product(opcode: str, operands: str, constants: MutableMapping[str, int
     )
 
 
-_TF32 = 2  # of the descriptor's formats of operands
+_TF32 = 2  # the descriptor's code for operands in tf32
 
 
 def note_constant(constants: MutableMapping[str, int], opcode: str, operands: str) -> None:
-    """Remember what an instruction writes into a uniform register, in the order of the text."""
+    """Update the known values of uniform registers by an instruction; call it in the order of the code."""
     written = _WRITTEN.match(operands)
     if written is None:
         return
@@ -117,7 +117,7 @@ def note_constant(constants: MutableMapping[str, int], opcode: str, operands: st
 
 
 def _get_operand_bits(opcode: str) -> int:
-    """Of an element of the operands, which the last modifier names."""
+    """Return the bits of an operand's element, by the opcode."""
     if ".TF32" in opcode:
         return 32
     if opcode.startswith("DMMA"):

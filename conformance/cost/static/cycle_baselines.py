@@ -1,8 +1,8 @@
-"""What our kernels cost by what compilers made of them, when somebody last looked: none may get slower unseen.
+"""Recorded static cycles of our kernels, so that no change makes one slower unnoticed.
 
-Of TPU kernels that is cycles by their schedules, of GPU kernels what the loops of their machine code issue and are
-bounded by. The figures belong to the compiler, so another version of it has figures of its own. `python -m conformance
-cycles --save` writes those of TPUs, and with `--target=h100` those of GPUs.
+For TPU kernels these are cycles from the compiler's schedules. For GPU kernels they are the lower bound and the issued
+instructions of the loops in their machine code. Each compiler version has figures of its own. `python -m conformance
+cycles --save` records the figures of TPUs, and those of GPUs with `--target=h100`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from conformance.cost.gpu import gpu_cycle_bounds
 TABLE = Path(__file__).with_name("cycle_baselines.json")
 SCHEMA = "attention-conformance/cycles/1"
 MAX_SLOWDOWN = 0.05
-"""How much slower than recorded is too slow: the compiler's own scheduling wavers by 3%."""
+"""Largest accepted increase over the recorded figure: the compiler's own scheduling varies by 3%."""
 _TPU_FIGURES = (".call_cycles", ".full_block_cycles")
 _GPU_FIGURES = tuple(
     f".{name}" for one in (gpu_cycle_bounds.BOUND_FIGURE, "issue_cycles") for name in (one, f"masked_{one}")
@@ -27,9 +27,13 @@ _GPU_FIGURES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class CycleBaseline:
-    """What is compiled: the call of an implementation in a case, with its gradients where the case has them.
+    """What is compiled for one baseline: an implementation's call on a case, with gradients if the case has them.
 
-    `only` names targets of the platform where it is not for all of them.
+    Attributes:
+      implementation: name of the implementation.
+      case: id of the case.
+      platform: `"tpu"` or `"gpu"`.
+      only: targets of the platform that it is for; all of them if empty.
     """
 
     implementation: str
@@ -38,7 +42,7 @@ class CycleBaseline:
     only: tuple[str, ...] = ()
 
     def asks(self, target: str) -> bool:
-        """Whether it is for this target."""
+        """Check whether the baseline is for this target."""
         return not self.only or target in self.only
 
 
@@ -51,38 +55,42 @@ TPU_BASELINES = (
     CycleBaseline("ragged_tpu", "decode/bf16/B2.T1.S2000.N8.K2.H128.V128/lengths-1999-300/normal/s0"),
     CycleBaseline("moba_tpu", "train/bf16/B1.T2048.S2048.N2.K1.H128.V128/moba-512-3/normal/s0"),
 )
-"""Depths, a short and a long mask, both dtypes, the fused backward, decoding and mixture of block attention.
+"""Several depths, a short and a long mask, both dtypes, the fused backward pass, decoding and MoBA.
 
-Each takes seconds a generation.
+Each takes seconds to compile for one generation.
 """
 GPU_BASELINES = tuple(
     CycleBaseline(name, f"train/bf16/B1.T4096.S4096.N1.K1.H{depth}.V{depth}/causal/normal/s0", "gpu", only)
     for name, only in (("flash_gpu", ()), ("flash_gpu_mosaic", ("h100",)))
     for depth in (64, 128)
 )
-"""Both back ends, at the depths that they are tuned for; each takes some ten seconds a GPU. Mosaic's is for Hopper."""
+"""Both back ends at the depths that they are tuned for; the Mosaic back end is for Hopper only.
+
+Each takes about ten seconds to compile for one GPU.
+"""
 
 Figures = dict[str, float]
-"""Cycles by kernel and figure, as `compiles` names them."""
+"""Cycles by `<kernel>.<figure>`, named as in records of the check `compiles`."""
 Table = dict[str, dict[str, Figures]]
 """Figures by compiler, and by implementation, case and generation."""
 
 
 def get_compiler_version(platform: str = "tpu") -> str:
-    """The versions on which a kernel's code depends, those of the compiler and of what lowers a kernel for it."""
+    """Return the versions that determine a kernel's code: of the compiler, and of jaxlib, which lowers the kernel."""
     package = {"tpu": "libtpu", "gpu": "nvidia-cuda-nvcc"}[platform]
     return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in (package, "jaxlib"))
 
 
 def format_key(bar: CycleBaseline, target: str) -> str:
-    """Where the table keeps the figures of a bar for a generation."""
+    """Format the key of a baseline's figures for one target in the table."""
     return f"{bar.implementation} {bar.case} {target}"
 
 
 def select_estimates(figures: Mapping[str, float]) -> Figures:
-    """Of a program's figures those that must not rise.
+    """Select the figures of a program that must not rise.
 
-    Of each TPU kernel its call, or a block where that is unknown; of a GPU kernel the bound and what is issued.
+    For a TPU kernel these are the cycles of its call, or those of a block if the call's are not known. For a GPU kernel
+    they are the bound and the issued instructions.
     """
     kernels = dict.fromkeys(name.rpartition(".")[0] for name in figures if name.endswith(_TPU_FIGURES))
     found = ((kernel + figure for figure in _TPU_FIGURES if kernel + figure in figures) for kernel in kernels)
@@ -91,7 +99,7 @@ def select_estimates(figures: Mapping[str, float]) -> Figures:
 
 
 def list_regressions(recorded: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
-    """What is wrong of figures, a line each: more than was recorded by more than `SLOWER`, or gone."""
+    """List regressions, one line each: figures that rose by more than `SLOWER`, and figures that disappeared."""
     gone = [f"{name} is no longer known, and was {recorded[name]:,.0f}" for name in recorded if name not in now]
     return gone + [
         f"{name} is {now[name]:,.6g}, {now[name] / kept - 1:.1%} more than the recorded {kept:,.6g}"
@@ -101,7 +109,11 @@ def list_regressions(recorded: Mapping[str, float], now: Mapping[str, float]) ->
 
 
 def read_baselines(path: Path = TABLE) -> Table:
-    """The table. Raises `ValueError` if the file is not one."""
+    """Read the table; empty if there is no file.
+
+    Raises:
+      ValueError: if the file has another schema.
+    """
     if not path.exists():
         return {}
     data = json.loads(path.read_text(encoding="utf-8"))
@@ -112,7 +124,7 @@ def read_baselines(path: Path = TABLE) -> Table:
 
 
 def write_baselines(found: Mapping[str, Figures], path: Path = TABLE, platform: str = "tpu") -> None:
-    """Keep figures of this compiler, by name; those of other places and compilers stay."""
+    """Record figures by key for the installed compiler; figures of other keys and compilers stay."""
     table = read_baselines(path)
     kept = table.get(get_compiler_version(platform), {}) | dict(found)
     table[get_compiler_version(platform)] = {place: dict(sorted(kept[place].items())) for place in sorted(kept)}

@@ -1,4 +1,4 @@
-"""Whether a clock puts the candidates of a knob in the order in which their static cycles do."""
+"""Compare the order of a knob's candidates by static cycles with their order by time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from conformance.cost.static.static_tuning import MIN_SAVING
 
 
 def describe_rank_agreement(static: Mapping[str, float], seconds: Mapping[str, float]) -> str:
-    """How many pairs of candidates that static cycles tell apart are in the same order by time; "" if there are none.
+    """Say how many pairs of candidates have the same order by static cycles and by time.
+
+    Only pairs count whose static cycles differ clearly. If there are none, the text is empty.
 
     Args:
-      static: cycles of a call by candidate, counted without the chip.
-      seconds: median seconds of a call by candidate, on the chip; of those in both, pairs are compared.
+      static: static cycles of a call by candidate.
+      seconds: median seconds of a call on the chip by candidate. Candidates in both mappings are compared.
     """
     both = sorted((cycles, name) for name, cycles in static.items() if name in seconds)
     told = [

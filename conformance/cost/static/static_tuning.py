@@ -1,13 +1,13 @@
-"""Choosing an implementation's settings without its accelerator: by the cycles that its compiler's schedules come to.
+"""Choose an implementation's settings without its accelerator, by the static cycles of its compiler's schedules.
 
-Every candidate is compiled, and the call of its kernel counted (`conformance.cost.tpu.tpu_figures`). That is
-deterministic, and was never checked on a chip. The first candidate is taken that needs not clearly more cycles than
-the one with the fewest: the setting in force comes before all, and then they come as the implementation names them. One
-that does not compile, or of whose call the cycles are not known, is shown and never chosen.
+Every candidate is compiled, and the cycles of its kernel's call are estimated (`conformance.cost.tpu.tpu_figures`).
+That is deterministic, and no chip has confirmed it. The first candidate is chosen whose cycles do not clearly exceed
+the fewest. The setting in force comes first, then the others in the order of the implementation. A candidate that does
+not compile, or whose cycles are not known, is shown and never chosen.
 
-To the cycles of a call comes the time in which HBM gives and takes what else crosses for its kernel (`Knob.traffic`),
-and a call is never shorter than all that crosses in it. Where several kernels give the same results, the first way is
-taken unless another is shorter by more than `FAR`: these sums say less than two schedules of one kernel do.
+The cycles of a call are at least those in which HBM transfers everything for it. Other traffic of a kernel
+(`Knob.traffic`) is added. If several sets of kernels compute the same results, the first is chosen unless another is
+shorter by more than `MIN_SAVING`. Sums over kernels are less exact than two schedules of one kernel.
 """
 
 from __future__ import annotations
@@ -26,18 +26,25 @@ from conformance.execution.executor import Executor
 from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
 
 SCHEDULING_NOISE = 0.03
-"""By which part cycles differ and say nothing: so much the scheduling itself wavers."""
+"""Relative difference of cycles that means nothing: the scheduling itself varies by this much."""
 MIN_SAVING = 0.05
-"""By which part one way must be shorter than another."""
+"""Relative saving by which one set of kernels must be shorter than another."""
 
 CompileResult = Mapping[str, float] | str
-"""What compiling gave: figures, or why there are none."""
+"""Result of compiling: figures, or why there are none."""
 CompileCall = Callable[[Executor, object, CompileTarget], CompileResult]
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A candidate: cycles of the call of its kernel, or why there are none; and of what is done beside it."""
+    """The static cycles of a candidate.
+
+    Attributes:
+      setting: the candidate.
+      cycles: cycles of its kernel's call; None if they are not known.
+      reason: why they are not known.
+      beside: cycles in which HBM transfers what else the kernel needs (`Knob.traffic`).
+    """
 
     setting: Setting
     cycles: float | None
@@ -46,13 +53,20 @@ class Estimate:
 
     @property
     def whole(self) -> float:
-        """Cycles of both, infinite where those of the call are not known."""
+        """Cycles of the call and beside it; infinite if those of the call are not known."""
         return float("inf") if self.cycles is None else self.cycles + self.beside
 
 
 @dataclasses.dataclass(frozen=True)
 class StaticChoice:
-    """What one knob gave: the setting now, the one before, and every candidate."""
+    """Result of choosing one knob's setting.
+
+    Attributes:
+      knob: name of the knob.
+      setting: the chosen setting.
+      before: the setting that was in force.
+      estimates: the estimate of each candidate.
+    """
 
     knob: str
     setting: Setting
@@ -60,7 +74,7 @@ class StaticChoice:
     estimates: tuple[Estimate, ...]
 
     def of(self, setting: Setting) -> Estimate:
-        """Of a candidate."""
+        """Return the estimate of a setting."""
         return next(one for one in self.estimates if dict(one.setting) == dict(setting))
 
 
@@ -74,17 +88,19 @@ def tune_statically(
     knobs: Sequence[Knob],
     on_step: Callable[[str], None] = lambda text: None,
 ) -> list[StaticChoice]:
-    """Choose for one case and generation.
+    """Choose settings for one case and one chip.
+
+    Kernels of one call are compiled together: with their first candidates, then with their second ones, and so on.
 
     Args:
-      implementation: whose settings.
-      tunable: its declaration, which has a `native` call.
-      case: what is compiled.
-      target: for which generation.
-      compiled: compiles a call of the problem, with its gradients if a knob is of the backward pass.
-      knobs: which; kernels that one call has are compiled with their first candidates, then with their second ones, and
-        so on. Of a knob that chooses among kernels, those that are not asked for have the setting in force.
-      on_step: told what happens now.
+      implementation: the implementation.
+      tunable: its declaration of knobs, which has a `native` call.
+      case: the case to compile.
+      target: the chip.
+      compiled: compiles a call of the problem, with its gradients if a knob belongs to the backward pass.
+      knobs: the knobs to choose. If one chooses among kernels, kernels that are not in `knobs` keep the setting in
+        force.
+      on_step: called with what happens now, for the progress display.
     """
     native = tunable.native
     assert native is not None
@@ -124,7 +140,10 @@ def tune_statically(
 
 
 def _group_by_call(knobs: Sequence[Knob]) -> list[list[Knob]]:
-    """Kernels by what else is set for them; one for which nothing is goes with the first of them."""
+    """Group kernels that one call compiles together.
+
+    Kernels with the same other settings (`Knob.given`) are a group. Kernels without any join the first group.
+    """
     found: dict[str, list[Knob]] = {}
     for knob in sorted(knobs, key=lambda knob: not knob.given):
         found.setdefault(str(knob.given) if knob.given else next(iter(found), ""), []).append(knob)
@@ -132,12 +151,14 @@ def _group_by_call(knobs: Sequence[Knob]) -> list[list[Knob]]:
 
 
 def _remove_duplicates(settings: Sequence[Setting]) -> list[Setting]:
+    """Keep the first of equal settings."""
     return [one for place, one in enumerate(settings) if dict(one) not in [dict(other) for other in settings[:place]]]
 
 
 def _estimate_candidate(
     knob: Knob, setting: Setting, told: CompileResult, traffic: Traffic, target: CompileTarget
 ) -> Estimate:
+    """Estimate a candidate from the figures of its program, or from the reason why there are none."""
     if isinstance(told, str):
         return Estimate(setting, None, told)
     kernel = next((name.rpartition(".")[0] for name in told if name.endswith(f"{knob.kernel}.call_cycles")), None)
@@ -151,14 +172,14 @@ def _estimate_candidate(
 
 
 def _choose_setting(knob: str, estimates: Sequence[Estimate]) -> StaticChoice:
-    """Of the candidates that take the fewest cycles, or not clearly more, the first: what is in force, if it is one."""
+    """Choose the first candidate whose cycles do not clearly exceed the fewest; the setting in force comes first."""
     before, least = estimates[0].setting, min(one.whole for one in estimates)
     few = (one.setting for one in estimates if one.cycles is not None and one.whole <= (1 + SCHEDULING_NOISE) * least)
     return StaticChoice(knob, next(few, before), before, tuple(estimates))
 
 
 def _choose_kernels(knob: Knob, before: Setting, choices: Mapping[str, StaticChoice]) -> StaticChoice:
-    """Of several sets of kernels, each at its choice, the first unless another is far shorter."""
+    """Choose among sets of kernels, each at its chosen setting: the first, unless another is much shorter."""
     estimates = []
     for setting, names in knob.ways:
         parts = [choices[name].of(choices[name].setting) for name in names]

@@ -1,1 +1,1 @@
-"""Timing implementations side by side, and choosing block sizes by it: what it costs, never whether it is right."""
+"""Time implementations side by side, and choose block sizes by timing."""

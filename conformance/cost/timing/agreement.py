@@ -1,8 +1,8 @@
-"""Whether a timed program computes attention at all, so that nothing wrong is ranked by its speed.
+"""Check roughly whether a timed program computes attention, so that no wrong program is ranked by its speed.
 
-This is a coarse look, not the gate: `run` is what decides whether a kernel conforms. Some queries of every batch row
-and head are compared with the float64 oracle. The cotangent is zero for all other queries, so that the oracle can leave
-them out of the gradients too. Errors are judged by the gate's own bounds, with room to spare.
+Only `run` decides whether a kernel conforms. Here some queries of every batch row and head are compared with the
+float64 oracle. The cotangent is zero for all other queries, so the oracle can leave them out of the gradients too.
+Errors are measured against the bounds of the checks, with a wider limit.
 """
 
 from __future__ import annotations
@@ -24,29 +24,42 @@ from conformance.truth.rounding_bounds import Bounded, Expectation, compute_expe
 from conformance.truth.tolerances import Tolerances
 
 MAX_ERROR_OVER_LIMIT = 8.0
-"""Errors up to so many times the gate's limit agree: limits are calibrated at lengths of hundreds, not thousands."""
-_MAX_PAIRS = 1 << 21  # of the oracle: a few seconds in NumPy
+"""Largest accepted error over the limit of the checks, which is calibrated at lengths of hundreds, not thousands."""
+_MAX_PAIRS = 1 << 21  # the oracle takes a few seconds in NumPy for this many
 _MIN_ROWS, _MAX_ROWS = 4, 32
 _BY_GRADIENT = {operand.gradient: operand for operand in OPERANDS if operand.gradient}
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """`error` is the largest error over the gate's limit; `reason` says where, if that is too much."""
+    """How well sampled rows agree with the oracle.
+
+    Attributes:
+      error: the largest error over the limit of the checks.
+      reason: where the largest error is, if it is too large; otherwise empty.
+    """
 
     error: float
     reason: str = ""
 
     @property
     def agrees(self) -> bool:
-        """Whether the error is no more than a coarse look allows; NaN is."""
+        """Whether the error is accepted; NaN is not."""
         return self.error <= MAX_ERROR_OVER_LIMIT
 
 
 class SampledRows:
-    """Some queries of a problem, and what to expect of them, worked out once for each declared arithmetic."""
+    """Some queries of a problem with their exact results, computed once for each declared arithmetic."""
 
     def __init__(self, case: Case, problem: Problem, cotangent: np.ndarray, tolerances: Tolerances) -> None:
+        """Select the queries of a problem.
+
+        Args:
+          case: the case.
+          problem: its operands.
+          cotangent: cotangent of `out`, `[B, T, N, V]`.
+          tolerances: limits of the checks.
+        """
         self._case, self._problem, self._tolerances = case, problem, tolerances
         self.rows = choose_rows(case)
         self._allowed = compute_allowed(problem, self.rows)
@@ -55,21 +68,21 @@ class SampledRows:
         self._known: dict[Hashable, Expectation] = {}
 
     def cotangent(self, implementation: Implementation) -> np.ndarray:
-        """A cotangent of `out`, `[B, T, N, V]`, that is zero but for the sampled rows with a defined output."""
+        """Return a cotangent of `out`, `[B, T, N, V]`: zero, except for sampled rows with a defined output."""
         shape = (*self._problem.q.shape[:3], self._problem.v.shape[3])
         found = np.zeros(shape, self._do.dtype)
         found[:, self.rows] = self._select_cotangent(implementation)
         return found
 
     def judge(self, implementation: Implementation, results: Mapping[str, np.ndarray]) -> Agreement:
-        """Compare what a program returned for `cotangent(implementation)`: `out`, and the gradients if it has any."""
+        """Compare the results of a program for `cotangent(implementation)`: `out`, and gradients if there are any."""
         expectation = self._compute_expectation(implementation)
         expected = {"out": expectation.forward["out"], **expectation.gradients[0]}
         found = [self._compare(implementation, name, got, expected[name]) for name, got in results.items()]
         return max(found, key=lambda finding: finding.error)
 
     def describe_misshapen(self, name: str, shape: tuple[int, ...]) -> str:
-        """What is wrong with the shape of `out` or of a gradient; empty if nothing is."""
+        """Say what is wrong with the shape of `out` or of a gradient; empty if it is right."""
         problem = self._problem
         if name == "out":
             expected = (*problem.q.shape[:3], problem.v.shape[3])
@@ -110,12 +123,12 @@ class SampledRows:
         return np.where(self._judged(implementation), self._do, np.zeros_like(self._do))
 
     def _judged(self, implementation: Implementation) -> np.ndarray:
-        """Which sampled rows of `out` are defined, `[B, rows, N, 1]`."""
+        """Find the sampled rows of `out` that are defined, as booleans `[B, rows, N, 1]`."""
         keep = ~self._part.empty_rows | (implementation.empty_rows != "undefined")
         return keep.transpose(0, 2, 1)[..., None]
 
     def _select_rows(self, problem: Problem) -> Problem:
-        """The problem of the sampled queries alone; segment ids are in its mask."""
+        """Build the problem of the sampled queries only; its mask includes the segment ids."""
         part = problem.along("T", self._taken)
         return dataclasses.replace(part, mask=Dense(self._allowed), segment_ids=None)
 
@@ -124,7 +137,7 @@ class SampledRows:
 
 
 def choose_rows(case: Case) -> np.ndarray:
-    """Queries to look at, ascending: the first, the last, and others at irregular places, the same for each seed."""
+    """Choose the queries to compare, in ascending order: the first, the last, and others drawn by the case's seed."""
     affordable = _MAX_PAIRS // (case.batch * case.num_q_heads * case.kv_length)
     count = min(case.q_length, max(_MIN_ROWS, min(_MAX_ROWS, affordable)))
     drawn = np.random.default_rng(case.seed).choice(case.q_length, count, replace=False)

@@ -1,14 +1,15 @@
-"""What a case asks for: the pairs that its mask allows, and the floating-point operations that they take.
+"""Count the pairs that a case's mask allows, and the floating-point operations that they require.
 
-Operations are counted from the allowed pairs, not from what a kernel computes: a kernel that visits blocks that the
-mask leaves empty gets no credit for it. A multiplication and an addition are two. For each pair and query head,
+Operations are counted from the allowed pairs, not from what a kernel computes. A kernel that visits blocks which the
+mask leaves empty gets no credit for them. A multiplication and an addition are two operations. For each pair and query
+head:
 
     forward             2 H for <q, k>, 2 V for p v
     forward+backward    beside these, 2 H each for the logits once more, dq and dk; 2 V each for dp and dv
 
-which is 3.5 times the forward pass for H = V (the convention of Dao 2023, arXiv:2307.08691, section 4.1). An
-implementation that keeps its probabilities does without the third product of the logits, and is credited for it all the
-same. Exponentials, masks and the softmax's sums count for nothing.
+This is 3.5 times the forward pass for H = V (the convention of Dao 2023, arXiv:2307.08691, section 4.1). An
+implementation that stores its probabilities need not recompute the logits, and is credited for them all the same.
+Exponentials, masks and the softmax's sums do not count.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from cases.case import Case
 from cases.operand_values import Problem
 from conformance.measurements import FORWARD
 
-_SLAB = 1 << 24  # pairs looked at at a time
+_SLAB = 1 << 24  # pairs of the mask that are in memory at a time
 
-# Tokens of a default case on an accelerator, over the batch: enough programs for every core at any of the lengths.
+# Tokens of a default case on an accelerator, over the batch: enough work for every core at any of the lengths.
 _TOKENS = 16384
-_WIDTH = 1024  # query heads times their depth
+_WIDTH = 1024  # number of query heads times their depth
 
 
 def count_allowed_pairs(problem: Problem) -> int:
-    """How many (batch row, query head, query, key) may attend, segment ids included. A few rows are held at a time."""
+    """Count the allowed pairs of a query and a key over batch rows and query heads, segment ids included."""
     batch, q_length, num_q_heads, _ = problem.q.shape
     kv_length = problem.k.shape[1]
     step = max(1, _SLAB // kv_length)
@@ -43,7 +44,15 @@ def _count_pairs(problem: Problem, rows: np.ndarray, batch: int, num_q_heads: in
 
 
 def compute_allowed(problem: Problem, rows: np.ndarray) -> np.ndarray:
-    """Mask and segment ids of some queries, `[b, n, len(rows), S]` with `b` and `n` 1 where nothing differs."""
+    """Compute which keys some queries may attend to, by mask and segment ids.
+
+    Args:
+      problem: the operands.
+      rows: indices of the queries.
+
+    Returns:
+      booleans `[b, n, rows, S]`, where `b` is B or 1, and `n` is N or 1.
+    """
     kv_length = problem.k.shape[1]
     allowed = np.asarray(problem.mask.allowed(rows[:, None], np.arange(kv_length)[None, :]), bool)
     leading = (1, 1) if allowed.ndim <= 2 else allowed.shape[:2]
@@ -55,14 +64,14 @@ def compute_allowed(problem: Problem, rows: np.ndarray) -> np.ndarray:
 
 
 def count_flops(pairs: int, case: Case, phase: str) -> float:
-    """Floating-point operations of a case with so many allowed pairs (module docstring)."""
+    """Count the floating-point operations of a case with this many allowed pairs (module docstring)."""
     forward = 2 * (case.head_dim + case.v_head_dim)
     backward = 2 * (3 * case.head_dim + 2 * case.v_head_dim)
     return float(pairs) * (forward if phase == FORWARD else forward + backward)
 
 
 def list_default_cases(platform: str) -> tuple[Case, ...]:
-    """Causal self-attention at the lengths and depths that kernels are usually compared at, as large as suits."""
+    """List the default cases of a platform: causal self-attention at usual lengths and depths, at a suitable size."""
     if platform == "cpu":
         return tuple(
             _build_case("f32", length, depth, batch=1, heads=256 // depth)

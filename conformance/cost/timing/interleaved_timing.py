@@ -1,4 +1,4 @@
-"""Implementations side by side: each compiled, looked at, and timed in turn with the others on the same operands."""
+"""Time implementations side by side: compile each, check its results, and time it in turn with the others."""
 
 from __future__ import annotations
 
@@ -28,16 +28,21 @@ from conformance.measurements import AGREES, BACKWARD, DIFFERS, Measurement, Qua
 from conformance.records import ERROR, UNJUDGED, UNSUPPORTED
 from conformance.truth.tolerances import Tolerances
 
-# On an accelerator a call returns before it is done: samples of several calls hide what dispatching each costs. On CPU
-# calls could overlap, so that each is waited for.
+# On an accelerator a call returns before it is done, so a sample of several calls hides the cost of dispatch. On CPU
+# calls could overlap, so each is a sample of its own.
 _MIN_SAMPLE_SECONDS = {"cpu": 0.0}
 _MIN_SAMPLE_ELSEWHERE = 5e-3
-_PRODUCT_NAME = "the matrix product"  # no implementation is called so
+_PRODUCT_NAME = "the matrix product"  # no implementation has this name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimingLimits:
-    """How long to measure: most rounds of each comparison, and most seconds of timing over all of them."""
+    """How long to measure.
+
+    Attributes:
+      rounds: most rounds of each comparison.
+      seconds: most seconds of timing over all comparisons.
+    """
 
     rounds: int = 30
     seconds: float = math.inf
@@ -45,7 +50,14 @@ class TimingLimits:
 
 @dataclasses.dataclass(frozen=True)
 class DrawnCase:
-    """A case with its operands, and what does not depend on the implementation."""
+    """A case with everything that is the same for all implementations.
+
+    Attributes:
+      case: the case.
+      problem: its operands.
+      cotangent: cotangent of `out` for timed calls, `[B, T, N, V]`.
+      sample: the queries whose results are checked.
+    """
 
     case: Case
     problem: Problem
@@ -60,13 +72,20 @@ class DrawnCase:
 
     @functools.cached_property
     def pairs(self) -> int:
-        """How many pairs the mask allows."""
+        """Number of pairs that the mask allows."""
         return attention_flops.count_allowed_pairs(self.problem)
 
 
 @dataclasses.dataclass(frozen=True)
 class Entrant:
-    """An implementation that can be timed: its program, what a look at its results found, and its memory."""
+    """An implementation that can be timed.
+
+    Attributes:
+      implementation: the implementation.
+      program: its compiled program.
+      finding: how well its results agree with the oracle.
+      memory: its memory in bytes, as in `Measurement`.
+    """
 
     implementation: Implementation
     program: TimedProgram
@@ -76,7 +95,12 @@ class Entrant:
 
 @dataclasses.dataclass(frozen=True)
 class ComparisonResult:
-    """What a comparison gave, and whether Ctrl-C ended it."""
+    """Result of a comparison.
+
+    Attributes:
+      measurements: one for each implementation.
+      interrupted: whether Ctrl-C ended it.
+    """
 
     measurements: list[Measurement]
     interrupted: bool
@@ -91,15 +115,15 @@ def compare_all(
     on_step: Callable[[str], None] = lambda text: None,
     on_compared: Callable[[list[Measurement]], None] = lambda found: None,
 ) -> ComparisonResult:
-    """Time implementations on each case and phase of `comparisons`.
+    """Time implementations on each case and phase.
 
     Args:
-      implementations: what to time; the first is the baseline wherever it runs.
+      implementations: the implementations; the first is the baseline wherever it runs.
       comparisons: cases, each with a phase.
-      limits: how long; the seconds that a comparison leaves over go to those after it.
-      tolerances: the gate's limits, which errors are told in.
-      on_step: told what happens now.
-      on_compared: told what one comparison gave.
+      limits: how long to measure. Seconds that a comparison does not use go to the later ones.
+      tolerances: limits of the checks, in units of which errors are reported.
+      on_step: called with what happens now, for the progress display.
+      on_compared: called with the measurements of each comparison.
     """
     found: list[Measurement] = []
     left = limits.seconds
@@ -129,7 +153,7 @@ def compare_one(
     *,
     on_step: Callable[[str], None] = lambda text: None,
 ) -> tuple[ComparisonResult, float]:
-    """Time implementations on one case in one phase; also gives the seconds that timing took."""
+    """Time implementations on one case in one phase; also return the seconds that timing took."""
     declined: list[Measurement] = []
     entrants: dict[str, Entrant] = {}
     for implementation in implementations:
@@ -163,7 +187,7 @@ def time_entrants(
     *,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[Measurement], bool]:
-    """Time what can be timed, with a large matrix product among them; also says whether Ctrl-C ended it."""
+    """Time entrants in turn, with a large matrix product among them; also return whether Ctrl-C ended it."""
     functions = {name: entrant.program.run for name, entrant in entrants.items()}
     product = CeilingProduct(drawn.case.dtype)
     if functions:
@@ -184,13 +208,13 @@ def time_entrants(
 
 
 def forget_programs() -> None:
-    """Let go of compiled programs and of the operands that they hold."""
+    """Free compiled programs and the operands that they hold."""
     gc.collect()
     jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
 
 
 def explain_not_timed(implementation: Implementation, case: Case, phase: str) -> tuple[str, str] | None:
-    """Outcome and reason if the implementation is not to be timed on this case here."""
+    """Return the outcome and the reason if an implementation cannot be timed on a case here; otherwise None."""
     accelerator = implementation.accelerator
     if accelerator.absent is not None:
         return UNJUDGED, accelerator.absent
@@ -209,9 +233,16 @@ def explain_not_timed(implementation: Implementation, case: Case, phase: str) ->
 def prepare_entrant(
     implementation: Implementation, drawn: DrawnCase, phase: str, compiled: Callable[[], TimedProgram] | None = None
 ) -> Entrant | Measurement:
-    """Compile, run once, and look at the results; or the reason why not.
+    """Compile an implementation, run it once, and check its results.
 
-    `compiled` gives the program, or raises what compiling it raised, where that was done before.
+    Args:
+      implementation: the implementation.
+      drawn: the case.
+      phase: the phase.
+      compiled: returns the program, or raises what compiling it raised, if that was done before.
+
+    Returns:
+      the entrant, or a measurement that says why the implementation cannot be timed.
     """
     if (declined := explain_not_timed(implementation, drawn.case, phase)) is not None:
         return _build_untimed(implementation, drawn, phase, *declined)
@@ -221,8 +252,8 @@ def prepare_entrant(
         results = program.results(drawn.sample.cotangent(implementation))
     except NotImplementedError as error:
         return _build_untimed(implementation, drawn, phase, UNSUPPORTED, format_first_line(error))
-    except (Exception, SystemExit) as error:  # whatever an implementation raises is its row, not the end of the run
-        # A result of another shape has no gradients for the cotangent that there is: the shape is what to say.
+    except (Exception, SystemExit) as error:  # one implementation's failure must not end the run
+        # If `out` has a wrong shape, the cotangent does not fit and JAX raises. The shape is the better reason.
         wrong = _describe_misshapen(implementation, drawn) if phase == BACKWARD else ""
         return _build_untimed(
             implementation, drawn, phase, *((DIFFERS, wrong) if wrong else (ERROR, _format_error(error)))
@@ -233,16 +264,16 @@ def prepare_entrant(
 
 
 def _describe_misshapen(implementation: Implementation, drawn: DrawnCase) -> str:
-    """What is wrong with the shape of `out`, found without running anything; empty if nothing is."""
+    """Say what is wrong with the shape of `out`, without running anything; empty if it is right."""
     plain, arrays = Executor(implementation).bind(drawn.problem)
     try:
         return drawn.sample.describe_misshapen("out", jax.eval_shape(plain, arrays).shape)
-    except Exception:  # then what was raised first is what to say
+    except Exception:  # the first exception is the better reason
         return ""
 
 
 def _format_error(error: BaseException) -> str:
-    """What was raised, and where in the user's code."""
+    """Format an exception with the line of the user's code that raised it."""
     if isinstance(error, kernel_errors.WrongReturn):
         return kernel_errors.describe_kernel_error(error)
     place = kernel_errors.find_place(error)
@@ -252,7 +283,7 @@ def _format_error(error: BaseException) -> str:
 def _build_measurements(
     entrants: Mapping[str, Entrant], sampled: Samples, drawn: DrawnCase, phase: str, ceiling: float | None
 ) -> Iterable[Measurement]:
-    """What sampling gave, as measurements; the first entrant that was timed and agrees is the baseline."""
+    """Build measurements from samples; the first entrant that was timed and agrees is the baseline."""
     for name, error in sampled.failures.items():
         if name in entrants:
             yield _build_untimed(entrants[name].implementation, drawn, phase, ERROR, _format_error(error))
@@ -280,12 +311,14 @@ def _build_measurements(
 def _build_untimed(
     implementation: Implementation, drawn: DrawnCase, phase: str, outcome: str, reason: str
 ) -> Measurement:
+    """Build the measurement of an implementation that was not timed."""
     row = _build_row(implementation, drawn, phase)
     platform = implementation.accelerator.platform if outcome == UNJUDGED else None
     return dataclasses.replace(row, outcome=outcome, reason=reason, platform=platform or row.platform)
 
 
 def _build_row(implementation: Implementation, drawn: DrawnCase, phase: str) -> Measurement:
+    """Build a measurement without results."""
     return Measurement(
         implementation=implementation.name,
         platform=jax.default_backend(),

@@ -1,4 +1,4 @@
-"""What the device's matrix units reach here and now: a large product, which takes its turn among the kernels."""
+"""Time a large matrix product between the kernels: the rate that the device's matrix units reach right then."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SIDE = 8192  # 1.1e12 operations: a millisecond or more, so that neither dispat
 class CeilingProduct:
     """The product of two square matrices in a dtype, at JAX's default precision.
 
-    For f32 on an accelerator that is the rounded product (tf32, bf16) that its matrix units do: exact products of f32
-    stay far below it.
+    For f32 on an accelerator, that is the rounded product (tf32, bf16) of its matrix units. Exact products of f32 are
+    far slower.
     """
 
     dtype: str
@@ -31,7 +31,7 @@ class CeilingProduct:
 
     @property
     def side(self) -> int:
-        """Rows and columns."""
+        """Number of rows, and of columns."""
         return _SIDE_ON_CPU if jax.default_backend() == "cpu" else _SIDE
 
     @property
@@ -40,7 +40,7 @@ class CeilingProduct:
         return 2.0 * self.side**3
 
     def run(self, calls: int) -> None:
-        """Multiply `calls` times in a row; returns when the device has done the last."""
+        """Multiply `calls` times, and return when the device has done the last product."""
         for _ in range(calls):
             c = _multiply(*self._factors)
         jax.block_until_ready(c)  # type: ignore[no-untyped-call] # untyped upstream

@@ -1,7 +1,7 @@
-"""Sampling several functions side by side: A B C, A B C, so that whatever drifts hits all of them alike.
+"""Time several functions in turn, A B C, A B C, so that a drift of the machine affects all of them alike.
 
-What is compared is compared round by round (`paired`): a machine that slows down for a second, or a clock that is
-raised, changes both members of a pair. Nothing here knows what the functions do or which clock is read.
+Functions are compared round by round (`compare_pairs`). If the machine slows down for a second, or its clock rises,
+both members of a pair change. This module knows neither what the functions do nor which clock is read.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from collections.abc import Callable, Mapping, Sequence
 from conformance.measurements import Quartiles
 
 MIN_ROUNDS = 3
-"""Rounds that are run whatever the time limit says, and below which an interrupted sample counts for nothing."""
+"""Rounds that run whatever the time limit; if an interruption leaves fewer, the samples do not count."""
 WARM_UP_ROUNDS, WARM_UP_SECONDS = 3, 1.0
-"""Each function runs at least once beforehand; slow ones need no more, since there is little to warm up in them."""
+"""Limits of warming up. Each function runs at least once; slow functions need no more."""
 MAX_CALLS = 1000
 
 RunCalls = Callable[[int], None]
-"""Makes that many calls in a row and returns when the last is done."""
+"""A function that makes this many successive calls, and returns when the last is done."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """What sampling gave.
+    """Result of timing functions in turn.
 
     Attributes:
-      seconds: by function, the mean seconds a call of each round; only functions that ran in every round.
-      calls: by function, the calls of each sample.
-      failures: by function, what it raised.
+      seconds: by function, the mean seconds per call in each round; only functions that ran in every round.
+      calls: by function, the number of calls of each sample.
+      failures: by function, the exception that it raised.
       interrupted: whether Ctrl-C ended it.
     """
 
@@ -50,17 +50,17 @@ def interleave(
     clock: Callable[[], float] = time.perf_counter,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> Samples:
-    """Time functions in turn, in the order given, after warming each up.
+    """Time functions in turn, in the given order, after warming up each of them.
 
     Args:
-      functions: what to time, by name. One that raises is left out from then on.
+      functions: the functions by name. One that raises is left out from then on.
       rounds: how often each is timed.
-      seconds: begin no further round after this long, warm-up included, once there are `FEWEST_ROUNDS`.
-      least: a sample shorter than this is too short for the clock, or for what a call's dispatch costs: as many calls
-        in a row as it takes make one sample.
-      warm_up: begin no further round of warming up after this many seconds.
-      clock: seconds, from any start.
-      on_round: told how many rounds are done.
+      seconds: start no round after this time, warm-up included, once there are `MIN_ROUNDS`.
+      least: least seconds of a sample. Dispatch or the clock would dominate a shorter one, so a sample consists of as
+        many successive calls as it takes.
+      warm_up: start no round of warming up after this many seconds.
+      clock: returns seconds from any start.
+      on_round: called with the number of rounds that are done.
     """
     running = dict(functions)
     failures: dict[str, Exception] = {}
@@ -73,7 +73,7 @@ def interleave(
         begun = clock()
         try:
             running[name](count)
-        except Exception as error:  # whatever it raises is its own failure, not the end of the others
+        except Exception as error:  # one function's failure must not end the others
             failures[name] = error
             del running[name]
             return None
@@ -102,12 +102,12 @@ def interleave(
 
 
 def count_calls(least: float, fastest: float) -> int:
-    """Calls in a row that last at least `least` seconds, if one takes `fastest`; at most `MOST_CALLS`."""
+    """Count the successive calls that last at least `least` seconds if one takes `fastest`; at most `MAX_CALLS`."""
     if fastest <= 0:
         return MAX_CALLS if least > 0 else 1
     return min(MAX_CALLS, max(1, math.ceil(least / fastest)))
 
 
 def compare_pairs(baseline: Sequence[float], other: Sequence[float]) -> Quartiles:
-    """Quartiles of `baseline / other`, round by round: how many times as fast as the baseline the other is."""
+    """Compute quartiles of `baseline / other`, round by round: how many times as fast as the baseline the other is."""
     return Quartiles.of([a / b for a, b in zip(baseline, other, strict=True)])

@@ -1,4 +1,4 @@
-"""An implementation on a case as one compiled program: how to run it, what it returns, what memory it takes."""
+"""Compile an implementation on a case into one program that can be timed, and measure its memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class TimedProgram:
     """A compiled program with its operands on the device.
 
     Attributes:
-      call: takes a cotangent of `out`, which the forward pass ignores; returns observables by name, on the device.
-      cotangent: the cotangent of timed calls, on the device.
-      compile_seconds: tracing, lowering and compiling.
-      memory: `temporary` and `peak` bytes, as far as the compiler says.
+      call: takes a cotangent of `out`, which the forward pass ignores, and returns results by name, on the device.
+      cotangent: cotangent of timed calls, on the device.
+      compile_seconds: time of tracing, lowering and compiling.
+      memory: `temporary` and `peak` bytes, as far as the compiler reports them.
     """
 
     call: Callable[[Any], Mapping[str, Any]]
@@ -35,13 +35,13 @@ class TimedProgram:
     memory: Mapping[str, float]
 
     def run(self, calls: int) -> None:
-        """Make `calls` calls in a row; returns when the device has done the last."""
+        """Make `calls` successive calls, and return when the device has done the last."""
         for _ in range(calls):
             results = self.call(self.cotangent)
         jax.block_until_ready(results)  # type: ignore[no-untyped-call] # untyped upstream
 
     def results(self, cotangent: np.ndarray) -> dict[str, np.ndarray]:
-        """What one call with another cotangent gives, on the host."""
+        """Return the results of one call with another cotangent, on the host."""
         found = self.call(jax.device_put(cotangent))
         return {name: np.asarray(x) for name, x in jax.device_get(dict(found)).items()}
 
@@ -49,12 +49,12 @@ class TimedProgram:
 def compile_program(
     implementation: Implementation, problem: Problem, cotangent: np.ndarray, phase: str
 ) -> TimedProgram:
-    """Compile one call for the default device, with its gradients if `phase` asks for them.
+    """Compile one call for the default device, with its gradients if the phase has them.
 
     Args:
-      implementation: what to call.
+      implementation: the implementation to call.
       problem: the operands.
-      cotangent: of `out`, `[B, T, N, V]` in the operands' dtype.
+      cotangent: cotangent of `out`, `[B, T, N, V]`, in the operands' dtype.
       phase: one of `PHASES`.
 
     Raises:
@@ -88,17 +88,18 @@ def _measure_memory(compiled: Any) -> dict[str, float]:
     analysis = compiled.memory_analysis()
     if analysis is None:
         return {}
-    # The temporaries are one arena, as large as what is live at once: with operands and results, that is the peak.
-    # (What some compilers call the peak leaves the temporaries out.)
+    # The temporaries are one arena, as large as all values that are live at once. So temporaries, operands and results
+    # add up to the peak. Some compilers report a peak without the temporaries.
     whole = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     temporary = analysis.temp_size_in_bytes
     return {"temporary": float(temporary), "peak": float(whole + temporary)}
 
 
 def measure_device_peak(work: Callable[[], None]) -> float | None:
-    """Do some work, and say by how many bytes the allocator's high-water mark went over what was in use before.
+    """Do some work, and measure by how many bytes the allocator's high-water mark exceeds what was in use before.
 
-    None where the device does not tell, and where an earlier mark of this process was higher: it cannot be reset.
+    Returns:
+      the bytes; None if the device does not report them, or if the mark was higher before: it cannot be reset.
     """
     device = jax.devices()[0]
     before = device.memory_stats()

@@ -1,8 +1,8 @@
-"""Choosing an implementation's settings by timing them: one knob after the other, the candidates side by side.
+"""Choose an implementation's settings by timing them: one knob after the other, with its candidates side by side.
 
-Candidates take turns with the setting in force. After each stage the slower half drops out and the rest run twice as
-many rounds (successive halving: Jamieson & Talwalkar 2016, arXiv:1502.07943), until a few are left to be timed at
-length. The fastest of these replaces the setting in force, but only if it is faster by more than the spread of the
+Candidates are timed in turn with the setting in force. After each stage the slower half is dropped, and the rest run
+twice as many rounds (successive halving: Jamieson & Talwalkar 2016, arXiv:1502.07943). The last few are timed at
+length. The fastest of them replaces the setting in force only if it is faster by more than the spread of the
 comparison. A candidate that does not compile, does not fit, or gives a wrong result is shown and never chosen.
 """
 
@@ -33,7 +33,14 @@ from conformance.tunable import Knob, KnobSettings, Setting, Tunable
 
 @dataclasses.dataclass(frozen=True)
 class KnobChoice:
-    """What tuning one knob gave: the setting now, the one before, and every candidate's measurement."""
+    """Result of tuning one knob.
+
+    Attributes:
+      knob: name of the knob.
+      setting: the chosen setting.
+      before: the setting that was in force.
+      measurements: one for each candidate.
+    """
 
     knob: str
     setting: Setting
@@ -42,13 +49,20 @@ class KnobChoice:
 
     @property
     def changed(self) -> bool:
-        """Whether another setting than the one in force was chosen."""
+        """Whether the chosen setting differs from the one that was in force."""
         return dict(self.setting) != dict(self.before)
 
 
 @dataclasses.dataclass(frozen=True)
 class TuningResult:
-    """What tuning on one case gave; `interrupted` if Ctrl-C left knobs as they were."""
+    """Result of tuning on one case.
+
+    Attributes:
+      case: the case.
+      settings: the settings of all knobs.
+      choices: results of the knobs that were tuned.
+      interrupted: whether Ctrl-C left some knobs untuned.
+    """
 
     case: Case
     settings: KnobSettings
@@ -70,14 +84,14 @@ def tune_by_time(
     """Tune `knobs` on one case.
 
     Args:
-      implementation: whose knobs.
-      tunable: its declaration.
-      case: what it is timed on.
-      limits: most rounds of the last comparison of each knob, and most seconds of timing over all knobs.
-      tolerances: of the look at each candidate's results.
-      knobs: which, in order; those with nothing to try for the case stay as they are.
-      on_step: told what happens now.
-      on_choice: told what each knob gave.
+      implementation: the implementation.
+      tunable: its declaration of knobs.
+      case: the case that it is timed on.
+      limits: most rounds of each knob's last comparison, and most seconds of timing over all knobs.
+      tolerances: limits of the checks, for the results of candidates.
+      knobs: the knobs to tune, in order. A knob without candidates for the case keeps its setting.
+      on_step: called with what happens now, for the progress display.
+      on_choice: called with the result of each knob.
     """
     settings = dict(tunable.settings(case))
     choices: list[KnobChoice] = []
@@ -109,7 +123,7 @@ def _tune_knob(
     limits: TimingLimits,
     on_step: Callable[[str], None],
 ) -> KnobChoice:
-    """Tune one knob: what is in force, and what is `tried`; the others as in `settings`."""
+    """Tune one knob: compare the setting in force with the `tried` ones; other knobs are as in `settings`."""
     before = settings[knob.name]
     candidates = {
         f"{implementation.name} {format_setting(knob.name, setting)}": setting for setting in (before, *tried)
@@ -147,7 +161,7 @@ def _tune_knob(
 def _iter_entrants(
     variants: Mapping[str, Implementation], drawn: DrawnCase, phase: str, on_step: Callable[[str], None]
 ) -> Iterator[tuple[str, Entrant | Measurement]]:
-    """Each candidate, compiled and looked at. Compiling takes most of the time, and is done on every core."""
+    """Yield each candidate, compiled and checked; they compile in parallel, since that takes most of the time."""
     cores = ThreadPoolExecutor(os.cpu_count())
     try:
         programs = {
@@ -158,20 +172,20 @@ def _iter_entrants(
             on_step(f"compiling {name}, {position} of {len(variants)}")
             yield name, prepare_entrant(variant, drawn, phase, programs[name].result)
     finally:
-        cores.shutdown(cancel_futures=True)  # what compiles is not cut in two
+        cores.shutdown(cancel_futures=True)  # compilations that have started are finished
 
 
 FINALISTS = 3
-"""Candidates that are timed at length: with one, a moment's noise would decide."""
+"""Number of candidates that are timed at length; with a single one, a moment's noise would decide."""
 
 TimeCandidates = Callable[[Sequence[str], int, float], Mapping[str, Measurement]]
-"""Times some candidates for so many rounds and at most so many seconds, the first being the baseline."""
+"""A function that times candidates for some rounds and at most some seconds; the first one is the baseline."""
 
 
 def halve_candidates(
     names: Sequence[str], current: str, times: TimeCandidates, limits: TimingLimits
 ) -> tuple[str, dict[str, Measurement]]:
-    """The candidate to take, and the last measurement of each (module docstring).
+    """Find the candidate to choose by successive halving; also return the last measurement of each.
 
     `current`, if it is among `names`, takes part in every stage as the baseline.
     """
@@ -191,17 +205,18 @@ def halve_candidates(
 
 
 def _rank_by_time(names: Sequence[str], found: Mapping[str, Measurement]) -> list[str]:
-    """Those that were timed, the least median first."""
+    """Sort the candidates that were timed by their medians, the fastest first."""
     medians = {name: seconds.median for name in names if (seconds := found[name].seconds) is not None}
     return sorted(medians, key=lambda name: medians[name])
 
 
 def _is_faster(measurement: Measurement) -> bool:
+    """Check whether a candidate is faster than the baseline in more than three quarters of the rounds."""
     return measurement.speed is not None and measurement.speed.lower > 1
 
 
 def format_setting(knob: str, setting: Setting) -> str:
-    """How a candidate is named."""
+    """Format the name of a candidate."""
     return f"{knob} {' '.join(f'{name}={value}' for name, value in setting.items())}"
 
 
@@ -213,7 +228,11 @@ def _time_candidates(
     seconds: float,
     on_step: Callable[[str], None],
 ) -> dict[str, Measurement]:
-    """Time some candidates side by side."""
+    """Time candidates side by side.
+
+    Raises:
+      KeyboardInterrupt: if Ctrl-C ended it.
+    """
     found, interrupted = time_entrants(
         entrants,
         drawn,

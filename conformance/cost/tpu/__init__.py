@@ -1,1 +1,1 @@
-"""Cycles of TPU kernels, read from the schedules that the compiler writes."""
+"""Estimate the cycles of TPU kernels by their schedules."""

@@ -1,7 +1,8 @@
-"""Pallas calls of a traced program: their grids, the lists that steer them, and the HBM that their blocks cross.
+"""Find the Pallas calls of a traced program: their grids, their scalar operands, and the HBM traffic of their blocks.
 
-What a kernel fetches to scalar memory before it starts hangs on the mask and not on the operands, as a rule. Then it is
-computed here, on the host, from the constants of the program. Where it hangs on an operand it is not known.
+A kernel fetches lists to scalar memory before it starts, which say which blocks to visit. As a rule they depend on the
+mask and not on the operands. Then this module computes them on the host from the constants of the program. If they
+depend on an operand, they are unknown.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from jax.extend import core
 
 _MAX_ELEMENTS = 2**22
-"""Elements of an array that is computed on the host: lists are shorter."""
+"""Largest array that is computed on the host: lists are shorter."""
 _MAX_STEPS = 2**20
 _CALL_PRIMITIVES = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
@@ -27,19 +28,19 @@ _TILE = re.compile(r"\(([\d,]+)\)")
 
 
 class UnknownValue(Exception):  # noqa: N818 -- a statement, as the message is
-    """A value hangs on what the program is called with."""
+    """A value depends on the operands that the program is called with."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PallasCall:
-    """A kernel where a program calls it.
+    """One call of a Pallas kernel.
 
     Attributes:
-      name: of the kernel.
-      grid: how many steps along each axis.
-      lists: by number of an operand, what is fetched to scalar memory, where it is known.
-      hbm_bytes: of the blocks that cross between HBM and the kernel, each time that another follows; None where it is
-        not known.
+      name: name of the kernel.
+      grid: number of steps along each axis; empty if it is not known.
+      lists: known scalar operands, by index of the operand.
+      hbm_bytes: bytes of the blocks that move between HBM and the kernel, which they do whenever the block changes;
+        None if that is not known.
     """
 
     name: str
@@ -49,7 +50,7 @@ class PallasCall:
 
 
 def find_pallas_calls(program: core.ClosedJaxpr) -> list[PallasCall]:
-    """The kernels that a program calls, each call by itself."""
+    """Find every call of a Pallas kernel in a traced program."""
     found = []
     with jax.enable_x64(False), jax.ensure_compile_time_eval():
         known = {v: _KnownValue(value) for v, value in zip(program.jaxpr.constvars, program.consts, strict=True)}
@@ -59,29 +60,41 @@ def find_pallas_calls(program: core.ClosedJaxpr) -> list[PallasCall]:
 
 
 class _LazyValue:
-    """A result of an equation, computed when it is asked for, if all that it hangs on is known."""
+    """A result of an equation that is computed when it is first read."""
 
     def __init__(self, equation: Any, env: Mapping[Any, Any], number: int) -> None:
         self.equation, self.env, self.number = equation, env, number
 
     @functools.cached_property
     def value(self) -> Any:
+        """The result.
+
+        Raises:
+          UnknownValue: if it depends on operands, is too large, or cannot be computed on the host.
+        """
         if any(math.prod(v.aval.shape) > _MAX_ELEMENTS for v in self.equation.outvars):
             raise UnknownValue
         given = [_get_value(v, self.env) for v in self.equation.invars]
         try:
             found = self.equation.primitive.bind(*given, **self.equation.params)
-        except Exception as error:  # of any type: some primitives ask for more than their operands
+        except Exception as error:  # of any type: some primitives need more than their operands
             raise UnknownValue from error
         return found[self.number] if self.equation.primitive.multiple_results else found
 
 
 @dataclasses.dataclass(frozen=True)
 class _KnownValue:
+    """A value that is known already."""
+
     value: Any
 
 
 def _get_value(v: Any, env: Mapping[Any, Any]) -> Any:
+    """Return the value of a variable or literal.
+
+    Raises:
+      UnknownValue: if it is not known.
+    """
     if isinstance(v, core.Literal):
         return v.val
     if v not in env:
@@ -90,7 +103,7 @@ def _get_value(v: Any, env: Mapping[Any, Any]) -> Any:
 
 
 def _iter_calls(jaxpr: Any, env: dict[Any, Any]) -> Iterator[tuple[Any, Mapping[Any, Any]]]:
-    """The Pallas calls within, each with what is known there."""
+    """Yield the equations of Pallas calls, each with the values that are known there; add known values to `env`."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
             yield equation, env
@@ -120,6 +133,7 @@ def _iter_calls(jaxpr: Any, env: dict[Any, Any]) -> Iterator[tuple[Any, Mapping[
 
 
 def _iter_subprograms(value: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """Yield the programs inside a parameter of an equation, each with its constants."""
     if isinstance(value, core.ClosedJaxpr):
         yield value.jaxpr, value.consts
     elif isinstance(value, core.Jaxpr):
@@ -130,8 +144,9 @@ def _iter_subprograms(value: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
 
 
 def _build_call(equation: Any, env: Mapping[Any, Any]) -> PallasCall:
+    """Build the description of one call from its equation."""
     mapping = equation.params["grid_mapping"]
-    bounds = mapping.num_dynamic_grid_bounds  # operands as well, ahead of the others
+    bounds = mapping.num_dynamic_grid_bounds  # these are operands too, ahead of the others
     lists = {}
     for number, v in enumerate(equation.invars[: bounds + mapping.num_index_operands]):
         try:
@@ -147,7 +162,7 @@ def _build_call(equation: Any, env: Mapping[Any, Any]) -> PallasCall:
 
 
 def _count_hbm_bytes(mapping: Any, grid: tuple[int, ...], lists: Sequence[np.ndarray]) -> int | None:
-    """Bytes of the blocks that cross: each block when it follows another one, as Pallas fetches and writes them."""
+    """Count the bytes of blocks that Pallas fetches and writes: each block whenever it differs from the last one."""
     steps = math.prod(grid)
     if not steps or steps > _MAX_STEPS:
         return None
@@ -166,7 +181,15 @@ def _count_hbm_bytes(mapping: Any, grid: tuple[int, ...], lists: Sequence[np.nda
 
 @dataclasses.dataclass(frozen=True)
 class _BlockAccess:
-    """Which block of an array each step of a grid has: equal where the text, the grid and the lists are."""
+    """How the steps of a grid access the blocks of one array; a key of the cache of `_crossings`.
+
+    Attributes:
+      told: text of the index map and of the block's shape.
+      grid: number of steps along each axis.
+      steered: bytes of the scalar operands.
+      block: Pallas's block mapping.
+      lists: the scalar operands.
+    """
 
     told: str
     grid: tuple[int, ...]
@@ -177,7 +200,10 @@ class _BlockAccess:
 
 @functools.lru_cache(maxsize=512)
 def _count_crossings(way: _BlockAccess) -> int | None:
-    """How often a block follows another one. Kept: arrays of a kernel have few ways, and each takes tens of ms."""
+    """Count how often the block changes over the grid, the first block included; None if it has no single index.
+
+    Cached, since arrays of a kernel share few access patterns, and each takes tens of milliseconds.
+    """
     steps = math.prod(way.grid)
     places = [place.astype(np.int32) for place in np.unravel_index(np.arange(steps), way.grid or (1,))]
 
@@ -186,21 +212,24 @@ def _count_crossings(way: _BlockAccess) -> int | None:
 
     try:
         starts = jax.vmap(start)(*places)
-    except ValueError:  # of a block that has no one place
+    except ValueError:  # the block has no single index
         return None
     at = np.stack([np.broadcast_to(axis, steps) for axis in starts])
     return 1 + int((at[:, 1:] != at[:, :-1]).any(axis=0).sum())
 
 
 def lay_out_words(values: np.ndarray, layout: str) -> np.ndarray:
-    """A list as it lies in scalar memory, int32.
+    """Lay out an array as it lies in scalar memory.
 
     Args:
-      values: the list.
-      layout: how its bytes lie in the memory that it is copied from, as XLA writes it: `{1,0:T(8,128)(4,1)S(1)}`.
+      values: the array.
+      layout: its layout in the memory that it is copied from, as XLA writes it: `{1,0:T(8,128)(4,1)S(1)}`.
+
+    Returns:
+      the words, int32.
 
     Raises:
-      ValueError: for a layout that this does not know.
+      ValueError: if the layout is of another form.
     """
     order, _, tiling = layout.partition(":")
     if [int(axis) for axis in re.findall(r"\d+", order)] != list(range(values.ndim))[::-1]:
@@ -211,7 +240,7 @@ def lay_out_words(values: np.ndarray, layout: str) -> np.ndarray:
 
 
 def _tile(values: np.ndarray, tile: Sequence[int]) -> np.ndarray:
-    """The last axes cut into tiles: which tile, and then where in it."""
+    """Split the last axes into tiles: first the index of the tile, then the index inside it."""
     lead = values.ndim - len(tile)
     padding = [(0, -length % size) for length, size in zip(values.shape[lead:], tile, strict=True)]
     values = np.pad(values, [(0, 0)] * lead + padding)

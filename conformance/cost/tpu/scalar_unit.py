@@ -1,11 +1,11 @@
-"""The scalar unit of a TPU core, run in Python: which way a kernel's schedule goes, and how many bundles that takes.
+"""Simulate the scalar unit of a TPU core, to find the path that a kernel takes through its schedule.
 
-A kernel's loops and conditions hang on scalars: where in the grid it is, and lists that say which blocks the mask
-leaves. So where those lists are known, the scalar instructions of a schedule (`conformance.cost.tpu.tpu_schedule`)
-tell what runs how often. Vector instructions take their cycles, and need not be understood.
+A kernel's loops and conditions depend on scalars: the position in the grid, and lists that say which blocks the mask
+leaves. If those lists are known, running the scalar instructions of a schedule
+(`conformance.cost.tpu.tpu_schedule`) shows how often each bundle runs. Vector instructions only take their cycles.
 
-A value that comes from memory that is not known is unknown, and so is what is computed of it. A branch that hangs on an
-unknown value ends the run: then there is no figure.
+A value from unknown memory is unknown, and so is everything computed from it. If a branch depends on an unknown value,
+the simulation stops and there is no figure.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MAX_INSTRUCTIONS = 8_000_000
-"""Scalar instructions after which a run is given up: some seconds in Python, tens of thousands of steps of a grid."""
+"""Most scalar instructions of a simulation: some seconds in Python, and tens of thousands of steps of a grid."""
 
 
 class UnknownPath(Exception):  # noqa: N818 -- a statement, as the message is
-    """Which way the kernel goes cannot be told; the message says why."""
+    """The path of the kernel cannot be determined; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRun:
-    """What came of running a schedule.
+    """Result of simulating a schedule.
 
     Attributes:
-      cycles: bundles, each as often as it ran.
-      entries: by number of a bundle, how often it was the first after a branch was decided.
+      cycles: number of bundles that ran.
+      entries: by index of a bundle, how often it was the first one after a branch.
     """
 
     cycles: int
@@ -43,11 +43,11 @@ class ScalarInstruction:
     """A scalar instruction.
 
     Attributes:
-      result: the name of its value, if it has one.
-      code: what it does.
-      given: names, numbers and places in memory.
-      condition: the name of the predicate under which it does so, after a `!` if that must be false; or none.
-      otherwise: the name of its value where it does not, if it has one then.
+      result: name of its result; empty without one.
+      code: the opcode.
+      given: the operands: names, numbers and addresses in memory.
+      condition: name of the predicate under which it acts, with `!` in front if that must be false; empty if always.
+      otherwise: name of the value that the result takes if the predicate fails; empty without one.
     """
 
     result: str
@@ -73,12 +73,13 @@ _VALUE, _ADDRESS, _CORE = "operand", "address of operand", "/* core id */"
 
 
 def parse_instructions(slots: str) -> tuple[ScalarInstruction, ...]:
-    """The scalar instructions in the text of a bundle, in order."""
+    """Parse the scalar instructions in the text of a bundle, in order."""
     found = (_parse_instruction(slot) for slot in slots.split(" ;; "))
     return tuple(instruction for instruction in found if instruction is not None)
 
 
 def _parse_instruction(text: str) -> ScalarInstruction | None:
+    """Parse one slot of a bundle; None if it is no scalar instruction."""
     slot = _SLOT_TEXT.match(_COMMENT.sub("", text).strip(" {}\n"))
     if slot is None:
         return None
@@ -97,16 +98,16 @@ def _parse_instruction(text: str) -> ScalarInstruction | None:
 
 
 def run_schedule(bundles: Sequence[str], lists: Mapping[int, Sequence[int]], delay: int, core: int = 0) -> ScheduleRun:
-    """Run a schedule from its first bundle to its last.
+    """Simulate a schedule from its first bundle to its last.
 
     Args:
-      bundles: the text of what each holds.
-      lists: by number of an operand, its words as they lie in scalar memory, for those that are known.
-      delay: bundles after a branch that run whichever way it goes.
-      core: which of those that share the call.
+      bundles: text of each bundle.
+      lists: words of the known scalar operands as they lie in scalar memory, by index of the operand.
+      delay: delay slots: bundles after a branch that run whether or not it is taken.
+      core: index of the simulated core among those that share the call.
 
     Raises:
-      Unclear: if a branch hangs on what is not known, or there is no end.
+      UnknownPath: if a branch depends on an unknown value, or the schedule runs too long.
     """
     machine = _ScalarMachine(_select_needed([parse_instructions(text) for text in bundles]), lists, core)
     cycles, at, done, entries = 0, 0, 0, collections.Counter[int]()
@@ -117,7 +118,7 @@ def run_schedule(bundles: Sequence[str], lists: Mapping[int, Sequence[int]], del
         cycles += block.length
         done += 1 + len(block.work)
         if done > MAX_INSTRUCTIONS:
-            raise UnknownPath(f"it runs more than {MAX_INSTRUCTIONS} scalar instructions")
+            raise UnknownPath(f"the kernel runs more than {MAX_INSTRUCTIONS} scalar instructions")
         for work in block.work:
             work()
         at = block.target if block.taken() else at + block.length
@@ -125,7 +126,10 @@ def run_schedule(bundles: Sequence[str], lists: Mapping[int, Sequence[int]], del
 
 
 def _select_needed(bundles: Sequence[Sequence[ScalarInstruction]]) -> list[list[ScalarInstruction]]:
-    """The instructions on which branches hang, by bundle. Where values meet comes first, as it is before the bundle."""
+    """Select the instructions that branches depend on, by bundle.
+
+    Phi instructions come first in a bundle, since values merge before it runs.
+    """
     every = [one for bundle in bundles for one in bundle]
     by_result = {one.result: one for one in every if one.result}
     stores = [one for one in every if one.code == _STORE]
@@ -145,7 +149,7 @@ def _select_needed(bundles: Sequence[Sequence[ScalarInstruction]]) -> list[list[
 
 
 def _cannot_alias(stored: str, loaded: str) -> bool:
-    """Whether a load certainly does not see a store: what the compiler spills is only loaded by its name."""
+    """Check whether a load certainly does not read a store's address: spilled values are loaded only by name."""
     stores, loads = _SYMBOL.findall(stored), _SYMBOL.findall(loaded)
     if stores and loads:
         return stores != loads
@@ -154,7 +158,14 @@ def _cannot_alias(stored: str, loaded: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """Bundles until a branch has gone one way or the other: how many, what they do, and where it goes if taken."""
+    """A basic block of bundles, up to a branch and its delay slots.
+
+    Attributes:
+      length: number of bundles.
+      work: what the instructions do, one function each.
+      target: index of the bundle that the branch jumps to.
+      taken: decides whether the branch is taken.
+    """
 
     length: int
     work: tuple[Callable[[], None], ...]
@@ -164,16 +175,18 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True)
 class _OperandAddress:
-    """Where an operand lies, whatever is done to its address before it is copied from."""
+    """The address of an operand; the instructions before a copy change it without leaving the operand."""
 
     operand: int
 
 
 def _to_signed(x: int) -> int:
+    """Wrap to a signed 32-bit integer."""
     return (x + 2**31) % 2**32 - 2**31
 
 
 def _to_unsigned(x: int) -> int:
+    """Wrap to an unsigned 32-bit integer."""
     return x % 2**32
 
 
@@ -198,12 +211,13 @@ _FUNCTIONS: dict[str, Callable[..., int]] = {
     "int_to_ptr": lambda a: a,
     "scalar_lea": lambda a, b: _to_signed(a + b),
 }
-_WORDS_PER_GRANULE = 512 // 4  # words of the unit in which sizes of copies are told, where it is the largest
+_WORDS_PER_GRANULE = 512 // 4  # words in a granule, the unit of the sizes of copies; the largest of all generations
 _ADDRESS_KEEPING = frozenset({"sshll", "sand", "smov", "int_to_ptr"})
 _RESOLVABLE = "[resolvable"
 
 
 def _get_function(code: str) -> Callable[..., int] | None:
+    """Return the function that an opcode computes; None if it is not known."""
     name, *kind = code.split(".")
     read = _to_unsigned if "u32" in kind else _to_signed
     if name in ("smin", "smax"):
@@ -216,7 +230,10 @@ def _get_function(code: str) -> Callable[..., int] | None:
 
 
 class _ScalarMachine:
-    """Values by name, scalar memory, and what instructions do to them. None is a value that is not known."""
+    """The state of the scalar unit: values by name, and scalar memory. None stands for an unknown value.
+
+    Instructions are translated once into functions that change the state (`work`), and then run often.
+    """
 
     def __init__(
         self, bundles: Sequence[Sequence[ScalarInstruction]], lists: Mapping[int, Sequence[int]], core: int
@@ -232,7 +249,7 @@ class _ScalarMachine:
         }
 
     def block(self, start: int, delay: int) -> _Block:
-        """What begins at a bundle."""
+        """Translate the basic block that starts at a bundle."""
         for at in range(start, len(self.bundles)):
             branch = next((one for one in self.bundles[at] if one.code == _BRANCH), None)
             if branch is not None:
@@ -241,23 +258,23 @@ class _ScalarMachine:
         return _Block(len(self.bundles) - start, self.works(range(start, len(self.bundles))), 0, lambda: False)
 
     def works(self, part: range) -> tuple[Callable[[], None], ...]:
-        """What the instructions of some bundles do."""
+        """Translate the instructions of some bundles, without branches."""
         return tuple(self.work(one) for at in part for one in self.bundles[at] if one.code != _BRANCH)
 
     def holds(self, condition: str) -> Callable[[], bool]:
-        """Whether a predicate is as asked; raises `Unclear` where it is not known."""
+        """Translate a condition to a function that raises `UnknownPath` if the predicate is unknown."""
         values, name, asked = self.values, condition.removeprefix("!"), not condition.startswith("!")
 
         def found() -> bool:
             known = values[name]
             if known is None:
-                raise UnknownPath(f"a condition hangs on {name}, which is not known")
+                raise UnknownPath(f"a condition depends on {name}, which is not known")
             return bool(known) is asked
 
         return found if condition else lambda: True
 
     def work(self, one: ScalarInstruction) -> Callable[[], None]:
-        """What an instruction does."""
+        """Translate an instruction with its condition."""
         act = self.act(one)
         if not one.condition:
             return act
@@ -274,7 +291,7 @@ class _ScalarMachine:
         return conditionally
 
     def act(self, one: ScalarInstruction) -> Callable[[], None]:
-        """What an instruction does where its condition holds."""
+        """Translate what an instruction does if its condition holds."""
         if one.code == _STORE:
             place, value = self.place(one.given[0]), self.value(one.given[1])
             return lambda: self.store(place(), [value()])
@@ -292,7 +309,7 @@ class _ScalarMachine:
         return act
 
     def found(self, one: ScalarInstruction) -> Callable[[], Any]:
-        """The value of an instruction."""
+        """Translate the result of an instruction."""
         if one.code in (_VALUE, _ADDRESS):
             number = int(one.given[0])
             known = int(self.lists[number][0]) if one.code == _VALUE and number in self.lists else None
@@ -327,7 +344,7 @@ class _ScalarMachine:
         return computed
 
     def value(self, text: str) -> Callable[[], Any]:
-        """What a name, a number or a place stands for."""
+        """Translate an operand: a name, a number or an address."""
         values, name = self.values, text.lstrip("!%")
         if text.startswith("%"):
             return lambda: values[name]
@@ -339,11 +356,12 @@ class _ScalarMachine:
         return lambda: number
 
     def place(self, text: str) -> Callable[[], int | None]:
-        """The address in scalar memory that a text says, the sum of its terms."""
+        """Translate an address in scalar memory, which is a sum of terms."""
         fixed, names = 0, []
         for term in text.replace("[smem:", "").strip("[]").split(" + "):
             if term.startswith("#"):
-                fixed += self.symbols.setdefault(term, (len(self.symbols) + 1) << 18)  # words that a core has, at most
+                # Symbols get disjoint ranges of addresses, each as large as a core's scalar memory may be.
+                fixed += self.symbols.setdefault(term, (len(self.symbols) + 1) << 18)
             elif term.startswith("%"):
                 names.append(term[1:])
             else:
@@ -357,21 +375,29 @@ class _ScalarMachine:
         return found
 
     def keep(self, name: str, value: Any) -> None:
-        """A value by its name, and that it is newer than all others."""
+        """Set a value by name, and note that it is the newest: a phi takes the newest of its values."""
         self.clock += 1
         self.kept_at[name] = self.clock
         self.values[name] = value
 
     def store(self, at: int | None, words: Sequence[Any]) -> None:
-        """Words into scalar memory."""
+        """Store words in scalar memory.
+
+        Raises:
+          UnknownPath: if the address is unknown.
+        """
         if at is None:
-            raise UnknownPath("something is stored at a place that is not known")
+            raise UnknownPath("a value is stored at an unknown address")
         self.memory.update(zip(range(at, at + len(words)), words, strict=True))
 
     def copy(self, source: Any, granules: Any, to: Any) -> None:
-        """An operand into scalar memory; what was there is forgotten where the operand is not known."""
+        """Copy an operand to scalar memory; an unknown operand makes the memory unknown.
+
+        Raises:
+          UnknownPath: if the address or the size is unknown.
+        """
         if to is None or granules is None:
-            raise UnknownPath("something is copied to a place that is not known")
+            raise UnknownPath("an operand is copied to an unknown address")
         known = isinstance(source, _OperandAddress) and source.operand in self.lists
         words = (
             [int(word) for word in self.lists[source.operand]] if known else [None] * (granules * _WORDS_PER_GRANULE)

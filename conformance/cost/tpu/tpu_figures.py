@@ -1,8 +1,8 @@
-"""What a whole call of a TPU kernel costs, by its schedule and the mask of its case. Nobody has checked that on a chip.
+"""Estimate the cycles of a whole call of a TPU kernel from its schedule and the mask. No chip has confirmed them.
 
-The schedule's scalar code is run over the grid with the lists that the kernel fetches (`tpu_scalars`, `tpu_calls`).
-So every step, every block and every step that is left out counts as often as the mask has it, and a loop as often as it
-goes round. It is never less than the time in which HBM gives and takes the blocks that cross.
+The schedule's scalar code runs over the grid with the lists that the kernel fetches (`tpu_scalars`, `tpu_calls`). So
+every step, block and loop counts as often as the mask requires. The estimate is at least the time that HBM takes to
+transfer the blocks.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 
 
 def compute_tpu_figures(folder: Path, calls: Sequence[PallasCall], program: str, tpu: Tpu) -> dict[str, float]:
-    """The figures of each kernel whose schedule lies in the folder, by `<kernel>.<figure>`.
+    """Compute the figures of each kernel whose schedule is in the folder, by `<kernel>.<figure>`.
 
     Args:
-      folder: where the compiler wrote the schedules.
-      calls: of kernels, in the program before it was compiled.
-      program: its text afterwards.
-      tpu: what it was compiled for.
+      folder: the folder that the compiler wrote schedules to.
+      calls: calls of kernels in the traced program.
+      program: text of the compiled program.
+      tpu: the TPU that it was compiled for.
 
     Returns:
-      those of the kernel's parts (`tpu_schedule.compute_schedule_figures`), and those of its call (`compute_call_figures`) if the program has
-      one call of that name. Of several calls the parts are those of the one with the longest block.
+      the figures of the kernel's parts (`tpu_schedule.compute_schedule_figures`). If the program has one call of that
+      name, also the figures of the call (`compute_call_figures`). If it has several, the parts are those of the call
+      with the longest block.
     """
     found: dict[str, float] = {}
     kernels = tpu_schedule.read_schedules(folder)
-    alone = len(kernels) == len(calls) == 1  # then a name that only the program has is no matter
+    alone = len(kernels) == len(calls) == 1  # then they belong together, whatever the compiler named the kernel
     for kernel, schedules in kernels.items():
         parts = max(
             map(tpu_schedule.compute_schedule_figures, schedules), key=lambda told: told[tpu_schedule.FULL_BLOCK_FIGURE]
@@ -51,18 +52,18 @@ def compute_tpu_figures(folder: Path, calls: Sequence[PallasCall], program: str,
 def compute_call_figures(
     schedule: TpuSchedule, call: PallasCall, lists: Mapping[int, Sequence[int]], tpu: Tpu
 ) -> dict[str, float]:
-    """What a call of a kernel costs; nothing where the way that it takes hangs on what is not known.
+    """Estimate the cost of one call; empty if the path that the kernel takes depends on unknown values.
 
     Args:
-      schedule: of the kernel.
-      call: its grid, and the bytes that cross.
-      lists: those of its lists that are known, as they lie in scalar memory.
-      tpu: whose cycles they are.
+      schedule: the kernel's schedule.
+      call: the call.
+      lists: known scalar operands as they lie in scalar memory, by index of the operand.
+      tpu: the TPU.
 
     Returns:
-      `call_cycles`, the estimate, of the core that takes longest; `hbm_floor_cycles`, in which HBM gives and takes the
-      blocks that cross, and below which the estimate never is; `steps` of the grid; `blocks` that run, and of these
-      `masked_blocks`, the longest, where there are several kinds.
+      `call_cycles`: the estimate, for the core that takes longest; `hbm_floor_cycles`: cycles in which HBM transfers
+      the blocks, the least possible estimate; `steps`: steps of the grid; `blocks`: blocks that run; `masked_blocks`:
+      those of the longest kind, if there are several kinds.
     """
     if call.hbm_bytes is None:
         return {}
@@ -88,7 +89,7 @@ def compute_call_figures(
 
 
 def lay_out_lists(kernel: str, lists: Mapping[int, np.ndarray], program: str) -> dict[int, list[int]]:
-    """The lists of a call as the compiled program lays them out, but for those of which that cannot be told."""
+    """Lay out the scalar operands of a call as the compiled program does; those of unknown layout are left out."""
     line = re.search(rf"%{re.escape(kernel)}(?:\.\d+)? = [^\n]*? custom-call\(([^)]*)\)", program)
     if line is None:
         return {}
@@ -96,7 +97,7 @@ def lay_out_lists(kernel: str, lists: Mapping[int, np.ndarray], program: str) ->
     for number, name in enumerate(_OPERAND.findall(line[1])):
         if number not in lists:
             continue
-        if lists[number].ndim == 0:  # how long an axis of the grid is
+        if lists[number].ndim == 0:  # the length of an axis of the grid
             found[number] = [int(lists[number])]
             continue
         made = re.search(rf"%{re.escape(name)} = \w+\[([\d,]*)\](\{{[^}}]*\}})", program)

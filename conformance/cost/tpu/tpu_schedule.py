@@ -1,11 +1,11 @@
-"""Cycles of TPU kernels, counted in the schedule that their compiler writes down.
+"""Count the cycles of a TPU kernel's parts in the schedule that its compiler writes.
 
-A TPU runs the bundles of a program in order, one a cycle unless it waits, and which instructions share a bundle is
-settled when the program is compiled. So the schedule tells the cycles of a kernel's parts without a chip. It tells
-nothing of waits for copies, and no figure of it was ever checked on a chip.
+A TPU runs the bundles of a program in order, one in a cycle unless it waits. The compiler decides which instructions
+share a bundle. So the schedule gives the cycles of a kernel's parts without a chip. It does not show waits for copies,
+and no chip has confirmed a figure.
 
-libtpu writes three files for each kernel into the folder that it was told of before it was loaded
-(`conformance.environment.find_schedule_folder`): what it was made of, its bundles, and the units that each of these uses.
+libtpu writes three files for each kernel: what it was made of, its bundles, and the units that each bundle uses. The
+folder is set before libtpu is loaded (`conformance.environment.find_schedule_folder`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 FULL_BLOCK_FIGURE = "full_block_cycles"
-"""The figure that says which of several schedules of a kernel is shown."""
+"""Name of the figure by which one of several schedules of a kernel is chosen: the longest full block."""
 _BUNDLES = "packed-bundles-post-ra"
 _UNITS = "pre-delay_hlo-static-per-bundle-utilization"
 _BUNDLES_FILE = re.compile(rf"(?P<program>\d+)-(?P<kernel>[\w.\-]+?)(\.\d+)?-\d+-{_BUNDLES}\.txt")
@@ -29,13 +29,13 @@ _MATRIX, _SPILLS = "MXU", ("VLOAD:FILL", "VSTORE:SPILL")
 
 @dataclasses.dataclass(frozen=True)
 class TpuSchedule:
-    """The bundles of a kernel, in order.
+    """The schedule of a kernel.
 
     Attributes:
-      bundles: the text of what each holds.
-      jumps: by the number of a bundle that may jump, the number of the one that it jumps to.
-      units: what each bundle uses of each unit.
-      capacity: what a bundle can use of each unit.
+      bundles: text of each bundle, in order.
+      jumps: by index of a bundle that may jump, the index of the bundle that it jumps to.
+      units: by bundle and name of a unit, how many of its slots are used.
+      capacity: by name of a unit, how many slots a bundle has.
     """
 
     bundles: tuple[str, ...]
@@ -44,19 +44,23 @@ class TpuSchedule:
     capacity: Mapping[str, int]
 
     def used(self, unit: str, part: range) -> int:
-        """What a part of the bundles uses of a unit."""
+        """Count the slots of a unit that some bundles use."""
         return sum(self.units[bundle].get(unit, 0) for bundle in part)
 
 
 def parse_schedule(bundles: str, units: str) -> TpuSchedule:
-    """A schedule from the texts of its two files. Raises `ValueError` if they are not as this expects."""
+    """Parse a schedule from the texts of its two files.
+
+    Raises:
+      ValueError: if they have another form.
+    """
     held: list[str] = []
     for line in bundles.splitlines():
         if found := _BUNDLE.match(line):
             if int(found[1], 16) != len(held):
                 raise ValueError(f"bundle {len(held)} is missing")
             held.append(found["slots"])
-        elif held:  # what the compiler says beside an instruction may take several lines
+        elif held:  # a comment on an instruction may take several lines
             held[-1] += f"\n{line}"
     jumps = {at: int(jump[1]) for at, slots in enumerate(held) if (jump := _JUMP.search(slots))}
     names, capacity, *rows = _iter_rows(units)
@@ -67,13 +71,14 @@ def parse_schedule(bundles: str, units: str) -> TpuSchedule:
 
 
 def _iter_rows(units: str) -> Iterator[list[str]]:
+    """Yield the rows of the table of units: names, capacities, and one row for each bundle."""
     for line in units.splitlines():
         if line.strip() and not line.startswith("=="):
             yield line.replace(",", " ").split()
 
 
 def read_schedules(folder: Path) -> dict[str, list[TpuSchedule]]:
-    """The schedules that lie in the folder of kernels that multiply matrices, by kernel: one for each call of it."""
+    """Read the schedules of kernels with matrix products from a folder, by kernel: one for each of its calls."""
     found: dict[str, list[TpuSchedule]] = {}
     for path in sorted(folder.glob(f"*-{_BUNDLES}.txt")):
         if (named := _BUNDLES_FILE.fullmatch(path.name)) is None:
@@ -82,29 +87,33 @@ def read_schedules(folder: Path) -> dict[str, list[TpuSchedule]]:
             made_of, units = (_read_sibling(path, named["program"], kind) for kind in (f"{_ANALYSIS}*", _UNITS))
             schedule = parse_schedule(path.read_text(), units) if _CUSTOM_CALL in made_of else None
         except ValueError:
-            continue  # another version writes them in another form
+            continue  # another version of the compiler may write another form
         if schedule is not None and compute_schedule_figures(schedule):
             found.setdefault(named["kernel"], []).append(schedule)
     return found
 
 
 def _read_sibling(path: Path, program: str, kind: str) -> str:
-    """The text of another file of the same program. Raises `ValueError` if there is not one."""
+    """Read another file of the same program.
+
+    Raises:
+      ValueError: if there is not exactly one.
+    """
     (other,) = path.parent.glob(f"{program}-*-{kind}.txt")
     return other.read_text()
 
 
 def compute_schedule_figures(schedule: TpuSchedule) -> dict[str, float]:
-    """What a schedule says of a kernel that multiplies matrices; nothing for another.
+    """Compute the figures of a kernel with matrix products; empty for other kernels.
 
-    A kernel is a loop over its grid. A step of it runs parts under conditions. Those with matrix products, and no such
-    part within, are its blocks.
+    A kernel is a loop over its grid. Each step runs parts under conditions. A block is a part with matrix products that
+    contains no other such part.
 
     Returns:
-      `full_block_cycles` and `masked_block_cycles`, those of the shortest block and of the longest, the latter where
-      there are several; `step_cycles` of a step whose parts are all left out; `mxu_share`, of the shortest block, the
-      part of its cycles times matrix units that is used; `spill_slots`, its loads and stores of spilled registers;
-      `inner_loops`, how many loops its blocks hold: their cycles count once, however often they run.
+      `full_block_cycles`: cycles of the shortest block; `masked_block_cycles`: cycles of the longest block, if there
+      are several; `step_cycles`: cycles of a step that skips all parts; `mxu_share`: share of the matrix units' slots
+      that the shortest block uses; `spill_slots`: its loads and stores of spilled registers; `inner_loops`: number of
+      loops inside blocks, whose cycles count once, however often they run.
     """
     step, blocks = find_step_and_blocks(schedule)
     if not schedule.used(_MATRIX, step):
@@ -129,23 +138,24 @@ def compute_schedule_figures(schedule: TpuSchedule) -> dict[str, float]:
 
 
 def find_step_and_blocks(schedule: TpuSchedule) -> tuple[range, list[range]]:
-    """The bundles of a step of the grid, and of each block in it; the step itself is the block where it has none."""
+    """Find the bundles of a step of the grid and of its blocks; without blocks, the step itself is the block."""
     step = _find_grid_loop(schedule)
     multiplying = [part for part in _find_conditional_parts(schedule, step) if schedule.used(_MATRIX, part)]
     return step, [part for part in multiplying if not any(_is_within(other, part) for other in multiplying)] or [step]
 
 
 def _find_conditional_parts(schedule: TpuSchedule, step: range) -> list[range]:
-    """Bundles of a step that run under a condition."""
+    """Find the parts of a step that run under a condition."""
     return [range(at + 1, to) for at, to in schedule.jumps.items() if to > at + 1 and at in step and to <= step.stop]
 
 
 def _find_grid_loop(schedule: TpuSchedule) -> range:
-    """The bundles of the outermost loop that holds the most matrix products; all bundles if none holds any."""
+    """Find the longest loop that contains matrix products, which is the loop over the grid; all bundles without one."""
     whole = range(len(schedule.units))
     loops = [range(to, at + 1) for at, to in schedule.jumps.items() if to <= at]
     return max((loop for loop in loops if schedule.used(_MATRIX, loop)), key=len, default=whole)
 
 
 def _is_within(part: range, other: range) -> bool:
+    """Check whether a part lies inside another one."""
     return part != other and other.start <= part.start and part.stop <= other.stop

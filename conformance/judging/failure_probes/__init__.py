@@ -1,1 +1,1 @@
-"""Cases beside those of a run: to confirm what is suspected of a failure, and to find a smaller one that fails so."""
+"""Judge cases that a run did not plan, to confirm or to shrink its failures."""

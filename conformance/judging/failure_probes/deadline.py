@@ -1,4 +1,4 @@
-"""An alarm that cuts off what takes longer than it may."""
+"""Cut off what takes longer than it may, by an alarm signal."""
 
 from __future__ import annotations
 
@@ -12,44 +12,45 @@ from types import FrameType
 
 from conformance.sandbox.kernel_process import ProcessLost
 
-_MIN_SECONDS, _REPEAT_SECONDS = 1e-3, 1.0  # seconds until an alarm rings at the earliest, and until it rings once more
+_MIN_SECONDS, _REPEAT_SECONDS = 1e-3, 1.0  # seconds until an alarm rings at the earliest, and between repetitions
 
 
 class DeadlineExceeded(ProcessLost):
-    """What was done took longer than it may: whatever was asked of a kernel's process, the process is ended."""
+    """The block took longer than it may. If it waited for a kernel's process, that process is ended."""
 
 
 @contextlib.contextmanager
 def limit_seconds(seconds: float) -> Iterator[None]:
-    """Within it, `Overdue` is raised when so many seconds are over: at once where another process is waited for.
+    """Raise `DeadlineExceeded` in the block after so many seconds: at once if another process is waited for.
 
-    Elsewhere it is raised at the next step of Python, and again and again where it gets lost. Only the main thread can
-    be interrupted so. An alarm that others have set rings late by no more than the time within.
+    Otherwise it is raised at the next step of Python, and again each second in case it was swallowed. Only the main
+    thread can be interrupted this way. An alarm that other code has set rings late, by no more than the time in the
+    block.
     """
     if math.isinf(seconds) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    rung = within = False
+    has_rung = is_within = False
 
-    def ring(number: int, frame: FrameType | None) -> None:
-        nonlocal rung
-        rung = True
-        if within:
+    def handle_alarm(number: int, frame: FrameType | None) -> None:
+        nonlocal has_rung
+        has_rung = True
+        if is_within:
             raise DeadlineExceeded
 
     started = time.monotonic()
-    before = signal.signal(signal.SIGALRM, ring)
+    previous_handler = signal.signal(signal.SIGALRM, handle_alarm)
     try:
         try:
-            within = True
-            theirs, _ = signal.setitimer(signal.ITIMER_REAL, max(seconds, _MIN_SECONDS), _REPEAT_SECONDS)
+            is_within = True
+            other_alarm, _ = signal.setitimer(signal.ITIMER_REAL, max(seconds, _MIN_SECONDS), _REPEAT_SECONDS)
             yield
         finally:
-            within = False
+            is_within = False
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        if theirs:
-            signal.setitimer(signal.ITIMER_REAL, max(theirs - (time.monotonic() - started), _MIN_SECONDS))
-    if rung:
+        signal.signal(signal.SIGALRM, previous_handler)
+        if other_alarm:
+            signal.setitimer(signal.ITIMER_REAL, max(other_alarm - (time.monotonic() - started), _MIN_SECONDS))
+    if has_rung:
         raise DeadlineExceeded

@@ -1,7 +1,8 @@
-"""Seconds that probes may take: none is begun that is expected to take longer, and one that does is cut off.
+"""Keep probes within a number of seconds.
 
-What a probe will take is told by what the run took for the same kernel and check, on cases about as large. Records
-leave out the oracle and how a process starts, so what they say is taken as many times as it was wrong by so far.
+None is begun that is expected to take longer, and one that does is cut off. The expected time of a probe is what the
+run took for the same kernel and check, on cases of about the same size. Records leave out the time of the oracle and of
+starting processes. So the expected time is multiplied by how wrong it has been so far.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from conformance.judging.runner import Runner
 from conformance.records import Record
 from conformance.sandbox import sandboxed_executor
 
-_NEAREST_CASES = 3  # cases that are nearest in size, the slowest of which counts
+_NEAREST_CASES = 3  # cases nearest in size, of which the slowest counts
 
 
 class ProbeBudget:
-    """Judges probes until its seconds are over."""
+    """Judge probes until the seconds are used up."""
 
     def __init__(self, runner: Runner, seconds: float, known: Iterable[Record] = ()) -> None:
-        """`known` are records of the run, which say how long what was judged took."""
+        """Create a budget; `known` are records of the run, which say how long judging took."""
         self._runner, self.seconds = runner, seconds
         self._until = time.monotonic() + seconds
         self._seen: dict[tuple[str, str], dict[str, float]] = {}
@@ -32,23 +33,23 @@ class ProbeBudget:
             if record.seconds:
                 cases = self._seen.setdefault((record.implementation, record.check), {})
                 cases[record.case] = cases.get(record.case, 0.0) + record.seconds
-        self._told = self._took = 0.0
-        self.declined = False  # whether there was a probe that there was no time for
+        self._expected_seconds = self._used_seconds = 0.0
+        self.declined = False  # whether a probe was left out or cut off for lack of time
 
     @property
     def left(self) -> float:
-        """How many seconds are left."""
+        """Number of seconds that are left."""
         return max(0.0, self._until - time.monotonic())
 
     def judge(self, job: Job, seconds: float = math.inf) -> list[Record] | None:
-        """The records of a job; none if it would take longer than is left, or than `seconds`, or if it did.
+        """Judge a job and return its records; None if it would take, or took, too long.
 
-        A kernel in a process of its own is cut off wherever it is, and its process ended; another at its next step of
-        Python.
+        Too long is longer than is left, or than `seconds`. A sandboxed kernel is cut off wherever it is, and its
+        process ended. Another one is cut off at the next step of Python.
         """
-        seconds, told = min(seconds, self.left), self._estimate_seconds(job)
-        slower = max(1.0, self._took / self._told) if self._told else 1.0
-        if slower * told >= seconds:
+        seconds, expected = min(seconds, self.left), self._estimate_seconds(job)
+        underestimate = max(1.0, self._used_seconds / self._expected_seconds) if self._expected_seconds else 1.0
+        if underestimate * expected >= seconds:
             self.declined = True
             return None
         began = time.monotonic()
@@ -60,30 +61,31 @@ class ProbeBudget:
             self.declined = True
             return None
         finally:
-            self._told += told
-            self._took += time.monotonic() - began
+            self._expected_seconds += expected
+            self._used_seconds += time.monotonic() - began
 
     def _estimate_seconds(self, job: Job) -> float:
-        """Seconds that records say it will take; none at all of a kernel that no record is of."""
+        """Estimate the seconds of a job from records; zero for a kernel without records."""
         name = job.implementation.name
         every = [cases for (implementation, _), cases in self._seen.items() if implementation == name]
         seen = (self._seen.get((name, check.name)) for check in job.checks)
-        # A check that the run did not ask may take as long as any that it asked.
+        # A check that the run did not have may take as long as any that it had.
         return sum(_find_slowest_nearby(job.case, [cases] if cases else every) for cases in seen)
 
 
 def _find_slowest_nearby(case: Case, seen: Iterable[dict[str, float]]) -> float:
-    """What the slowest of the cases took that are nearest in size."""
+    """Return the longest time among the cases that are nearest in size."""
     work = _estimate_work(case)
-    others = [
+    by_size = [
         (_estimate_work(parse_case_id(other)) / work, took)
         for cases in seen
         for other, took in cases.items()
         if "/" in other
     ]
-    near = sorted(others, key=lambda one: abs(math.log(one[0])))[:_NEAREST_CASES]
-    return max((took for _, took in near), default=0.0)
+    nearest = sorted(by_size, key=lambda one: abs(math.log(one[0])))[:_NEAREST_CASES]
+    return max((took for _, took in nearest), default=0.0)
 
 
 def _estimate_work(case: Case) -> int:
+    """Return the number of multiplications of attention on a case."""
     return case.batch * case.num_q_heads * case.q_length * case.kv_length * (case.head_dim + case.v_head_dim)

@@ -1,7 +1,7 @@
-"""From a case that fails to the smallest one that fails in the same way, by Hypothesis, as exploring does.
+"""Shrink a failing case to the smallest one that fails in the same way, by Hypothesis.
 
-A smaller case has something plainer in place of some of its fields. Hypothesis draws which, so that most fields stay as
-they are in most draws, and shrinks the first draw that fails like the case that was given.
+A smaller case has something plainer in some of its fields. Hypothesis draws which, so that most fields stay as they are
+in most draws. It shrinks the first draw that fails like the given case.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from conformance.sandbox.sandboxed_executor import SupportQueryFailed
 from conformance.truth import disk_cache
 
 _MAX_DRAWS = 100
-_KEPT_ODDS = 10  # a field is left as it is in all but one of about so many draws
+_KEPT_ODDS = 10  # a field changes in about one of so many draws
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _HEADS = ((1, 1), (2, 2), (2, 1), (4, 2))
 
@@ -53,61 +53,63 @@ def shrink(
     *,
     seconds: float,
     keeps: Callable[[Case], bool] = lambda case: True,
-    on_case: Callable[[Sequence[Record]], None] = lambda found: None,
+    on_case: Callable[[Sequence[Record]], None] = lambda case_records: None,
 ) -> ShrunkCase:
-    """The smallest case found that fails as `record` of the case `failing` does: its check, its result, its verdict.
+    """Find the smallest case that fails as `record` of the case `failing` does: by its check, result and verdict.
 
-    Ctrl-C and the end of its time leave it at the smallest so far.
+    Ctrl-C, and the end of the time, leave the smallest case so far.
 
     Args:
       implementation: what fails.
       runner: judges it.
-      failing: the case that is shrunk.
+      failing: the case to shrink.
       record: how it fails.
-      seconds: after which it stops; a case that is under way is finished.
-      keeps: whether a smaller case still has what the failure is known to need: else it would wander to another one.
-      on_case: hears of each case that is judged.
+      seconds: time after which it stops. A case that has begun is finished.
+      keeps: tells whether a smaller case still has what the failure is known to need. Otherwise shrinking could wander
+        to another failure.
+      on_case: called with the records of each judged case.
     """
     started = time.monotonic()
     wrong: dict[Case, tuple[Record, ...]] = {failing: (record,)}
     right: set[Case] = set()
 
-    def judged(case: Case) -> None:
+    def raise_if_failing(case: Case) -> None:
         if case not in wrong and case not in right and keeps(case):
             if time.monotonic() - started >= seconds:
                 raise OutOfTime
-            found = tuple(runner.judge(Job(implementation, case, (CHECKS_BY_NAME[record.check],))))
-            on_case(found)
-            if any(_fails_alike(one, record) for one in found):
-                wrong[case] = found
+            case_records = tuple(runner.judge(Job(implementation, case, (CHECKS_BY_NAME[record.check],))))
+            on_case(case_records)
+            if any(_fails_alike(one, record) for one in case_records):
+                wrong[case] = case_records
             else:
                 right.add(case)
         if case in wrong:
             raise WrongCase
 
-    ended = False
+    has_ended = False
     with use_temporary_home(), disk_cache.disable_cache(), contextlib.suppress(OutOfTime, KeyboardInterrupt):
-        run_batch(_draw_smaller_cases(failing, implementation), 0, judged, examples=_MAX_DRAWS)
-        ended = True
+        run_batch(_draw_smaller_cases(failing, implementation), 0, raise_if_failing, examples=_MAX_DRAWS)
+        has_ended = True
     smallest = min(wrong, key=compute_plainness)
-    return ShrunkCase(case=smallest, records=wrong[smallest], tried=len(wrong) + len(right) - 1, is_finished=ended)
+    return ShrunkCase(case=smallest, records=wrong[smallest], tried=len(wrong) + len(right) - 1, is_finished=has_ended)
 
 
 def _fails_alike(one: Record, other: Record) -> bool:
+    """Tell whether two records fail with the same result and verdict."""
     same = one.observable.partition(".")[0] == other.observable.partition(".")[0] and one.verdict == other.verdict
     return one.verdict in RED and same
 
 
 def _draw_smaller_cases(case: Case, implementation: Implementation) -> strategies.SearchStrategy[Case]:
-    """Cases that have something plainer in some fields, if they are supported."""
-    choices = [(*plainer, {}) for plainer in iter_alternatives(case) if plainer]
+    """Return a strategy for supported cases that have something plainer in some fields."""
+    choices = [(*plainer_values, {}) for plainer_values in iter_alternatives(case) if plainer_values]
 
     @strategies.composite
-    def drawn(draw: strategies.DrawFn) -> Case:
+    def draw_case(draw: strategies.DrawFn) -> Case:
         changes: dict[str, Any] = {}
-        for plainer in choices:
-            number = draw(strategies.integers(0, _KEPT_ODDS * len(plainer)))
-            changes |= plainer[min(number, len(plainer) - 1)]
+        for plainer_values in choices:
+            number = draw(strategies.integers(0, _KEPT_ODDS * len(plainer_values)))
+            changes |= plainer_values[min(number, len(plainer_values) - 1)]
         try:
             smaller = dataclasses.replace(case, **changes)
             hypothesis.assume(implementation.supports(smaller) is None)
@@ -115,28 +117,29 @@ def _draw_smaller_cases(case: Case, implementation: Implementation) -> strategie
             hypothesis.reject()
         return smaller
 
-    return drawn()
+    return draw_case()
 
 
 def iter_alternatives(case: Case) -> Iterator[Alternatives]:
-    """For each thing that a case combines, what is plainer, the plainest first."""
-    plain = Case()
+    """Yield, for each thing that a case combines, what is plainer, the plainest first."""
+    default = Case()
     for name in ("front_end", "distribution", "dtype", "phase", "seed"):
-        if getattr(case, name) != getattr(plain, name):
-            yield ({name: getattr(plain, name)},)
+        if getattr(case, name) != getattr(default, name):
+            yield ({name: getattr(default, name)},)
     for operand in OPTIONAL:
         if getattr(case, operand.field) != operand.absent:
             yield ({operand.field: operand.absent},)
     yield tuple({"mask": mask} for mask in _iter_plainer_masks(case.mask))
     yield tuple({"batch": batch} for batch in (1, 2) if batch < case.batch)
     heads = (case.num_q_heads, case.num_kv_heads)
-    fewer = [found for found in _HEADS if found != heads and math.prod(found) < math.prod(heads)]
+    fewer = [pair for pair in _HEADS if pair != heads and math.prod(pair) < math.prod(heads)]
     yield tuple({"num_q_heads": q, "num_kv_heads": kv} for q, kv in fewer)
     yield tuple(_iter_smaller_pairs("q_length", case.q_length, "kv_length", case.kv_length))
     yield tuple(_iter_smaller_pairs("head_dim", case.head_dim, "v_head_dim", case.v_head_dim))
 
 
 def _iter_plainer_masks(mask: str) -> Iterator[str]:
+    """Yield plainer masks, the plainest first."""
     if mask == "full":
         return
     yield "full"
@@ -150,7 +153,10 @@ def _iter_plainer_masks(mask: str) -> Iterator[str]:
 
 
 def _iter_smaller_pairs(one: str, first: int, other: str, second: int) -> Iterator[dict[str, int]]:
-    """Both equal and smaller, then one of them smaller; a block and what is left beside it."""
+    """Yield smaller values of two sizes: both equal first, then one of them alone.
+
+    Sizes are powers of two, or one more.
+    """
     sizes = sorted({size + more for size in _SIZES for more in (0, 1)})
     for size in sizes:
         if size <= max(first, second) and (size, size) != (first, second):

@@ -1,5 +1,5 @@
-"""Patterns of an error: where in the tensor a wrong result is wrong, and what it holds there instead.
+"""Describe a wrong result in words: where in the tensor it is wrong, and what it holds there instead.
 
-Fixed lists of places and of forms are fitted to what came (docs/verdicts.md, "Where in the tensor"). What does not fit
-well is not said. NumPy only, the same words for the same arrays, and computed for failures alone.
+Fixed lists of locations and of kinds of values are fitted to the result (docs/verdicts.md, "Where in the tensor"). A
+description is given only if it fits well. The same arrays always get the same words. Only failures are described.
 """

@@ -1,4 +1,4 @@
-"""Which indices along one axis are wrong, in words: the first, the last, from a block's border on, every other one."""
+"""Describe which indices along one axis are wrong: the first, the last, those from a block's border on, and so on."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ NOUNS = {
     "H": "column",
     "V": "column",
 }
-"""What an index along an axis is called; a row is a query."""
+"""Word for an index along each axis; a row is a query."""
 MIN_FILLED = 0.75
-"""The share of a run of indices that must be wrong: a run that is mostly right is none."""
+"""Least share of a run of indices that must be wrong."""
 _MIN_BLOCK = 8
 _MAX_LISTED = 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AxisIndices:
-    """Indices along an axis, in words; `block` is the size of block whose border they go by, 0 if by none."""
+    """A description of indices along an axis.
+
+    Attributes:
+      words: the description.
+      chosen: booleans along the axis, true for the described indices.
+      block: size of the blocks whose borders the indices follow; 0 if they follow none.
+    """
 
     words: str
     chosen: np.ndarray
@@ -33,7 +39,17 @@ class AxisIndices:
 
 
 def describe_indices(letter: str, wrong: np.ndarray, judged: np.ndarray, group: int) -> AxisIndices | None:
-    """The plainest words for which indices are wrong; none where all are, or no words fit."""
+    """Find the plainest description of the wrong indices along one axis.
+
+    Args:
+      letter: the axis, in the letters of `NOUNS`.
+      wrong: booleans along the axis.
+      judged: booleans along the axis.
+      group: number of query heads that share a key/value head.
+
+    Returns:
+      the description; None if every judged index is wrong, or no description fits.
+    """
     if not wrong.any() or not (judged & ~wrong).any():
         return None
     for candidate in _iter_candidates(letter, wrong, group):
@@ -44,7 +60,7 @@ def describe_indices(letter: str, wrong: np.ndarray, judged: np.ndarray, group: 
 
 
 def _iter_candidates(letter: str, wrong: np.ndarray, group: int) -> Iterator[AxisIndices]:
-    """All that may be said, the most particular first. What must hold exactly is offered only where it does."""
+    """Yield possible descriptions, the most specific first; exact ones only if they hold exactly."""
     yield from _iter_single(letter, wrong)
     if letter == "N":
         yield from _iter_head_groups(wrong, group)
@@ -57,6 +73,7 @@ def _iter_candidates(letter: str, wrong: np.ndarray, group: int) -> Iterator[Axi
 
 
 def _iter_single(letter: str, wrong: np.ndarray) -> Iterator[AxisIndices]:
+    """Yield the description of a single wrong index."""
     if wrong.sum() != 1:
         return
     here, last = int(np.argmax(wrong)), len(wrong) - 1
@@ -67,7 +84,7 @@ def _iter_single(letter: str, wrong: np.ndarray) -> Iterator[AxisIndices]:
 
 
 def _iter_head_groups(wrong: np.ndarray, group: int) -> Iterator[AxisIndices]:
-    """Query heads by their place in the group that shares a key/value head."""
+    """Yield descriptions of query heads by their place in the group that shares a key/value head."""
     heads = np.arange(len(wrong))
     groups = len(wrong) // group
     if group == 1:
@@ -85,7 +102,10 @@ def _iter_head_groups(wrong: np.ndarray, group: int) -> Iterator[AxisIndices]:
 
 
 def _iter_periodic(letter: str, wrong: np.ndarray) -> Iterator[AxisIndices]:
-    """What repeats with the blocks, two blocks at least; the largest block first, since it implies the smaller ones."""
+    """Yield descriptions of indices that repeat with at least two blocks.
+
+    The largest block comes first, since it implies the smaller ones.
+    """
     places, noun = np.arange(len(wrong)), NOUNS[letter]
     for block in _list_powers_of_two(len(wrong) // 2):
         inside = places % block
@@ -107,7 +127,7 @@ def _iter_periodic(letter: str, wrong: np.ndarray) -> Iterator[AxisIndices]:
 
 
 def _iter_runs(letter: str, wrong: np.ndarray) -> Iterator[AxisIndices]:
-    """One run of indices, from the first wrong one to the last wrong one."""
+    """Yield the run of indices from the first wrong one to the last wrong one."""
     places, noun, length = np.arange(len(wrong)), NOUNS[letter], len(wrong)
     low, high = int(np.argmax(wrong)), length - 1 - int(np.argmax(wrong[::-1]))
     run = (places >= low) & (places <= high)
@@ -128,10 +148,11 @@ def _iter_runs(letter: str, wrong: np.ndarray) -> Iterator[AxisIndices]:
 
 
 def _find_block(place: int) -> int:
-    """The largest power of two that divides a place: the largest block whose border it may be; 0 if that is small."""
+    """Return the largest block whose border an index may be: the largest power of two that divides it; 0 if small."""
     block = place & -place
     return block if block >= _MIN_BLOCK else 0
 
 
 def _list_powers_of_two(most: int) -> list[int]:
+    """List the powers of two from 2 to `most`, the largest first."""
     return [2**n for n in range(most.bit_length() - 1, 0, -1)]

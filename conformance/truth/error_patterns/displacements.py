@@ -1,4 +1,4 @@
-"""Right values at wrong places: shifted, reversed, transposed, heads in another order, another result altogether."""
+"""Recognise right values at wrong places: shifted, reversed, transposed, reordered heads, or another result."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from conformance.truth.error_patterns.axis_indices import NOUNS
 from conformance.truth.error_patterns.failure import Failure
 from conformance.truth.error_patterns.fitting import MIN_EXPLAINED, Sample
 
-_MAX_SLICES = 32  # along an axis of which any may have taken the place of any
+_MAX_SLICES = 32  # longest axis along which any order is tried
 _MAX_LISTED = 16
 
 
 def iter_displacements(sample: Sample) -> Iterator[str]:
-    """What may be said of values that stand elsewhere, the plainest first."""
+    """Yield descriptions of displaced values, the plainest first; those that do not fit are empty."""
     yield from _iter_shifts(sample)
     yield from _iter_transpositions(sample)
     yield from _iter_relayouts(sample)
@@ -24,7 +24,7 @@ def iter_displacements(sample: Sample) -> Iterator[str]:
 
 
 def iter_other_results(sample: Sample) -> Iterator[str]:
-    """Values that another result of the same shape must have."""
+    """Yield descriptions of values that are those of another result; those that do not fit are empty."""
     failure = sample.failure
     for name, other in failure.others.items():
         if other.value.shape == failure.got.shape and other.value is not failure.expected.value:
@@ -40,6 +40,7 @@ def iter_other_results(sample: Sample) -> Iterator[str]:
 
 
 def _iter_shifts(sample: Sample) -> Iterator[str]:
+    """Yield shifts by one row or key, and reversals."""
     for letter in "TS":
         if letter not in sample.failure.letters:
             continue
@@ -54,7 +55,7 @@ def _iter_shifts(sample: Sample) -> Iterator[str]:
 
 
 def _iter_transpositions(sample: Sample) -> Iterator[str]:
-    """Two axes of the same length, exchanged."""
+    """Yield exchanges of two axes of the same length."""
     letters, shape = sample.failure.letters, sample.failure.got.shape
     for one in range(len(letters)):
         for other in range(one + 1, len(letters)):
@@ -66,7 +67,7 @@ def _iter_transpositions(sample: Sample) -> Iterator[str]:
 
 
 def _iter_relayouts(sample: Sample) -> Iterator[str]:
-    """Memory that lies in one order of the axes and is read in another."""
+    """Yield neighbouring axes that are laid out in memory in one order and read in the other."""
     letters, shape = sample.failure.letters, sample.failure.got.shape
     for axis in range(len(letters) - 1):
         if 1 in shape[axis : axis + 2]:
@@ -80,7 +81,12 @@ def _iter_relayouts(sample: Sample) -> Iterator[str]:
 
 
 def _describe_reordering(sample: Sample, letter: str) -> str:
-    """Which head stands where each head must be, if each is one."""
+    """Describe slices along an axis that stand in another order; empty if they do not.
+
+    Args:
+      sample: the elements.
+      letter: the axis.
+    """
     failure = sample.failure
     if letter not in failure.letters:
         return ""
@@ -108,6 +114,14 @@ def _describe_reordering(sample: Sample, letter: str) -> str:
 
 
 def _format_order(source: dict[int, int], length: int, noun: str, failure: Failure) -> str:
+    """Describe an order of slices.
+
+    Args:
+      source: for each slice, which right one stands there.
+      length: number of slices along the axis.
+      noun: word for a slice.
+      failure: the wrong result.
+    """
     found = set(source.values())
     if len(found) == 1:
         return f"each {noun} what {noun} {found.pop()} must be"
@@ -125,6 +139,8 @@ def _format_order(source: dict[int, int], length: int, noun: str, failure: Failu
 
 
 def _build_reader(sample: Sample, axis: int) -> Callable[[Sample, int], tuple[np.ndarray, np.ndarray]]:
+    """Build a function that reads the right values and bounds of a sample at another index along an axis."""
+
     def read(part: Sample, candidate: int) -> tuple[np.ndarray, np.ndarray]:
         index = list(part.index)
         index[axis] = np.full_like(index[axis], candidate)
@@ -134,15 +150,18 @@ def _build_reader(sample: Sample, axis: int) -> Callable[[Sample, int], tuple[np
 
 
 def _fits_at(sample: Sample, axis: int, there: np.ndarray) -> bool:
+    """Check whether the right values at other indices along one axis explain the errors."""
     index = list(sample.index)
     index[axis] = there
     return _fits_index(sample, tuple(index))
 
 
 def _fits_index(sample: Sample, index: tuple[np.ndarray, ...]) -> bool:
+    """Check whether the right values at other indices explain the errors."""
     expected = sample.failure.expected
     return sample.fits(expected.value[index], expected.bound[index])
 
 
 def _say_if(holds: bool, words: str) -> str:
+    """Return the words if the description holds, otherwise an empty string."""
     return words if holds else ""

@@ -1,4 +1,7 @@
-"""Values that are a multiple of the right ones, or off by a number: one for all, or one for each row or head."""
+"""Recognise results that are a multiple of the right ones, or off by a constant.
+
+The factor may be one for all elements, or one for each row, head or batch row.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,22 @@ import numpy as np
 from conformance.truth.error_patterns.failure import Failure
 from conformance.truth.error_patterns.fitting import MAX_ENERGY_LEFT, MIN_EXPLAINED, Sample, measure_distance
 
-_RELATIVE_TOLERANCE = (
-    2e-3  # how near a number of the list must be, relatively: those of the list that differ do so by 2%
-)
-_MIN_COLUMNS = 8  # of a row, for a factor of its own to say anything
-_MAX_CHANCE_SHARE = 0.3  # the share of rows that may fit as multiples of the row beside them
+_RELATIVE_TOLERANCE = 2e-3  # relative distance at which a number counts as a known one; known ones differ by 2% or more
+_MIN_COLUMNS = 8  # fewest columns for which a row's own factor says anything
+_MAX_CHANCE_SHARE = 0.3  # largest share of rows that may also fit as multiples of the row beside them
 _DIGITS = 4
 
 
 def describe_multiple(sample: Sample) -> str:
-    """`2 times the right value`, with what the number may be; empty where it is no multiple."""
+    """Describe a multiple of the right values, with the known factors that it may be; empty if it is none.
+
+    An example is `2 times the right value`.
+    """
     found = _fit_factor(sample)
     if found is None:
         return ""
     near = [known for known in (-1.0, *_list_factors(sample.failure).values()) if _is_near(found, known)]
-    # A number of the list is not fitted to the values, so that fewer of them will do.
+    # A known factor is not fitted to the values, so fewer values suffice.
     if not any(_fits_factor(sample, known, parameters=0) for known in near) and not _fits_factor(
         sample, found, parameters=1
     ):
@@ -35,20 +39,25 @@ def describe_multiple(sample: Sample) -> str:
 
 
 def _fits_factor(sample: Sample, factor: float, *, parameters: int) -> bool:
+    """Check whether the right values times a factor explain the errors."""
     return sample.fits(factor * sample.right, max(1.0, abs(factor)) * sample.bound, parameters=parameters)
 
 
 def _is_near(value: float, known: float) -> bool:
+    """Check whether a number is a known one; 0 and 1 say nothing."""
     return known not in (0, 1) and abs(value - known) <= _RELATIVE_TOLERANCE * abs(known)
 
 
 def describe_offset(sample: Sample) -> str:
-    """`0.6931 too large`, with what the number may be; empty where the errors differ."""
+    """Describe a constant offset, with the known numbers that it may be; empty if the errors differ.
+
+    An example is `0.6931 too large`.
+    """
     errors = (sample.got - sample.right)[sample.wrong]
     if not errors.size or not np.isfinite(errors).all():
         return ""
     found = float(np.median(errors))
-    # The bound of one value says nothing of the others: only where values are larger than the number is it one.
+    # The bounds are those of the right values. They hold for shifted values only if those are larger than the offset.
     if found == 0 or not sample.fits(sample.right + found, parameters=1):
         return ""
     size, way = abs(found), "large" if found > 0 else "small"
@@ -56,7 +65,10 @@ def describe_offset(sample: Sample) -> str:
 
 
 def describe_row_multiples(sample: Sample) -> str:
-    """Each row is the right one times a factor of its own, as when its weights do not add up to 1."""
+    """Describe rows that are each the right row times a factor of its own; empty if they are not.
+
+    This happens if the weights of a row do not add up to 1.
+    """
     failure = sample.failure
     if failure.unit_letters == failure.letters or failure.got.shape[-1] < _MIN_COLUMNS:
         return ""
@@ -71,7 +83,7 @@ def describe_row_multiples(sample: Sample) -> str:
     predicted, widened = slopes[:, None] * right, np.maximum(1, np.abs(slopes))[:, None] * bound
     if not _do_rows_fit(failure, got, right, bound, predicted, widened, wrong):
         return ""
-    # Where rows are multiples of each other, as with one query, each fits whatever its factor: nothing is said by it.
+    # If rows are multiples of each other, as with one query, each fits for any factor, so a fit says nothing.
     beside = np.roll(right, 1, axis=0)
     by_neighbour = _fit_row_factors(got, beside, bound)[:, None] * beside
     if len(rows) > 1 and (np.abs(got - by_neighbour) <= failure.limit * widened).all(axis=1).mean() > _MAX_CHANCE_SHARE:
@@ -81,7 +93,7 @@ def describe_row_multiples(sample: Sample) -> str:
 
 
 def describe_multiples_along(sample: Sample, letter: str, noun: str) -> str:
-    """Each head, or each batch row, is the right one times a factor of its own."""
+    """Describe heads or batch rows that are each the right one times a factor of its own; empty if they are not."""
     failure = sample.failure
     if letter not in failure.letters:
         return ""
@@ -113,7 +125,17 @@ def _do_rows_fit(
     widened: np.ndarray,
     wrong: np.ndarray,
 ) -> bool:
-    """Whether rows fit, each with a number of its own: by the columns that are left when one has given the number."""
+    """Check whether rows fit, each with its own factor: one column gives the factor, and the others must agree.
+
+    Args:
+      failure: the wrong result.
+      got: what the rows hold, `[rows, columns]`.
+      right: the right values.
+      bound: bounds of the right values.
+      predicted: the right values times each row's factor.
+      widened: bounds of the predicted values.
+      wrong: which elements are wrong.
+    """
     tolerance = failure.limit * np.maximum(bound, widened)
     with np.errstate(divide="ignore", invalid="ignore"):
         close = (np.abs(got - predicted) <= tolerance) | (got == predicted)
@@ -123,17 +145,17 @@ def _do_rows_fit(
     explained = close & wrong
     if not wrong.any() or close.mean() < MIN_EXPLAINED or explained.sum() < MIN_EXPLAINED * wrong.sum():
         return False
-    if (np.abs(predicted[explained]) <= tolerance[explained]).mean() > 0.5:  # as near to zero as that
+    if (np.abs(predicted[explained]) <= tolerance[explained]).mean() > 0.5:  # zeros would fit as well
         return False
     decades = np.log10(np.clip(before, 1.0, None))
     decades[~explained] = 0
-    # The largest of each row pays for its number. Of rows that are wrong, most must then still be explained by much.
+    # The largest error of each row is spent on its factor. Most wrong rows must have strong evidence beyond that.
     left = decades.sum(axis=1) - decades.max(axis=1)
     return bool(np.median(left[wrong.any(axis=1)]) >= 8)
 
 
 def _fit_factor(sample: Sample) -> float | None:
-    """The factor of most of the larger values, none where there is none."""
+    """Fit the factor of the larger values; None if no value can tell."""
     large = np.abs(sample.right) > np.median(np.abs(sample.right)) if sample.right.size > 2 else sample.right != 0
     large &= np.isfinite(sample.got) & np.isfinite(sample.right) & (sample.right != 0)
     if not large.any():
@@ -142,6 +164,7 @@ def _fit_factor(sample: Sample) -> float | None:
 
 
 def _refine_factor(got: np.ndarray, right: np.ndarray, bound: np.ndarray) -> float:
+    """Fit a factor by weighted least squares over the elements that are near the median quotient's prediction."""
     first = float(np.median(got / right))
     near = np.abs(got - first * right) <= np.median(np.abs(got - first * right)) * 4
     weights = 1 / np.maximum(bound[near], np.finfo(float).tiny ** 0.25) ** 2
@@ -149,13 +172,14 @@ def _refine_factor(got: np.ndarray, right: np.ndarray, bound: np.ndarray) -> flo
 
 
 def _fit_row_factors(got: np.ndarray, right: np.ndarray, bound: np.ndarray) -> np.ndarray:
-    """The factor of each row."""
+    """Fit a factor for each row by weighted least squares."""
     weights = 1 / np.maximum(bound, np.finfo(float).tiny ** 0.25) ** 2
     squares = np.sum(weights * right**2, axis=1)
     return np.where(squares > 0, np.sum(weights * got * right, axis=1) / np.where(squares > 0, squares, 1), 1.0)
 
 
 def _list_factors(failure: Failure) -> Mapping[str, float]:
+    """List factors that mistakes introduce, by name: logarithms' bases, scales, the depth, the size of a group."""
     problem = failure.problem
     depth, group = problem.q.shape[3], failure.group
     basic = {
@@ -170,13 +194,14 @@ def _list_factors(failure: Failure) -> Mapping[str, float]:
     if problem.soft_cap is not None:
         basic["the soft cap"] = problem.soft_cap
     upside_down = {f"1/{name}": 1 / value for name, value in basic.items() if name not in ("log2(e)", "ln(2)")}
-    if problem.scale is None:  # then it is 1/sqrt(H), and named so
+    if problem.scale is None:  # then the scale is 1/sqrt(H), which is listed already
         for name in ("the scale", "scale^2"):
             del basic[name], upside_down[f"1/{name}"]
     return basic | upside_down
 
 
 def _list_offsets(failure: Failure) -> Mapping[str, float]:
+    """List offsets that mistakes introduce, by name."""
     problem = failure.problem
     found = {"ln(2)": math.log(2), "ln(H)": math.log(problem.q.shape[3]), "ln(S)": math.log(problem.k.shape[1])}
     if problem.soft_cap is not None:
@@ -185,21 +210,23 @@ def _list_offsets(failure: Failure) -> Mapping[str, float]:
 
 
 def _format_known_names(value: float, numbers: Mapping[str, float]) -> str:
-    """What a number may be, of a list."""
+    """Format the names of the known numbers that a value may be, in parentheses; empty if there is none."""
     names = [name for name, known in numbers.items() if _is_near(value, known)]
     return f" ({' or '.join(names)})" if names else ""
 
 
 def _format_range(values: np.ndarray) -> str:
+    """Format the smallest and the largest value."""
     return f"{_format_number(float(values.min()))} to {_format_number(float(values.max()))}"
 
 
 def _format_number(value: float) -> str:
+    """Format a number with a few digits."""
     return f"{value:.{_DIGITS}g}"
 
 
 def iter_factors(sample: Sample) -> Iterator[str]:
-    """What may be said of factors and offsets, the plainest first."""
+    """Yield descriptions by factors and offsets, the plainest first; those that do not fit are empty."""
     yield describe_multiple(sample)
     yield describe_offset(sample)
     yield describe_multiples_along(sample, "N", "head")

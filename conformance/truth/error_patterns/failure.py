@@ -1,4 +1,4 @@
-"""What a comparison that failed has to show: the arrays, what their axes are, and the case that they are of."""
+"""A failed comparison: the wrong result, the right one, the meaning of the axes, and the problem."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ AXIS_LETTERS: Mapping[str, str] = {
     **dict.fromkeys(RESIDUALS, "BNT"),
     **{operand.gradient: "".join(operand.arrays[0]) for operand in OPERANDS if operand.gradient},
 }
-"""The axes of each observable, in the letters of the contract."""
+"""Axes of each observable, in the letters of the contract."""
 DEPTH_LETTERS = "HV"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Failure:
-    """A result that is wrong, beside the right one.
+    """A wrong result beside the right one.
 
     Attributes:
-      observable: its plain name.
-      letters: one for each axis.
-      got: what came, as it came.
-      expected: what is right, and the bounds.
+      observable: plain name of the result.
+      letters: one letter for each axis.
+      got: what the implementation returned.
+      expected: the right values with their bounds.
       judged: booleans of the same shape.
       limit: the largest ratio that passes.
-      problem: the problem that this is a result of.
-      is_core: whether it is a result of the whole problem as it is, so that the mask says something of its rows.
+      problem: the problem.
+      is_core: whether the result is that of the whole, unchanged problem. Only then does the mask apply to its rows.
       others: other right results of the problem, by name.
     """
 
@@ -50,24 +50,24 @@ class Failure:
 
     @functools.cached_property
     def values(self) -> np.ndarray:
-        """What came, in float64."""
+        """The wrong result in float64."""
         return self.got.astype(np.float64)
 
     @functools.cached_property
     def ratios(self) -> np.ndarray:
-        """Errors in units of the bound, -1 where nothing is judged."""
+        """Errors in units of the bound; -1 where nothing is judged."""
         return compute_ratios(self.values, self.expected, self.judged)
 
     @functools.cached_property
     def wrong(self) -> np.ndarray:
-        """Elements beyond the limit."""
+        """Elements whose ratio exceeds the limit."""
         return self.ratios > self.limit
 
     @functools.cached_property
     def informative(self) -> np.ndarray:
-        """Judged elements, without those that are right whatever the weights are.
+        """Judged elements, without right ones that say nothing because they do not depend on the weights.
 
-        These are exact zeros and -inf, and where there are no sinks `out` and `dq` of a row that sees one key alone.
+        These are exact zeros and infinities. Without sinks, they are also `out` and `dq` of rows that see one key only.
         """
         nothing = (self.expected.value == 0) & (self.expected.bound == 0) | np.isinf(self.expected.value)
         if self.is_core and self.observable in ("out", "dq") and self.problem.sinks is None:
@@ -77,27 +77,27 @@ class Failure:
 
     @functools.cached_property
     def errors(self) -> np.ndarray:
-        """How far off the telling elements are; 0 for the others, and for what is no number."""
+        """Absolute errors of the elements that say something; 0 for the others, and where an error is not finite."""
         with np.errstate(invalid="ignore", over="ignore"):
             errors = np.where(self.informative, np.abs(self.values - self.expected.value), 0.0)
         return np.nan_to_num(errors, posinf=0.0)
 
     @property
     def group(self) -> int:
-        """How many query heads read a key/value head."""
+        """Number of query heads that share a key/value head."""
         return self.problem.q.shape[2] // self.problem.k.shape[2]
 
     @property
     def unit_letters(self) -> str:
-        """The axes without the depth: what a row, a key or a pair is."""
+        """Axes without the depth: those of units, which are rows, keys or pairs."""
         return self.letters.rstrip(DEPTH_LETTERS)
 
     def reduce_to_units(self, elements: np.ndarray) -> np.ndarray:
-        """The largest of `elements` of each unit: of a row or a key with all its depth."""
+        """Reduce `elements` to the largest of each unit, over the depth of its row or key."""
         return elements.max(axis=-1) if self.unit_letters != self.letters else elements
 
     def to_elements(self, units: np.ndarray) -> np.ndarray:
-        """Booleans of units, broadcastable to the shape of the elements."""
+        """Make booleans of units broadcastable to the shape of the elements."""
         return units[..., None] if self.unit_letters != self.letters else units
 
 
@@ -111,16 +111,16 @@ def build_failure(
     problem: Problem,
     core: Mapping[str, Bounded] | None = None,
 ) -> Failure | None:
-    """The failure to be looked at; none where it is not known what the axes are.
+    """Build the failure of a comparison; None if the meaning of the axes is not known.
 
     Args:
-      observable: its plain name.
-      got: what came.
-      expected: what is right, and the bounds.
-      judged: booleans broadcastable to the shape.
+      observable: plain name of the result.
+      got: what the implementation returned.
+      expected: the right values with their bounds.
+      judged: booleans broadcastable to the shape; all by default.
       limit: the largest ratio that passes.
       problem: the problem of the case.
-      core: the right results of the problem. Where `expected` is none of them, the mask says nothing of it.
+      core: right results of the whole, unchanged problem. If `expected` is none of them, the mask does not apply to it.
     """
     array = np.asarray(got)
     letters = AXIS_LETTERS.get(observable, "")
@@ -133,7 +133,7 @@ def build_failure(
 
 
 def _has_axes(letters: str, shape: tuple[int, ...], problem: Problem) -> bool:
-    """Whether an array may have these axes: a check may look at some batch rows, rows or keys of a problem alone."""
+    """Check whether an array may have these axes; a check may select some batch rows, rows or keys of a problem."""
     _, _, q_heads, depth = problem.q.shape
     sizes = {"N": q_heads, "K": problem.k.shape[2], "H": depth, "V": problem.v.shape[3]}
     return len(letters) == len(shape) and all(

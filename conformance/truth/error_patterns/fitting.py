@@ -1,6 +1,6 @@
-"""When a form fits: what it predicts is right by the same bounds, and chance would not have made it so.
+"""Decide whether a prediction explains a wrong result: within the bounds, and not by chance.
 
-A sample of the elements is enough: the same ones for the same shapes.
+A sample of the elements suffices. It is the same for the same shapes.
 """
 
 from __future__ import annotations
@@ -13,61 +13,72 @@ import numpy as np
 from conformance.truth.error_patterns.failure import Failure
 
 MIN_EXPLAINED = 0.99
-"""The share of the elements, and of the wrong ones among them, that must come within the limit."""
+"""Least share of the elements, and of the wrong ones among them, that must come within the limit."""
 MIN_EVIDENCE = 8.0
-"""Decades by which all errors together had to shrink: for the fifty or so forms, one false claim in a million."""
+"""Least number of decades by which all errors together shrink: for some fifty forms, one false claim in a million."""
 MAX_ENERGY_LEFT = 0.1
-"""The share of the errors' energy, in units of the bound, that may be left: by loose bounds much would come near."""
+"""Largest share of the errors' energy, in units of the bound, that may remain: loose bounds let much come near."""
 MIN_WRONG = 2
-"""Wrong elements that it must explain at least, beside one for each number that is fitted."""
+"""Fewest wrong elements that a prediction must explain, beside one for each number that is fitted."""
 _MAX_DISTANCE = 1e6
 _MAX_SAMPLED = 4096
-_F32_ROUNDOFF = 2.0**-22  # rounding what is predicted, when it is computed in another order than the bound has it
+_F32_ROUNDOFF = 2.0**-22  # rounding of a prediction that is computed in another order than the bound assumes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sample:
-    """Elements of a place: their indices, what came there, what is right, and the bound."""
+    """A sample of a result's elements.
+
+    Attributes:
+      failure: the wrong result.
+      index: indices of the elements, one array for each axis.
+    """
 
     failure: Failure
     index: tuple[np.ndarray, ...]
 
     @functools.cached_property
     def got(self) -> np.ndarray:
-        """What came."""
+        """What the implementation returned."""
         return self.failure.values[self.index]
 
     @functools.cached_property
     def right(self) -> np.ndarray:
-        """What is right."""
+        """The right values."""
         return self.failure.expected.value[self.index]
 
     @functools.cached_property
     def bound(self) -> np.ndarray:
-        """The bound of what is right."""
+        """The bounds of the right values."""
         return self.failure.expected.bound[self.index]
 
     @functools.cached_property
     def wrong(self) -> np.ndarray:
-        """Which of them are wrong."""
+        """Which elements are wrong."""
         return self.failure.wrong[self.index]
 
     def only(self, kept: np.ndarray) -> Sample:
-        """Some of the elements."""
+        """Select some of the elements, by booleans."""
         return Sample(self.failure, tuple(axis[kept] for axis in self.index))
 
     def tolerance(self, predicted: np.ndarray, bound: np.ndarray) -> np.ndarray:
-        """How far from a prediction, whose own bound is `bound`, a right kernel would be."""
+        """Compute how far a correct kernel may be from a prediction whose own bound is `bound`."""
         return self.failure.limit * np.maximum(self.bound, bound) + _F32_ROUNDOFF * np.abs(predicted)
 
     def close(self, predicted: np.ndarray, bound: np.ndarray | None = None) -> np.ndarray:
-        """Which elements are within the limit of a prediction."""
+        """Check which elements are within the limit of a prediction."""
         tolerance = self.tolerance(predicted, self.bound if bound is None else bound)
         with np.errstate(invalid="ignore"):
             return (np.abs(self.got - predicted) <= tolerance) | (self.got == predicted)
 
     def fits(self, predicted: np.ndarray, bound: np.ndarray | None = None, *, parameters: int = 0) -> bool:
-        """Whether a prediction explains the errors; `parameters` is how many numbers of it were fitted."""
+        """Check whether a prediction explains the errors.
+
+        Args:
+          predicted: the predicted values.
+          bound: bounds of the predicted values; those of the right values by default.
+          parameters: how many numbers of the prediction were fitted to the values.
+        """
         bound = self.bound if bound is None else bound
         if self.wrong.sum() < MIN_WRONG + parameters:
             return False
@@ -80,24 +91,24 @@ class Sample:
         if not np.sum(after[close] ** 2) <= MAX_ENERGY_LEFT * np.sum(before[close] ** 2):
             return False
         decades = np.log10(np.clip(before[explained], 1.0, None))
-        # Zeros stand in many places: what is predicted must be more than nothing, or it is not that which was found.
+        # Many predictions are near zero. Results near zero then fit all of them, which says nothing.
         if (np.abs(predicted[explained]) <= self.tolerance(predicted, bound)[explained]).mean() > 0.5:
             return False
-        # A number that was fitted to them explains as many elements whatever they are.
+        # Each fitted number explains one element whatever its value.
         return bool(decades.sum() * (1 - parameters / len(decades)) >= MIN_EVIDENCE)
 
 
 def measure_distance(tolerance: np.ndarray, got: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """How far two are apart, at most a million times the tolerance."""
+    """Compute how far two arrays are apart, in units of the tolerance and at most a million of them."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         apart = np.where(got == other, 0.0, np.abs(got - other) / tolerance)
     return np.clip(np.nan_to_num(apart, nan=_MAX_DISTANCE, posinf=_MAX_DISTANCE), 0.0, _MAX_DISTANCE)
 
 
 def sample_elements(failure: Failure, elements: np.ndarray) -> Sample:
-    """At most some thousands of the judged elements among `elements`, evenly spread over them."""
+    """Sample at most some thousands of the elements that are judged and say something, evenly spread."""
     flat = np.flatnonzero(np.broadcast_to(elements, failure.got.shape) & failure.informative)
     if len(flat) > _MAX_SAMPLED:
-        # An odd step, so that no power of two of rows, heads or columns is met in part only.
+        # With an even step, a sample could miss half of the rows, heads or columns.
         flat = flat[:: len(flat) // _MAX_SAMPLED | 1]
     return Sample(failure, np.unravel_index(flat, failure.got.shape))

@@ -1,11 +1,12 @@
-"""Where the wrong elements are: one place that holds them all, and little else.
+"""Find where a result is wrong: one location that holds all wrong elements and little else.
 
-A place is said only where
+A location is accepted only if all of these hold. A unit is a row, a key or a pair.
 
-- no judged element outside is wrong, and at least half of the units inside are (`DENSE`): rows, keys or pairs;
-- units wrong at random would not all lie there: with a probability of `10**CHANCE` at most;
-- it is a place and not a gradient, nor the only place with bounds so narrow: by the median, a wrong unit is `CONTRAST`
-  times as wrong as the worst outside, in units of its bound, and as the median outside in the values' own.
+- No judged element outside is wrong, and at least half of the units inside are (`DENSE`).
+- Units that are wrong at random would all lie inside with a probability of `10**CHANCE` at most.
+- The error ends at the border. In units of the bound, the median wrong unit is `CONTRAST` times as wrong as the worst
+  unit outside. In absolute values, it is `CONTRAST` times as wrong as the median unit outside. So neither an error that
+  fades out nor narrow bounds make a location.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ from conformance.truth.error_patterns.mask_facts import iter_mask_facts
 
 MIN_DENSITY = 0.5
 MIN_CONTRAST = 3.0
-_AXIS_ORDER = "BNKTS"  # in which the axes are said
-_AXES_RANK = 1  # the rank of places along axes, between causes and what else the mask says
+_AXIS_ORDER = "BNKTS"  # order in which the axes are described
+_AXES_RANK = 1  # rank of locations along axes: between causes by the mask (0) and other facts of the mask (2)
 MAX_LOG_CHANCE = -5.0
-"""For each of the hundred or so places that are tried: of errors at random, one in a thousand is said to be in one."""
+"""Largest logarithm (base 10) of the probability of each of some hundred locations.
+
+So one in a thousand errors at random gets a location.
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Location:
-    """Where it is wrong.
+    """A location of wrong elements.
 
     Attributes:
-      words: after "only".
+      words: the description, which follows the word "only".
       elements: booleans broadcastable to the elements.
-      blocks: sizes of blocks of queries and of keys by whose borders it goes, 0 if by none.
+      blocks: sizes of the blocks of queries and of keys whose borders it follows; 0 if it follows none.
     """
 
     words: str
@@ -45,16 +49,32 @@ class Location:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Candidate:
+    """A location that holds all wrong units.
+
+    Attributes:
+      words: the description.
+      name: the fact of the mask, without heads and batch rows; empty for indices along axes.
+      units: booleans of the units.
+      filled: share of its judged units that are wrong.
+      rank: the lower, the sooner it is chosen among equally filled ones.
+      blocks: as in `Place`.
+    """
+
     words: str
-    name: str  # of a fact alone, without what is said beside it
+    name: str
     units: np.ndarray
-    filled: float  # the share of its units that are wrong
+    filled: float
     rank: int
     blocks: tuple[int, int]
 
 
 def find_location(failure: Failure, special: np.ndarray | None = None) -> Location | None:
-    """The place of the wrong elements, or of such as are told by what they hold; none where the list has none."""
+    """Find the location of the wrong elements; None if no location is accepted.
+
+    Args:
+      failure: the wrong result.
+      special: booleans of elements that hold a special value, such as NaN. If given, their location is found instead.
+    """
     wrong = failure.wrong if special is None else special
     if not wrong.any():
         return None
@@ -63,7 +83,7 @@ def find_location(failure: Failure, special: np.ndarray | None = None) -> Locati
     if units.sum() == 1 and judged.sum() > 1:
         return _describe_single_unit(failure, wrong, units)
     strengths = [failure.reduce_to_units(x) for x in _measure_errors(failure, special)]
-    # NaN in all rows without keys, and in no other row, is no chance however few they are.
+    # Special values in all rows without keys and in no other row are no chance, however few these rows are.
     found = [
         one
         for one in _iter_candidates(failure, units, judged)
@@ -82,7 +102,7 @@ def find_location(failure: Failure, special: np.ndarray | None = None) -> Locati
 
 
 def _describe_single_unit(failure: Failure, wrong: np.ndarray, units: np.ndarray) -> Location:
-    """One unit, which is named by its index."""
+    """Describe a single unit by its index."""
     index = ", ".join(str(int(i[0])) for i in np.nonzero(units))
     if wrong.sum() == 1 and wrong.size > units.size:
         return Location("one element", wrong)
@@ -91,9 +111,9 @@ def _describe_single_unit(failure: Failure, wrong: np.ndarray, units: np.ndarray
 
 
 def _iter_candidates(failure: Failure, wrong: np.ndarray, judged: np.ndarray) -> Iterator[_Candidate]:
-    """What contains all wrong units, with the share that is wrong."""
+    """Yield locations that hold all wrong units: by indices along axes, and by facts of the mask."""
     product, words, sizes = np.ones(wrong.shape, bool), [], dict.fromkeys("TS", 0)
-    beside = np.ones(wrong.shape, bool), list[str]()  # heads and batch rows alone, to be said beside a fact
+    beside = np.ones(wrong.shape, bool), list[str]()  # only heads and batch rows, which may be combined with a fact
     for letter in sorted(failure.unit_letters, key=_AXIS_ORDER.index):
         axis = failure.unit_letters.index(letter)
         others = tuple(other for other in range(wrong.ndim) if other != axis)
@@ -123,7 +143,13 @@ def _iter_candidates(failure: Failure, wrong: np.ndarray, judged: np.ndarray) ->
 
 
 def _choose_best(found: Sequence[_Candidate], judged: np.ndarray) -> tuple[str, np.ndarray | None, tuple[int, int]]:
-    """The candidate that is filled most, and beside it another that holds the same units of another sort."""
+    """Choose the candidate with the largest share of wrong units.
+
+    If a candidate of the other kind (along axes, or by the mask) has the same units, the words mention both.
+
+    Returns:
+      words, units and blocks of the location; the units are None if there is no candidate.
+    """
     if not found:
         return "", None, (0, 0)
     ranked = sorted(found, key=lambda one: (-round(one.filled, 2), one.rank))
@@ -141,22 +167,24 @@ def _choose_best(found: Sequence[_Candidate], judged: np.ndarray) -> tuple[str, 
 
 
 def _compute_filled(units: np.ndarray, wrong: np.ndarray, judged: np.ndarray) -> float:
+    """Compute the share of the judged units inside that are wrong."""
     inside = int((units & judged).sum())
     return float((wrong & units).sum() / inside) if inside else 0.0
 
 
 def _measure_errors(failure: Failure, special: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """How wrong each element is, in units of its bound and in those of its value."""
-    if special is not None:  # what is told by what it holds needs no contrast to what is beside it
+    """Measure how wrong each element is: in units of its bound, and as an absolute error."""
+    if special is not None:  # special values need no contrast to their surroundings
         return 1.0 * special, 1.0 * special
     ratios = np.where(failure.informative, failure.ratios, -1.0)
-    exact = not failure.expected.bound[failure.wrong].any()  # where only zero is right, any other number is wrong
+    exact = not failure.expected.bound[failure.wrong].any()  # with a bound of zero, the size of an error says nothing
     return ratios, 1.0 * failure.wrong if exact else failure.errors
 
 
 def _is_location(
     units: np.ndarray, wrong: np.ndarray, judged: np.ndarray, ratios: np.ndarray, errors: np.ndarray
 ) -> bool:
+    """Check whether a location is accepted (module docstring)."""
     inside, outside = units & judged, judged & ~units
     if not outside.any() or (wrong & outside).any() or wrong.sum() < MIN_DENSITY * inside.sum():
         return False
@@ -167,19 +195,20 @@ def _is_location(
 
 
 def _compute_log_chance(wrong: int, inside: int, judged: int) -> float:
-    """The logarithm of the probability that so many units at random are all inside."""
+    """Compute the logarithm (base 10) of the probability that so many random units all lie inside."""
     ways = [math.lgamma(n + 1) - math.lgamma(n - wrong + 1) for n in (inside, judged)]
     return (ways[0] - ways[1]) / math.log(10)
 
 
 def _reduce_any(units: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """Reduce booleans by "or" over axes."""
     return np.logical_or.reduce(units, axis=axes)
 
 
 def _find_columns(
     failure: Failure, wrong: np.ndarray, inside: np.ndarray, special: np.ndarray | None
 ) -> Location | None:
-    """Along the depth, within the place that was found."""
+    """Find wrong columns, along the depth, within the location that was found; None if there are none."""
     if failure.letters[-1] not in DEPTH_LETTERS or wrong.shape[-1] < 2:
         return None
     axes = tuple(range(wrong.ndim - 1))

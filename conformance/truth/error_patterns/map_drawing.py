@@ -1,4 +1,4 @@
-"""The coarse picture of an error that a record keeps (`conformance.error_maps`)."""
+"""Draw the coarse picture of an error that a record stores (`conformance.error_maps`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import numpy as np
 from conformance.error_maps import MAX_CELLS, ErrorMap
 from conformance.truth.error_patterns.failure import DEPTH_LETTERS, Failure
 
-_LARGEST_SHADE = 8  # the shade of all that is further beyond the limit than the others say
-_NOT_FINITE_SHADE = 9
+_LARGEST_SHADE = 8  # the shade of the largest ratios, and of all beyond them
+_NOT_FINITE_SHADE = 9  # the shade of wrong elements that are NaN or infinite
 
 
 def draw_error_map(failure: Failure, blocks: tuple[int, int] = (0, 0)) -> ErrorMap | None:
-    """The picture of a result that is wrong; none of a result that has no rows, keys or pairs."""
+    """Draw the picture of a wrong result; None if the result has neither rows nor keys.
+
+    Args:
+      failure: the wrong result.
+      blocks: sizes of the blocks of queries and of keys whose borders the error follows; 0 if it follows none.
+    """
     letters = failure.letters
     along = next((letter for letter in "TS" if letter in letters), "")
     if not along:
@@ -45,13 +50,20 @@ def draw_error_map(failure: Failure, blocks: tuple[int, int] = (0, 0)) -> ErrorM
 
 
 def _find_worst_head(failure: Failure, worst: tuple[np.intp, ...]) -> tuple[int, int]:
-    """The batch row of the worst element, and its query head: the first that reads its key/value head."""
+    """Return the batch row and the query head of the worst element.
+
+    If the result has key/value heads, the query head is the first that reads the worst one.
+    """
     places = {letter: int(n) for letter, n in zip(failure.letters, worst, strict=True)}
     return places["B"], places["N"] if "N" in places else places["K"] * failure.group
 
 
 def _choose_axes(failure: Failure, ratios: np.ndarray, along: str) -> tuple[str, str]:
-    """Rows and keys by heads where there are several, by columns where there is one; pairs by pairs."""
+    """Choose the two axes of the picture.
+
+    Rows or keys are drawn against heads if there are several, and against columns if there is one. Results with an
+    entry for each pair are drawn as queries against keys.
+    """
     sizes = dict(zip(failure.letters, ratios.shape, strict=True))
     if failure.letters == "BNTS":
         return ("T", "S")
@@ -62,7 +74,7 @@ def _choose_axes(failure: Failure, ratios: np.ndarray, along: str) -> tuple[str,
 
 
 def _project(values: np.ndarray, letters: str, axes: tuple[str, str]) -> np.ndarray:
-    """The largest value for each index along the two axes, of which the second may be two."""
+    """Reduce to the largest value for each index along two axes; the second may be two letters, which are flattened."""
     order = [letters.index(letter) for letter in "".join(axes)]
     rest = [n for n in range(len(letters)) if n not in order]
     kept = values.transpose([*order, *rest]).max(axis=tuple(range(len(order), len(letters))))
@@ -70,7 +82,7 @@ def _project(values: np.ndarray, letters: str, axes: tuple[str, str]) -> np.ndar
 
 
 def _project_slice(failure: Failure, values: np.ndarray, along: str, batch: int, head: int) -> np.ndarray:
-    """The largest value for each row or key of one batch row and one head."""
+    """Reduce to the largest value of each row or key in one batch row and one head."""
     letters = failure.letters
     heads = head if "N" in letters else head // failure.group
     one = [batch if x == "B" else heads if x in "NK" else slice(None) for x in letters]
@@ -79,6 +91,13 @@ def _project_slice(failure: Failure, values: np.ndarray, along: str, batch: int,
 
 
 def _draw_cells(ratios: np.ndarray, lost: np.ndarray, limit: float) -> tuple[str, ...]:
+    """Draw ratios as lines of shades: one digit for each decade beyond the limit, `-` if nothing is judged.
+
+    Args:
+      ratios: ratios `[rows, columns]`, -1 where nothing is judged.
+      lost: where the result is NaN or infinite.
+      limit: the largest ratio that passes.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
         decades = np.ceil(np.log10(np.where(ratios > 0, ratios, 0.0) / limit))
     shades = np.clip(
@@ -91,6 +110,7 @@ def _draw_cells(ratios: np.ndarray, lost: np.ndarray, limit: float) -> tuple[str
 
 
 def _draw_mask(pairs: np.ndarray) -> tuple[str, ...]:
+    """Draw a mask as lines of digits: 0 if a cell allows no pair, 2 if it allows all, otherwise 1."""
     low, high = pairs, pairs
     for axis in (0, 1):
         starts = _compute_cell_starts(pairs.shape[axis])
@@ -99,6 +119,6 @@ def _draw_mask(pairs: np.ndarray) -> tuple[str, ...]:
 
 
 def _compute_cell_starts(length: int) -> np.ndarray:
-    """Where each cell begins, of at most `MOST_CELLS`."""
+    """Compute where each cell begins if an axis is drawn as at most `MOST_CELLS` cells."""
     cells = min(length, MAX_CELLS)
     return np.arange(cells) * length // cells

@@ -1,4 +1,4 @@
-"""Rows and keys by what the mask says of them: those that see nothing, one key, a hidden key, an empty block."""
+"""Group rows and keys by their relation to the mask: those that see nothing, one key, an empty block, and so on."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 from conformance.truth.error_patterns.failure import Failure
 
 BLOCK_SIZES = (128, 64, 32, 16)
-"""Sizes of blocks that kernels take."""
-_MAX_PAIRS = 4_000_000  # beyond, asking for the blocks of a mask takes longer than all else
+"""Sizes of blocks that kernels use."""
+_MAX_PAIRS = 4_000_000  # largest mask whose blocks are looked at: beyond, that takes longer than all else
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MaskFact:
-    """Units of which the mask says the same.
+    """Units (rows, keys or pairs) that have the same relation to the mask.
 
     Attributes:
-      words: what it says.
+      words: the relation.
       units: booleans broadcastable to the units of the observable.
-      is_cause: whether it is said rather than a place along an axis that fits as well.
-      block: the size of the blocks of keys that it goes by, 0 if by none.
+      is_cause: whether the relation is preferred to indices along axes that fit as well.
+      block: size of the blocks of keys that it is about; 0 if it is about none.
     """
 
     words: str
@@ -32,14 +32,14 @@ class MaskFact:
 
 
 def iter_mask_facts(failure: Failure) -> Iterator[MaskFact]:
-    """What the mask says of the units of an observable, none where it says nothing."""
+    """Yield the facts of an observable's units; none if the mask does not apply to the result."""
     if not failure.is_core or failure.problem.allowed.shape[-2] == 0:
         return
     letters = failure.unit_letters
     if letters == "BNTS":
         allowed = failure.problem.allowed
         for axis, length in enumerate(failure.got.shape):
-            if length == 1:  # one bias for all of them: it is behind the mask only where it is so for each
+            if length == 1:  # a broadcast bias is behind the mask only if it is so along the whole axis
                 allowed = np.logical_or.reduce(allowed, axis=axis, keepdims=True)
         yield MaskFact("pairs behind the mask", ~allowed)
     elif letters == "BSK":
@@ -51,7 +51,7 @@ def iter_mask_facts(failure: Failure) -> Iterator[MaskFact]:
 
 
 def _iter_row_facts(failure: Failure) -> Iterator[MaskFact]:
-    """Facts of `[b, n, T]`."""
+    """Yield facts of rows, as booleans `[b, n, T]`."""
     problem = failure.problem
     allowed = problem.allowed
     seen = allowed.sum(axis=-1)
@@ -80,7 +80,7 @@ def _iter_row_facts(failure: Failure) -> Iterator[MaskFact]:
 
 
 def _iter_key_facts(failure: Failure) -> Iterator[MaskFact]:
-    """Facts of `[B, S, K]`."""
+    """Yield facts of keys, as booleans `[B, S, K]`."""
     problem = failure.problem
     yield MaskFact("keys that no query may attend to", problem.dead_keys)
     groups, heads = problem.k.shape[2], problem.q.shape[2]

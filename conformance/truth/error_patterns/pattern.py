@@ -1,4 +1,4 @@
-"""The pattern of an error in one line: where it is, and what stands there."""
+"""Describe an error in one line: where the result is wrong, and what it holds there."""
 
 from __future__ import annotations
 
@@ -10,24 +10,30 @@ from conformance.truth.error_patterns.failure import Failure
 from conformance.truth.error_patterns.locations import find_location
 from conformance.truth.error_patterns.value_patterns import describe_displaced, describe_values
 
-_MIN_ZEROS = 16  # in a narrow dtype one or two may come about by themselves
+_MIN_ZEROS = 16  # one or two zeros may occur by chance in bf16 and f16
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """What fits, in words; empty where nothing does. `blocks` are the sizes that its place goes by, or 0."""
+    """The description of an error.
+
+    Attributes:
+      words: the description; empty if nothing fits.
+      blocks: sizes of the blocks of queries and of keys whose borders the error follows; 0 if it follows none.
+    """
 
     words: str = ""
     blocks: tuple[int, int] = (0, 0)
 
 
 def find_pattern(failure: Failure) -> Pattern:
-    """The place and the form of an error."""
-    with np.errstate(all="ignore"):  # what is wrong may be of any size, and no number
+    """Find the description of a wrong result."""
+    with np.errstate(all="ignore"):  # wrong results may be huge, infinite or NaN
         return _find_pattern(failure)
 
 
 def _find_pattern(failure: Failure) -> Pattern:
+    """Find the description: special values first, then the location, then what stands there."""
     lost = failure.wrong & ~np.isfinite(failure.values)
     if lost.any():
         nan, infinite = np.isnan(failure.values[lost]).any(), np.isinf(failure.values[lost]).any()
@@ -39,12 +45,10 @@ def _find_pattern(failure: Failure) -> Pattern:
         if what := describe_values(failure, np.ones((), bool)):
             return Pattern(what)
         return (_find_special_values(failure, zeros, "zero") if zeros.sum() >= _MIN_ZEROS else None) or Pattern()
-    if what := describe_displaced(
-        failure
-    ):  # with what is right where it stands, such as heads that change places with none
+    if what := describe_displaced(failure):  # over all elements, since some may keep their place
         return Pattern(what)
     what = describe_values(failure, where.elements)
-    # A factor of its own that a right row has is 1, and says nothing of the place.
+    # A right row fits a factor of its own, namely 1, so that description is not compared with the outside.
     if what and "of its own" not in what and _holds_outside(failure, where.elements, what):
         return Pattern(what)
     only = "" if where.words.startswith(("all ", "every ")) else "only "
@@ -52,7 +56,10 @@ def _find_pattern(failure: Failure) -> Pattern:
 
 
 def _holds_outside(failure: Failure, inside: np.ndarray, what: str) -> bool:
-    """Whether what is right outside has the form as well, as zero has every factor: then the place says nothing."""
+    """Check whether the right elements outside fit the description too; then the location says nothing.
+
+    Zeros, for instance, fit every factor.
+    """
     elements = np.broadcast_to(inside, failure.got.shape) & failure.informative
     outside = np.flatnonzero(failure.informative & ~elements)
     within = np.flatnonzero(elements)
@@ -63,7 +70,13 @@ def _holds_outside(failure: Failure, inside: np.ndarray, what: str) -> bool:
 
 
 def _find_special_values(failure: Failure, elements: np.ndarray, what: str) -> Pattern | None:
-    """Where the elements are that hold something that no right one does, none if they are in no place."""
+    """Describe the location of elements that hold a special value, such as NaN; None if they have no location.
+
+    Args:
+      failure: the wrong result.
+      elements: booleans, true for the special elements.
+      what: name of the special value.
+    """
     if np.array_equal(elements, failure.judged):
         return Pattern(f"{what} everywhere")
     where = find_location(failure, elements)
@@ -71,12 +84,13 @@ def _find_special_values(failure: Failure, elements: np.ndarray, what: str) -> P
         return None
     only = "" if where.words.startswith(("all ", "every ")) else "only "
     other = "; other values are wrong too" if (failure.wrong & ~elements).any() else ""
-    if other and where.words.startswith("one "):  # the least of it
+    if other and where.words.startswith("one "):  # the other values are most of the error
         return None
     return Pattern(f"{what}, {only}{where.words}{other}", where.blocks)
 
 
 def _format_share(failure: Failure, elements: np.ndarray) -> str:
+    """Format which share of the judged values some elements are, and whether others are wrong too."""
     part = elements.sum() / failure.judged.sum()
     other = "; other values are wrong too" if (failure.wrong & ~elements).any() else ""
     return f"{f'{part:.0%}' if part >= 0.01 else 'less than 1%'} of the values{other}"

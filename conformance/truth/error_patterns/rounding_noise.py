@@ -1,9 +1,13 @@
-"""Errors that look like rounding: values of fewer bits, or errors that are scattered evenly and have no sign.
+"""Recognise errors that look like rounding: values with fewer bits, or errors scattered evenly in both directions.
 
-The numbers are measured: of probabilities rounded to bf16 and f16 in a dozen cases on one side, and on the other of a
-key lost, a key too many, and a scale that is 0.1% or 2% off. Rounding has a middle of 0.5 to 0.7, correlates by at most
-0.10, and is explained by one cause at most 2.0 times as much as normal numbers are. The others correlate by 0.28 and
-more, or one cause explains them 2.2 to 22 times as much, or their middle is below 0.3.
+The thresholds separate two groups that were measured. One is probabilities rounded to bf16 and f16, in a dozen cases.
+The other is a lost key, a key too many, and a scale that is 0.1% or 2% off.
+
+| | rounding | other errors |
+|---|---|---|
+| median error, in root mean squares | 0.5 to 0.7 | below 0.3, or |
+| correlation with the right values | at most 0.10 | 0.28 and more, or |
+| share that one cause explains, relative to normal numbers | at most 2.0 | 2.2 to 22 |
 """
 
 from __future__ import annotations
@@ -16,18 +20,21 @@ from conformance.truth.error_patterns.fitting import MIN_EXPLAINED, Sample
 
 _LOW_PRECISION = (("bf16", ml_dtypes.bfloat16, 8), ("f16", np.float16, 11))
 _MIN_ELEMENTS = 256
-_MAX_RELATIVE = 2.0**-5  # of the values: beyond, no rounding of a float that is in use reaches
+_MAX_RELATIVE = 2.0**-5  # largest error relative to the values: no float format in use rounds by more
 _MAX_ROWS = 256
 _MIN_EACH_WAY = 8
-_MAX_ROW_RATIO = 4.0  # how many times larger the error of one row in ten may be than that of another one in ten
-_MAX_OUTLIER = 6.0  # the same of elements: 99 in 100 are smaller than so many times the root mean square
-_MIN_MEDIAN = 0.35  # half of the elements are at least so many root mean squares off; of normal numbers it is 0.67
-_MAX_CORRELATION = 0.15  # the largest mean, and the largest correlation with what is right
-_MAX_ONE_CAUSE = 2.5  # how many times more of a head's errors one row and one column may explain than of normal numbers
+_MAX_ROW_RATIO = 4.0  # largest ratio of the 90% quantile of the rows' errors to the 10% quantile
+_MAX_OUTLIER = 6.0  # largest 99% quantile of the elements' errors, in root mean squares
+_MIN_MEDIAN = 0.35  # smallest median of the elements' errors, in root mean squares; 0.67 for normal numbers
+_MAX_CORRELATION = 0.15  # largest mean, in root mean squares, and largest correlation with the right values
+_MAX_ONE_CAUSE = 2.5  # largest share of a head's errors that one rank-one matrix explains, relative to normal numbers
 
 
 def describe_rounded(found: Sample) -> str:
-    """`rounded to bf16`: every value is one that bf16 has, and near the right one."""
+    """Describe f32 results that are rounded to bf16 or f16; empty if they are not.
+
+    Every value is one that the format has, and near the right one.
+    """
     if found.failure.got.dtype != np.float32 or found.got.size < _MIN_ELEMENTS or not np.isfinite(found.got).all():
         return ""
     for name, dtype, bits in _LOW_PRECISION:
@@ -46,9 +53,12 @@ def describe_rounded(found: Sample) -> str:
 
 
 def describe_scattered(found: Sample) -> str:
-    """`scattered like rounding`: as large in all rows, of either sign, without much that stands out."""
+    """Describe errors that scatter like rounding; empty if they do not.
+
+    They are about as large in all rows, go in both directions, and have no large outliers.
+    """
     error, right = found.got - found.right, found.right
-    if found.failure.letters[-1] not in DEPTH_LETTERS:  # of a residual, one error of each row is too little to tell by
+    if found.failure.letters[-1] not in DEPTH_LETTERS:  # residuals have one error in each row, which is too few
         return ""
     if found.got.size < _MIN_ELEMENTS or not np.isfinite(error).all() or not np.isfinite(right).all():
         return ""
@@ -68,7 +78,7 @@ def describe_scattered(found: Sample) -> str:
 
 
 def _is_even(found: Sample) -> bool:
-    """Whether rows have errors of like size."""
+    """Check whether the errors of all rows are about as large."""
     failure = found.failure
     flat = np.unique(np.ravel_multi_index(found.index[:-1], failure.got.shape[:-1]))
     rows = np.unravel_index(flat[:: len(flat) // _MAX_ROWS | 1], failure.got.shape[:-1])
@@ -79,7 +89,7 @@ def _is_even(found: Sample) -> bool:
 
 
 def _has_one_cause(found: Sample) -> bool:
-    """Whether the errors of a head are one vector, more or less of it in each row: a key that is lost, say."""
+    """Check whether the errors of a head are multiples of one vector, as if one key were lost."""
     failure = found.failure
     if failure.letters[1:3] not in ("TN", "SK"):
         return False

@@ -1,4 +1,4 @@
-"""What a wrong result holds instead: no numbers, zeros, a constant, multiples, right values elsewhere, rounding."""
+"""Describe what a wrong result holds: zeros, a constant, multiples, right values at wrong places, or rounding."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _MIN_ALIKE = 8
 
 
 def describe_displaced(failure: Failure) -> str:
-    """Right values that stand elsewhere, what is right by chance among them; empty where they do not."""
+    """Describe right values at wrong places, over all elements of the result; empty if they are not."""
     whole = sample_elements(failure, np.ones((), bool))
     return next((words for words in _iter_displaced(whole) if words), "") if whole.wrong.any() else ""
 
 
 def _iter_displaced(found: Sample) -> Iterator[str]:
-    """All that may be said of right values that stand elsewhere."""
+    """Yield descriptions of right values at wrong places; those that do not fit are empty."""
     yield from iter_other_results(found)
     yield from iter_displacements(found)
 
 
 def describe_values(failure: Failure, elements: np.ndarray) -> str:
-    """What stands in a place, in words; empty where nothing of the list fits."""
+    """Describe what some elements of a wrong result hold; empty if no description fits."""
     whole = sample_elements(failure, elements)
-    if not whole.wrong.any():  # too much by the root mean square alone
+    if not whole.wrong.any():  # only the root mean square exceeds its limit
         return describe_rounded(whole) or describe_scattered(whole)
     return next((words for words in _iter_descriptions(whole) if words), "")
 
 
 def _iter_descriptions(whole: Sample) -> Iterator[str]:
-    """The most particular first."""
+    """Yield descriptions, the most specific first; those that do not fit are empty."""
     yield _describe_zero(whole)
     yield _describe_constant(whole)
     yield _describe_finite(whole)
@@ -53,16 +53,18 @@ def _iter_descriptions(whole: Sample) -> Iterator[str]:
 
 
 def _limit_to_wrong(words: str) -> str:
+    """Say that a description holds for the wrong elements only."""
     return f"what is wrong is {words}" if words else ""
 
 
 def _describe_zero(found: Sample) -> str:
+    """Describe zeros in place of other values."""
     zeros = not found.got.any()
     return "zero" if zeros and found.wrong.sum() >= min(MIN_WRONG, found.got.size) and found.right.any() else ""
 
 
 def _describe_constant(found: Sample) -> str:
-    """One value in place of many."""
+    """Describe one value in place of many."""
     right = _select_finite(found.right)
     if found.got.size < _MIN_ALIKE or not (found.got == found.got[0]).all() or (np.ptp(right) == 0 and right.any()):
         return ""
@@ -70,12 +72,13 @@ def _describe_constant(found: Sample) -> str:
 
 
 def _select_finite(values: np.ndarray) -> np.ndarray:
+    """Select the finite values; one zero if there are none."""
     finite = values[np.isfinite(values)]
     return finite if finite.size else np.zeros(1)
 
 
 def _describe_finite(found: Sample) -> str:
-    """Numbers where a row without keys must say so."""
+    """Describe finite values where -inf is right, as in rows without keys."""
     wrong = found.wrong
     if wrong.any() and np.isneginf(found.right[wrong]).all() and np.isfinite(found.got[wrong]).all():
         return "finite where -inf is right"
@@ -83,7 +86,7 @@ def _describe_finite(found: Sample) -> str:
 
 
 def _describe_same_rows(failure: Failure, found: Sample) -> str:
-    """Rows that do not differ, in all of the place."""
+    """Describe rows or keys that are all the same where the right ones differ."""
     axis = next((failure.letters.index(letter) for letter in "TS" if letter in failure.letters), None)
     if axis is None or failure.got.shape[axis] < MIN_WRONG or failure.letters[-1] not in DEPTH_LETTERS:
         return ""

@@ -1,1 +1,1 @@
-"""The kernels by Mosaic GPU, for Hopper: `shape`, then `launch` and `tiles`, then one module for each pass."""
+"""Mosaic GPU kernels for Hopper: `mosaic_shape`, then `mosaic_launch` and `mosaic_tiles`, then one module per pass."""

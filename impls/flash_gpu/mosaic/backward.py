@@ -10,10 +10,10 @@ With (1) and (2) from `impls.flash_gpu.mosaic.mosaic_tiles`:
     (14) dq_i = scale sum_j dx_ij k_j
     (15) dk_j = scale sum_i dx_ij q_i
 
-Where a pair may not attend, z is set to -inf, which makes p and dx 0. Where a key may be nobody's, and its value NaN, p
-and dx are set to 0 instead. `D - dlse` comes from `impls.flash_gpu.flash_gpu_passes`,
-as `row_sums`. One kernel owns blocks of queries and computes (14). One owns blocks of keys and computes (9) and (15),
-which it sums over the query heads of its group.
+Where a pair may not attend, z is set to -inf, which makes p and dx 0. If there may be keys that no
+query attends to, whose values may be NaN, p and dx are set to 0 instead. `D - dlse` comes from
+`impls.flash_gpu.flash_gpu_passes` as `row_sums`. One kernel owns blocks of queries and computes (14). One owns blocks
+of keys and computes (9) and (15), summed over the query heads of its group.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
 from impls.flash_gpu.exponentials import LOG2_E
 from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows, make_shape
@@ -55,9 +56,9 @@ def _build_inputs(plan: FlashGpuPlan, shape: KernelShape, operands: Operands, ro
 
 
 def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
-    """Shared memory and barriers of a program, by name: tiles of what it owns, and of what it visits.
+    """Describe the shared memory and barriers of a program by name: tiles that it owns, and tiles that it visits.
 
-    Gradients leave in the tiles of what they are gradients of, which nobody reads any more by then.
+    Gradients are stored in the tiles of their operands, which are no longer read by then.
     """
     own, other = (COMPUTE_WARPGROUPS, ROWS), (shape.slots, shape.visited)
     queries, keys = (own, other) if shape.axis == "q" else (other, own)
@@ -70,9 +71,9 @@ def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys:
         "row_sums_tile": plgpu.SMEM(queries, jnp.float32),
         "k_tile": allocate_tile(dtype, *keys, shape.head_dim),
         "v_tile": allocate_tile(dtype, *keys, shape.v_head_dim),
-        "q_here": plgpu.Barrier(num_arrivals=of_queries, num_barriers=queries[0]),
-        "k_here": plgpu.Barrier(num_arrivals=of_keys, num_barriers=keys[0]),
-        "v_here": plgpu.Barrier(num_barriers=keys[0]),
+        "q_arrived": plgpu.Barrier(num_arrivals=of_queries, num_barriers=queries[0]),
+        "k_arrived": plgpu.Barrier(num_arrivals=of_keys, num_barriers=keys[0]),
+        "v_arrived": plgpu.Barrier(num_barriers=keys[0]),
         "free": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=shape.slots),
     }
     if segmented:
@@ -83,19 +84,19 @@ def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys:
 
 
 def _copy_queries(place: ProgramTile, start: Any, size: int, head: Any, slot: Any) -> None:
-    """Fetch what is known of a block of queries of one head."""
-    inputs, scratch, here = place.inputs, place.scratch, place.scratch["q_here"].at[slot]
+    """Start async copies of the tiles of a block of queries of one head."""
+    inputs, scratch, arrived = place.inputs, place.scratch, place.scratch["q_arrived"].at[slot]
     rows = pl.ds(start, size)
     for name in ("q", "d_out"):
-        plgpu.copy_gmem_to_smem(inputs[name].at[place.batch, rows, head], scratch[f"{name}_tile"].at[slot], here)
+        plgpu.copy_gmem_to_smem(inputs[name].at[place.batch, rows, head], scratch[f"{name}_tile"].at[slot], arrived)
     for name in ("shift", "row_sums"):
-        plgpu.copy_gmem_to_smem(inputs[name].at[place.batch, head, rows], scratch[f"{name}_tile"].at[slot], here)
+        plgpu.copy_gmem_to_smem(inputs[name].at[place.batch, head, rows], scratch[f"{name}_tile"].at[slot], arrived)
     if place.plan.segmented:
-        plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[slot], here)
+        plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[slot], arrived)
 
 
-def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> jax.Array:
-    """Gradient of q, `[B, T, N, H]`."""
+def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> Float[Array, "B T N H"]:
+    """Compute the gradient of q, `[B, T, N, H]`."""
     shape, dtype = build_shape(plan, "dq"), operands.q.dtype
     inputs = _build_inputs(plan, shape, operands, rows)
     (dq,) = launch(
@@ -121,9 +122,9 @@ def _run_dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any
     @pl.when(place.warpgroup < COMPUTE_WARPGROUPS)
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
-        mine = place.warpgroup
+        warpgroup = place.warpgroup
         dq = _compute_dq(place)
-        ready = scratch["q_tile"].at[mine]
+        ready = scratch["q_tile"].at[warpgroup]
         ready[...] = (dq * jnp.float32(place.plan.scale)).astype(outputs[0].dtype)  # (14)
         plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
         plgpu.copy_smem_to_gmem(ready, outputs[0].at[place.batch, pl.ds(place.start, ROWS), place.head])
@@ -131,31 +132,31 @@ def _run_dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any
 
 
 def _compute_dq(place: ProgramTile) -> jax.Array:
-    """Gradient of this warpgroup's queries, without the scale."""
-    scratch, plan, mine = place.scratch, place.plan, place.warpgroup
-    _copy_queries(place, place.start, ROWS, place.head, mine)
-    plgpu.barrier_wait(scratch["q_here"].at[mine])
-    q, d_out = scratch["q_tile"].at[mine], scratch["d_out_tile"].at[mine]
-    shift, row_sums = scratch["shift_tile"].at[mine][...], scratch["row_sums_tile"].at[mine][...]
+    """Compute the gradient of this warpgroup's queries, not scaled."""
+    scratch, plan, warpgroup = place.scratch, place.plan, place.warpgroup
+    _copy_queries(place, place.start, ROWS, place.head, warpgroup)
+    plgpu.barrier_wait(scratch["q_arrived"].at[warpgroup])
+    q, d_out = scratch["q_tile"].at[warpgroup], scratch["d_out_tile"].at[warpgroup]
+    shift, row_sums = scratch["shift_tile"].at[warpgroup][...], scratch["row_sums_tile"].at[warpgroup][...]
 
     def visit(masked: bool, at: Any, dq: jax.Array) -> jax.Array:
         slot = place.slot(at)
-        plgpu.barrier_wait(scratch["k_here"].at[slot])
+        plgpu.barrier_wait(scratch["k_arrived"].at[slot])
         k = scratch["k_tile"].at[slot]
         z, slope = compute_logits(plan, multiply(plan, q, k, transposed=True))  # (1), (2)
-        may = prepare_allowed(place, at, slot) if masked else None
+        allowed_pairs = prepare_allowed(place, at, slot) if masked else None
         y = z * get_exponent_factor(plan) - broadcast_over_keys(shift, z.shape[1])
-        if may is not None and not plan.has_dead_keys:
-            y = jnp.where(may(False), y, -jnp.inf)  # after one instruction has multiplied and subtracted
+        if allowed_pairs is not None and not plan.has_dead_keys:
+            y = jnp.where(allowed_pairs(False), y, -jnp.inf)  # masked after the fused multiply and subtract
         p = jnp.exp2(y)  # (8)
-        plgpu.barrier_wait(scratch["v_here"].at[slot])
+        plgpu.barrier_wait(scratch["v_arrived"].at[slot])
         dp = multiply(plan, d_out, scratch["v_tile"].at[slot], transposed=True)  # (10)
         dx = p * (dp - broadcast_over_keys(row_sums, z.shape[1]))  # (12)
         dx = dx if slope is None else dx * slope  # (13)
-        if may is not None and plan.has_dead_keys:
-            dx = jnp.where(may(False), dx, 0.0)
-            k_seen = scratch["k_seen"].at[mine]
-            k_seen[...] = zero_unseen_rows(k[...], may(True))
+        if allowed_pairs is not None and plan.has_dead_keys:
+            dx = jnp.where(allowed_pairs(False), dx, 0.0)
+            k_seen = scratch["k_seen"].at[warpgroup]
+            k_seen[...] = zero_unseen_rows(k[...], allowed_pairs(True))
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
             k = k_seen
         dq = accumulate(plan, dq, dx.astype(k.dtype), k)  # (14), not scaled
@@ -170,8 +171,10 @@ def _compute_dq(place: ProgramTile) -> jax.Array:
     return dq
 
 
-def compute_dkv(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> tuple[jax.Array, jax.Array]:
-    """Gradients of k and v, `[B, S, K, .]`."""
+def compute_dkv(
+    plan: FlashGpuPlan, operands: Operands, rows: QueryRows
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
+    """Compute the gradients of k and v, `[B, S, K, .]`."""
     shape, dtype = build_shape(plan, "dkv"), operands.k.dtype
     inputs = _build_inputs(plan, shape, operands, rows)
     dk, dv = launch(
@@ -190,30 +193,36 @@ def _run_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, An
     group = jnp.int32(place.plan.group)
     total = place.total
 
-    def bring(at: Any, slot: Any) -> None:
+    def copy_step(at: Any, slot: Any) -> None:
         head = place.head * group + lax.div(at, total)
         _copy_queries(place, place.visited(lax.rem(at, total)), place.shape.visited, head, slot)
 
     @pl.when(place.warpgroup == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
         plgpu.set_max_registers(40, action="decrease")
-        place.fetch(total * group, bring)
+        place.fetch(total * group, copy_step)
 
     @pl.when(place.warpgroup < COMPUTE_WARPGROUPS)
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
-        mine, rows = place.warpgroup, pl.ds(place.start, ROWS)
-        k_here, v_here = scratch["k_here"].at[mine], scratch["v_here"].at[mine]
-        plgpu.copy_gmem_to_smem(inputs["k"].at[place.batch, rows, place.head], scratch["k_tile"].at[mine], k_here)
+        warpgroup, rows = place.warpgroup, pl.ds(place.start, ROWS)
+        k_arrived, v_arrived = scratch["k_arrived"].at[warpgroup], scratch["v_arrived"].at[warpgroup]
+        plgpu.copy_gmem_to_smem(
+            inputs["k"].at[place.batch, rows, place.head], scratch["k_tile"].at[warpgroup], k_arrived
+        )
         if place.plan.segmented:
-            plgpu.copy_gmem_to_smem(inputs["kv_ids"].at[place.batch, rows], scratch["kv_ids_tile"].at[mine], k_here)
-        plgpu.copy_gmem_to_smem(inputs["v"].at[place.batch, rows, place.head], scratch["v_tile"].at[mine], v_here)
-        plgpu.barrier_wait(k_here)
-        plgpu.barrier_wait(v_here)
+            plgpu.copy_gmem_to_smem(
+                inputs["kv_ids"].at[place.batch, rows], scratch["kv_ids_tile"].at[warpgroup], k_arrived
+            )
+        plgpu.copy_gmem_to_smem(
+            inputs["v"].at[place.batch, rows, place.head], scratch["v_tile"].at[warpgroup], v_arrived
+        )
+        plgpu.barrier_wait(k_arrived)
+        plgpu.barrier_wait(v_arrived)
         dk, dv = _sum_over_group(place, group, total)
         for ready, sums, out in (
-            (scratch["k_tile"].at[mine], dk * jnp.float32(place.plan.scale), outputs[0]),  # (15)
-            (scratch["v_tile"].at[mine], dv, outputs[1]),
+            (scratch["k_tile"].at[warpgroup], dk * jnp.float32(place.plan.scale), outputs[0]),  # (15)
+            (scratch["v_tile"].at[warpgroup], dv, outputs[1]),
         ):
             ready[...] = sums.astype(out.dtype)
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
@@ -222,31 +231,31 @@ def _run_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, An
 
 
 def _sum_over_group(place: ProgramTile, group: Any, total: Any) -> tuple[jax.Array, jax.Array]:
-    """dk, without the scale, and dv of this warpgroup's keys, summed over the query heads that read them."""
-    scratch, plan, mine = place.scratch, place.plan, place.warpgroup
-    k, v = scratch["k_tile"].at[mine], scratch["v_tile"].at[mine]
+    """Sum dk, not scaled, and dv of this warpgroup's keys over the query heads of the group."""
+    scratch, plan, warpgroup = place.scratch, place.plan, place.warpgroup
+    k, v = scratch["k_tile"].at[warpgroup], scratch["v_tile"].at[warpgroup]
 
     def visit(masked: bool, base: Any, at: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         slot = place.slot(base + at)
-        plgpu.barrier_wait(scratch["q_here"].at[slot])
+        plgpu.barrier_wait(scratch["q_arrived"].at[slot])
         q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
         z, slope = compute_logits(plan, multiply(plan, k, q, transposed=True))  # (1), (2)
-        may = _compute_allowed(place, at, slot) if masked else None
-        if may is not None and not plan.has_dead_keys:
-            z = jnp.where(may, z, -jnp.inf)
+        allowed_pairs = _compute_allowed(place, at, slot) if masked else None
+        if allowed_pairs is not None and not plan.has_dead_keys:
+            z = jnp.where(allowed_pairs, z, -jnp.inf)
         p = jnp.exp2(
             z * get_exponent_factor(plan) - broadcast_over_queries(scratch["shift_tile"].at[slot][...], ROWS)
         )  # (8)
         dp = multiply(plan, v, d_out, transposed=True)  # (10)
         dx = p * (dp - broadcast_over_queries(scratch["row_sums_tile"].at[slot][...], ROWS))  # (12)
         dx = dx if slope is None else dx * slope  # (13)
-        if may is not None and plan.has_dead_keys:
-            # k and v are no factors of (9) and (15), so NaN in keys behind the mask does not spread.
-            p, dx = jnp.where(may, p, 0.0), jnp.where(may, dx, 0.0)
+        if allowed_pairs is not None and plan.has_dead_keys:
+            # k and v are no factors of (9) and (15), so NaN in hidden keys does not spread.
+            p, dx = jnp.where(allowed_pairs, p, 0.0), jnp.where(allowed_pairs, dx, 0.0)
         dk, dv = sums
         dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)  # (9)
         dk = accumulate(plan, dk, dx.astype(q.dtype), q)  # (15), not scaled
-        place.release_slot(slot, read_as_values=True)  # the values of its rows
+        place.release_slot(slot, read_as_values=True)  # shift and row_sums were read as values
         return dk, dv
 
     def visit_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -266,7 +275,7 @@ def _sum_over_group(place: ProgramTile, group: Any, total: Any) -> tuple[jax.Arr
 
 
 def _compute_allowed(place: ProgramTile, at: Any, slot: Any) -> jax.Array:
-    """Booleans `[keys, queries]` of a tile of this warpgroup's keys."""
+    """Compute which positions of a tile of this warpgroup's keys may attend, `[keys, queries]`."""
     span = PairSpan(place.batch, place.visited(at), place.start, place.shape.visited, ROWS)
     ids = None
     if place.plan.segmented:

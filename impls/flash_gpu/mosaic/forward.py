@@ -8,10 +8,11 @@ With (1), (2) and the sums over one tile from `impls.flash_gpu.mosaic.mosaic_til
     (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
 
-The schedule is that of `impls.flash_gpu.tile_schedule`. A program owns a block of queries of one head, half of it for each
-computing warpgroup, or several such blocks one after the other (`impls.flash_gpu.mosaic.tile_order`). It goes over the
-blocks of keys that the mask leaves it, full ones first. Computing warpgroups multiply whenever they can, or in turns
-(`impls.flash_gpu.mosaic.tensor_core_turns`). Sources as in `impls.flash_gpu.triton.forward` and `impls.flash_gpu.mosaic.mosaic_launch`.
+The schedule is that of `impls.flash_gpu.tile_schedule`. A program owns a block of queries of one head, half of it for
+each computing warpgroup, or several such blocks one after the other (`impls.flash_gpu.mosaic.tile_order`). It goes over
+the blocks of keys that the mask leaves it, full ones first. Computing warpgroups multiply whenever they can, or in
+turns (`impls.flash_gpu.mosaic.tensor_core_turns`). Sources as in `impls.flash_gpu.triton.forward` and
+`impls.flash_gpu.mosaic.mosaic_launch`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from impls.flash_gpu.tile_schedule import FlashGpuPlan
 
 
 def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
-    """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
+    """Compute attention. Memory holds nothing beyond operands, outputs and schedule."""
     shape, dtype = build_shape(plan, "forward"), operands.q.dtype
     batch, q_length, num_q_heads, _ = operands.q.shape
     inputs = build_inputs(plan, shape, operands)
@@ -64,7 +65,7 @@ def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
         scratch=build_scratch(shape, dtype, segmented=plan.segmented, dead_keys=plan.has_dead_keys),
     )
     out, total, maximum = out[:, :q_length, :, : plan.v_head_dim], total[:, :, :q_length], maximum[:, :, :q_length]
-    # Here, and not in the kernel, whose logarithm would be the GPU's own.
+    # Computed outside the kernel, where the logarithm would be the GPU's approximate one.
     shift = maximum
     if operands.sinks is not None:
         shift = jnp.maximum(maximum, operands.sinks.astype(jnp.float32)[None, :, None] * jnp.float32(LOG2_E))
@@ -74,7 +75,7 @@ def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
 
 
 def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
-    """Shared memory and barriers of a program, by name."""
+    """Describe the shared memory and barriers of a program by name."""
     ids = int(segmented)
     scratch: dict[str, Any] = {
         "q_tile": allocate_tile(dtype, COMPUTE_WARPGROUPS, ROWS, shape.head_dim),
@@ -82,9 +83,9 @@ def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys:
         "v_tile": allocate_tile(dtype, shape.slots, shape.visited, shape.v_head_dim),
         "total_tile": plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS), jnp.float32),
         "max_tile": plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS), jnp.float32),
-        "q_here": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=COMPUTE_WARPGROUPS),
-        "k_here": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=shape.slots),
-        "v_here": plgpu.Barrier(num_barriers=shape.slots),
+        "q_arrived": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=COMPUTE_WARPGROUPS),
+        "k_arrived": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=shape.slots),
+        "v_arrived": plgpu.Barrier(num_barriers=shape.slots),
         "free": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=shape.slots),
     }
     if shape.head_dim != shape.v_head_dim:
@@ -100,7 +101,7 @@ def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys:
 
 
 def _run_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], place: ProgramTile) -> None:
-    """What the warpgroups of one program do."""
+    """Run the warpgroups of one program: one fetches tiles, the others compute."""
 
     @pl.when(place.warpgroup == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
@@ -118,45 +119,48 @@ def _run_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], 
 
 
 def _attend(inputs: dict[str, Any], outputs: Any, turns: TensorCoreTurns, place: ProgramTile) -> None:
-    """What a warpgroup computes of a tile."""
+    """Compute this warpgroup's half of a tile, and start to copy out its results."""
     out, total_out, max_out = outputs
-    mine, batch, head, scratch = place.warpgroup, place.batch, place.head, place.scratch
+    warpgroup, batch, head, scratch = place.warpgroup, place.batch, place.head, place.scratch
     softmax = _compute_softmax(place, turns)
-    scratch["max_tile"].at[mine][...] = softmax.maximum
+    scratch["max_tile"].at[warpgroup][...] = softmax.maximum
     if "sinks" in inputs:
         softmax = _add_sink(softmax, inputs["sinks"][head])
     some = softmax.total > 0
     total = jnp.where(some, softmax.total, 1.0)
-    scratch["total_tile"].at[mine][...] = softmax.total
-    ready = scratch.get("out_tile", scratch["q_tile"]).at[mine]  # nobody reads the queries any more
+    scratch["total_tile"].at[warpgroup][...] = softmax.total
+    ready = scratch.get("out_tile", scratch["q_tile"]).at[warpgroup]  # the queries are no longer read
     ready[...] = (softmax.out / broadcast_over_keys(total, place.shape.v_head_dim)).astype(out.dtype)  # (6)
     plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
     rows = pl.ds(place.start, ROWS)
     plgpu.copy_smem_to_gmem(ready, out.at[batch, rows, head])
-    plgpu.copy_smem_to_gmem(scratch["total_tile"].at[mine], total_out.at[batch, head, rows])
-    plgpu.copy_smem_to_gmem(scratch["max_tile"].at[mine], max_out.at[batch, head, rows])
+    plgpu.copy_smem_to_gmem(scratch["total_tile"].at[warpgroup], total_out.at[batch, head, rows])
+    plgpu.copy_smem_to_gmem(scratch["max_tile"].at[warpgroup], max_out.at[batch, head, rows])
 
 
 def copy_keys(place: ProgramTile, at: Any, slot: Any) -> None:
-    """Fetch the tiles of k and v, and the segments of the keys, of one step."""
+    """Start async copies of one step's tiles of k and v, and of its segment ids."""
     inputs, scratch = place.inputs, place.scratch
     keys, head = pl.ds(place.visited(at), place.shape.visited), lax.div(place.head, jnp.int32(place.plan.group))
-    k_here, v_here = scratch["k_here"].at[slot], scratch["v_here"].at[slot]
-    plgpu.copy_gmem_to_smem(inputs["k"].at[place.batch, keys, head], scratch["k_tile"].at[slot], k_here)
+    k_arrived, v_arrived = scratch["k_arrived"].at[slot], scratch["v_arrived"].at[slot]
+    plgpu.copy_gmem_to_smem(inputs["k"].at[place.batch, keys, head], scratch["k_tile"].at[slot], k_arrived)
     if place.plan.segmented:
-        plgpu.copy_gmem_to_smem(inputs["kv_ids"].at[place.batch, keys], scratch["kv_ids_tile"].at[slot], k_here)
-    plgpu.copy_gmem_to_smem(inputs["v"].at[place.batch, keys, head], scratch["v_tile"].at[slot], v_here)
+        plgpu.copy_gmem_to_smem(inputs["kv_ids"].at[place.batch, keys], scratch["kv_ids_tile"].at[slot], k_arrived)
+    plgpu.copy_gmem_to_smem(inputs["v"].at[place.batch, keys, head], scratch["v_tile"].at[slot], v_arrived)
 
 
 def prepare_allowed(place: ProgramTile, at: Any, slot: Any) -> Callable[[bool], jax.Array]:
-    """Booleans of a tile of this warpgroup's queries, as a function of whether keys come first."""
+    """Return a function that computes which positions of a tile of this warpgroup's queries may attend.
+
+    Its argument says whether keys come first in the result.
+    """
     span = PairSpan(place.batch, place.start, place.visited(at), ROWS, place.shape.visited)
     scratch = place.scratch
 
     def found(keys_first: bool) -> jax.Array:
         ids = None
         if place.plan.segmented:
-            # Read anew for each order: a row of ids and a column of ids lie differently in the registers.
+            # Read again for each order: rows and columns of ids have different register layouts.
             ids = (scratch["q_ids_tile"].at[place.warpgroup][...], scratch["kv_ids_tile"].at[slot][...])
         return compute_allowed(place.plan, place.inputs, span, ids, keys_first=keys_first)
 
@@ -164,20 +168,20 @@ def prepare_allowed(place: ProgramTile, at: Any, slot: Any) -> Callable[[bool], 
 
 
 def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftmax:
-    """The softmax of this warpgroup's queries over all blocks."""
-    inputs, scratch, plan, mine = place.inputs, place.scratch, place.plan, place.warpgroup
-    q_here, rows = scratch["q_here"].at[mine], pl.ds(place.start, ROWS)
-    q = scratch["q_tile"].at[mine]
+    """Compute the softmax of this warpgroup's queries over all visited blocks."""
+    inputs, scratch, plan, warpgroup = place.inputs, place.scratch, place.plan, place.warpgroup
+    q_arrived, rows = scratch["q_arrived"].at[warpgroup], pl.ds(place.start, ROWS)
+    q = scratch["q_tile"].at[warpgroup]
     if place.base is not None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results of the last tile, which lie where queries come now
-    plgpu.copy_gmem_to_smem(inputs["q"].at[place.batch, rows, place.head], q, q_here)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results of the last tile lie where the queries are copied to
+    plgpu.copy_gmem_to_smem(inputs["q"].at[place.batch, rows, place.head], q, q_arrived)
     if plan.segmented:
-        plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[mine], q_here)
-    plgpu.barrier_wait(q_here)
+        plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[warpgroup], q_arrived)
+    plgpu.barrier_wait(q_arrived)
 
     def visit(masked: bool, at: Any, softmax: RunningSoftmax) -> RunningSoftmax:
         slot = place.slot(at)
-        plgpu.barrier_wait(scratch["k_here"].at[slot])
+        plgpu.barrier_wait(scratch["k_arrived"].at[slot])
         products = multiply(plan, q, scratch["k_tile"].at[slot], transposed=True, issued=turns.give)  # (1)
         z, _ = compute_logits(plan, products)  # (2)
         may = prepare_allowed(place, at, slot) if masked else None
@@ -185,15 +189,15 @@ def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftm
             z = jnp.where(may(False), z, -jnp.inf)  # (3)
         softmax, weights = update_softmax(plan, softmax, z, masked=masked)  # (4), (5)
         weights = weights.astype(inputs["v"].dtype)
-        plgpu.barrier_wait(scratch["v_here"].at[slot])
+        plgpu.barrier_wait(scratch["v_arrived"].at[slot])
         v = scratch["v_tile"].at[slot]
         if may is not None and plan.has_dead_keys:
-            v_seen = scratch["v_seen"].at[mine]
+            v_seen = scratch["v_seen"].at[warpgroup]
             v_seen[...] = zero_unseen_rows(v[...], may(True))
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
             v = v_seen
         if place.shape.ping_pong:
-            # Exponentials are pure, and would else be free to move behind the wait.
+            # Without the barrier the compiler may move the exponentials, which are pure, behind the wait.
             pinned = lax.optimization_barrier((softmax, weights))  # type: ignore[no-untyped-call] # untyped upstream
             softmax, weights = pinned
         turns.take()
@@ -216,7 +220,7 @@ def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftm
 
 
 def _add_sink(old: RunningSoftmax, sink: Any) -> RunningSoftmax:
-    """The softmax with the sink, which has a term in (4) and (5) and none in (6)."""
+    """Add the sink, which has a term in (4) and (5) and none in (6)."""
     sink = sink * jnp.float32(LOG2_E)
     maximum = jnp.maximum(old.maximum, sink)  # (4)
     shift = replace_neg_inf(maximum)

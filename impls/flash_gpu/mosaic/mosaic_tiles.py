@@ -1,18 +1,18 @@
-"""Tiles of the Mosaic GPU kernels: products on the tensor cores, which pairs may attend, the softmax so far.
+"""Tile operations of the Mosaic GPU kernels: tensor core products, masks, and the online softmax.
 
     (1)  x_ij = scale <q_i, k_j>
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
     (4)  m_i = max_j z_ij, over the keys so far
     (5)  l_i = sum_j exp(z_ij - m_i), over the keys so far
 
-Logits are kept in a unit, z = unit y, and exponentials are powers of two (`impls.flash_gpu.exponentials`).
+Logits are stored in a unit, z = unit y, and exponentials are powers of two (`impls.flash_gpu.exponentials`).
 
-The Triton kernels guard their loads. Here TMA brings whole tiles, of arrays that are padded to whole tiles; so the
-tails are masked.
+TMA copies whole tiles of arrays that are padded to whole tiles. So padding is masked, where the Triton kernels guard
+their loads instead.
 
 JAX's CPU interpreter of these kernels has no `wgmma` on values, on transposed references or into an accumulator that
-has a value already. There the same tiles are multiplied as ordinary arrays. That the instruction is the right one, and
-its operands swizzled as it needs them, shows only in compiling and on a GPU.
+already has a value. There the same tiles are multiplied as ordinary arrays. Whether the instruction is right, and its
+operands correctly swizzled, shows only in compilation and on a GPU.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float32, Shaped
 
 from cases.masks import And, Lengths, Mask, Or
 from impls.flash_gpu.exponentials import LOG2_E, replace_neg_inf
 from impls.flash_gpu.tile_schedule import FlashGpuPlan, name_leaf
 
 SUM_COLUMNS = 8
-"""In which the sum of a row is kept: one for each of 8 columns, since a thread holds the same two of every 8 that
-`wgmma` computes. So threads add up a tile by themselves, and with each other once, after the last one."""
+"""Number of partial sums of a row, one for every eighth column. Of every 8 columns that `wgmma` computes, a thread has
+the same two. So threads sum a tile without communication, and combine their sums once, after the last tile."""
 
 
 class RunningSoftmax(NamedTuple):
-    """m, l and the sum of (6) for the keys so far, of the rows of one warpgroup, f32."""
+    """The online softmax of one warpgroup's rows: m, l and the sum of (6) over the keys so far, f32."""
 
-    maximum: jax.Array  # [ROWS], in base 2
-    total: jax.Array  # [ROWS, SHARES] until all keys are seen, then [ROWS]
-    out: jax.Array  # [ROWS, V]
+    maximum: Float32[Array, " rows"]  # in base 2
+    total: Float32[Array, "rows ..."]  # [rows, SUM_COLUMNS] until all keys are seen, then [rows]
+    out: Float32[Array, "rows V"]
 
 
 class PairSpan(NamedTuple):
-    """A tile of pairs of one batch row: where it starts, and its sizes."""
+    """Start and sizes of a tile of query/key pairs of one batch row."""
 
     batch: Any
     q_start: Any
@@ -58,9 +59,9 @@ class PairSpan(NamedTuple):
 def multiply(
     plan: FlashGpuPlan, a: Any, b: Any, *, transposed: bool = False, issued: Callable[[], None] = lambda: None
 ) -> jax.Array:
-    """`a @ b`, or `a @ b.T`, in f32; `a` in shared memory or in registers, `b` in shared memory.
+    """Compute `a @ b`, or `a @ b.T`, in f32; `a` in shared memory or in registers, `b` in shared memory.
 
-    `issued` is called between asking for the product and waiting for it.
+    `issued` is called after the product is issued and before it is waited for.
     """
     shape = (a.shape[0], b.shape[0 if transposed else 1])
     if plan.interpret:
@@ -77,7 +78,7 @@ def multiply(
 
 
 def accumulate(plan: FlashGpuPlan, total: jax.Array, a: Any, b: Any) -> jax.Array:
-    """`total + a @ b`, in f32."""
+    """Compute `total + a @ b` in f32."""
     if plan.interpret:
         return total + _multiply_values(a, b, transposed=False)
 
@@ -94,27 +95,27 @@ def _multiply_values(a: Any, b: Any, transposed: bool) -> jax.Array:
     return lax.dot_general(left, b[...], dimensions, preferred_element_type=jnp.float32)
 
 
-def broadcast_over_keys(x: jax.Array, keys: int) -> jax.Array:
-    """A value for each row, repeated over `keys` columns."""
+def broadcast_over_keys(x: Shaped[Array, " rows"], keys: int) -> Shaped[Array, "rows {keys}"]:
+    """Broadcast a value per row over `keys` columns."""
     return lax.broadcast_in_dim(x, (x.shape[0], keys), (0,))
 
 
-def broadcast_over_queries(x: jax.Array, keys: int) -> jax.Array:
-    """A value for each column, repeated over `keys` rows."""
+def broadcast_over_queries(x: Shaped[Array, " columns"], keys: int) -> Shaped[Array, "{keys} columns"]:
+    """Broadcast a value per column over `keys` rows."""
     return lax.broadcast_in_dim(x, (keys, x.shape[0]), (1,))
 
 
 def compute_allowed(
     plan: FlashGpuPlan, inputs: dict[str, Any], span: PairSpan, ids: tuple[Any, Any] | None, *, keys_first: bool
 ) -> Any:
-    """Booleans `[queries, keys]`, or `[keys, queries]`: mask, segments, and that query and key exist.
+    """Compute which positions of a tile may attend, `[queries, keys]` or `[keys, queries]`.
 
     Args:
-      plan: the problem.
-      inputs: references by name, of lengths among them.
+      plan: static part of the call.
+      inputs: references by name, among them the lengths of masks.
       span: the tile.
-      ids: segments of its queries and of its keys.
-      keys_first: which axis comes first.
+      ids: segment ids of its queries and of its keys.
+      keys_first: whether keys are the first axis.
     """
     shape = (span.keys, span.queries) if keys_first else (span.queries, span.keys)
     q_axis, kv_axis = (1, 0) if keys_first else (0, 1)
@@ -122,7 +123,7 @@ def compute_allowed(
     j = lax.broadcasted_iota(jnp.int32, shape, kv_axis) + span.kv_start
     found = _evaluate_mask(plan.mask, inputs, span, i, j, itertools.count())
     if plan.q_length % span.queries:
-        found = found & (i < plan.q_length)  # or keys would count as seen that only a missing query sees
+        found = found & (i < plan.q_length)  # else keys that only padding queries see would count as seen
     if plan.kv_length % span.keys:
         found = found & (j < plan.kv_length)
     if ids is not None:
@@ -134,7 +135,7 @@ def compute_allowed(
 
 
 def _evaluate_mask(mask: Mask, inputs: dict[str, Any], span: PairSpan, i: Any, j: Any, places: Iterator[int]) -> Any:
-    """`mask` on a tile; `places` counts the leaves in the order of `cases.masks.leaves`."""
+    """Evaluate `mask` on a tile; `places` counts the leaves in the order of `cases.masks.leaves`."""
     if isinstance(mask, And | Or):
         left = _evaluate_mask(mask.left, inputs, span, i, j, places)
         right = _evaluate_mask(mask.right, inputs, span, i, j, places)
@@ -146,13 +147,13 @@ def _evaluate_mask(mask: Mask, inputs: dict[str, Any], span: PairSpan, i: Any, j
 
 
 def zero_unseen_rows(tile: jax.Array, keys_seen: jax.Array) -> jax.Array:
-    """`tile` `[keys, .]` with zero in the rows of keys that no query of `keys_seen` `[keys, queries]` may attend to."""
+    """Zero the rows of `tile [keys, .]` that no query of `keys_seen [keys, queries]` may attend to."""
     seen = jnp.max(jnp.where(keys_seen, 1.0, 0.0), axis=1)
     return jnp.where(broadcast_over_keys(seen, tile.shape[1]) > 0, tile, jnp.zeros_like(tile))
 
 
 def compute_logits(plan: FlashGpuPlan, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Logits of products `<q, k>` in their unit, and the derivative of (2), none without a soft cap."""
+    """Compute logits in their unit from products `<q, k>`, and the derivative of (2), None without a soft cap."""
     z = products if plan.unit(biased=False) != 1 else products * jnp.float32(plan.scale)  # (1)
     if plan.soft_cap is None:
         return z, None
@@ -161,16 +162,16 @@ def compute_logits(plan: FlashGpuPlan, products: jax.Array) -> tuple[jax.Array, 
 
 
 def get_exponent_factor(plan: FlashGpuPlan) -> jax.Array:
-    """By which a logit in its unit is its natural value times log2(e)."""
+    """Return the factor that converts a logit in its unit to natural units times log2(e)."""
     return jnp.float32(plan.unit(biased=False) * LOG2_E)
 
 
 def update_softmax(
     plan: FlashGpuPlan, old: RunningSoftmax, y: jax.Array, *, masked: bool
 ) -> tuple[RunningSoftmax, jax.Array]:
-    """The softmax with one more tile of logits, and the weights of the tile, which are not yet in its `out`.
+    """Update the softmax with a tile of logits. Returns it and the tile's weights, which are not yet added to `out`.
 
-    Only in a masked tile may a row have no logit.
+    Only in a masked tile may a row be without any logit.
     """
     maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * get_exponent_factor(plan))  # (4)
     shift = replace_neg_inf(maximum) if masked else maximum
@@ -183,7 +184,7 @@ def update_softmax(
 
 
 def _sum_columns(weights: jax.Array) -> jax.Array:
-    """Sums of `weights` `[ROWS, keys]` over every eighth key, `[ROWS, SHARES]`."""
+    """Sum `weights [ROWS, keys]` over every eighth key, `[ROWS, SUM_COLUMNS]`."""
     return functools.reduce(
         jnp.add, (weights[:, at : at + SUM_COLUMNS] for at in range(0, weights.shape[1], SUM_COLUMNS))
     )

@@ -1,21 +1,21 @@
-"""Turns at the tensor cores: one warpgroup multiplies while the other takes exponentials.
+"""Ping-pong scheduling: one warpgroup uses the tensor cores while the other computes exponentials.
 
-Two warpgroups that start at once also wait for the tensor cores at once, and then for the units of exponentials. With
-turns the products of one are issued while the other weighs its last ones (Shah et al. 2024, arXiv:2407.08608, section
-3.1). A turn is (6) of one step and (1) of the next: what comes between the exponentials of two steps.
+Two warpgroups that start together also wait for the tensor cores together, and then for the exponential units. With
+turns, the products of one are issued while the other computes its softmax (Shah et al. 2024, arXiv:2407.08608, section
+3.1). A turn consists of (6) of one step and (1) of the next: the products between the exponentials of two steps.
 
-    warpgroup 0:  QK_0 | weigh 0 | PV_0 QK_1 | weigh 1 | PV_1
-    warpgroup 1:         QK_0    | weigh 0   | PV_0 QK_1 | weigh 1 | PV_1
+    warpgroup 0:  QK_0 | softmax 0 | PV_0 QK_1 | softmax 1 | PV_1
+    warpgroup 1:         QK_0      | softmax 0 | PV_0 QK_1 | softmax 1 | PV_1
 
-There is a barrier for each warpgroup. To take a turn is to wait at one's own, to give it is to arrive at the other's.
-A warpgroup takes a turn and gives it before it takes the next, so a barrier never has two arrivals that nobody waited
-for: as a barrier's phase is one bit, the second would undo the first.
+Each warpgroup has a barrier. To take a turn, a warpgroup waits at its own barrier; to give a turn, it arrives at the
+other's. A warpgroup gives each turn before it takes the next, so a barrier never has two pending arrivals. A second one
+would undo the first, since a barrier's phase is one bit.
 
-What must hold: both warpgroups take equally many turns. With n steps that is n + 1, and none without a step. They do,
-since the steps are those of a program, and both go over all of them: where the rows of one end before those of the
-other, under a causal mask, its last blocks are hidden whole. The turn that nobody takes is the last one that warpgroup
-1 gives. Warpgroup 0 waits for it when the program ends, and warpgroup 1 gives one before the first. So there is no
-difference between one tile and several, each with a number of steps of its own.
+Invariant: both warpgroups take equally many turns. With n steps these are n + 1 turns, and without a step none. The
+invariant holds because both warpgroups visit all steps of the program. Where the rows of one end before those of the
+other, under a causal mask, its last blocks are completely hidden. The last turn that warpgroup 1 gives is taken by no
+step: warpgroup 0 waits for it when the program ends. In return, warpgroup 1 gives a turn before the first step. So one
+tile and several tiles, with different numbers of steps, work alike.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ class TensorCoreTurns:
     """The turns of one warpgroup.
 
     Attributes:
-      mine: which of the two it is.
-      barriers: one for each, or None: then it multiplies whenever it can.
+      mine: index of the warpgroup, 0 or 1.
+      barriers: a barrier for each; None if the warpgroups do not take turns.
     """
 
     mine: Any
     barriers: Any | None
 
     def begin(self) -> None:
-        """Before the first: somebody must have the first turn."""
+        """Give the first turn to warpgroup 0, before the first step."""
         if self.barriers is not None:
             pl.when(self.mine == 1)(self.give)
 
     def take(self) -> None:
-        """Wait until the other has issued its products."""
+        """Wait until the other warpgroup has issued its products."""
         if self.barriers is not None:
             plgpu.barrier_wait(self.barriers.at[self.mine])
 
     def give(self) -> None:
-        """The products of this turn are issued."""
+        """Signal that the products of this turn are issued."""
         if self.barriers is not None:
             plgpu.barrier_arrive(self.barriers.at[1 - self.mine])
 
     def end(self) -> None:
-        """After the last: every barrier is in its first state again."""
+        """Take the last turn, so that every barrier is back in its first state."""
         if self.barriers is not None:
             pl.when(self.mine == 0)(self.take)

@@ -1,1 +1,1 @@
-"""The kernels by Triton, for every GPU from Ampere on: `launch`, then `tiles`, then one module for each pass."""
+"""Triton kernels for GPUs from Ampere on: `triton_launch`, then `triton_tiles`, then one module per pass."""

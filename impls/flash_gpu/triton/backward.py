@@ -1,4 +1,4 @@
-"""Backward kernels: probabilities are recomputed from `logsumexp`, and no program writes where another one does.
+"""Backward kernels: probabilities are recomputed from `logsumexp`, and no two programs write to the same place.
 
 Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent `dlse` of `logsumexp`, soft cap, bias and sinks. With
 the logits z of `impls.flash_gpu.triton.triton_tiles`:
@@ -12,10 +12,10 @@ the logits z of `impls.flash_gpu.triton.triton_tiles`:
     (15) dk_j = scale sum_i dx_ij q_i
     (16) dbias = dx, summed over the axes along which the bias is broadcast
 
-`D - dlse` comes from `impls.flash_gpu.flash_gpu_passes`, as `row_sums`. One kernel owns blocks of queries and computes (14). One
-owns blocks of keys and computes (9) and (15), which it sums over the query heads of its group. One writes dx of every
-pair for (16); it runs only where the gradient of a bias is used. All sums are in f32 and in one order, so the same call
-gives the same bits.
+`D - dlse` comes from `impls.flash_gpu.flash_gpu_passes`, as `row_sums`. One kernel owns blocks of queries and computes
+(14). One owns blocks of keys and computes (9) and (15), which it sums over the query heads of its group. One writes dx
+of every pair for (16); it runs only where the gradient of a bias is used. All sums are in f32 and in one order, so the
+same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Float32
 
 from impls.flash_gpu.exponentials import LOG2_E, compute_fused_exp2
 from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows, make_shape
@@ -64,10 +65,10 @@ def _build_inputs(launch: Launch, operands: Operands, rows: QueryRows) -> tuple[
 class _QueryBlock(NamedTuple):
     """One block of queries of one head."""
 
-    q: jax.Array  # [block_q, H]
-    d_out: jax.Array  # [block_q, V]
-    shift: jax.Array  # [block_q], in base 2
-    row_sums: jax.Array  # [block_q]
+    q: Float[Array, "block_q H"]
+    d_out: Float[Array, "block_q V"]
+    shift: Float32[Array, " block_q"]  # in base 2
+    row_sums: Float32[Array, " block_q"]
 
 
 def _load_queries(
@@ -91,7 +92,7 @@ def compute_pair_gradients(
     v: jax.Array,
     may: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """p and dx of a tile, f32."""
+    """Compute p and dx of a tile, f32."""
     z, slope = compute_logits(plan, inputs, pair, rows.q, k, may)
     factor = get_logit_unit(plan, inputs) * LOG2_E
     p = compute_fused_exp2(z, pair.queries(rows.shift), factor=factor, interpret=plan.interpret)  # (8)
@@ -100,12 +101,12 @@ def compute_pair_gradients(
     dx = p * (dp - pair.queries(rows.row_sums))  # (12)
     if slope is not None:
         dx = dx * slope  # (13)
-    # Of a hidden pair p is 0, and so is dx, unless its key is nobody's and has NaN for a value.
+    # For a hidden pair p is 0, and so is dx, unless no query attends to the key and its value is NaN.
     return p, jnp.where(may, dx, 0.0) if may is not None and plan.has_dead_keys else dx
 
 
-def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> jax.Array:
-    """Gradient of q, `[B, T, N, H]`."""
+def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> Float[Array, "B T N H"]:
+    """Compute the gradient of q, `[B, T, N, H]`."""
     launch = Launch(plan, plan.sizes.dq, "q", operands.q.shape[0])
     block = (None, launch.tiles.block_q, None, plan.head_tile)
     outputs = launch(
@@ -138,8 +139,10 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)  # (14)
 
 
-def compute_dkv(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> tuple[jax.Array, jax.Array]:
-    """Gradients of k and v, `[B, S, K, .]`."""
+def compute_dkv(
+    plan: FlashGpuPlan, operands: Operands, rows: QueryRows
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
+    """Compute the gradients of k and v, `[B, S, K, .]`."""
     launch = Launch(plan, plan.sizes.dkv, "kv", operands.q.shape[0])
 
     def spec(columns: int) -> Any:
@@ -170,7 +173,7 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         pair = TilePair(batch, head, block * block_q, kv_start, block_q, block_kv, keys_first=True)
         there = None
         if plan.packed and masked:
-            # Queries of nobody may be NaN, and they are factors of these products.
+            # Queries outside all sequences may be NaN, and they are factors of these products.
             low, high = load_key_ranges(plan, inputs, pair)
             there = low < high
         rows = _load_queries(plan, inputs, pair.q_start, block_q, head, at=pair.q_at, there=there)
@@ -178,8 +181,7 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
             plan, inputs, pair, rows, k, v, compute_allowed(plan, inputs, pair) if masked else None
         )
         dk, dv = sums
-        # k and v are no factors of these two products, so NaN in keys behind the mask does not spread: their p and dx
-        # are 0.
+        # k and v are no factors of these two products, and p and dx of hidden keys are 0. So NaN does not spread.
         dk = dk + multiply(plan, dx.astype(rows.q.dtype), rows.q, over=(1, 0))  # (15), not scaled
         dv = dv + multiply(plan, p.astype(rows.d_out.dtype), rows.d_out, over=(1, 0))  # (9)
         return dk, dv
@@ -196,8 +198,10 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_rows(outputs["dv"], kv_start, dv, plan.kv_length, plan.v_head_dim)
 
 
-def compute_dbias(plan: FlashGpuPlan, operands: Operands, bias: jax.Array, rows: QueryRows) -> jax.Array:
-    """Gradient of the bias, in its shape: `dx` of every pair, summed over the axes that the bias is broadcast to."""
+def compute_dbias(
+    plan: FlashGpuPlan, operands: Operands, bias: Float[Array, "b n t s"], rows: QueryRows
+) -> Float[Array, "b n t s"]:
+    """Compute the gradient of the bias: `dx` of every pair, summed over the axes that the bias broadcasts along."""
     batch = operands.q.shape[0]
     launch = Launch(plan, plan.sizes.dq, "q", batch)
     shape = (batch, plan.num_q_heads, plan.q_length, plan.kv_length)
@@ -219,7 +223,7 @@ def compute_dbias(plan: FlashGpuPlan, operands: Operands, bias: jax.Array, rows:
 
 
 def _zero_unvisited(launch: Launch, dx: jax.Array) -> jax.Array:
-    """`dx` with zeros in the blocks that the mask leaves empty: no program wrote them, so they hold anything."""
+    """Zero the blocks of `dx` that the mask leaves empty: no program wrote them, so they hold arbitrary values."""
     block_q, block_kv = launch.tiles.block_q, launch.tiles.block_kv
     batch, heads, q_length, kv_length = dx.shape
     active = jnp.asarray(launch.plan.active(launch.tiles))[:, :, :, None, :, None]

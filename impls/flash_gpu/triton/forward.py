@@ -1,4 +1,4 @@
-"""Forward kernel: each program owns one block of queries of one head, and goes over the key blocks that it may see.
+"""Forward kernel: each program owns one block of queries of one head, and visits the key blocks that it may see.
 
 From the logits z of `impls.flash_gpu.triton.triton_tiles`:
 
@@ -7,8 +7,8 @@ From the logits z of `impls.flash_gpu.triton.triton_tiles`:
     (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
 
-`maximum`, `total` and `out` of `Running` are m times log2(e), l and the sum of (6) for the keys so far, without the
-sink. A block that raises m multiplies the others by `decay = exp(old m - new m)`.
+`maximum`, `total` and `out` of `RunningSoftmax` are m times log2(e), l and the sum of (6) for the keys so far, without
+the sink. A block that raises m multiplies the others by `decay = exp(old m - new m)`.
 
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao et al. 2022, arXiv:2205.14135 and
 Dao 2023, arXiv:2307.08691 (blocks, normalisation once at the end).
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Float32
 
 from impls.flash_gpu.exponentials import LN_2, LOG2_E, compute_fused_exp2, replace_neg_inf
 from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, make_shape
@@ -44,15 +45,15 @@ from impls.flash_gpu.triton.triton_tiles import (
 
 
 class RunningSoftmax(NamedTuple):
-    """The softmax of the keys so far, f32."""
+    """The online softmax over the keys visited so far, f32."""
 
-    maximum: jax.Array  # [block_q], in base 2
-    total: jax.Array  # [block_q]
-    out: jax.Array  # [block_q, V of the tile]
+    maximum: Float32[Array, " block_q"]  # in base 2
+    total: Float32[Array, " block_q"]
+    out: Float32[Array, "block_q padded_V"]
 
 
 def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
-    """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
+    """Compute attention. Memory holds nothing beyond operands, outputs and schedule."""
     batch = operands.q.shape[0]
     launch = Launch(plan, plan.sizes.forward, "q", batch)
     arrays, specs = launch.inputs(operands)
@@ -114,9 +115,9 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
 def update_softmax(
     plan: FlashGpuPlan, old: RunningSoftmax, y: jax.Array, v: jax.Array, unit: float, *, some: bool
 ) -> RunningSoftmax:
-    """The running softmax with one more tile of logits `unit y [block_q, block_kv]` and of values `[block_kv, V]`.
+    """Update the softmax with a tile of logits `unit y [block_q, block_kv]` and values `[block_kv, V]`.
 
-    `some` says that each row has a logit which is a number.
+    `some` says that every row has at least one finite logit.
     """
     factor = unit * LOG2_E
     maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * jnp.float32(factor))  # (4)
@@ -128,7 +129,7 @@ def update_softmax(
 
 
 def add_sink(old: RunningSoftmax, sink: jax.Array) -> RunningSoftmax:
-    """The running softmax with the sink, which has a term in (4) and (5) and none in (6)."""
+    """Add the sink, which has a term in (4) and (5) and none in (6)."""
     sink = sink * jnp.float32(LOG2_E)
     maximum = jnp.maximum(old.maximum, sink)  # (4)
     shift = replace_neg_inf(maximum)

@@ -1,9 +1,9 @@
-"""A grid of programs by Triton, and which part of each array a program sees.
+"""Launch of Triton kernels: the grid of programs, and the part of each array that a program sees.
 
-A program sees one batch row, its heads, its block along the axis that it owns, and the whole of the other axis. It
-loads tiles of that other axis itself. A kernel that owns queries has one query head a program. The kernel that owns
-keys has one key/value head a program, and sees the whole group of query heads that read it: query head `n` reads
-key/value head `n // group`. So k and v are never copied.
+A program sees one batch row, its heads, its block along the axis that it owns, and the whole other axis, of which it
+loads tiles itself. A kernel that owns queries has one query head per program. The kernel that owns keys has one
+key/value head per program, and sees all query heads of its group: query head `n` reads key/value head `n // group`. So
+k and v are never copied.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Launch:
     """A grid of programs `(block along the axis, head, batch row)`; the fastest axis comes first.
 
     Attributes:
-      plan: the problem.
+      plan: static part of the call.
       tiles: the kernel's tiles.
       axis: `"q"` if a program owns a block of queries of one query head, `"kv"` if it owns a block of keys of one
-        key/value head and goes over the query heads of its group.
-      batch: batch rows.
+        key/value head and visits the query heads of its group.
+      batch: number of batch rows.
     """
 
     plan: FlashGpuPlan
@@ -48,7 +48,7 @@ class Launch:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Programs."""
+        """Numbers of programs along each axis."""
         plan = self.plan
         if self.axis == "q":
             return -(-plan.q_length // self.tiles.block_q), plan.num_q_heads, self.batch
@@ -56,22 +56,22 @@ class Launch:
 
     @property
     def kinds(self) -> tuple[BlockKind, ...]:
-        """Which kinds of blocks there may be; of packs of every kind, for nothing is known before."""
+        """Kinds of blocks that may occur: all kinds for packed sequences, whose masks are known at run time only."""
         return BLOCK_KINDS if self.plan.packed else tuple(self.plan.build_visits(self.tiles, self.axis).lists)
 
     @property
     def heads(self) -> int:
-        """Query heads a program sees."""
+        """Query heads that a program sees."""
         return 1 if self.axis == "q" else self.plan.group
 
     @property
     def q_tail(self) -> int:
-        """Queries, the last block's missing ones included."""
+        """Number of queries, padded to whole blocks."""
         return -(-self.plan.q_length // self.tiles.block_q) * self.tiles.block_q
 
     @property
     def kv_tail(self) -> int:
-        """Keys, likewise."""
+        """Number of keys, padded to whole blocks."""
         return -(-self.plan.kv_length // self.tiles.block_kv) * self.tiles.block_kv
 
     @property
@@ -85,19 +85,19 @@ class Launch:
         return self.tiles.block_kv if self.axis == "kv" else self.kv_tail
 
     def q_block(self, i: Any) -> Any:
-        """Which block of `q_seen` queries a program with block `i` of its axis sees."""
+        """Select the block of `q_seen` queries that the program with block `i` of its axis sees."""
         return i if self.axis == "q" else jnp.int32(0)
 
     def kv_block(self, i: Any) -> Any:
-        """Which block of `kv_seen` keys, likewise."""
+        """Select the block of `kv_seen` keys that the program with block `i` of its axis sees."""
         return i if self.axis == "kv" else jnp.int32(0)
 
     def kv_head(self, head: Any) -> Any:
-        """The key/value head of a program."""
+        """Compute the key/value head of a program."""
         return lax.div(head, jnp.int32(self.plan.group)) if self.axis == "q" else head
 
     def inputs(self, operands: Operands) -> tuple[Arrays, Specs]:
-        """Operands, mask or ranges, and schedule by name, and the part of each that a program sees."""
+        """Build the inputs by name: operands, mask or ranges, and schedule, with the part that a program sees."""
         plan = self.plan
         arrays: Arrays = {"q": operands.q, "k": operands.k, "v": operands.v}
         specs: Specs = {
@@ -115,7 +115,7 @@ class Launch:
         return arrays | more, specs | seen
 
     def _build_mask_inputs(self) -> tuple[Arrays, Specs]:
-        """What is known before any value is."""
+        """Build the inputs of a static mask: its arrays and its schedule."""
         plan = self.plan
         arrays: Arrays = {}
         specs: Specs = {}
@@ -130,7 +130,7 @@ class Launch:
         return arrays, specs
 
     def _build_range_inputs(self, ranges: KeyRanges) -> tuple[Arrays, Specs]:
-        """What the sequences of a pack say."""
+        """Build the inputs of packed sequences: key ranges and the schedule that follows from them."""
         visits = compute_visits(ranges, self.tiles, self.axis, self.plan.kv_length)
         table, queries = visits.table[None, None], pl.BlockSpec((self.q_seen,), lambda i, n, b: (self.q_block(i),))
         return (
@@ -144,21 +144,21 @@ class Launch:
         )
 
     def see_query_rows(self, columns: int) -> Any:
-        """Rows of the queries and heads that a program sees, of an array `[B, T, N, .]`."""
+        """Select rows of the queries and heads that a program sees, of an array `[B, T, N, .]`."""
         return pl.BlockSpec(
             (None, self.q_seen, self.heads, columns), lambda i, n, b: (b, self.q_block(i), n, jnp.int32(0))
         )
 
     def see_query_scalars(self) -> Any:
-        """A value for each query and head that a program sees, of an array `[B, N, T]`."""
+        """Select a value per query and head that a program sees, of an array `[B, N, T]`."""
         return pl.BlockSpec((None, self.heads, self.q_seen), lambda i, n, b: (b, n, self.q_block(i)))
 
     def see_head_scalars(self) -> Any:
-        """A value for each of the program's heads, of an array `[N]`."""
+        """Select a value per head of the program, of an array `[N]`."""
         return pl.BlockSpec((self.heads,), lambda i, n, b: (n,))
 
     def pairs(self, shape: tuple[int, ...]) -> Any:
-        """A value for each pair of query and key, of an array `[B or 1, N or 1, T or 1, S or 1]`."""
+        """Select a value per pair of query and key, of an array `[B or 1, N or 1, T or 1, S or 1]`."""
         block = (
             None,
             1 if shape[1] == 1 else self.heads,
@@ -178,7 +178,7 @@ class Launch:
         )
 
     def _see_program_line(self, shape: tuple[int, ...]) -> Any:
-        """The program's line of the table of visits."""
+        """Select the program's row of the table of visits."""
 
         def index(i: Any, n: Any, b: Any) -> Any:
             zero = jnp.int32(0)
@@ -198,14 +198,14 @@ class Launch:
         """Run `kernel(inputs, outputs)` in every program.
 
         Args:
-          name: of the kernel, as profilers show it.
-          kernel: reads and writes references by name.
-          arrays: its inputs.
-          specs: what a program sees of them.
+          name: name of the kernel in profiles.
+          kernel: function that reads and writes references by name.
+          arrays: inputs by name.
+          specs: the part of each input that a program sees.
           out_shapes: shape and dtype of each output.
-          out_specs: what a program sees of them.
+          out_specs: the part of each output that a program sees.
         """
-        # `shard_map` checks over which mesh axes arrays differ: constants and outputs must name the operands' axes.
+        # `shard_map` checks over which mesh axes arrays vary: constants and outputs must name the operands' axes.
         arrays = mark_varying(arrays, find_varying_axes(arrays))
         varying = jax.typeof(arrays["q"]).manual_axis_type
         out_shapes = {name: make_shape(x.shape, x.dtype, varying) for name, x in out_shapes.items()}

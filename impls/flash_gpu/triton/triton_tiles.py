@@ -1,14 +1,14 @@
-"""What happens to one tile: guarded loads and stores, which of its pairs may attend, and its logits.
+"""Tile operations of the Triton kernels: guarded loads and stores, masks, products and logits.
 
     (1)  x_ij = scale <q_i, k_j> + bias_ij
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
     (3)  z_ij = -inf, where i may not attend to j
 
-Where the scale is all that happens to a product, tiles hold `y = <q_i, k_j>` in place of z, and `unit` says that z is
-`scale y` (`impls.flash_gpu.exponentials`).
+If a product is only scaled, tiles hold `y = <q_i, k_j>` instead of z, and the unit says that z is `scale y`
+(`impls.flash_gpu.exponentials`).
 
-The sides of a tile are powers of two, those of the operands need not be. The part of a tile that lies beyond its array,
-in the length or in the depth, is never read. It is zero.
+The sides of a tile are powers of two; those of the operands need not be. The part of a tile beyond its array, in the
+length or in the depth, is never read. It is zero.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Carry = TypeVar("Carry")
 
 
 class TilePair(NamedTuple):
-    """A tile of pairs: where it starts, its sizes, and the program that computes it.
+    """Start and sizes of a tile of query/key pairs.
 
-    A program that owns queries has tiles `[queries, keys]`. One that owns keys sums over queries; its tiles are
-    `[keys, queries]` (`keys_first`), so that the product for this sum takes them as they are.
+    A program that owns queries has tiles `[queries, keys]`. One that owns keys sums over queries, so its tiles are
+    `[keys, queries]` (`keys_first`): the product of this sum then needs no transpose.
     """
 
     batch: Any
@@ -48,39 +48,39 @@ class TilePair(NamedTuple):
 
     @property
     def q_at(self) -> Any:
-        """Where its queries start in what the program sees of them."""
+        """Where its queries start in the part that the program sees."""
         return self.q_start if self.keys_first else 0
 
     @property
     def kv_at(self) -> Any:
-        """Where its keys start in what the program sees of them."""
+        """Where its keys start in the part that the program sees."""
         return 0 if self.keys_first else self.kv_start
 
     def queries(self, x: jax.Array) -> jax.Array:
-        """A value for each query, to broadcast over the keys."""
+        """Reshape a value per query so that it broadcasts over the keys."""
         return x[None, :] if self.keys_first else x[:, None]
 
     def keys(self, x: jax.Array) -> jax.Array:
-        """A value for each key, to broadcast over the queries."""
+        """Reshape a value per key so that it broadcasts over the queries."""
         return x[:, None] if self.keys_first else x[None, :]
 
 
 def get_program_ids() -> tuple[Any, Any, Any]:
-    """Block along the launch's axis, head and batch row of this program."""
+    """Return block along the launch's axis, head and batch row of this program."""
     return pl.program_id(0), pl.program_id(1), pl.program_id(2)
 
 
 def compute_positions(start: Any, size: int) -> jax.Array:
-    """`start, ..., start + size - 1`, int32."""
+    """Compute `start, ..., start + size - 1`, int32."""
     return start + jnp.arange(size, dtype=jnp.int32)
 
 
 def load_rows(
     ref: Any, start: Any, size: int, length: int, depth: int, head: Any = None, at: Any = None, there: Any = None
 ) -> jax.Array:
-    """Tile `[size, depth of the tile]` of rows `start, ...` of `[length, (heads,) depth]`, at `at` in `ref`.
+    """Load a tile `[size, depth of the tile]` of rows `start, ...` of an array `[length, (heads,) depth]`.
 
-    Of rows that are not `there`, booleans `[size]`, nothing is read either.
+    The rows begin at `at` in `ref`. Rows for which `there`, booleans `[size]`, is False are not read either.
     """
     at = start if at is None else at
     rows = ref.at[pl.ds(at, size), :] if head is None else ref.at[pl.ds(at, size), jnp.int32(head), :]
@@ -92,13 +92,13 @@ def load_rows(
 
 
 def store_rows(ref: Any, start: Any, tile: jax.Array, length: int, depth: int) -> None:
-    """Write rows `start, ...` of `[length, depth]`, `ref` being the block of them."""
+    """Store rows `start, ...` of an array `[length, depth]`, of which `ref` is a block."""
     mask = find_existing(start, tile.shape[0], length, tile.shape[1], depth)
     plt.store(ref, tile.astype(ref.dtype), mask=mask)
 
 
 def find_existing(start: Any, size: int, length: int, columns: int, depth: int) -> jax.Array | None:
-    """Booleans `[size, columns]`, which elements of a tile exist; none if all always do."""
+    """Find which elements of a tile exist, booleans `[size, columns]`; None if all always do."""
     if length % size == 0 and columns == depth:
         return None
     rows = compute_positions(start, size)[:, None] < length
@@ -106,7 +106,7 @@ def find_existing(start: Any, size: int, length: int, columns: int, depth: int) 
 
 
 def load_values(ref: Any, start: Any, size: int, length: int, head: Any = None, at: Any = None) -> jax.Array:
-    """Tile `[size]` of values `start, ...` of `[(heads,) length]`, at `at` in `ref`."""
+    """Load a tile `[size]` of values `start, ...` of an array `[(heads,) length]`, at `at` in `ref`."""
     at = start if at is None else at
     values = ref.at[pl.ds(at, size)] if head is None else ref.at[jnp.int32(head), pl.ds(at, size)]
     if length % size == 0:
@@ -115,13 +115,13 @@ def load_values(ref: Any, start: Any, size: int, length: int, head: Any = None, 
 
 
 def store_values(ref: Any, start: Any, values: jax.Array, length: int) -> None:
-    """Write values `start, ...` of `[length]`, `ref` being the block of them."""
+    """Store values `start, ...` of an array `[length]`, of which `ref` is a block."""
     size = values.shape[0]
     plt.store(ref, values, mask=None if length % size == 0 else compute_positions(start, size) < length)
 
 
 def load_pairs(ref: Any, plan: FlashGpuPlan, pair: TilePair) -> jax.Array:
-    """Tile of an array over pairs `[heads or 1, T or 1, S or 1]`, to broadcast to the tile of `pair`."""
+    """Load a tile of an array over pairs `[heads or 1, T or 1, S or 1]`, which broadcasts to the tile of `pair`."""
     heads, q_length, kv_length = ref.shape
     rows, row = (pair.block_q, pair.q_at) if q_length > 1 else (1, 0)
     columns, column = (pair.block_kv, pair.kv_at) if kv_length > 1 else (1, 0)
@@ -135,7 +135,10 @@ def load_pairs(ref: Any, plan: FlashGpuPlan, pair: TilePair) -> jax.Array:
 def visit_blocks(
     launch: Launch, inputs: Arrays, head: Any, step: Callable[[bool, Any, Carry], Carry], carry: Carry
 ) -> Carry:
-    """Fold `step(masked, block, carry)` over the blocks that this program visits; a kind that none has is no code."""
+    """Fold `step(masked, block, carry)` over the blocks that this program visits.
+
+    Kinds of blocks that no program visits take no code.
+    """
     table = inputs["visits"]
     place = head if table.shape[0] > 1 else jnp.int32(0)
     for kind in launch.kinds:
@@ -152,7 +155,7 @@ def _visit(step: Callable[[Any, Carry], Carry], first: Any, listed: Any, t: Any,
 
 
 def compute_allowed(plan: FlashGpuPlan, inputs: Arrays, pair: TilePair) -> jax.Array:
-    """Booleans of the tile of `pair`: mask and segments, or ranges, and that query and key exist."""
+    """Compute which positions of the tile of `pair` may attend: by mask and segments, or by key ranges."""
     j = pair.keys(compute_positions(pair.kv_start, pair.block_kv))
     if plan.packed:
         low, high = load_key_ranges(plan, inputs, pair)
@@ -160,7 +163,7 @@ def compute_allowed(plan: FlashGpuPlan, inputs: Arrays, pair: TilePair) -> jax.A
     i = pair.queries(compute_positions(pair.q_start, pair.block_q))
     found = _evaluate_mask(plan.mask, plan, inputs, pair, i, j, itertools.count())
     if plan.q_length % pair.block_q:
-        found = found & (i < plan.q_length)  # or keys would count as seen that only a missing query sees
+        found = found & (i < plan.q_length)  # else keys that only padding queries see would count as seen
     if plan.kv_length % pair.block_kv:
         found = found & (j < plan.kv_length)
     if plan.segmented:
@@ -171,7 +174,7 @@ def compute_allowed(plan: FlashGpuPlan, inputs: Arrays, pair: TilePair) -> jax.A
 
 
 def load_key_ranges(plan: FlashGpuPlan, inputs: Arrays, pair: TilePair) -> tuple[jax.Array, jax.Array]:
-    """The first key that each query of a pack's tile sees, and one past the last; both 0 for one that sees none."""
+    """Load the first key that each query of a tile sees, and one past the last; both 0 for one that sees none."""
     low, high = (
         load_values(inputs[name], pair.q_start, pair.block_q, plan.q_length, at=pair.q_at) for name in ("low", "high")
     )
@@ -181,7 +184,7 @@ def load_key_ranges(plan: FlashGpuPlan, inputs: Arrays, pair: TilePair) -> tuple
 def _evaluate_mask(
     mask: Mask, plan: FlashGpuPlan, inputs: Arrays, pair: TilePair, i: Any, j: Any, places: Iterator[int]
 ) -> Any:
-    """`mask` on a tile; `places` counts the leaves in the order of `cases.masks.leaves`."""
+    """Evaluate `mask` on a tile; `places` counts the leaves in the order of `cases.masks.leaves`."""
     if isinstance(mask, And | Or):
         left = _evaluate_mask(mask.left, plan, inputs, pair, i, j, places)
         right = _evaluate_mask(mask.right, plan, inputs, pair, i, j, places)
@@ -195,32 +198,32 @@ def _evaluate_mask(
 
 
 def find_seen_keys(allowed: jax.Array) -> jax.Array:
-    """`[keys, 1]`: whether any query of a tile `[queries, keys]` may attend to the key."""
+    """Find the keys of a tile `[queries, keys]` that any query may attend to, `[keys, 1]`."""
     # Triton reduces numbers, not booleans.
     return (jnp.max(allowed.astype(jnp.int32), axis=0) > 0)[:, None]
 
 
 def zero_hidden_rows(tile: jax.Array, visible: jax.Array | None) -> jax.Array:
-    """`tile` with the rows that are not visible replaced by zero: they may hold NaN, and 0 * NaN is not 0."""
+    """Zero the rows of `tile` that are not visible: they may be NaN, and 0 * NaN is not 0."""
     return tile if visible is None else jnp.where(visible, tile, jnp.zeros_like(tile))
 
 
 def multiply(plan: FlashGpuPlan, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) -> jax.Array:
-    """Matrix product of two tiles in one dtype, summed over axis `over[0]` of `a` and `over[1]` of `b`, in f32."""
+    """Multiply two tiles of one dtype in f32, contracting axis `over[0]` of `a` with `over[1]` of `b`."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 and plan.exact else lax.Precision.DEFAULT
     dimensions = (((over[0],), (over[1],)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
 def get_logit_unit(plan: FlashGpuPlan, inputs: Arrays) -> float:
-    """Of the logits in tiles."""
+    """Return the unit of the logits in tiles."""
     return plan.unit(biased="bias" in inputs)
 
 
 def compute_logits(
     plan: FlashGpuPlan, inputs: Arrays, pair: TilePair, q: jax.Array, k: jax.Array, allowed: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Logits of a tile in their unit, and the derivative of (2), none without a soft cap."""
+    """Compute the logits of a tile in their unit, and the derivative of (2), None without a soft cap."""
     z = multiply(plan, k, q, over=(1, 1)) if pair.keys_first else multiply(plan, q, k, over=(1, 1))
     if get_logit_unit(plan, inputs) == 1:
         z = z * jnp.float32(plan.scale)  # (1)

@@ -1,4 +1,4 @@
-"""Cases beside those of a run: what is suspected is confirmed, or it is not, within its time."""
+"""Test that suspicions are confirmed or refuted by cases beside those of a run, within the time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ FAILING = "train/f32/B2.T48.S72.N4.K2.H16.V16/causal-o24/softcap30/sinks/bias/no
 
 
 @declare(behind_mask="finite")
-def without_sinks(q: Any, k: Any, v: Any, *, causal: Any = False, mask: Any = None, soft_cap: Any = None,
+def ignore_sinks(q: Any, k: Any, v: Any, *, causal: Any = False, mask: Any = None, soft_cap: Any = None,
                   sinks: Any = None, bias: Any = None) -> Any:  # fmt: skip
+    """Ignore sinks."""
     return naive.attention(q, k, v, causal=causal, mask=mask, soft_cap=soft_cap, bias=bias)
 
 
 @declare(behind_mask="finite")
-def capped_before_the_bias(q: Any, k: Any, v: Any, *, causal: Any = False, mask: Any = None, soft_cap: Any = None,
+def cap_before_bias(q: Any, k: Any, v: Any, *, causal: Any = False, mask: Any = None, soft_cap: Any = None,
                            sinks: Any = None, bias: Any = None) -> Any:  # fmt: skip
+    """Apply the soft cap before the bias."""
     wrong = soft_cap is not None and bias is not None
     return naive.attention(
         q, k, v * 2 if wrong else v, causal=causal, mask=mask, soft_cap=soft_cap, bias=bias, sinks=sinks
@@ -37,8 +39,9 @@ def capped_before_the_bias(q: Any, k: Any, v: Any, *, causal: Any = False, mask:
 
 
 @declare(behind_mask="finite")
-def grouped_with_a_cap(q: Any, k: Any, v: Any, *, causal: Any = False, mask: Any = None, soft_cap: Any = None,
+def fail_for_groups_with_cap(q: Any, k: Any, v: Any, *, causal: Any = False, mask: Any = None, soft_cap: Any = None,
                        sinks: Any = None, bias: Any = None) -> Any:  # fmt: skip
+    """Be wrong with grouped heads and a soft cap."""
     wrong = soft_cap is not None and q.shape[2] > k.shape[2]
     return naive.attention(
         q, k, v * 2 if wrong else v, causal=causal, mask=mask, soft_cap=soft_cap, bias=bias, sinks=sinks
@@ -48,7 +51,7 @@ def grouped_with_a_cap(q: Any, k: Any, v: Any, *, causal: Any = False, mask: Any
 def run_probes(
     function: Callable[..., Any], *levels: tuple[str, ...], seconds: float = math.inf, **more: Any
 ) -> dict[str, str]:
-    """The cases that were judged, with what came of them."""
+    """Return the cases that were judged, with what came of them."""
     heard: list[Record] = []
     prober = Prober(
         ProbeBudget(Runner(Settings()), math.inf), [build_implementation(function, "it")], seconds, heard.extend
@@ -60,33 +63,34 @@ def run_probes(
 
 
 def test_a_plain_case_with_the_level_fails_and_the_same_without_passes() -> None:
-    assert run_probes(without_sinks, ("sinks",)) == {BASE.replace("full/", "full/sinks/"): FAIL, BASE: PASS}
+    assert run_probes(ignore_sinks, ("sinks",)) == {BASE.replace("full/", "full/sinks/"): FAIL, BASE: PASS}
 
 
 def test_of_two_levels_each_is_taken_away() -> None:
     plain, cap, bias = (BASE.replace("full", f"full/{parts}") for parts in ("softcap30/bias", "softcap30", "bias"))
-    found = run_probes(capped_before_the_bias, ("soft_cap",), ("bias",))
+    found = run_probes(cap_before_bias, ("soft_cap",), ("bias",))
     assert found == {plain: FAIL, bias: PASS, cap: PASS}
 
 
 def test_where_the_plain_case_passes_the_failing_one_is_judged_without_the_level() -> None:
-    found = run_probes(grouped_with_a_cap, ("soft_cap",))
+    found = run_probes(fail_for_groups_with_cap, ("soft_cap",))
     assert found == {BASE.replace("full", "full/softcap30"): PASS, FAILING.replace("/softcap30", ""): PASS}
 
 
 def test_what_a_plain_case_has_anyway_is_taken_from_it_by_a_counter() -> None:
     with_scale = BASE.replace("full", "full/sinks/scale0.3")
-    found = run_probes(without_sinks_or_scale, ("sinks",), ("scale",), counters=({}, {"scale": 0.3}))
-    assert found[with_scale] == FAIL  # so the scale has nothing to do with it
+    found = run_probes(ignore_sinks_and_scale, ("sinks",), ("scale",), counters=({}, {"scale": 0.3}))
+    assert found[with_scale] == FAIL  # so the scale is not the cause
 
 
 @declare(behind_mask="finite")
-def without_sinks_or_scale(q: Any, k: Any, v: Any, *, sinks: Any = None, scale: Any = None) -> Any:
+def ignore_sinks_and_scale(q: Any, k: Any, v: Any, *, sinks: Any = None, scale: Any = None) -> Any:
+    """Ignore sinks and the scale."""
     return naive.attention(q, k, v, scale=scale)
 
 
 def test_other_suspicions_are_told_apart() -> None:
-    found = run_probes(without_sinks, ("sinks",), others=(("soft_cap",),), examples=({"kv_length": 160},))
+    found = run_probes(ignore_sinks, ("sinks",), others=(("soft_cap",),), examples=({"kv_length": 160},))
     assert found[BASE.replace("full", "full/softcap30")] == PASS
     assert found[BASE.replace("S128", "S160")] == PASS
 
@@ -95,13 +99,13 @@ def test_other_suspicions_are_told_apart() -> None:
     "changes", [{"seconds": 0}, {"check": "transforms"}, {"implementation": "another"}], ids=lambda x: str(*x)
 )
 def test_nothing_is_judged_that_there_is_no_time_for_or_that_cannot_be_asked(changes: dict[str, Any]) -> None:
-    assert len(run_probes(without_sinks, ("sinks",), **changes)) <= (1 if "seconds" in changes else 0)
+    assert len(run_probes(ignore_sinks, ("sinks",), **changes)) <= (1 if "seconds" in changes else 0)
 
 
 def test_what_is_known_is_not_judged_again() -> None:
     heard: list[Record] = []
     prober = Prober(
-        ProbeBudget(Runner(Settings()), math.inf), [build_implementation(without_sinks, "it")], math.inf, heard.extend
+        ProbeBudget(Runner(Settings()), math.inf), [build_implementation(ignore_sinks, "it")], math.inf, heard.extend
     )
     suspicion = Suspicion(
         implementation="it", check="forward", failing=FAILING, levels=(("sinks",),), counters=({},)

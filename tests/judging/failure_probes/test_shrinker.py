@@ -1,4 +1,4 @@
-"""A failure is shrunk to a smaller case that fails in the same way."""
+"""Test that a failure is shrunk to a smaller case that fails in the same way."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ FAILING = parse_case_id("train/bf16/B2.T48.S72.N4.K2.H16.V16/causal-o24/softcap3
 
 
 @declare(behind_mask="finite")
-def without_sinks(q: Any, k: Any, v: Any, *, causal: Any = False, mask: Any = None, soft_cap: Any = None,
+def ignore_sinks(q: Any, k: Any, v: Any, *, causal: Any = False, mask: Any = None, soft_cap: Any = None,
                   sinks: Any = None, bias: Any = None) -> Any:  # fmt: skip
+    """Ignore sinks."""
     return naive.attention(q, k, v, causal=causal, mask=mask, soft_cap=soft_cap, bias=bias)
 
 
 @declare(behind_mask="finite")
-def doubled(q: Any, k: Any, v: Any, *, causal: Any = False, mask: Any = None, soft_cap: Any = None,
+def fail_twice(q: Any, k: Any, v: Any, *, causal: Any = False, mask: Any = None, soft_cap: Any = None,
             sinks: Any = None, bias: Any = None) -> Any:  # fmt: skip
-    """Wrong with sinks, and wrong with a soft cap."""
+    """Be wrong with sinks, and wrong with a soft cap."""
     wrong = sinks is not None or soft_cap is not None
     return naive.attention(
         q, k, v * 2 if wrong else v, causal=causal, mask=mask, soft_cap=soft_cap, bias=bias, sinks=sinks
@@ -41,6 +42,7 @@ def doubled(q: Any, k: Any, v: Any, *, causal: Any = False, mask: Any = None, so
 
 
 def shrink_case(function: Callable[..., Any], *, seconds: float = math.inf, **more: Any) -> ShrunkCase:
+    """Shrink the failing case."""
     implementation, runner = build_implementation(function, "it"), Runner(Settings())
     record, *_ = (
         one for one in runner.judge(Job(implementation, FAILING, (CHECKS_BY_NAME["forward"],))) if one.verdict in RED
@@ -49,7 +51,7 @@ def shrink_case(function: Callable[..., Any], *, seconds: float = math.inf, **mo
 
 
 def test_a_case_is_shrunk_to_what_it_takes() -> None:
-    found = shrink_case(without_sinks)
+    found = shrink_case(ignore_sinks)
     assert found.is_finished
     assert found.case == parse_case_id("train/f32/B1.T1.S1.N1.K1.H1.V1/full/sinks/normal/s0")
     assert [(record.check, record.observable) for record in found.records] == [("forward", "out")]
@@ -57,12 +59,12 @@ def test_a_case_is_shrunk_to_what_it_takes() -> None:
 
 
 def test_it_does_not_wander_to_another_fault() -> None:
-    found = shrink_case(doubled, keeps=lambda case: case.soft_cap is not None)
+    found = shrink_case(fail_twice, keeps=lambda case: case.soft_cap is not None)
     assert found.case.soft_cap is not None
 
 
 def test_without_time_it_stays_as_it_is() -> None:
-    found = shrink_case(without_sinks, seconds=0)
+    found = shrink_case(ignore_sinks, seconds=0)
     assert (found.case, found.tried, found.is_finished) == (FAILING, 0, False)
 
 

@@ -61,8 +61,8 @@ BUGS: tuple[PlantedBug, ...] = (
         "paged-gpu-empty-part-gives-nan",
         Change(
             "paged_gpu",
-            "exp(old.max - replace_neg_inf(top)), compute_exp(new.max - replace_neg_inf(top))",
-            "exp(old.max - top), compute_exp(new.max - top)",
+            "compute_exp(old.max - replace_neg_inf(top)), compute_exp(new.max - replace_neg_inf(top))",
+            "exp(old.max - top), exp(new.max - top)",
         ),
         kind="merge.empty",
         reference="inferred: -inf minus -inf, where a query sees no key of the first share",
@@ -105,7 +105,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "paged-gpu-window-by-page",
         Change(
             "paged_gpu",
-            "allowed(plan, i, j[None, :])",
+            "compute_allowed(plan, i, j[None, :])",
             "(j[None, :] <= i) & (plan.left is None or lax.div(j[None, :], jnp.int32(launch.page_size))"
             " >= lax.div(i - (plan.left or 0), jnp.int32(launch.page_size)))",
         ),

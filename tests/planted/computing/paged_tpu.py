@@ -59,7 +59,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-all-rows-of-a-tile-written",
-        Change("page_copies", "tiles.queries[tile], every", "jnp.int32(compute_results.tile[0].shape[0]), every"),
+        Change("page_copies", "tiles.queries[tile], every", "jnp.int32(results.tile[0].shape[0]), every"),
         kind="tile.straddles",
         reference="inferred: rows behind a sequence's last query are those of the next one",
         shows="out logsumexp max_logits forward",

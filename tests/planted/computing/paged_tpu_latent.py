@@ -71,7 +71,11 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-latent-last-heads-left-out",
-        Change("paged_kernel", "Units(rows // some, some, lambda n", "Units(max(rows // some - 1, 1), some, lambda n"),
+        Change(
+            "paged_kernel",
+            "ComputeUnits(rows // some, some, lambda n",
+            "ComputeUnits(max(rows // some - 1, 1), some, lambda n",
+        ),
         kind="heads.tile",
         reference="inferred from kernels whose tile of heads is that of one matrix unit",
         trigger=_several_units,

@@ -88,7 +88,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-scales-behind-the-length-kept",
-        Change("paged_kernel", "jnp.where((j >= seen[0]) & (j < seen[1]), scales, 0.0)", "page_scales"),
+        Change("paged_kernel", "jnp.where((j >= seen[0]) & (j < seen[1]), scales, 0.0)", "scales"),
         kind="tail",
         reference="flashinfer-ai/flashinfer#942, where NaN in other rows of a page reaches out",
         shows="out",

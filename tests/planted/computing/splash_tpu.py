@@ -173,14 +173,15 @@ BUGS: tuple[PlantedBug, ...] = (
         "splash-fused-dq-read-before-it-is-there",
         Change(
             "dkv_kernel",
-            "    _copy_dq_in(call, step, outputs, scratch, number).wait()\n    block = scratch.dq.at[number % 2]\n"
-            "    for rows, dq in added:\n        block[rows, :] += dq\n",
-            """
-    block = scratch.dq.at[number % 2]
-    for rows, dq in added:
-        block[rows, :] += dq
-    _copy_dq_in(call, step, outputs, scratch, number).wait()
-""",
+            "    _copy_dq_in(call, step, outputs, scratch, number).wait()\n"
+            "    block = scratch.dq.at[number % 2]\n"
+            "    for rows, dq in added:\n"
+            "        block[rows, :] += dq\n",
+            "\n"
+            "    block = scratch.dq.at[number % 2]\n"
+            "    for rows, dq in added:\n"
+            "        block[rows, :] += dq\n"
+            "    _copy_dq_in(call, step, outputs, scratch, number).wait()\n",
         ),
         kind="race.dma-before-wait",
         reference="inferred from jax paged attention (asynchronous copies of k and v)",

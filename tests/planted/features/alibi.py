@@ -17,7 +17,7 @@ _alibi = has("alibi_slopes")
 
 # The passages of `impls.block_flash.operand_blocks` that are changed.
 _DISTANCE = "jnp.abs(i + (plan.kv_length - plan.q_length) - j).astype(jnp.float32)"
-_TAKEN = "taken = blocks.alibi_slopes * distance"
+_PENALTY = "penalty = blocks.alibi_slopes * distance"
 _SLOPES = "slopes.astype(jnp.float32).reshape(1, plan.num_kv_heads, -1, 1, 1)"
 _ASKED = "    if blocks.alibi_slopes is not None:\n"
 _CAP = (
@@ -25,7 +25,7 @@ _CAP = (
     "        logits, slope = plan.soft_cap * tanh, 1 - tanh * tanh  # (2)\n"
 )
 _CAP_FIRST = (
-    "        later = 0.0 if taken is None else taken\n"
+    "        later = 0.0 if penalty is None else penalty\n"
     "        tanh = jnp.tanh((logits + later) / plan.soft_cap)\n"
     "        logits, slope = plan.soft_cap * tanh - later, 1 - tanh * tanh\n"
 )
@@ -66,8 +66,8 @@ def _distance(name: str, formula: str, *, kind: str, reference: str, trigger: Tr
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "alibi-sign-reversed",
-        _TAKEN,
-        "taken = -blocks.alibi_slopes * distance",
+        _PENALTY,
+        "penalty = -blocks.alibi_slopes * distance",
         kind="alibi.sign",
         reference="attention-gym PR 86",
     ),
@@ -143,8 +143,8 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "alibi-scaled",
-        _TAKEN,
-        "taken = plan.scale * blocks.alibi_slopes * distance",
+        _PENALTY,
+        "penalty = plan.scale * blocks.alibi_slopes * distance",
         kind="alibi.scaled",
         reference="inferred from TransformerEngine PR 3391 (slopes in units of the scale)",
     ),

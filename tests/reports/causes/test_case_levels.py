@@ -1,4 +1,4 @@
-"""Levels are read from case ids as the cases are, and what decides them gives and takes them."""
+"""Levels agree with the cases whose ids they are found from, and their fields add and remove them."""
 
 from __future__ import annotations
 

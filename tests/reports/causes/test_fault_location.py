@@ -18,7 +18,7 @@ from reports.causes.fault_location import Candidate, Combination, Signal, explai
 Fault = frozenset[str]
 """The names of the levels that a case needs to fail."""
 
-# What kernels get wrong, one level each; and two that a fault needs together.
+# Levels that faults of kernels need, alone and in pairs.
 SINGLE = ("sinks", "soft_cap", "bias", "segment_ids", "scale", "bf16", "f16", "groups", "window", "causal", "T != S")
 PAIRS = (("soft_cap", "bias"), ("sinks", "causal"), ("bf16", "groups"), ("window", "T != S"), ("segment_ids", "sinks"))
 FAULTS: tuple[Fault, ...] = (*(frozenset({name}) for name in SINGLE), *map(frozenset, PAIRS))
@@ -26,7 +26,7 @@ FAULTS: tuple[Fault, ...] = (*(frozenset({name}) for name in SINGLE), *map(froze
 
 @functools.cache
 def build_array() -> tuple[list[str], list[Level], list[Candidate]]:
-    """The rows of both grids at `quick`, their levels, and which rows have each."""
+    """Build the rows of both grids at `quick`, their levels, and which rows have each."""
     made = build_grid("quick", 0, lambda case: None), build_grid("quick", 0, lambda case: None, MODEL)
     ids = list(dict.fromkeys(case.id for one in made for case in one.cases if case.kv_cache is None))
     rows: dict[Level, int] = {}
@@ -43,7 +43,7 @@ def find_rows(fault: Fault) -> int:
 
 
 def hide_rows(rows: int, share: float, seed: int) -> int:
-    """Those rows of which a share, drawn at random, is right by chance."""
+    """Remove a share of the rows, drawn at random: there the fault is hidden by chance."""
     drawn = random.Random(seed)
     return sum(1 << n for n in range(rows.bit_length()) if rows >> n & 1 and drawn.random() >= share)
 
@@ -57,7 +57,7 @@ def locate_faults(faults: Sequence[Fault], *, share: float = 0.0, seed: int = 0)
 
 
 def name_levels(found: Combination) -> set[Fault]:
-    """Its levels, and those that no row tells from them."""
+    """Name the levels of a combination, and those that no row distinguishes from them."""
     _, levels, _ = build_array()
     return {frozenset(levels[number].name for number in numbers) for numbers in (found.levels, *found.others)}
 
@@ -76,13 +76,13 @@ def test_a_fault_that_chance_hides_in_some_rows_is_named_first(fault: Fault, sha
     hypothesis.assume(rows.bit_count() >= 6)
     found = locate_faults([fault], share=share, seed=seed)
     assert len(found) == 1
-    # What is hidden may leave fewer levels than there are, or more of them: never others.
+    # Chance may remove a level from the combination or add one, but never replaces all.
     (one,) = found
     assert any(fault & name for name in name_levels(one))
 
 
 def count_own_rows(fault: Fault, others: Sequence[Fault]) -> int:
-    """How many rows a fault makes red that none of the others does."""
+    """Count the rows that a fault makes red and no other fault does."""
     rows = find_rows(fault)
     for other in others:
         rows &= ~find_rows(other)
@@ -96,7 +96,7 @@ def test_three_faults_at_once_are_three_findings_nearly_always(share: float, lea
     right = tried = 0
     while tried < 40:
         chosen = drawn.sample(FAULTS, 3)
-        # What others hide nearly all of is found once they are mended. Both kinds of 16 bits are one level.
+        # A fault that the others nearly hide is found once they are mended. Both 16-bit dtypes are one level.
         seen = all(count_own_rows(fault, [other for other in chosen if other is not fault]) >= 6 for fault in chosen)
         if not seen or {"bf16", "f16"} <= frozenset().union(*chosen):
             continue
@@ -126,12 +126,12 @@ def test_nothing_is_found_where_rows_fail_at_random() -> None:
     assert wrong <= 2, wrong
 
 
-def test_what_no_row_tells_apart_is_said() -> None:
+def test_combinations_that_no_row_distinguishes_are_returned_together() -> None:
     first, second = Candidate(0b0011), Candidate(0b0011)
     (found,) = locate([first, second, Candidate(0b0101)], {"out": Signal(0b0011, 0b1111_1100)})
     assert {found.levels, *found.others} == {(0,), (1,)}
-    told = locate([Candidate(0b1_0011), second], {"out": Signal(0b0011, 0b1111_1100)})
-    assert [(one.levels, one.others) for one in told] == [((1,), ())]
+    other = locate([Candidate(0b1_0011), second], {"out": Signal(0b0011, 0b1111_1100)})
+    assert [(one.levels, one.others) for one in other] == [((1,), ())]
 
 
 def test_the_same_is_found_whatever_order_levels_and_signals_have() -> None:
@@ -150,7 +150,7 @@ def test_a_combination_that_no_signal_shows_has_a_clearest_one() -> None:
     assert find_clearest_signal(Combination((0,), 0b0011), {"out": Signal(red=0b1100, green=0b0011)}) == "out"
 
 
-def test_what_is_explained_already_is_not_looked_for() -> None:
+def test_what_is_explained_already_is_not_sought() -> None:
     ids, _, candidates = build_array()
     red = find_rows(frozenset({"sinks"}))
     signals = {"out": Signal(red, (1 << len(ids)) - 1 & ~red)}

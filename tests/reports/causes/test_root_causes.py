@@ -1,4 +1,4 @@
-"""Red records are under what causes them: each in exactly one finding, what follows with what it follows from."""
+"""Each red record is in exactly one finding, with the cause that it follows from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from cases.grid import build_grid
 from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, UNSUPPORTED, Record
 from reports.causes import finding_text, root_causes
 from reports.causes.case_levels import find_levels, parse_fields, rank_plainness
-from reports.causes.finding import BEHIND_MASK, CHECK, FORWARD, GRADIENTS, RAISES, UNEXPECTED, Finding, choose_foremost
+from reports.causes.finding import BEHIND_MASK, CHECK, FORWARD, GRADIENTS, RAISES, UNEXPECTED, Finding
+from reports.causes.remedies import summarize_mask_leak
 
 BASE = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"
 SINKS = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/sinks/normal/s0"
@@ -24,7 +25,7 @@ SINKS = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/sinks/normal/s0"
 
 @functools.cache
 def list_cases() -> tuple[str, ...]:
-    """The rows of the grid at `quick`."""
+    """List the rows of the grid at `quick`."""
     return tuple(case.id for case in build_grid("quick", 0, lambda case: None).cases if case.kv_cache is None)
 
 
@@ -42,7 +43,7 @@ Wrong = Callable[[str, str], bool]
 
 
 def make_records(wrong: Wrong) -> list[Record]:
-    """What a run leaves of a kernel: the plain call, gradients of training, and a law of attention."""
+    """Make the records of a run: the plain call, gradients in training, and a law of attention."""
     found = []
     for case in list_cases():
         asked = [("forward", "out"), ("residuals", "logsumexp"), ("poison", "out.huge")]
@@ -148,7 +149,7 @@ def test_what_rounds_too_much_explains_nothing_where_other_results_say_otherwise
     assert "calls" in gradients.follows
 
 
-def test_what_raises_is_told_by_its_line() -> None:
+def test_what_raises_is_named_by_its_line() -> None:
     def raised(case: str, check: str) -> Record:
         if not has_levels(case, "soft_cap", "bias"):
             return make_record(case, check)
@@ -162,7 +163,7 @@ def test_what_raises_is_told_by_its_line() -> None:
     assert finding_text.format_title(finding).endswith(", with a bias and with a soft cap")
     assert finding_text.format_title(finding).startswith("raises ValueError: no ")
     assert set(finding.checks) == {"forward", "poison"}
-    assert finding_text.format_refusal(finding) == ""  # no declaration says that two features do not go together
+    assert finding_text.format_refusal(finding) == ""  # no declaration excludes a pair of features
 
 
 def test_messages_that_differ_by_shapes_and_dtypes_are_one_finding() -> None:
@@ -184,11 +185,11 @@ def test_what_always_raises_with_one_feature_names_the_declaration_of_it() -> No
         (finding,) = root_causes.find_root_causes([bad.get(case, make_record(case)) for case in list_cases()])
         return finding
 
-    told = "if it is not supported: unsupported={}".format
-    assert finding_text.format_refusal(found(lambda case: has_levels(case, "groups"))) == told(
+    hint = "if it is not supported: unsupported={}".format
+    assert finding_text.format_refusal(found(lambda case: has_levels(case, "groups"))) == hint(
         '{"gqa": "...", "mqa": "..."}'
     )
-    assert finding_text.format_refusal(found(lambda case: has_levels(case, "sinks"))) == told('{"sinks": "..."}')
+    assert finding_text.format_refusal(found(lambda case: has_levels(case, "sinks"))) == hint('{"sinks": "..."}')
     assert finding_text.format_refusal(found(lambda case: has_levels(case, "sinks"), FAIL)) == ""
     assert finding_text.format_refusal(found(lambda case: True)) == ""
 
@@ -201,7 +202,7 @@ def test_what_no_feature_tells_is_said() -> None:
     assert not finding.is_explained
     assert (
         finding_text.format_shares(finding)
-        == f"fails in 3 of {len(list_cases())} cases, and no feature or pair of features tells which"
+        == f"fails in 3 of {len(list_cases())} cases, and no feature or pair of features distinguishes them"
     )
 
 
@@ -221,7 +222,7 @@ def test_leaks_and_unexpected_passes_have_findings_of_their_own() -> None:
     found = root_causes.find_root_causes([make_record(BASE), leak, passing])
     assert [finding.kind for finding in found] == [BEHIND_MASK, UNEXPECTED]
     assert [finding.is_explained for finding in found] == [True, True]
-    assert finding_text.list_facts(found[0]) == [finding_text.format_leak(found[0])]
+    assert finding_text.list_facts(found[0]) == [finding_text.format_mask_leak(summarize_mask_leak(found[0].records))]
 
 
 def test_probes_are_evidence_and_are_not_counted() -> None:
@@ -239,7 +240,10 @@ def test_probes_are_evidence_and_are_not_counted() -> None:
 def test_a_probe_that_passes_says_that_more_is_needed() -> None:
     asked = [one for one in make_records(lambda case, result: has_levels(case, "sinks")) if one.check == "forward"]
     (finding,) = root_causes.find_root_causes(asked, [make_record(SINKS), make_record(BASE)])
-    assert finding_text.format_confirmation(finding) == f"not all it takes: {SINKS} is such a case, and passes"
+    confirmation = finding_text.format_confirmation(finding)
+    assert SINKS in confirmation
+    assert "needs more" in confirmation
+    assert "confirmed" not in confirmation
 
 
 @pytest.mark.parametrize("case", ["", "*", "case/3", "train/f32/B1.T1/full/normal/s0", "a/b/c/d/e/f"])
@@ -282,11 +286,11 @@ def test_each_red_record_is_in_exactly_one_finding(found: list[Record]) -> None:
 def test_findings_do_not_hang_on_the_order_of_records(found: list[Record], drawn: random.Random) -> None:
     shuffled = found.copy()
     drawn.shuffle(shuffled)
-    told = [
+    found_in = [
         {(finding.kind, tuple(name_levels(finding)), finding.records) for finding in root_causes.find_root_causes(x)}
         for x in (found, shuffled)
     ]
-    assert told[0] == told[1]
+    assert found_in[0] == found_in[1]
 
 
 @pytest.mark.long
@@ -308,9 +312,11 @@ def test_thousands_of_records_take_about_a_second() -> None:
 def test_no_contender_pushes_the_findings_of_another_out() -> None:
     many = [make_record(BASE, f"check{n}", verdict=FAIL) for n in range(20)]
     found = root_causes.find_root_causes([*many, make_record(BASE, verdict=FAIL, implementation="other")])
-    shown = choose_foremost(found, 3)
-    assert [finding.contender.implementation for _, finding in shown] == ["kernel", "kernel", "other"]
-    assert [number for number, _ in shown] == [1, 2, 21]
+    texts = [finding_text.describe_finding(number, finding) for number, finding in enumerate(found, 1)]
+    shown, hidden, failures = finding_text.choose_foremost(texts, 3)
+    assert [text.finding.contender.implementation for text in shown] == ["kernel", "kernel", "other"]
+    assert [text.number for text in shown] == [1, 2, 21]
+    assert hidden == failures == 18
 
 
 def test_what_is_seen_of_one_level_of_two_confirms_in_part() -> None:

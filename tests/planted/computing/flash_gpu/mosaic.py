@@ -50,7 +50,7 @@ _SECOND_PRODUCT = "        turns.take()\n        out = accumulate(plan, softmax.
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "flash-gpu-mosaic-tile-of-the-first-round",
-        Change("mosaic.mosaic_launch", "mine[self.program, 1 + at]", "mine[self.program, 1]"),
+        Change("mosaic.mosaic_launch", "program_tiles[self.program, 1 + at]", "program_tiles[self.program, 1]"),
         kind="tile.number",
         reference="inferred from persistent kernels: the number of the tile computed before the loop over tiles",
     ),
@@ -62,7 +62,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "flash-gpu-mosaic-keys-of-the-first-tile",
-        Change("mosaic.mosaic_launch", "bring(place, at, place.slot(at))", "bring(self, at, place.slot(at))"),
+        Change("mosaic.mosaic_launch", "copy_step(place, at, place.slot(at))", "copy_step(self, at, place.slot(at))"),
         kind="tile.keys",
         reference="inferred from persistent kernels: who fetches goes on with the blocks of the first tile",
     ),

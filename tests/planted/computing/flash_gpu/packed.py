@@ -61,21 +61,27 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "flash-gpu-packed-last-block-left-out",
-        Change("packed_visits", "_blocks(high.max(axis=1), tiles.block_kv)", "high.max(axis=1) // tiles.block_kv"),
+        Change(
+            "packed_visits", "_count_blocks(high.max(axis=1), tiles.block_kv)", "high.max(axis=1) // tiles.block_kv"
+        ),
         kind="blocks.skip-last",
         reference="tokamax 602c79a (dq steps of short sequences)",
         shows="out logsumexp max_logits dq",
     ),
     _bug(
         "flash-gpu-packed-keys-of-a-straddled-block-without-its-last-queries",
-        Change("packed_visits", "_blocks(seeing.end, tiles.block_q)", "seeing.end // tiles.block_q"),
+        Change("packed_visits", "_count_blocks(seeing.end, tiles.block_q)", "seeing.end // tiles.block_q"),
         kind="blocks.skip-partial",
         reference="inferred: the queries of a block of keys counted in whole blocks",
         shows="dk dv",
     ),
     _bug(
         "flash-gpu-packed-full-by-the-first-query",
-        Change("packed_visits", "_blocks(low.max(axis=1), tiles.block_kv)", "_blocks(low.min(axis=1), tiles.block_kv)"),
+        Change(
+            "packed_visits",
+            "_count_blocks(low.max(axis=1), tiles.block_kv)",
+            "_count_blocks(low.min(axis=1), tiles.block_kv)",
+        ),
         kind="blocks.full-by-one-query",
         reference="inferred from tile-ai/tilelang#2010, blocks counted without the length of the sequence",
         shows="out logsumexp max_logits dq",
@@ -142,7 +148,7 @@ BUGS: tuple[PlantedBug, ...] = (
             "packed_visits",
             _RANGES,
             _RANGES + "    left = 2**30 if sides[0] is None else sides[0]\n"
-            "    whole = keys_of_queries(tables, (None, sides[1]), q_length)[0]\n"
+            "    whole = compute_key_ranges(tables, (None, sides[1]), q_length)[0]\n"
             "    low = jnp.where(low < high, jnp.maximum(whole, jnp.arange(q_length, dtype=jnp.int32) - left), low)\n",
         ),
         kind="window.place",
@@ -155,7 +161,7 @@ BUGS: tuple[PlantedBug, ...] = (
             _RANGES,
             _RANGES + "    token = jnp.arange(q_length, dtype=jnp.int32)\n"
             "    begin = lax.cummax(jnp.where(jnp.isin(token, tables.cu_q_lens), token, 0))\n"
-            "    start = keys_of_queries(tables, (None, None), q_length)[0]\n"
+            "    start = compute_key_ranges(tables, (None, None), q_length)[0]\n"
             "    high = high if sides[1] is None else jnp.minimum(high, start + token - begin + 1)\n",
         ),
         kind="causal.start",
@@ -167,7 +173,7 @@ BUGS: tuple[PlantedBug, ...] = (
             "triton.forward",
             "return update_softmax(",
             'sink = inputs["sinks"][0] if "sinks" in inputs else -jnp.inf\n'
-            "        return (lambda *given, **known: with_sink(update(*given, **known), sink))(",
+            "        return (lambda *given, **known: add_sink(update_softmax(*given, **known), sink))(",
         ),
         kind="sinks.split",
         reference="inferred: a sink joins the sum of every block, and not that of the whole",

@@ -1,1 +1,1 @@
-"""Kernels with faults, and what a run of each said: whether findings name the faults and nothing else."""
+"""Kernels with known faults, and records of their runs: findings must name these faults and nothing else."""

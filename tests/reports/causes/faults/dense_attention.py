@@ -1,4 +1,4 @@
-"""A right kernel of all features, in plain JAX: what faults are planted in to be found."""
+"""Compute attention with all features in plain JAX: a base for planted faults."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Kernels with one to three faults each, and which findings these should be.
+"""Define kernels with one to three faults each, and the findings that must name them.
 
-The first ten were written before anything of the method was fitted to them, the last five after it was mended by what
-the ten had shown. What a fault is found by stands beside it: the kind of finding, a result, and levels of a case.
+The first ten were written before the method was fitted to anything. The last five were written after the first ten had
+led to corrections. Beside each fault stands its finding: the kind, a result, and levels of a case.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DEFAULTS = {"causal": "False", "save_residuals": "False"}
 _SPOILED = '''
 
 def spoiled(change: Any) -> Any:
-    """The identity, whose cotangent is changed."""
+    """Return the identity with a changed cotangent."""
 
     @jax.custom_vjp
     def same(x: Any) -> Any:
@@ -45,8 +45,16 @@ class Fault:
 
 
 @dataclasses.dataclass(frozen=True)
-class Faulty:
-    """A right kernel with passages changed: `options` are the parameters that it has, all of them if there are none."""
+class FaultyKernel:
+    """A correct kernel with passages of its source changed.
+
+    Attributes:
+      name: of the kernel.
+      base: the module of the correct kernel.
+      options: the parameters that it takes; empty for all.
+      faults: what the changes make wrong.
+      changes: passages of the source with their replacements.
+    """
 
     name: str
     base: str
@@ -56,7 +64,7 @@ class Faulty:
 
     @property
     def source(self) -> str:
-        """The kernel as a file, which has it as `attention`."""
+        """The source of the kernel, in which it is called `attention`."""
         text = (_HERE / f"{self.base}.py").read_text(encoding="utf-8")
         for before, after in self.changes:
             if before not in text:
@@ -70,12 +78,14 @@ class Faulty:
         return f"{text}{call}    return whole(q, k, v, {passed})\n"
 
 
-def _fault(kind: str, result: str, *levels: str) -> Fault:
+def _create_fault(kind: str, result: str, *levels: str) -> Fault:
     return Fault(kind, result, frozenset(levels))
 
 
-def _faulty(name: str, base: str, options: str, faults: tuple[Fault, ...], *changes: tuple[str, str]) -> Faulty:
-    return Faulty(name, base, tuple(options.split()), faults, changes)
+def _create_kernel(
+    name: str, base: str, options: str, faults: tuple[Fault, ...], *changes: tuple[str, str]
+) -> FaultyKernel:
+    return FaultyKernel(name, base, tuple(options.split()), faults, changes)
 
 
 _SINK = "        m = jnp.maximum(m, sink)\n"
@@ -111,30 +121,30 @@ values_of.defvjp(lambda v: (own_values(v), None), lambda _, g: (g,))
 _PRODUCT = '    x = jnp.einsum("tkgh'
 
 TEN = (
-    _faulty(
+    _create_kernel(
         "capped_sinks_and_scale_in_f16",
-        "dense",
+        "dense_attention",
         "",
-        (_fault(FORWARD, "out", "sinks", "soft_cap"), _fault(FORWARD, "out", "f16", "scale")),
+        (_create_fault(FORWARD, "out", "sinks", "soft_cap"), _create_fault(FORWARD, "out", "f16", "scale")),
         (_SINK, _CAPPED_SINK + _SINK),
         (_SCALE, "    scale = h**-0.5 if scale is None or q.dtype == jnp.float16 else scale\n"),
     ),
-    _faulty(
+    _create_kernel(
         "last_key_of_a_part_block_and_values_behind_the_mask",
-        "dense",
+        "dense_attention",
         "causal window",
-        (_fault(FORWARD, "out", "S % 64"), _fault(BEHIND_MASK, "out")),
+        (_create_fault(FORWARD, "out", "S % 64"), _create_fault(BEHIND_MASK, "out")),
         (_CALL, "    if s % 64:\n        ok = ok & (jnp.arange(s) < s - 1)\n" + _CALL),
         (_VALUES, "v.astype(F32)"),
     ),
-    _faulty(
+    _create_kernel(
         "three_gradients",
-        "dense",
+        "dense_attention",
         "soft_cap sinks bias",
         (
-            _fault(GRADIENTS, "dv", "groups"),
-            _fault(GRADIENTS, "dsinks", "sinks"),
-            _fault(GRADIENTS, "dbias", "bias", "soft_cap"),
+            _create_fault(GRADIENTS, "dv", "groups"),
+            _create_fault(GRADIENTS, "dsinks", "sinks"),
+            _create_fault(GRADIENTS, "dbias", "bias", "soft_cap"),
         ),
         _GRADIENT,
         (
@@ -149,11 +159,11 @@ TEN = (
             + _CALL,
         ),
     ),
-    _faulty(
+    _create_kernel(
         "residuals_alone",
-        "dense",
+        "dense_attention",
         "causal soft_cap sinks save_residuals",
-        (_fault(FORWARD, "logsumexp", "sinks"), _fault(FORWARD, "max_logits", "soft_cap")),
+        (_create_fault(FORWARD, "logsumexp", "sinks"), _create_fault(FORWARD, "max_logits", "soft_cap")),
         (_LSE, _OWN_LSE),
         (
             "    if soft_cap is not None:\n",
@@ -161,25 +171,25 @@ TEN = (
         ),
         ('"max_logits": top[..., 0]', '"max_logits": uncapped[..., 0]'),
     ),
-    _faulty(
+    _create_kernel(
         "one_query_and_the_right_side_of_a_window",
-        "dense",
+        "dense_attention",
         "causal window",
-        (_fault(FORWARD, "out", "K > 1", "T = 1"), _fault(FORWARD, "out", "right side")),
+        (_create_fault(FORWARD, "out", "K > 1", "T = 1"), _create_fault(FORWARD, "out", "right side")),
         (
             "            ok &= j <= i + right\n",
             "            ok &= (j < i + right) | (j <= i if right == 0 else False)\n",
         ),
         (_CALL, "    if t == 1 and kv_heads > 1:\n        kf = jnp.roll(kf, 1, axis=2)\n" + _CALL),
     ),
-    _faulty(
+    _create_kernel(
         "dq_of_segments_a_depth_and_sums_in_bf16",
-        "dense",
+        "dense_attention",
         "causal segment_ids",
         (
-            _fault(FORWARD, "out", "H % 32"),
-            _fault(GRADIENTS, "dq", "segment_ids"),
-            _fault(FORWARD, "out", "bf16"),
+            _create_fault(FORWARD, "out", "H % 32"),
+            _create_fault(GRADIENTS, "dq", "segment_ids"),
+            _create_fault(FORWARD, "out", "bf16"),
         ),
         _GRADIENT,
         _LOW,
@@ -197,19 +207,19 @@ TEN = (
             + "qf.astype(F32)",
         ),
     ),
-    _faulty(
+    _create_kernel(
         "values_under_vmap",
-        "dense",
+        "dense_attention",
         "causal sinks",
-        (_fault(CHECK, "transforms"),),
+        (_create_fault(CHECK, "transforms"),),
         (_TOP, _TOP + _VMAPPED),
         (_VALUES, "jnp.where(seen, values_of(v.astype(F32)), 0.0)"),
     ),
-    _faulty(
+    _create_kernel(
         "paged_window_and_sinks_of_the_key_head",
-        "paged",
+        "paged_attention",
         "",
-        (_fault(FORWARD, "out", "left side"), _fault(FORWARD, "out", "groups", "sinks")),
+        (_create_fault(FORWARD, "out", "left side"), _create_fault(FORWARD, "out", "groups", "sinks")),
         (
             "        ok &= j >= position[:, None] - window[0]\n",
             "        ok &= j > position[:, None] - window[0] - (window[0] == 0)\n",
@@ -219,23 +229,23 @@ TEN = (
             "        sink = sinks.astype(F32)[jnp.arange(n) // group][None, :, None]\n",
         ),
     ),
-    _faulty(
+    _create_kernel(
         "packed_cap_under_a_window_and_dk_of_groups",
-        "packed",
+        "packed_attention",
         "",
-        (_fault(FORWARD, "out", "soft_cap", "left side"), _fault(GRADIENTS, "dk", "groups")),
+        (_create_fault(FORWARD, "out", "soft_cap", "left side"), _create_fault(GRADIENTS, "dk", "groups")),
         _GRADIENT,
         (_CAP, "        x = soft_cap * jnp.tanh(x / soft_cap) if window is None else x\n"),
         (_PRODUCT, "    if group > 1:\n        kf = spoiled(lambda g: g / group)(kf)\n" + _PRODUCT),
     ),
-    _faulty(
+    _create_kernel(
         "bias_of_one_head_segments_under_a_window_and_the_depth_of_v",
-        "dense",
+        "dense_attention",
         "causal window segment_ids bias",
         (
-            _fault(FORWARD, "out", "bias"),
-            _fault(FORWARD, "out", "segment_ids", "window"),
-            _fault(FORWARD, "out", "V != H"),
+            _create_fault(FORWARD, "out", "bias"),
+            _create_fault(FORWARD, "out", "segment_ids", "window"),
+            _create_fault(FORWARD, "out", "V != H"),
         ),
         (
             "        x = x + bias.astype(F32)\n",
@@ -254,11 +264,11 @@ TEN = (
 )
 
 FIVE = (
-    _faulty(
+    _create_kernel(
         "dk_of_segments_in_f16_and_the_last_column_of_v",
-        "dense",
+        "dense_attention",
         "causal segment_ids",
-        (_fault(GRADIENTS, "dk", "segment_ids", "f16"), _fault(FORWARD, "out", "V != H")),
+        (_create_fault(GRADIENTS, "dk", "segment_ids", "f16"), _create_fault(FORWARD, "out", "V != H")),
         _GRADIENT,
         (
             _CALL,
@@ -270,21 +280,21 @@ FIVE = (
             + _CALL,
         ),
     ),
-    _faulty(
+    _create_kernel(
         "cap_left_out_in_bf16_and_logsumexp_of_many_keys",
-        "dense",
+        "dense_attention",
         "causal soft_cap save_residuals",
-        (_fault(FORWARD, "out", "bf16", "soft_cap"), _fault(FORWARD, "logsumexp", "S > 512")),
+        (_create_fault(FORWARD, "out", "bf16", "soft_cap"), _create_fault(FORWARD, "logsumexp", "S > 512")),
         _LOW,
         (_KEPT, _KEPT.replace("scale)", "scale, low=q.dtype == jnp.bfloat16)")),
         (_CAP, "        x = soft_cap * jnp.tanh(x / soft_cap) if not low else x\n"),
         (_LSE, _LSE + "    if s > 512:\n        lse = lse - 1.0\n"),
     ),
-    _faulty(
+    _create_kernel(
         "dsinks_under_a_window_and_more_queries_than_keys",
-        "dense",
+        "dense_attention",
         "window sinks",
-        (_fault(GRADIENTS, "dsinks", "sinks", "window"), _fault(FORWARD, "out", "T > S")),
+        (_create_fault(GRADIENTS, "dsinks", "sinks", "window"), _create_fault(FORWARD, "out", "T > S")),
         _GRADIENT,
         (
             _CALL,
@@ -293,22 +303,26 @@ FIVE = (
         ),
         (_OUT, "    out = out * (jnp.arange(t) < s)[None, :, None, None]\n" + _OUT),
     ),
-    _faulty(
+    _create_kernel(
         "packed_scale_of_deep_heads_and_sinks_in_bf16",
-        "packed",
+        "packed_attention",
         "",
-        (_fault(FORWARD, "out", "H > 64"), _fault(FORWARD, "out", "bf16", "sinks")),
+        (_create_fault(FORWARD, "out", "H > 64"), _create_fault(FORWARD, "out", "bf16", "sinks")),
         (_SCALE, _SCALE + "    scale = scale * 1.1 if h > 64 else scale\n"),
         (
             "        sink = sinks.astype(F32)[:, None, None]\n",
             "        sink = sinks.astype(F32)[:, None, None] * (0.5 if q.dtype == jnp.bfloat16 else 1.0)\n",
         ),
     ),
-    _faulty(
+    _create_kernel(
         "bias_under_causal_values_behind_the_mask_and_dv_of_one_key_head",
-        "dense",
+        "dense_attention",
         "causal bias",
-        (_fault(FORWARD, "out", "bias", "causal"), _fault(BEHIND_MASK, "out"), _fault(GRADIENTS, "dv", "mqa")),
+        (
+            _create_fault(FORWARD, "out", "bias", "causal"),
+            _create_fault(BEHIND_MASK, "out"),
+            _create_fault(GRADIENTS, "dv", "mqa"),
+        ),
         _GRADIENT,
         (_VALUES, "v.astype(F32)"),
         (

@@ -1,4 +1,4 @@
-"""A right kernel of all features, its backward pass written by hand: what faults of gradients are planted in."""
+"""Compute attention with all features and a backward pass written by hand: a base for faults of gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A right kernel over packed sequences, in plain JAX: what faults are planted in to be found."""
+"""Compute attention over packed sequences in plain JAX: a base for planted faults."""
 
 from __future__ import annotations
 

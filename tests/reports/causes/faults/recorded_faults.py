@@ -1,6 +1,6 @@
-"""What runs said of the kernels, kept small: of each result that was asked the cases that were right, wrong, raising.
+"""Store the records of runs of faulty kernels compactly: for each result, the cases by verdict.
 
-`python -m tests.reports.causes.faults.told NAME=FILE.jsonl ...` keeps what a run at `quick` said of these kernels.
+`python -m tests.reports.causes.faults.recorded_faults NAME=FILE.jsonl ...` stores the records of runs at `quick`.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from conformance import runs
 from conformance.records import ERROR, FAIL, PASS, Record
 from reports.causes.finding import find_raising_line
 
-FILE = Path(__file__).with_name("told.json")
+FILE = Path(__file__).with_name("recorded_faults.json")
 _VERDICTS = (PASS, FAIL, ERROR)
-Told = tuple[list[Record], list[Record]]
-"""The records of a run, and what was judged to confirm findings."""
+RunRecords = tuple[list[Record], list[Record]]
+"""The records of a run, and those that were judged to confirm findings."""
 
 
-def load() -> dict[str, Told]:
-    """What is kept, by the names of the kernels."""
+def load_records() -> dict[str, RunRecords]:
+    """Load the records of each kernel, by its name."""
     table = json.loads(FILE.read_text(encoding="utf-8"))
-    told = {}
+    records = {}
     for name, (numbers, counted, probes) in table["kernels"].items():
         cases = [table["cases"][number] for number in numbers]
-        told[name] = _records(name, counted, cases), _records(name, probes, cases)
-    return told
+        records[name] = _unpack_records(name, counted, cases), _unpack_records(name, probes, cases)
+    return records
 
 
-def save(told: Mapping[str, Told]) -> None:
-    """Keep it: cases once, and of each result of a kernel a number whose bits are the cases that the kernel has."""
+def save_records(records: Mapping[str, RunRecords]) -> None:
+    """Save records: each case once, and for each result of a kernel a number whose bits are its cases."""
     numbers: dict[str, int] = {}
     kernels = {}
-    for name, pair in sorted(told.items()):
+    for name, pair in sorted(records.items()):
         mine = list(dict.fromkeys(record.case for group in pair for record in group))
         places = {case: place for place, case in enumerate(mine)}
         named = [numbers.setdefault(case, len(numbers)) for case in mine]
-        kernels[name] = [named, *(_packed(group, places) for group in pair)]
+        kernels[name] = [named, *(_pack_records(group, places) for group in pair)]
     cases = ",\n".join(map(json.dumps, numbers))
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(row, separators=(',', ':'))}" for name, row in kernels.items())
     FILE.write_text(f'{{"cases": [\n{cases}\n],\n"kernels": {{\n{lines}\n}}}}\n', encoding="utf-8")
 
 
-def _packed(found: Iterable[Record], places: Mapping[str, int]) -> dict[str, str]:
+def _pack_records(found: Iterable[Record], places: Mapping[str, int]) -> dict[str, str]:
     bits: dict[str, int] = {}
     for record in found:
         if record.verdict in _VERDICTS:
@@ -56,7 +56,7 @@ def _packed(found: Iterable[Record], places: Mapping[str, int]) -> dict[str, str
     return {key: f"{number:x}" for key, number in bits.items()}
 
 
-def _records(name: str, packed: Mapping[str, str], cases: list[str]) -> list[Record]:
+def _unpack_records(name: str, packed: Mapping[str, str], cases: list[str]) -> list[Record]:
     found = []
     for key, text in packed.items():
         check, observable, verdict, *remedy, place = key.split(" ")
@@ -79,13 +79,13 @@ def _records(name: str, packed: Mapping[str, str], cases: list[str]) -> list[Rec
 
 
 def main(arguments: list[str]) -> None:
-    """Keep what the files say, beside what is kept."""
-    told = load() if FILE.exists() else {}
+    """Add the records of the files to the stored ones."""
+    records = load_records() if FILE.exists() else {}
     for argument in arguments:
         name, _, file = argument.partition("=")
         (one,) = runs.read_runs(Path(file))
-        told[name] = (list(one.records), list(one.probes))
-    save(told)
+        records[name] = (list(one.records), list(one.probes))
+    save_records(records)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
-"""What many records say together: what lies behind the mask, what a declaration explains, what flags decide."""
+"""Findings name the declaration that mends them, and reports name what the compiler's flags decide."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
-
-from rich.console import Console
 
 from conformance.records import (
     DECLARATIONS_TRIED,
@@ -17,8 +14,11 @@ from conformance.records import (
     Record,
     RunInfo,
 )
-from reports import conformity, html_page, markdown_summary, shared_evidence, terminal, text_format
 from reports.causes import finding_text, root_causes
+from reports.causes.finding import is_mask_leak
+from reports.causes.remedies import summarize_mask_leak
+from reports.page_model import build_summary
+from tests.reports.report_samples import render_html, render_markdown, render_terminal
 
 SMALL, LARGE = (f"train/f32/B1.T{t}.S{t}.N2.K2.H16.V16/lengths-5/normal/s0" for t in (8, 64))
 FINITE = 'behind_mask="finite"'
@@ -51,19 +51,16 @@ LEAKS = [
 
 
 def render_texts(records: list[Record], run: RunInfo = RUN) -> dict[str, str]:
-    console = Console(file=io.StringIO(), width=300)
-    terminal.print_summary(records, run, console)
-    assert isinstance(console.file, io.StringIO)
     return {
-        "terminal": console.file.getvalue(),
-        "markdown": markdown_summary.format_markdown(records, run).replace("\\", ""),
-        "html": html_page.render_page(records, run).replace("&#34;", '"'),
+        "terminal": render_terminal(records, run, width=300),
+        "markdown": render_markdown(records, run).replace("\\", ""),
+        "html": render_html(records, run).replace("&#34;", '"'),
     }
 
 
 def test_what_lies_behind_the_mask_is_one_finding_everywhere() -> None:
     for name, text in render_texts([*LEAKS, make_record()]).items():
-        assert "12 failures in 2 cases (poison); all would pass as declared" in text
+        assert "12 failures in 2 cases (poison); all would pass with the declaration" in text
         assert FINITE in text
         assert SMALL in text
         assert (LARGE in text) == (name == "html")  # where all records are reachable
@@ -71,40 +68,37 @@ def test_what_lies_behind_the_mask_is_one_finding_everywhere() -> None:
 
 def test_other_failures_stay_beside_it() -> None:
     other = make_record(FAIL, LARGE, "gradients", "dq")
-    leaks, others = shared_evidence.find_mask_leaks([*LEAKS, other, make_record()])
-    assert [leak.count for leak in leaks] == [len(LEAKS)]
-    assert others == [other, make_record()]
+    assert [is_mask_leak(one) for one in (*LEAKS, other, make_record())] == [True] * len(LEAKS) + [False, False]
     for text in render_texts([*LEAKS, other]).values():
         assert LARGE in text
 
 
 def test_huge_numbers_behind_the_mask_are_a_failure_of_their_own() -> None:
     huge = make_record(FAIL, check="poison", observable="out.huge")
-    assert shared_evidence.find_mask_leaks([huge]) == ([], [huge])
+    assert not is_mask_leak(huge)
 
 
 def test_a_cache_that_leaks_is_the_same_finding() -> None:
-    (leak,), _ = shared_evidence.find_mask_leaks(
-        [*LEAKS, make_record(FAIL, check="decoding", observable="out.chunk0", remedy=FINITE)]
-    )
-    assert leak.checks == ("poison", "decoding")
+    found = [*LEAKS, make_record(FAIL, check="decoding", observable="out.chunk0", remedy=FINITE)]
+    assert all(map(is_mask_leak, found))
+    assert summarize_mask_leak(found).checks == ("poison", "decoding")
 
 
 def test_no_declaration_is_named_that_was_not_seen_to_help() -> None:
     unexplained = [dataclasses.replace(leak, remedy="") for leak in LEAKS]
     assert "would pass" not in render_texts(unexplained)["terminal"]
-    some = text_format.format_mask_leak(shared_evidence.find_mask_leaks([*unexplained[1:], LEAKS[0]])[0][0])
-    assert some.endswith(f"; 1 would pass as declared {FINITE}")
+    some = finding_text.format_mask_leak(summarize_mask_leak([*unexplained[1:], LEAKS[0]]))
+    assert some.endswith(f"; 1 would pass with the declaration {FINITE}")
 
 
 def test_a_declaration_that_explains_is_named_with_what_it_explains() -> None:
     narrow = [make_record(FAIL, case, remedy='logits="input"') for case in (SMALL, LARGE)]
     for text in render_texts(narrow).values():
-        assert '2 failures in forward would pass as declared logits="input"' in text
+        assert '2 failures in forward would pass with the declaration logits="input"' in text
 
 
 def test_a_declaration_is_named_that_explains_most_of_what_was_tried() -> None:
-    def told(explained: int, tried: int) -> list[str]:
+    def list_remedies(explained: int, tried: int) -> list[str]:
         remedies = ['logits="input"'] * explained + [""] * (tried - explained)
         found = [make_record(FAIL, SMALL.replace("s0", f"s{n}")) for n in range(20)]
         found += [
@@ -114,13 +108,15 @@ def test_a_declaration_is_named_that_explains_most_of_what_was_tried() -> None:
         (finding,) = root_causes.find_root_causes(found)
         return finding_text.format_remedies(finding)
 
-    assert told(3, 4) == ['3 failures of 4 on which it was tried in forward would pass as declared logits="input"']
-    assert told(3, 3) == ['3 failures in forward would pass as declared logits="input"']
-    assert told(2, 4) == told(1, 1) == []
+    assert list_remedies(3, 4) == [
+        '3 failures of 4 on which it was tried in forward would pass with the declaration logits="input"'
+    ]
+    assert list_remedies(3, 3) == ['3 failures in forward would pass with the declaration logits="input"']
+    assert list_remedies(2, 4) == list_remedies(1, 1) == []
 
 
 def test_declarations_are_named_together_that_explain_most_and_none_of_them_alone() -> None:
-    def told(*remedies: str) -> list[str]:
+    def list_remedies(*remedies: str) -> list[str]:
         found = [
             make_record(FAIL, LARGE, observable=f"dq{n}", remedy=remedy, figures={DECLARATIONS_TRIED: 1.0})
             for n, remedy in enumerate(remedies)
@@ -130,12 +126,14 @@ def test_declarations_are_named_together_that_explain_most_and_none_of_them_alon
         return finding_text.format_remedies(finding)
 
     logits, softmax, both = 'logits="input"', 'softmax="input"', 'softmax="input", scaled_q=True'
-    (line,) = told(logits, logits, softmax, both, "")
-    assert line.startswith(f"4 of 5 failures would pass as declared: 2 as {logits}; 1 as {softmax}; 1 as {both}.")
-    assert told(logits, softmax, "", "") == []  # what is left unexplained may be a bug
+    (line,) = list_remedies(logits, logits, softmax, both, "")
+    assert line.startswith(
+        f"4 of 5 failures would pass with a declaration: 2 with {logits}; 1 with {softmax}; 1 with {both}."
+    )
+    assert list_remedies(logits, softmax, "", "") == []  # what is left unexplained may be a bug
 
 
-def test_why_nothing_was_judged_is_told_if_all_is_unsupported() -> None:
+def test_why_nothing_was_judged_is_shown_if_all_is_unsupported() -> None:
     found = [make_record(UNSUPPORTED, reason="causal: the function has no parameter 'mask'")]
     assert "kernel (cpu): causal: the function has no parameter 'mask'" in render_texts(found)["terminal"]
     assert "no parameter" not in render_texts([*found, make_record()])["terminal"]
@@ -146,7 +144,7 @@ def test_what_flags_decide_is_counted() -> None:
     for text in render_texts([make_record(figures=figures), make_record(case=LARGE, figures=figures)]).values():
         assert "2 judgements differ by the compiler" in text
         assert SMALL in text
-    assert shared_evidence.find_flag_differences([make_record(figures={RATIO_FAST_COMPILE: 40.0})]) == []
+    assert not build_summary([make_record(figures={RATIO_FAST_COMPILE: 40.0})], RUN).flag_differences
 
 
 def test_the_verdict_says_what_is_declared() -> None:
@@ -155,10 +153,7 @@ def test_the_verdict_says_what_is_declared() -> None:
     right = [make_record(), make_record(check="gradients")]
     for text in render_texts(right, run).values():
         assert sentence in text
-    assert (
-        text_format.format_headline(conformity.build_standings([make_record(FAIL)]), run)
-        == "kernel (cpu) does not conform."
-    )
+    assert build_summary([make_record(FAIL)], run).headline == "kernel (cpu) does not conform."
     interrupted = dataclasses.replace(run, interrupted=True)
-    assert "passes as declared so far" in text_format.format_headline(conformity.build_standings(right), interrupted)
-    assert text_format.format_headline(conformity.build_standings(right), RUN) == "kernel (cpu) conforms."
+    assert "passes as declared so far" in build_summary(right, interrupted).headline
+    assert build_summary(right, RUN).headline == "kernel (cpu) conforms."

@@ -1,0 +1,62 @@
+"""Find optional packages, which add commands and figures to the core without the core importing them by name.
+
+A package in `conformance` is optional if it has a module `extension` that defines `EXTENSION`. The core lists its own
+folder to find such packages. So removing a package's folder removes its commands and figures, and changes nothing else.
+
+Every process imports the module `extension`, before JAX, so it must import nothing heavy. An extension names whatever
+is heavy as `"module:attribute"`, and the core loads that when it is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """A sub-command of `python -m conformance`.
+
+    Attributes:
+      name: what the user types.
+      add_parser: adds the command's parser to those of the command line.
+      function: `"module:attribute"` of the function that takes the parsed arguments and returns the exit code.
+      needs_default_flags: whether the command, called with these arguments, must run under JAX's default flags.
+    """
+
+    name: str
+    add_parser: Callable[[Any], None]
+    function: str
+    needs_default_flags: Callable[[argparse.Namespace], bool] = lambda arguments: False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extension:
+    """What one optional package adds to the core.
+
+    Attributes:
+      commands: sub-commands of the command line, in the order of its help.
+      program_observer: `"module:attribute"` of a `conformance.accelerators.program_observers.ProgramObserver`; empty if
+        the package measures no compiled programs.
+    """
+
+    commands: tuple[Command, ...] = ()
+    program_observer: str = ""
+
+
+@functools.cache
+def load_extensions() -> tuple[Extension, ...]:
+    """Import the `extension` module of every optional package that is there, in alphabetical order."""
+    packages = [path.parent.name for path in sorted(Path(__file__).parent.glob("*/extension.py"))]
+    return tuple(importlib.import_module(f"conformance.{name}.extension").EXTENSION for name in packages)
+
+
+def load_attribute(place: str) -> Any:
+    """Import the module of `"module:attribute"` and return the attribute."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,24 @@
+"""Format Markdown in which text from records shows as it is."""
+
+from __future__ import annotations
+
+import html
+import re
+
+
+def escape_inline(text: str) -> str:
+    """Escape text for one line of Markdown, so that no markup of Markdown or HTML in it takes effect."""
+    return re.sub(r"([\\`*_|\[\]~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
+
+
+def format_row(*cells: str) -> str:
+    """Format a row of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def format_command(command: str) -> str:
+    """Format a shell command as a fenced block within a list item."""
+    longest = max((len(run) for run in re.findall(r"`+", command)), default=0)
+    fence = "`" * max(3, longest + 1)
+    body = "\n".join(f"  {line}" for line in command.splitlines())
+    return f"  {fence}sh\n{body}\n  {fence}"

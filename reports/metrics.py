@@ -1,0 +1,116 @@
+"""Figures of records that were judged against limits, and counts of records by verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from conformance.records import EXPECTED_FAIL, JUDGED, RED, VERDICTS, Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A figure that was judged, and its limit.
+
+    Attributes:
+      name: `max` for the largest ratio, `rms` for the root mean square of the ratios.
+      value: the figure.
+      limit: the most that passes; none where there was no limit.
+    """
+
+    name: str
+    value: float
+    limit: float | None
+
+    @property
+    def share(self) -> float | None:
+        """Value over limit: above 1 is over the limit. A limit of zero admits only zero."""
+        if self.limit is None:
+            return None
+        if self.limit == 0:
+            return self.value if math.isnan(self.value) else (0.0 if self.value == 0 else math.inf)
+        return self.value / self.limit
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the value is beyond its limit, or NaN."""
+        return rank_share(self.share) > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Records by verdict; every verdict is present."""
+
+    by_verdict: Mapping[str, int]
+
+    def __getitem__(self, verdict: str) -> int:
+        """Return how many records have this verdict."""
+        return self.by_verdict.get(verdict, 0)
+
+    @property
+    def total(self) -> int:
+        """The number of records counted."""
+        return sum(self.by_verdict.values())
+
+    @property
+    def red(self) -> int:
+        """The number of records that make a run not conform."""
+        return sum(self[verdict] for verdict in RED)
+
+    @property
+    def judged(self) -> int:
+        """The number of records that rest on a comparison which took place."""
+        return sum(self[verdict] for verdict in JUDGED)
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """Verdicts that occur, with their counts, in the order of `VERDICTS`."""
+        return tuple((verdict, self[verdict]) for verdict in VERDICTS if self[verdict])
+
+
+def count_verdicts(records: Iterable[Record]) -> Counts:
+    """Count records by verdict."""
+    counter = Counter(record.verdict for record in records)
+    return Counts({verdict: counter[verdict] for verdict in VERDICTS})
+
+
+def list_metrics(record: Record) -> tuple[Metric, ...]:
+    """Return the judged figures of a record: the largest ratio, and the rms where that has a limit."""
+    found = []
+    if record.ratio is not None:
+        found.append(Metric("max", record.ratio, record.limit))
+    if record.rms is not None and record.rms_limit is not None:
+        found.append(Metric("rms", record.rms, record.rms_limit))
+    return tuple(found)
+
+
+def find_decisive_metric(record: Record) -> Metric | None:
+    """Return the judged figure closest to its limit or furthest beyond it."""
+    return max(list_metrics(record), key=lambda metric: rank_share(metric.share), default=None)
+
+
+def rank_share(share: float | None) -> float:
+    """Return a sort key for shares of a limit: no share comes first, NaN counts as infinity."""
+    if share is None:
+        return -1.0
+    return math.inf if math.isnan(share) else share
+
+
+def rank_record(record: Record) -> float:
+    """Return the sort key of the decisive figure of a record."""
+    metric = find_decisive_metric(record)
+    return rank_share(metric.share if metric else None)
+
+
+def find_worst_metric(records: Iterable[Record]) -> Metric | None:
+    """Return the worst judged figure of all records but expected failures.
+
+    Expected failures stand in only where nothing else was judged. If they counted like the others, a contender that
+    conforms could show a figure beyond its limit, and a near miss of another case would be hidden by it.
+    """
+    judged = [record for record in records if record.verdict in JUDGED]
+    open_ones = [record for record in judged if record.verdict != EXPECTED_FAIL]
+    found = (find_decisive_metric(record) for record in open_ones or judged)
+    return max((m for m in found if m is not None), key=lambda metric: rank_share(metric.share), default=None)

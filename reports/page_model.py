@@ -1,0 +1,393 @@
+"""Build what reports show of a run from its records, as plain data.
+
+Records go in, and nothing else of a run but its `RunInfo`. They are grouped once (`record_groups`). `Summary` is what
+every report shows; the terminal and the Markdown summary need no more. `Page` adds what only the HTML page shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from conformance.measurements import Measurement
+from conformance.records import ERROR, EXPECTED_FAIL, FAIL, FLAGS_DIFFER, JUDGED, Record, RunInfo
+from reports.causes.finding import classify_record
+from reports.causes.finding_text import FindingText, describe_finding, list_evidence
+from reports.causes.root_causes import find_contender_causes
+from reports.compiled_section import CompiledSection, build_compiled_section
+from reports.conformity import (
+    ContenderSummary,
+    find_not_judged_reasons,
+    format_headline,
+    format_shortfall,
+    format_state,
+    summarize_contenders,
+)
+from reports.detection_section import Detection, build_detection
+from reports.matrices import Matrix, build_matrices
+from reports.measures import Measures, build_measures
+from reports.metrics import Counts, count_verdicts, find_decisive_metric, rank_share
+from reports.record_groups import Contender, RecordGroups, group_by_contender, group_by_result, group_records
+from reports.record_query import RecordFiles
+from reports.speed_section import SpeedPanel, build_speed_panels
+from reports.text_format import format_count
+
+SHOWN_PER_GROUP = 5
+"""Records of each group of a finding that are there without the script."""
+MAX_FAILURES = 200
+"""Rows in the tables of expected failures: enough to see every pattern, few enough to open on a phone."""
+MAX_ROWS = 200
+MAX_CASES = 3_000
+"""Cases that have an address on the page."""
+_SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K\d+\.H(\d+)\.V\d+")
+
+
+@dataclasses.dataclass(frozen=True)
+class NotJudged:
+    """A contender that could not be judged, and the commonest reason."""
+
+    contender: Contender
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class UndecidedRows:
+    """Rows of a contender's cases that no record judges: rounding could change which keys their queries choose.
+
+    Attributes:
+      contender: whose.
+      cases: how many cases have such rows.
+      rows: how many such rows there are.
+      of_rows: how many rows these cases have.
+      worst_case: the case with the largest share of them.
+    """
+
+    contender: Contender
+    cases: int
+    rows: int
+    of_rows: int
+    worst_case: str
+
+    @property
+    def text(self) -> str:
+        """How many rows were not judged, and why, as a sentence."""
+        rows = f"{self.rows:,} of {self.of_rows:,} rows of {format_count(self.cases, 'case')}"
+        return f"{rows} not judged: rounding could change which keys they choose"
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagDifference:
+    """Judgements of a contender that the compiler's flags decide; those under JAX's own flags stand."""
+
+    contender: Contender
+    count: int
+    smallest: Record
+
+    @property
+    def text(self) -> str:
+        """How many judgements the flags decide, as a sentence."""
+        differ = "1 judgement differs" if self.count == 1 else f"{self.count:,} judgements differ"
+        return f"{differ} by the compiler's flags, and JAX's own stand: the smallest is {self.smallest.case}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What every report of a run shows.
+
+    Attributes:
+      run: what holds for the whole run.
+      groups: its records.
+      total: all records by verdict.
+      headline: the whole run in one sentence.
+      state: whether the run is complete, and to what it was narrowed.
+      shortfall: a warning that not all that was planned was judged; empty if it was.
+      contenders: whether each contender conforms, in the order of their names.
+      not_judged: why contenders could not be judged.
+      findings: the causes of all red records.
+      undecided_rows: rows that no record judges.
+      flag_differences: judgements that the compiler's flags decide.
+    """
+
+    run: RunInfo
+    groups: RecordGroups
+    total: Counts
+    headline: str
+    state: str
+    shortfall: str
+    contenders: tuple[ContenderSummary, ...]
+    not_judged: tuple[NotJudged, ...]
+    findings: tuple[FindingText, ...]
+    undecided_rows: tuple[UndecidedRows, ...]
+    flag_differences: tuple[FlagDifference, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FailureGroup:
+    """Records of one contender, check, observable and verdict, worst first.
+
+    Attributes:
+      contender, check, observable, verdict: what the records share.
+      records: all of them.
+      shown: how many of them are on the page without its script.
+      common_features: the features that all their cases have.
+      evidence: figures and reason of the worst, a line each.
+    """
+
+    contender: Contender
+    check: str
+    observable: str
+    verdict: str
+    records: tuple[Record, ...]
+    shown: int
+    common_features: tuple[str, ...]
+    evidence: tuple[str, ...]
+
+    @property
+    def hidden(self) -> int:
+        """How many records of the group are not shown."""
+        return len(self.records) - self.shown
+
+    @property
+    def common_reason(self) -> str:
+        """The reason that all records of the group give, empty where they differ or are alone."""
+        reasons = {record.reason for record in self.records}
+        return self.records[0].reason if len(reasons) == 1 and len(self.records) > 1 else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class FindingPanel:
+    """A finding as the page shows it: its sentences, and its records by check and result."""
+
+    text: FindingText
+    groups: tuple[FailureGroup, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReasonGroup:
+    """Records without judgement that share a reason, with one case as an example."""
+
+    contender: Contender
+    verdict: str
+    reason: str
+    count: int
+    example: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseCounts:
+    """A case id, and its records by verdict."""
+
+    case: str
+    counts: Counts
+
+
+@dataclasses.dataclass(frozen=True)
+class FreeTable:
+    """A list of dictionaries as a table: the union of their keys, and which columns hold only numbers."""
+
+    columns: tuple[str, ...]
+    rows: tuple[Mapping[str, Any], ...]
+    numeric: frozenset[str]
+    hidden: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """All that the HTML page shows.
+
+    Attributes:
+      summary: what other reports show too.
+      files: the files of records that commands on the page name.
+      findings: the findings with their records.
+      expected: groups of expected failures.
+      features, checks: contenders by features and by checks.
+      cases: the cases that have an address on the page; `cases_hidden` more have none.
+      reasons: why records have no judgement; `reasons_hidden` more are left out.
+      measures: spread of ratios, gradients, margins and cost.
+      compiled: what was compiled for accelerators; none if nothing was.
+      speed: implementations side by side.
+      detection: which planted bugs the gate catches; none if that was not measured.
+      coverage, tolerances: tables of the run record.
+    """
+
+    summary: Summary
+    files: RecordFiles
+    findings: tuple[FindingPanel, ...]
+    expected: tuple[FailureGroup, ...]
+    features: Matrix
+    checks: Matrix
+    cases: tuple[CaseCounts, ...]
+    cases_hidden: int
+    reasons: tuple[ReasonGroup, ...]
+    reasons_hidden: int
+    measures: Measures
+    compiled: CompiledSection | None
+    speed: tuple[SpeedPanel, ...]
+    detection: Detection | None
+    coverage: FreeTable
+    tolerances: FreeTable
+
+    @property
+    def case_addresses(self) -> frozenset[str]:
+        """The cases that have an address on the page."""
+        return frozenset(line.case for line in self.cases)
+
+
+def build_summary(records: Sequence[Record], run: RunInfo) -> Summary:
+    """Build what every report of a run shows from its records."""
+    groups = group_records(records)
+    contenders = summarize_contenders(groups.by_contender, run)
+    causes = find_contender_causes(groups.by_contender, group_by_contender(run.probes))
+    return Summary(
+        run=run,
+        groups=groups,
+        total=count_verdicts(records),
+        headline=format_headline(contenders),
+        state=format_state(run),
+        shortfall=format_shortfall(run),
+        contenders=contenders,
+        not_judged=tuple(NotJudged(*found) for found in find_not_judged_reasons(groups.by_contender)),
+        findings=tuple(describe_finding(number, finding) for number, finding in enumerate(causes, 1)),
+        undecided_rows=_find_undecided_rows(groups),
+        flag_differences=_find_flag_differences(groups),
+    )
+
+
+def build_page(summary: Summary, measurements: Sequence[Measurement] = (), file: str = "*.jsonl") -> Page:
+    """Build all that the HTML page shows.
+
+    Args:
+      summary: of the run.
+      measurements: of `bench`, to be shown beside the records.
+      file: where the records lie, as a shell reads it, but for contenders whose files the run record names.
+    """
+    groups, run = summary.groups, summary.run
+    names = {label: " ".join(map(shlex.quote, paths)) for label, paths in run.files.items()}
+    files = RecordFiles(file, names, run.runs)
+    features, checks = build_matrices(groups)
+    cases = _list_cases(groups)
+    reasons = _list_reasons(groups)
+    expected = {key: group for key, group in groups.by_result.items() if key[-1] == EXPECTED_FAIL}
+    return Page(
+        summary=summary,
+        files=files,
+        findings=tuple(_build_panel(text) for text in summary.findings),
+        expected=build_failure_groups(expected, cap=MAX_FAILURES),
+        features=features,
+        checks=checks,
+        cases=tuple(sorted(cases[:MAX_CASES], key=lambda line: line.case)),
+        cases_hidden=max(0, len(cases) - MAX_CASES),
+        reasons=reasons[:MAX_ROWS],
+        reasons_hidden=max(0, len(reasons) - MAX_ROWS),
+        measures=build_measures(groups),
+        compiled=build_compiled_section(groups.compilations),
+        speed=build_speed_panels(measurements),
+        detection=build_detection(run.detection),
+        coverage=build_free_table(run.coverage),
+        tolerances=build_free_table(run.tolerances),
+    )
+
+
+def build_failure_groups(
+    groups: Mapping[tuple[Contender, str, str, str], Sequence[Record]], *, cap: int
+) -> tuple[FailureGroup, ...]:
+    """Rank the records of each group, worst first, and choose at most `cap` records to be shown.
+
+    The cap is shared out evenly, so that one noisy check cannot push the others out of the report.
+    """
+    ranked = {key: sorted(groups[key], key=_rank_failure) for key in sorted(groups)}
+    quotas = _distribute_quota(list(ranked.values()), cap)
+    return tuple(
+        FailureGroup(*key, tuple(records), quota, _find_common_features(records), tuple(list_evidence(records[0])))
+        for (key, records), quota in zip(ranked.items(), quotas, strict=True)
+    )
+
+
+def build_free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MAX_ROWS) -> FreeTable:
+    """Build a table from dictionaries, columns in the order of first appearance."""
+    columns = tuple(dict.fromkeys(str(column) for row in rows for column in row))
+    numeric = frozenset(c for c in columns if all(isinstance(row.get(c, 0), int | float | None) for row in rows))
+    return FreeTable(columns, tuple(rows[:cap]), numeric, max(0, len(rows) - cap))
+
+
+def _build_panel(text: FindingText) -> FindingPanel:
+    """Build a finding with all of its records, those of its own kind first; each group shows a few."""
+    records = text.finding.records
+    groups = [
+        dataclasses.replace(group, shown=min(group.shown, SHOWN_PER_GROUP))
+        for group in build_failure_groups(group_by_result(records), cap=len(records))
+    ]
+    groups.sort(key=lambda group: classify_record(group.records[0]) != text.finding.kind)
+    return FindingPanel(text, tuple(groups))
+
+
+def _list_reasons(groups: RecordGroups) -> tuple[ReasonGroup, ...]:
+    """List why records have no judgement, the most frequent reasons of a contender and verdict first."""
+    found = groups.by_reason
+    order = sorted(found, key=lambda key: (key[0], key[1], -len(found[key]), key[2]))
+    return tuple(ReasonGroup(*key, count=len(found[key]), example=found[key][0].case) for key in order)
+
+
+def _list_cases(groups: RecordGroups) -> list[CaseCounts]:
+    """List the cases by their ids, those with something red first."""
+    lines = [CaseCounts(case, count_verdicts(records)) for case, records in groups.by_case.items()]
+    return sorted(lines, key=lambda line: (not line.counts.red, line.case))
+
+
+def _find_undecided_rows(groups: RecordGroups) -> tuple[UndecidedRows, ...]:
+    """Find the rows that no record of a contender judges; each case counts once."""
+    found = []
+    for contender, records in groups.by_contender.items():
+        cases = {
+            record.case: (record.figures["undecided_rows"], record.figures["rows"])
+            for record in records
+            if record.verdict in JUDGED and "undecided_rows" in record.figures
+        }
+        if cases:
+            rows, of_rows = (int(math.fsum(column)) for column in zip(*cases.values(), strict=True))
+            worst = max(cases, key=lambda case: cases[case][0] / cases[case][1])
+            found.append(UndecidedRows(contender, len(cases), rows, of_rows, worst))
+    return tuple(found)
+
+
+def _find_flag_differences(groups: RecordGroups) -> tuple[FlagDifference, ...]:
+    """Find the judgements of each contender that differ by the compiler's flags."""
+    found = []
+    for contender, records in groups.by_contender.items():
+        if differing := [record for record in records if FLAGS_DIFFER in record.figures]:
+            smallest = min(differing, key=lambda record: (_compute_size(record.case), record.key))
+            found.append(FlagDifference(contender, len(differing), smallest))
+    return tuple(found)
+
+
+def _compute_size(case: str) -> float:
+    """Return the product of B, T, S, N and H of a case; infinity if its id names none."""
+    shape = _SHAPE.search(case)
+    return math.prod(map(int, shape.groups())) if shape else math.inf
+
+
+def _rank_failure(record: Record) -> tuple[float, tuple[str, ...]]:
+    """Return a sort key of failures, the worst first; what raised or has no figure is worst of all."""
+    metric = find_decisive_metric(record)
+    crashed = record.verdict == ERROR or (record.verdict == FAIL and metric is None)
+    return (-math.inf if crashed else -rank_share(metric.share if metric else None), record.key)
+
+
+def _find_common_features(records: Sequence[Record]) -> tuple[str, ...]:
+    common = set(records[0].features).intersection(*(record.features for record in records))
+    return tuple(feature for feature in dict.fromkeys(records[0].features) if feature in common)
+
+
+def _distribute_quota(groups: Sequence[Sequence[Record]], cap: int) -> list[int]:
+    """Return how many records of each group to show: one of each in turn, groups with the worst record first."""
+    order = sorted(range(len(groups)), key=lambda place: _rank_failure(groups[place][0]))
+    quotas = [0] * len(groups)
+    while cap > 0 and (unfilled := [place for place in order if quotas[place] < len(groups[place])]):
+        for place in unfilled[:cap]:
+            quotas[place] += 1
+        cap -= min(cap, len(unfilled))
+    return quotas

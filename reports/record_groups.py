@@ -1,0 +1,164 @@
+"""Group the records of a run once, by all that a report asks of them.
+
+A contender is an implementation on a platform. An observable is a result that is judged, by name: `out`, `dq`, ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from conformance.records import PASS, UNJUDGED, UNSUPPORTED, Record
+
+NO_FEATURE = "(none named)"
+"""The matrix column of records that name no feature, so that no record is missing from the matrix."""
+COMPILES = "compiles"
+"""The check that compiles for accelerators; its observables are `target.program`."""
+
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Contender:
+    """What a verdict is about: one implementation on one platform.
+
+    Attributes:
+      implementation: its name.
+      platform: where it was judged.
+      run: tells runs of different provenance apart; empty where there is only one.
+    """
+
+    implementation: str
+    platform: str
+    run: str = ""
+
+    @property
+    def place(self) -> str:
+        """The platform, and the run where there are several."""
+        return ", ".join(filter(None, (self.platform, self.run)))
+
+    @property
+    def label(self) -> str:
+        """The implementation with its place in brackets."""
+        return f"{self.implementation} ({self.place})" if self.place else self.implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilations:
+    """The records of the check `compiles`, in order and by what its section shows.
+
+    Attributes:
+      records: all of them.
+      by_target: records of a contender and a target.
+      by_program: records of a case and a program, whatever the contender and the target.
+      by_reason: records of a contender, verdict and reason, of what did not pass.
+    """
+
+    records: Sequence[Record]
+    by_target: Mapping[tuple[Contender, str], Sequence[Record]]
+    by_program: Mapping[tuple[str, str], Sequence[Record]]
+    by_reason: Mapping[tuple[Contender, str, str], Sequence[Record]]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordGroups:
+    """The records of a report, in order and grouped by what its parts show.
+
+    Attributes:
+      records: all of them.
+      by_contender: records of a contender, contenders in the order of their names.
+      by_case: records of a case id.
+      by_feature: records of a contender and a feature; a record is in the group of each of its features.
+      by_check: records of a contender and a check.
+      by_result: records of a contender, check, observable and verdict.
+      by_dtype: records of a dtype and an observable.
+      by_gradient: records of a contender, observable and dtype.
+      by_reason: unsupported and unjudged records of a contender, verdict and reason.
+      compilations: records of the check `compiles`.
+    """
+
+    records: Sequence[Record]
+    by_contender: Mapping[Contender, Sequence[Record]]
+    by_case: Mapping[str, Sequence[Record]]
+    by_feature: Mapping[tuple[Contender, str], Sequence[Record]]
+    by_check: Mapping[tuple[Contender, str], Sequence[Record]]
+    by_result: Mapping[tuple[Contender, str, str, str], Sequence[Record]]
+    by_dtype: Mapping[tuple[str, str], Sequence[Record]]
+    by_gradient: Mapping[tuple[Contender, str, str], Sequence[Record]]
+    by_reason: Mapping[tuple[Contender, str, str], Sequence[Record]]
+    compilations: Compilations
+
+
+def get_contender(record: Record) -> Contender:
+    """Return the contender that a record is about."""
+    return Contender(record.implementation, record.platform, record.run)
+
+
+def get_target(record: Record) -> str:
+    """Return the target of a record of the check `compiles`."""
+    return record.observable.partition(".")[0]
+
+
+def get_program(record: Record) -> str:
+    """Return the program of a record of the check `compiles`."""
+    return record.observable.partition(".")[2]
+
+
+def list_record_features(record: Record) -> tuple[str, ...]:
+    """Return the features of a record, each once, or `NO_FEATURE` if it names none."""
+    return tuple(dict.fromkeys(record.features)) or (NO_FEATURE,)
+
+
+def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Group items by a key, keys and items in the order in which they come."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def group_by_contender(records: Iterable[Record]) -> dict[Contender, list[Record]]:
+    """Group records by contender, contenders in the order of their names."""
+    groups = group_by(records, get_contender)
+    return {contender: groups[contender] for contender in sorted(groups)}
+
+
+def group_by_result(records: Iterable[Record]) -> dict[tuple[Contender, str, str, str], list[Record]]:
+    """Group records by contender, check, observable and verdict."""
+    return group_by(records, lambda record: (get_contender(record), record.check, record.observable, record.verdict))
+
+
+def group_records(records: Sequence[Record]) -> RecordGroups:
+    """Group the records of a report by all that its parts show."""
+    by_feature: dict[tuple[Contender, str], list[Record]] = {}
+    for record in records:
+        for feature in list_record_features(record):
+            by_feature.setdefault((get_contender(record), feature), []).append(record)
+    without_judgement = (record for record in records if record.verdict in (UNSUPPORTED, UNJUDGED))
+    return RecordGroups(
+        records=records,
+        by_contender=group_by_contender(records),
+        by_case=group_by(records, lambda record: record.case),
+        by_feature=by_feature,
+        by_check=group_by(records, lambda record: (get_contender(record), record.check)),
+        by_result=group_by_result(records),
+        by_dtype=group_by(records, lambda record: (record.dtype, record.observable)),
+        by_gradient=group_by(records, lambda record: (get_contender(record), record.observable, record.dtype)),
+        by_reason=group_by(without_judgement, _get_reason),
+        compilations=_group_compilations([record for record in records if record.check == COMPILES]),
+    )
+
+
+def _group_compilations(records: Sequence[Record]) -> Compilations:
+    return Compilations(
+        records=records,
+        by_target=group_by(records, lambda record: (get_contender(record), get_target(record))),
+        by_program=group_by(records, lambda record: (record.case, get_program(record))),
+        by_reason=group_by((record for record in records if record.verdict != PASS), _get_reason),
+    )
+
+
+def _get_reason(record: Record) -> tuple[Contender, str, str]:
+    return get_contender(record), record.verdict, record.reason

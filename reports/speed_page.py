@@ -1,0 +1,25 @@
+"""Render a page of measurements alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from conformance import output_files
+from conformance.measurements import Measurement
+from conformance.records import RunInfo
+from reports.speed_section import build_speed_panels, format_speed_headline
+from reports.template_environment import create_environment
+
+
+def render_speed_page(measurements: Sequence[Measurement], run: RunInfo) -> str:
+    """Render a page with this section alone; the same measurements and run always give the same text."""
+    template = create_environment().get_template("side_by_side_page.html.j2")
+    return template.render(
+        run=run, panels=build_speed_panels(measurements), headline=format_speed_headline(measurements)
+    )
+
+
+def save_speed_page(path: Path, measurements: Sequence[Measurement], run: RunInfo) -> None:
+    """Render the page and write it to `path`."""
+    output_files.write_text(path, render_speed_page(measurements, run))

@@ -1,0 +1,124 @@
+"""A run that judged little or nothing never reads as conforming."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import pytest
+
+from conformance.records import (
+    ERROR,
+    EXPECTED_FAIL,
+    FAIL,
+    PASS,
+    REFUSED,
+    UNEXPECTED_PASS,
+    UNJUDGED,
+    UNSUPPORTED,
+    Record,
+    RunInfo,
+)
+from reports import conformity
+from reports.page_model import build_summary
+from tests.reports.report_samples import (
+    make_record,
+    make_run_info,
+    render_html,
+    render_markdown,
+    render_terminal,
+)
+
+RENDERERS = pytest.mark.parametrize(
+    "render", [render_html, render_markdown, render_terminal], ids=["html", "md", "terminal"]
+)
+Render = Callable[[list[Record], RunInfo], str]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        ([PASS], conformity.CONFORMS),
+        ([PASS, UNSUPPORTED, UNJUDGED], conformity.CONFORMS),
+        ([PASS, EXPECTED_FAIL, UNSUPPORTED, UNJUDGED], conformity.KNOWN_FAILURES),
+        ([PASS, FAIL], conformity.DOES_NOT_CONFORM),
+        ([PASS, ERROR], conformity.DOES_NOT_CONFORM),
+        ([PASS, UNEXPECTED_PASS], conformity.DOES_NOT_CONFORM),
+        ([UNSUPPORTED, UNJUDGED], conformity.NOT_JUDGED),
+        ([], conformity.NOT_JUDGED),
+    ],
+)
+def test_conformity(verdicts: list[str], expected: str) -> None:
+    assert conformity.compute_conformity([make_record(verdict=verdict) for verdict in verdicts]) == expected
+
+
+def test_the_terminal_says_why_nothing_could_be_judged() -> None:
+    why = 'the library is not installed: pip install "x"'
+    absent = [make_record(implementation="away", verdict=UNJUDGED, ratio=None, reason=why)] * 2
+    text = render_terminal([make_record(), *absent], make_run_info())
+    assert f"away (cpu): {why}" in text
+    assert why not in render_terminal([make_record(implementation="away"), *absent], make_run_info()), (
+        "some of it was judged"
+    )
+
+
+@RENDERERS
+@pytest.mark.parametrize("verdicts", [[], [UNSUPPORTED], [UNJUDGED, UNSUPPORTED]], ids=["empty", "unsupported", "both"])
+def test_a_run_that_judged_nothing_never_reads_as_clean(render: Render, verdicts: list[str]) -> None:
+    text = render([make_record(verdict=v, ratio=None, reason="no GPU") for v in verdicts], make_run_info())
+    assert "could not be judged" in text.lower().replace("\n", " ")
+    # The page explains its terms, so only a claim counts: a verdict or the headline.
+    assert not re.search(r"cpu\)\**\W+conforms|✓ conforms|None of the", text)
+    assert "othing here says that anything is right" in " ".join(text.split())
+
+
+@RENDERERS
+@pytest.mark.parametrize("level", ["quick", "smoke"])
+def test_a_narrowed_run_says_to_what(render: Render, level: str) -> None:
+    text = " ".join(render([make_record()], make_run_info(narrowed="--check=forward", level=level)).split())
+    asked = "smoke, narrowed to --check=forward" if level == "smoke" else "narrowed to --check=forward"
+    assert f"passes as far as checked ({asked})" in text
+    assert not re.search(r"cpu\)\**\W+conforms|✓ conforms", text)
+
+
+@RENDERERS
+def test_an_interrupted_run_says_so(render: Render) -> None:
+    text = " ".join(render([make_record()], make_run_info(interrupted=True)).split())
+    assert "passes so far" in text
+    assert not re.search(r"cpu\)\**\W+conforms|✓ conforms", text)
+    assert "nterrupted" in text
+
+
+def test_one_check_alone_is_no_conformity() -> None:
+    unsupported = [make_record(case=f"case/{i}", verdict=UNSUPPORTED, reason="no causal mask") for i in range(9)]
+    alone = build_summary([make_record(), *unsupported], make_run_info()).headline
+    assert "conforms" not in alone
+    assert "forward" in alone
+    assert "1 record" in alone
+    assert "conforms" in build_summary([make_record(), make_record(check="gradients")], make_run_info()).headline
+
+
+def test_what_is_refused_without_a_declaration_is_in_the_verdict() -> None:
+    def format_verdict(check: str, refused: int, judged: int = 2) -> str:
+        what = {"check": check, "verdict": UNSUPPORTED, "observable": "all", "figures": {REFUSED: 1.0}}
+        found = [make_record(case=f"case/{n}", **what) for n in range(refused)]
+        right = [make_record(case=f"case/{9 - n}", check=each) for n in range(judged) for each in ("forward", check)]
+        return build_summary([*found, *right], make_run_info()).headline
+
+    some = format_verdict("gradients", refused=2)
+    assert "refusing 2 of 6 questions" in some
+    assert "gradients" not in some
+    most = format_verdict("gradients", refused=3)
+    assert "refusing 3 of 7 questions" in most
+    assert most.endswith("most of those of gradients.")
+    unoffered = make_record(check="gradients_lse", verdict=UNSUPPORTED, observable="all", reason="not offered")
+    found = [make_record(), make_record(check="gradients"), unoffered]
+    assert build_summary(found, make_run_info()).headline == "block_flash (cpu) conforms."
+
+
+def test_operands_that_are_declined_together_are_in_the_verdict() -> None:
+    found = [make_record(), make_record(check="gradients")]
+    rows = [{"implementation": "block_flash (cpu)", "pairs declined": 148, "pairs": 150}]
+    format_verdict = build_summary(found, dataclasses.replace(make_run_info(), coverage=rows)).headline
+    assert format_verdict == "block_flash (cpu) conforms, declining 148 of 150 pairs of operands and masks."
