@@ -1,7 +1,7 @@
-"""How tests judge numbers: by the float64 oracle and its error bounds, with the limits of the gate.
+"""Assert that numbers are right by the float64 oracle, its error bounds and the limits of the gate.
 
-A test that asks whether a result is right has no tolerance of its own. Results of two computations that may round
-differently are each compared with the truth, never with each other.
+So a test of results needs no tolerance of its own. Two computations that may round differently are each compared with
+the oracle, never with each other.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from conformance.truth.roundoff import get_dtype_name
 
 TOLERANCES = tolerances.load_default_tolerances()
 LIMIT = max(limit.ratio for limit in TOLERANCES.limits.values())
-"""The largest ratio of an error to its bound that any dtype and observable has."""
+"""The largest ratio of an error to its bound that passes, over all dtypes and observables."""
 
-# Every term of an error bound of f32 is proportional to f32's unit roundoff, or grows faster than it: so the bound
-# holds for float64 in proportion to its own.
+# Every term of an f32 error bound is proportional to the unit roundoff of f32, or grows faster than it. So scaling the
+# bound by the ratio of the unit roundoffs gives a valid float64 bound.
 F64_BOUND_FACTOR = 2.0 ** (24 - 53)
 
 Expected = Mapping[str, Bounded]
@@ -41,7 +41,7 @@ def compute_expected(
     empty_rows: EmptyRows = "zero",
     rounds_out: bool = True,
 ) -> dict[str, Bounded]:
-    """Forward observables and, with a cotangent, gradients: exact values and bounds, by name."""
+    """Return exact values and bounds by name: forward results and, with a cotangent, gradients."""
     cotangents = [] if cotangent is None else [cotangent]
     found = compute_expectation(
         problem, arithmetic or Arithmetic(), cotangents, empty_rows=empty_rows, rounds_out=rounds_out
@@ -50,10 +50,10 @@ def compute_expected(
 
 
 def compute_float64_bounds(expected: Expected, computations: int = 1) -> dict[str, Bounded]:
-    """The same values with the bounds of float64.
+    """Return the expected values with the bounds of a float64 computation.
 
-    With `computations=2` the values are themselves the result of a computation in float64 and not the truth: both may
-    be off, so the bounds add up.
+    With `computations=2` the values are themselves results of a float64 computation. Both may be off, so the bounds add
+    up.
     """
     factor = computations * F64_BOUND_FACTOR
     return {name: Bounded(x.value, factor * x.bound) for name, x in expected.items()}
@@ -67,7 +67,7 @@ def list_failures(
     judged: np.ndarray | None = None,
     arithmetic: Arithmetic | None = None,
 ) -> dict[str, str]:
-    """What the gate would say against each observable of `got`, none where it would pass."""
+    """Return the reason for each observable of `got` that the gate would fail, by name."""
     assert got, "nothing to judge"
     table = TOLERANCES.of(arithmetic or Arithmetic(), jax.default_backend())
     verdicts = {
@@ -85,7 +85,10 @@ def assert_right(
     judged: np.ndarray | None = None,
     arithmetic: Arithmetic | None = None,
 ) -> None:
-    """Every observable of `got` is within its limits; `judged` leaves out elements as in `compare`."""
+    """Assert that every observable of `got` is within its limits.
+
+    `judged` excludes elements as in `compare`.
+    """
     __tracebackhide__ = True
     wrong = list_failures(got, expected, dtype=dtype, judged=judged, arithmetic=arithmetic)
     assert not wrong, wrong
@@ -98,9 +101,10 @@ def assert_attention(
     *,
     arithmetic: Arithmetic | None = None,
 ) -> None:
-    """What an implementation gave for `problem` is right: `out`, residuals and gradients, by the names of the oracle.
+    """Assert that an implementation's results for `problem` are right.
 
-    Rows that may attend to nothing are to be zero; unless told otherwise, products are exact.
+    Results are `out`, residuals and gradients, by the names of the oracle. Empty rows must be zero. Products are exact
+    unless `arithmetic` says otherwise.
     """
     __tracebackhide__ = True
     expected = compute_expected(problem, cotangent, arithmetic=arithmetic)

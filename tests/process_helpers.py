@@ -1,4 +1,4 @@
-"""Commands that tests start: waited for with patience that ends, interrupted as a terminal does it, and ended."""
+"""Run commands in tests: wait with a timeout, interrupt them as a terminal does, and kill what is left."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pathlib import Path
 from conformance import interrupts
 from conformance.fork_server.forked_process import ForkedProcess
 
-COMMAND_TIMEOUT = 400  # seconds for a command, on a machine that does other things too; a test that hangs ends at 900
-STOP_TIMEOUT = 60  # seconds to write down what there is, on a machine that does other things too
+COMMAND_TIMEOUT = 400  # seconds for a command on a busy machine; below the timeout of a test, 900
+STOP_TIMEOUT = 60  # seconds for an interrupted command to save its results, on a busy machine
 
 
 @dataclasses.dataclass(frozen=True)
 class InterruptedCommand:
-    """What a command left and said; its processes are those of `group`."""
+    """What an interrupted command returned and printed; `group` is its process group."""
 
     returncode: int
     out: str
@@ -32,10 +32,10 @@ class InterruptedCommand:
 
 @contextlib.contextmanager
 def restore_signal_handlers() -> Iterator[None]:
-    """Give the block the signal handlers that a terminal's processes have, and no part in the gate that runs the test.
+    """Give the block the default signal handlers of a terminal, and detach it from a running gate.
 
-    Tests that run in the background inherit an ignored SIGINT, and so would what they start. The gate, where this
-    repository's tests run beside it, listens to signals itself: one that a test raises would stop the whole session.
+    Tests in the background inherit an ignored SIGINT, and so would the processes that they start. The gate may run
+    beside this repository's tests and handles signals itself, so a signal raised by a test would stop the whole run.
     """
     state, interrupts._state = interrupts._state, interrupts._HandlerState()
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in interrupts.STOP_SIGNALS}
@@ -50,7 +50,7 @@ def restore_signal_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kill_on_exit(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """The process, which leads a session of its own: what is left of it when the body ends or fails is killed."""
+    """Kill all that is left of the process when the block ends or fails; it leads its own session."""
     try:
         yield process
     finally:
@@ -62,7 +62,7 @@ def kill_on_exit(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[st
 def wait_until(
     so: Callable[[], object], process: subprocess.Popen[str] | None = None, seconds: float = STOP_TIMEOUT
 ) -> None:
-    """Wait until something is so; `process`, if there is one, must live until then."""
+    """Wait until a condition holds; `process`, if given, must live until then."""
     deadline = time.monotonic() + seconds
     while not so():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s"
@@ -71,9 +71,9 @@ def wait_until(
 
 
 def interrupt_command(*command: str, traced: int) -> InterruptedCommand:
-    """Python with these arguments, interrupted after `traced` lines of stderr that say so and no more.
+    """Run Python with these arguments, and interrupt it once stderr has `traced` lines that say `traced`.
 
-    Ctrl-C reaches every process of its group.
+    The interrupt reaches every process of its group, as Ctrl-C does.
     """
     arguments = [sys.executable, *command]
     with restore_signal_handlers():
@@ -93,9 +93,9 @@ def interrupt_command(*command: str, traced: int) -> InterruptedCommand:
 
 
 def run_forked_pytest(arguments: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """What `python -m pytest` says and returns in the current folder, in a process that begins with JAX loaded.
+    """Run `python -m pytest` in the current folder, in a forked process that has JAX loaded.
 
-    That saves the seconds that loading takes, here and in the process of a kernel.
+    That saves the seconds of loading JAX, here and in the kernel's process.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         files = (out.fileno(), err.fileno())
@@ -110,7 +110,8 @@ def run_forked_pytest(arguments: Sequence[str], environ: Mapping[str, str]) -> s
 
 
 def _exec_pytest(out: int, err: int, arguments: Sequence[str]) -> None:
-    import pytest  # the process that is forked from has not loaded it
+    """Run pytest in the forked process, with its output redirected."""
+    import pytest  # not loaded by the fork server
 
     for number, file in ((1, out), (2, err)):
         os.dup2(file, number)

@@ -1,1 +1,1 @@
-"""What checks are asked with: the subject that they look at, scopes and turns that say what it is asked, judgements."""
+"""The interface that checks are written against: `Subject`, `Judgement`, `Scope` and `Rotation`."""

@@ -1,4 +1,4 @@
-"""What a check says about one observable, before it becomes a record."""
+"""Define what a check reports about one observable, before it becomes a record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,22 @@ _SELECTED: contextvars.ContextVar[Collection[str] | None] = contextvars.ContextV
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """A verdict on one observable, with its evidence; `failure` is what a failed comparison was of, to be looked at."""
+    """A verdict on one observable, with its evidence.
+
+    Attributes:
+      observable: the name of what was judged, such as `out` or `dk.merged`.
+      verdict: one of the verdicts of `conformance.records`.
+      ratio: the largest error in units of its bound.
+      rms: the root mean square of these ratios.
+      ratio_flash: the same ratio against the flash backward pass from the implementation's own residuals.
+      limit: the largest `ratio` that passes.
+      rms_limit: the largest `rms` that passes; none if there are too few elements.
+      worst: the element with the largest ratio.
+      reason: why it is not a pass, or what a user should know.
+      remedy: what the user can declare or change.
+      figures: numbers that are shown and not judged.
+      failure: the failed comparison, from which patterns of the error are derived.
+    """
 
     observable: str
     verdict: str
@@ -45,16 +60,16 @@ def judge_comparison(
     label: str | None = None,
     flash: Comparison | None = None,
 ) -> Judgement:
-    """Judge a comparison against the tolerance table.
+    """Judge a comparison with the oracle by the table of limits.
 
     Args:
       observable: which limit applies.
-      comparison: against the truth.
-      dtype: of the operands.
-      tolerances: the table in force.
-      label: how the record names the observable, if not by its plain name.
-      flash: the same value compared with the flash backward from the implementation's own saved results: evidence of
-        how an error arises, not a judgement, since what was saved is judged by itself.
+      comparison: the result compared with the oracle.
+      dtype: the dtype of the operands.
+      tolerances: the table of limits.
+      label: the name in the record, if it differs from `observable`.
+      flash: the same result compared with the flash backward pass from the implementation's own residuals. It shows how
+        an error arises and is not judged, since the residuals are judged separately.
     """
     limit = tolerances.limit(dtype, observable)
     use_rms = comparison.count >= RMS_MIN_ELEMENTS
@@ -69,8 +84,8 @@ def judge_comparison(
         return Judgement(
             observable=label or observable,
             verdict=records.UNJUDGED,
-            reason="no row of this case has one right answer: each may attend to nothing, which is declared undefined, "
-            "or rounding decides what it attends to",
+            reason="no row of this case has one right result: each row either attends to nothing, which is declared "
+            "undefined, or rounding decides which keys it attends to",
         )
     return Judgement(
         observable=label or observable,
@@ -86,7 +101,7 @@ def judge_comparison(
 
 
 def format_distinct(value: float, limit: float) -> tuple[str, str]:
-    """Two figures in words, with three digits or as many as it takes to tell them apart."""
+    """Format two numbers with three digits, or with as many as make them differ."""
     digits = 3
     while digits < 17 and value != limit and f"{value:.{digits}g}" == f"{limit:.{digits}g}":
         digits += 1
@@ -94,20 +109,21 @@ def format_distinct(value: float, limit: float) -> tuple[str, str]:
 
 
 def build_unsupported(observable: str, reason: str) -> Judgement:
-    """Declared as not offered."""
+    """Build the judgement of something that the implementation does not offer."""
     return Judgement(observable=observable, verdict=records.UNSUPPORTED, reason=reason)
 
 
 def add_label(name: str, judged: Iterable[Judgement]) -> Iterator[Judgement]:
-    """Judgements with `name` behind each observable: `out.name`."""
+    """Append `name` to the observable of each judgement, as in `out.name`."""
     for judgement in judged:
         yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{name}")
 
 
 def catch_errors(observable: str, judge: Callable[[], Iterable[Judgement]]) -> Iterator[Judgement]:
-    """Judgements as they come. What the implementation raises becomes one of `observable`, and ends them.
+    """Yield judgements, and turn an exception of the implementation into one last judgement.
 
-    A crash is a verdict, not the end of the run.
+    A crash of the implementation is a verdict and must not end the run. `NotImplementedError` is reported as
+    unsupported, everything else as an error.
     """
     try:
         yield from judge()
@@ -116,24 +132,25 @@ def catch_errors(observable: str, judge: Callable[[], Iterable[Judgement]]) -> I
             observable, kernel_errors.describe_refusal(error) or "the call raises NotImplementedError"
         )
         yield dataclasses.replace(refused, figures={records.REFUSED: 1.0})
-    except BaseException as error:  # of any type: whatever the implementation raises is the finding
-        left = (
-            isinstance(error, GeneratorExit) and kernel_errors.find_place(error) is None
-        )  # by whoever asked: no error
-        if left or isinstance(error, KeyboardInterrupt | ProcessLost):
+    except BaseException as error:  # an implementation may raise any type
+        # The consumer of the judgements may close this generator, which is no error of the implementation.
+        is_closed = isinstance(error, GeneratorExit) and kernel_errors.find_place(error) is None
+        if is_closed or isinstance(error, KeyboardInterrupt | ProcessLost):
             raise
         yield Judgement(observable=observable, verdict=records.ERROR, reason=kernel_errors.describe_kernel_error(error))
 
 
 def run_subcheck(name: str, judge: Callable[[], Iterable[Judgement]]) -> Iterator[Judgement]:
-    """Judgements labelled with `name`, of one of several questions: what it raises says nothing about the others."""
-    only = _SELECTED.get()
-    return iter(()) if only is not None and name not in only else catch_errors(name, lambda: add_label(name, judge()))
+    """Run one subcheck: label its judgements with `name`, and confine what it raises to it."""
+    selected = _SELECTED.get()
+    if selected is not None and name not in selected:
+        return iter(())
+    return catch_errors(name, lambda: add_label(name, judge()))
 
 
 @contextlib.contextmanager
 def select_subchecks(names: Collection[str] | None) -> Iterator[None]:
-    """Of the questions that are told `apart`, only those of these names are asked within; all of them if none."""
+    """Run only the subchecks of these names within the block; all of them if `names` is none."""
     before = _SELECTED.set(names)
     try:
         yield

@@ -1,4 +1,8 @@
-"""What a case is asked of the questions that cases take turns with."""
+"""Choose which of the rotating questions a case is asked.
+
+Some questions cost compilation. At `quick` they rotate over the cases of the grid: each case is asked some of them.
+`conformance.judging.rotation_assignment` assigns them.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ from cases.case import Case
 from conformance.contract import Implementation
 
 Pullback = Literal["plain", "residuals"]
-"""Which of the two calls is differentiated."""
+"""Which of the two calls is differentiated: the plain one, or the one with residuals."""
 PartialCotangent = Literal["row", "head", "lse"]
-"""A cotangent that reaches only part of what a call returns: one row, one head, `logsumexp` alone."""
+"""A cotangent that reaches one row, one head, or `logsumexp` alone."""
 Law = Literal["independence", "linearity"]
-"""A check that compares answers with each other."""
+"""A check that compares two results of the implementation, without the oracle."""
 Poison = Literal["nan", "inf"]
-"""What stands behind the mask and is no number."""
+"""The non-finite value that is put behind the mask."""
 
 PULLBACKS: tuple[Pullback, ...] = get_args(Pullback)
 PARTIAL_COTANGENTS: tuple[PartialCotangent, ...] = get_args(PartialCotangent)
@@ -25,17 +29,17 @@ POISONS: tuple[Poison, ...] = get_args(Poison)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """What is asked of a case: everything, unless a field says less.
+    """The rotating questions that one case is asked; by default all of them.
 
     Attributes:
-      pulled: the calls that are differentiated.
-      cotangents: the partial cotangents that are pulled back, of those that there are (`parts_of`).
-      laws: the laws that are asked.
-      poisons: what is put behind the mask, beside huge numbers.
+      pullbacks: the calls that are differentiated.
+      cotangents: the partial cotangents that are pulled back, among those of `list_partial_cotangents`.
+      laws: the laws that are checked.
+      poisons: the non-finite values that are put behind the mask; huge numbers always are.
       merges: whether parts over pieces of the cache are merged.
     """
 
-    pulled: tuple[Pullback, ...] = PULLBACKS
+    pullbacks: tuple[Pullback, ...] = PULLBACKS
     cotangents: tuple[PartialCotangent, ...] = PARTIAL_COTANGENTS
     laws: tuple[Law, ...] = LAWS
     poisons: tuple[Poison, ...] = POISONS
@@ -46,20 +50,21 @@ FULL_ROTATION = Rotation()
 
 
 def list_pullbacks(implementation: Implementation, case: Case) -> tuple[Pullback, ...]:
-    """The calls that can be differentiated: the plain one alone if `logsumexp` carries no gradient."""
+    """List the calls that can be differentiated; only the plain one if `logsumexp` carries no gradient."""
     if case.phase != "train" or not implementation.gradients:
         return ()
     return PULLBACKS if "logsumexp" in implementation.differentiable_residuals else ("plain",)
 
 
-def list_parts(case: Case, pulled: tuple[Pullback, ...]) -> tuple[PartialCotangent, ...]:
-    """The partial cotangents that there are if the calls `pulled` are differentiated.
+def list_partial_cotangents(case: Case, pullbacks: tuple[Pullback, ...]) -> tuple[PartialCotangent, ...]:
+    """List the partial cotangents of a case, given the calls that are differentiated.
 
-    A row or a head that is the only one is no part, and `logsumexp` comes out of the call with residuals alone.
+    A cotangent on the only row or head reaches the whole result, so it is not listed. Only the call with residuals
+    returns `logsumexp`.
     """
-    there: dict[PartialCotangent, bool] = {
-        "row": bool(pulled) and case.q_length > 1,
-        "head": bool(pulled) and case.num_q_heads > 1,
-        "lse": "residuals" in pulled,
+    exists: dict[PartialCotangent, bool] = {
+        "row": bool(pullbacks) and case.q_length > 1,
+        "head": bool(pullbacks) and case.num_q_heads > 1,
+        "lse": "residuals" in pullbacks,
     }
-    return tuple(part for part in PARTIAL_COTANGENTS if there[part])
+    return tuple(part for part in PARTIAL_COTANGENTS if exists[part])

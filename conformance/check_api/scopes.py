@@ -1,8 +1,7 @@
-"""Scopes: which cases a check is asked of.
+"""Define scopes: which cases each check runs on.
 
-A scope is a value that carries what planning, running and measuring need to know of it: its cases, whether its jobs are
-short, and which call stands in where the accelerator is missing. They are listed in `SCOPES`, those first in which one
-case catches most.
+A scope holds all that planning, running and measuring need to know: its cases, how expensive they are, and which call
+replaces the kernel's own where its accelerator is missing. `SCOPES` lists them, the most revealing first.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from conformance.contract import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class ImplementationGrids:
-    """An implementation that is asked at a level of the grid, with a base seed."""
+    """The covering grids of one implementation, at a level and with a base seed."""
 
     implementation: Implementation
     level: str
@@ -40,12 +39,12 @@ class ImplementationGrids:
 
     @functools.cached_property
     def grid(self) -> Grid:
-        """The grid of what the implementation supports."""
+        """The covering grid over the features that the implementation supports."""
         return build_grid(self.level, self.seed, self.implementation.supports, self._models[0])
 
     @functools.cached_property
     def sizes(self) -> Grid:
-        """The grid of the sizes that the implementation supports."""
+        """The covering grid over the sizes that the implementation supports."""
         return build_grid(self.level, self.seed, self.implementation.supports, self._models[1])
 
     @property
@@ -54,7 +53,7 @@ class ImplementationGrids:
 
 
 def select_models(implementation: Implementation) -> tuple[Model, Model]:
-    """The models of features and of sizes: those of its storage, if it takes its operands stored."""
+    """Select the models of features and of sizes for the implementation's storage form."""
     if implementation.storage is None:
         return feature_model.MODEL, size_model.MODEL
     if implementation.writes_pages:
@@ -68,25 +67,25 @@ def select_models(implementation: Implementation) -> tuple[Model, Model]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scope:
-    """Which cases a check is asked of.
+    """The cases that a check runs on.
 
     Attributes:
-      name: how `list checks` and messages name it.
+      name: its name in `list checks` and in messages.
       about: its cases in a few words.
-      cases: those of one implementation, at a level and with a base seed.
-      has: whether a case is one of them. One that is judged by itself is asked the checks of the scopes that have it.
-      any_case: whether a check that is named may be asked of any supported case of this implementation.
-      short: whether a case takes few programs.
-      supported: whether its cases are supported; false where they are there to be refused.
-      seeded: whether values matter; where they do not, one seed is enough.
-      without_accelerator: gives the call that is judged where the implementation's accelerator is missing, if it has
-        one; none where nothing can be judged there.
+      cases: lists the cases of one implementation, at a level and with a base seed.
+      contains: whether a case belongs to the scope. A case that the user names gets the checks of all such scopes.
+      accepts_any_case: whether a check that the user names may run on any supported case of this implementation.
+      short: whether a case needs only a few programs.
+      supported: whether its cases are supported. If not, the implementation must refuse them.
+      seeded: whether operand values matter. If not, one seed is enough.
+      without_accelerator: returns the call to judge where the implementation's accelerator is missing, or none if
+        nothing can be judged there.
     """
 
     name: str
     about: str
     cases: Callable[[ImplementationGrids], tuple[Case, ...]]
-    has: Callable[[ImplementationGrids, Case], bool]
+    contains: Callable[[ImplementationGrids, Case], bool]
     accepts_any_case: Callable[[Implementation], bool] = lambda implementation: False
     short: bool = False
     supported: bool = True
@@ -95,42 +94,51 @@ class Scope:
 
 
 def _build_scope(
-    name: str, about: str, cases: Callable[[ImplementationGrids], tuple[Case, ...]], **facts: Any
+    name: str, about: str, cases: Callable[[ImplementationGrids], tuple[Case, ...]], **options: Any
 ) -> Scope:
-    """A scope that has the cases it lists, and no others."""
-    return Scope(name=name, about=about, cases=cases, has=lambda asked, case: case in cases(asked), **facts)
+    """Build a scope that contains exactly the cases that it lists."""
+    return Scope(name=name, about=about, cases=cases, contains=lambda grids, case: case in cases(grids), **options)
 
 
-def _list_grid_cases(asked: ImplementationGrids) -> tuple[Case, ...]:
-    """The rows of both grids; beyond `quick` what is long and thin, and the named regressions, as far as supported."""
-    both = (*asked.grid.cases, *asked.sizes.cases)
-    if asked.level == "quick":
+def _list_grid_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
+    """List the supported cases of both grids.
+
+    Beyond `quick`, very long sequences and the named regressions are added.
+    """
+    both = (*grids.grid.cases, *grids.sizes.cases)
+    if grids.level == "quick":
         return tuple(dict.fromkeys(both))
-    supports = asked.implementation.supports
+    supports = grids.implementation.supports
     named = (regression.case for regression in REGRESSIONS if supports(regression.case) is None)
-    return tuple(dict.fromkeys((*both, *select_long_sequence_cases(asked.seed, supports), *named)))
+    return tuple(dict.fromkeys((*both, *select_long_sequence_cases(grids.seed, supports), *named)))
 
 
-def _list_compiled_cases(asked: ImplementationGrids) -> tuple[Case, ...]:
-    """A few long cases of kernels for a platform with a compiler; one, to say so, if there is no call to compile."""
-    implementation = asked.implementation
+def _list_compiled_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
+    """List a few long cases for platforms that have a compiler here.
+
+    An implementation that declares no native call gets one case, so that the report says so.
+    """
+    implementation = grids.implementation
     if not list_targets(implementation.accelerator.platform):
         return ()
-    cases = select_compiled_cases(implementation.supports, sweep=asked.level == "deep")
+    cases = select_compiled_cases(implementation.supports, sweep=grids.level == "deep")
     return cases if implementation.accelerator.native is not None else cases[:1]
 
 
-def _list_interpreted_cases(asked: ImplementationGrids) -> tuple[Case, ...]:
-    """Cases of kernels that JAX can interpret; one of a TPU kernel that has no call to run."""
-    implementation = asked.implementation
+def _list_interpreted_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
+    """List cases for kernels that JAX can interpret.
+
+    A TPU kernel that declares no call for the interpreter gets one case, so that the report says so.
+    """
+    implementation = grids.implementation
     if not _has_interpreter(implementation):
         return ()
-    cases = select_interpreted_cases(asked.seed, implementation.supports, implementation.accelerator.platform)
+    cases = select_interpreted_cases(grids.seed, implementation.supports, implementation.accelerator.platform)
     return cases if implementation.accelerator.under_interpreter is not None else cases[:1]
 
 
 def _has_interpreter(implementation: Implementation) -> bool:
-    """Whether JAX interprets the accelerator: TPUs, and of GPU kernels those of Mosaic, which say so."""
+    """Return whether JAX can interpret the kernel: TPU kernels, and GPU kernels that declare a call for it."""
     accelerator = implementation.accelerator
     return accelerator.platform == "tpu" or (
         accelerator.platform == "gpu" and accelerator.under_interpreter is not None
@@ -138,6 +146,7 @@ def _has_interpreter(implementation: Implementation) -> bool:
 
 
 def _accept_any(implementation: Implementation) -> bool:
+    """Accept every case."""
     return True
 
 
@@ -145,37 +154,37 @@ GRID = Scope(
     name="grid",
     about="every case of the covering grids",
     cases=_list_grid_cases,
-    has=lambda asked, case: True,
+    contains=lambda grids, case: True,
     accepts_any_case=_accept_any,
     short=True,
 )
 RICH = _build_scope(
     "rich",
     "the case with every supported operand, and beyond quick a second one",
-    lambda asked: asked.grid.rich,
+    lambda grids: grids.grid.rich,
     accepts_any_case=_accept_any,
 )
 BASE = _build_scope(
-    "base", "the plainest supported case", lambda asked: asked.grid.singles[:1], accepts_any_case=_accept_any
+    "base", "the plainest supported case", lambda grids: grids.grid.singles[:1], accepts_any_case=_accept_any
 )
 DECODED = _build_scope(
     "decoded",
-    "a sequence under each mask that has a meaning token by token, of those who support its pieces",
-    lambda asked: (
-        *select_decoding_cases(asked.seed, asked.implementation.supports),
-        *build_traces(asked.seed, asked.implementation.supports),
+    "a sequence under each mask that can be decoded token by token, if all its pieces are supported",
+    lambda grids: (
+        *select_decoding_cases(grids.seed, grids.implementation.supports),
+        *build_traces(grids.seed, grids.implementation.supports),
     ),
 )
 FRONT = Scope(
     name="front",
     about="cases whose operands come out of a model's front end",
-    cases=lambda asked: select_front_end_cases(asked.level, asked.seed, asked.implementation.supports),
-    has=lambda asked, case: bool(case.steps),
+    cases=lambda grids: select_front_end_cases(grids.level, grids.seed, grids.implementation.supports),
+    contains=lambda grids, case: bool(case.steps),
 )
 ENSEMBLE = _build_scope(
     "ensemble",
     "one plain, long case in bf16 and one in f16; in bf16 one under a window, one of decoding and one of many queries",
-    lambda asked: select_ensemble_cases(asked.seed, asked.implementation.supports),
+    lambda grids: select_ensemble_cases(grids.seed, grids.implementation.supports),
 )
 INTERPRETED = _build_scope(
     "interpreted",
@@ -195,18 +204,18 @@ COMPILED = _build_scope(
 DECLINED = Scope(
     name="declined",
     about="one case for each feature that is not supported",
-    cases=lambda asked: tuple(dict.fromkeys((*asked.grid.declined, *asked.sizes.declined))),
-    has=lambda asked, case: asked.implementation.supports(case) is not None,
+    cases=lambda grids: tuple(dict.fromkeys((*grids.grid.declined, *grids.sizes.declined))),
+    contains=lambda grids, case: grids.implementation.supports(case) is not None,
     short=True,
     supported=False,
 )
 FEATURE = _build_scope(
     "feature",
     "one plain case for each supported argument and mask",
-    lambda asked: asked.grid.singles[1:],
+    lambda grids: grids.grid.singles[1:],
     accepts_any_case=_accept_any,
     short=True,
 )
 
 SCOPES = (GRID, RICH, BASE, DECODED, FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE)
-"""The order in which jobs are planned, and in which planted bugs are looked for."""
+"""All scopes, in the order in which jobs are planned and planted bugs are searched for."""

@@ -1,4 +1,4 @@
-"""One implementation on one case: its results and what to expect, each computed once."""
+"""Define `Subject`: one implementation on one case, with cached results and expectations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cases.case import Case
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance import records
 from conformance.check_api.judgement import Judgement, judge_comparison
-from conformance.check_api.rotation import FULL_ROTATION, Pullback, Rotation, list_parts, list_pullbacks
+from conformance.check_api.rotation import FULL_ROTATION, Pullback, Rotation, list_partial_cotangents, list_pullbacks
 from conformance.contract import Implementation
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Calls, Executor, Result
@@ -24,15 +24,30 @@ from conformance.truth.oracle import EmptyRows
 from conformance.truth.rounding_bounds import Bounded, Expectation, OperandErrors, compute_expectation
 from conformance.truth.tolerances import Tolerances
 
-# What a subject keeps once it is computed: of the oracle, and of the implementation.
+# Cached values by origin: drawn operands, expectations of the oracle, results of the implementation.
 _OPERAND_CACHE = frozenset({"problem"})
-_EXPECTATION_CACHE = _OPERAND_CACHE | {"expectation", "before_storing", "cotangents", "judged_out", "_defined"}
+_EXPECTATION_CACHE = _OPERAND_CACHE | {
+    "expectation",
+    "expectation_before_storing",
+    "cotangents",
+    "judged_out",
+    "judged_residuals",
+}
 _RESULT_CACHE = _OPERAND_CACHE | {"forward", "residuals", "part", "_calls"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What the checks look at, and what it is the case's turn to be asked."""
+    """One implementation on one case: what checks run on.
+
+    Results of the implementation and expectations of the oracle are computed once and cached.
+
+    Attributes:
+      executor: runs the implementation, here or in its sandbox.
+      case: the attention problem.
+      tolerances: the table of limits.
+      rotation: which of the rotating questions the case is asked.
+    """
 
     executor: Executor
     case: Case
@@ -45,33 +60,33 @@ class Subject:
         return self.executor.implementation
 
     def with_executor(self, executor: Executor) -> Subject:
-        """The same, run by an executor that compiles otherwise: what is expected stays as it was found."""
+        """Return the subject with another executor, which compiles differently, and keep cached expectations."""
         return self._replace_executor(executor, _EXPECTATION_CACHE)
 
-    def declaring(self, implementation: Implementation) -> Subject:
-        """The same call under other declarations: what it returned stays as it was found.
+    def with_declarations(self, implementation: Implementation) -> Subject:
+        """Return the subject with other declarations of the same call, and keep cached results.
 
-        So does what is expected, where the arithmetic and what empty rows return are declared as before.
+        Cached expectations are kept if the arithmetic and the treatment of empty rows are declared as before.
         """
         before = self.implementation
         same = (before.arithmetic, before.empty_rows) == (implementation.arithmetic, implementation.empty_rows)
-        return self._replace_executor(
-            self.executor.declaring(implementation), _RESULT_CACHE | _EXPECTATION_CACHE if same else _RESULT_CACHE
-        )
+        kept = _RESULT_CACHE | _EXPECTATION_CACHE if same else _RESULT_CACHE
+        return self._replace_executor(self.executor.declaring(implementation), kept)
 
     def _replace_executor(self, executor: Executor, kept: frozenset[str]) -> Subject:
+        """Return a copy with another executor that keeps the named cached values."""
         other = dataclasses.replace(self, executor=executor)
-        vars(other).update({name: found for name, found in vars(self).items() if name in kept})
+        vars(other).update({name: value for name, value in vars(self).items() if name in kept})
         return other
 
     @functools.cached_property
     def problem(self) -> Problem:
-        """The operands."""
+        """The operands and the mask of the case."""
         return draw_problem(self.case)
 
     @functools.cached_property
     def limits(self) -> Tolerances:
-        """The table for what the implementation declares, on this platform."""
+        """The limits for the declared arithmetic on this platform."""
         return self.tolerances.of(self.implementation.arithmetic, self.executor.backend)
 
     @property
@@ -81,12 +96,12 @@ class Subject:
 
     @property
     def empty_rows(self) -> EmptyRows:
-        """What the oracle returns for rows that may attend to nothing."""
+        """The value that the oracle returns for rows that may attend to nothing."""
         return "mean" if self.implementation.empty_rows == "mean" else "zero"
 
     @functools.cached_property
     def expectation(self) -> Expectation:
-        """Exact results and bounds, gradients in the order of `cotangents`."""
+        """Exact results and bounds; gradients in the order of `cotangents`."""
         return compute_expectation(
             self.problem,
             self.implementation.arithmetic,
@@ -96,30 +111,30 @@ class Subject:
 
     @functools.cached_property
     def expectation_before_storing(self) -> Expectation | None:
-        """What attention to the keys and values gives that a quantised cache was made of, none without one.
+        """The expectation for the keys and values before they were quantised; none without a quantised cache.
 
-        The bounds include what storing them costs.
+        The bounds include the error of quantisation.
         """
-        stored = self.problem
-        if stored.kv_scales is None:
+        quantized = self.problem
+        if quantized.kv_scales is None:
             return None
-        pairs = zip((stored.k, stored.v), stored.kv_scales, strict=True)
+        pairs = zip((quantized.k, quantized.v), quantized.kv_scales, strict=True)
         k_steps, v_steps = (quantization.compute_half_steps(*pair) for pair in pairs)
         plain = draw_problem(dataclasses.replace(self.case, kv_cache=None))
-        stored_to = OperandErrors(self.case.dtype, np.zeros(plain.q.shape), k_steps, v_steps)
-        return compute_expectation(plain, self.implementation.arithmetic, empty_rows=self.empty_rows, inexact=stored_to)
+        errors = OperandErrors(self.case.dtype, np.zeros(plain.q.shape), k_steps, v_steps)
+        return compute_expectation(plain, self.implementation.arithmetic, empty_rows=self.empty_rows, inexact=errors)
 
-    def expected_gradients(self, cotangent: str) -> dict[str, Bounded]:
-        """Expected gradients for the named cotangent."""
+    def get_expected_gradients(self, cotangent: str) -> dict[str, Bounded]:
+        """Return the exact gradients and bounds for the named cotangent."""
         return self.expectation.gradients[list(self.cotangents).index(cotangent)]
 
     @functools.cached_property
     def cotangents(self) -> dict[str, Cotangent]:
         """The cotangents to pull back, by name.
 
-        `random` and `random_lse` reach every row that is judged; `row` and `head` a single one; `lse` is
-        zero for `out`; `empty` reaches only rows that may attend to nothing. Rows whose output is undefined get a zero
-        cotangent, as a loss that ignores them gives.
+        `random` and `random_lse` reach every judged row. `row` and `head` reach a single one. `lse` is zero for `out`.
+        `empty` reaches only rows that may attend to nothing. Rows with undefined output get a zero cotangent, as from a
+        loss that ignores them.
         """
         if not self.has_gradients:
             return {}
@@ -127,36 +142,39 @@ class Subject:
         assert drawn.logsumexp is not None
         out = np.where(self.judged_out, drawn.out, np.zeros_like(drawn.out))
         lse = np.where(self.judged_residuals, drawn.logsumexp, np.zeros_like(drawn.logsumexp))
-        parts = [part for part in list_parts(self.case, self._pulled) if part in self.rotation.cotangents]
-        found = {}
-        if "plain" in self._pulled:
-            found["random"] = Cotangent("random", out)
-        if "residuals" in self._pulled:
-            found["random_lse"] = Cotangent("random_lse", out, lse)
+        parts = [
+            part for part in list_partial_cotangents(self.case, self._pullbacks) if part in self.rotation.cotangents
+        ]
+        cotangents = {}
+        if "plain" in self._pullbacks:
+            cotangents["random"] = Cotangent("random", out)
+        if "residuals" in self._pullbacks:
+            cotangents["random_lse"] = Cotangent("random_lse", out, lse)
         if "row" in parts:
-            found["row"] = Cotangent("row", _keep_index(out, axis=1, index=self._last_live_row))
+            cotangents["row"] = Cotangent("row", _keep_index(out, axis=1, index=self._last_live_row))
         if "lse" in parts:
-            found["lse"] = Cotangent("lse", np.zeros_like(out), lse)
+            cotangents["lse"] = Cotangent("lse", np.zeros_like(out), lse)
         if "head" in parts:
-            found["head"] = Cotangent("head", _keep_index(out, axis=2, index=self.case.num_q_heads - 1))
+            cotangents["head"] = Cotangent("head", _keep_index(out, axis=2, index=self.case.num_q_heads - 1))
         empty = self.problem.empty_rows
         if self.implementation.empty_rows != "undefined" and empty.any():
             rows = empty.transpose(0, 2, 1)[..., None]
-            found["empty"] = Cotangent("empty", np.where(rows, drawn.out, np.zeros_like(drawn.out)))
-        return found
+            cotangents["empty"] = Cotangent("empty", np.where(rows, drawn.out, np.zeros_like(drawn.out)))
+        return cotangents
 
     @property
-    def _pulled(self) -> tuple[Pullback, ...]:
-        """Which calls get differentiated, of those that can be."""
-        return tuple(call for call in list_pullbacks(self.implementation, self.case) if call in self.rotation.pulled)
+    def _pullbacks(self) -> tuple[Pullback, ...]:
+        """The calls to differentiate, among those that can be."""
+        return tuple(call for call in list_pullbacks(self.implementation, self.case) if call in self.rotation.pullbacks)
 
     @property
     def full_cotangent(self) -> str:
-        """The name of a cotangent that reaches every row that is judged."""
-        return "random" if "plain" in self._pulled else "random_lse"
+        """The name of a cotangent that reaches every judged row: `random` or `random_lse`."""
+        return "random" if "plain" in self._pullbacks else "random_lse"
 
     @property
     def _last_live_row(self) -> int:
+        """The last query that may attend to a key in some head; the last query if none may."""
         live = (~self.problem.empty_rows & self.problem.decided).any(axis=(0, 1))
         return int(np.flatnonzero(live)[-1]) if live.any() else self.case.q_length - 1
 
@@ -166,29 +184,25 @@ class Subject:
         return self.find_judged_rows(self.problem)
 
     def find_judged_rows(self, problem: Problem) -> np.ndarray:
-        """Which rows of `out` are judged on another problem, `[B, T, N, 1]`."""
+        """Return which rows of `out` are judged on another problem, `[B, T, N, 1]`."""
         keep = ~problem.empty_rows | (self.implementation.empty_rows != "undefined")
-        keep = keep & problem.decided  # where rounding may choose other keys, there is more than one right answer
+        keep = keep & problem.decided  # if rounding may choose other keys, there are several right results
         return keep.transpose(0, 2, 1)[..., None]
 
-    @property
-    def judged_residuals(self) -> np.ndarray:
-        """Which rows of the residuals are judged, `[B, N, T]`: those of empty rows only where they are defined."""
-        return self._defined
-
     @functools.cached_property
-    def _defined(self) -> np.ndarray:
+    def judged_residuals(self) -> np.ndarray:
+        """Which rows of the residuals are judged, `[B, N, T]`; empty rows only if they are declared zero."""
         return (~self.problem.empty_rows | (self.implementation.empty_rows == "zero")) & self.problem.decided
 
     def begin_forward(self) -> None:
-        """Have the implementation start on its forward calls, if that is in another process."""
+        """Start the forward calls ahead of time if they run in another process."""
         if self._has_other_calls:
             self.executor.begin_calls(self.problem)
         else:
             self.executor.begin_forward(self.problem)
 
     def begin_gradients(self, cotangent: str) -> None:
-        """Have it start on the gradients for the named cotangent, if there is one."""
+        """Start computing the gradients for the named cotangent ahead of time, if the case has it."""
         if cotangent in self.cotangents:
             self.executor.begin_gradients(self.problem, self.cotangents[cotangent])
 
@@ -199,51 +213,53 @@ class Subject:
 
     @functools.cached_property
     def forward(self) -> Result:
-        """The plain call."""
+        """The result of the plain call."""
         return self._calls.forward if self._calls else self.executor.forward(self.problem)
 
     @functools.cached_property
     def residuals(self) -> Result:
-        """The call with residuals."""
+        """The result of the call with residuals."""
         together = self._calls and self._calls.residuals
         return together or self.executor.residuals(self.problem)
 
     @functools.cached_property
     def part(self) -> Any:
-        """Attention that is not normalised, as it was returned."""
+        """The unnormalised part `(out, max, sum)`, exactly as it was returned."""
         return self._calls.part if self._calls else self.executor.part(self.problem)
 
     @functools.cached_property
     def _calls(self) -> Calls | None:
-        """All forward calls at once; none if one of them raises, so that each can be asked by itself."""
+        """The results of all forward calls in one program; none if one of them raises."""
         if not self._has_other_calls:
             return None
         try:
             return self.executor.calls(self.problem)
-        except Exception:  # the separate calls raise it again, where it is judged
+        except Exception:  # the separate calls raise it again where it is judged
             return None
 
     def run_forward(self, problem: Problem) -> Result:
-        """The plain call on other values of the same shapes, by a program that is compiled already."""
+        """Run the plain call on other values of the same shapes, by an already compiled program."""
         return self.executor.calls(problem).forward if self._calls else self.executor.forward(problem)
 
     def run_residuals(self, problem: Problem) -> Result:
-        """The call with residuals on other values of the same shapes, by the program that is compiled already."""
+        """Run the call with residuals on other values of the same shapes, by an already compiled program."""
         together = self._calls and self.executor.calls(problem).residuals
         return together or self.executor.residuals(problem)
 
     def run_results(self, problem: Problem) -> Mapping[str, np.ndarray]:
-        """`out` and the residuals that are offered, on a problem of any shape."""
+        """Return `out` and the offered residuals by name, on a problem of any shape."""
         if problem is self.problem:
             return (self.residuals if self.implementation.residuals else self.forward).values
         run = self.executor.residuals if self.implementation.residuals else self.executor.forward
         return run(problem).values
 
     def require_shapes(self, result: Result) -> Result:
-        """The result of a call on operands of the case's shapes, for what is computed of it without comparing.
+        """Return the result if it has the shapes of the case.
+
+        For checks that compute with a result before they compare it.
 
         Raises:
-          WrongReturn: if it has another shape than it must have.
+          WrongReturn: if it has another shape.
         """
         case = self.case
         out = case.batch, case.q_length, case.num_q_heads, case.v_head_dim
@@ -253,7 +269,7 @@ class Subject:
         return result
 
     def expect(self, problem: Problem, cotangents: Sequence[Cotangent] = ()) -> Expectation:
-        """Exact results and bounds on another problem."""
+        """Return exact results and bounds on another problem."""
         return compute_expectation(problem, self.implementation.arithmetic, cotangents, empty_rows=self.empty_rows)
 
     def judge(
@@ -266,15 +282,16 @@ class Subject:
         label: str | None = None,
         flash: np.ndarray | None = None,
     ) -> Judgement:
-        """Judge what came by what was expected, within the limit of `observable`.
+        """Judge a result by its expectation and the limit of `observable`.
 
         Args:
           observable: which limit applies.
-          got: what came.
+          got: the result.
           expected: exact values and bounds.
-          judged: booleans broadcastable to the shape; elements that are False are left out.
-          label: how the record names the observable, if not by its plain name.
-          flash: what the flash backward gives from the implementation's own saved results, shown beside the truth.
+          judged: booleans broadcastable to the shape; false elements are ignored.
+          label: the name in the record, if it differs from `observable`.
+          flash: gradients by the flash backward pass from the implementation's own residuals. Their ratio is shown
+            only.
         """
         comparison = compare(got, expected, judged)
         against_flash = None if flash is None else compare(got, dataclasses.replace(expected, value=flash), judged)
@@ -287,47 +304,49 @@ class Subject:
         return dataclasses.replace(judgement, failure=failure)
 
     def _find_results(self, expected: Bounded) -> Mapping[str, Bounded]:
-        """The results of the case among which `expected` is, none if it is another's."""
+        """Return all results that were expected together with `expected`; none if it is of another problem."""
         if "expectation" not in vars(self):
             return {}
         forward = self.expectation.forward
         together = ({**forward, **gradients} for gradients in ({}, *self.expectation.gradients))
         return next((found for found in together if any(one is expected for one in found.values())), {})
 
-    def malformed(self, observable: str, problem: str, *, label: str | None = None) -> Judgement:
-        """The judgement of what cannot be compared at all."""
+    def judge_malformed(self, observable: str, problem: str, *, label: str | None = None) -> Judgement:
+        """Judge a result that cannot be compared at all, such as one of the wrong shape."""
         return self._judge_comparison(observable, Comparison.malformed(problem), label, None)
 
     def _judge_comparison(
         self, observable: str, comparison: Comparison, label: str | None, flash: Comparison | None
     ) -> Judgement:
+        """Judge a comparison by the limits of this subject."""
         table = self.limits
         return judge_comparison(
             observable, comparison, dtype=self.case.dtype, tolerances=table, label=label, flash=flash
         )
 
     def gradients(self, cotangent: str) -> Result:
-        """The named cotangent pulled back through the implementation."""
-        if cotangent not in self._pulled_back:
-            self._pulled_back[cotangent] = self.run_gradients(self.problem, self.cotangents[cotangent])
-        return self._pulled_back[cotangent]
+        """Return the implementation's gradients for the named cotangent."""
+        if cotangent not in self._gradient_cache:
+            self._gradient_cache[cotangent] = self.run_gradients(self.problem, self.cotangents[cotangent])
+        return self._gradient_cache[cotangent]
 
     @functools.cached_property
-    def _pulled_back(self) -> dict[str, Result]:
-        """What `gradients` has found, by cotangent."""
+    def _gradient_cache(self) -> dict[str, Result]:
+        """The gradients computed so far, by cotangent."""
         return {}
 
     def run_gradients(self, problem: Problem, cotangent: Cotangent) -> Result:
-        """A cotangent pulled back on any values of the same shapes, by a program that is compiled already."""
-        if cotangent.logsumexp is None and "plain" in self._pulled:
+        """Pull a cotangent back on other values of the same shapes, by an already compiled program."""
+        if cotangent.logsumexp is None and "plain" in self._pullbacks:
             return self.executor.gradients(problem, cotangent)
         if cotangent.logsumexp is None:
-            none = np.zeros(self.judged_residuals.shape, np.float32)
-            cotangent = dataclasses.replace(cotangent, logsumexp=none)
+            zeros = np.zeros(self.judged_residuals.shape, np.float32)
+            cotangent = dataclasses.replace(cotangent, logsumexp=zeros)
         return self.executor.gradients_lse(problem, cotangent)
 
 
 def _keep_index(cotangent: np.ndarray, *, axis: int, index: int) -> np.ndarray:
+    """Return the cotangent with zeros everywhere but at one index of one axis."""
     kept = np.zeros_like(cotangent)
     place = (slice(None),) * axis + (index,)
     kept[place] = cotangent[place]

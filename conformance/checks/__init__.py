@@ -1,7 +1,7 @@
-"""The checks: what is asked of an implementation on a case.
+"""List the checks: each one asks a question of a `Subject` and yields `Judgement`s.
 
-A check takes a `Subject` and yields `Judgement`s; it knows no particular implementation. `CHECKS` names them in the
-order in which they run.
+No check knows a particular implementation. `CHECKS` lists them in the order in which they run. README.md in this folder
+says how they work and how to add one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from conformance.check_api.scopes import (
 from conformance.check_api.subject import Subject
 from conformance.checks import (
     aliasing,
+    arguments,
     calls,
     compiles,
     decoding,
@@ -53,10 +54,14 @@ from conformance.checks import (
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A named question, asked of the cases of its `scope`.
+    """A named question, and the cases that it is asked of.
 
-    `begins` has a kernel in another process start on what it will be asked, before the judge finds out what to expect.
-    `compares` is false for a question that no value answers: its cases need not discriminate, and have no oracle.
+    Attributes:
+      name: as users type it after `--check=`.
+      scope: the cases.
+      run: yields the judgements of one subject. The first line of its docstring describes the check in `list checks`.
+      start: starts the kernel's work in its own process, so that it runs while the judge computes what to expect.
+      compares: whether a result is compared with the oracle. If not, cases need not discriminate, and need no oracle.
     """
 
     name: str
@@ -66,8 +71,8 @@ class Check:
     compares: bool = True
 
     @property
-    def asks(self) -> str:
-        """First sentence of the check's description."""
+    def question(self) -> str:
+        """The first line of the check's docstring."""
         return (self.run.__doc__ or "").strip().split("\n")[0]
 
 
@@ -88,7 +93,7 @@ CHECKS: tuple[Check, ...] = (
     Check("linearity", GRID, linearity.check_linearity),
     Check("parts", GRID, parts.check_parts),
     Check("refusals", DECLINED, refusals.check_refusals),
-    Check("arguments", FEATURE, errors.check_arguments),
+    Check("arguments", FEATURE, arguments.check_arguments),
     Check("forms", FEATURE, forms.check_forms),
     Check("errors", BASE, errors.check_errors),
     Check("memory", BASE, memory.check_memory),

@@ -1,4 +1,4 @@
-"""Aliasing: a call must leave its operands as they were."""
+"""Check `aliasing`: a call must not modify its operands."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from conformance.check_api.subject import Subject
 from conformance.checks import page_comparison
 from conformance.executor_tasks import page_write_calls, single_calls
 
-# Half of it is a flag, and the other half an array, for who takes both.
+# One part of this mask becomes a flag and the other an array, for calls that take both.
 _DENSE_CAUSAL_MASK = "causal_and_dense-d40"
 
 
 def check_aliasing(subject: Subject) -> Iterator[Judgement]:
-    """Operands given as NumPy arrays, outside `jit` and inside, hold the same bits after the call.
+    """Check that a call modifies, donates or deletes none of its operands.
 
-    Outside `jit` JAX arrays are given too, which must still be there after the call: one that donates them to a program
-    of its own has deleted them. A library that checks types may refuse NumPy arrays, and is given JAX arrays alone. A
-    mask that is an array is one of the operands. Without mask and optional operands a call may go another way, so that
-    is asked too, with values as deep as queries, whose memory fits `out` then. Pages that a call writes are new ones:
-    those that it was given are the caller's still.
+    NumPy arrays are given outside `jit` and inside, and must hold the same bits afterwards. Outside `jit` JAX arrays
+    are given too, since a call that donates them to its own program deletes them. A library that checks types may
+    refuse NumPy arrays; it is given JAX arrays only.
+
+    A mask that is an array is an operand too. Without a mask and optional operands a kernel may take another path, so
+    that call is checked as well. Its values are as deep as its queries where that is supported, since XLA could then
+    reuse the memory of `q` for `out`. A call that writes pages must return new pages and leave the given ones
+    unchanged.
     """
     yield from _check_operands(subject, subject.problem)
     absent: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
     plain = dataclasses.replace(subject.case, mask="full", **absent)
-    alike = dataclasses.replace(plain, v_head_dim=plain.head_dim)
-    if subject.implementation.supports(alike) is None:
-        plain = alike
+    equal_depths = dataclasses.replace(plain, v_head_dim=plain.head_dim)
+    if subject.implementation.supports(equal_depths) is None:
+        plain = equal_depths
     masked = dataclasses.replace(subject.case, mask=_DENSE_CAUSAL_MASK)
     for name, case in (("plain", plain), ("mask", masked)):
         if subject.implementation.supports(case) is None:
@@ -42,16 +45,20 @@ def check_aliasing(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_operands(subject: Subject, problem: Problem) -> Iterator[Judgement]:
+    """Check the operands of one problem, outside `jit` and inside."""
     for how in ("eager", "jit"):
         yield _judge(how, *subject.executor.run(single_calls.find_written_operands, problem, compiled=how == "jit"))
 
 
 def _check_pages(subject: Subject) -> Iterator[Judgement]:
-    """The pages that a call writes, and the new keys and values, as the caller has them."""
-    what = page_comparison.build_page_writing(subject)
+    """Check the pages, new keys and new values that are given to a call that writes pages."""
+    writing = page_comparison.build_page_writing(subject)
     for how in ("eager", "jit"):
-        asked = subject.problem, what.tokens, what.before
-        yield _judge(how, *subject.executor.run(page_write_calls.find_written_operands, *asked, compiled=how == "jit"))
+        arguments = subject.problem, writing.tokens, writing.before
+        changed, reason = subject.executor.run(
+            page_write_calls.find_written_operands, *arguments, compiled=how == "jit"
+        )
+        yield _judge(how, changed, reason)
 
 
 def _judge(how: str, changed: list[str], reason: str) -> Judgement:

@@ -1,4 +1,7 @@
-"""Calls that follow each other in one process: none may see what another one left behind."""
+"""Check `calls`: calls that follow each other in one process do not affect each other.
+
+It also runs single calls that the grids do not contain: unusual sizes, few operands, and stored sequences.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ from conformance.checks.gradients import check_problem, judge_gradients
 from conformance.checks.problem_pair import ProblemPair
 from conformance.executor_tasks import call_sequences, single_calls
 
-# Two of a kind that is numbers, one of them 0, two of one that is an array, a window that is as good as causal, and
-# arrays beside a window, beside both flags, and of batch rows and heads together.
+# Two masks given by numbers, one of them 0; a window that equals a causal mask; two masks given by arrays; arrays
+# combined with a window and with both flags; and arrays of heads and of batch rows combined.
 _OTHER_MASKS = (
     "window-l9-r0",
     "window-l0-r2",
@@ -36,20 +39,24 @@ _OTHER_MASKS = (
     "causal_and_window-l30-r0_and_dense-d60",
     "densehead-d60_and_densebatch-d60",
 )
-# How often one program is called: what goes wrong once in a few hundred calls shows. Interpreted kernels take longer.
+# So many repetitions show errors that occur once in a few hundred calls. Interpreted kernels are too slow for that.
 _REPEATS = 1000
 _REPEATS_INTERPRETED = 10
 
-# Beyond what the grids have: more batch rows, with a bias of each, and heads of each kind than 8, more than 16 heads in
-# a group, for one query too, more than 40 heads, a depth beyond 256 and one below 16, fewer keys than any tile, one
-# key, a cache of 512, one that no split divides (2593 is a prime, of which more than half of 1024 is left; long caches
-# of the grids are multiples of 8) and of which each key has some weight, and tens of sequences in a row, over 512
-# positions each way. An odd number of heads of a usual depth, each with its own keys. Blocks that leave three if they
-# are taken by fours: seven of 64 each way, eleven of 128 of keys and of queries. And a step whose queries' windows
-# begin on both sides of key 512, where blocks of any usual size meet. Each in the first lengths that an implementation
-# takes.
-# Beside that, heads that leave a rest if they are taken by fours or eights, and such that do not, with keys of their
-# own and in groups, and values deeper than keys. Each would be a program of its own, so that these calls have them.
+# Sizes that the grids lack, by subcheck. The first supported alternative of each is used.
+# - `few`, `one`: fewer keys than any tile, or a single key; more than 8 heads; 33 batch rows with a bias for each;
+#   depths below 16.
+# - `cache`, `rest`: one query over a cache of 512 keys, and over one that no split divides. 2593 is a prime, and more
+#   than half of a block of 1024 is left over. Long caches of the grids are multiples of 8. Each key has some weight.
+# - `many`: more than 40 heads, and more than 16 heads in a group (`rest` has so many for one query).
+# - `packed`: tens of sequences in one row, over 512 positions.
+# - `deep`: depths beyond 256.
+# - `odd`: an odd number of heads of a usual depth, each with its own keys.
+# - `seven`, `eleven`, `eleven_of_queries`: numbers of blocks that leave three over if they are taken by fours: seven
+#   blocks of 64 along both axes, eleven of 128 of keys or of queries.
+# - `border`: a step whose queries' windows begin on both sides of key 512, where blocks of any usual size meet.
+# Some of these calls also have numbers of heads that four or eight do not divide, grouped or not, and values deeper
+# than keys. A separate call for each would be another program to compile.
 _SHORT: tuple[dict[str, Any], ...] = tuple({"q_length": n, "kv_length": n} for n in (16, 128))
 _UNCUT: dict[str, Any] = {"batch": 1, "segments": None}
 _FULL: dict[str, Any] = {**_UNCUT, "mask": "full"}
@@ -57,17 +64,19 @@ _CACHE: dict[str, Any] = {"segments": None, "mask": "full", "phase": "decode", "
 
 
 def _build_heads(num_q_heads: int, num_kv_heads: int) -> dict[str, Any]:
+    """Return the fields for numbers of heads."""
     return {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
 
 
 def _build_depths(head_dim: int, v_head_dim: int) -> dict[str, Any]:
+    """Return the fields for depths of keys and values."""
     return {"head_dim": head_dim, "v_head_dim": v_head_dim}
 
 
-# Values deeper than queries and keys, by sixteen and by eight, where that is taken.
+# Values deeper than queries and keys, by sixteen and by eight, where that is supported.
 _DEEPER = _build_depths(24, 40), _build_depths(32, 40)
 _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
-    # Segments would leave the query one key.
+    # With segments the query would see one key only.
     "few": tuple(
         {"batch": b, "q_length": 1, "kv_length": 5, "segments": None, **more}
         for heads in ({**_build_heads(12, 12), **_build_depths(8, 4)}, _build_heads(12, 12), {})
@@ -98,8 +107,8 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def check_calls(subject: Subject) -> Iterator[Judgement]:
-    """Calls that follow each other with other masks, values, shapes and types, or a thousand times the same, agree."""
-    pair = ProblemPair.of(subject)
+    """Check consecutive calls with other masks, values, shapes and dtypes, and a thousand equal ones."""
+    pair = ProblemPair.draw(subject)
     for name, sequence in _SUBCHECKS.items():
         yield from run_subcheck(name, functools.partial(sequence, pair))
     if "alibi_slopes" in subject.implementation.offers:
@@ -110,54 +119,53 @@ def check_calls(subject: Subject) -> Iterator[Judgement]:
         yield from run_subcheck(name, functools.partial(_check_stored_sequences, changes, pair))
 
 
-def _call_eagerly(pair: ProblemPair, problem: Problem) -> np.ndarray:
-    return pair.subject.executor.run(call_sequences.run_eagerly, problem)
-
-
 def _check_other_masks(pair: ProblemPair) -> Iterator[Judgement]:
-    """Other masks of the same shapes, outside `jit`, then the first one again."""
+    """Check other masks of the same shapes outside `jit`, then the first mask again."""
     case = pair.subject.case
     specs = _OTHER_MASKS if case.storage is None else list_other_masks(case)
-    possible = (dataclasses.replace(case, mask=spec) for spec in specs)
-    others = [other for other in possible if pair.subject.implementation.supports(other) is None]
+    candidates = (dataclasses.replace(case, mask=spec) for spec in specs)
+    others = [other for other in candidates if pair.subject.implementation.supports(other) is None]
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     problems = [
         dataclasses.replace(pair.problems[0], mask=mask_spec.build_mask(other.mask, *sizes)) for other in others
     ]
     if others and others[-1].mask == _OTHER_MASKS[-1]:
         problems.append(dataclasses.replace(pair.problems[0], mask=_reverse_rows(problems[-1])))
-    beside = dataclasses.replace(case, mask="causal_and_dense-d60")
-    if case.storage is None and pair.subject.implementation.supports(beside) is None:
+    combined = dataclasses.replace(case, mask="causal_and_dense-d60")
+    if case.storage is None and pair.subject.implementation.supports(combined) is None:
         problems.append(dataclasses.replace(pair.problems[0], mask=_add_trivial_mask(pair.problems[0])))
     for problem in [*problems, pair.problems[0]] if problems else []:
-        got = _call_eagerly(pair, problem)
+        got = pair.run_eagerly(problem)
         yield pair.judge_out_for(got, (problem,), (pair.subject.expect(problem),))
 
 
 def _reverse_rows(problem: Problem) -> Dense:
-    """A mask with the first row of the problem's, and as many pairs: other rows come in reverse."""
+    """Return a mask with the same first row and number of pairs: all other rows are reversed."""
     allowed = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])
     return Dense(np.concatenate([allowed[:, :, :1], allowed[:, :, :0:-1]], axis=2))
 
 
 def _add_trivial_mask(problem: Problem) -> Mask:
-    """A causal mask beside an array that is true throughout."""
+    """Return a causal mask combined with an array that is true everywhere."""
     return Causal() & Dense(np.ones((1, 1, problem.q.shape[1], problem.k.shape[1]), bool))
 
 
 def _check_other_values(pair: ProblemPair) -> Iterator[Judgement]:
-    """Other operands, segment ids among them, outside `jit`, then the first ones again.
+    """Check other operands, including segment ids, outside `jit`, then the first ones again.
 
-    The results are looked at last: no call may write into what an earlier one has returned.
+    Results are read last: no call may overwrite the results of an earlier one.
     """
-    turns = (0, 1, 0)
-    found = pair.subject.executor.run(call_sequences.run_sequence_eagerly, [pair.problems[n] for n in turns])
-    for n, got in zip(turns, found, strict=True):
+    order = (0, 1, 0)
+    results = pair.subject.executor.run(call_sequences.run_sequence_eagerly, [pair.problems[n] for n in order])
+    for n, got in zip(order, results, strict=True):
         yield pair.judge_out_for(got, (pair.problems[n],), (pair.expected[n],))
 
 
 def _check_other_bias(pair: ProblemPair) -> Iterator[Judgement]:
-    """A bias of batch rows and heads, outside `jit`, with zeros in its first row: that of the case is for all rows."""
+    """Check a bias that differs between batch rows and heads outside `jit`, with zeros in its first row.
+
+    The case's own bias is shared by all batch rows.
+    """
     case = dataclasses.replace(pair.subject.case, bias="biasbatch")
     refusal = pair.subject.implementation.supports(case)
     if pair.problems[0].bias is None or refusal is not None:
@@ -167,14 +175,14 @@ def _check_other_bias(pair: ProblemPair) -> Iterator[Judgement]:
     assert bias is not None
     bias[:, :, 0] = 0
     problem = dataclasses.replace(pair.problems[0], bias=bias)
-    yield pair.judge_out_for(_call_eagerly(pair, problem), (problem,), (pair.subject.expect(problem),))
+    yield pair.judge_out_for(pair.run_eagerly(problem), (problem,), (pair.subject.expect(problem),))
 
 
 def _check_other_shapes(pair: ProblemPair) -> Iterator[Judgement]:
-    """Another dtype, other lengths in that dtype first, outside `jit`, then the first ones again."""
+    """Check another dtype and other lengths outside `jit`, then the first ones again."""
     case, supports = pair.subject.case, pair.subject.implementation.supports
     dtype = {"dtype": "bf16" if case.dtype == "f32" else "f32"}
-    # One more than a whole number of blocks of any power of two, where that is taken.
+    # One more than a whole number of blocks of any power of two, where that is supported.
     longer: dict[str, Any] = {"q_length": 2 * case.q_length + 1, "kv_length": 2 * case.kv_length + 1}
     if supports(dataclasses.replace(case, **longer)) is not None:
         longer = {"q_length": 2 * case.q_length, "kv_length": 2 * case.kv_length}
@@ -183,15 +191,15 @@ def _check_other_shapes(pair: ProblemPair) -> Iterator[Judgement]:
     for other in others:
         if pair.subject.implementation.supports(other) is None:
             subject = dataclasses.replace(pair.subject, case=other)
-            got = _call_eagerly(pair, subject.problem)
+            got = pair.run_eagerly(subject.problem)
             yield subject.judge("out", got, subject.expectation.forward["out"], subject.judged_out)
 
 
 def _check_size(changes: Sequence[Mapping[str, Any]], pair: ProblemPair) -> Iterator[Judgement]:
-    """A call of a size that no case of the grids has, the first that is supported, with its gradients."""
+    """Check results and gradients for the first supported size of a kind that the grids lack."""
     subject = pair.subject
     if subject.case.storage is not None:
-        yield build_unsupported("out", "the lengths of stored sequences are those of the case")
+        yield build_unsupported("out", "stored sequences have the lengths of the case")
         return
     mask = subject.case.mask if subject.case.mask == "causal" else "full"
     refusals = []
@@ -207,15 +215,15 @@ def _check_size(changes: Sequence[Mapping[str, Any]], pair: ProblemPair) -> Iter
 
 
 def _check_stored_sequences(changes: Mapping[str, Any], pair: ProblemPair) -> Iterator[Judgement]:
-    """A call of stored sequences of other lengths, or of more of them or of heads, than a case of the grids has.
+    """Check stored sequences of lengths and numbers that the grids lack.
 
-    Where so many heads are not taken, those of the case.
+    If so many heads are not supported, the case's own number is used.
     """
     subject = pair.subject
-    told = dataclasses.replace(subject.case, **changes)
+    requested = dataclasses.replace(subject.case, **changes)
     heads = {name: getattr(subject.case, name) for name in ("num_q_heads", "num_kv_heads")}
     refusals = []
-    for case in (told, dataclasses.replace(told, **heads)):
+    for case in (requested, dataclasses.replace(requested, **heads)):
         if (refusal := subject.implementation.supports(case)) is None:
             other = dataclasses.replace(subject, case=case)
             yield from check_problem(other, other.problem)
@@ -225,69 +233,74 @@ def _check_stored_sequences(changes: Mapping[str, Any], pair: ProblemPair) -> It
 
 
 def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[Judgement]:
-    """A call of one operand or none, the first form that is supported; results and gradients out of one program."""
+    """Check a call with few operands, in its first supported variant.
+
+    Results and gradients come from one program.
+    """
     subject = pair.subject
     if subject.case.storage is not None:
-        yield build_unsupported("out", "the operands of stored sequences are those of the case")
+        yield build_unsupported("out", "stored sequences have the operands of the case")
         return
     refusals = []
     for case in few_operand_calls.iter_variants(subject.case, call):
         if (refusal := subject.implementation.supports(case)) is not None:
             refusals.append(refusal)
             continue
-        pulled = list_pullbacks(subject.implementation, case)[-1:]
+        pullbacks = list_pullbacks(subject.implementation, case)[-1:]
         other = dataclasses.replace(
-            subject, case=case, rotation=Rotation(pulled=pulled, cotangents=(), laws=(), poisons=())
+            subject, case=case, rotation=Rotation(pullbacks=pullbacks, cotangents=(), laws=(), poisons=())
         )
         if not other.has_gradients:
             yield from check_problem(other, other.problem)
             return
         yield from check_primal(other)
         name = other.full_cotangent
-        yield from judge_gradients(other, other.gradients(name), other.expected_gradients(name))
+        yield from judge_gradients(other, other.gradients(name), other.get_expected_gradients(name))
         return
     yield build_unsupported("out", refusals[0])
 
 
 def _check_numpy(pair: ProblemPair) -> Iterator[Judgement]:
-    """Operands that are NumPy arrays, outside `jit`, then other values in the same arrays.
+    """Check NumPy operands outside `jit`, then other values in the same arrays.
 
-    The first result is looked at after the second call, which must not change it.
+    The first result is read after the second call, which must not change it.
     """
     for problem, other in (pair.problems, *_add_dense_masks(pair)):
-        refused, found = pair.subject.executor.run(call_sequences.run_on_reused_numpy_arrays, problem, other)
+        refused, results = pair.subject.executor.run(call_sequences.run_on_reused_numpy_arrays, problem, other)
         if refused:
             yield build_unsupported("out", refused)
             return
-        for got, meant in zip(found, (problem, other), strict=True):
-            yield pair.judge_out_for(got, (meant,), (pair.subject.expect(meant),))
+        for got, given in zip(results, (problem, other), strict=True):
+            yield pair.judge_out_for(got, (given,), (pair.subject.expect(given),))
 
 
 def _check_numpy_views(pair: ProblemPair) -> Iterator[Judgement]:
-    """NumPy arrays whose numbers do not lie behind each other, outside `jit`."""
+    """Check non-contiguous NumPy arrays outside `jit`."""
     refused, got = pair.subject.executor.run(call_sequences.run_on_numpy_views, pair.problems[0])
     yield build_unsupported("out", refused) if refused else pair.judge_out(got)
 
 
 def _add_dense_masks(pair: ProblemPair) -> list[tuple[Problem, Problem]]:
-    """The two problems with masks that are arrays, where such a mask reaches the call as one."""
+    """Return the two problems with dense masks, if such a mask reaches the call as an array."""
     case, subject = pair.subject.case, pair.subject
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-    one, other = (
+    first, second = (
         dataclasses.replace(problem, mask=mask_spec.build_mask(spec, *sizes))
         for problem, spec in zip(pair.problems, ("dense-d60", "dense-d30"), strict=True)
     )
     refused = case.storage is not None or subject.implementation.supports(dataclasses.replace(case, mask="dense-d60"))
-    return [] if refused or not subject.executor.run(single_calls.find_mask_arguments, one)["mask"] else [(one, other)]
+    if refused or not subject.executor.run(single_calls.find_mask_arguments, first)["mask"]:
+        return []
+    return [(first, second)]
 
 
 def _check_thread(pair: ProblemPair) -> Iterator[Judgement]:
-    """The call outside `jit`, made in a thread of its own."""
+    """Check the call outside `jit` in a new thread."""
     yield pair.judge_out(pair.subject.executor.run(call_sequences.run_in_thread, pair.problems[0]))
 
 
 def _check_shared_ids(pair: ProblemPair) -> Iterator[Judgement]:
-    """One array for the segment ids of queries and keys, as in self-attention, with ids that come back."""
+    """Check one array for the segment ids of queries and keys, as in self-attention, with returning ids."""
     case = dataclasses.replace(pair.subject.case, segments="segwild")
     refusal = pair.subject.implementation.supports(case)
     if refusal is not None or case.q_length != case.kv_length:
@@ -301,26 +314,29 @@ def _check_shared_ids(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_shared_array(pair: ProblemPair) -> Iterator[Judgement]:
-    """One array for queries, keys and values, as layers without projections have, outside `jit`; it ends with zeros."""
+    """Check one array for queries, keys and values outside `jit`, as in layers without projections.
+
+    It ends with zeros.
+    """
     case = pair.subject.case
     if case.storage is not None:
-        yield build_unsupported("out", "the operands of stored sequences lie elsewhere")
+        yield build_unsupported("out", "stored operands are separate arrays")
         return
-    alike: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
-    alike |= {
+    changes: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
+    changes |= {
         "kv_cache": None,
         "kv_length": case.q_length,
         "num_kv_heads": case.num_q_heads,
         "v_head_dim": case.head_dim,
     }
-    plain = dataclasses.replace(case, **alike)
-    possible = (dataclasses.replace(plain, mask=mask) for mask in ("full", "causal", case.mask))
+    plain = dataclasses.replace(case, **changes)
+    candidates = (dataclasses.replace(plain, mask=mask) for mask in ("full", "causal", case.mask))
     refusals = []
-    for other in possible:
+    for other in candidates:
         if (refusal := pair.subject.implementation.supports(other)) is None:
             problem = draw_problem(other)
             tokens = problem.q.copy()
-            tokens[:, 1:][:, -1:] = 0  # a token of padding, like any other where no mask hides it; never the only one
+            tokens[:, 1:][:, -1:] = 0  # the last token is padding, which no mask hides; the only token never is
             shared = dataclasses.replace(problem, q=tokens, k=tokens, v=tokens)
             subject = dataclasses.replace(pair.subject, case=other)
             got = pair.subject.executor.run(call_sequences.run_on_shared_array, shared)
@@ -331,11 +347,11 @@ def _check_shared_array(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_repetition(pair: ProblemPair) -> Iterator[Judgement]:
-    """The same program on the same operands, again and again, gives the same bits."""
+    """Check that a thousand calls of one program on the same operands give the same bits."""
     count = _REPEATS_INTERPRETED if pair.subject.implementation.accelerator.interpreted else _REPEATS
-    different = pair.subject.executor.run(call_sequences.count_differing_calls, pair.problems[0], count)
-    reason = "" if not different else f"{different} of {count:,} calls give other bits than the first"
-    yield Judgement(observable="bits", verdict=records.FAIL if different else records.PASS, reason=reason)
+    count_different = pair.subject.executor.run(call_sequences.count_differing_calls, pair.problems[0], count)
+    reason = "" if not count_different else f"{count_different} of {count:,} calls give other bits than the first"
+    yield Judgement(observable="bits", verdict=records.FAIL if count_different else records.PASS, reason=reason)
 
 
 _SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {

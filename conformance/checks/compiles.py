@@ -1,4 +1,4 @@
-"""Compiling: an accelerator's kernel goes through its real compiler, for each generation, without the accelerator."""
+"""Check `compiles`: a kernel compiles by its accelerator's real compiler, without the accelerator."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _VERDICTS = {
 
 
 def check_compiles(subject: Subject) -> Iterator[Judgement]:
-    """The call, with residuals and with gradients too, compiles for each generation of its accelerator.
+    """Check that the kernel compiles for each generation of its accelerator, with residuals and gradients.
 
-    Where a compiler takes seconds a program, only the plainest and the fullest of these programs are compiled.
+    If the compiler takes seconds for a program, only the plainest and the largest program are compiled.
     """
     implementation = subject.implementation
     if implementation.accelerator.native is None:
@@ -33,13 +33,13 @@ def check_compiles(subject: Subject) -> Iterator[Judgement]:
     if missing := {reason for target in targets if (reason := target.toolchain.missing)}:
         yield _build_unjudged("all", "; ".join(sorted(missing)))
         return
-    found = subject.executor.run(native_compilation.compile_programs, subject.case, gradients=subject.has_gradients)
-    for one in found:
+    programs = subject.executor.run(native_compilation.compile_programs, subject.case, gradients=subject.has_gradients)
+    for program in programs:
         yield Judgement(
-            observable=f"{one['target']}.{one['program']}",
-            verdict=_VERDICTS[one["outcome"]],
-            reason=one["reason"],
-            figures=one["figures"],
+            observable=f"{program['target']}.{program['program']}",
+            verdict=_VERDICTS[program["outcome"]],
+            reason=program["reason"],
+            figures=program["figures"],
         )
 
 

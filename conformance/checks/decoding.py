@@ -1,7 +1,7 @@
-"""Decoding: a sequence that is computed piece by piece is what one pass over all of it gives.
+"""Check `decoding`: a sequence computed piece by piece gives the rows of one pass over all of it.
 
-The keys and values of the whole sequence are known. Each piece gets a cache that is filled with them up to the piece's
-own last token. The rest of the cache is NaN, or a large number where NaN behind a mask is declared to matter.
+The keys and values of the whole sequence are known. Each piece gets a cache that holds them up to the piece's own last
+token. The rest of the cache is NaN, or a large number if the kernel declares that memory behind the mask is finite.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from cases.storage_forms.server_traces import Step, iter_steps
 from conformance.check_api.judgement import Judgement, add_label
 from conformance.check_api.subject import Subject
 from conformance.checks import page_comparison
-from conformance.executor_tasks import page_write_calls as driven
+from conformance.executor_tasks import page_write_calls
 from conformance.truth.rounding_bounds import Bounded
 
-# What memory may hold that nothing wrote, where it must be finite.
+# Content of unwritten memory if it must be finite.
 _STALE = 2.0**6
 
 
 def check_decoding(subject: Subject) -> Iterator[Judgement]:
-    """Chunks of a prompt, then token by token into a cache that is longer, give the rows of one pass.
+    """Check that prompt chunks, then single tokens, give the rows of one pass over the sequence.
 
-    In pages several sequences live so at once, and later ones take the pages of those that have ended. A call that
-    writes pages gets at each step those that it returned at the step before.
+    The cache is longer than the sequence. With pages, several sequences are decoded at once, and later ones reuse the
+    pages of finished ones. A call that writes pages gets the pages that it returned at the step before.
     """
     if subject.problem.storage is not None:
         yield from _check_server_trace(subject)
         return
-    # A row that averages all of v sees what is behind the last key, and rightly: it is left out.
+    # A row that averages all of v also averages unwritten memory, as declared, so it is not judged.
     averages = subject.problem.empty_rows & (subject.implementation.empty_rows == "mean")
     judged_out = subject.judged_out & ~averages.transpose(0, 2, 1)[..., None]
     stale = np.nan if subject.implementation.behind_mask == "any" else _STALE
@@ -53,14 +53,14 @@ def check_decoding(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_server_trace(subject: Subject) -> Iterator[Judgement]:
-    """Each step of a server's life gives the rows of one pass, of all its sequences together."""
+    """Check that each step of a server trace gives the rows of one pass over all its sequences."""
     whole = subject.expectation.forward
-    life = tuple(iter_steps(subject.case, subject.problem))
-    written = _run_page_writes(subject, life) if subject.implementation.writes_pages else ()
-    for number, step in enumerate(life):
-        if written:
-            what, got = written[number]
-            yield from add_label(f"step{number}", page_comparison.judge_pages(what, got))
+    trace = tuple(iter_steps(subject.case, subject.problem))
+    writes = _run_page_writes(subject, trace) if subject.implementation.writes_pages else ()
+    for number, step in enumerate(trace):
+        if writes:
+            writing, got = writes[number]
+            yield from add_label(f"step{number}", page_comparison.judge_pages(writing, got))
         else:
             got = subject.run_results(step.problem)
         for name, judged in (
@@ -73,39 +73,43 @@ def _check_server_trace(subject: Subject) -> Iterator[Judgement]:
                 yield subject.judge(name, got[name], expected, judged, label=f"{name}.step{number}")
 
 
-def _run_page_writes(subject: Subject, life: tuple[Step, ...]) -> tuple[tuple[Writing, Mapping[str, np.ndarray]], ...]:
-    """What each step of a call that writes pages must write, and what it returned, results in their dense places."""
+def _run_page_writes(subject: Subject, trace: tuple[Step, ...]) -> tuple[tuple[Writing, Mapping[str, np.ndarray]], ...]:
+    """Run all steps of a call that writes pages.
+
+    Returns:
+      For each step the expected page writes, and its results: `out` and residuals in dense form, and the page arrays.
+    """
     finite = subject.implementation.behind_mask == "finite"
-    expected: list[Writing] = []
-    for step in life:
-        before = expected[-1].after if expected else None
-        expected.append(build_writing(step.problem, subject.case.seed, finite=finite, before=before))
-    problems, tokens = [step.problem for step in life], [what.tokens for what in expected]
-    found = subject.executor.run(driven.run_steps, problems, tokens, expected[0].before)
+    writings: list[Writing] = []
+    for step in trace:
+        before = writings[-1].after if writings else None
+        writings.append(build_writing(step.problem, subject.case.seed, finite=finite, before=before))
+    problems, tokens = [step.problem for step in trace], [writing.tokens for writing in writings]
+    results = subject.executor.run(page_write_calls.run_steps, problems, tokens, writings[0].before)
     return tuple(
-        (what, {**_unpack_results(got, step.problem), **{name: got[name] for name in PAGE_ARRAYS}})
-        for what, got, step in zip(expected, found, life, strict=True)
+        (writing, {**_unpack_results(got, step.problem), **{name: got[name] for name in PAGE_ARRAYS}})
+        for writing, got, step in zip(writings, results, trace, strict=True)
     )
 
 
 def _unpack_results(got: Mapping[str, np.ndarray], problem: Problem) -> dict[str, np.ndarray]:
-    """Packed results `[total_q, N, ...]` as `out [B, T, N, V]` and residuals `[B, N, T]`, zeros where nobody is."""
+    """Unpack results `[total_q, N, ...]` to `out [B, T, N, V]` and residuals `[B, N, T]`, padded with zeros."""
     assert problem.storage is not None
     places = problem.storage.places
     dense = {}
     for name in got.keys() - set(PAGE_ARRAYS):
-        x = np.where((places >= 0).reshape(*places.shape, *(1,) * (got[name].ndim - 1)), got[name][places], 0)
-        dense[name] = x.astype(got[name].dtype) if name == "out" else np.moveaxis(x, 1, 2)
+        rows = np.where((places >= 0).reshape(*places.shape, *(1,) * (got[name].ndim - 1)), got[name][places], 0)
+        dense[name] = rows.astype(got[name].dtype) if name == "out" else np.moveaxis(rows, 1, 2)
     return dense
 
 
 def _select_step_rows(whole: Bounded, step: Step, *, axis: int, shape: tuple[int, ...]) -> Bounded:
-    """The rows of one pass that a step has, each sequence's last in its place."""
+    """Select the rows of one pass that belong to a step, each sequence's last row at the end."""
     value, bound = np.zeros(shape), np.zeros(shape)
     for row, start, stop in step.queries:
-        behind = step.remaining(row, stop)  # later tokens of the sequence stand behind these in the one pass
-        for into, of in ((value, whole.value), (bound, whole.bound)):
-            last = of.shape[axis] - behind
-            rows = of[row].take(range(last - (stop - start), last), axis - 1)
-            np.moveaxis(into[row], axis - 1, 0)[shape[axis] - (stop - start) :] = np.moveaxis(rows, axis - 1, 0)
+        later = step.remaining(row, stop)  # tokens that follow this step's in the one pass
+        for target, source in ((value, whole.value), (bound, whole.bound)):
+            last = source.shape[axis] - later
+            rows = source[row].take(range(last - (stop - start), last), axis - 1)
+            np.moveaxis(target[row], axis - 1, 0)[shape[axis] - (stop - start) :] = np.moveaxis(rows, axis - 1, 0)
     return Bounded(value, bound)

@@ -1,9 +1,12 @@
-"""Differentiation: what any pullback must satisfy, without an oracle to say what the gradients are.
+"""Check `differentiation`: laws that every pullback obeys, whatever the gradients are.
 
-It gives zeros for a cotangent of zeros, and the sum of the gradients for a sum of cotangents. It agrees with finite
-differences of the implementation's own forward pass. A cotangent of ones, which `out.sum()` gives and no draw ever
-does, is held against the oracle. Second derivatives, which `transforms` asks for, agree with those
-of its gradients: a backward pass that is a constant to whoever differentiates it gives zeros in silence.
+- Zero cotangents give zero gradients.
+- The gradients of a sum of cotangents are the sum of their gradients.
+- Gradients agree with finite differences of the implementation's own forward pass.
+
+A cotangent of ones, as `out.sum()` has, is compared with the oracle, since random cotangents never look like it. Second
+derivatives, which `transforms` runs, agree with finite differences of the implementation's gradients. A backward pass
+that JAX cannot differentiate would silently give zeros.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ from conformance.executor_tasks import transformed_calls
 from conformance.truth.rounding_bounds import Bounded, compute_expectation
 
 _OPERAND = {gradient: operand for operand, gradient in GRADIENT_OF.items()}
-# Rounding grows as 1/step, curvature as step**2; logits move by a few steps.
+# The rounding error grows as 1/step and the curvature error as step**2. Logits move by a few steps.
 _STEP = 2.0**-5
-_CONSTANT = 0.75  # not 1, which the sum of `out` gives, and held by every dtype
+_CONSTANT = 0.75  # exact in every dtype, and different from 1, which the sum of `out` has
 
 
 def check_differentiation(subject: Subject) -> Iterator[Judgement]:
-    """Zero cotangents give zeros, ones what they should; gradients add up, and agree with finite differences (f32)."""
+    """Check laws of the pullback: zeros, ones, sums, and finite differences in f32."""
     if not subject.has_gradients:
         return
     yield from _check_zero(subject)
@@ -43,6 +46,7 @@ def check_differentiation(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_zero(subject: Subject) -> Iterator[Judgement]:
+    """Check that a zero cotangent gives zero gradients."""
     cotangent = _scale_cotangent(subject.cotangents[subject.full_cotangent], 0.0)
     for name, got in _compute_gradients(subject, cotangent).items():
         zeros = np.zeros(got.shape)
@@ -50,7 +54,7 @@ def _check_zero(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_ones(subject: Subject) -> Iterator[Judgement]:
-    """The gradients of the sum of `out`: of its judged rows."""
+    """Check the gradients of the sum of all judged rows of `out`."""
     like = subject.cotangents[subject.full_cotangent]
     lse = None if like.logsumexp is None else np.zeros_like(like.logsumexp)
     cotangent = dataclasses.replace(like, out=subject.judged_out * np.ones_like(like.out), logsumexp=lse)
@@ -60,48 +64,49 @@ def _check_ones(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_sparse_cotangents(subject: Subject) -> Iterator[Judgement]:
-    """The gradients of what a loss may read of `out` alone: one element, a column, the first row of the first head.
+    """Check gradients of losses that read little of `out`.
 
-    So are those of a multiple of its sum, as its mean is.
+    They read one element, one column, or the first row of the first head. A constant cotangent is checked too, as the
+    mean of `out` has.
     """
     like = subject.cotangents[subject.full_cotangent]
-    there = np.argwhere(like.out)
-    if not len(there):
+    nonzero = np.argwhere(like.out)
+    if not len(nonzero):
         return
-    place, (batch, row, head, _) = tuple(there[len(there) // 3]), there[0]
+    place, (batch, row, head, _) = tuple(nonzero[len(nonzero) // 3]), nonzero[0]
     parts: dict[str, tuple[Any, ...]] = {"element": place, "column": (..., place[-1]), "first": (batch, row, head)}
     lse = None if like.logsumexp is None else np.zeros_like(like.logsumexp)
     cotangents = {"constant": subject.judged_out * np.full_like(like.out, _CONSTANT)}
     for name, index in parts.items():
         cotangents[name] = np.zeros_like(like.out)
         cotangents[name][index] = like.out[index]
-    given = [dataclasses.replace(like, out=out, logsumexp=lse) for out in cotangents.values()]
-    expected = subject.expect(subject.problem, given).gradients
-    for name, cotangent, bounded in zip(cotangents, given, expected, strict=True):
+    sparse = [dataclasses.replace(like, out=out, logsumexp=lse) for out in cotangents.values()]
+    expected = subject.expect(subject.problem, sparse).gradients
+    for name, cotangent, bounded in zip(cotangents, sparse, expected, strict=True):
         for gradient, got in _compute_gradients(subject, cotangent).items():
             yield _judge(subject, f"{gradient}.{name}", gradient, got, bounded[gradient])
 
 
 def _check_sum(subject: Subject) -> Iterator[Judgement]:
-    """The gradients for cotangents of even and of odd queries, added up, against those for both together."""
+    """Check that gradients for even and for odd queries add up to the gradients for all."""
     whole = subject.cotangents[subject.full_cotangent]
     parts = [_keep_queries(whole, slice(start, None, 2)) for start in (0, 1)]
-    got = [_compute_gradients(subject, part) for part in parts]
-    together = subject.gradients(subject.full_cotangent).values
+    halves = [_compute_gradients(subject, part) for part in parts]
+    at_once = subject.gradients(subject.full_cotangent).values
     bounds = compute_expectation(
         subject.problem, subject.implementation.arithmetic, [whole, *parts], empty_rows=subject.empty_rows
     ).gradients
-    for name in got[0]:
-        total = got[0][name].astype(np.float64) + got[1][name].astype(np.float64)
+    for name in halves[0]:
+        summed = halves[0][name].astype(np.float64) + halves[1][name].astype(np.float64)
         bound = sum(expected[name].bound for expected in bounds)
-        yield _judge(subject, f"{name}.sum", name, total, Bounded(together[name].astype(np.float64), np.asarray(bound)))
+        yield _judge(subject, f"{name}.sum", name, summed, Bounded(at_once[name].astype(np.float64), np.asarray(bound)))
 
 
 def _check_finite_differences(subject: Subject) -> Iterator[Judgement]:
-    """`<gradient, direction>` against central differences of `<out, cotangent>`, at one step and at half of it.
+    """Check `<gradient, direction>` against central differences of `<out, cotangent>`, in f32.
 
-    The difference between the two steps is at least twice what curvature leaves in the second. Queries that choose
-    other keys at one of these points jump, and are left out.
+    Differences are taken at one step and at half of it. They differ by at least twice the curvature error of the half
+    step. Queries that choose other keys at one of these points jump, and are excluded.
     """
     cotangent = dataclasses.replace(subject.cotangents[subject.full_cotangent], logsumexp=None)
     gradients = _compute_gradients(subject, cotangent)
@@ -111,22 +116,26 @@ def _check_finite_differences(subject: Subject) -> Iterator[Judgement]:
             step: [_move_operand(subject, _OPERAND[name], sign * step * direction) for sign in (1, -1)]
             for step in (_STEP, _STEP / 2)
         }
-        stays = _find_unchanged_choices(subject.problem, [moved for pair in problems.values() for moved in pair])
+        unchanged = _find_unchanged_choices(subject.problem, [moved for pair in problems.values() for moved in pair])
         smooth, gradient = cotangent, gradients[name]
-        if not stays.all():
-            smooth = dataclasses.replace(cotangent, out=np.where(stays, cotangent.out, np.zeros_like(cotangent.out)))
+        if not unchanged.all():
+            smooth = dataclasses.replace(
+                cotangent, out=np.where(unchanged, cotangent.out, np.zeros_like(cotangent.out))
+            )
             gradient = _compute_gradients(subject, smooth)[name]
         weights = smooth.out.astype(np.float64)
         noise = np.sqrt(np.sum((weights * subject.expectation.forward["out"].bound) ** 2))
-        slope, size = {}, 0.0
+        discrepancy, distance = {}, 0.0
         for step, pair in problems.items():
             ahead, behind = (_run_moved(subject, _OPERAND[name], problem) for problem in pair)
             difference = (ahead.out - behind.out) * weights
             moved = ahead.operand - behind.operand
-            slope[step] = float(difference.sum()) - float(np.sum(gradient.astype(np.float64) * moved))
-            size = float(np.abs(moved).max())
-        error = abs(slope[_STEP / 2])
-        allowed = abs(slope[_STEP] / 2 - slope[_STEP / 2]) + 2 * subject.limits.limit("f32", "out").ratio * noise
+            discrepancy[step] = float(difference.sum()) - float(np.sum(gradient.astype(np.float64) * moved))
+            distance = float(np.abs(moved).max())
+        error = abs(discrepancy[_STEP / 2])
+        allowed = (
+            abs(discrepancy[_STEP] / 2 - discrepancy[_STEP / 2]) + 2 * subject.limits.limit("f32", "out").ratio * noise
+        )
         yield Judgement(
             observable=f"{name}.differences",
             verdict=records.PASS if error <= allowed else records.FAIL,
@@ -134,8 +143,8 @@ def _check_finite_differences(subject: Subject) -> Iterator[Judgement]:
             limit=1.0,
             reason=""
             if error <= allowed
-            else f"moving {_OPERAND[name]} by up to {size:.2g} changes <out, cotangent> by "
-            + "{} more or less than the gradient says, {} is explained by rounding and curvature".format(
+            else f"moving {_OPERAND[name]} by up to {distance:.2g} changes <out, cotangent> by "
+            + "{} more or less than the gradient says; rounding and curvature explain {}".format(
                 *format_distinct(error, allowed)
             ),
         )
@@ -143,7 +152,9 @@ def _check_finite_differences(subject: Subject) -> Iterator[Judgement]:
 
 @dataclasses.dataclass(frozen=True)
 class _Moved:
-    operand: np.ndarray  # what it really is after rounding
+    """The operand after it was moved and rounded, and the resulting `out`."""
+
+    operand: np.ndarray
     out: np.ndarray
 
 
@@ -159,7 +170,7 @@ def _run_moved(subject: Subject, operand: str, problem: Problem) -> _Moved:
 
 
 def _find_unchanged_choices(problem: Problem, others: Sequence[Problem]) -> np.ndarray:
-    """Which queries attend to the same keys in all the problems, booleans `[B, T, N, 1]`."""
+    """Return which queries attend to the same keys in all the problems, booleans `[B, T, N, 1]`."""
     if not depends_on_data(problem.mask):
         return np.ones((1, 1, 1, 1), bool)
     same = [((other.allowed == problem.allowed).all(axis=-1) & other.decided) for other in others]
@@ -174,6 +185,7 @@ def _draw_direction(subject: Subject, operand: str) -> np.ndarray:
 
 
 def _compute_gradients(subject: Subject, cotangent: Cotangent) -> Mapping[str, np.ndarray]:
+    """Return the offered gradients for a cotangent, by name."""
     values = subject.run_gradients(subject.problem, cotangent).values
     return {name: values[name] for name in _OPERAND if name in values and name in subject.implementation.gradients}
 
@@ -185,6 +197,7 @@ def _scale_cotangent(cotangent: Cotangent, factor: float) -> Cotangent:
 
 
 def _keep_queries(cotangent: Cotangent, rows: slice) -> Cotangent:
+    """Return the cotangent with zeros everywhere but at the queries `rows`."""
     out = np.zeros_like(cotangent.out)
     out[:, rows] = cotangent.out[:, rows]
     if cotangent.logsumexp is None:
@@ -199,7 +212,10 @@ def _judge(subject: Subject, label: str, name: str, got: np.ndarray, expected: B
 
 
 def check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
-    """The derivative of `<gradients, weights>` agrees with its finite differences (f32), or asking for it raises."""
+    """Check derivatives of `<gradients, weights>` against finite differences of the gradients, in f32.
+
+    An implementation may refuse to be differentiated twice.
+    """
     if subject.case.dtype != "f32" or depends_on_data(subject.problem.mask):
         return
     cotangent = dataclasses.replace(subject.cotangents[subject.full_cotangent], logsumexp=None)
@@ -210,33 +226,35 @@ def check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
     ]
     weights = {name: _draw_weights(subject, name) for name in names}
     try:
-        found = subject.executor.run(transformed_calls.run_second_derivative, subject.problem, cotangent.out, weights)
-    except Exception as error:  # whatever is raised, nothing wrong was returned
+        derivatives = subject.executor.run(
+            transformed_calls.run_second_derivative, subject.problem, cotangent.out, weights
+        )
+    except Exception as error:  # an exception of any type is a refusal: no wrong result was returned
         yield build_unsupported("second", f"{type(error).__name__}: {error}".split("\n")[0])
         return
-    bounds = subject.expected_gradients(subject.full_cotangent)
+    bounds = subject.get_expected_gradients(subject.full_cotangent)
     noise = np.sqrt(sum(np.sum((weights[name] * bounds[GRADIENT_OF[name]].bound) ** 2) for name in names))
     limit = subject.limits.limit("f32", "dq").ratio
     for name in names:
         direction = _draw_direction(subject, name)
-        left = {
-            step: _compute_discrepancy(subject, cotangent, weights, name, step * direction, found)
+        discrepancy = {
+            step: _compute_discrepancy(subject, cotangent, weights, name, step * direction, derivatives)
             for step in (_STEP, _STEP / 2)
         }
-        # What the two steps leave differs by at least twice what curvature leaves of the second.
-        allowed = abs(left[_STEP] / 2 - left[_STEP / 2]) + 2 * limit * float(noise)
-        off = abs(left[_STEP / 2])
-        agrees = off <= allowed
+        # The two discrepancies differ by at least twice the curvature error of the half step.
+        allowed = abs(discrepancy[_STEP] / 2 - discrepancy[_STEP / 2]) + 2 * limit * float(noise)
+        remaining = abs(discrepancy[_STEP / 2])
+        agrees = remaining <= allowed
         yield Judgement(
             observable=f"second.{GRADIENT_OF[name]}",
             verdict=records.PASS if agrees else records.FAIL,
-            ratio=off / allowed,
+            ratio=remaining / allowed,
             limit=1.0,
             reason=""
             if agrees
             else f"moving {name} changes <gradients, weights> by "
-            + "{} more or less than their derivative says, {} is explained by rounding and curvature".format(
-                *format_distinct(off, allowed)
+            + "{} more or less than their derivative says; rounding and curvature explain {}".format(
+                *format_distinct(remaining, allowed)
             ),
         )
 
@@ -254,7 +272,7 @@ def _compute_discrepancy(
     by: np.ndarray,
     derivative: Mapping[str, np.ndarray],
 ) -> float:
-    """What central differences have more than the derivative along them."""
+    """Return central differences of `<gradients, weights>` minus what the second derivative predicts."""
     value = getattr(subject.problem, moved)
     ends, along = [], []
     for sign in (1, -1):

@@ -1,11 +1,13 @@
-"""Errors of bf16 and f16 kernels below one rounding of the output, seen over many elements and seeds.
+"""Check `ensemble`: errors in bf16 and f16 that are below one rounding, seen over many elements and seeds.
 
-There are two statistics for each observable. **Bias** is the mean error away from zero, in units of half the spacing of
-the output dtype. A correct kernel has 0; one that truncates instead of rounding has -1. **Spread** is the root mean
-square error, as a multiple of what a correct kernel is expected to have (`conformance.truth.error_variance`). A kernel that
-accumulates in the operands' dtype instead of f32 rounds at every step, which shows here.
+Each observable has two statistics:
 
-In f16 a sum in the operands' dtype also overflows. That is asked too, of the program that there is.
+- **Bias** is the mean error away from zero, in units of half the spacing of the output dtype. A correct kernel has 0. A
+  kernel that truncates instead of rounding has -1.
+- **Spread** is the root mean square error, relative to that of a correct kernel (`conformance.truth.spread`). It shows
+  a kernel that accumulates in the operands' dtype instead of f32, since such a kernel rounds at every step.
+
+In f16 a sum in the operands' dtype also overflows. The subcheck `wide_sums` provokes that with the same program.
 """
 
 from __future__ import annotations
@@ -25,31 +27,40 @@ from conformance.execution.executor import Result
 from conformance.truth.error_variance import ErrorVariance, compute_error_variance
 
 SEEDS = 6
-"""Problems that the statistics run over; they differ in their values only and share one compiled program."""
+"""The number of problems per statistic; they differ in values only and share one compiled program."""
 
-# Over jax_nn_xla, jax_splash_tpu (both backward passes), jax_flash_tpu, jax_mha_gpu, dot_product, block_flash and two
-# kernels written for the tests, on CPU, the largest spread is 1.00, as derived (1.04 with logits rounded to f16), and
-# the largest bias 0.011, at standard errors of 0.001 to 0.004. Simulated sums of eight heads or blocks that are rounded
-# on the way, as declared, have a spread of 1.05: sums of rounded numbers are often a tie. Undeclared, rounding at each
-# of 8 blocks, or of 8 heads of a group, gives one of 1.13 to 1.72; truncation gives a bias of -1.00, and one part in
-# 10^4 too much of a gradient in bf16 one of 0.03.
+# Measured on CPU with jax_nn_xla, jax_splash_tpu (both backward passes), jax_flash_tpu, jax_mha_gpu, dot_product,
+# block_flash and two kernels of the tests:
+# - Correct kernels: the largest spread is 1.00, as derived (1.04 with logits rounded to f16). The largest bias is
+#   0.011, at standard errors of 0.001 to 0.004.
+# - Declared rounding of partial sums, simulated with eight heads or blocks: a spread of 1.05, since sums of rounded
+#   numbers are often a tie.
+# - Undeclared rounding at each of 8 blocks, or of 8 heads of a group: a spread of 1.13 to 1.72.
+# - Truncation: a bias of -1.00. A bf16 gradient that is too large by one part in 10^4: a bias of 0.03.
 BIAS_LIMIT = 0.03
 SPREAD_LIMIT = 1.1
-# What shares few large errors (rounded logits, rounded sums of weights) may lean further by chance, but never this far.
+# Where a few large errors are shared (rounded logits, rounded sums of weights), the bias may exceed the limit by
+# chance, but never by this many standard errors.
 _STANDARD_ERRORS = 6.0
-# What is added to values in the first half of the depth and taken from those in the other, and by what cotangents grow,
-# which are alike in both. So products in `D = <out, do>` and in `<do, v>` are some 100,000, and sums over half of the
-# depth more, which f16 does not have. The whole sums are within: a probability that JAX casts to f16 has its gradient
-# in f16.
+# The shift is added to values in the first half of the depth and subtracted in the second half. Cotangents are equal in
+# both halves and multiplied by the factor. So products in `D = <out, do>` and in `<do, v>` are about 100,000, and sums
+# over half of the depth are larger: both overflow f16. The whole sums must fit into f16, since the gradient of a
+# probability that JAX casts to f16 is in f16.
 _VALUE_SHIFT = 256.0
 _COTANGENT_FACTOR = 512.0
-# Seeds of one case lie this far apart, so that no two base seeds share a problem.
+# The distance between seeds of one case. It is so large that no two base seeds share a problem.
 _SEED_STEP = 2**32
 
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Bias and its standard error, in units of half a spacing; spread, as a multiple of the expected one."""
+    """The statistics of one observable.
+
+    Attributes:
+      bias: the mean error away from zero, in units of half a spacing.
+      standard_error: the standard error of `bias`.
+      spread: the root mean square error, relative to the expected one.
+    """
 
     bias: float
     standard_error: float
@@ -57,7 +68,7 @@ class Statistics:
 
 
 def check_ensemble(subject: Subject) -> Iterator[Judgement]:
-    """Over many seeds, errors in bf16 and f16 neither lean to one side nor scatter more than roundings explain."""
+    """Check that bf16 and f16 errors have no bias and no larger spread than roundings explain."""
     collected: dict[str, list[tuple[np.ndarray, ErrorVariance]]] = {}
     for case in list_reseeded_cases(subject.case):
         one = dataclasses.replace(subject, case=case)
@@ -79,9 +90,11 @@ def check_ensemble(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_wide_sums(subject: Subject) -> Iterator[Judgement]:
-    """Gradients are right where parts of the sums over depth are beyond f16, and whole sums are not."""
+    """Check f16 gradients where partial sums over the depth overflow f16 and whole sums do not."""
     if subject.implementation.arithmetic.softmax != "f32":
-        yield build_unsupported("gradients", "sums on the way back are declared in f16")
+        yield build_unsupported(
+            "gradients", "the softmax is declared in f16, so sums of its backward pass may overflow"
+        )
         return
     v, drawn = subject.problem.v, subject.cotangents["random"].out
     half = v.shape[-1] // 2
@@ -89,8 +102,8 @@ def _check_wide_sums(subject: Subject) -> Iterator[Judgement]:
     problem = dataclasses.replace(
         subject.problem, v=v + np.where(depth < half, _VALUE_SHIFT, -_VALUE_SHIFT).astype(v.dtype)
     )
-    alike = np.abs(drawn[..., np.where(depth < half, depth, depth - half)])
-    cotangent = Cotangent("random", alike * drawn.dtype.type(_COTANGENT_FACTOR))
+    equal_halves = np.abs(drawn[..., np.where(depth < half, depth, depth - half)])
+    cotangent = Cotangent("random", equal_halves * drawn.dtype.type(_COTANGENT_FACTOR))
     got = subject.executor.gradients(problem, cotangent).values
     expected = subject.expect(problem, [cotangent]).gradients[0]
     for name in subject.implementation.gradients:
@@ -99,13 +112,14 @@ def _check_wide_sums(subject: Subject) -> Iterator[Judgement]:
 
 
 def compute_statistics(pairs: list[tuple[np.ndarray, ErrorVariance]]) -> Statistics:
-    """Of results and what they should be, over all their elements.
+    """Compute the statistics of results with their exact values, over all elements.
 
-    Elements of a row (along the last axis) share their probabilities, so the bias is taken row by row and then averaged
-    over the rows. The bias of a row is the sum of its errors over the sum of its spacings. It is not a mean of
-    quotients, since an element next to zero has a spacing far below its error. Rows of a problem may share errors too:
-    a sum of weights that is rounded moves all rows of dv. Problems share none, so the standard error is the larger one
-    of that over rows and that over problems.
+    Elements of a row, along the last axis, share their probabilities. So the bias is computed row by row and then
+    averaged over rows. The bias of a row is the sum of its errors divided by the sum of its spacings. A mean of
+    quotients would not do, since the spacing of an element near zero is far below its error.
+
+    Rows of one problem may share errors too: a rounded sum of weights moves all rows of `dv`. Problems share none. So
+    the standard error is the larger one of that over rows and that over problems.
     """
     rows, squares = [], []
     for got, exact in pairs:
@@ -124,7 +138,7 @@ def compute_statistics(pairs: list[tuple[np.ndarray, ErrorVariance]]) -> Statist
 
 
 def list_reseeded_cases(case: Case) -> list[Case]:
-    """The cases that the statistics of `case` run over."""
+    """List the cases that the statistics of `case` are computed over; only their seeds differ."""
     return [dataclasses.replace(case, seed=(case.seed + number * _SEED_STEP) % 2**64) for number in range(SEEDS)]
 
 
@@ -134,14 +148,14 @@ def _run_case(subject: Subject) -> Result:
     return subject.executor.forward(subject.problem)
 
 
-def judge_statistics(name: str, found: Statistics, dtype: str) -> Iterator[Judgement]:
+def judge_statistics(name: str, computed: Statistics, dtype: str) -> Iterator[Judgement]:
     """Judge both statistics of an observable, as `name.bias` and `name.spread`."""
-    limit = max(BIAS_LIMIT, _STANDARD_ERRORS * found.standard_error)
-    yield _judge_statistic(f"{name}.bias", found.bias, limit, _describe_bias(found.bias))
-    scatter = f"errors scatter {found.spread:.3g} times as much as all roundings of a correct kernel together"
-    if abs(found.bias) <= limit:  # else that is the explanation
+    limit = max(BIAS_LIMIT, _STANDARD_ERRORS * computed.standard_error)
+    yield _judge_statistic(f"{name}.bias", computed.bias, limit, _describe_bias(computed.bias))
+    scatter = f"errors scatter {computed.spread:.3g} times as much as all roundings of a correct kernel together"
+    if abs(computed.bias) <= limit:  # otherwise the bias explains the spread
         scatter += f": is a sum rounded to {dtype} at every step, instead of being accumulated in f32?"
-    yield _judge_statistic(f"{name}.spread", found.spread, SPREAD_LIMIT, scatter)
+    yield _judge_statistic(f"{name}.spread", computed.spread, SPREAD_LIMIT, scatter)
 
 
 def _describe_bias(bias: float) -> str:

@@ -1,9 +1,8 @@
-"""Operands: an accepted one must matter as the oracle says, a wrong one must be named in the error."""
+"""Check `errors`: wrong operands raise an error that names the operand."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -11,70 +10,37 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cases.masks import Causal, Full, OwnWindow, Window, list_conjuncts
-from cases.moba_mask import Moba
-from cases.operand_registry import OPERANDS, OPTIONAL, REMOVABLE
+from cases.masks import Causal, Full, Window
+from cases.operand_registry import OPERANDS, OPTIONAL
 from cases.operand_values import Problem
 from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import single_calls
-from conformance.truth.rounding_bounds import Bounded, compute_expectation
-
-
-def check_arguments(subject: Subject) -> Iterator[Judgement]:
-    """The result with an accepted argument differs from the result without it as the oracle says."""
-    for name, without in iter_without_argument(subject.problem):
-        arithmetic = subject.implementation.arithmetic
-        other = compute_expectation(without, arithmetic, empty_rows=subject.empty_rows).forward["out"]
-        here = subject.expectation.forward["out"]
-        effect = Bounded(here.value - other.value, here.bound + other.bound)
-        with_it = subject.forward.values["out"].astype(np.float64)
-        without_it = subject.executor.forward(without).values["out"].astype(np.float64)
-        both = subject.judged_out & ~without.empty_rows.transpose(0, 2, 1)[..., None]
-        yield subject.judge("out", with_it - without_it, effect, both, label=f"effect_of_{name}")
-
-
-def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """The arguments that the problem has and may lack, each with the problem without it."""
-    if isinstance(problem.mask, Moba):
-        every = dataclasses.replace(problem.mask, topk=problem.mask.chunks(problem.k.shape[1]))
-        yield "gates", dataclasses.replace(problem, mask=every)
-    elif problem.storage is not None:
-        if (unlimited := _remove_window(problem)).mask != problem.mask:
-            yield "window", unlimited
-    elif problem.mask != Full():
-        yield "mask", dataclasses.replace(problem, mask=Full())
-    for operand in REMOVABLE:
-        if getattr(problem, operand.name) is not None:
-            yield operand.name, problem.without(operand.name)
-
-
-def _remove_window(problem: Problem) -> Problem:
-    """The problem in which each query sees all keys of its sequence up to its own: the lengths stay."""
-    parts = [dataclasses.replace(x, left=None) if isinstance(x, OwnWindow) else x for x in list_conjuncts(problem.mask)]
-    return dataclasses.replace(problem, mask=functools.reduce(lambda one, other: one & other, parts))
 
 
 def check_errors(subject: Subject) -> Iterator[Judgement]:
-    """Wrong operands raise an error that names the operand, before any work; what no result would be right for too."""
+    """Check that wrong operands raise an error naming the operand, before any computation."""
     if not subject.implementation.validates:
         return
     if (kind := subject.implementation.storage) is not None:
-        yield build_unsupported("operands", f"what is wrong of the operands of a {kind} call has no rule yet")
+        yield build_unsupported("operands", f"the contract does not define wrong operands of a {kind} call")
         return
     refused = {o.name for o in OPTIONAL if o.opt_in and o.name not in subject.implementation.offers}
     if "score_mod" not in refused:
-        number = _WrongCall("score_mod_number", ("score_mod",), _build_arguments(subject.problem, score_mod=2.0))
-        yield _judge_error(subject, number, (ValueError, TypeError))
-    for wrong, name, problem in (*_iter_wrong_operands(subject.problem), *_iter_wrong_shapes(subject.problem, refused)):
-        yield _judge_error(subject, _WrongCall(wrong, (name,), _build_arguments(problem)), (ValueError,))
-    for asked in (
+        call = _WrongCall("score_mod_number", ("score_mod",), _build_arguments(subject.problem, score_mod=2.0))
+        yield _judge_error(subject, call, (ValueError, TypeError))
+    for observable, name, problem in (
+        *_iter_wrong_operands(subject.problem),
+        *_iter_wrong_shapes(subject.problem, refused),
+    ):
+        yield _judge_error(subject, _WrongCall(observable, (name,), _build_arguments(problem)), (ValueError,))
+    for call in (
         *_iter_empty_operands(subject.problem),
         *_iter_wrong_dtypes(subject.problem),
         *_iter_wrong_types(subject.problem),
     ):
-        yield _judge_error(subject, asked, (ValueError, TypeError))
+        yield _judge_error(subject, call, (ValueError, TypeError))
     yield from _check_second_derivatives(subject)
 
 
@@ -83,14 +49,15 @@ class _WrongCall:
     """A call that should be refused.
 
     Attributes:
-      what: the observable.
-      names: the message has one of these words.
+      observable: the observable.
+      names: the message must contain one of these words.
       given: the arguments.
-      traced: the one among them that is traced, if any.
-      meant: what it could mean to an implementation that takes it: then the result must be right; none if nothing.
+      traced: the one argument that is traced, if any.
+      meant: the problem that an implementation may take the call for. Then the result must be right. None if there is
+        none.
     """
 
-    what: str
+    observable: str
     names: tuple[str, ...]
     given: Mapping[str, Any]
     traced: str = ""
@@ -98,64 +65,76 @@ class _WrongCall:
 
 
 def _build_arguments(problem: Problem, **changed: Any) -> dict[str, Any]:
-    """The arguments of the canonical call, some of them changed."""
+    """Build the arguments of the canonical call, with some of them changed."""
     values = {operand.name: getattr(problem, operand.name) for operand in OPERANDS}
     return {"mask": problem.mask, **{name: x for name, x in values.items() if x is not None}, **changed}
 
 
 def _judge_error(subject: Subject, wrong: _WrongCall, kinds: tuple[type[Exception], ...]) -> Judgement:
-    said = f"must be a {' or a '.join(kind.__name__ for kind in kinds)} naming {wrong.names[0]!r}"
+    """Judge how the implementation reacts to a wrong call."""
+    requirement = f"must be a {' or a '.join(kind.__name__ for kind in kinds)} naming {wrong.names[0]!r}"
     try:
         got = subject.executor.run(single_calls.run_exactly, wrong.given, wrong.traced)
     except NotImplementedError as error:
-        return Judgement(observable=wrong.what, verdict=records.UNSUPPORTED, reason=str(error))
+        return Judgement(observable=wrong.observable, verdict=records.UNSUPPORTED, reason=str(error))
     except kinds as error:
         if any(re.search(rf"(?<![a-z]){name}", str(error), re.IGNORECASE) for name in wrong.names):
-            return Judgement(observable=wrong.what, verdict=records.PASS)
+            return Judgement(observable=wrong.observable, verdict=records.PASS)
         reason = f"the {type(error).__name__} does not name {wrong.names[0]!r}: {error}".split("\n")[0]
-        return Judgement(observable=wrong.what, verdict=records.FAIL, reason=reason)
-    except Exception as error:  # any other type is the finding
-        reason = f"raises {type(error).__name__}, {said}: {error}".split("\n")[0]
-        return Judgement(observable=wrong.what, verdict=records.FAIL, reason=reason)
+        return Judgement(observable=wrong.observable, verdict=records.FAIL, reason=reason)
+    except Exception as error:  # an error of another type is a failure
+        reason = f"raises {type(error).__name__}, {requirement}: {error}".split("\n")[0]
+        return Judgement(observable=wrong.observable, verdict=records.FAIL, reason=reason)
     accepted = f"a wrong {wrong.names[0]} is accepted"
     if wrong.meant is None:
-        return Judgement(observable=wrong.what, verdict=records.FAIL, reason=accepted)
+        return Judgement(observable=wrong.observable, verdict=records.FAIL, reason=accepted)
     return _judge_accepted(subject, wrong, got, accepted)
 
 
 def _judge_accepted(subject: Subject, wrong: _WrongCall, got: np.ndarray, accepted: str) -> Judgement:
-    """What was taken as it was meant must be right; where there is nothing to be right, it has the shape and no NaN."""
+    """Judge the result of a call that was accepted, by the problem that it may mean.
+
+    If that problem has an axis of length 0, only the shape matters and that all values are finite.
+    """
     meant = wrong.meant
     assert meant is not None
     if 0 in (*meant.q.shape, *meant.k.shape, *meant.v.shape):
         shape = (*meant.q.shape[:3], meant.v.shape[3])
         if got.shape == shape and np.isfinite(got.astype(np.float64)).all():
-            return Judgement(observable=wrong.what, verdict=records.PASS)
-        reason = f"{accepted}, and the result is no array {list(shape)} of finite numbers"
-        return Judgement(observable=wrong.what, verdict=records.FAIL, reason=reason)
+            return Judgement(observable=wrong.observable, verdict=records.PASS)
+        reason = f"{accepted}, and the result is not an array {list(shape)} of finite numbers"
+        return Judgement(observable=wrong.observable, verdict=records.FAIL, reason=reason)
     expected, judged = subject.expect(meant).forward["out"], subject.find_judged_rows(meant)
-    found = subject.judge("out", got, expected, judged, label=wrong.what)
-    return dataclasses.replace(found, reason=f"{accepted}: {found.reason}" if found.reason else "")
+    judgement = subject.judge("out", got, expected, judged, label=wrong.observable)
+    return dataclasses.replace(judgement, reason=f"{accepted}: {judgement.reason}" if judgement.reason else "")
 
 
 def _check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
-    """A gradient of a gradient is computed, or a sentence says that it is not."""
+    """Check that a gradient of a gradient is computed, or refused by a message about derivatives."""
     if not subject.has_gradients or "dq" not in subject.implementation.gradients:
         return
     name = "second_derivatives"
     try:
-        found = subject.executor.run(single_calls.compute_second_derivative, subject.problem)
+        derivative = subject.executor.run(single_calls.compute_second_derivative, subject.problem)
     except NotImplementedError as error:
-        said = "derivative" in str(error) or "differentia" in str(error)
-        reason = "" if said else f"the NotImplementedError does not say that derivatives are first ones only: {error}"
-        yield Judgement(
-            observable=name, verdict=records.UNSUPPORTED if said else records.FAIL, reason=reason or str(error)
+        names_derivatives = "derivative" in str(error) or "differentia" in str(error)
+        reason = (
+            ""
+            if names_derivatives
+            else f"the NotImplementedError does not say that only first derivatives are supported: {error}"
         )
-    except Exception as error:  # whatever it is, it is not a sentence about derivatives
-        reason = f"a grad of grad raises {type(error).__name__}, must be a NotImplementedError that says so: {error}"
+        yield Judgement(
+            observable=name,
+            verdict=records.UNSUPPORTED if names_derivatives else records.FAIL,
+            reason=reason or str(error),
+        )
+    except Exception as error:  # no other error tells the user that derivatives are the reason
+        reason = (
+            f"a grad of grad raises {type(error).__name__}, must be a NotImplementedError about derivatives: {error}"
+        )
         yield Judgement(observable=name, verdict=records.FAIL, reason=reason.split("\n")[0])
     else:
-        finite = bool(np.isfinite(found).all())
+        finite = bool(np.isfinite(derivative).all())
         reason = "" if finite else "a grad of grad is not finite"
         yield Judgement(observable=name, verdict=records.PASS if finite else records.FAIL, reason=reason)
 
@@ -168,7 +147,7 @@ _OPERAND_WORDS = {
 
 
 def _iter_empty_operands(problem: Problem) -> Iterator[_WrongCall]:
-    """Operands with an axis of length 0; who takes them gives an empty or finite result."""
+    """Yield calls with an axis of length 0; if accepted, the result must be empty or finite."""
     scales = {} if problem.kv_scales is None else {"kv_scales": tuple(x[:, :1] for x in problem.kv_scales)}
     cut: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         "no_queries": ({"q": problem.q[:, :0]}, _OPERAND_WORDS["q"]),
@@ -179,14 +158,14 @@ def _iter_empty_operands(problem: Problem) -> Iterator[_WrongCall]:
         "no_head_dim": ({"q": problem.q[..., :0], "k": problem.k[..., :0]}, ("q", "k", "head_dim", "depth")),
         "no_v_head_dim": ({"v": problem.v[..., :0]}, (*_OPERAND_WORDS["v"], "head_dim", "depth")),
     }
-    for what, (changed, names) in cut.items():
+    for observable, (changed, names) in cut.items():
         mask = problem.mask if isinstance(problem.mask, Causal | Window) else Full()
         smaller = dataclasses.replace(problem, **changed, mask=mask)
-        yield _WrongCall(what, (*names, "size", "length"), _build_arguments(smaller), meant=smaller)
+        yield _WrongCall(observable, (*names, "size", "length"), _build_arguments(smaller), meant=smaller)
 
 
 def _iter_wrong_dtypes(problem: Problem) -> Iterator[_WrongCall]:
-    """Operands of each kind of dtype that the contract does not have: `out` would be in it too."""
+    """Yield calls with dtypes that the contract excludes; `out` would have them too."""
     changed = ("q",) if problem.kv_scales is not None else ("q", "k", "v")
     for dtype in (np.int8, np.int32, np.bool_, np.complex64, ml_dtypes.float8_e4m3fn, np.float64):
         name = np.dtype(dtype).name
@@ -195,7 +174,7 @@ def _iter_wrong_dtypes(problem: Problem) -> Iterator[_WrongCall]:
 
 
 def _iter_wrong_types(problem: Problem) -> Iterator[_WrongCall]:
-    """Lists, numbers of another kind, and numbers that are traced."""
+    """Yield calls with lists, numbers of a wrong type, and traced numbers."""
     yield _WrongCall("q_list", _OPERAND_WORDS["q"], _build_arguments(problem, q=problem.q.tolist()), meant=problem)
     rows, columns = np.zeros(problem.q.shape[:2], np.float32), np.zeros(problem.k.shape[:2], np.float32)
     lists = tuple(x.astype(int).tolist() for x in (rows, columns))
@@ -220,27 +199,30 @@ def _iter_wrong_types(problem: Problem) -> Iterator[_WrongCall]:
 
 
 def _iter_wrong_operands(problem: Problem) -> Iterator[tuple[str, str, Problem]]:
-    """`(what is wrong, operand to be named, problem)`."""
+    """Yield `(observable, operand to be named, problem)` for operands that do not fit together."""
     q, k, v = problem.q, problem.k, problem.v
     num_q_heads = q.shape[2]
-    wrong = dataclasses.replace
-    yield "q_rank", "q", wrong(problem, q=q[0])
-    yield "head_dim", "head_dim", wrong(problem, k=np.concatenate([k, k], axis=-1))
-    yield "kv_length", "v", wrong(problem, v=v[:, :-1])
-    yield "batch", "batch", wrong(problem, k=np.concatenate([k, k]), v=np.concatenate([v, v]))
-    three = np.repeat(k[:, :, :1], num_q_heads + 1, axis=2), np.repeat(v[:, :, :1], num_q_heads + 1, axis=2)
-    yield "head_count", "heads", wrong(problem, k=three[0], v=three[1])
+    change = dataclasses.replace
+    yield "q_rank", "q", change(problem, q=q[0])
+    yield "head_dim", "head_dim", change(problem, k=np.concatenate([k, k], axis=-1))
+    yield "kv_length", "v", change(problem, v=v[:, :-1])
+    yield "batch", "batch", change(problem, k=np.concatenate([k, k]), v=np.concatenate([v, v]))
+    many_k, many_v = (np.repeat(x[:, :, :1], num_q_heads + 1, axis=2) for x in (k, v))
+    yield "head_count", "heads", change(problem, k=many_k, v=many_v)
     other = np.float16 if q.dtype != np.float16 else np.float32
-    yield "dtype", "dtype", wrong(problem, k=k.astype(other))
-    yield "soft_cap", "soft_cap", wrong(problem, soft_cap=0.0)
-    yield "negative_soft_cap", "soft_cap", wrong(problem, soft_cap=-30.0)
+    yield "dtype", "dtype", change(problem, k=k.astype(other))
+    yield "soft_cap", "soft_cap", change(problem, soft_cap=0.0)
+    yield "negative_soft_cap", "soft_cap", change(problem, soft_cap=-30.0)
     if problem.kv_scales is not None:
         scales = problem.kv_scales
-        yield "kv_scales", "kv_scales", wrong(problem, kv_scales=(scales[0], scales[1][..., :0]))
+        yield "kv_scales", "kv_scales", change(problem, kv_scales=(scales[0], scales[1][..., :0]))
 
 
 def _iter_wrong_shapes(problem: Problem, refused: Collection[str]) -> Iterator[tuple[str, str, Problem]]:
-    """Likewise, every optional array in turn with one query or query head too many; none of those `refused`."""
+    """Yield `(observable, operand, problem)` for optional arrays with one query or head too many.
+
+    Operands in `refused` are left out.
+    """
     batch, q_length, num_q_heads, _ = problem.q.shape
     sizes = {"B": batch, "T": q_length, "S": problem.k.shape[1], "N": num_q_heads, "K": problem.k.shape[2]}
     for operand in OPTIONAL:

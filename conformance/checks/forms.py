@@ -1,8 +1,8 @@
-"""Forms of an argument that mean the same: who takes them must give what they mean, and who does not must say so.
+"""Check `forms`: arguments given in another form with the same meaning.
 
-A scale may come as an integer, out of NumPy, traced, or as zero. A window may come in a list, a bias in a dtype of its
-own, a mask or a bias with an axis that rows or heads share. What is silently taken for something else is wrong; what is
-refused is unsupported, and shown.
+A scale may be an integer, a NumPy number, traced, or zero. A window may be a list. A bias may have its own dtype. A
+mask or a bias may have axes of length 1. An implementation must give the result that the argument means, or refuse it.
+Silently taking it for something else is a failure. A refusal is reported as unsupported.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class _Form:
     """An argument in another form.
 
     Attributes:
-      name: the observable is `out` with this name behind it.
-      meant: what the call means.
-      given: arguments in the form that is asked, in place of those that `meant` gives.
-      case: of what dtype it is, if not of that of the subject.
+      name: the observable is `out.` followed by this name.
+      meant: the problem that the call means.
+      given: arguments that replace those of `meant`.
+      case: a case of another dtype, if the form needs one.
     """
 
     name: str
@@ -43,7 +43,7 @@ class _Form:
 
 
 def check_forms(subject: Subject) -> Iterator[Judgement]:
-    """Numbers of every type, windows in lists, shared axes and narrow biases mean what they say, or are refused."""
+    """Check that arguments in other forms mean the same, or are refused."""
     for form in _iter_forms(subject):
         yield _judge_form(subject, form)
     yield from _check_shared_bias_residuals(subject)
@@ -51,32 +51,34 @@ def check_forms(subject: Subject) -> Iterator[Judgement]:
 
 
 def _judge_form(subject: Subject, form: _Form) -> Judgement:
+    """Judge the result for one form."""
     label = f"out.{form.name}"
     subject = dataclasses.replace(subject, case=form.case or subject.case)
     try:
         got = subject.executor.run(single_calls.run_with_arguments, form.meant, form.given)
-    except Exception as error:  # whatever is raised, nothing wrong was returned
+    except Exception as error:  # an exception of any type is a refusal: no wrong result was returned
         return build_unsupported(label, f"{type(error).__name__}: {error}".split("\n")[0])
     expected = subject.expect(form.meant).forward["out"]
-    found = subject.judge("out", got, expected, subject.find_judged_rows(form.meant), label=label)
-    if found.verdict == records.PASS and got.dtype != form.meant.q.dtype:
-        # Right, and wider, as JAX's rules of promotion have it: nothing is taken for something else.
+    judgement = subject.judge("out", got, expected, subject.find_judged_rows(form.meant), label=label)
+    if judgement.verdict == records.PASS and got.dtype != form.meant.q.dtype:
+        # The result is right and its dtype is promoted as JAX does: the argument was not misread.
         return build_unsupported(label, f"the argument makes the result {got.dtype}, where q is {form.meant.q.dtype}")
-    return found
+    return judgement
 
 
 def _iter_forms(subject: Subject) -> Iterator[_Form]:
+    """Yield the forms that apply to the case."""
     problem = subject.problem
     flags = subject.executor.run(single_calls.find_mask_arguments, problem)
     for name in ("scale", "soft_cap"):
         if getattr(problem, name) is not None:
             yield from _iter_number_forms(subject, name)
     if problem.scale is not None:
-        # A number like any other, and none where somebody tests for truth.
+        # Zero is a valid scale, but false: a kernel that tests `if scale` takes it for a missing one.
         yield _Form("scale_zero", dataclasses.replace(problem, scale=0.0))
         if not depends_on_data(problem.mask):
-            # With queries of the other sign a scale below zero means what it means above: signs are exact, so the
-            # bounds are the same too. Gates have no scale, and would choose other keys.
+            # Negating both the scale and the queries leaves the logits as they are. Signs are exact, so the bounds are
+            # the same too. Gates have no scale, so the negated queries would choose other keys.
             yield _Form("scale_below_zero", problem, {"scale": -problem.scale, "q": -problem.q})
     if flags["causal"]:
         yield _Form("causal_numpy", problem, {"causal": np.True_})
@@ -85,17 +87,21 @@ def _iter_forms(subject: Subject) -> Iterator[_Form]:
         yield _Form("window_numpy", problem, {"window": tuple(None if n is None else np.int32(n) for n in window)})
     if flags["mask"] and subject.case.mask.startswith("dense-"):
         yield from _iter_mask_forms(problem)
-    if problem.bias is not None and (subject.case.bias == "bias" or not _takes_any_bias(subject)):
+    if problem.bias is not None and (subject.case.bias == "bias" or not _supports_plain_bias(subject)):
         yield from _iter_bias_forms(problem)
         yield from _iter_rank_three_bias(subject)
 
 
-def _takes_any_bias(subject: Subject) -> bool:
+def _supports_plain_bias(subject: Subject) -> bool:
+    """Return whether the implementation supports the level `bias`."""
     return subject.implementation.supports(dataclasses.replace(subject.case, bias="bias")) is None
 
 
 def _iter_number_forms(subject: Subject, name: str) -> Iterator[_Form]:
-    """A whole number as an integer; a traced one; and beside operands of 16 bits, which none must make wider."""
+    """Yield forms of a number: a whole one as an integer, a traced one, and NumPy and JAX numbers.
+
+    The last two are given with operands of 16 bits, whose dtype they must not change.
+    """
     whole: dict[str, Any] = {name: 1.0}
     yield _Form(f"{name}_int", dataclasses.replace(subject.problem, **whole), {name: 1})
     traced = np.asarray(getattr(subject.problem, name), np.float32)
@@ -112,17 +118,17 @@ def _iter_number_forms(subject: Subject, name: str) -> Iterator[_Form]:
 
 
 def _iter_mask_forms(problem: Problem) -> Iterator[_Form]:
-    """Booleans that heads and rows, or heads and keys, share; and without the axes of batch and heads."""
-    whole = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])[:1, :1]
-    key = int(np.argmin(np.abs(whole[0, 0].mean(axis=0) - 0.5)))  # that some rows see, and some do not
-    for name, part in (("rows", whole[:, :, -1:, :]), ("keys", whole[..., key : key + 1])):
-        meant = dataclasses.replace(problem, mask=Dense(np.ascontiguousarray(np.broadcast_to(part, whole.shape))))
+    """Yield masks shared by heads and rows, or by heads and keys, and one without batch and head axes."""
+    mask = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])[:1, :1]
+    key = int(np.argmin(np.abs(mask[0, 0].mean(axis=0) - 0.5)))  # a key that about half of the rows see
+    for name, part in (("rows", mask[:, :, -1:, :]), ("keys", mask[..., key : key + 1])):
+        meant = dataclasses.replace(problem, mask=Dense(np.ascontiguousarray(np.broadcast_to(part, mask.shape))))
         yield _Form(f"mask_shared_by_{name}", meant, {"mask": part})
-    yield _Form("mask_of_rank_two", dataclasses.replace(problem, mask=Dense(whole)), {"mask": whole[0, 0]})
+    yield _Form("mask_of_rank_two", dataclasses.replace(problem, mask=Dense(mask)), {"mask": mask[0, 0]})
 
 
 def _iter_bias_forms(problem: Problem) -> Iterator[_Form]:
-    """Numbers that rows or keys share; in 16 bits beside operands of 32; and without the axes of batch and heads."""
+    """Yield biases shared by rows or by keys, in bf16 beside f32 operands, and without batch and head axes."""
     assert problem.bias is not None
     parts = {
         "bias_shared_by_rows": problem.bias[:, :, -1:, :],
@@ -136,7 +142,7 @@ def _iter_bias_forms(problem: Problem) -> Iterator[_Form]:
 
 
 def _check_shared_bias_residuals(subject: Subject) -> Iterator[Judgement]:
-    """What a bias with one column for all keys does where it changes no weight: it is in the residuals."""
+    """Check the residuals for a bias that all keys share: it changes them, though it changes no weight."""
     if subject.problem.bias is None or not subject.implementation.residuals:
         return
     shared = dataclasses.replace(subject.problem, bias=subject.problem.bias[..., :1])
@@ -152,13 +158,13 @@ def _check_shared_bias_residuals(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_shared_bias_gradient(subject: Subject) -> Iterator[Judgement]:
-    """What a bias with one column for all keys is pulled back to: the sum over the keys of every row."""
+    """Check the gradient of a bias that all keys share: the sum over the keys of each row."""
     if subject.problem.bias is None or not subject.has_gradients or "dbias" not in subject.implementation.gradients:
         return
-    # Without a sink, what all keys share changes nothing.
-    beside = dataclasses.replace(subject.case, sinks=True)
-    if subject.implementation.supports(beside) is None:
-        subject = dataclasses.replace(subject, case=beside)
+    # Without a sink, a bias that all keys share changes no weight.
+    with_sinks = dataclasses.replace(subject.case, sinks=True)
+    if subject.implementation.supports(with_sinks) is None:
+        subject = dataclasses.replace(subject, case=with_sinks)
     problem = subject.problem
     assert problem.bias is not None
     shared = dataclasses.replace(problem, bias=problem.bias[..., :1])
@@ -177,7 +183,10 @@ def _check_shared_bias_gradient(subject: Subject) -> Iterator[Judgement]:
 
 
 def _iter_rank_three_bias(subject: Subject) -> Iterator[_Form]:
-    """A bias without the axis of the batch, where there are as many batch rows as heads: only the order tells them."""
+    """Yield a bias without the batch axis, in a case with as many batch rows as heads.
+
+    So a kernel that takes the first axis for the batch raises no error; only the values show it.
+    """
     square = dataclasses.replace(subject.case, batch=subject.case.num_q_heads)
     if subject.implementation.supports(square) is None:
         problem = draw_problem(square)

@@ -1,4 +1,4 @@
-"""The forward pass: `out` of the plain call, the residuals, and the primal under `jax.vjp`."""
+"""Checks `forward`, `residuals` and `primal`: the results of the forward pass in all its calls."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from conformance.truth.comparison import compare
 
 
 def check_forward(subject: Subject) -> Iterator[Judgement]:
-    """`out` of the call without residuals is right, in shape and dtype too.
+    """Check `out` of the call without residuals, and its shape and dtype.
 
-    With a quantised cache, right means: for the keys and values that the cache stands for. A figure beside the verdict
-    says how far `out` is from attention to the keys and values before they were stored. It is a multiple of what
-    rounding and storing explain.
+    With a quantised cache, `out` is compared with attention to the values that the cache represents. A figure beside
+    the verdict tells how far `out` is from attention to the keys and values before quantisation. Its bound includes
+    rounding and quantisation.
 
-    Where the call writes pages, `k_pages` and `v_pages` are what they must be, bit for bit.
+    If the call writes pages, `k_pages` and `v_pages` are compared bit for bit.
     """
     judgement = judge_out(subject, subject.forward)
     if (before := subject.expectation_before_storing) is not None:
@@ -34,7 +34,7 @@ def check_forward(subject: Subject) -> Iterator[Judgement]:
 
 
 def check_residuals(subject: Subject) -> Iterator[Judgement]:
-    """With `save_residuals=True`, `out` stays right and `logsumexp` and `max_logits` are."""
+    """Check `out`, `logsumexp` and `max_logits` of the call with `save_residuals=True`."""
     offered = subject.implementation.residuals
     for name in RESIDUALS:
         if name not in offered:
@@ -51,7 +51,7 @@ def check_residuals(subject: Subject) -> Iterator[Judgement]:
 
 
 def check_primal(subject: Subject) -> Iterator[Judgement]:
-    """The value that `jax.vjp` returns is right as well: a custom VJP has a forward pass of its own."""
+    """Check the value that `jax.vjp` returns: a custom VJP has its own forward pass."""
     if "random" in subject.cotangents:
         yield judge_out(subject, subject.gradients("random"))
     if "random_lse" in subject.cotangents:
@@ -61,18 +61,18 @@ def check_primal(subject: Subject) -> Iterator[Judgement]:
 
 
 def judge_out(subject: Subject, result: Result, *, label: str = "out", judged: np.ndarray | None = None) -> Judgement:
-    """Judge `out` of a result."""
+    """Judge `out` of a result by the case's expectation."""
     got = result.values["out"]
     if got.dtype != subject.problem.q.dtype:
         wrong = f"dtype is {got.dtype}, must be that of q, {subject.problem.q.dtype}"
-        return subject.malformed("out", wrong, label=label)
+        return subject.judge_malformed("out", wrong, label=label)
     rows = subject.judged_out if judged is None else judged
     return subject.judge("out", got, subject.expectation.forward["out"], rows, label=label)
 
 
 def judge_residual(subject: Subject, name: str, result: Result, *, judged: np.ndarray | None = None) -> Judgement:
-    """Judge a residual of a result."""
+    """Judge one residual of a result by the case's expectation."""
     if name not in result.values:
-        return subject.malformed(name, f"the residuals have no entry {name!r}, which the implementation offers")
+        return subject.judge_malformed(name, f"the residuals have no entry {name!r}, which the implementation offers")
     rows = subject.judged_residuals if judged is None else judged
     return subject.judge(name, result.values[name], subject.expectation.forward[name], rows)

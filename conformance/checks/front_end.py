@@ -1,4 +1,7 @@
-"""A model's front end and attention together: from raw projections to `out`, and all the way back."""
+"""Check `front_end`: a model's front end and attention together, forward and backward.
+
+The front end applies rotary embedding, norms and factors to raw projections.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from conformance.truth.rounding_bounds import Expectation, OperandErrors, comput
 from conformance.truth.roundoff import Roundoff
 from conformance.truth.running_error import BoundedNumber
 
-# The gradient that each raw operand comes from; its limit applies.
+# The gradient whose limit applies to each raw operand.
 _GRADIENT_OF_RAW = {"q": "dq", "k": "dk", "v": "dv", "q_norm": "dq", "k_norm": "dk"}
 
 
 def check_front_end(subject: Subject) -> Iterator[Judgement]:
-    """`out` and the gradients of raw projections and norm weights, through rotary, norms and factors and attention.
+    """Check `out` and the gradients of raw projections and norm weights, through front end and attention.
 
-    The truth is the float64 front end followed by the float64 oracle. A front end in f32 may be off, and its results
-    are rounded to the operands' dtype. Both enter the bounds as an error of the operands.
+    The expectation is a float64 front end followed by the float64 oracle. The bounds include two errors of the
+    operands: the f32 arithmetic of the front end, and the rounding of its results to the operands' dtype.
     """
     raw, steps = draw_raw_projections(subject.case), subject.case.steps
     if not steps:
@@ -41,13 +44,14 @@ def check_front_end(subject: Subject) -> Iterator[Judgement]:
     if not cotangents:
         return
     u = Roundoff.of(subject.implementation.arithmetic, subject.problem)
-    found = expected.gradients[0]
-    through = truth.pull_back(found["dq"], found["dk"], found["dv"], u.out, u.tiny)
-    for name, bounded in through.items():
+    gradient_bounds = expected.gradients[0]
+    raw_bounds = truth.pull_back(gradient_bounds["dq"], gradient_bounds["dk"], gradient_bounds["dv"], u.out, u.tiny)
+    for name, bounded in raw_bounds.items():
         yield _judge(subject, _GRADIENT_OF_RAW[name], f"d{name}_raw", gradients[name], bounded, None)
 
 
 def _compute_expectation(subject: Subject, truth: FrontEnd, cotangents: tuple[Cotangent, ...]) -> Expectation:
+    """Compute exact results and bounds of attention to the exact outputs of the front end."""
     u = Roundoff.of(subject.implementation.arithmetic, subject.problem)
     q, k = (stream.after.stored(u.out, u.tiny) for stream in (truth.q, truth.k))
     v: BoundedNumber = truth.v
@@ -61,7 +65,7 @@ def _compute_expectation(subject: Subject, truth: FrontEnd, cotangents: tuple[Co
 
 
 def _run_program(subject: Subject, do: np.ndarray | None) -> tuple[Any, Mapping[str, Any]]:
-    """`out` and, for a cotangent, the gradients of what the front end takes: one compiled program."""
+    """Run one compiled program for `out` and, with a cotangent, the gradients of the front end's inputs."""
     raw, case = draw_raw_projections(subject.case), subject.case
     given = {name: x for name, x in dataclasses.asdict(raw).items() if x is not None}
     assert given["q"].dtype == DTYPES[case.dtype]

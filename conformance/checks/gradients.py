@@ -1,4 +1,7 @@
-"""Gradients, for cotangents of `out` and of `logsumexp`, against both reference backward passes."""
+"""Checks `gradients`, `gradients_lse` and `gradients_part`, for cotangents of `out` and `logsumexp`.
+
+Gradients are judged by the oracle's plain backward pass, and shown beside its flash backward pass.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,20 @@ from conformance.truth.rounding_bounds import Bounded
 
 
 def check_gradients(subject: Subject) -> Iterator[Judgement]:
-    """`dq dk dv dsinks dbias` for a random cotangent of `out`.
+    """Check `dq dk dv dsinks dbias` for a random cotangent of `out`.
 
-    Each is compared with the truth (vanilla) and with the flash formula applied to the implementation's own rounded
-    `out` and `logsumexp`, which shows whether an error comes from what was saved or from the backward pass itself.
+    Each is judged by the oracle. It is also compared with the flash formula, applied to the implementation's own
+    rounded `out` and `logsumexp`. That shows whether an error comes from these residuals or from the backward pass
+    itself.
     """
     yield from _judge_if_drawn(subject, "random", saved=True)
 
 
 def check_gradients_lse(subject: Subject) -> Iterator[Judgement]:
-    """Gradients for random cotangents of `out` and `logsumexp` together; silent zeros for the second fail."""
+    """Check gradients for random cotangents of `out` and `logsumexp` together.
+
+    A kernel that silently ignores the second cotangent fails.
+    """
     if not subject.has_gradients:
         return
     if "logsumexp" not in subject.implementation.differentiable_residuals:
@@ -39,10 +46,10 @@ def check_gradients_lse(subject: Subject) -> Iterator[Judgement]:
 
 
 def check_gradients_part(subject: Subject) -> Iterator[Judgement]:
-    """Gradients for cotangents on one row, one head, `logsumexp` alone, and only rows that may attend to nothing.
+    """Check gradients for cotangents on one row, one head, `logsumexp` only, and empty rows only.
 
-    The gradients of one row or one head show what those of the others would hide. They also show what a kernel leaves
-    out because most of the cotangent is zero.
+    The gradients of one row or head are not hidden by those of the others. These cotangents are mostly zero, so they
+    also show kernels that wrongly skip work for zero cotangents.
     """
     for part in ("row", "head", "lse", "empty"):
         yield from add_label(part, _judge_if_drawn(subject, part))
@@ -52,7 +59,7 @@ def _judge_if_drawn(subject: Subject, cotangent: str, *, saved: bool = False) ->
     if cotangent not in subject.cotangents:
         return
     result = subject.gradients(cotangent)
-    expected = subject.expected_gradients(cotangent)
+    expected = subject.get_expected_gradients(cotangent)
     flash = _compute_flash_gradients(subject, cotangent, result) if saved else {}
     yield from judge_gradients(subject, result, expected, flash)
 
@@ -73,17 +80,17 @@ def judge_gradients(
 
 
 def _judge_padding(subject: Subject, result: Result) -> Iterator[Judgement]:
-    """Judge the gradients of packed tokens past the last sequence: each is exactly zero.
+    """Judge the gradients of packed tokens past the last sequence: each must be exactly zero.
 
-    They reach the weights of the projections, which sum over all tokens of the pack.
+    They would reach the weights of the projections, which sum over all tokens of the pack.
     """
     storage = subject.problem.storage
     if storage is None or not ((storage.q_rows == NOBODY).any() or (storage.held == NOBODY).any()):
         return
-    found = {name: result.values.get(f"{name}.padding") for name in ("dq", "dk", "dv")}
-    offered = {name: x for name, x in found.items() if x is not None and name in subject.implementation.gradients}
+    padding = {name: result.values.get(f"{name}.padding") for name in ("dq", "dk", "dv")}
+    offered = {name: x for name, x in padding.items() if x is not None and name in subject.implementation.gradients}
     for name, x in offered.items():
-        wrong = np.argwhere(x != 0)  # NaN is not 0 either
+        wrong = np.argwhere(x != 0)  # also true of NaN
         if len(wrong):
             index = tuple(int(n) for n in wrong[0])
             yield Judgement(
@@ -99,9 +106,9 @@ def _judge_padding(subject: Subject, result: Result) -> Iterator[Judgement]:
 
 
 def _compute_flash_gradients(subject: Subject, cotangent: str, result: Result) -> dict[str, np.ndarray]:
-    """Gradients by the flash formula from the implementation's own `out` and, if it has one, `logsumexp`.
+    """Compute gradients by the flash formula from the implementation's own `out` and `logsumexp`.
 
-    Empty where what was saved is not finite in a row that counts: there is nothing to recompute from.
+    Returns an empty dictionary if these are not finite in a judged row: then the formula has no meaning.
     """
     truth = subject.expectation.forward
     out = np.where(subject.judged_out, result.values["out"].astype(np.float64), truth["out"].value)
@@ -115,14 +122,14 @@ def _compute_flash_gradients(subject: Subject, cotangent: str, result: Result) -
         return {}
     saved = oracle.Forward(out, lse, truth["max_logits"].value)
     drawn = subject.cotangents[cotangent]
-    with np.errstate(invalid="ignore", over="ignore"):  # infinities of a wrong `logsumexp`
+    with np.errstate(invalid="ignore", over="ignore"):  # a wrong `logsumexp` may be infinite
         return oracle.compute_backward(
             subject.problem, drawn.out, drawn.logsumexp, form="flash", saved=saved, empty_rows=subject.empty_rows
         )
 
 
 def check_problem(subject: Subject, problem: Problem) -> Iterator[Judgement]:
-    """Results and gradients on any problem are those of the oracle."""
+    """Check results and gradients on any problem by the oracle."""
     drawn = draw_cotangent(subject.case).out
     judged = subject.find_judged_rows(problem)
     cotangents = [Cotangent("random", np.where(judged, drawn, np.zeros_like(drawn)))] if subject.has_gradients else []

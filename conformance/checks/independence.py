@@ -1,12 +1,12 @@
-"""Independence: what a result may not depend on can change freely, and the result keeps its bits.
+"""Check `independence`: a result keeps its bits when inputs that it must not depend on change.
 
 No oracle is needed. One part of the problem is kept: a batch row, a key/value head with its query heads, and a range of
-queries with the keys that they may attend to. Everything else gets other values. In the part itself every operation has
-the operands that it had, in the order that it had, so the results must be the same to the bit.
+queries with the keys that they may attend to. Everything else gets other values. Within the part every operation has
+the same operands in the same order, so its results must be equal to the bit.
 
-Where queries choose their keys (`cases.moba_mask`) that is not so. A kernel gathers the queries that chose the same chunk in
-one block. What other queries choose thus moves a query to another row of a matrix product, and on CPU the last bit of
-such a product depends on the row. There the results must be as right as they were.
+Where queries choose their keys (`cases.moba_mask`), this does not hold. A kernel gathers the queries that chose the
+same chunk in one block. So the choices of other queries move a query to another row of a matrix product, and on CPU the
+last bit of such a product depends on the row. There the results must only stay within their bounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from conformance.truth.rounding_bounds import Bounded
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A batch row, a key/value head with its query heads, and a range of queries."""
+    """The part that is kept: a batch row, a key/value head with its query heads, and some queries."""
 
     name: str
     batch: int
@@ -39,7 +39,7 @@ class _Part:
 
 
 def check_independence(subject: Subject) -> Iterator[Judgement]:
-    """Other batch rows, other heads and keys that a query may not attend to change no bit of its results."""
+    """Check that other batch rows, other heads and hidden keys change no bit of a result."""
     if "independence" not in subject.rotation.laws:
         return
     clean = _run_call(subject, subject.problem)
@@ -59,6 +59,7 @@ def check_independence(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_gradients(subject: Subject) -> Iterator[Judgement]:
+    """Check that other batch rows and heads change no bit of a gradient."""
     part = _build_parts(subject.problem)[0]
     changed = _change_elsewhere(subject.problem, part, keys=False)
     if changed is None:
@@ -74,7 +75,7 @@ def _check_gradients(subject: Subject) -> Iterator[Judgement]:
 
 
 def _run_call(subject: Subject, problem: Problem) -> Result:
-    """The call with residuals if there are any."""
+    """Run the call with residuals if they are offered, else the plain call."""
     if subject.implementation.residuals:
         return subject.require_shapes(
             subject.residuals if problem is subject.problem else subject.run_residuals(problem)
@@ -83,6 +84,7 @@ def _run_call(subject: Subject, problem: Problem) -> Result:
 
 
 def _build_parts(problem: Problem) -> tuple[_Part, _Part]:
+    """Return two parts: the first batch row, head and half of the queries, and the last ones."""
     batch, q_length, num_q_heads, _ = problem.q.shape
     num_kv_heads = problem.k.shape[2]
     group, half = num_q_heads // num_kv_heads, (q_length + 1) // 2
@@ -94,36 +96,36 @@ def _build_parts(problem: Problem) -> tuple[_Part, _Part]:
 
 
 def _change_elsewhere(problem: Problem, part: _Part, *, keys: bool) -> Problem | None:
-    """The problem with other values outside the part; with `keys`, in keys that its queries may not attend to too.
+    """Return the problem with other values outside the part; none if the part is everything.
 
-    None if there is nothing else.
+    With `keys`, keys of the part that its queries may not attend to are changed too.
     """
     q, k, v = (x.copy() for x in (problem.q, problem.k, problem.v))
-    q_here = np.zeros(q.shape[:3], bool)
-    q_here[part.batch, :, part.heads] = True
-    v_here = np.zeros(k.shape[:3], bool)
-    v_here[part.batch, :, part.kv_head] = True
-    k_here = v_here.copy()
+    q_kept = np.zeros(q.shape[:3], bool)
+    q_kept[part.batch, :, part.heads] = True
+    v_kept = np.zeros(k.shape[:3], bool)
+    v_kept[part.batch, :, part.kv_head] = True
+    k_kept = v_kept.copy()
     if keys:
-        q_here[part.batch, :, part.heads] = False
-        q_here[part.batch, part.rows, part.heads] = True
+        q_kept[part.batch, :, part.heads] = False
+        q_kept[part.batch, part.rows, part.heads] = True
         allowed = np.broadcast_to(problem.allowed, (*q.shape[:1], q.shape[2], q.shape[1], k.shape[1]))
         attended = allowed[part.batch, part.heads, part.rows].any(axis=(0, 1))
-        v_here[part.batch, :, part.kv_head] = attended
-        k_here[part.batch, :, part.kv_head] = attended | problem.choosing[0, 0, part.rows].any(axis=0)
-        if problem.storage is not None:  # what the part reads may lie where others read it too
-            v_here, k_here = problem.storage.anywhere(v_here), problem.storage.anywhere(k_here)
-    if q_here.all() and v_here.all():
+        v_kept[part.batch, :, part.kv_head] = attended
+        k_kept[part.batch, :, part.kv_head] = attended | problem.choosing[0, 0, part.rows].any(axis=0)
+        if problem.storage is not None:  # stored tokens of the part may be shared with other sequences
+            v_kept, k_kept = problem.storage.anywhere(v_kept), problem.storage.anywhere(k_kept)
+    if q_kept.all() and v_kept.all():
         return None
     if problem.kv_scales is not None and not problem.has_whole_scales:
         k_scales, v_scales = problem.kv_scales
-        scales = _replace_scales(k_scales, k_here), _replace_scales(v_scales, v_here)
+        scales = _replace_scales(k_scales, k_kept), _replace_scales(v_scales, v_kept)
         problem = dataclasses.replace(problem, kv_scales=scales)
     return dataclasses.replace(
         problem,
-        q=np.where(q_here[..., None], q, _replace_values(q)),
-        k=np.where(k_here[..., None], k, _replace_values(k)),
-        v=np.where(v_here[..., None], v, _replace_values(v)),
+        q=np.where(q_kept[..., None], q, _replace_values(q)),
+        k=np.where(k_kept[..., None], k, _replace_values(k)),
+        v=np.where(v_kept[..., None], v, _replace_values(v)),
     )
 
 
@@ -138,45 +140,46 @@ def _change_cotangent_elsewhere(cotangent: Cotangent, part: _Part) -> Cotangent:
 
 
 def _replace_values(x: np.ndarray) -> np.ndarray:
-    """Finite values of another sign and size: whatever is shared by mistake (a maximum, a scale) shows."""
+    """Return finite values of another sign and size, so that a wrongly shared maximum or scale shows."""
     limit = quantization.find_largest(x.dtype) or float(np.finfo(np.float16).max if x.dtype == np.float16 else 2.0**60)
     other: np.ndarray = np.clip(-16 * x.astype(np.float64), -limit, limit).astype(x.dtype)
     return other
 
 
-def _replace_scales(scales: np.ndarray, here: np.ndarray) -> np.ndarray:
-    """Other scales `[B or 1, S or 1, K]` for what is nowhere `here [B, S, K]`."""
-    shared = tuple(axis for axis, size in enumerate(scales.shape) if size < here.shape[axis])
-    return np.where(here.any(axis=shared, keepdims=True), scales, 4 * scales)
+def _replace_scales(scales: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """Return other scales `[B or 1, S or 1, K]` where no token of `used [B, S, K]` has them."""
+    shared = tuple(axis for axis, size in enumerate(scales.shape) if size < used.shape[axis])
+    return np.where(used.any(axis=shared, keepdims=True), scales, 4 * scales)
 
 
 def _select_part(name: str, result: Result, part: _Part, subject: Subject) -> np.ndarray:
-    """The part's values, zero in rows that may attend to nothing unless those are declared to be zero.
+    """Select the part's results, with zeros in empty rows unless these are declared to be zero.
 
-    The mean over all keys depends on all of them.
+    The mean over all keys depends on all of them, so it is not compared.
     """
     live = ~subject.problem.empty_rows | (subject.implementation.empty_rows == "zero")  # [B, N, T]
     if name == "out":
-        kept = np.where(live.transpose(0, 2, 1)[..., None], result.values[name], 0)
-        return kept[part.batch, part.rows, part.heads]
-    kept = np.where(live, result.values[name], 0)
-    return kept[part.batch, part.heads, part.rows]
+        values = np.where(live.transpose(0, 2, 1)[..., None], result.values[name], 0)
+        return values[part.batch, part.rows, part.heads]
+    values = np.where(live, result.values[name], 0)
+    return values[part.batch, part.heads, part.rows]
 
 
 def _judge_accuracy(subject: Subject, part: _Part, name: str, got: Result) -> Judgement:
-    """Judgements of the part's results against what is expected of the part, whatever else was changed."""
+    """Judge the part's results by the oracle."""
     place = (part.batch, part.rows, part.heads) if name == "out" else (part.batch, part.heads, part.rows)
     judged = subject.judged_out if name == "out" else subject.judged_residuals
     expected = subject.expectation.forward[name]
-    here = Bounded(expected.value[place], expected.bound[place])
-    found = subject.judge(name, got.values[name][place], here, judged[place], label=f"{name}.{part.name}")
-    if found.verdict != records.FAIL:
-        return found
+    part_bounds = Bounded(expected.value[place], expected.bound[place])
+    judgement = subject.judge(name, got.values[name][place], part_bounds, judged[place], label=f"{name}.{part.name}")
+    if judgement.verdict != records.FAIL:
+        return judgement
     changed = f"{name} ({_describe_part(part, name)}; the index is within these) when other rows, heads and keys change"
-    return dataclasses.replace(found, reason=f"{changed}: {found.reason}")
+    return dataclasses.replace(judgement, reason=f"{changed}: {judgement.reason}")
 
 
 def _judge_bits(subject: Subject, part: _Part, name: str, before: np.ndarray, after: np.ndarray) -> Judgement:
+    """Judge whether two results of the part have the same bits."""
     same = (before == after) | (np.isnan(before) & np.isnan(after))
     if same.all():
         return Judgement(observable=f"{name}.{part.name}", verdict=records.PASS)
@@ -191,14 +194,14 @@ def _judge_bits(subject: Subject, part: _Part, name: str, before: np.ndarray, af
 
 def _describe_change(problem: Problem, part: _Part, name: str, count: int) -> str:
     batch, _, num_q_heads, _ = problem.q.shape
-    others: Mapping[str, bool] = {
+    changed: Mapping[str, bool] = {
         "another batch row": batch > 1,
         "another head": num_q_heads > part.heads.stop - part.heads.start,
         "a key that these queries may not attend to": name in ("out", "logsumexp", "max_logits"),
     }
     return (
         f"{count} values of {name} ({_describe_part(part, name)}; the index is within these) change when only "
-        f"{' or '.join(what for what, there in others.items() if there)} changes"
+        f"{' or '.join(what for what, is_changed in changed.items() if is_changed)} changes"
     )
 
 

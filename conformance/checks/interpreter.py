@@ -1,4 +1,7 @@
-"""Interpreters of accelerators: what a kernel reads, writes and leaves to chance, beyond what its results show."""
+"""Check `interpreter`: a kernel under JAX's interpreter of its accelerator.
+
+The interpreter shows races, reads of fresh memory and accesses out of bounds, which results alone may hide.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from conformance.execution.executor import Result
 from conformance.executor_tasks import interpreter_runs
 
 _BACKWARD_SEEDS = 2
-# The cotangents of the programs that are gradients.
+# The cotangent that each backward program is run with.
 _COTANGENT_OF = {"gradients": "random", "gradients_lse": "random_lse"}
 
 
 def check_interpreter(subject: Subject) -> Iterator[Judgement]:
-    """Under its accelerator's interpreter, with NaN in fresh memory and in any order, it is right and nothing races."""
+    """Check results and races under the accelerator's interpreter, with NaN in fresh memory."""
     accelerator = subject.implementation.accelerator
     if accelerator.under_interpreter is None:
         reason = "the implementation declares no `under_interpreter`, the call with given interpreter parameters"
@@ -49,26 +52,27 @@ def check_interpreter(subject: Subject) -> Iterator[Judgement]:
 
 
 def _list_programs(subject: Subject, seed: int) -> list[interpreter_runs.Program]:
-    """What is run, by name: the call with every seed, its backward pass with two, the call with residuals with one.
+    """List the programs to run with a seed: the backward pass with two seeds, residuals with one.
 
-    The numbers of seeds follow from the costs. A backward pass is three kernels, and runs the call with residuals as
-    one of them. On a GPU a program takes seconds, so the call without residuals is left out.
+    The costs decide. A backward pass is three kernels, and includes the call with residuals. On a GPU a program takes
+    seconds, so the call without residuals is left out.
     """
     residuals = subject.implementation.residuals
     leave_out = subject.implementation.accelerator.platform == "gpu" and residuals
-    found: list[interpreter_runs.Program] = [] if leave_out else ["forward"]
+    programs: list[interpreter_runs.Program] = [] if leave_out else ["forward"]
     if seed == 0 and residuals:
-        found.append("residuals")
+        programs.append("residuals")
     if seed >= _BACKWARD_SEEDS:
-        return found
+        return programs
     if "random_lse" in subject.cotangents:
-        found.append("gradients_lse")
+        programs.append("gradients_lse")
     elif "random" in subject.cotangents:
-        found.append("gradients")
-    return found
+        programs.append("gradients")
+    return programs
 
 
 def _judge_program(subject: Subject, name: str, result: Result) -> Iterator[Judgement]:
+    """Judge the results of one program."""
     labels = {"residuals": "out_with_residuals", "gradients": "primal", "gradients_lse": "primal"}
     yield judge_out(subject, result, label=labels.get(name, "out"))
     if name == "residuals":
@@ -77,10 +81,11 @@ def _judge_program(subject: Subject, name: str, result: Result) -> Iterator[Judg
                 yield judge_residual(subject, residual, result)
     cotangent = _COTANGENT_OF.get(name)
     if cotangent is not None:
-        yield from judge_gradients(subject, result, subject.expected_gradients(cotangent))
+        yield from judge_gradients(subject, result, subject.get_expected_gradients(cotangent))
 
 
 def _judge_races(raced: dict[str, list[str]]) -> Iterator[Judgement]:
+    """Judge for each program whether the interpreter saw races."""
     for name, found in raced.items():
         reason = f"{len(found)} races, the first: {found[0]}" if found else ""
         yield Judgement(observable=f"races.{name}", verdict=records.FAIL if found else records.PASS, reason=reason)

@@ -1,8 +1,8 @@
-"""Invariance: the same attention asked in another way gives the same results, within rounding.
+"""Check `invariance`: equivalent computations give the same results, within rounding.
 
-No oracle decides: one answer of the implementation is compared with another, within the error bounds of both. The other
-ways are: keys in another order; keys cut in two, and the results merged by `logsumexp`; padding that nobody may attend
-to; other block sizes.
+Two results of the implementation are compared with each other, within the bounds of both. The equivalent computations
+are: permuted keys; keys split in two, with results merged by `logsumexp`; padding that no query may attend to; other
+block sizes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ Values = Mapping[str, np.ndarray]
 
 
 def check_invariance(subject: Subject) -> Iterator[Judgement]:
-    """Permuted keys, keys merged from two halves, padding and other block sizes give the same results."""
+    """Check that permuted keys, merged halves, padding and other block sizes give the same results."""
     if subject.problem.storage is None:
         yield from _check_full_mask(subject)
         yield from _check_padding(subject)
     else:
         for name in ("permuted", "merged", "padded"):
-            yield build_unsupported(name, "where keys lie is said by tables, and other keys lie elsewhere")
+            yield build_unsupported(name, "tables say where keys are, so they cannot be permuted, split or padded")
     yield from _check_variants(subject)
 
 
 def _check_full_mask(subject: Subject) -> Iterator[Judgement]:
-    """The ways that have a meaning only where mask and operands treat all keys alike; others are left out."""
+    """Check permuted keys and merged halves, under no mask and without operands that depend on positions.
+
+    Both are meaningful only if all keys are treated alike.
+    """
     if (reason := subject.implementation.supports(dataclasses.replace(subject.case, mask="full"))) is not None:
         yield build_unsupported("permuted", reason)
         yield build_unsupported("merged", reason)
@@ -49,7 +52,7 @@ def _check_full_mask(subject: Subject) -> Iterator[Judgement]:
     bare = problem.without("sinks")
     if problem.sinks is not None:
         whole, expected = subject.run_results(bare), subject.expect(bare)
-    # Every second key, so that each half has keys of every segment.
+    # Every second key goes to each half, so that both have keys of every segment.
     halves = [_select_keys(bare, slice(start, None, 2)) for start in (0, 1)]
     merged = _merge([_run_part(subject, half) for half in halves])
     yield from _compare_results(
@@ -58,7 +61,7 @@ def _check_full_mask(subject: Subject) -> Iterator[Judgement]:
 
 
 def _run_part(subject: Subject, problem: Problem) -> Values:
-    """Results over some of the keys. Empty rows are left out where they are declared undefined."""
+    """Return results over some of the keys, with empty rows replaced unless they are declared zero."""
     part = subject.run_results(problem)
     if subject.implementation.empty_rows == "zero":
         return part
@@ -75,19 +78,19 @@ def _permute_keys(problem: Problem) -> Problem:
 
 
 def _select_keys(problem: Problem, keys: np.ndarray | slice) -> Problem:
-    """The problem with these keys only, in this order."""
+    """Return the problem with these keys only, in this order."""
     return problem.along("S", lambda x, axis: x[(slice(None),) * axis + (keys,)])
 
 
 def _merge(parts: Sequence[Values]) -> Values:
-    """Attention over all keys from normalised parts and their `logsumexp` (docs/contract.md, section 4)."""
+    """Merge normalised parts by their `logsumexp` (docs/contract.md, section 4)."""
     weights, merged = _compute_weights([part["logsumexp"] for part in parts])
     out = sum(_align_with_out(w) * part["out"].astype(np.float64) for w, part in zip(weights, parts, strict=True))
     return {"out": np.asarray(out), "logsumexp": merged}
 
 
 def _compute_weights(logsumexps: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The weight of each part, `[parts, B, N, T]`, and `logsumexp` over all keys, `[B, N, T]`, from those of parts."""
+    """Return the weight of each part, `[parts, B, N, T]`, and the merged `logsumexp`, `[B, N, T]`."""
     lse = np.stack(logsumexps).astype(np.float64)
     top = lse.max(axis=0)
     weight = np.exp(lse - np.where(np.isfinite(top), top, 0.0))
@@ -97,15 +100,15 @@ def _compute_weights(logsumexps: list[np.ndarray]) -> tuple[np.ndarray, np.ndarr
 
 
 def _align_with_out(x: np.ndarray) -> np.ndarray:
-    """`[B, N, T]` as `[B, T, N, 1]`, beside `out`."""
+    """Transpose `[B, N, T]` to `[B, T, N, 1]`, to be multiplied with `out`."""
     return x.transpose(0, 2, 1)[..., None]
 
 
 def _compute_merged_bounds(parts: Sequence[Expectation]) -> dict[str, np.ndarray]:
-    """How far merged results may be off, to first order.
+    """Return bounds of merged results, to first order.
 
-    An error `e_i` in part `i`'s out, which is rounded by itself, counts by its weight `w_i`. One of `d_i` in its
-    `logsumexp` moves `w_i` by `w_i (d_i - sum_j w_j d_j)`, so `out` by `w_i d_i (out_i - out)`.
+    An error `e_i` of part `i`'s `out`, which is rounded separately, counts with its weight `w_i`. An error `d_i` of its
+    `logsumexp` changes `w_i` by `w_i (d_i - sum_j w_j d_j)`, so it changes `out` by `w_i d_i (out_i - out)`.
     """
     found = [part.forward for part in parts]
     weights, _ = _compute_weights([part["logsumexp"].value for part in found])
@@ -119,13 +122,13 @@ def _compute_merged_bounds(parts: Sequence[Expectation]) -> dict[str, np.ndarray
 
 
 def _check_padding(subject: Subject) -> Iterator[Judgement]:
-    """One more query and one more key ahead of the others, in segments of their own: the length becomes odd.
+    """Check that one query and one key in segments of their own, placed first, change nothing else.
 
-    It is ahead so that the last key, which may then be alone in its block, is one that counts.
+    The length becomes odd. The padding comes first, so that the last key, which may now be alone in its block, counts.
     """
     problem = subject.problem
     if not all(part.relative for part in list_conjuncts(problem.mask)):
-        yield build_unsupported("padded", "the mask of this case means another one at other positions")
+        yield build_unsupported("padded", "the mask of this case depends on absolute positions")
         return
     if (reason := subject.implementation.supports(dataclasses.replace(subject.case, segments="seg"))) is not None:
         yield build_unsupported("padded", reason)
@@ -146,6 +149,7 @@ def _prepend_first(x: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _check_variants(subject: Subject) -> Iterator[Judgement]:
+    """Check the results and gradients of each declared variant, such as other block sizes."""
     clean = subject.run_results(subject.problem)
     for name in subject.implementation.variants:
         variant = dataclasses.replace(subject, executor=subject.executor.variant(name))
@@ -154,10 +158,12 @@ def _check_variants(subject: Subject) -> Iterator[Judgement]:
         if not subject.has_gradients:
             continue
         cotangent = subject.full_cotangent
-        here, there = subject.gradients(cotangent), variant.gradients(cotangent)
-        for gradient, expected in subject.expected_gradients(cotangent).items():
+        plain, varied = subject.gradients(cotangent), variant.gradients(cotangent)
+        for gradient, expected in subject.get_expected_gradients(cotangent).items():
             if gradient in subject.implementation.gradients:
-                yield _judge_agreement(subject, gradient, name, there.values[gradient], here.values[gradient], expected)
+                yield _judge_agreement(
+                    subject, gradient, name, varied.values[gradient], plain.values[gradient], expected
+                )
 
 
 def _compare_results(
@@ -168,7 +174,16 @@ def _compare_results(
     expected: Expectation,
     bounds: Mapping[str, np.ndarray] | None = None,
 ) -> Iterator[Judgement]:
-    """What came by `how` against the `whole`: by the bounds of both, which are the same unless they are given."""
+    """Judge the results `got` by the results `whole`, within the bounds of both.
+
+    Args:
+      subject: the subject.
+      how: the name of the equivalent computation.
+      got: its results.
+      whole: the results of the plain computation.
+      expected: exact values and bounds of `whole`.
+      bounds: the bounds of `got`, if they differ.
+    """
     for name in ("out", *RESIDUALS):
         if name in got and name in whole:
             bound = None if bounds is None else bounds[name]
@@ -184,7 +199,7 @@ def _judge_agreement(
     expected: Bounded,
     bound: np.ndarray | None = None,
 ) -> Judgement:
-    """One answer against the other; each may be off by its own bound."""
+    """Judge one result by another; each may be off by its own bound."""
     together = expected.bound + (expected.bound if bound is None else bound)
     both = Bounded(whole.astype(np.float64), np.where(np.isfinite(expected.value), together, 0.0))
     judged = {"out": subject.judged_out, **dict.fromkeys(RESIDUALS, subject.judged_residuals)}.get(name)

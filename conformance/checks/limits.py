@@ -1,6 +1,6 @@
-"""Limits: a soft cap that goes to infinity is no cap, a sink to minus infinity no sink, a sink to infinity no keys.
+"""Check `limits`: extreme values of soft cap, sinks, bias and keys give the results of their limits.
 
-And a bias of minus infinity hides a key.
+For example, a huge soft cap is no cap, a sink of minus infinity is no sink, and a bias of minus infinity hides a key.
 """
 
 from __future__ import annotations
@@ -20,34 +20,37 @@ from conformance.check_api.subject import Subject
 from conformance.checks.gradients import check_problem
 from conformance.truth.rounding_bounds import Bounded
 
-# Far above any logit: it bends them by less than their rounding.
+# Far above any logit: it changes logits by less than their rounding.
 _HIGH_CAP = 2.0**20
-# Its exponential is zero, like that of minus infinity. Sinks that are switched off are written so: finite.
+# The finite value that models use for "no sink". Its exponential is zero, like that of minus infinity.
 _LOW_SINK = -1e30
-# Above the largest logit by more than exp can bear in f32.
+# The distance above the largest logit: more than exp can represent in f32.
 _HIGH_SINK = 150.0
-# Below the logits by so much that all probabilities but the sink's add up to 1 in f32: its own is not what they leave.
+# The distance below the logits. All other probabilities sum to 1 in f32, so the sink's cannot be their complement.
 _FAINT_SINK = 30.0
-# Beyond the cap by so much that `exp(2 logit / cap)` overflows in f32.
+# Makes logits so large that `exp(2 logit / cap)` overflows in f32.
 _LOGIT_FACTOR = 2.0**8
-# Below what kernels write for minus infinity by hand, and little enough that logits keep four bits of their fraction.
+# Below the finite values that kernels use as minus infinity. Logits still keep four bits of their fraction.
 _LOW_BIAS = -(2.0**20)
-# Below -1e4, and a number that products in every dtype can have.
+# More than 1e4, and representable as a product in every dtype.
 _LOW_LOGIT = 2.0**14
-# Lowers logits until the weights of their keys are what kernels leave out as nothing: exp(-32) is 2**-46.
+# Lowers logits until kernels might treat the weights as zero: exp(-32) is 2**-46.
 _FAINT_KEYS = 32.0
 _DAMPING = 2.0**-4
-# That of Gemma 2.
+# The soft cap of Gemma 2.
 _GEMMA_SOFT_CAP = 50.0
-# So far below any cap that its tanh is -1 in every arithmetic.
+# So far beyond the cap that tanh is -1 in any arithmetic.
 _BELOW_CAP = 2.0**14
 
 
 def check_limits(subject: Subject) -> Iterator[Judgement]:
-    """Soft caps of 2**20, and sinks of -1e30 or -inf, give the results without; high sinks take all the weight.
+    """Check extreme soft caps, sinks and biases, and keys that are NaN or have tiny weights.
 
-    Faint sinks have the gradient that they should, heads do not feel each other's sinks, and logits far beyond the cap
-    are the cap. With a bias of -inf results are those of a mask that hides the same keys.
+    - A soft cap of 2**20 gives the results without a cap. Logits far beyond a cap equal the cap.
+    - Sinks of -1e30 or -inf give the results without sinks. High sinks take all the weight. Faint sinks have the exact
+      gradient. A head is not affected by the sinks of other heads.
+    - A bias of -inf gives the results of a mask that hides the same keys.
+    - A visible key and value of NaN make a row NaN. Keys of tiny weight count if their values are large.
     """
     problem = subject.problem
     if problem.soft_cap is not None:
@@ -73,11 +76,11 @@ def check_limits(subject: Subject) -> Iterator[Judgement]:
             yield from _check_faint_sinks(subject)
     if problem.kv_scales is None and not depends_on_data(problem.mask):
         yield from run_subcheck("nan", functools.partial(_check_nan, subject))
-        if not problem.tied and subject.case.dtype != "f16":  # what f16 has of such a weight is zero
+        if not problem.tied and subject.case.dtype != "f16":  # such a weight is zero in f16
             plain = problem.without("soft_cap").without("sinks")
             yield from run_subcheck("faint_keys", functools.partial(check_problem, subject, _add_faint_keys(plain)))
     if problem.bias is not None:
-        # A cap would make it finite, and a sink would leave no row without weight.
+        # A cap would make the bias finite, and a sink would give every row some weight.
         plain = problem.without("soft_cap").without("sinks")
         yield from run_subcheck("low_rows", functools.partial(_check_low_rows, subject, plain))
         if problem.soft_cap is not None:
@@ -99,7 +102,7 @@ def check_limits(subject: Subject) -> Iterator[Judgement]:
 
 
 def _choose_hidden_keys(problem: Problem) -> np.ndarray:
-    """Places in the bias, of its shape, that leave every row a key: single keys, and long runs at the start."""
+    """Choose places in the bias that leave every row a key: single keys, and long runs at the start."""
     assert problem.bias is not None
     i, j = np.indices(problem.bias.shape)[2:]
     hidden = (j % 7 == 3) | ((j < problem.k.shape[1] // 2) & (i % 3 == 1))
@@ -111,13 +114,13 @@ def _choose_hidden_keys(problem: Problem) -> np.ndarray:
 
 
 def _choose_hidden_rows(problem: Problem) -> np.ndarray:
-    """Likewise, all of every fifth row."""
+    """Choose all places of every fifth row of the bias."""
     assert problem.bias is not None
     return np.indices(problem.bias.shape)[2] % 5 == 2
 
 
 def _check_hiding_bias(subject: Subject, problem: Problem, hidden: np.ndarray) -> Iterator[Judgement]:
-    """With -inf in the bias at `hidden`, results and gradients are those of a mask that hides the same."""
+    """Check that a bias of -inf at `hidden` is equal to a mask that hides the same."""
     assert problem.bias is not None
     shape = (*hidden.shape[:2], problem.q.shape[1], problem.k.shape[1])
     without = problem.resolved_mask & Dense(~np.broadcast_to(hidden, shape))
@@ -138,7 +141,7 @@ def _check_hiding_bias(subject: Subject, problem: Problem, hidden: np.ndarray) -
 
 
 def _check_gradients(subject: Subject, what: str, problem: Problem) -> Iterator[Judgement]:
-    """The gradients on another problem are those of the oracle: a backward pass computes weights anew."""
+    """Check the gradients on another problem by the oracle: a backward pass recomputes the weights."""
     if not subject.has_gradients:
         return
     drawn = draw_cotangent(subject.case).out
@@ -151,7 +154,10 @@ def _check_gradients(subject: Subject, what: str, problem: Problem) -> Iterator[
 
 
 def _check_nan(subject: Subject) -> Iterator[Judgement]:
-    """A key and value of NaN make every row NaN that attends to it: a model that diverged must not look as if not."""
+    """Check that a key and value of NaN make every row NaN that attends to them.
+
+    A diverged model must not look healthy.
+    """
     problem = subject.problem
     seen = np.broadcast_to(problem.allowed, (*subject.judged_residuals.shape, problem.k.shape[1]))  # [B, N, T, S]
     key = int(np.argmax(seen.any(axis=(0, 1, 2))))
@@ -160,12 +166,12 @@ def _check_nan(subject: Subject) -> Iterator[Judgement]:
     out = subject.run_forward(dataclasses.replace(problem, k=k, v=v)).values["out"]
     attends = np.moveaxis(seen[..., key], 1, 2)[..., None]
     lost = int((attends & np.isfinite(out.astype(np.float64))).any(axis=-1).sum())
-    reason = f"{lost} rows are finite that attend to a key and value of NaN" if lost else ""
+    reason = f"{lost} rows that attend to a key and value of NaN are finite" if lost else ""
     yield Judgement(observable="out", verdict=records.FAIL if lost else records.PASS, reason=reason)
 
 
 def _check_low_rows(subject: Subject, problem: Problem) -> Iterator[Judgement]:
-    """A third of the rows has all of its logits far below the others: what is written for minus infinity is above."""
+    """Check rows whose logits are all far below the others, and below what kernels use as minus infinity."""
     assert problem.bias is not None
     low = np.float64(_LOW_BIAS if problem.bias.dtype != np.float16 else -(2.0**14))
     rows = np.indices(problem.bias.shape)[2] % 3 == 0
@@ -174,7 +180,7 @@ def _check_low_rows(subject: Subject, problem: Problem) -> Iterator[Judgement]:
 
 
 def _check_low_rows_by_queries(subject: Subject, problem: Problem) -> Iterator[Judgement]:
-    """Likewise of those that take no bias: the first of the depths lowers the logits of a third of the rows."""
+    """Check low rows without a bias: the first coordinate of q and k lowers every third row."""
     scale = problem.q.shape[-1] ** -0.5 if problem.scale is None else problem.scale
     root = 2.0 ** np.round(np.log2(_LOW_LOGIT / scale) / 2)
     q, k = problem.q.copy(), problem.k.copy()
@@ -184,10 +190,10 @@ def _check_low_rows_by_queries(subject: Subject, problem: Problem) -> Iterator[J
 
 
 def _add_faint_keys(problem: Problem) -> Problem:
-    """The problem with next to no weight for the second half of the keys, whose values are as much larger.
+    """Return the problem with tiny weights for the second half of the keys, and values as much larger.
 
-    The first of the depths lowers their logits, by powers of two, and what else is in them is made small, so that all
-    of them are below the others. All of a row are of one segment, so that both halves are seen by the same queries.
+    The first coordinate of q and k lowers the logits of these keys, by powers of two. All other terms are made small,
+    so that these logits are below all others. All keys get the same segment, so that the same queries see both halves.
     """
     root, half = 2.0 ** np.round(np.log2(_FAINT_KEYS / problem.effective_scale) / 2), problem.k.shape[1] // 2
     low = 2.0 ** np.round(np.log2(_FAINT_KEYS / problem.effective_scale / root))
@@ -202,17 +208,17 @@ def _add_faint_keys(problem: Problem) -> Problem:
 
 
 def _check_capped_bias(subject: Subject) -> Iterator[Judgement]:
-    """Under a soft cap a bias of -inf makes the logit the lowest that there is, and hides nothing.
+    """Check that under a soft cap a bias of -inf gives the lowest possible logit, and hides nothing.
 
-    The cap is as high as models have it: from there to the cap is more than exp can bear.
+    The cap is as high as models have it. The distance from there to the cap is more than exp can represent.
     """
     problem, bias = dataclasses.replace(subject.problem, soft_cap=_GEMMA_SOFT_CAP), subject.problem.bias
     assert bias is not None
     rows = np.indices(bias.shape)[2] % 5 == 2
     if problem.sinks is not None:
-        # Beside a sink keys at the bottom of the cap have next to no weight.
+        # Beside a usual sink, keys at the bottom of the cap would have almost no weight.
         problem = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, _LOW_SINK))
-    # So far below the cap that it is -cap in any arithmetic.
+    # So low that the capped logit is -cap in any arithmetic.
     finite = np.where(rows, -_BELOW_CAP, bias).astype(bias.dtype)
     infinite = np.where(rows, -np.inf, bias).astype(bias.dtype)
     expected = subject.expect(dataclasses.replace(problem, bias=finite)).forward["out"]
@@ -221,7 +227,7 @@ def _check_capped_bias(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_sinks_alone(subject: Subject, problem: Problem) -> Iterator[Judgement]:
-    """Rows with a sink, whose keys a bias of -inf hides: the sink has all the weight."""
+    """Check that a sink takes all the weight where a bias of -inf hides all keys."""
     assert problem.bias is not None
     rows = np.indices(problem.bias.shape)[2] % 5 == 2
     finite, infinite = (np.where(rows, hidden, problem.bias).astype(problem.bias.dtype) for hidden in (-1e4, -np.inf))
@@ -233,7 +239,10 @@ def _check_sinks_alone(subject: Subject, problem: Problem) -> Iterator[Judgement
 
 
 def _check_empty_rows(subject: Subject) -> Iterator[Judgement]:
-    """Rows without keys whose sink is -inf are empty rows: what keeps them finite is no sink."""
+    """Check that rows without keys whose sink is -inf are empty rows.
+
+    A kernel may rely on the sink to keep such rows finite.
+    """
     problem, padded = subject.problem, dataclasses.replace(subject.case, segments="segpad")
     if not problem.empty_rows.any():
         if subject.case.segments is None or subject.implementation.supports(padded) is not None:
@@ -248,7 +257,10 @@ def _check_empty_rows(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_faint_sinks(subject: Subject) -> Iterator[Judgement]:
-    """Sinks that take next to nothing: their gradient is small, and no difference of numbers near 1."""
+    """Check the gradient of sinks with tiny weights.
+
+    It is small, so a kernel must not compute it as a difference of numbers near 1.
+    """
     faint = _place_sinks(subject, -_FAINT_SINK)
     drawn = draw_cotangent(subject.case).out
     cotangent = Cotangent("random", np.where(subject.find_judged_rows(faint), drawn, np.zeros_like(drawn)))
@@ -258,7 +270,11 @@ def _check_faint_sinks(subject: Subject) -> Iterator[Judgement]:
 
 
 def _place_sinks(subject: Subject, above: float) -> Problem:
-    """The problem with all sinks so far above the largest logit, or below the smallest of the rows' largest."""
+    """Return the problem with sinks at a distance from the row maxima.
+
+    If `above` is positive, sinks are that far above the largest logit. Otherwise they are below the smallest row
+    maximum.
+    """
     top = subject.expectation.forward["max_logits"].value
     finite = top[np.isfinite(top)]
     place = 0.0 if not finite.size else float(finite.max() if above > 0 else finite.min())
@@ -267,7 +283,7 @@ def _place_sinks(subject: Subject, above: float) -> Problem:
 
 
 def _alternate_sinks(subject: Subject) -> Problem:
-    """The problem with sinks of which every other takes all the weight and the others next to nothing."""
+    """Return the problem with sinks that alternate between heads: all the weight, and almost none."""
     high, faint = _place_sinks(subject, _HIGH_SINK), _place_sinks(subject, -_FAINT_SINK)
     assert high.sinks is not None
     assert faint.sinks is not None
@@ -275,7 +291,7 @@ def _alternate_sinks(subject: Subject) -> Problem:
 
 
 def _check_forward(subject: Subject, what: str, problem: Problem) -> Iterator[Judgement]:
-    """The forward results on another problem are those of the oracle."""
+    """Check the forward results on another problem by the oracle."""
     expected = subject.expect(problem).forward
     for name, got in subject.run_results(problem).items():
         live = ~problem.empty_rows | (subject.implementation.empty_rows == "zero")
@@ -284,7 +300,7 @@ def _check_forward(subject: Subject, what: str, problem: Problem) -> Iterator[Ju
 
 
 def _check_equal(subject: Subject, what: str, limit: Problem, without: Problem) -> Iterator[Judgement]:
-    """The two answers may differ by both their bounds, and by what they differ in exact arithmetic."""
+    """Check that two problems give the same results, within both bounds and their exact difference."""
     got, plain = subject.run_results(limit), subject.run_results(without)
     expected, expected_plain = (subject.expect(problem).forward for problem in (limit, without))
     for name in got:

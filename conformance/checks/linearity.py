@@ -1,10 +1,11 @@
-"""Linearity: attention is linear in v, and its pullback is linear in the cotangent.
+"""Check `linearity`: attention is linear in v, and its pullback is linear in the cotangent.
 
-No oracle is needed. Factors are powers of two, which commute with every rounding. So the scaled results must be the
-same to the bit, short of overflow and underflow, and of what `_TIES` says. In f16 underflow is everywhere: gradients
-of logits enter the second product as subnormals. There the two results must agree within their error bounds. The
-factor is large, since doubling would not show a clip or a threshold. A tiny one shows what is added to a cotangent, or
-taken for zero.
+No oracle is needed. Factors are powers of two, which commute with every rounding. So scaled results must be equal to
+the bit, except for overflow, underflow and ties (`_MAX_TIES`). In f16 gradients of logits enter the second product as
+subnormal numbers, so underflow is everywhere; there the two results must agree within their bounds.
+
+The factor is large, since a factor of two would not show a clip or a threshold. A tiny factor shows constants that are
+added to a cotangent, and thresholds below which it is taken for zero.
 """
 
 from __future__ import annotations
@@ -22,26 +23,29 @@ from conformance.records import Worst
 from conformance.truth.rounding_bounds import Bounded
 from conformance.truth.roundoff import UNIT_ROUNDOFF
 
-# Not in f16, where all of it would underflow.
+# Not in f16, where all gradients would underflow.
 _TINY_FACTOR = {"f32": 2.0**-40, "bf16": 2.0**-40}
 _FACTOR = {"f32": 2.0**20, "bf16": 2.0**20, "f16": 2.0**4}
-# Results below the first may have lost bits to underflow, results above the second may overflow once scaled.
+# Results below the minimum may have lost bits to underflow. Results above the maximum may overflow once scaled.
 _MIN_EXACT = 2.0**-80
 _MAX_UNSCALED = {"f32": 2.0**100, "bf16": 2.0**100, "f16": 2.0**11}
 
 
-# A sum of large terms may lie in the middle between two numbers. Then a term that is far smaller decides how it is
-# rounded, and that one may underflow in one of the two calls. Such sums are few, and off by a rounding.
+# A sum of large terms may be a tie, halfway between two numbers. Then a far smaller term decides how it is rounded, and
+# that term may underflow in one of the two calls. At most this share of results may differ so, by one rounding.
 _MAX_TIES = 0.01
 
 
 def check_linearity(subject: Subject) -> Iterator[Judgement]:
-    """`v` and cotangents times 2**20 (16 in f16), and cotangents times 2**-40, give as many times the results."""
+    """Check that `v` and cotangents times powers of two scale the results exactly.
+
+    The factors are 2**20 (16 in f16), and 2**-40 for cotangents (not in f16).
+    """
     if "linearity" not in subject.rotation.laws:
         return
     factor = _FACTOR[subject.case.dtype]
     problem = subject.problem
-    # Values that are coordinates of the keys are in the logits too.
+    # Tied values are coordinates of the keys, so they enter the logits too and cannot be scaled alone.
     fits = float(np.abs(problem.values).max()) * factor < _MAX_UNSCALED[subject.case.dtype]
     if fits and not problem.tied:
         if problem.kv_scales is None:
@@ -60,10 +64,11 @@ def check_linearity(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_cotangents(subject: Subject, factor: float) -> Iterator[Judgement]:
+    """Check that gradients scale with the cotangent."""
     cotangent = subject.cotangents[subject.full_cotangent]
     clean = subject.gradients(subject.full_cotangent)
     scaled = subject.run_gradients(subject.problem, _scale_cotangent(cotangent, factor))
-    for name, expected in subject.expected_gradients(subject.full_cotangent).items():
+    for name, expected in subject.get_expected_gradients(subject.full_cotangent).items():
         if name in subject.implementation.gradients:
             yield _judge_proportional(subject, name, clean.values[name], scaled.values[name], expected.bound, factor)
 
@@ -81,14 +86,15 @@ def _scale(x: np.ndarray, factor: float) -> np.ndarray:
 def _judge_proportional(
     subject: Subject, name: str, before: np.ndarray, after: np.ndarray, bound: np.ndarray, factor: float
 ) -> Judgement:
+    """Judge whether `after` is `factor` times `before`."""
     label = f"{name}.scaled"
     once, scaled = before.astype(np.float64), after.astype(np.float64) / factor
     if subject.case.dtype == "f16":
         both = Bounded(once, 2 * bound)
-        # Heads of a group may be rounded before they are added up, at whatever size: their roundings are in the bound.
+        # Heads of a group may be rounded before they are summed; their size is known only through the bound.
         fits = np.maximum(np.abs(once), bound / UNIT_ROUNDOFF["f16"]) < _MAX_UNSCALED["f16"]
         return subject.judge(name, scaled, both, fits, label=label)
-    # Zero may become a number that had underflowed, and no other.
+    # A result below the minimum may have underflowed in one of the two calls only.
     smallest = _MIN_EXACT / min(1.0, abs(factor))
     underflowed = (np.abs(once) < smallest) & (np.abs(scaled) < smallest)
     wrong = ~underflowed & ~(scaled == once)
@@ -100,6 +106,6 @@ def _judge_proportional(
         observable=label,
         verdict=records.FAIL,
         worst=Worst(tuple(int(n) for n in index), float(scaled[index]), float(once[index]), 0.0),
-        reason=f"{int(wrong.sum())} of {wrong.size} values, with {operand} {factor:g} times as large and divided by "
-        "that again, are not what they were",
+        reason=f"{int(wrong.sum())} of {wrong.size} values change if {operand} is multiplied by {factor:g} and the "
+        "result is divided by it",
     )

@@ -1,4 +1,4 @@
-"""Memory: temporaries of forward and backward grow no faster than the lengths, for those who claim it."""
+"""Check `memory`: temporary memory grows no faster than the lengths, for kernels that declare it linear."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from conformance.check_api.subject import Subject
 from conformance.executor_tasks import single_calls
 
 _LENGTHS = (512, 2048)
-# Linear growth gives 1, quadratic growth 4. Padding and alignment stay far below the rest.
+# Linear growth gives 1, quadratic growth 4. Padding and alignment explain far less than this limit.
 _LIMIT = 1.25
 
 
 def check_memory(subject: Subject) -> Iterator[Judgement]:
-    """Compiled temporary memory of forward and backward at 2048 is at most 1.25 times four times that at 512."""
+    """Check that temporary memory of forward and backward grows linearly from length 512 to 2048.
+
+    The temporaries of the compiled program at 2048 may be at most 1.25 times four times those at 512.
+    """
     if subject.implementation.memory != "linear":
-        yield build_unsupported("temporaries", "linear memory is not claimed")
+        yield build_unsupported("temporaries", "linear memory is not declared")
         return
     sizes = []
     for length in _LENGTHS:
         try:
             case = with_length(subject.case, length)
         except CaseIdError as error:
-            yield build_unsupported("temporaries", f"this case has no longer form: {error}")
+            yield build_unsupported("temporaries", f"this case cannot be made longer: {error}")
             return
         if (reason := subject.implementation.supports(case)) is not None:
             yield build_unsupported("temporaries", reason)

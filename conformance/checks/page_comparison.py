@@ -1,4 +1,4 @@
-"""Pages that a call writes: they are compared bit for bit, row by row."""
+"""Compare the pages that a call writes, bit for bit and row by row."""
 
 from __future__ import annotations
 
@@ -10,74 +10,78 @@ from cases.storage_forms.page_writes import PAGE_ARRAYS, Writing, build_writing,
 from conformance import records
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
-from conformance.executor_tasks import page_write_calls as driven
+from conformance.executor_tasks import page_write_calls
 
 _CONTENTS = {"k_pages": "keys", "v_pages": "values"}
 
 
 def check_pages(subject: Subject, *, save_residuals: bool) -> Iterator[Judgement]:
-    """The pages that a call returns: new tokens in their rows, and every other bit as it was."""
-    what = build_page_writing(subject)
+    """Check the pages that a call returns: new tokens in their rows, every other bit unchanged."""
+    writing = build_page_writing(subject)
     got = subject.executor.run(
-        driven.run_page_write, subject.problem, what.tokens, what.before, save_residuals=save_residuals
+        page_write_calls.run_page_write, subject.problem, writing.tokens, writing.before, save_residuals=save_residuals
     )
-    yield from judge_pages(what, got)
+    yield from judge_pages(writing, got)
 
 
 def build_page_writing(subject: Subject) -> Writing:
-    """What the call of the case writes, into pages that hold anything where that is allowed."""
+    """Build the expected page writes of the case.
+
+    Unwritten rows hold arbitrary bits where the implementation allows that.
+    """
     return build_writing(subject.problem, subject.case.seed, finite=subject.implementation.behind_mask == "finite")
 
 
-def judge_pages(what: Writing, got: Mapping[str, np.ndarray]) -> Iterator[Judgement]:
-    """The verdict on each of the pools that came."""
+def judge_pages(writing: Writing, got: Mapping[str, np.ndarray]) -> Iterator[Judgement]:
+    """Judge each returned page array by the expected one."""
     for name in PAGE_ARRAYS:
-        reason = _describe_difference(name, what, got[name])
+        reason = _describe_difference(name, writing, got[name])
         yield Judgement(observable=name, verdict=records.FAIL if reason else records.PASS, reason=reason)
 
 
-def _describe_difference(name: str, what: Writing, got: np.ndarray) -> str:
-    """What is wrong of a pool, in words; empty if nothing is."""
-    must, before = what.after[name], what.before[name]
-    if (got.shape, got.dtype) != (must.shape, must.dtype):
-        return f"must be {must.dtype}{list(must.shape)} as before the call, and is {got.dtype}{list(got.shape)}"
-    differs = (view_bits(got) != view_bits(must)).any(axis=(2, 3))  # [pages, page_size]
+def _describe_difference(name: str, writing: Writing, got: np.ndarray) -> str:
+    """Describe what is wrong with a page array; empty if nothing is."""
+    expected, before = writing.after[name], writing.before[name]
+    if (got.shape, got.dtype) != (expected.shape, expected.dtype):
+        return f"must be {expected.dtype}{list(expected.shape)} as before the call, and is {got.dtype}{list(got.shape)}"
+    differs = (view_bits(got) != view_bits(expected)).any(axis=(2, 3))  # [pages, page_size]
     if not differs.any():
         return ""
-    missing, stray = differs & what.written, differs & ~what.written
-    found = []
+    missing, stray = differs & writing.written, differs & ~writing.written
+    differences = []
     if missing.any():
-        count = f"{missing.sum()} of {what.written.sum()} rows do not hold the new {_CONTENTS[name]}"
-        found.append(
-            f"{count}: {_describe_first(missing, got, must)}{_describe_unchanged(missing, got, before)}{_describe_misplaced(missing, got, must)}"
-        )
+        count = f"{missing.sum()} of {writing.written.sum()} rows do not hold the new {_CONTENTS[name]}"
+        first = _describe_first(missing, got, expected)
+        where = _describe_unchanged(missing, got, before) + _describe_misplaced(missing, got, expected)
+        differences.append(f"{count}: {first}{where}")
     if stray.any():
-        count = f"{stray.sum()} of {(~what.written).sum()} rows that nothing is written to have changed"
-        found.append(f"{count}: {_describe_first(stray, got, must)}")
-    return "; ".join(found)
+        count = f"{stray.sum()} of {(~writing.written).sum()} rows that nothing is written to have changed"
+        differences.append(f"{count}: {_describe_first(stray, got, expected)}")
+    return "; ".join(differences)
 
 
-def _describe_first(rows: np.ndarray, got: np.ndarray, must: np.ndarray) -> str:
-    """The first element of the first of `rows` that differs."""
+def _describe_first(rows: np.ndarray, got: np.ndarray, expected: np.ndarray) -> str:
+    """Describe the first element that differs, in the first of `rows`."""
     page, row = np.argwhere(rows)[0]
-    mine, theirs = view_bits(got)[page, row], view_bits(must)[page, row]
-    head, depth = np.argwhere(mine != theirs)[0]
+    got_bits, expected_bits = view_bits(got)[page, row], view_bits(expected)[page, row]
+    head, depth = np.argwhere(got_bits != expected_bits)[0]
     at = (page, row, head, depth)
     digits = 2 * got.dtype.itemsize
-    here, there = mine[head, depth], theirs[head, depth]
+    got_element, expected_element = got_bits[head, depth], expected_bits[head, depth]
     return (
-        f"page {page}, row {row}, head {head}, element {depth} is {float(got[at]):.6g} (0x{here:0{digits}x}), "
-        f"must be {float(must[at]):.6g} (0x{there:0{digits}x})"
+        f"page {page}, row {row}, head {head}, element {depth} is {float(got[at]):.6g} (0x{got_element:0{digits}x}), "
+        f"must be {float(expected[at]):.6g} (0x{expected_element:0{digits}x})"
     )
 
 
 def _describe_unchanged(rows: np.ndarray, got: np.ndarray, before: np.ndarray) -> str:
+    """Say so if none of `rows` was changed by the call."""
     same = not (view_bits(got)[rows] != view_bits(before)[rows]).any()
     return "; all of them are as before the call" if same else ""
 
 
-def _describe_misplaced(rows: np.ndarray, got: np.ndarray, must: np.ndarray) -> str:
-    """Where the first missing row is instead, if it is anywhere."""
+def _describe_misplaced(rows: np.ndarray, got: np.ndarray, expected: np.ndarray) -> str:
+    """Say where the content of the first missing row is instead, if it is in another row."""
     page, row = np.argwhere(rows)[0]
-    there = np.argwhere((view_bits(got) == view_bits(must)[page, row]).all(axis=(2, 3)))
-    return f"; what must be there is in page {there[0][0]}, row {there[0][1]}" if len(there) else ""
+    matches = np.argwhere((view_bits(got) == view_bits(expected)[page, row]).all(axis=(2, 3)))
+    return f"; what must be there is in page {matches[0][0]}, row {matches[0][1]}" if len(matches) else ""

@@ -1,8 +1,8 @@
-"""Parts: attention that is not normalised is right, and so is what parts over pieces of the cache merge to.
+"""Check `parts`: unnormalised attention over all keys, and merged over pieces of the cache.
 
-A part `(out, max, sum)` (docs/contract.md, section 4) promises `out / sum`, `max + log(sum)` and which value its logits
-were shifted by. They are compared in float64 on the host. A part is f32, so the bounds are those of results that were
-not rounded to the operands' dtype, and a part that is kept in fewer bits fails.
+A part `(out, max, sum)` (docs/contract.md, section 4) promises three results: `out / sum`, `max + log(sum)`, and the
+value that logits were shifted by. They are compared in float64 on the host. A part is in f32, so its bounds are those
+of results that are not rounded to the operands' dtype. A part that was stored with fewer bits fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from conformance.truth.roundoff import U
 
 
 class UnnormalizedPart(NamedTuple):
-    """What an implementation returned, on the host."""
+    """An unnormalised part as it was returned, on the host."""
 
     out: np.ndarray  # [B, T, N, V]
     max: np.ndarray  # [B, T, N, 1]
@@ -30,28 +30,28 @@ class UnnormalizedPart(NamedTuple):
 
 
 def check_parts(subject: Subject) -> Iterator[Judgement]:
-    """`out / sum` and `max + log(sum)` of a part are right, and of parts over pieces of the cache that are merged."""
+    """Check `out / sum`, `max + log(sum)` and `max` of a part, and of merged parts over pieces of the cache."""
     if subject.implementation.parts is None:
         return
     expected = _compute_expectation(subject)
     yield from _judge_part(subject, "part", subject.part, expected)
     pieces = _split_cache(subject.problem)
     if not pieces:
-        yield build_unsupported("out.merged", "the mask of this case has no meaning on a piece of the cache")
+        yield build_unsupported("out.merged", "the mask of this case has no form for a piece of the cache")
         return
-    # A sink with no key beside it is rare, and merging must treat it separately: there it is always asked.
+    # Rows with a sink and no key are rare, and a merge must treat them separately. So they are always checked.
     lone_sink = subject.problem.sinks is not None and any(piece.empty_rows.any() for piece in pieces)
     if not (lone_sink or subject.rotation.merges):
         return
-    found = [subject.executor.part(piece) for piece in pieces]
-    yield from _judge_part(subject, "merged", _merge_parts(subject, found), expected)
+    piece_parts = [subject.executor.part(piece) for piece in pieces]
+    yield from _judge_part(subject, "merged", _merge_parts(subject, piece_parts), expected)
 
 
-def _merge_parts(subject: Subject, found: Sequence[Any]) -> Any:
-    """Merged by the implementation, or by the contract's formula if it has no merge of its own."""
+def _merge_parts(subject: Subject, parts: Sequence[Any]) -> Any:
+    """Merge parts by the implementation's own merge, or by the contract's formula if it has none."""
     if subject.implementation.merge is not None:
-        return subject.executor.run(single_calls.merge_parts, list(found))
-    arrays = [UnnormalizedPart(*(np.asarray(x, np.float64) for x in part)) for part in found]
+        return subject.executor.run(single_calls.merge_parts, list(parts))
+    arrays = [UnnormalizedPart(*(np.asarray(x, np.float64) for x in part)) for part in parts]
     top = np.max([np.where(part.sum > 0, part.max, -np.inf) for part in arrays], axis=0)
     weights = [
         np.exp(np.where(part.sum > 0, part.max - np.where(np.isfinite(top), top, 0), -np.inf)) for part in arrays
@@ -65,7 +65,7 @@ def _merge_parts(subject: Subject, found: Sequence[Any]) -> Any:
 
 
 def _compute_expectation(subject: Subject) -> Mapping[str, Bounded]:
-    """`out` and `logsumexp`, and the largest logit with the sink among them."""
+    """Compute the expected `out`, `logsumexp` and largest logit, which includes the sink."""
     problem, implementation = subject.problem, subject.implementation
     forward = compute_expectation(problem, implementation.arithmetic, empty_rows="zero", rounds_out=False).forward
     top = forward["max_logits"]
@@ -80,24 +80,24 @@ def _compute_expectation(subject: Subject) -> Mapping[str, Bounded]:
 
 
 def _judge_part(subject: Subject, how: str, part: Any, expected: Mapping[str, Bounded]) -> Iterator[Judgement]:
-    wrong = _find_malformation(subject.problem, part)
+    malformation = _find_malformation(subject.problem, part)
     values: dict[str, np.ndarray] = {}
-    if not wrong:
+    if not malformation:
         out, top, total = (np.asarray(x, np.float64) for x in part)
-        some = total != 0
+        nonempty = total != 0
         with np.errstate(divide="ignore", invalid="ignore"):
-            values["out"] = np.where(some | (out != 0), out / total, 0.0)
-            values["logsumexp"] = np.where(some, top + np.log(total), -np.inf)[..., 0].swapaxes(1, 2)
+            values["out"] = np.where(nonempty | (out != 0), out / total, 0.0)
+            values["logsumexp"] = np.where(nonempty, top + np.log(total), -np.inf)[..., 0].swapaxes(1, 2)
         values["max_logits"] = top[..., 0].swapaxes(1, 2)
     for name, label in (("out", "out"), ("logsumexp", "logsumexp"), ("max_logits", "max")):
-        if wrong:
-            yield subject.malformed(name, wrong, label=f"{label}.{how}")
+        if malformation:
+            yield subject.judge_malformed(name, malformation, label=f"{label}.{how}")
         else:
             yield subject.judge(name, values[name], expected[name], label=f"{label}.{how}")
 
 
 def _find_malformation(problem: Problem, part: Any) -> str:
-    """What is wrong with the form of a part, if anything is."""
+    """Describe what is wrong with the types and shapes of a part; empty if nothing is."""
     if not (isinstance(part, tuple | list) and len(part) == 3):
         return f"a part must be (out, max, sum), got {type(part).__name__}"
     rows = problem.q.shape[:3]
@@ -110,9 +110,9 @@ def _find_malformation(problem: Problem, part: Any) -> str:
 
 
 def _split_cache(problem: Problem) -> list[Problem]:
-    """The problem over two pieces of the cache. The sink belongs to the second piece, even one without keys.
+    """Split the problem into two pieces of the cache; empty if it cannot be split.
 
-    Empty if there are no such pieces.
+    The sink belongs to the second piece, even if that piece has no keys.
     """
     kv_length = problem.k.shape[1]
     cut = problem.mask.key_step or (kv_length + 1) // 2

@@ -1,6 +1,6 @@
-"""Values behind the mask never matter: NaN, infinity and huge numbers in keys that no query may attend to.
+"""Check `poison`: NaN, infinity and huge numbers in keys that no query may attend to change nothing.
 
-Neither the compiled functions nor what is expected of them differ from the clean case: nothing may change.
+The compiled programs and the expected results are those of the clean problem.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from conformance.check_api.subject import Subject
 from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
 
-# Large enough to swamp anything, small enough that a dot product of it with ordinary values stays finite in the dtype.
+# Larger than any other value, but small enough that its dot product with ordinary values is finite in the dtype.
 _HUGE = {"f32": 2.0**40, "bf16": 2.0**40, "f16": 2.0**8}
 
 
 def check_poison(subject: Subject) -> Iterator[Judgement]:
-    """Poison in dead keys and values reaches neither outputs nor residuals nor gradients.
+    """Check that poison in dead keys and values reaches no output, residual or gradient.
 
-    Where operands are stored, it also lies where nobody's are: in pages without an owner, behind lengths, in padding.
+    For stored operands, unused memory is poisoned too: pages without an owner, rows past the lengths, and padding.
     """
     if not subject.problem.dead_keys.any() and subject.problem.storage is None:
         return
@@ -36,6 +36,7 @@ def check_poison(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_poisoned(subject: Subject, name: str, value: float) -> Iterator[Judgement]:
+    """Check the results with one kind of poison."""
     clean = subject.problem
     problem = dataclasses.replace(
         clean,
@@ -48,34 +49,34 @@ def _check_poisoned(subject: Subject, name: str, value: float) -> Iterator[Judge
         problem = dataclasses.replace(problem, kv_scales=(k_scales, _poison_scales(v_scales, clean.dead_keys, value)))
     if clean.storage is not None:
         problem = dataclasses.replace(problem, storage=dataclasses.replace(clean.storage, stale=value))
-    # Rows that average all of v see the poison rightly; they are left out, and get no cotangent.
+    # Rows that average all of v include the poison, as declared. They are not judged, and get no cotangent.
     rows = subject.judged_residuals & ~(clean.empty_rows & (subject.implementation.empty_rows == "mean"))
     judged_out = rows.transpose(0, 2, 1)[..., None]
-    found: list[Judgement] = []
+    judgements: list[Judgement] = []
     if subject.implementation.residuals:
         result = subject.run_residuals(problem)
-        found.append(judge_out(subject, result, judged=judged_out))
-        found += [
+        judgements.append(judge_out(subject, result, judged=judged_out))
+        judgements += [
             judge_residual(subject, residual, result, judged=rows)
             for residual in RESIDUALS
             if residual in subject.implementation.residuals
         ]
     else:
-        found.append(judge_out(subject, subject.executor.forward(problem), judged=judged_out))
+        judgements.append(judge_out(subject, subject.executor.forward(problem), judged=judged_out))
     if subject.has_gradients and not (subject.implementation.empty_rows == "mean" and clean.empty_rows.any()):
         cotangent = subject.full_cotangent
         result = subject.run_gradients(problem, subject.cotangents[cotangent])
-        found += list(judge_gradients(subject, result, subject.expected_gradients(cotangent)))
-    yield from add_label(name, found)
+        judgements += list(judge_gradients(subject, result, subject.get_expected_gradients(cotangent)))
+    yield from add_label(name, judgements)
 
 
 def _cast_poison(value: float, dtype: np.dtype) -> np.ndarray:
-    """The value, or the largest number where a dtype of caches has none that is as bad."""
-    top = quantization.find_largest(dtype)
-    bad = value if top is None or (np.isnan(value) and dtype == quantization.STORED["fp8"]) else top
-    return np.asarray(bad).astype(dtype)
+    """Cast the poison to a dtype; dtypes of caches without NaN or infinity get their largest number."""
+    largest = quantization.find_largest(dtype)
+    poison = value if largest is None or (np.isnan(value) and dtype == quantization.STORED["fp8"]) else largest
+    return np.asarray(poison).astype(dtype)
 
 
 def _poison_scales(scales: np.ndarray, dead: np.ndarray, value: float) -> np.ndarray:
-    """Scales `[B or 1, S or 1, K]` with the value for `dead [B, S, K]` tokens, those that have scales of their own."""
+    """Poison the scales of `dead [B, S, K]` tokens, if tokens have scales of their own."""
     return np.where(dead, np.float32(value), scales) if scales.shape == dead.shape else scales

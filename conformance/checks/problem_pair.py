@@ -1,6 +1,6 @@
-"""Two problems of one static configuration: the case's own, and one drawn with the next seed.
+"""Define a pair of problems with the same static configuration and different values.
 
-What calls share by mistake is wrong for one of them.
+The second one is drawn with the next seed. If calls wrongly share a value, the result of one of them is wrong.
 """
 
 from __future__ import annotations
@@ -16,20 +16,27 @@ from cases.operand_registry import GRADIENT_OF
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
+from conformance.executor_tasks import call_sequences
 from conformance.truth.rounding_bounds import Bounded, Expectation
 
 
 @dataclasses.dataclass(frozen=True)
 class ProblemPair:
-    """The case's problem and another one of the same static configuration, with a cotangent of `out` for each."""
+    """The case's problem and another one of the same static configuration.
+
+    Attributes:
+      subject: the subject whose case the first problem is.
+      problems: both problems.
+      cotangents: a cotangent of `out` for each problem; empty without gradients.
+    """
 
     subject: Subject
     problems: tuple[Problem, Problem]
     cotangents: tuple[Cotangent, ...]
 
     @classmethod
-    def of(cls, subject: Subject) -> ProblemPair:
-        """The case, and the same case with the next seed and the same mask."""
+    def draw(cls, subject: Subject) -> ProblemPair:
+        """Draw the pair: the case, and the same case with the next seed and the same mask."""
         other = dataclasses.replace(subject.case, seed=subject.case.seed + 1)
         problems = (subject.problem, dataclasses.replace(draw_problem(other), mask=subject.problem.mask))
         cotangents: tuple[Cotangent, ...] = ()
@@ -42,40 +49,44 @@ class ProblemPair:
 
     @functools.cached_property
     def stacked_cotangents(self) -> np.ndarray:
-        """Both cotangents, stacked."""
+        """Both cotangents of `out`, stacked."""
         return np.stack([cotangent.out for cotangent in self.cotangents])
 
     @functools.cached_property
     def expected(self) -> tuple[Expectation, ...]:
-        """What to expect of each problem."""
+        """The expectation for each problem."""
         return tuple(self.subject.expect(p, self.cotangents[n : n + 1]) for n, p in enumerate(self.problems))
 
+    def run_eagerly(self, problem: Problem) -> np.ndarray:
+        """Return `out` of the call outside `jit`, on JAX arrays."""
+        return self.subject.executor.run(call_sequences.run_eagerly, problem)
+
     def judge_out(self, got: Any, count: int = 1) -> Judgement:
-        """Judge `out` of the case's problem, or of both, stacked."""
+        """Judge `out` of the case's problem, or of both problems stacked."""
         return self.judge_out_for(got, self.problems[:count], self.expected[:count])
 
     def judge_out_for(self, got: Any, problems: Sequence[Problem], expected: Sequence[Expectation]) -> Judgement:
-        """Judge `out` of other problems, stacked if there are several."""
-        want = _stack([e.forward["out"] for e in expected])
+        """Judge `out` of any problems, stacked if there are several."""
+        bounded = _stack([e.forward["out"] for e in expected])
         judged = np.stack([self.subject.find_judged_rows(problem) for problem in problems])
-        return self._judge("out", got, want, judged)
+        return self._judge("out", got, bounded, judged)
 
     def judge_gradients(self, got: Mapping[str, Any], count: int = 1) -> Iterator[Judgement]:
-        """Judge the gradients of the case's problem, or of both, stacked."""
+        """Judge the gradients of the case's problem, or of both problems stacked."""
         for operand in self.list_judged_operands(got):
             name = GRADIENT_OF[operand]
-            want = _stack([e.gradients[0][name] for e in self.expected[:count]])
-            yield self._judge(name, got[operand], want, None)
+            bounded = _stack([e.gradients[0][name] for e in self.expected[:count]])
+            yield self._judge(name, got[operand], bounded, None)
 
     def list_judged_operands(self, got: Mapping[str, Any]) -> list[str]:
-        """The operands whose gradients are judged, in the order in which they are."""
+        """List the operands with judged gradients, in the order in which they are judged."""
         offered = self.subject.implementation.gradients
         return [operand for operand, name in GRADIENT_OF.items() if operand in got and name in offered]
 
-    def _judge(self, name: str, got: Any, want: Bounded, judged: np.ndarray | None) -> Judgement:
+    def _judge(self, name: str, got: Any, bounded: Bounded, judged: np.ndarray | None) -> Judgement:
         array = np.asarray(got)
-        array = array[None] if array.ndim == want.value.ndim - 1 else array
-        return self.subject.judge(name, array, want, judged)
+        array = array[None] if array.ndim == bounded.value.ndim - 1 else array
+        return self.subject.judge(name, array, bounded, judged)
 
 
 def _stack(bounded: Sequence[Bounded]) -> Bounded:

@@ -1,6 +1,6 @@
-"""The program: what the call asks of a chip that its results on a CPU do not show.
+"""Check `program`: what the traced program requests of a chip, which results on a CPU do not show.
 
-On a CPU every product of f32 numbers is exact to f32. On a TPU or a GPU it is so only where the program asks for it: by
+On a CPU every product of f32 numbers is exact to f32. On a TPU or a GPU it is so only if the program requests it. By
 default JAX lets a TPU multiply in bf16, and a GPU in tf32.
 """
 
@@ -11,24 +11,28 @@ from collections.abc import Iterator, Sequence
 from conformance import records
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
-from conformance.executor_tasks import program_inspection as driven
+from conformance.executor_tasks import program_inspection
 
 
 def check_program(subject: Subject) -> Iterator[Judgement]:
-    """All products of f32 operands that are declared exact ask for the same, and no platform has a path of its own."""
+    """Check that all f32 products request the same precision, and no platform has another path.
+
+    The first applies if products are declared exact. Another path for another platform is not judged here.
+    """
     do = subject.cotangents[subject.full_cotangent].out if subject.has_gradients else None
-    products, chosen, other = subject.executor.run(driven.inspect_program, subject.problem, do)
+    products, chosen, other = subject.executor.run(program_inspection.inspect_program, subject.problem, do)
     yield from _judge_products(subject, products)
-    # Kernels of a platform are reported as such where that is missing.
+    # A kernel that declares its platform is reported elsewhere if that platform is missing.
     if subject.implementation.accelerator.platform is None:
         yield _judge_paths(subject, chosen, other)
 
 
 def _judge_products(subject: Subject, products: Sequence[tuple[bool, str, str]]) -> Iterator[Judgement]:
+    """Judge the requested precisions of the f32 products."""
     if subject.implementation.arithmetic.products != "exact" or subject.case.dtype != "f32":
         return
     low = [(precision, place) for exact, precision, place in products if not exact]
-    # What leaves all of them to the user's setting has chosen nothing, and declares on its chip what it does there.
+    # If all products use the default, the user's setting decides. The kernel must then declare the chip's precision.
     wrong = 0 < len(low) < len(products)
     reason = ""
     if wrong:
@@ -43,9 +47,9 @@ def _judge_products(subject: Subject, products: Sequence[tuple[bool, str, str]])
 
 
 def _judge_paths(subject: Subject, chosen: bool, other: str) -> Judgement:
-    """What is chosen by the platform is not what was judged here."""
+    """Judge whether the program depends on the platform: then other platforms are unjudged."""
     if not (chosen or other):
         return Judgement(observable="paths", verdict=records.PASS)
     on = f"a {other.upper()}" if other else "another platform"
-    reason = f"takes another path on {on} than here ({subject.executor.backend}), which is judged there only"
+    reason = f"takes another path on {on} than here ({subject.executor.backend}), which can be judged only there"
     return Judgement(observable="paths", verdict=records.UNJUDGED, reason=reason)

@@ -1,4 +1,4 @@
-"""A feature declared unsupported must be refused: silently ignoring an argument is the worst failure there is."""
+"""Check `refusals`: a feature declared unsupported must be refused, never silently ignored."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from conformance.executor_tasks import single_calls
 
 
 def check_refusals(subject: Subject) -> Iterator[Judgement]:
-    """A call that needs a feature declared unsupported raises `NotImplementedError`.
+    """Check that a call needing an unsupported feature raises `NotImplementedError`.
 
-    The call is made as a user makes it, outside `jit`. It is differentiated where the case asks for gradients: an
-    implementation that has none must say so too. A feature that needs a parameter which only its supporters have, as a
-    quantised cache does, is not asked: nobody can hand it to a call without that parameter.
+    The call is made as a user makes it, outside `jit`. It is differentiated if the case asks for gradients, since an
+    implementation without gradients must refuse those too. Some features need a parameter that only their supporters
+    have, such as a quantised cache. A call without that parameter is not checked.
 
-    Who refuses by signature says that nobody can ask for what it lacks. Where such an operand can be handed to the call
-    all the same, it is; that it cannot is no judgement.
+    An implementation may declare that its signature refuses: it lacks the parameter. Then the check fails only if the
+    operand can be passed all the same.
     """
     if subject.implementation.refuses_by_signature:
         yield from _check_signature(subject)
@@ -32,7 +32,7 @@ def check_refusals(subject: Subject) -> Iterator[Judgement]:
         subject.executor.run(single_calls.run_eagerly, subject.problem, gradients=subject.case.phase == "train")
     except NotImplementedError:
         yield Judgement(observable="refusal", verdict=records.PASS)
-    except Exception as error:  # any other error is the finding: the user is told the wrong thing
+    except Exception as error:  # an error of another type misleads the user
         reason = f"declared unsupported ({declared}), but raises {type(error).__name__} instead of NotImplementedError"
         yield Judgement(observable="refusal", verdict=records.FAIL, reason=reason)
     else:
@@ -41,14 +41,14 @@ def check_refusals(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_signature(subject: Subject) -> Iterator[Judgement]:
-    """A fault if the call takes an operand that it is declared to have no parameter for; nothing is computed."""
+    """Check that the call takes no operand that it is declared to have no parameter for; only traced."""
     lacking = set(subject.implementation.unsupported)
     operands = [o.name for o in REMOVABLE if o.name in lacking and getattr(subject.case, o.field) != o.absent]
     if not operands or not all(subject.executor.run(single_calls.has_parameter, name) for name in operands):
         return
     try:
         subject.executor.run(single_calls.trace_call, subject.problem)
-    except Exception:  # whatever it says: it cannot be asked for
+    except Exception:  # any exception is a refusal
         return
-    reason = f"declared unsupported ({', '.join(operands)}), not to be asked for, but the call is accepted"
+    reason = f"declared unsupported ({', '.join(operands)}), with no parameter for it, but the call is accepted"
     yield Judgement(observable="refusal", verdict=records.FAIL, reason=reason)

@@ -1,9 +1,11 @@
-"""Sharding: under `shard_map` over batch, heads and query sequence, the call and its gradients mean the same.
+"""Check `sharding`: the call and its gradients on several devices.
 
-And on arrays whose shardings are part of their types, and where `shard_map` checks over which axes values differ.
+They run under `shard_map` over batch, heads and queries, on arrays with explicit shardings, and with the type check of
+`shard_map` for axes over which values differ.
 
-Four devices are needed; on CPU they are virtual (`conformance.environment` asks XLA for them). Queries are sharded in
-the load-balanced order of context parallelism (docs/contract.md, section 3), each device masking with its own rows.
+Four devices are needed. On CPU they are virtual: `conformance.environment` requests them from XLA. Queries are sharded
+in the load-balanced order of context parallelism (docs/contract.md, section 3), and each device masks with its own
+rows.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from conformance.executor_tasks.sharded_calls import DEVICES
 
 
 def check_sharding(subject: Subject) -> Iterator[Judgement]:
-    """Under `shard_map` on four devices, over batch, heads and queries, and on explicit axes, results are right."""
+    """Check results on four devices, sharded over batch, heads and queries, and on an explicit mesh."""
     if (kind := subject.implementation.storage) is not None:
         yield build_unsupported(
             "all", f"{kind} sequences have no axis of batch rows or queries to share between devices"
@@ -55,10 +57,11 @@ def check_sharding(subject: Subject) -> Iterator[Judgement]:
 def _check_unless_refused(
     subject: Subject, judge: Callable[[Subject, Case], Iterator[Judgement]]
 ) -> Iterator[Judgement]:
-    """What `judge` finds. What JAX refuses is a finding only of those who declare that they `validate`.
+    """Run a check of something that JAX itself may refuse.
 
-    A function in plain JAX has to say how some results are sharded, or where a loop's carry differs, and JAX names the
-    operation: that it does not is no wrong result, and its author may never have meant it.
+    The refusal is a failure only if the implementation declares `validates`. A function in plain JAX may have to state
+    how a result is sharded, or how the carry of a loop differs between devices. If it does not, JAX raises an error
+    that names the operation. No result is wrong then, and the author may never have intended such use.
     """
     try:
         case = _make_divisible(subject.case)
@@ -79,7 +82,7 @@ def _check_unless_refused(
 
 
 def _check_explicit(subject: Subject, case: Case) -> Iterator[Judgement]:
-    """Batch rows on a mesh of explicit axes, as `jax.make_mesh` makes it from jax 0.12 on, with no `shard_map`."""
+    """Check batch rows on a mesh of explicit axes without `shard_map`, the default mesh from jax 0.12 on."""
     problem = draw_problem(case)
     do, judged = _draw_cotangent(subject, case, problem)
     out, gradients = subject.executor.run(
@@ -89,9 +92,12 @@ def _check_explicit(subject: Subject, case: Case) -> Iterator[Judgement]:
 
 
 def _check_vma(subject: Subject, case: Case) -> Iterator[Judgement]:
-    """`shard_map` as it is by default, `check_vma=True`; traced only, since its results are those without the check."""
+    """Check that the call can be traced under the default `shard_map`, with `check_vma=True`.
+
+    It is only traced, since its results are those without the check.
+    """
     if subject.implementation.accelerator.interpreted:
-        yield build_unsupported("all", "JAX's interpreters of Pallas kernels do not say over which axes values differ")
+        yield build_unsupported("all", "JAX's Pallas interpreters do not track over which axes values differ")
         return
     do = draw_cotangent(case).out if subject.has_gradients else None
     subject.executor.run(sharded_calls.trace_with_vma_check, draw_problem(case), do)
@@ -99,30 +105,34 @@ def _check_vma(subject: Subject, case: Case) -> Iterator[Judgement]:
 
 
 def _draw_cotangent(subject: Subject, case: Case, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """A cotangent of `out`, zero where rows are not judged, and which are."""
+    """Return a cotangent of `out` that is zero in unjudged rows, and the booleans of judged rows."""
     judged, drawn = subject.find_judged_rows(problem), draw_cotangent(case).out
     return np.where(judged, drawn, np.zeros_like(drawn)), judged
 
 
 def _make_divisible(case: Case) -> Case:
-    """The case with a batch and key/value heads that four devices can share."""
+    """Return the case with a batch and key/value heads that four devices can share."""
     group = case.num_q_heads // case.num_kv_heads
     return dataclasses.replace(case, batch=DEVICES, num_kv_heads=DEVICES, num_q_heads=DEVICES * group)
 
 
 def _remove_functions(case: Case) -> Case:
-    """Without functions of batch row and query head: a device does not know which of them are its own."""
+    """Remove functions of batch row and head: a device does not know its own indices."""
     absent: dict[str, Any] = {operand.field: operand.absent for operand in OPTIONAL if operand.is_function}
     return dataclasses.replace(case, **absent)
 
 
 def _balance_queries(case: Case) -> Case:
-    """Without operands that go by where queries stand: a device does not know where its own do."""
+    """Remove operands that depend on positions, since a device does not know those of its queries.
+
+    The mask becomes the load-balanced one.
+    """
     absent: dict[str, Any] = {operand.field: operand.absent for operand in OPTIONAL if operand.is_positional}
     return dataclasses.replace(case, mask=f"balanced-{DEVICES}", **absent)
 
 
 def _check_axis(subject: Subject, case: Case, axis: sharded_calls.ShardedAxis) -> Iterator[Judgement]:
+    """Check the call with one axis sharded."""
     if (reason := _find_refusal(subject, case)) is not None:
         yield build_unsupported("all", reason)
         return
@@ -137,6 +147,7 @@ def _check_axis(subject: Subject, case: Case, axis: sharded_calls.ShardedAxis) -
 def _judge_results(
     subject: Subject, problem: Problem, do: np.ndarray, judged: np.ndarray, out: Any, gradients: Values
 ) -> Iterator[Judgement]:
+    """Judge `out` and the gradients."""
     cotangents = (Cotangent("random", do),) if subject.has_gradients else ()
     expected = subject.expect(problem, cotangents)
     yield _judge(subject, "out", out, expected.forward["out"], judged)
@@ -146,6 +157,7 @@ def _judge_results(
 
 
 def _find_refusal(subject: Subject, case: Case) -> str | None:
+    """Return why the sharded case is not supported; none if it is."""
     supports = subject.implementation.supports
     if (reason := supports(case)) is not None or not case.mask.startswith("balanced"):
         return reason

@@ -1,7 +1,7 @@
-"""Transforms: the call means the same under every transformation that JAX has for it.
+"""Check `transforms`: the call under every transformation of JAX.
 
-Each transformed call is judged against the oracle, like a plain one. There are two problems: the case's own, and one
-drawn with the next seed. What batched calls share by mistake is wrong for one of them.
+Each transformed call is judged by the oracle, like a plain one. There are two problems: the case's own, and one drawn
+with the next seed. If batched calls wrongly share a value, the result of one problem is wrong.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from conformance.executor_tasks import call_sequences, single_calls, transformed
 from conformance.truth.rounding_bounds import Bounded
 from conformance.truth.roundoff import UNIT_ROUNDOFF
 
-# A number this many times as large is another one, and the same where its first two digits are all that counts.
+# Changes a number so little that its first two digits stay the same: a cache key must use all digits.
 _NEARBY_FACTOR = 1 + 2.0**-6
-# Makes the scale of the grids, 0.3, one that is above 1 and no power of two.
+# Makes the scale of the grids, 0.3, a scale that is above 1 and no power of two.
 _SCALE_FACTOR = 5.0
 
 
 def check_transforms(subject: Subject) -> Iterator[Judgement]:
-    """`jit` or not, `vmap`, `grad` of `vmap`, `checkpoint`, `scan`, donation, x64, and a second call mean the same."""
-    pair = ProblemPair.of(subject)
+    """Check `jit`, `vmap`, `grad`, `checkpoint`, `scan`, donation, x64 and repeated calls."""
+    pair = ProblemPair.draw(subject)
     for name, transform in _FORWARD_SUBCHECKS.items():
         if name.startswith("vmap") and subject.implementation.storage in IN_PAGES:
-            yield build_unsupported(f"out.{name}", "a cache in pages is one for all sequences, and is not mapped over")
+            yield build_unsupported(f"out.{name}", "all sequences share the pages of a cache, so it is not mapped over")
         else:
             yield from run_subcheck(name, functools.partial(transform, pair))
     if subject.has_gradients:
@@ -52,22 +52,22 @@ def check_transforms(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_eager(pair: ProblemPair) -> Iterator[Judgement]:
-    yield pair.judge_out(_call_eagerly(pair, pair.problems[0]))
+    """Check the call outside `jit`, with its residuals."""
+    yield pair.judge_out(pair.run_eagerly(pair.problems[0]))
     if pair.subject.implementation.residuals:
         results = pair.subject.executor.run(call_sequences.run_residuals_eagerly, pair.problems[0])
         yield from _judge_residuals(pair, {name: x[None] for name, x in results.items()}, 1)
     elif returned := pair.subject.executor.run(single_calls.list_returned_residuals, pair.problems[0]):
-        # A kernel may have left them out as it was loaded, and then nothing else would be asked about them.
-        reason = f"returns {' and '.join(returned)}, which it said that it does not offer"
+        # A kernel may have declared that it has no residuals, so that no other check looks at them.
+        reason = f"returns {' and '.join(returned)}, which it declares not to offer"
         yield Judgement(observable="residuals", verdict=records.FAIL, reason=reason)
 
 
-def _call_eagerly(pair: ProblemPair, problem: Problem) -> np.ndarray:
-    return pair.subject.executor.run(call_sequences.run_eagerly, problem)
-
-
 def _check_vmap(pair: ProblemPair) -> Iterator[Judgement]:
-    """Both problems; with residuals, where they are offered: what shares some operands is asked without."""
+    """Check both problems under `vmap`, with residuals if they are offered.
+
+    Calls that share some operands are checked without residuals.
+    """
     if not pair.subject.implementation.residuals:
         yield pair.judge_out(pair.subject.executor.run(transformed_calls.run_vmap, pair.problems), 2)
         return
@@ -77,7 +77,7 @@ def _check_vmap(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _judge_residuals(pair: ProblemPair, results: Mapping[str, np.ndarray], count: int) -> Iterator[Judgement]:
-    """The residuals of the first problem, or of both, stacked."""
+    """Judge the residuals of the first problem, or of both stacked."""
     for name in set(results) & set(RESIDUALS):
         for got, problem, expected in zip(results[name], pair.problems[:count], pair.expected[:count], strict=True):
             live = (~problem.empty_rows | (pair.subject.implementation.empty_rows == "zero")) & problem.decided
@@ -85,10 +85,10 @@ def _judge_residuals(pair: ProblemPair, results: Mapping[str, np.ndarray], count
 
 
 def _check_vmap_over(names: Sequence[str], pair: ProblemPair) -> Iterator[Judgement]:
-    """Only some operands have the mapped axis; the others are shared."""
+    """Check `vmap` over some operands; the others are shared."""
     problem, other = pair.problems
     mapped = [name for name in names if getattr(problem, name) is not None]
-    if problem.tied:  # values alone cannot have it: they are coordinates of the keys
+    if problem.tied:  # tied values are coordinates of the keys, so they cannot be mapped alone
         mapped = [name for name in mapped if name != "v"]
     if not mapped:
         return
@@ -98,30 +98,33 @@ def _check_vmap_over(names: Sequence[str], pair: ProblemPair) -> Iterator[Judgem
     )
     changed: dict[str, Any] = {name: getattr(other, name) for name in mapped}
     mixed = dataclasses.replace(problem, **changed)
-    found, expected = (problem, mixed), (pair.expected[0], pair.subject.expect(mixed))
-    turns = (0, 1, 1, 0) if twice else (0, 1)
-    yield pair.judge_out_for(got, [found[n] for n in turns], [expected[n] for n in turns])
+    problems, expected = (problem, mixed), (pair.expected[0], pair.subject.expect(mixed))
+    order = (0, 1, 1, 0) if twice else (0, 1)
+    yield pair.judge_out_for(got, [problems[n] for n in order], [expected[n] for n in order])
 
 
 def _check_vmap_over_half(name: str, which: int, pair: ProblemPair) -> Iterator[Judgement]:
-    """One of the two arrays of a pair has the mapped axis alone: keys of several prompts, or queries over one cache."""
+    """Check `vmap` over one array of a pair, such as the segment ids of keys only.
+
+    Models do this for keys of several prompts, or for queries over one cache.
+    """
     problem, other = pair.problems
-    ours, theirs = getattr(problem, name), getattr(other, name)
-    if ours is None:
+    shared, mapped = getattr(problem, name), getattr(other, name)
+    if shared is None:
         return
-    changed: dict[str, Any] = {name: tuple((theirs if n == which else ours)[n] for n in range(2))}
+    changed: dict[str, Any] = {name: tuple((mapped if n == which else shared)[n] for n in range(2))}
     mixed = dataclasses.replace(problem, **changed)
     got = pair.subject.executor.run(transformed_calls.run_vmap_over, (problem, mixed), [name], which)
     yield pair.judge_out_for(got, (problem, mixed), (pair.expected[0], pair.subject.expect(mixed)))
 
 
 def _check_vmap_queries(pair: ProblemPair) -> Iterator[Judgement]:
-    """Queries alone have the mapped axis, and batch rows differ in what they share: in bias and mask too."""
+    """Check `vmap` over queries only, where batch rows differ in the shared bias and mask."""
     yield from _check_vmap_over(("q",), dataclasses.replace(pair, problems=_vary_batch_rows(pair)))
 
 
 def _vary_batch_rows(pair: ProblemPair) -> tuple[Problem, Problem]:
-    """The problems with a bias and a mask that differ between batch rows, as far as they are supported."""
+    """Return the problems with a bias and a mask that differ between batch rows, where supported."""
     problem, other = pair.problems
     changes: dict[str, Any] = {}
     for field, level in (("bias", "biasbatch"), ("mask", "densebatch-d60")):
@@ -133,7 +136,7 @@ def _vary_batch_rows(pair: ProblemPair) -> tuple[Problem, Problem]:
 
 
 def _check_vmap_masks(pair: ProblemPair) -> Iterator[Judgement]:
-    """Masks that differ along the mapped axis, for calls that take them as arrays."""
+    """Check `vmap` over masks, for calls that take them as arrays."""
     problem, executor = pair.problems[0], pair.subject.executor
     if "mask" not in executor.run(single_calls.list_arrays, problem):
         return
@@ -144,10 +147,12 @@ def _check_vmap_masks(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_call(how: Callable[..., np.ndarray], pair: ProblemPair) -> Iterator[Judgement]:
+    """Check `out` of a task that makes the call in one way, such as with donated operands."""
     yield pair.judge_out(pair.subject.executor.run(how, pair.problems[0]))
 
 
 def _check_x64(pair: ProblemPair) -> Iterator[Judgement]:
+    """Check the call where JAX may use doubles."""
     got = pair.subject.executor.run(transformed_calls.run_x64, pair.problems[0])
     judgement = pair.judge_out(got)
     if got.dtype != pair.problems[0].q.dtype:
@@ -159,25 +164,25 @@ def _check_x64(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_x64_residuals(pair: ProblemPair) -> Iterator[Judgement]:
-    """Residuals have the dtype that they have without doubles, with a scale and with the usual one; tracing says so."""
+    """Check by tracing that x64 does not change the dtypes of residuals, with a scale and without."""
     yield from _check_x64_dtypes(pair, pair.problems[0])
     if pair.problems[0].scale is not None:
         yield from _check_x64_dtypes(pair, pair.problems[0].without("scale"))
 
 
 def _check_x64_dtypes(pair: ProblemPair, problem: Problem) -> Iterator[Judgement]:
-    usual, found = (
+    usual, with_x64 = (
         pair.subject.executor.run(transformed_calls.find_residual_dtypes, problem, doubles=doubles)
         for doubles in (False, True)
     )
     for name in sorted(usual):
-        same = found[name] == usual[name]
-        reason = "" if same else f"dtype is {found[name]}, must be {usual[name]} as without x64"
+        same = with_x64[name] == usual[name]
+        reason = "" if same else f"dtype is {with_x64[name]}, must be {usual[name]} as without x64"
         yield Judgement(observable=name, verdict=records.PASS if same else records.FAIL, reason=reason)
 
 
 def _check_second_call(pair: ProblemPair) -> Iterator[Judgement]:
-    """The same call, made again after another one, gives the same bits."""
+    """Check that a call made again after another one gives the same bits."""
     problem, other = pair.problems
     first, between, again = pair.subject.executor.run(call_sequences.run_one_program, (problem, other, problem))
     same = first.tobytes() == again.tobytes()
@@ -187,7 +192,10 @@ def _check_second_call(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_other_statics(pair: ProblemPair) -> Iterator[Judgement]:
-    """Another soft cap and another scale in the same process, one above 1, then the first ones again."""
+    """Check another soft cap and scale in the same process, then the first ones again.
+
+    Each is then changed slightly outside `jit`, while everything else that a cache key may contain stays the same.
+    """
     problem = pair.problems[0]
     factors = {"scale": _SCALE_FACTOR}
     numbers = {o.name: number for o in OPTIONAL if o.number and (number := getattr(problem, o.name)) is not None}
@@ -196,32 +204,32 @@ def _check_other_statics(pair: ProblemPair) -> Iterator[Judgement]:
     for other in [*others, problem] if others else []:
         got = pair.subject.executor.run(call_sequences.run_compiled, other)
         yield pair.judge_out_for(got, (other,), (pair.subject.expect(other),))
-    # One number at a time, and outside `jit`: all else that a key may hold is as it was.
+    # Only one number changes, so a cache key must contain all its digits.
     for other in (dataclasses.replace(problem, **{name: number * _NEARBY_FACTOR}) for name, number in numbers.items()):
-        yield pair.judge_out_for(_call_eagerly(pair, other), (other,), (pair.subject.expect(other),))
+        yield pair.judge_out_for(pair.run_eagerly(other), (other,), (pair.subject.expect(other),))
 
 
 def _check_vmap_few(pair: ProblemPair) -> Iterator[Judgement]:
-    """Queries alone have the mapped axis, of a call without optional operands: it may have a rule of its own."""
+    """Check `vmap` over queries of a call without optional operands, which may have its own batching rule."""
     subject = pair.subject
     if subject.case.storage is not None or not any(getattr(subject.case, o.field) != o.absent for o in REMOVABLE):
-        return  # `vmap_q` is that
+        return  # then `vmap_q` checks the same call
     for case in few_operand_calls.iter_variants(subject.case, {"mask": "causal"}):
         if subject.implementation.supports(case) is None:
-            few = ProblemPair.of(dataclasses.replace(subject, case=case))
+            few = ProblemPair.draw(dataclasses.replace(subject, case=case))
             yield from _check_vmap_over(("q",), few)
             return
 
 
 def _check_gradients(how: transformed_calls.MappingOrder, pair: ProblemPair) -> Iterator[Judgement]:
-    """Gradients of the mapped call, mapped gradients, or those of layers under `lax.scan`."""
+    """Check gradients of both problems: `grad` of `vmap`, `vmap` of `grad`, or layers under `lax.scan`."""
     out, got = pair.subject.executor.run(transformed_calls.run_gradients, how, pair.problems, pair.stacked_cotangents)
     yield pair.judge_out(out, 2)
     yield from pair.judge_gradients(got, 2)
 
 
 def _check_shared(pair: ProblemPair) -> Iterator[Judgement]:
-    """Queries alone have the mapped axis: gradients of what they share are sums over it."""
+    """Check gradients where only queries are mapped: those of shared operands are sums over the mapped axis."""
     problem, other = pair.problems
     mixed = dataclasses.replace(problem, q=other.q)
     if depends_on_data(problem.mask):
@@ -236,32 +244,32 @@ def _check_shared(pair: ProblemPair) -> Iterator[Judgement]:
         both = [gradients[name] for gradients in expected]
         values, bounds = np.stack([b.value for b in both]), np.stack([b.bound for b in both])
         if operand != "q":
-            # JAX adds them up in the dtype of the operand.
+            # JAX sums over the mapped axis in the dtype of the operand.
             bounds = bounds.sum(axis=0) + UNIT_ROUNDOFF[pair.subject.case.dtype] * np.abs(values).sum(axis=0)
             values = values.sum(axis=0)
         yield pair.subject.judge(name, got[operand], Bounded(values, bounds))
 
 
 def _check_eager_gradients(pair: ProblemPair) -> Iterator[Judgement]:
-    """Gradients outside `jit`, where the backward pass gets arrays and not tracers.
+    """Check gradients outside `jit`, where the backward pass gets arrays instead of tracers.
 
-    They are those of the second use of a pullback, after the other problem has been pulled back.
+    The pullback is used for the second time, after the other problem's.
     """
     dos = [cotangent.out for cotangent in pair.cotangents]
-    found = pair.subject.executor.run(transformed_calls.run_gradients_eagerly, pair.problems, dos)
-    yield from pair.judge_gradients(found)
+    got = pair.subject.executor.run(transformed_calls.run_gradients_eagerly, pair.problems, dos)
+    yield from pair.judge_gradients(got)
 
 
 def _check_eager_query_gradient(pair: ProblemPair) -> Iterator[Judgement]:
-    """The gradient of q alone outside `jit`: keys and values that nobody differentiates are arrays, and no tracers."""
-    found = pair.subject.executor.run(
+    """Check the gradient of q alone outside `jit`, where keys and values are arrays, not tracers."""
+    got = pair.subject.executor.run(
         transformed_calls.run_query_gradient_eagerly, pair.problems[0], pair.cotangents[0].out
     )
-    yield from pair.judge_gradients(found)
+    yield from pair.judge_gradients(got)
 
 
 def _check_two_kinds(pair: ProblemPair) -> Iterator[Judgement]:
-    """Layers of two kinds in one program, as models alternate them, pulled back once both have been called."""
+    """Check layers of two kinds in one program, as models alternate them; all pullbacks come last."""
     subject, problem = pair.subject, pair.problems[0]
     other = _build_other_kind(subject)
     if other is None:
@@ -280,7 +288,7 @@ def _check_two_kinds(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _build_other_kind(subject: Subject) -> Problem | None:
-    """The problem under another mask, and with a scale and soft cap near its own, as far as it has them."""
+    """Return the problem with another mask, and a slightly different scale and soft cap, if it has them."""
     case, problem = subject.case, subject.problem
     numbers = {
         o.name: number * _NEARBY_FACTOR
@@ -299,12 +307,10 @@ def _build_other_kind(subject: Subject) -> Problem | None:
 
 
 def _check_vmap_of_pullback(pair: ProblemPair) -> Iterator[Judgement]:
-    """One pullback, mapped over cotangents alone."""
-    problem = pair.problems[0]
-
-    first = pair.cotangents[0]
-    turned = np.where(pair.subject.judged_out, first.out[:, ::-1], np.zeros_like(first.out))
-    cotangents = [first, dataclasses.replace(first, out=turned)]
+    """Check one pullback that is mapped over cotangents only."""
+    problem, first = pair.problems[0], pair.cotangents[0]
+    reversed_do = np.where(pair.subject.judged_out, first.out[:, ::-1], np.zeros_like(first.out))
+    cotangents = [first, dataclasses.replace(first, out=reversed_do)]
     dos = np.stack([cotangent.out for cotangent in cotangents])
     got = pair.subject.executor.run(transformed_calls.run_mapped_pullback, problem, dos)
     expected = pair.subject.expect(problem, cotangents).gradients
@@ -315,7 +321,7 @@ def _check_vmap_of_pullback(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_checkpoint(named: bool, pair: ProblemPair) -> Iterator[Judgement]:
-    """The backward pass recomputes what the policy does not save: everything, or what has no name."""
+    """Check gradients under `jax.checkpoint`, which saves nothing, or only named values."""
     names = (pair.subject.implementation.checkpoint_names or ("out", "logsumexp")) if named else ()
     do = pair.cotangents[0].out
     out, got = pair.subject.executor.run(transformed_calls.run_checkpoint, pair.problems[0], do, names)
@@ -324,7 +330,7 @@ def _check_checkpoint(named: bool, pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_forward_mode(pair: ProblemPair) -> Iterator[Judgement]:
-    """Where forward mode is possible, its derivative along a direction is what the gradients say of it."""
+    """Check the forward-mode derivative along a direction by the exact gradients, where it is possible."""
     subject, problem = pair.subject, pair.problems[0]
     gradients = subject.implementation.gradients
     names = [
@@ -343,31 +349,32 @@ def _check_forward_mode(pair: ProblemPair) -> Iterator[Judgement]:
     expected = pair.expected[0].gradients[0]
     along = {name: drawn[name].astype(np.float64) for name in names}
     value = sum(float(np.sum(expected[GRADIENT_OF[name]].value * x)) for name, x in along.items())
-    # By the gradients' own bounds, all at their worst together, and the rounding of the tangent to its dtype.
+    # All gradients at their bounds at once, and the rounding of the tangent to its dtype.
     bound = sum(float(np.sum(expected[GRADIENT_OF[name]].bound * np.abs(x))) for name, x in along.items())
     bound += UNIT_ROUNDOFF[subject.case.dtype] * float(np.sum(np.abs(got * do)))
     yield subject.judge("out", np.sum(got * do), Bounded(np.asarray(value), np.asarray(bound)))
 
 
 def _check_one_gradient(pair: ProblemPair) -> Iterator[Judgement]:
-    """The gradient of one operand when nobody asks for the others."""
-    found = pair.subject.executor.run(transformed_calls.run_single_gradients, pair.problems[0], pair.cotangents[0].out)
-    yield from pair.judge_gradients(found)
+    """Check the gradient of each operand alone."""
+    got = pair.subject.executor.run(transformed_calls.run_single_gradients, pair.problems[0], pair.cotangents[0].out)
+    yield from pair.judge_gradients(got)
 
 
 def _check_x64_backward(pair: ProblemPair) -> Iterator[Judgement]:
+    """Check the gradients and their dtypes where JAX may use doubles."""
     problem = pair.problems[0]
     got = pair.subject.executor.run(transformed_calls.run_x64_backward, problem, pair.cotangents[0].out)
     for judgement, name in zip(pair.judge_gradients(got), pair.list_judged_operands(got), strict=True):
-        want = getattr(problem, name).dtype
-        if got[name].dtype != want:
-            reason = f"dtype is {got[name].dtype}, must be that of {name}, {want}"
+        required = getattr(problem, name).dtype
+        if got[name].dtype != required:
+            reason = f"dtype is {got[name].dtype}, must be that of {name}, {required}"
             judgement = dataclasses.replace(judgement, verdict=records.FAIL, reason=reason)
         yield judgement
 
 
 def _list_mapped_operands() -> dict[str, list[str]]:
-    """The operands that have a batch axis together while the others have none, by name."""
+    """List the sets of operands that are mapped together while the others are shared, by name."""
     mapped = {"k": ["k"], "v": ["v"], "kv": ["k", "v"]}
     for operand in OPTIONAL:
         if operand.vmap:
@@ -395,8 +402,8 @@ _FORWARD_SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
     "other_statics": _check_other_statics,
 }
 _BACKWARD_SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
-    "grad_of_vmap": functools.partial(_check_gradients, "outside"),
-    "vmap_of_grad": functools.partial(_check_gradients, "inside"),
+    "grad_of_vmap": functools.partial(_check_gradients, "grad_of_vmap"),
+    "vmap_of_grad": functools.partial(_check_gradients, "vmap_of_grad"),
     "checkpoint": functools.partial(_check_checkpoint, False),
     "checkpoint_names": functools.partial(_check_checkpoint, True),
     "vmap_of_pullback": _check_vmap_of_pullback,

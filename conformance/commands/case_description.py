@@ -1,4 +1,4 @@
-"""A case in words: the problem, what must be told apart, and the tolerances that judge it with where they come from."""
+"""Describe a case: the problem, the wrong results that it must expose, and its tolerances with their origin."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _DISTRIBUTIONS = {
     "levels": "logits around 80, 90, 105, 130, 1100 and 1.1e4, high and low; queries of zeros and equal keys",
     "huge": "logits beyond the float16 range, high for one query and low for the next",
 }
-# What has a line of its own.
+# Operands that have a line of their own.
 _DESCRIBED_OPERANDS = {"segment_ids", "soft_cap", "sinks", "bias", "scale"}
 
 
 def explain_case(case: Case, tolerances: Tolerances) -> str:
-    """The explanation, as text."""
+    """Describe a case as text."""
     problem = draw_problem(case)
     named = regressions.find_regression(case.id)
     about = [f"Regression  {named.name}: {named.shows} ({named.reference})", ""] if named else []
@@ -90,7 +90,7 @@ def _describe_problem(case: Case, problem: Problem) -> list[str]:
 
 
 def _describe_storage(case: Case, stored: Storage) -> list[str]:
-    """Where the operands of a stored case lie."""
+    """Describe where the operands of a stored case lie."""
     sequences = ", ".join(f"{q} of {n}" for q, n in zip(case.q_lengths, case.kv_lengths, strict=True))
     if stored.page_indices is None:
         where = f"{len(stored.held)} packed keys"
@@ -110,7 +110,8 @@ def _describe_storage(case: Case, stored: Storage) -> list[str]:
 def _describe_tolerances(case: Case, tolerances: Tolerances) -> list[str]:
     lines = ["Judged by the largest |got - expected| / bound over the elements, and where there are enough by the"]
     lines.append(
-        "root mean square. The bound is the first-order rounding error of each element (conformance/truth/rounding_bounds.py)."
+        "root mean square. The bound is the first-order rounding error of each element "
+        "(conformance/truth/rounding_bounds.py)."
     )
     for row in tolerances.rows():
         if row["dtype"] == case.dtype:

@@ -1,5 +1,6 @@
-"""What a kernel's process is asked to do: functions of an executor that call, transform and trace, and return data.
+"""Tasks that `Executor.run` runs in the kernel's process: they call, transform and trace it, and return data.
 
-Checks name them to `Executor.run`. They say nothing of what is right: that is decided where the answers arrive. What
-they are given, and what they return, travels between processes: problems, arrays, numbers and words.
+A task is a function of an executor. It does not decide what is right; the check that requested it does. Arguments and
+results cross process boundaries, so they are problems, arrays, numbers and text. README.md in this folder lists the
+modules.
 """

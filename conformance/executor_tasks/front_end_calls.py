@@ -1,4 +1,4 @@
-"""A model's front end and attention in one program."""
+"""Run a model's front end and attention in one program."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def run_front_end(
     places: tuple[np.ndarray, np.ndarray],
     do: np.ndarray | None,
 ) -> tuple[np.ndarray, Values]:
-    """`out` and, for a cotangent, the gradients of what the front end takes.
+    """Return `out` and, with a cotangent, the gradients of the front end's inputs.
 
     Args:
-      executor: of the implementation.
-      problem: all that reaches attention beside what comes out of the front end.
-      steps: what the front end does (`cases.front_ends`).
+      executor: runs the implementation.
+      problem: the operands of attention besides those that the front end computes.
+      steps: the steps of the front end (`cases.front_ends`).
       given: raw projections and the weights of norms, by name.
       places: the positions of queries and of keys.
-      do: the cotangent of `out`, if gradients are asked for.
+      do: the cotangent of `out`, or none.
     """
     call, arrays = executor.bind(problem)
     function = executor.implementation.front_end or reference
     q_positions, kv_positions = places
 
-    def composed(moving: Mapping[str, Any]) -> Any:
+    def run_composed(moving: Mapping[str, Any]) -> Any:
         norms = {name: moving[name] for name in ("q_norm", "k_norm") if name in moving}
         q, k, v = function(
             steps,
@@ -50,8 +50,8 @@ def run_front_end(
         return call({**arrays, "q": q, "k": k, "v": v})
 
     if do is None:
-        return np.asarray(executor.jit(composed)(given)), {}
-    out, gradients = executor.jit(functools.partial(_pull_back, composed))(given, do)
+        return np.asarray(executor.jit(run_composed)(given)), {}
+    out, gradients = executor.jit(functools.partial(_pull_back, run_composed))(given, do)
     return np.asarray(out), {name: np.asarray(x) for name, x in gradients.items()}
 
 

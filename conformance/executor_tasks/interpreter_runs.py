@@ -1,4 +1,4 @@
-"""The call under JAX's interpreter of its accelerator."""
+"""Run the call under JAX's interpreter of its accelerator."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ InterpreterRun = tuple[Program, Values, list[str], str]
 def run_programs(
     executor: Executor, problem: Problem, seed: int, programs: Sequence[Program], cotangents: Mapping[str, Cotangent]
 ) -> list[InterpreterRun]:
-    """Programs in the order of a seed, up to the first that the interpreter stops.
+    """Run programs with one seed, up to the first that the interpreter stops.
 
     Args:
-      executor: of the implementation.
+      executor: runs the implementation.
       problem: the operands.
-      seed: of the order in which the grid is run.
-      programs: the call, the call with residuals, gradients of one of them.
-      cotangents: of the programs that are gradients.
+      seed: determines the order in which the grid is run.
+      programs: the plain call, the call with residuals, or gradients of one of them.
+      cotangents: the cotangent for each program that computes gradients.
 
     Returns:
-      Of each program its name, what it gave, the races that were seen, and what stopped it, if anything.
+      For each program its name, its results, the observed races, and the message of the error that stopped it, or "".
     """
     accelerator = executor.implementation.accelerator
     assert accelerator.under_interpreter is not None
-    other = executor.with_call(accelerator.under_interpreter(build_parameters(seed, accelerator.platform)))
-    found = []
+    interpreted = executor.with_call(accelerator.under_interpreter(build_parameters(seed, accelerator.platform)))
+    runs = []
     for program in programs:
         values: Values = {}
-        stopped = ""
-        with capture_races() as raced:
+        error_message = ""
+        with capture_races() as observed:
             try:
-                values = _run_program(other, program, problem, cotangents.get(program)).values
+                values = _run_program(interpreted, program, problem, cotangents.get(program)).values
             except NotImplementedError:
                 raise
             except Exception as error:  # the interpreter stops a kernel by errors of many types
-                stopped = format_interpreter_error(error)
-        found.append((program, values, list(raced), stopped))
-        if stopped:
+                error_message = format_interpreter_error(error)
+        runs.append((program, values, list(observed), error_message))
+        if error_message:
             break
-    return found
+    return runs
 
 
 def _run_program(executor: Executor, program: Program, problem: Problem, cotangent: Cotangent | None) -> Result:

@@ -1,4 +1,4 @@
-"""The call through the real compiler of its accelerator."""
+"""Compile the call by the real compiler of its accelerator, without the accelerator."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Programs = dict[str, tuple[Any, tuple[Any, ...]]]
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """What a compiler made of one program.
+    """The outcome of compiling one program.
 
     Attributes:
       target: the generation of the accelerator.
-      program: its name.
+      program: the name of the program, such as `"gradients"`.
       outcome: `"compiled"`, `"failed"`, `"refused"`, or `"no compiler"`.
-      reason: why, if it is not compiled.
-      figures: sizes and times, if it is.
+      reason: why it was not compiled.
+      figures: sizes and times, if it was.
     """
 
     target: str
@@ -41,14 +41,14 @@ class CompiledProgram:
 
 
 def build_problem(case: Case) -> Problem:
-    """The problem of a case that is to be compiled; of stored ones, whose caches are large, the shapes alone."""
+    """Build the problem of a case to be compiled; for stored operands only shapes, since caches are large."""
     return draw_problem(case) if case.storage is None else build_hollow_problem(case)
 
 
 def compile_programs(executor: Executor, case: Case, *, gradients: bool) -> list[dict[str, Any]]:
-    """The call, with residuals and with gradients too, compiled for each generation: the fields of `Compiled`.
+    """Compile the call, with residuals and gradients, for each generation; return the fields of `CompiledProgram`.
 
-    Where a compiler takes seconds a program, only the plainest and the fullest of these programs are compiled.
+    If the compiler takes seconds for a program, only the plainest and the largest program are compiled.
     """
     targets = list_targets(executor.implementation.accelerator.platform)
     problem = build_problem(case)
@@ -66,55 +66,59 @@ def compile_programs(executor: Executor, case: Case, *, gradients: bool) -> list
 def compile_largest_program(
     executor: Executor, problem: Problem, target: CompileTarget, *, gradients: bool
 ) -> CompiledProgram:
-    """The call compiled for one generation, with its gradients if they are asked for.
+    """Compile the call for one generation, with its gradients if asked.
 
-    What a call is steered by is a constant of the program, so that it is known which way a kernel goes: the tables of a
-    stored one, and lengths and positions that a mask becomes.
+    Operands that decide which blocks a kernel visits become constants of the program: the tables of a stored call, and
+    lengths and positions that a mask is lowered to. So a static estimate knows which path the kernel takes.
     """
     programs = _build_programs(executor.native, problem, gradients=gradients)
     name = "gradients" if gradients else "forward"
     function, (arrays, *cotangents) = programs[name]
     steering = _find_steering_operands(executor, problem)
     others = {key: x for key, x in arrays.items() if key not in steering}
-    known = jax.jit(lambda arrays, *given: function({**arrays, **steering}, *given)) if steering else function
-    return _compile_program(target, name, known, (others, *cotangents), _get_depths(problem))
+    specialized = jax.jit(lambda arrays, *rest: function({**arrays, **steering}, *rest)) if steering else function
+    return _compile_program(target, name, specialized, (others, *cotangents), _get_depths(problem))
 
 
 def _find_steering_operands(executor: Executor, problem: Problem) -> dict[str, np.ndarray]:
-    """Operands of a call that say which blocks it visits, each a number for each sequence or page."""
+    """Return the operands that decide which blocks are visited: one number per sequence or page."""
     call, (_, arrays) = executor.implementation.call, executor.arguments(problem)
     if isinstance(call, StoredCall) and problem.storage is not None:
         return {key: np.asarray(x) for key, x in call.tables(arrays["storage"]).items()}
     sizes = (*problem.q.shape[:1], problem.q.shape[2], problem.q.shape[1], problem.k.shape[1])
-    _, of_mask = executor.implementation.lower_mask(problem.mask, *sizes)
-    return {key: np.asarray(x) for key, x in of_mask.items() if isinstance(x, np.ndarray) and x.ndim == 1}
+    _, mask_arrays = executor.implementation.lower_mask(problem.mask, *sizes)
+    return {key: np.asarray(x) for key, x in mask_arrays.items() if isinstance(x, np.ndarray) and x.ndim == 1}
 
 
 def _build_programs(executor: Executor, problem: Problem, *, gradients: bool) -> Programs:
-    """What is compiled, by name, each with its operands: plain, with residuals, and with the backward pass of each.
+    """Build the programs to compile by name, each with its operands.
 
-    The plainest comes first, the one that holds most of the others last.
+    They are the plain call, the call with residuals, and the backward pass of each. The plainest comes first, and the
+    one that includes most of the others comes last.
     """
     implementation = executor.implementation
     compiled, arrays = executor.compiled(problem) if problem.storage is None else _build_stored_call(executor, problem)
-    found: Programs = {"forward": (compiled.forward, (arrays,))}
+    programs: Programs = {"forward": (compiled.forward, (arrays,))}
     if implementation.residuals:
-        found["residuals"] = (compiled.residuals, (arrays,))
+        programs["residuals"] = (compiled.residuals, (arrays,))
     if not gradients:
-        return found
+        return programs
     *rows, num_q_heads, _ = arrays["q"].shape  # [B, T], or [total_q]
     do = _build_shape((*rows, num_q_heads, problem.v.shape[-1]), problem.q.dtype)
-    found["gradients"] = (compiled.gradients, (arrays, do))
+    programs["gradients"] = (compiled.gradients, (arrays, do))
     if "logsumexp" in implementation.differentiable_residuals:
         dlse = _build_shape(
             (*rows[:-1], num_q_heads, rows[-1]) if problem.storage is None else (*rows, num_q_heads), jnp.float32
         )
-        found["gradients_lse"] = (compiled.gradients_lse, (arrays, do, dlse))
-    return found
+        programs["gradients_lse"] = (compiled.gradients_lse, (arrays, do, dlse))
+    return programs
 
 
 def _build_stored_call(executor: Executor, problem: Problem) -> tuple[Entries, Arrays]:
-    """The call in its own convention, and the shapes of what it takes: nothing is moved before it or after it."""
+    """Return the call in its own convention, with the shapes of its operands.
+
+    So the program contains no conversion to or from canonical operands.
+    """
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
     _, arrays = executor.arguments(problem)

@@ -1,4 +1,4 @@
-"""Calls that write pages, made with pages that are kept: what they return, and what they leave of their operands."""
+"""Run calls that write pages: return the pages, and find operands that the calls modified."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from conformance.execution.executor import Arrays, Executor, Values
 from conformance.execution.stored_calls import StoredCall
 
 Program = Any
-"""`(arrays, tokens, pages)` to `out`, the residuals or none, and the pages."""
+"""A function from `(arrays, tokens, pages)` to `out`, the residuals or none, and the pages."""
 
 
 def run_page_write(
     executor: Executor, problem: Problem, tokens: Values, before: Values, *, save_residuals: bool
 ) -> Values:
-    """`k_pages` and `v_pages` as one call returns them.
+    """Return `k_pages` and `v_pages` as one call returns them.
 
     Args:
-      executor: of the implementation.
-      problem: the operands, of which the queries and tables are taken.
-      tokens: `k` and `v` `[total_q, K, .]`, packed as the queries are.
+      executor: runs the implementation.
+      problem: provides the queries and the tables.
+      tokens: `k` and `v` `[total_q, K, .]`, packed like the queries.
       before: `k_pages` and `v_pages` `[pages, page_size, K, .]`.
-      save_residuals: whether it is the call with residuals.
+      save_residuals: whether the call with residuals is made.
     """
     program, arrays = _bind_call(executor, problem, save_residuals=save_residuals)
     _, _, after = executor.jit(program)(arrays, dict(tokens), dict(before))
@@ -40,47 +40,59 @@ def run_page_write(
 def run_steps(
     executor: Executor, problems: Sequence[Problem], tokens: Sequence[Values], before: Values
 ) -> list[Values]:
-    """`out`, residuals and pages of each step: it gets the pages that the step before returned, and may reuse them.
+    """Return `out`, residuals and pages of each step.
 
-    `out` is packed, `[total_q, N, V]`, and residuals are `[total_q, N]`.
+    Each step gets the pages that the step before returned, and may reuse their memory. `out` is packed, `[total_q, N,
+    V]`, and residuals are `[total_q, N]`.
     """
     save_residuals = bool(executor.implementation.residuals)
     program, _ = _bind_call(executor, problems[0], save_residuals=save_residuals)
     compiled = executor.jit(program, donate_argnums=2)
-    kept: Mapping[str, Any] = {name: jnp.array(x) for name, x in before.items()}
-    found: list[Values] = []
-    for problem, new in zip(problems, tokens, strict=True):
+    pages: Mapping[str, Any] = {name: jnp.array(x) for name, x in before.items()}
+    results: list[Values] = []
+    for problem, step_tokens in zip(problems, tokens, strict=True):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a buffer could not be reused is no finding
-            out, residuals, kept = compiled(_bind_call(executor, problem, save_residuals=save_residuals)[1], new, kept)
-        values = {**(residuals or {}), "out": out, **kept}
-        found.append({name: np.array(x, copy=True) for name, x in values.items()})
-    return found
+            warnings.simplefilter("ignore")  # JAX warns about buffers that it cannot reuse, which is harmless
+            out, residuals, pages = compiled(
+                _bind_call(executor, problem, save_residuals=save_residuals)[1], step_tokens, pages
+            )
+        values = {**(residuals or {}), "out": out, **pages}
+        results.append({name: np.array(x, copy=True) for name, x in values.items()})
+    return results
 
 
 def find_written_operands(
     executor: Executor, problem: Problem, tokens: Values, before: Values, *, compiled: bool
 ) -> tuple[list[str], str]:
-    """The pages and tokens of the caller's that one call writes into; and why they were not NumPy arrays, if so."""
+    """Find the given pages and tokens that one call modifies.
+
+    Returns:
+      The names of modified arrays; and why only JAX arrays were given, if NumPy arrays were refused.
+    """
     program, arrays = _bind_call(executor, problem, save_residuals=False)
     call = executor.jit(program) if compiled else program
-    given, reason = _run_on_copies(call, arrays, {**tokens, **before}, tuple(tokens))
-    changed = [name for name, x in {**tokens, **before}.items() if _is_changed(x, given[name])]
+    copies, reason = _run_on_copies(call, arrays, {**tokens, **before}, tuple(tokens))
+    changed = [name for name, x in {**tokens, **before}.items() if _is_changed(x, copies[name])]
     return changed, reason
 
 
 def _run_on_copies(call: Any, arrays: Arrays, kept: Values, tokens: tuple[str, ...]) -> tuple[dict[str, Any], str]:
-    def made(arrays: Arrays, given: dict[str, Any]) -> dict[str, Any]:
+    """Call on copies of the pages and tokens, and return these copies after the call.
+
+    NumPy arrays are tried first. If they are refused, JAX arrays are given, and the reason is returned too.
+    """
+
+    def run(arrays: Arrays, given: dict[str, Any]) -> dict[str, Any]:
         of_tokens = {name: x for name, x in given.items() if name in tokens}
         of_pages = {name: x for name, x in given.items() if name not in tokens}
         jax.block_until_ready(call(arrays, of_tokens, of_pages))  # type: ignore[no-untyped-call] # untyped upstream
         return given
 
     try:
-        return made(arrays, {name: np.array(x, copy=True) for name, x in kept.items()}), ""
-    except Exception as refusal:  # type checkers raise errors of their own
+        return run(arrays, {name: np.array(x, copy=True) for name, x in kept.items()}), ""
+    except Exception as refusal:  # libraries that check types raise errors of their own types
         reason = f"given JAX arrays, since NumPy arrays are refused ({type(refusal).__name__})"
-        return made(jax.tree.map(jnp.array, arrays), {name: jnp.array(x) for name, x in kept.items()}), reason
+        return run(jax.tree.map(jnp.array, arrays), {name: jnp.array(x) for name, x in kept.items()}), reason
 
 
 def _is_changed(before: np.ndarray, after: Any) -> bool:
@@ -90,7 +102,7 @@ def _is_changed(before: np.ndarray, after: Any) -> bool:
 
 
 def _bind_call(executor: Executor, problem: Problem, *, save_residuals: bool) -> tuple[Program, Arrays]:
-    """The call with its static keywords bound, and the arrays that it takes beside tokens and pages."""
+    """Return the call with its static keywords bound, and its arrays besides tokens and pages."""
     statics, arrays = executor.arguments(problem)
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
@@ -101,6 +113,7 @@ def _bind_call(executor: Executor, problem: Problem, *, save_residuals: bool) ->
 def _call_checked(
     call: StoredCall, statics: Mapping[str, Any], save_residuals: bool, arrays: Arrays, tokens: Arrays, pools: Arrays
 ) -> tuple[Any, Any, Any]:
+    """Call the stored form and check the shapes of its results."""
     storage = arrays["storage"]
     others = {name: x for name, x in arrays.items() if name not in ("q", "storage")}
     q = call.packed(arrays["q"], storage)

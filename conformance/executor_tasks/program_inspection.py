@@ -1,4 +1,4 @@
-"""What the call asks of a chip, read from its traced programs."""
+"""Inspect the traced programs of the call: the precision of products, and dependence on the platform."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from cases.operand_values import Problem
 from conformance.execution.executor import Arrays, Executor, pull_back
 
 _OTHER_BACKENDS = ("tpu", "gpu")
-# What chooses among branches by the platform that a program is lowered for.
+# Primitives that choose a branch by the platform that the program is lowered for.
 _PLATFORM_PRIMITIVES = ("platform_index", "platform_dependent")
 
 
 def inspect_program(
     executor: Executor, problem: Problem, do: np.ndarray | None
 ) -> tuple[list[tuple[bool, str, str]], bool, str]:
-    """What the traced programs of the call, and of its gradients for a cotangent `do`, ask for.
+    """Inspect the traced programs of the call and, with a cotangent `do`, of its gradients.
 
     Returns:
-      Of each product of f32 operands whether all of f32 is asked for, the precision by name, and its place in the
-      source; whether some branch is chosen by the platform; and a backend on which the programs are others, or "".
+      For each product of f32 operands whether it requests all of f32, the name of the precision, and its place in the
+      source; whether a branch depends on the platform; and a backend for which the traced programs differ, or "".
     """
     traced = _trace_programs(executor, problem, do)
     operations = list(_iter_operations(traced))
     products = [_describe_product(operation) for operation in operations if _is_f32_product(operation)]
-    chosen = bool({operation.primitive.name for operation in operations} & {*_PLATFORM_PRIMITIVES})
-    others = (backend for backend in _OTHER_BACKENDS if _is_other_program(executor, problem, do, traced, backend))
-    return products, chosen, next(others, "")
+    has_branches = bool({operation.primitive.name for operation in operations} & {*_PLATFORM_PRIMITIVES})
+    dependent = (backend for backend in _OTHER_BACKENDS if _is_other_program(executor, problem, do, traced, backend))
+    return products, has_branches, next(dependent, "")
 
 
 def _trace_programs(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[Any, ...]:
-    """The traced programs of the call, and of its gradients where there are any."""
+    """Trace the call, and its gradients with a cotangent."""
     plain, arrays = executor.bind(problem)
     arrays = jax.tree.map(jax.numpy.asarray, arrays)
-    found: list[Any] = [jax.make_jaxpr(plain)(arrays)]
+    programs: list[Any] = [jax.make_jaxpr(plain)(arrays)]
     if do is not None:
 
-        def pulled(arrays: Arrays, do: Any) -> Any:
+        def compute_gradients(arrays: Arrays, do: Any) -> Any:
             return pull_back(plain, arrays, do)
 
-        found.append(jax.make_jaxpr(pulled)(arrays, do))
-    return tuple(found)
+        programs.append(jax.make_jaxpr(compute_gradients)(arrays, do))
+    return tuple(programs)
 
 
 def _iter_operations(programs: Iterable[Any]) -> Iterator[Any]:
-    """Every operation of traced programs, those inside of loops, branches and kernels too."""
+    """Yield every operation of traced programs, including those in loops, branches and kernels."""
     for traced in programs:
         inner = getattr(traced, "jaxpr", traced)
         for operation in getattr(inner, "eqns", ()):
@@ -73,9 +73,9 @@ def _is_f32_product(operation: Any) -> bool:
 
 def _describe_product(operation: Any) -> tuple[bool, str, str]:
     precision = operation.params.get("precision")
-    asked = precision if isinstance(precision, tuple) else (precision,)
-    exact = all(_is_exact(one) for one in asked)
-    name = "DEFAULT" if precision is None else "/".join(getattr(one, "name", str(one)) for one in asked)
+    requested = precision if isinstance(precision, tuple) else (precision,)
+    exact = all(_is_exact(one) for one in requested)
+    name = "DEFAULT" if precision is None else "/".join(getattr(one, "name", str(one)) for one in requested)
     return exact, name, _describe_place(operation)
 
 
@@ -85,7 +85,7 @@ def _is_exact(precision: Any) -> bool:
 
 
 def _describe_place(operation: Any) -> str:
-    from jax._src import source_info_util  # what it says of a place is for people alone
+    from jax._src import source_info_util  # private API, used only for a message
 
     return str(source_info_util.summarize(operation.source_info))
 
@@ -93,9 +93,9 @@ def _describe_place(operation: Any) -> str:
 def _is_other_program(
     executor: Executor, problem: Problem, do: np.ndarray | None, traced: tuple[Any, ...], backend: str
 ) -> bool:
-    """Whether the traced program is another one if JAX says that it computes on `backend`."""
+    """Return whether the traced program changes if JAX reports `backend` as its backend."""
     with mock.patch.object(jax, "default_backend", return_value=backend):
         try:
             return [str(one) for one in _trace_programs(executor, problem, do)] != [str(one) for one in traced]
-        except Exception:  # a path that cannot even be traced here is another one
+        except Exception:  # a path that cannot be traced here is certainly another one
             return True

@@ -1,4 +1,4 @@
-"""The call on several devices: under `shard_map` over batch, heads and query sequence, and on explicit axes."""
+"""Run the call on several devices: under `shard_map` over batch, heads and queries, and on an explicit mesh."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Specs = Mapping[str, Any]
 def run_sharded(
     executor: Executor, axis: ShardedAxis, problem: Problem, do: np.ndarray | None
 ) -> tuple[np.ndarray, Values]:
-    """`out`, and the gradients for a cotangent, with the axis shared by the devices."""
+    """Return `out`, and gradients for a cotangent, with one axis sharded over the devices."""
     call, arrays, specs, out_spec = _SHARDS[axis](executor, problem)
     in_specs = {name: specs.get(name, _build_spec()) for name in arrays}
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Auto,))
@@ -38,25 +38,28 @@ def run_sharded(
 
 
 def run_on_explicit_mesh(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[np.ndarray, Values]:
-    """Likewise, batch rows on a mesh of explicit axes, as `jax.make_mesh` makes it from jax 0.12 on."""
+    """Return `out`, and gradients for a cotangent, with batch rows on a mesh of explicit axes.
+
+    Such a mesh is the default of `jax.make_mesh` from jax 0.12 on.
+    """
     call, arrays, specs, out_spec = _shard_batch(executor, problem)
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Explicit,))
 
-    def put(x: Any, spec: Any) -> Any:
+    def place(x: Any, spec: Any) -> Any:
         return jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, spec)), x)
 
-    def put_each(x: Any, spec: Any) -> Any:
-        return tuple(map(put, x, spec)) if isinstance(spec, tuple) and isinstance(x, tuple) else put(x, spec)
+    def place_all(x: Any, spec: Any) -> Any:
+        return tuple(map(place, x, spec)) if isinstance(spec, tuple) and isinstance(x, tuple) else place(x, spec)
 
     with jax.set_mesh(mesh):
-        placed = {name: put_each(x, specs.get(name, _build_spec())) for name, x in arrays.items()}
+        placed = {name: place_all(x, specs.get(name, _build_spec())) for name, x in arrays.items()}
         if do is None:
             return np.asarray(jax.jit(call)(placed)), {}
-        return _copy_to_host(jax.jit(functools.partial(pull_back, call))(placed, put(do, out_spec)))
+        return _copy_to_host(jax.jit(functools.partial(pull_back, call))(placed, place(do, out_spec)))
 
 
 def trace_with_vma_check(executor: Executor, problem: Problem, do: np.ndarray | None) -> None:
-    """`shard_map` over batch rows as it is by default, `check_vma=True`; traced only."""
+    """Trace `shard_map` over batch rows with its default `check_vma=True`."""
     call, arrays, specs, out_spec = _shard_batch(executor, problem)
     in_specs = {name: specs.get(name, _build_spec()) for name in arrays}
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Auto,))
@@ -72,24 +75,25 @@ def _build_spec(*axes: str | None) -> Any:
 
 
 def _build_specs(problem: Problem, letters: str) -> dict[str, Any]:
-    """How the operands of `problem` are shared where devices share the axes `letters`; the others have all of it."""
+    """Return how each operand is sharded if devices share the axes `letters`; other operands are replicated."""
 
-    def spec(operand: Operand, x: np.ndarray, axes: Axes) -> Any:
+    def build_spec(operand: Operand, x: np.ndarray, axes: Axes) -> Any:
         shared = [axis for letter in letters if (axis := operand.find_axis(x, axes, letter)) is not None]
         return _build_spec(*(None,) * shared[0], _AXIS) if shared else _build_spec()
 
-    return {o.name: o.each(getattr(problem, o.name), functools.partial(spec, o)) for o in OPERANDS}
+    return {o.name: o.each(getattr(problem, o.name), functools.partial(build_spec, o)) for o in OPERANDS}
 
 
 def _shard_batch(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
+    """Shard batch rows, and mask arrays that have a value for each row."""
     call, arrays = executor.bind(problem)
     rows = _build_spec(_AXIS)
-    own = {name: rows for name in _find_mask_arrays(arrays) if arrays[name].shape[0] == problem.q.shape[0]}
-    return call, arrays, _build_specs(problem, "B") | own, rows
+    mask_specs = {name: rows for name in _find_mask_arrays(arrays) if arrays[name].shape[0] == problem.q.shape[0]}
+    return call, arrays, _build_specs(problem, "B") | mask_specs, rows
 
 
 def _find_mask_arrays(arrays: Arrays) -> set[str]:
-    """Names of the arrays that the mask was lowered to: those with a value for each batch row are sharded with them."""
+    """Return the names of the arrays that the mask was lowered to."""
     return set(arrays) - {operand.name for operand in OPERANDS}
 
 
@@ -99,13 +103,16 @@ def _shard_heads(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Sp
 
 
 def _shard_queries(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
-    """Each device has some of the queries, and masks with the rows that are theirs."""
+    """Shard queries; each device gets the mask of its own rows."""
     q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
     dense = problem.mask.dense(q_length, kv_length)
-    local = q_length // DEVICES
-    here = problem.along("T", lambda x, axis: x.take(range(local), axis))
+    local_length = q_length // DEVICES
+    local_problem = problem.along("T", lambda x, axis: x.take(range(local_length), axis))
     calls = [
-        _bind_mask(executor, dataclasses.replace(here, mask=Dense(dense[..., n * local : (n + 1) * local, :])))
+        _bind_mask(
+            executor,
+            dataclasses.replace(local_problem, mask=Dense(dense[..., n * local_length : (n + 1) * local_length, :])),
+        )
         for n in range(DEVICES)
     ]
 
@@ -117,7 +124,7 @@ def _shard_queries(executor: Executor, problem: Problem) -> tuple[Call, Arrays, 
 
 
 def _bind_mask(executor: Executor, problem: Problem) -> Call:
-    """The call with the mask of `problem`, be it static or an array."""
+    """Return the call with the mask of `problem` bound, whether it is static or an array."""
     call, arrays = executor.bind(problem)
     extra = {name: x for name, x in arrays.items() if name == "mask"}
     return lambda moving: call({**moving, **extra})
@@ -130,5 +137,5 @@ _SHARDS: dict[ShardedAxis, Callable[[Executor, Problem], tuple[Call, Arrays, Spe
 }
 
 
-def _copy_to_host(found: tuple[Any, Arrays]) -> tuple[np.ndarray, Values]:
-    return np.asarray(found[0]), {name: np.asarray(x) for name, x in found[1].items()}
+def _copy_to_host(results: tuple[Any, Arrays]) -> tuple[np.ndarray, Values]:
+    return np.asarray(results[0]), {name: np.asarray(x) for name, x in results[1].items()}

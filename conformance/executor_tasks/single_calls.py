@@ -1,4 +1,4 @@
-"""Single calls, as a user makes them: outside `jit`, with arguments in other forms, with wrong ones, and measured."""
+"""Run single calls as a user makes them: outside `jit`, with unusual or wrong arguments, or measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from conformance.execution.executor import Executor, call_plain, pull_back
 
 
 def run_eagerly(executor: Executor, problem: Problem, *, gradients: bool) -> None:
-    """Make the call outside `jit`, differentiated if asked; whatever it raises is the answer."""
+    """Make the call outside `jit`, and differentiate it if `gradients`; its exception is the answer."""
     plain, arrays = executor.bind(problem)
     arrays = jax.tree.map(jnp.asarray, arrays)
     if gradients:
@@ -29,24 +29,24 @@ def run_eagerly(executor: Executor, problem: Problem, *, gradients: bool) -> Non
 
 
 def trace_call(executor: Executor, problem: Problem) -> None:
-    """Trace the call, which compiles and computes nothing; whatever it raises is the answer."""
+    """Trace the call without compiling or computing; its exception is the answer."""
     plain, arrays = executor.bind(problem)
     jax.eval_shape(plain, arrays)
 
 
 def list_returned_residuals(executor: Executor, problem: Problem) -> list[str]:
-    """The names of the residuals that the call returns if it is asked for them, by tracing; none if it raises."""
+    """List the residuals that the call returns if asked for them, by tracing; none if it raises."""
     statics, arrays = executor.arguments(problem)
     call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
     try:
         _, residuals = jax.eval_shape(lambda arrays: kernel_errors.check_residuals(call(**arrays)), arrays)
-    except Exception:  # there is nothing to ask for, whatever it says
+    except Exception:  # a call that raises returns no residuals
         return []
     return list(residuals)
 
 
 def run_with_arguments(executor: Executor, problem: Problem, given: Mapping[str, Any]) -> np.ndarray:
-    """`out` of the plain call with some of its arguments as they are `given`; arrays without axes are traced."""
+    """Return `out` of the plain call with some arguments replaced by `given`; scalar arrays are traced."""
     statics, arrays = executor.arguments(problem)
     traced = {name: x for name, x in given.items() if isinstance(x, np.ndarray) and not x.ndim}
     static = {**statics, **{name: x for name, x in given.items() if name not in arrays}}
@@ -56,7 +56,7 @@ def run_with_arguments(executor: Executor, problem: Problem, given: Mapping[str,
 
 
 def run_exactly(executor: Executor, arguments: Mapping[str, Any], traced: str) -> np.ndarray:
-    """`out` of the call with exactly these arguments, outside `jit`; the one named by `traced`, if any, is traced."""
+    """Return `out` of the call with exactly these arguments outside `jit`, one of them traced if named."""
     call = executor.implementation.call
     if not traced:
         return np.asarray(call(**arguments))
@@ -65,13 +65,13 @@ def run_exactly(executor: Executor, arguments: Mapping[str, Any], traced: str) -
 
 
 def has_parameter(executor: Executor, keyword: str) -> bool:
-    """Whether the call has a parameter of this name."""
+    """Return whether the call has a parameter of this name."""
     parameters = inspect.signature(executor.implementation.call).parameters.values()
     return any(p.name == keyword or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def find_mask_arguments(executor: Executor, problem: Problem) -> dict[str, Any]:
-    """How the mask reaches the call: `causal`, a `window` that is a pair, and whether `mask` is an array."""
+    """Return how the mask reaches the call: `causal`, a `window` pair, and whether `mask` is an array."""
     statics, arrays = executor.arguments(problem)
     window = statics.get("window")
     return {
@@ -82,50 +82,53 @@ def find_mask_arguments(executor: Executor, problem: Problem) -> dict[str, Any]:
 
 
 def list_arrays(executor: Executor, problem: Problem) -> tuple[str, ...]:
-    """The names of the arrays that the call takes."""
+    """List the names of the arrays that the call takes."""
     return tuple(executor.arguments(problem)[1])
 
 
 def compute_second_derivative(executor: Executor, problem: Problem) -> np.ndarray:
-    """The gradient in q of the squared norm of the gradient in q of the squared norm of `out`."""
+    """Return the gradient in q of `sum(g**2)`, where `g` is the gradient in q of `sum(out**2)`."""
     call, arrays = executor.bind(problem)
     rest = {name: x for name, x in arrays.items() if name != "q"}
 
-    def first(q: Any) -> Any:
+    def compute_gradient(q: Any) -> Any:
         return jax.grad(lambda q: (call({**rest, "q": q}).astype(np.float32) ** 2).sum())(q)
 
-    return np.asarray(jax.grad(lambda q: (first(q).astype(np.float32) ** 2).sum())(jnp.asarray(arrays["q"])))
+    return np.asarray(jax.grad(lambda q: (compute_gradient(q).astype(np.float32) ** 2).sum())(jnp.asarray(arrays["q"])))
 
 
 def measure_temporary_bytes(executor: Executor, problem: Problem, *, gradients: bool) -> int | None:
-    """Temporary memory of the compiled plain call, with its backward pass if asked; none if unknown."""
+    """Return the temporary memory of the compiled call, with its backward pass if asked; none if unknown."""
     plain, arrays = executor.bind(problem)
     out = jax.eval_shape(plain, arrays)
-    given = (arrays, out) if gradients else (arrays,)
-    lowered = executor.jit(functools.partial(pull_back, plain) if gradients else plain).lower(*given)
+    operands = (arrays, out) if gradients else (arrays,)
+    lowered = executor.jit(functools.partial(pull_back, plain) if gradients else plain).lower(*operands)
     with program_cache.bypass_cache():
         analysis = lowered.compile().memory_analysis()
     return None if analysis is None else int(analysis.temp_size_in_bytes)
 
 
 def merge_parts(executor: Executor, parts: list[Any]) -> Any:
-    """Parts merged by the implementation."""
+    """Merge parts by the implementation's own merge."""
     merge = executor.implementation.merge
     assert merge is not None
     return executor.jit(merge)(parts)
 
 
 def find_written_operands(executor: Executor, problem: Problem, *, compiled: bool) -> tuple[list[str], str]:
-    """The operands that one call writes into, and why they were JAX arrays alone if NumPy arrays are refused.
+    """Find the operands that one call modifies.
 
-    Outside `jit` a second call is given JAX arrays, which a call may give away.
+    Outside `jit` a second call gets JAX arrays, which a call may delete.
+
+    Returns:
+      The names of modified operands; and why only JAX arrays were given, if NumPy arrays were refused.
     """
     plain, arrays = executor.bind(problem)
     call = executor.jit(plain) if compiled else plain
     given, reason = [jax.tree.map(np.copy, arrays)], ""
     try:
         jax.block_until_ready(call(given[0]))  # type: ignore[no-untyped-call] # untyped upstream
-    except Exception as refusal:  # type checkers raise errors of their own
+    except Exception as refusal:  # libraries that check types raise errors of their own types
         given, reason = [], f"given JAX arrays, since NumPy arrays are refused ({type(refusal).__name__})"
     if reason or not compiled:
         given.append(jax.tree.map(jnp.array, arrays))

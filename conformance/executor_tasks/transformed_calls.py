@@ -1,4 +1,4 @@
-"""The call under each transformation that JAX has for it."""
+"""Run the call under each transformation of JAX."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from conformance.execution import kernel_errors
 from conformance.execution.executor import Arrays, Executor, Values, pull_back
 
 OutAndGradients = tuple[np.ndarray, Values]
-MappingOrder = Literal["outside", "inside", "scan"]
+MappingOrder = Literal["grad_of_vmap", "vmap_of_grad", "scan"]
 
 
 def run_vmap(executor: Executor, problems: Sequence[Problem]) -> np.ndarray:
-    """`out` of `problems` of one configuration, stacked: all operands have the mapped axis."""
+    """Return `out` of stacked problems of one configuration, with every operand mapped."""
     plain, _ = executor.bind(problems[0])
     return np.asarray(executor.jit(jax.vmap(plain))(_stack_operands(executor, problems)))
 
 
 def run_vmap_with_residuals(executor: Executor, problems: Sequence[Problem]) -> Values:
-    """Likewise, `out` and the residuals by name."""
+    """Return `out` and residuals by name of stacked problems, with every operand mapped."""
     statics, _ = executor.arguments(problems[0])
     call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
     mapped = jax.vmap(lambda arrays: kernel_errors.check_residuals(call(**arrays)))
@@ -38,10 +38,10 @@ def run_vmap_with_residuals(executor: Executor, problems: Sequence[Problem]) -> 
 def run_vmap_over(
     executor: Executor, problems: Sequence[Problem], names: Sequence[str], of_pair: int | None = None
 ) -> np.ndarray:
-    """Likewise, with the mapped axis in the operands `names` alone; the others are those of the first problem.
+    """Return `out` with the operands `names` mapped; the first problem's others are shared.
 
-    Keys and values have it second if both have it. Of pairs, as segment ids are, `of_pair` says which of the two has
-    it, both without.
+    If both keys and values are mapped, they have the mapped axis second. For pairs such as segment ids, `of_pair` says
+    which of the two arrays is mapped; by default both are.
     """
     plain, shared = executor.bind(problems[0])
     stacked = dict(_stack_operands(executor, problems))
@@ -51,14 +51,14 @@ def run_vmap_over(
         for name in names:
             axes[name] = tuple(0 if n == of_pair else None for n in range(2))
             arrays[name] = tuple((stacked if n == of_pair else shared)[name][n] for n in range(2))
-    if {"k", "v"} <= set(names):  # a rule of a kernel's own may take the mapped axis for the first
+    if {"k", "v"} <= set(names):  # a kernel's own batching rule may assume that the mapped axis comes first
         for name in ("k", "v"):
             axes[name], arrays[name] = 1, jax.tree.map(lambda x: np.moveaxis(x, 0, 1), stacked[name])
     return np.asarray(executor.jit(jax.vmap(plain, in_axes=(axes,)))(arrays))
 
 
 def run_vmap_twice(executor: Executor, problems: Sequence[Problem], names: Sequence[str]) -> np.ndarray:
-    """Likewise, with two mapped axes: `out` of the problems as they are, then in reverse."""
+    """Return `out` with two mapped axes: of the problems in order, then in reverse."""
     plain, shared = executor.bind(problems[0])
     stacked = _stack_operands(executor, problems)
     axes = {name: 0 if name in names else None for name in shared}
@@ -69,38 +69,38 @@ def run_vmap_twice(executor: Executor, problems: Sequence[Problem], names: Seque
 
 
 def run_at_highest_precision(executor: Executor, problem: Problem) -> np.ndarray:
-    """`out` where JAX multiplies as exactly as it can unless a product says otherwise."""
+    """Return `out` under `jax.default_matmul_precision("highest")`."""
     plain, arrays = executor.bind(problem)
     with jax.default_matmul_precision("highest"):
         return np.asarray(executor.jit(plain)(arrays))
 
 
 def run_donated(executor: Executor, problem: Problem) -> np.ndarray:
-    """`out` where the call may reuse the memory of its operands."""
-    plain, given = executor.bind(problem)
-    arrays = jax.tree.map(jnp.array, given)
+    """Return `out` of a call whose operands are donated."""
+    plain, host_arrays = executor.bind(problem)
+    arrays = jax.tree.map(jnp.array, host_arrays)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that not every buffer could be reused is no finding
+        warnings.simplefilter("ignore")  # JAX warns about buffers that it cannot reuse, which is harmless
         return np.asarray(executor.jit(plain, donate_argnums=0)(arrays))
 
 
 def run_x64(executor: Executor, problem: Problem) -> np.ndarray:
-    """`out` where JAX may use doubles."""
+    """Return `out` where JAX may use doubles."""
     plain, arrays = executor.bind(problem)
     with jax.enable_x64(True):
         return np.asarray(executor.jit(plain)(arrays))
 
 
 def find_residual_dtypes(executor: Executor, problem: Problem, *, doubles: bool) -> dict[str, str]:
-    """The dtypes of the residuals, by tracing, where JAX may use doubles or may not."""
+    """Return the dtypes of the residuals by tracing, with x64 enabled or not."""
     compiled, arrays = executor.compiled(problem)
     with jax.enable_x64(doubles):
-        _, found = jax.eval_shape(compiled.residuals, arrays)
-    return {name: str(x.dtype) for name, x in found.items()}
+        _, residuals = jax.eval_shape(compiled.residuals, arrays)
+    return {name: str(x.dtype) for name, x in residuals.items()}
 
 
 def run_x64_backward(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
-    """The gradients where JAX may use doubles."""
+    """Return the gradients where JAX may use doubles."""
     plain, arrays = executor.bind(problem)
     with jax.enable_x64(True):
         return _copy_to_host(executor.jit(functools.partial(pull_back, plain))(arrays, do)[1])
@@ -109,43 +109,46 @@ def run_x64_backward(executor: Executor, problem: Problem, do: np.ndarray) -> Va
 def run_gradients(
     executor: Executor, how: MappingOrder, problems: Sequence[Problem], do: np.ndarray
 ) -> OutAndGradients:
-    """`out` and gradients of `problems` for stacked cotangents `do`.
+    """Return `out` and gradients of several problems for stacked cotangents.
 
-    Of the mapped call (`outside`), mapped over the call's own gradients (`inside`), or as layers under `lax.scan`, each
-    with operands of its own.
+    The mapped call is differentiated (`grad_of_vmap`), or the differentiated call is mapped (`vmap_of_grad`), or the
+    problems are layers under `lax.scan` (`scan`), each with its own operands.
     """
     plain, _ = executor.bind(problems[0])
 
-    def layers(stacked: Arrays) -> Any:
+    def apply_layers(stacked: Arrays) -> Any:
         return jax.lax.scan(lambda carry, arrays: (carry, plain(arrays)), None, stacked)[1]
 
     program: dict[str, Callable[..., Any]] = {
-        "outside": functools.partial(pull_back, jax.vmap(plain)),
-        "inside": jax.vmap(functools.partial(pull_back, plain)),
-        "scan": functools.partial(pull_back, layers),
+        "grad_of_vmap": functools.partial(pull_back, jax.vmap(plain)),
+        "vmap_of_grad": jax.vmap(functools.partial(pull_back, plain)),
+        "scan": functools.partial(pull_back, apply_layers),
     }
     return _copy_pulled_to_host(executor.jit(program[how])(_stack_operands(executor, problems), do))
 
 
 def run_alternating_layers(executor: Executor, problems: Sequence[Problem], dos: Sequence[np.ndarray]) -> list[Values]:
-    """The gradients of problems of several configurations in one program: all calls are traced, then all pullbacks."""
-    calls, given = zip(*(executor.bind(problem) for problem in problems), strict=True)
-    moving = [{name: x for name, x in arrays.items() if name in GRADIENT_OF} for arrays in given]
-    fixed = [{name: x for name, x in arrays.items() if name not in GRADIENT_OF} for arrays in given]
+    """Return the gradients of problems of several configurations in one program.
 
-    def pulled(moving: Sequence[Arrays], fixed: Sequence[Arrays], dos: Sequence[Any]) -> Any:
-        def layers(moving: Sequence[Arrays]) -> list[Any]:
+    All calls are traced first, then all pullbacks.
+    """
+    calls, operands = zip(*(executor.bind(problem) for problem in problems), strict=True)
+    moving = [{name: x for name, x in arrays.items() if name in GRADIENT_OF} for arrays in operands]
+    fixed = [{name: x for name, x in arrays.items() if name not in GRADIENT_OF} for arrays in operands]
+
+    def compute_gradients(moving: Sequence[Arrays], fixed: Sequence[Arrays], dos: Sequence[Any]) -> Any:
+        def apply_layers(moving: Sequence[Arrays]) -> list[Any]:
             return [call({**m, **f}) for call, m, f in zip(calls, moving, fixed, strict=True)]
 
-        return jax.vjp(layers, moving)[1](list(dos))[0]
+        return jax.vjp(apply_layers, moving)[1](list(dos))[0]
 
-    return [_copy_to_host(x) for x in executor.jit(pulled)(moving, fixed, list(dos))]
+    return [_copy_to_host(x) for x in executor.jit(compute_gradients)(moving, fixed, list(dos))]
 
 
 def run_shared_gradients(
     executor: Executor, problems: Sequence[Problem], names: Sequence[str], dos: np.ndarray
 ) -> Values:
-    """The gradients of the call mapped over the operands `names` alone, for stacked cotangents."""
+    """Return the gradients for stacked cotangents of the call mapped over the operands `names`."""
     plain, shared = executor.bind(problems[0])
     axes = {name: 0 if name in names else None for name in shared}
     stacked = _stack_operands(executor, problems)
@@ -154,13 +157,13 @@ def run_shared_gradients(
 
 
 def run_gradients_eagerly(executor: Executor, problems: Sequence[Problem], dos: Sequence[np.ndarray]) -> Values:
-    """The gradients of the first problem outside `jit`, on JAX arrays: of the second use of one pullback.
+    """Return the first problem's gradients outside `jit`, from the second use of its pullback.
 
-    Its first use, and that of the other problem's pullback, come before and have the other cotangent.
+    Its first use, and the pullback of the other problem, come before and get the other cotangent.
     """
     for problem in reversed(problems):
-        plain, given = executor.bind(problem)
-        arrays = jax.tree.map(jnp.asarray, given)
+        plain, host_arrays = executor.bind(problem)
+        arrays = jax.tree.map(jnp.asarray, host_arrays)
         fixed = {name: x for name, x in arrays.items() if name not in GRADIENT_OF}
         moving = {name: x for name, x in arrays.items() if name in GRADIENT_OF}
         out, pullback = jax.vjp(lambda m, plain=plain, fixed=fixed: plain({**fixed, **m}), moving)
@@ -170,25 +173,25 @@ def run_gradients_eagerly(executor: Executor, problems: Sequence[Problem], dos: 
 
 
 def run_query_gradient_eagerly(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
-    """The gradient of q outside `jit`, where all else is JAX arrays and no tracers."""
-    plain, given = executor.bind(problem)
-    arrays = jax.tree.map(jnp.asarray, given)
+    """Return the gradient of q outside `jit`, where all other operands are arrays, not tracers."""
+    plain, host_arrays = executor.bind(problem)
+    arrays = jax.tree.map(jnp.asarray, host_arrays)
     out, pullback = jax.vjp(lambda q: plain({**arrays, "q": q}), arrays["q"])
     return _copy_to_host({"q": pullback(jnp.asarray(do).astype(out.dtype))[0]})
 
 
 def run_mapped_pullback(executor: Executor, problem: Problem, dos: np.ndarray) -> Values:
-    """The gradients of one problem for stacked cotangents: its pullback, mapped over them alone."""
+    """Return the gradients of one problem from its pullback, mapped over stacked cotangents."""
     plain, arrays = executor.bind(problem)
 
-    def pulled(arrays: Arrays, stacked: Any) -> Any:
+    def compute_gradients(arrays: Arrays, stacked: Any) -> Any:
         return jax.vmap(lambda do: pull_back(plain, arrays, do)[1])(stacked)
 
-    return _copy_to_host(executor.jit(pulled)(arrays, dos))
+    return _copy_to_host(executor.jit(compute_gradients)(arrays, dos))
 
 
 def run_checkpoint(executor: Executor, problem: Problem, do: np.ndarray, saved: Sequence[str]) -> OutAndGradients:
-    """`out` and gradients under `jax.checkpoint`, which saves what goes by one of the names `saved` alone."""
+    """Return `out` and gradients under `jax.checkpoint`, which saves only values with the names `saved`."""
     plain, arrays = executor.bind(problem)
     policies = jax.checkpoint_policies
     policy = policies.save_only_these_names(*saved) if saved else policies.nothing_saveable
@@ -199,50 +202,50 @@ def run_checkpoint(executor: Executor, problem: Problem, do: np.ndarray, saved: 
 def run_forward_mode(
     executor: Executor, problem: Problem, tangents: Mapping[str, np.ndarray]
 ) -> tuple[str, np.ndarray | None]:
-    """The tangent of `out` for those of some operands; or why there is no forward mode."""
+    """Return the tangent of `out` for tangents of operands; or why there is no forward mode."""
     plain, arrays = executor.bind(problem)
     moving = {name: jnp.asarray(arrays[name]) for name in tangents}
     fixed = {name: x for name, x in arrays.items() if name not in moving}
 
-    def along(moving: Arrays, tangents: Arrays) -> Any:
+    def compute_tangent(moving: Arrays, tangents: Arrays) -> Any:
         return jax.jvp(lambda m: plain({**m, **fixed}), (moving,), (tangents,))
 
     try:
-        return "", np.asarray(executor.jit(along)(moving, dict(tangents))[1])
-    except TypeError as error:  # a pullback by hand has no forward mode, and JAX says so
+        return "", np.asarray(executor.jit(compute_tangent)(moving, dict(tangents))[1])
+    except TypeError as error:  # JAX raises this for a custom VJP, which has no forward mode
         return f"forward mode: {error}".split("\n")[0], None
 
 
 def run_single_gradients(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
-    """The gradient of each operand, asked for when nobody asks for the others."""
+    """Return the gradient of each operand, computed without the others."""
     plain, arrays = executor.bind(problem)
     names = [name for name in GRADIENT_OF if name in arrays]
 
-    def alone(name: str, arrays: Arrays, do: Any) -> Any:
+    def differentiate(name: str, arrays: Arrays, do: Any) -> Any:
         fixed = {other: x for other, x in arrays.items() if other != name}
         return jax.vjp(lambda x: plain({**fixed, name: x}), arrays[name])[1](do)[0]
 
-    def each(arrays: Arrays, do: Any) -> Arrays:
-        return {name: alone(name, arrays, do) for name in names}
+    def differentiate_each(arrays: Arrays, do: Any) -> Arrays:
+        return {name: differentiate(name, arrays, do) for name in names}
 
-    return _copy_to_host(executor.jit(each)(arrays, do))
+    return _copy_to_host(executor.jit(differentiate_each)(arrays, do))
 
 
 def run_second_derivative(
     executor: Executor, problem: Problem, do: np.ndarray, weights: Mapping[str, np.ndarray]
 ) -> Values:
-    """The gradients of `<gradients, weights>` by operand, in float64, for a cotangent `do` of `out`."""
+    """Return the gradients of `<gradients, weights>` by operand, in float64, for a cotangent `do`."""
     plain, arrays = executor.bind(problem)
     fixed = {name: x for name, x in arrays.items() if name not in weights}
 
-    def weighed(moving: Arrays, fixed: Arrays, do: Any, weights: Arrays) -> Any:
+    def weigh_gradients(moving: Arrays, fixed: Arrays, do: Any, weights: Arrays) -> Any:
         _, pulled = pull_back(plain, {**fixed, **moving}, do)
         return sum(jnp.vdot(pulled[name], x) for name, x in weights.items())
 
     moving = {name: jnp.asarray(arrays[name]) for name in weights}
-    narrow = {name: x.astype(np.float32) for name, x in weights.items()}
-    found = executor.jit(jax.grad(weighed))(moving, fixed, do, narrow)
-    return {name: np.asarray(x).astype(np.float64) for name, x in found.items()}
+    f32_weights = {name: x.astype(np.float32) for name, x in weights.items()}
+    derivatives = executor.jit(jax.grad(weigh_gradients))(moving, fixed, do, f32_weights)
+    return {name: np.asarray(x).astype(np.float64) for name, x in derivatives.items()}
 
 
 def _stack_operands(executor: Executor, problems: Sequence[Problem]) -> Arrays:
@@ -250,8 +253,8 @@ def _stack_operands(executor: Executor, problems: Sequence[Problem]) -> Arrays:
     return stacked
 
 
-def _copy_pulled_to_host(found: tuple[Any, Arrays]) -> OutAndGradients:
-    return np.asarray(found[0]), _copy_to_host(found[1])
+def _copy_pulled_to_host(results: tuple[Any, Arrays]) -> OutAndGradients:
+    return np.asarray(results[0]), _copy_to_host(results[1])
 
 
 def _copy_to_host(values: Arrays) -> Values:

@@ -112,12 +112,12 @@ def compute_value(program: Sequence[Question], met: Set[str], met_pairs: Set[Pai
 def collect_marks(question: Question) -> frozenset[str]:
     """Return the marks of the case, with one for each question that its rotation asks."""
     case, turn = question
-    pulled_back = itertools.chain(turn.pulled, turn.cotangents) if case.phase == "train" else ()
+    pulled_back = itertools.chain(turn.pullbacks, turn.cotangents) if case.phase == "train" else ()
     return find_marks(case) | {f"asks {what}" for what in itertools.chain(pulled_back, turn.laws, turn.poisons)}
 
 
 def _estimate_cost(case: Case, turn: Rotation) -> float:
     """Estimate the cost of a case, in units of one forward program of `dot_product`."""
     multiplications = case.batch * case.num_q_heads * case.q_length * case.kv_length * (case.head_dim + case.v_head_dim)
-    calls = len(turn.pulled) if case.phase == "train" else 0
+    calls = len(turn.pullbacks) if case.phase == "train" else 0
     return _FORWARD_COST + _PULLBACK_COST * calls + multiplications * (1 + 3 * bool(calls)) / _MULTIPLICATIONS_PER_COST

@@ -226,7 +226,7 @@ def _add_reason(wrong: Judgement, more: str) -> Judgement:
 def _find_remedy(check: Check, subject: Subject, declarations: Iterable[Remedy]) -> Remedy | None:
     """Return the first declaration under which nothing is wrong and the case still discriminates."""
     for remedy in declarations:
-        declaring = subject.declaring(remedy.implementation)
+        declaring = subject.with_declarations(remedy.implementation)
         if not _select_wrong(_run_check(check, declaring)) and (
             remedy.keeps_expectation or discrimination.discriminates(declaring)
         ):

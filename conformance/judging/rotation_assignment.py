@@ -26,7 +26,7 @@ from conformance.check_api.rotation import (
     POISONS,
     PULLBACKS,
     Rotation,
-    list_parts,
+    list_partial_cotangents,
     list_pullbacks,
 )
 from conformance.contract import Implementation
@@ -51,12 +51,12 @@ def assign_rotations(implementation: Implementation, grid: Grid, seed: int) -> d
     assigner = _RotationAssigner(rows, seed)
     pullbacks = assigner.assign(PULLBACKS, lambda case: list_pullbacks(implementation, case), share=True)
     merges = assigner.assign(_QUARTERS, lambda case: _QUARTERS if implementation.parts else (), share=True)
-    cotangents = assigner.assign(PARTIAL_COTANGENTS, lambda case: list_parts(case, pullbacks[case]))
+    cotangents = assigner.assign(PARTIAL_COTANGENTS, lambda case: list_partial_cotangents(case, pullbacks[case]))
     laws = assigner.assign(LAWS, lambda case: LAWS)
     poisons = assigner.assign(POISONS, lambda case: POISONS if implementation.behind_mask == "any" else ())
     rotations = {
         case: Rotation(
-            pulled=pullbacks[case],
+            pullbacks=pullbacks[case],
             cotangents=cotangents[case],
             laws=laws[case],
             poisons=poisons[case],

@@ -197,7 +197,7 @@ def plan_case(
         scope
         for scope in SCOPES
         if scope.supported == supported
-        and ((are_named and scope.accepts_any_case(implementation)) or scope.has(grids, case))
+        and ((are_named and scope.accepts_any_case(implementation)) or scope.contains(grids, case))
     ]
     case_checks = tuple(check for check in chosen if check.scope in scopes)
     # An unsupported case is shown with its reason, whichever checks are named.

@@ -187,11 +187,11 @@ def format_reproduction(subject: Subject, check: str) -> str:
     command = f"python -m conformance run --impl={shlex.quote(subject.implementation.name)} --case={subject.case.id}"
     if check in CHECKS_BY_NAME:
         command += f" --check={check}"
-    is_residual_pullback = "plain" not in subject.rotation.pulled and "plain" in list_pullbacks(
+    is_residual_pullback = "plain" not in subject.rotation.pullbacks and "plain" in list_pullbacks(
         subject.implementation, subject.case
     )
     return (
-        f"{command} --pullback={subject.rotation.pulled[0]}"
+        f"{command} --pullback={subject.rotation.pullbacks[0]}"
         if is_residual_pullback and check in _ROTATED_PULLBACK_CHECKS
         else command
     )

@@ -26,8 +26,8 @@ SCHEMA = "attention-conformance/signatures/1"
 FILE = Path(__file__).with_name("failure_signatures.json")
 
 # One backward pass, of the plain call, which every kernel has. A case that asks for `gradients_lse` has both.
-_PLAIN_ROTATION = Rotation(pulled=("plain",), cotangents=(), laws=(), poisons=("nan",))
-_BOTH_ROTATION = dataclasses.replace(_PLAIN_ROTATION, pulled=PULLBACKS)
+_PLAIN_ROTATION = Rotation(pullbacks=("plain",), cotangents=(), laws=(), poisons=("nan",))
+_BOTH_ROTATION = dataclasses.replace(_PLAIN_ROTATION, pullbacks=PULLBACKS)
 # The step of kept logarithms: 1% of a ratio, which is what two orders of summation may differ by.
 _SIZE_STEP = 0.005
 _INFINITE_SIZE = 40.0

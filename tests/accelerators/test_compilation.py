@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 

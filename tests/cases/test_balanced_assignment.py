@@ -28,7 +28,7 @@ from conformance.check_api.rotation import (
     POISONS,
     PULLBACKS,
     Rotation,
-    list_parts,
+    list_partial_cotangents,
     list_pullbacks,
 )
 from conformance.check_api.scopes import ImplementationGrids
@@ -206,7 +206,7 @@ def _parts(implementation: Implementation) -> tuple[Hashable, ...]:
 
 
 QUESTIONS = {
-    "pulled": Question(_pullbacks, lambda turn: turn.pulled),
+    "pulled": Question(_pullbacks, lambda turn: turn.pullbacks),
     "cotangents": Question(_parts, lambda turn: turn.cotangents),
     "laws": Question(lambda implementation: LAWS, lambda turn: turn.laws),
     "poisons": Question(lambda implementation: POISONS, lambda turn: turn.poisons),
@@ -263,17 +263,17 @@ def test_each_alternative_meets_each_dtype_and_mask(name: str, axis: str, questi
 def test_cases_that_share_programs_share_what_is_compiled(name: str) -> None:
     shared: dict[str, set[tuple[object, bool]]] = {}
     for case, turn in turned(name)[1].items():
-        shared.setdefault(case.program, set()).add((turn.pulled, turn.merges))
+        shared.setdefault(case.program, set()).add((turn.pullbacks, turn.merges))
     assert [program for program, compiled in shared.items() if len(compiled) > 1] == []
 
 
 @each_support
 def test_a_case_takes_only_what_there_is(name: str) -> None:
     for case, turn in turned(name)[1].items():
-        assert set(turn.pulled) <= set(list_pullbacks(SUPPORTS[name], case))
-        assert bool(turn.pulled) == bool(list_pullbacks(SUPPORTS[name], case))
-        assert set(turn.cotangents) <= set(list_parts(case, turn.pulled))
-        assert bool(turn.cotangents) == bool(list_parts(case, turn.pulled))
+        assert set(turn.pullbacks) <= set(list_pullbacks(SUPPORTS[name], case))
+        assert bool(turn.pullbacks) == bool(list_pullbacks(SUPPORTS[name], case))
+        assert set(turn.cotangents) <= set(list_partial_cotangents(case, turn.pullbacks))
+        assert bool(turn.cotangents) == bool(list_partial_cotangents(case, turn.pullbacks))
 
 
 @pytest.mark.parametrize("name", ["everything", "no gradient of logsumexp"])
@@ -300,7 +300,7 @@ def test_another_seed_takes_the_other_turns() -> None:
     laws = [(zero[case].laws, one[dataclasses.replace(case, seed=1)].laws) for case in zero]
     # The first choice, where nothing was chosen before, is the very opposite. Later ones see other choices: of two that
     # are drawn anew half would differ, and of a grid with another kind of mask 54 of 146 do.
-    pulled = [(zero[case].pulled, one[dataclasses.replace(case, seed=1)].pulled) for case in zero]
+    pulled = [(zero[case].pullbacks, one[dataclasses.replace(case, seed=1)].pullbacks) for case in zero]
     assert all(before != after for before, after in pulled if before)
     assert sum(before != after for before, after in laws) > len(laws) / 4
 
@@ -319,7 +319,7 @@ def test_the_plan_has_these_turns_and_asks_the_plainest_case_everything() -> Non
     sizes = ImplementationGrids(SUPPORTS["dot_product"], "quick", 0).sizes
     assert {case for case in sizes.cases if case in beside} == beside.keys()
     assert {turn.laws + turn.cotangents + turn.poisons for turn in beside.values()} == {()}
-    differentiated = collections.Counter(turn.pulled for case, turn in beside.items() if case.phase == "train")
+    differentiated = collections.Counter(turn.pullbacks for case, turn in beside.items() if case.phase == "train")
     assert max(differentiated.values()) - min(differentiated.values()) <= 1
 
 

@@ -1,4 +1,7 @@
-"""The check `aliasing`: who writes into an operand fails, who refuses NumPy arrays is given others."""
+"""Tests of the check `aliasing`.
+
+A kernel that modifies an operand fails. One that refuses NumPy arrays is given JAX arrays.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ CASE = "train/f32/B1.T8.S8.N2.K2.H16.V16/full/normal/s0"
 
 
 class WrongType(Exception):  # noqa: N818 -- as libraries that check types have their own
-    """What a type checker raises."""
+    """An error as type checkers raise it."""
 
 
 def judge(function: Callable[..., Any], case: str = CASE) -> dict[str, Record]:

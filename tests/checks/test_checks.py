@@ -1,4 +1,4 @@
-"""Each check passes a correct implementation, and catches a bug that was planted for it."""
+"""Tests that each check passes a correct implementation and catches a planted bug."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ DECODED = next(case.id for case in select_decoding_cases() if "window" in case.m
 
 CASE_OF = {"poison": SHORT, "arguments": CAPPED, "limits": SINKS, "ensemble": ENSEMBLE}
 CASE_OF |= {"calls": BIASED, "parts": DECODE, "decoding": DECODED, "front_end": FRONT, "forms": CAPPED}
-# What only some claim: linear memory, parts that can be merged.
+# Implementations for checks of declarations that only some make: linear memory, mergeable parts.
 CLAIMS = {"memory": "block_flash", "parts": "ragged"}
 
 
 def judge(implementation: Implementation | Callable[..., Any], case: str, check: str) -> list[Record]:
-    """The records of one check on one case, failures as they are first seen (`conformance.judging.rejudgement`)."""
+    """Return the records of one check on one case, without rejudging failures."""
     if not isinstance(implementation, Implementation):
         implementation = build_implementation(implementation, "kernel")
     planned = run_plan.plan_case(implementation, parse_case_id(case), [CHECKS_BY_NAME[check]])
@@ -60,7 +60,7 @@ def verdicts(found: list[Record]) -> dict[str, str]:
 
 
 def with_out(change: Callable[..., Any], **declared: Any) -> Callable[..., Any]:
-    """The correct kernel with `out` changed."""
+    """Build the correct kernel with a changed `out`."""
 
     @declare(**{"behind_mask": "finite", **declared})
     def kernel(
@@ -86,7 +86,7 @@ def with_out(change: Callable[..., Any], **declared: Any) -> Callable[..., Any]:
 
 
 def with_lse(change: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
-    """The correct kernel with `logsumexp` changed."""
+    """Build the correct kernel with a changed `logsumexp`."""
 
     @declare(behind_mask="finite")
     def kernel(q: Any, k: Any, v: Any, *, causal: bool = False, save_residuals: Any = False) -> Any:
@@ -97,11 +97,11 @@ def with_lse(change: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
     return kernel
 
 
-# Those of accelerator kernels have test modules of their own.
+# Checks of accelerator kernels have their own test modules.
 _PORTABLE = [check.name for check in CHECKS if check.scope not in (DECLINED, INTERPRETED, COMPILED)]
 
 
-# Those of hundreds of calls, and of many programs, which other tests of these checks ask in short.
+# Checks that make hundreds of calls or compile many programs. Other tests cover them with less.
 _LONG = ("calls", "errors", "transforms")
 
 
@@ -113,7 +113,7 @@ def test_a_correct_implementation_passes(check: str) -> None:
         implementation_registry.find_implementation(CLAIMS.get(check, "dot_product")), CASE_OF.get(check, CAUSAL), check
     )
     assert found
-    # In another form a number that is traced may be refused by name, and ours is.
+    # A traced number may be refused, and our implementation refuses it.
     refused = [record for record in found if check == "forms" and record.observable.endswith("_traced")]
     assert {record.verdict for record in found if record not in refused} == {PASS}
     assert {record.verdict for record in refused} == ({UNSUPPORTED} if check == "forms" else set())
@@ -161,7 +161,7 @@ off_in_the_rule.defvjp(lambda out: (1.01 * out, None), lambda _, cotangent: (cot
 
 
 def leak_from_empty_rows(out: Any, q: Any, k: Any, v: Any, options: Any) -> Any:
-    """Zero in the forward pass, but rows that see nothing pull on `v`."""
+    """Return `out` unchanged, but with a gradient from empty rows to `v`."""
     ok = naive.build_mask(q, k, options["causal"], None, options["mask"], options["segment_ids"])
     empty = ~ok.any(axis=-1).transpose(0, 2, 1)[..., None]
     pulled = v.sum(axis=1, keepdims=True)
@@ -299,8 +299,8 @@ def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs() -> 
     checks = tuple(check for check in CHECKS if check.scope is GRID)
     runner = Runner(Settings())
 
-    # What needs no compilation may differ from case to case.
-    once = Rotation(pulled=("plain",), cotangents=("row",), laws=("linearity",))
+    # Questions that need no compilation may differ between cases.
+    once = Rotation(pullbacks=("plain",), cotangents=("row",), laws=("linearity",))
     again = dataclasses.replace(once, cotangents=("head",), laws=("independence",))
 
     def judge_with(distribution: str, turn: Rotation) -> list[Record]:
@@ -318,8 +318,8 @@ def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs() -> 
     assert len(traced) == programs
 
 
-def test_every_check_says_what_it_asks() -> None:
-    assert all(check.asks.endswith((".", ":")) or check.asks for check in CHECKS)
+def test_every_check_has_a_description() -> None:
+    assert all(check.question for check in CHECKS)
     assert len(CHECKS_BY_NAME) == len(CHECKS)
 
 

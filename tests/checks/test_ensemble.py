@@ -1,4 +1,4 @@
-"""The ensemble check: correct kernels pass, errors below one rounding fail, and the expected spread is the true one."""
+"""Tests of the check `ensemble`, and of the expected spread by simulated roundings."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ DIGITS = ("bf16", "f16")
 
 
 def judge(implementation: Implementation, dtype: str, seed: int = 0) -> dict[str, Record]:
-    """Records of the check by observable.
+    """Return the records of the check by observable.
 
-    Failures are not judged again, which costs seven times the check: `tests/judging/test_rejudgement.py` asks about that.
+    Failures are not rejudged, which would take seven times as long.
     """
     [case] = [case for case in select_plain_cases(seed, implementation.supports) if case.dtype == dtype]
     planned = run_plan.plan_case(implementation, case, [CHECKS_BY_NAME["ensemble"]])
@@ -120,7 +120,7 @@ def test_a_gradient_that_is_always_a_little_too_large_is_a_bias() -> None:
 
 
 def test_errors_that_all_rows_of_a_problem_share_are_one_error() -> None:
-    """Of six problems, each of which moves all its rows by one random error, none leans for certain."""
+    """Each of six problems shifts all its rows by one random error; the bias must stay insignificant."""
     rng = np.random.default_rng(0)
     value = 1.0 + rng.random((200, 64))
     exact = ErrorVariance(value=value, variance=np.ones_like(value), ulp=np.full_like(value, 2.0**-9))
@@ -191,12 +191,12 @@ def test_a_sum_that_is_rounded_on_the_way_may_begin_at_either_end(
         exact = compute_error_variance(problem, arithmetic, Cotangent("random", cotangent.out))["dv"]
         value, variance = (x[0].swapaxes(0, 1) for x in (exact.value, exact.variance))
         squares.append(np.mean((total - value) ** 2 / variance))
-    # What is left of 1: sums of rounded numbers are often a tie, and a tie errs by more than is usual.
+    # The range around 1 is needed since sums of rounded numbers are often ties, whose error is above average.
     assert 0.9 < np.sqrt(np.mean(squares)) < 1.05
 
 
 def simulate(problem: Problem, cotangent: Cotangent, *, logits: bool, fused: bool) -> dict[str, np.ndarray]:
-    """Attention in float64 but for the roundings that the model counts; `fused` takes D from the stored out."""
+    """Compute attention in float64 with only the roundings of the model; `fused` computes D from the stored out."""
     dtype, scale = problem.q.dtype, problem.effective_scale
     rounded = lambda x: x.astype(dtype).astype(np.float64)  # noqa: E731 -- to nearest
     q, k, v, do = (x.astype(np.float64) for x in (problem.q, problem.k, problem.v, cotangent.out))
@@ -246,7 +246,7 @@ def test_the_model_agrees_with_simulated_roundings(case: str, logits: bool, dtyp
 
 
 def compute_relative_errors(got: np.ndarray, exact: ErrorVariance) -> np.ndarray:
-    """Squared error over expected variance; 0 where both are."""
+    """Return squared errors divided by expected variances; 0 where both are 0."""
     with np.errstate(invalid="ignore"):
         return np.where(got == exact.value, 0, (got - exact.value) ** 2 / exact.variance)
 

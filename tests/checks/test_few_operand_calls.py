@@ -1,4 +1,4 @@
-"""Calls with few operands or none: they are what they say, and each can be asked in several forms."""
+"""Tests of calls with few operands: each has the stated operands, in several variants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments in other forms: taken for what they mean, refused aloud, or the finding."""
+"""Tests of the check `forms`: unusual arguments pass, are refused, or fail."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CAUSAL = f"train/f32/{_SHAPE}/causal/normal/s0"
 
 
 def judge_forms(function: Callable[..., Any], case: str) -> dict[str, tuple[str, str]]:
-    """Verdict and reason by form."""
+    """Return verdict and reason by form."""
     planned = run_plan.plan_case(
         build_implementation(function, "kernel"), parse_case_id(case), [CHECKS_BY_NAME["forms"]]
     )
@@ -36,7 +36,7 @@ def judge_forms(function: Callable[..., Any], case: str) -> dict[str, tuple[str,
 
 
 def build_function(**changes: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The correct function, but for what it makes of some arguments."""
+    """Build the correct function with some arguments misread."""
 
     @declare(behind_mask="finite")
     def function(q: Any, k: Any, v: Any, **options: Any) -> Any:

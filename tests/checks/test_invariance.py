@@ -1,4 +1,4 @@
-"""One answer against another: how far they may be apart is what both may be off by."""
+"""Tests of the check `invariance`, and of the bounds of merged results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from conformance.judging.settings import Settings
 from conformance.records import PASS, RED
 from conformance.truth.rounding_bounds import compute_expectation
 
-# Results are small beside those of its halves, which are rounded to bf16 by themselves.
+# The results are far smaller than those of the two halves, which are rounded to bf16 separately.
 LONG = "prefill/bf16/B1.T64.S320.N6.K2.H32.V32/causal/softcap2/sinks/bias/scale0.3/kvint8-token/normal/s0"
 
 
@@ -38,7 +38,7 @@ def test_halves_that_are_rounded_and_cancel_are_no_failure() -> None:
 @hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**16), sign=st.sampled_from([-1.0, 1.0]))
 def test_parts_at_their_bounds_merge_within_the_merged_bounds(part: int, seed: int, sign: float) -> None:
-    """Every element of a part as far off as it may be: the merged results are no further off than is said."""
+    """All elements of one part are off by their bound; merged results must stay within theirs."""
     problem = draw_problem(parse_case_id(f"prefill/bf16/B1.T8.S24.N2.K1.H16.V16/full/bias/large/s{seed}"))
     halves = [invariance._select_keys(problem, slice(start, None, 2)) for start in (0, 1)]
     parts = [compute_expectation(half, Arithmetic()) for half in halves]
@@ -50,7 +50,7 @@ def test_parts_at_their_bounds_merge_within_the_merged_bounds(part: int, seed: i
     whole, moved = invariance._merge(exact), invariance._merge(off)
     for name, bound in bounds.items():
         second = 1 + 4 * max(float(np.max(each.forward["logsumexp"].bound)) for each in parts)
-        # Tolerance: bounds are to first order, and what is of second order is less by an error of `logsumexp`.
+        # Tolerance: bounds are to first order; second-order terms are smaller by a factor of the `logsumexp` error.
         assert np.all(np.abs(moved[name] - whole[name]) <= second * bound), name
 
 

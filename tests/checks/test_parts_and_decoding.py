@@ -1,4 +1,4 @@
-"""The checks `parts` and `decoding`: what they ask, and how they say what is wrong."""
+"""Tests of the checks `parts` and `decoding`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASE = "decode/f32/B3.T1.S40.N4.K2.H16.V24/{}/sinks/normal/s0"
 
 
 def judge(subject: Implementation, case: str, check: str) -> list[Record]:
-    """The records of one check on one case, failures as they are first seen (`conformance.judging.rejudgement`)."""
+    """Return the records of one check on one case, without rejudging failures."""
     planned = run_plan.plan_case(subject, parse_case_id(case), [CHECKS_BY_NAME[check]])
     return [record for record in Runner(Settings(), confirmed=0).run(planned.jobs) if record.check == check]
 

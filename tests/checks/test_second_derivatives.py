@@ -1,4 +1,4 @@
-"""Second derivatives: right, refused, or the finding; and rows that have neither a key nor a sink."""
+"""Tests of second derivatives, and of rows that have neither a key nor a sink."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build_subject(function: Callable[..., Any], case: str) -> Subject:
 
 
 def build_function(pull: Callable[..., Any]) -> Callable[..., Any]:
-    """The correct function, with a backward pass of its own: `pull(operands, cotangent)`."""
+    """Build the correct function with a custom backward pass `pull(operands, cotangent)`."""
 
     @declare(behind_mask="finite")
     def function(q: Any, k: Any, v: Any) -> Any:

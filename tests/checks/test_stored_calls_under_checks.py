@@ -1,4 +1,4 @@
-"""Plain functions over pages and packs: what is right is not called wrong, and what the checks see alone."""
+"""Tests of checks on plain paged and packed functions: correct ones pass, wrong ones fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cases.case import Case
 from cases.storage_forms.server_traces import build_traces
 from conformance.check_api.scopes import FEATURE, ImplementationGrids
 from conformance.checks import CHECKS_BY_NAME
-from conformance.checks.errors import iter_without_argument
+from conformance.checks.arguments import iter_without_argument
 from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
@@ -34,7 +34,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     latent_attention.in_pages,
     latent_attention.dense,
 )
-# Two forms of `served.packed`, which are slower to compile, and of `served.paged` those with another operand.
+# Functions that are slower to compile.
 _LONG = (
     serving_attention.scaled,
     serving_attention.scaled_whole,
@@ -43,7 +43,7 @@ _LONG = (
     latent_attention.in_pages,
     latent_attention.dense,
 )
-# One short job in so many is run here; all of them, with three seeds, take minutes.
+# One of this many short jobs is run here. All of them with three seeds take minutes.
 _STRIDE = 60
 
 
@@ -108,7 +108,7 @@ def test_a_life_sees_pages_of_another_request() -> None:
 
 
 def _roll_tables(call: Any) -> Any:
-    """Pages of sequences that came later are those of the one before."""
+    """Shift the page table by one sequence, so that sequences read pages of another."""
     table = call.page_indices
     return dataclasses.replace(call, page_indices=table.at[1:].set(table[:-1]))
 

@@ -1,4 +1,4 @@
-"""Correct functions in the styles that users write have no failure: what the gate says against one is a false alarm."""
+"""Tests that correct functions in users' styles have no failure: any failure is a false alarm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.kernels.orders import ORDERS
 from tests.kernels.styles import STYLES
 
 Style = Callable[..., Any]
-# Jobs of the quick grid in the default run: spread over it, a different part of it for each style.
+# One of this many jobs of the quick grid runs by default. Each style starts at another job.
 _STRIDE = 42
 
 each_style = pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
@@ -58,7 +58,7 @@ def test_rows_that_average_a_cache_are_not_judged_by_what_lies_behind_its_end(st
 
 
 def test_heads_of_a_group_may_overflow_where_their_sum_does_not() -> None:
-    """Asked for 16 times its gradients in f16, which those of the sum would be, and those of each head are not."""
+    """In f16, 16 times the gradients overflow in single heads of a group, but not in their sum."""
     broadcast = next(style for style in STYLES if style.__name__ == "broadcast")
     case = parse_case_id("train/f16/B1.T2304.S128.N2.K1.H32.V32/lengths-65/segwild/levels/s7")
     planned = run_plan.plan_case(build_implementation(broadcast, "broadcast"), case, [CHECKS_BY_NAME["linearity"]])

@@ -145,7 +145,7 @@ JUDGED = {impl.name: impl for impl in context_parallel.IMPLEMENTATIONS}
 
 
 # One of the two calls differentiated, that with everything in it: the rest costs no compilation.
-ONE_CALL = Rotation(pulled=("residuals",))
+ONE_CALL = Rotation(pullbacks=("residuals",))
 
 
 def red(impl: Implementation, case_id: str, *checks: str, turn: Rotation = FULL_ROTATION) -> list[records.Record]:

@@ -99,7 +99,7 @@ def test_a_case_that_cannot_tell_is_below_the_required_margin(case_id: str, null
 def test_a_case_whose_turn_does_not_discriminate_is_asked_everything() -> None:
     case = parse_case_id("train/f32/B1.T321.S321.N2.K2.H64.V64/full/huge/s0")
     kernel = find_implementation("dot_product")
-    turn = Rotation(pulled=("plain",), cotangents=("row",))
+    turn = Rotation(pullbacks=("plain",), cotangents=("row",))
     assert (
         find_weakest_null(compute_margins(Subject(Executor(kernel), case, load_default_tolerances(), turn)))[1]
         < REQUIRED_MARGIN

@@ -1,4 +1,4 @@
-"""Latent attention in its absorbed form, written as users write it: plain functions, in pages and dense."""
+"""Latent attention in absorbed form as users write it: plain functions, paged and dense."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def in_pages(
     sinks: jax.Array | None = None,  # [N]
     save_residuals: bool = False,
 ) -> Any:
-    """Attention to one head of keys, whose first coordinates are its values."""
+    """Compute paged attention with one key head, whose first coordinates are the values."""
     pages = latent_pages[:, :, None]
     return serving_attention.paged(
         q,
@@ -57,7 +57,7 @@ def dense(
     sinks: jax.Array | None = None,  # [N]
     save_residuals: bool = False,
 ) -> Any:
-    """The same of a dense latent, with the gradient that follows from that."""
+    """Compute attention to a dense latent, differentiated by JAX."""
     k = latent[:, :, None]
     operands = {"mask": mask, "segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "scale": scale}
     return naive.attention(q, k, k[..., :value_dim], **operands, save_residuals=save_residuals)
@@ -75,7 +75,7 @@ def mla_ragged_paged_attention(
     *,
     sm_scale: float,
 ) -> jax.Array:
-    """A kernel in the manner of published ones: rank and rotary part are operands of their own."""
+    """Compute it with separate operands for the rank and the rotary part, as published kernels do."""
     q, latent = (jnp.concatenate(pair, axis=-1) for pair in ((q_nope, q_pe), (kv_c, k_pe)))
     named: Any = {"kv_lens": lens, "page_indices": tables, "cu_q_lens": starts, "num_seqs": count}
     out: jax.Array = in_pages(q, latent, value_dim=q_nope.shape[-1], scale=sm_scale, **named)

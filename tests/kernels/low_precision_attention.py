@@ -1,6 +1,6 @@
-"""A correct blocked kernel for bf16 and f16 with its own backward pass, and bugs that round too often or the wrong way.
+"""A correct blocked kernel for bf16 and f16 with a custom backward pass, and variants that round too much.
 
-Every one of them stays below one rounding of the output dtype in most elements.
+The error of every variant is below one rounding of the output dtype in most elements.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Rounding = Callable[[jax.Array, Any], jax.Array]
 
 
 def keep_f32(x: jax.Array, dtype: Any) -> jax.Array:
-    """`x`, in f32."""
+    """Return `x` in f32."""
     return x
 
 
 def round_to_nearest(x: jax.Array, dtype: Any) -> jax.Array:
-    """`x` rounded to the significand of `dtype`, in f32.
+    """Return `x` rounded to the significand of `dtype`, in f32.
 
-    XLA may drop a pair of converts; `reduce_precision` it must keep, but with the exponent of f16 it makes zeros of
-    subnormal numbers.
+    XLA may remove a pair of converts, but not `reduce_precision`. With the exponent of f16 it would flush subnormal
+    numbers, so the exponent of f32 is kept.
     """
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=jnp.finfo(dtype).nmant)
 
 
 def round_towards_zero(x: jax.Array, dtype: Any) -> jax.Array:
-    """`x` with the digits that `dtype` lacks cut off, in f32."""
+    """Return `x` truncated to the significand of `dtype`, in f32."""
     kept = 23 - jnp.finfo(dtype).nmant
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) >> kept << kept
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -42,7 +42,10 @@ def round_towards_zero(x: jax.Array, dtype: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roundings:
-    """How values are rounded that a correct kernel keeps in f32, or rounds to nearest; the defaults are correct."""
+    """How intermediate values are rounded; the defaults are correct.
+
+    A correct kernel keeps sums in f32 and rounds results to nearest.
+    """
 
     accumulator: Rounding = keep_f32  # the sum over key blocks, after each
     total: Rounding = keep_f32  # the softmax denominator, after each block
@@ -53,13 +56,13 @@ class Roundings:
 
 
 def build_kernel(roundings: Roundings) -> Callable[..., Any]:
-    """The attention function that rounds so."""
+    """Build the attention function with these roundings."""
     attend = jax.custom_vjp(functools.partial(_attend, roundings))
     attend.defvjp(functools.partial(_forward, roundings), functools.partial(_backward, roundings))
 
     @declare(behind_mask="finite")
     def attention(q: Any, k: Any, v: Any) -> Any:
-        """Blocked attention, whole blocks of keys only."""
+        """Compute blocked attention; the number of keys is a multiple of the block."""
         return attend(q, k, v)
 
     return attention
@@ -70,7 +73,7 @@ def _attend(roundings: Roundings, q: Any, k: Any, v: Any) -> Any:
 
 
 def _group_heads(x: jax.Array, kv_heads: int) -> jax.Array:
-    """`[B, T, N, D]` to `[B, K, G, T, D]` in f32."""
+    """Reshape `[B, T, N, D]` to `[B, K, G, T, D]`, in f32."""
     batch, length, _, depth = x.shape
     return x.astype(jnp.float32).reshape(batch, length, kv_heads, -1, depth).transpose(0, 2, 3, 1, 4)
 

@@ -11,7 +11,7 @@ from conformance import declare
 
 
 def build_mask(q: Any, k: Any, causal: bool, window: Any, mask: Any, segment_ids: Any) -> jax.Array:
-    """Booleans broadcastable to `[B, N, T, S]`."""
+    """Return which pairs may attend, as booleans broadcastable to `[B, N, T, S]`."""
     i = jnp.arange(q.shape[1])[:, None]
     j = jnp.arange(k.shape[1])[None, :]
     ok = jnp.ones((1, 1, q.shape[1], k.shape[1]), bool)
@@ -45,9 +45,9 @@ def attention(
     scale: Any = None,
     save_residuals: bool = False,
 ) -> Any:
-    """Naive attention: correct, quadratic memory."""
+    """Compute attention correctly, with memory that grows quadratically."""
     dtype, group = q.dtype, q.shape[2] // k.shape[2]
-    # In f32: the gradient of a repeat is a sum over the group, which bf16 would round at every step.
+    # In f32, since the gradient of a repeat is a sum over the group, which bf16 would round at every step.
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

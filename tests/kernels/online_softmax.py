@@ -1,4 +1,4 @@
-"""A correct attention function as a user would write it: a scan over key blocks with a running softmax."""
+"""A correct attention function as a user would write it: an online softmax in a scan over key blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 64
 
 
 def _split_blocks(x: Any, length: Any) -> Any:
-    """The last axis cut into blocks and moved to the front: `[blocks, ..., BLOCK]`."""
+    """Split the last axis into blocks and move them to the front: `[blocks, ..., BLOCK]`."""
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -length % BLOCK)])
     return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, BLOCK), -2, 0)
 
@@ -35,9 +35,9 @@ def attention(
     scale: Any = None,
     save_residuals: bool = False,
 ) -> Any:
-    """Blocked attention with an online softmax, differentiated by JAX."""
+    """Compute attention block by block with an online softmax, differentiated by JAX."""
     dtype, group, kv_length = q.dtype, q.shape[2] // k.shape[2], k.shape[1]
-    # In f32: gradients are summed over the blocks (dq) and the group (dk, dv) in the dtype that the operands have here.
+    # In f32, since JAX sums gradients over blocks (dq) and over the group (dk, dv) in the dtype of the operands.
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     shape = (q.shape[0], q.shape[2], q.shape[1])

@@ -1,7 +1,7 @@
-"""Correct attention whose sums are taken in orders that no library has: limits must bear with them all.
+"""Correct attention functions with unusual orders of summation, all of which the limits must accept.
 
-Every product and every sum of the softmax, forward and backward, adds its terms in f32 one by one, from the first or
-from the last, or as a tree.
+All products and the sums of the softmax, forward and backward, add their terms in f32: one by one from the first, one
+by one from the last, or as a tree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from conformance import declare
 
 _F32 = jnp.float32
-# Adds up the first axis.
+# A function that sums over the first axis.
 Order = Callable[[Any], Any]
 
 
@@ -35,7 +35,7 @@ def _sum_as_tree(terms: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(order: Order, a: Any, b: Any) -> Any:
-    """Of matrices `[., M, D]` and `[., D, N]`."""
+    """Multiply matrices `[., M, D]` and `[., D, N]`."""
     return order(jnp.moveaxis(a, -1, 0)[..., None] * jnp.moveaxis(b, -2, 0)[..., None, :])
 
 
@@ -77,7 +77,7 @@ def from_the_first(
     scale: Any = None,
     save_residuals: bool = False,
 ) -> Any:
-    """Terms are added one by one."""
+    """Compute attention, adding terms one by one from the first."""
     return _attend(_sum_sequentially, q, k, v, mask, bias, soft_cap, scale, save_residuals)
 
 
@@ -85,7 +85,7 @@ def from_the_first(
 def from_the_last(
     q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None, scale: Any = None, save_residuals: bool = False
 ) -> Any:
-    """Terms are added one by one, the last ones first."""
+    """Compute attention, adding terms one by one from the last."""
     return _attend(functools.partial(_sum_sequentially, reverse=True), q, k, v, mask, bias, None, scale, save_residuals)
 
 
@@ -93,9 +93,9 @@ def from_the_last(
 def as_tree(
     q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None, scale: Any = None, save_residuals: bool = False
 ) -> Any:
-    """Neighbours are added, then their sums, and so on."""
+    """Compute attention, adding terms as a binary tree."""
     return _attend(_sum_as_tree, q, k, v, mask, bias, None, scale, save_residuals)
 
 
 ORDERS = (from_the_first, from_the_last, as_tree)
-"""All of them."""
+"""All functions of this module."""

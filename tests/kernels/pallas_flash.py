@@ -1,7 +1,8 @@
-"""A minimal Pallas TPU flash attention, forward only, with a place for each bug that only a TPU would show.
+"""A minimal Pallas TPU flash attention, forward only, with options that plant TPU-specific bugs.
 
-Grid of (batch and head, query block, key block), the last one sequential with the running maximum, the running sum and
-the accumulator in VMEM scratch. Masks: none or causal. Lengths are multiples of the 128 rows of a block.
+The grid is (batch and head, query block, key block). The last dimension is sequential; the running maximum, the running
+sum and the accumulator are in VMEM scratch. It supports no mask and the causal mask. Lengths are multiples of 128, the
+rows of a block.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ UNSUPPORTED = {feature: "is a small kernel" for feature in FEATURES if feature n
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The kernel's choices; the defaults are right.
+    """The options of the kernel; the defaults are correct.
 
     Attributes:
-      block: rows of a query block.
-      clears: whether scratch is set before it is accumulated into.
-      semantics: of the three grid dimensions.
-      reads_ahead: whether the next key block is an operand too, used where there is one and not cut off at the end.
-      keys_outside: whether key blocks are the outer loop, with the running state in outputs that are visited again.
-      counts: whether every program writes to one output that all share.
-      vmem_limit: of the kernel, in bytes.
+      block: the rows of a query block.
+      clears: whether scratch is initialised before the first accumulation.
+      semantics: the semantics of the three grid dimensions.
+      reads_ahead: whether the next key block is an operand too, without a bound at the end.
+      keys_outside: whether key blocks are the outer loop, with the running state in outputs that are revisited.
+      counts: whether all programs write to one shared output.
+      vmem_limit: the VMEM limit of the kernel, in bytes.
     """
 
     block: int = 128
@@ -68,7 +69,11 @@ def attention(
     options: Options = Options(),
     interpret: Any = True,
 ) -> Any:
-    """The canonical call. Raises `NotImplementedError` for what the kernel does not have."""
+    """Compute the canonical call.
+
+    Raises:
+      NotImplementedError: for what the kernel does not support.
+    """
     if not isinstance(mask, Full) and mask != Causal(0):
         raise NotImplementedError("masks other than causal")
     if any(x is not None for x in (segment_ids, soft_cap, sinks, bias)):
@@ -153,7 +158,7 @@ def _kernel(*refs: Any, factor: float, causal: bool, kv_blocks: int, options: Op
         refs[inputs + 1][...] = jnp.ones((8, LANES), jnp.float32)
     x = jax.lax.dot_general(q_ref[...], k_ref[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     x = x * factor
-    if ahead:  # warms up the next block; its values are never used
+    if ahead:  # reads the next block, whose values are never used
         x = x + jnp.where(j == -1, jnp.max(ahead[0][...].astype(jnp.float32)), 0.0)
     if causal:
         row = i * options.block + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
@@ -186,7 +191,7 @@ def _find_limit(case: Case) -> str | None:
 
 
 def build_pallas_implementation(name: str, **options: Any) -> Implementation:
-    """The kernel as an implementation, with `Options` by keyword."""
+    """Build the implementation, with `Options` by keyword."""
     call = functools.partial(attention, options=Options(**options))
     return Implementation(
         name=name,

@@ -1,4 +1,4 @@
-"""Attention as it is served, written as users write it: plain functions over pages, and over packed sequences."""
+"""Serving attention as users write it: plain functions over pages and over packed sequences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def paged(
     sinks: jax.Array | None = None,  # [N]
     save_residuals: bool = False,
 ) -> Any:
-    """All pages of all sequences gathered, then masked: `out [total_q, N, V]`, `logsumexp [total_q, N]`."""
+    """Gather all pages of all sequences, then mask: `out [total_q, N, V]`, `logsumexp [total_q, N]`."""
     sequence, place = _locate_tokens(q, cu_q_lens, num_seqs)
     k, v = (x[jnp.clip(page_indices, 0, len(x) - 1)] for x in (k_pages, v_pages))
     k, v = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in (k, v))  # [max_seqs, S, K, .]
@@ -36,7 +36,7 @@ def paged(
     if window is not None:
         allowed &= j >= position[:, None] - window[0]
     here = (j < kv_lens[:, None]) & (jnp.arange(len(kv_lens)) < num_seqs[0])[:, None]
-    seen = jnp.zeros(here.shape, bool).at[sequence].max(allowed) & here  # what no query sees may hold anything
+    seen = jnp.zeros(here.shape, bool).at[sequence].max(allowed) & here  # keys that no query sees may be NaN
     k, v = (jnp.where(seen[..., None, None], x, 0) for x in (k, v))
     return _attend(q, k[sequence], v[sequence], allowed, scale, soft_cap, sinks, save_residuals)
 
@@ -58,7 +58,7 @@ def scaled(
     sinks: jax.Array | None = None,  # [N]
     save_residuals: bool = False,
 ) -> Any:
-    """All pages made what they mean, if they have scales, before `paged` reads them."""
+    """Dequantise all pages by the scales of their tokens, if there are any, then call `paged`."""
     if k_scales is not None and v_scales is not None:
         k_pages = k_pages.astype(jnp.float32) * k_scales[..., None]
         v_pages = v_pages.astype(jnp.float32) * v_scales[..., None]
@@ -95,7 +95,7 @@ def scaled_whole(
     sinks: jax.Array | None = None,  # [N]
     save_residuals: bool = False,
 ) -> Any:
-    """The same, where all keys have one scale and all values one."""
+    """Dequantise all pages by one scale for keys and one for values, then call `paged`."""
     if k_scale is not None and v_scale is not None:
         k_pages = k_pages.astype(jnp.float32) * k_scale
         v_pages = v_pages.astype(jnp.float32) * v_scale
@@ -132,7 +132,7 @@ def writing(
     sinks: jax.Array | None = None,  # [N]
     save_residuals: bool = False,
 ) -> Any:
-    """New keys and values are put in their rows of the pages, one after the other, before `paged` reads these."""
+    """Write new keys and values to their rows of the pages one by one, then call `paged`."""
     sequence, place = _locate_tokens(q, cu_q_lens, num_seqs)
     size = k_pages.shape[1]
 
@@ -175,7 +175,7 @@ def packed(
     sinks: jax.Array | None = None,  # [N]
     save_residuals: bool = False,
 ) -> Any:
-    """Every query against every key of the pack, with those of other sequences masked."""
+    """Compute every query against every key of the pack, and mask those of other sequences."""
     sequence, place = _locate_tokens(q, cu_q_lens, num_seqs)
     of_key, at = _locate_tokens(k, cu_kv_lens, num_seqs)
     position = place + (jnp.diff(cu_kv_lens) - jnp.diff(cu_q_lens))[sequence]
@@ -186,7 +186,7 @@ def packed(
     if left is not None:
         allowed &= at >= position[:, None] - left
     seen = allowed.any(axis=0)[:, None, None]
-    q = jnp.where((sequence < num_seqs[0])[:, None, None], q, 0)  # a row of padding has a gradient too
+    q = jnp.where((sequence < num_seqs[0])[:, None, None], q, 0)  # padding rows get gradients too, which must be zero
     k, v = (jnp.broadcast_to(jnp.where(seen, x, 0), (len(q), *x.shape)) for x in (k, v))
     return _attend(q, k, v, allowed, scale, soft_cap, sinks, save_residuals)
 
@@ -204,14 +204,14 @@ def packed_by_sequence(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,  # [N]
 ) -> jax.Array:
-    """A loop over the sequences: each one's keys alone, for its own queries. Tables end with the last sequence."""
+    """Loop over the sequences: each one's queries see its own keys only. Tables end with the last sequence."""
     out = jnp.zeros((*q.shape[:2], v.shape[-1]), q.dtype)
     rows, keys = jnp.arange(len(q)), jnp.arange(len(k))
     left, right = (None, 0) if causal else (None, None) if window is None else window
     for b in range(len(cu_q_lens) - 1):
         mine = (rows >= cu_q_lens[b]) & (rows < cu_q_lens[b + 1])
         here = (keys >= cu_kv_lens[b]) & (keys < cu_kv_lens[b + 1])
-        # Places counted from the end of the sequence: its last query stands at its last key.
+        # Positions count from the end of the sequence, where its last query and last key align.
         i, j = rows - cu_q_lens[b + 1], keys - cu_kv_lens[b + 1]
         allowed = mine[:, None] & here
         if right is not None:
@@ -241,7 +241,7 @@ def packed_by_vmap(
     sinks: jax.Array | None = None,  # [N]
     save_residuals: bool = False,
 ) -> Any:
-    """Each sequence padded to the length of the pack, one under `vmap`, and its rows put back."""
+    """Pad each sequence to the length of the pack, map over them, and gather the rows again."""
     left, right = (None, 0) if causal else (None, None) if window is None else window
     count = num_seqs[0]
     numbers = jnp.arange(len(cu_q_lens) - 1)
@@ -270,7 +270,7 @@ def packed_by_vmap(
 
 
 def _locate_tokens(x: jax.Array, starts: jax.Array, num_seqs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sequence of each token, beyond all of them for padding, and its place in there."""
+    """Return the sequence of each token and its position there; padding gets a sequence beyond the last."""
     ends = jnp.where(jnp.arange(1, len(starts)) <= num_seqs[0], starts[1:], len(x) + 1)
     token = jnp.arange(len(x))
     sequence = (token[:, None] >= ends).sum(axis=1)
@@ -289,6 +289,7 @@ def _attend(
     sinks: jax.Array | None,
     save_residuals: bool,
 ) -> Any:
+    """Attend with separate keys for each query, under a mask."""
     group = q.shape[1] // k.shape[2]
     grouped = q.reshape(q.shape[0], k.shape[2], group, q.shape[2])
     x = jnp.einsum("tkgh,tskh->tkgs", grouped, k, preferred_element_type=jnp.float32)

@@ -1,6 +1,6 @@
-"""A small decode attention in replaceable steps: keys split in parts, merged at the end, each row with its own length.
+"""A small split-KV decode attention with replaceable steps, and the Pallas TPU decode kernel with its schedule.
 
-Also the Pallas kernel for TPU of this project with its schedule replaced.
+Keys are split, each split is computed separately, and the parts are merged. Each batch row has its own length.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def keep_positions(positions: Array, lengths: Array, plan: RaggedPlan) -> Array:
 
 
 def count_blocks(lengths: Array) -> Array:
-    """Blocks that hold a key."""
+    """Return the number of blocks that hold a key."""
     return -(-lengths // BLOCK)
 
 
 def compute_split_length(kv_length: int) -> int:
-    """Keys of a split, whole blocks."""
+    """Return the number of keys per split, a whole number of blocks."""
     blocks = -(-kv_length // BLOCK)
     return -(-blocks // SPLITS) * BLOCK
 
@@ -74,7 +74,7 @@ def clear_hidden(v: Array, seen: Array) -> Array:
 
 
 def compute_part(z: Array, v: Array) -> Part:
-    """`z [B, K, A, R, L]` and `v [B, K, A, L, V]`."""
+    """Return the part for logits `z [B, K, A, R, L]` and values `v [B, K, A, L, V]`."""
     top = z.max(axis=-1, keepdims=True)
     weights = jnp.exp(z - replace_neg_inf(top))
     out = jnp.einsum("bkarl,bkalv->bkarv", weights.astype(v.dtype), v, **_PRODUCT)
@@ -82,12 +82,15 @@ def compute_part(z: Array, v: Array) -> Part:
 
 
 def keep_parts(parts: Part, plan: RaggedPlan) -> Part:
-    """What a split writes, before the splits are merged."""
+    """Return what each split writes before the splits are merged."""
     return parts
 
 
 def add_sink_once(splits: Part, merged: Part, sinks: Array, merge: Step) -> Part:
-    """The sink, one `[1, K, R, 1]`, as one more part of the merged one; `splits` are `[B, K, A, R, .]`."""
+    """Merge the sinks `[1, K, R, 1]` into the merged part, as one more part.
+
+    `splits` are `[B, K, A, R, .]`.
+    """
     return merge([merged, build_sink_part(merged, sinks)])
 
 
@@ -110,7 +113,7 @@ def keep_part(part: Part) -> Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeSteps:
-    """What the kernel does, in order; the defaults are right."""
+    """The replaceable steps of the kernel, in order; the defaults are correct."""
 
     lengths: Step = keep_lengths
     positions: Step = keep_positions
@@ -134,13 +137,13 @@ _PRODUCT: dict[str, Any] = {"precision": jax.lax.Precision.HIGHEST, "preferred_e
 
 
 def _kernel(steps: DecodeSteps, plan: RaggedPlan, x: Operands, sinks: Array | None) -> tuple[Part, Array]:
-    """The part over all keys, arrays `[B, K, R, .]`, and the largest logit."""
+    """Return the part over all keys, arrays `[B, K, R, .]`, and the largest logit."""
     lengths = steps.lengths(x.lengths, plan)
     positions = steps.positions(x.positions, lengths, plan)
     share = steps.share(plan.kv_length)
 
     def split(a: Array) -> Array:
-        """`[B, S, K, D]` to `[B, K, A, L, D]`, zeros behind the end."""
+        """Split `[B, S, K, D]` to `[B, K, A, L, D]`, with zeros past the end."""
         a = jnp.pad(a, ((0, 0), (0, max(0, SPLITS * share - a.shape[1])), (0, 0), (0, 0)))[:, : SPLITS * share]
         return a.reshape(a.shape[0], SPLITS, share, *a.shape[2:]).transpose(0, 3, 1, 2, 4)
 
@@ -210,7 +213,7 @@ def attention(
     save_residuals: bool = False,
     returns_part: bool = False,
 ) -> Any:
-    """The canonical call, or with `returns_part` the part."""
+    """Compute the canonical call; with `returns_part`, return the unnormalised part."""
     if segment_ids is not None or bias is not None:
         raise NotImplementedError("takes neither segment ids nor a bias")
     plan, operands = _build_operands(q, k, v, mask, lengths, positions, soft_cap, scale)
@@ -230,7 +233,7 @@ def _finish_call(steps: DecodeSteps, plan: RaggedPlan, part: Part, top: Array, d
 
 
 def lower_fixed_mask(mask: Mask, *sizes: int) -> Any:
-    """`lower_mask` of kernels that take no window which moves with each sequence."""
+    """Lower the mask for kernels that support no window of each sequence's own."""
     validate_mask(mask, *sizes)
     return lower_mask(mask, *sizes)
 
@@ -238,7 +241,7 @@ def lower_fixed_mask(mask: Mask, *sizes: int) -> Any:
 def build_decode_implementation(
     steps: DecodeSteps, name: str = "decode", offers: frozenset[str] = frozenset()
 ) -> Implementation:
-    """The kernel with these steps."""
+    """Build the kernel with these steps."""
     return Implementation(
         name=name,
         call=functools.partial(attention, steps),
@@ -275,7 +278,7 @@ def tpu_attention(
     save_residuals: bool = False,
     interpret: Any = True,
 ) -> Any:
-    """The canonical call by the Pallas kernel for TPU with this schedule."""
+    """Compute the canonical call by the Pallas TPU kernel with this schedule."""
     if segment_ids is not None or bias is not None:
         raise NotImplementedError("takes neither segment ids nor a bias")
     if q.shape[1] != 1:
@@ -292,7 +295,7 @@ def tpu_attention(
 
 
 def build_decode_tpu_implementation(schedule: Schedule = build_steps, name: str = "decode_tpu") -> Implementation:
-    """The Pallas kernel for TPU with this schedule."""
+    """Build the Pallas TPU kernel with this schedule."""
     return Implementation(
         name=name,
         call=functools.partial(tpu_attention, schedule),

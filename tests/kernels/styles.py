@@ -1,6 +1,6 @@
-"""Correct attention functions in the styles that users write, each with the declarations that are honest for it.
+"""Correct attention functions in the styles that users write, each with honest declarations.
 
-Every one is right. What the gate says against one of them is a false alarm.
+A failure of one of them is a false alarm of the gate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _cast_to_f32(*operands: Any) -> Any:
 
 @declare(behind_mask="finite")
 def einsum(q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None, scale: Any = None) -> Any:
-    """Two einsums around `jax.nn.softmax`, groups by reshaping q, `-inf` behind the mask."""
+    """Compute two einsums around `jax.nn.softmax`, grouping heads by a reshape of q, with `-inf` as mask."""
     batch, length, heads, depth = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, depth)
@@ -41,7 +41,7 @@ def einsum(q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None, scale:
     if bias is not None:
         logits = logits + bias
     if mask is not None:
-        # A row of -inf alone would be NaN, in the gradients too: such a row sees everything, and is not relied on.
+        # A row of -inf only would be NaN, in the gradients too. It sees everything instead; its result is not used.
         logits = jnp.where(mask | ~mask.any(axis=-1, keepdims=True), logits, -jnp.inf)
     p = jax.nn.softmax(logits, axis=-1).astype(q.dtype).reshape(batch, kv_heads, -1, length, k.shape[1])
     return _einsum("bkgts,bskv->btkgv", p, v).reshape(batch, length, heads, -1).astype(q.dtype)
@@ -49,7 +49,7 @@ def einsum(q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None, scale:
 
 @declare(behind_mask="finite", empty_rows="mean")
 def large_negative(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, segment_ids: Any = None) -> Any:
-    """`-1e30` behind the mask: a row that sees nothing gets the mean of v."""
+    """Compute with `-1e30` as mask: a row that sees nothing gets the mean of v."""
     wide = _cast_to_f32(q, k, v)
     ok = build_mask(q, k, causal, None, mask, segment_ids)
     k32, v32 = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in wide[1:])
@@ -59,9 +59,9 @@ def large_negative(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = 
 
 @declare(behind_mask="finite")
 def vmap_heads(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None, soft_cap: Any = None) -> Any:
-    """One head written down, `vmap` over groups, heads and batch rows."""
+    """Compute one head, mapped over groups, heads and batch rows by `vmap`."""
     ok = build_mask(q, k, causal, window, None, None)[0, 0]
-    # A row without a key sees all of them, and nobody relies on what it gets.
+    # A row without a key sees all keys; its result is not used.
     ok = ok | ~ok.any(axis=-1, keepdims=True)
 
     def head(q: Any, k: Any, v: Any) -> Any:  # [T, H], [S, H], [S, V]
@@ -77,8 +77,8 @@ def vmap_heads(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = No
     return jax.vmap(heads)(grouped, k32, v32).reshape(*q.shape[:3], -1).astype(q.dtype)
 
 
-# JAX pulls its softmax back by one over the square of the sum of weights. From a sum of 256 on f16 does not have the
-# square, and zero is left: the gradients of a row that sees many keys alike are wrong altogether.
+# The gradient of JAX's softmax divides by the square of the sum of weights. From a sum of 256 on, the square overflows
+# f16 and the quotient is zero. So the gradients of a row that weighs many keys equally are wrong.
 _F16 = {"f16": "JAX's softmax has no right gradients in f16 where hundreds of keys weigh alike"}
 
 
@@ -86,7 +86,7 @@ _F16 = {"f16": "JAX's softmax has no right gradients in f16 where hundreds of ke
 def repeat_in_operands_dtype(
     q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None, soft_cap: Any = None
 ) -> Any:
-    """`jnp.repeat` of k and v, logits and softmax in whatever dtype the operands have."""
+    """Compute with repeated k and v, and logits and softmax in the operands' dtype."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     logits = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
     if bias is not None:
@@ -100,7 +100,7 @@ def repeat_in_operands_dtype(
 
 @declare(behind_mask="finite", group_sums="input")
 def repeat(q: Any, k: Any, v: Any, *, mask: Any = None, soft_cap: Any = None, scale: Any = None) -> Any:
-    """`jnp.repeat` of k and v in the operands' dtype, softmax in f32."""
+    """Compute with k and v repeated in the operands' dtype, and softmax in f32."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     logits = _einsum("btnh,bsnh->bnts", q, k) * _get_scale(q, scale)
     if soft_cap is not None:
@@ -111,7 +111,7 @@ def repeat(q: Any, k: Any, v: Any, *, mask: Any = None, soft_cap: Any = None, sc
 
 @declare(behind_mask="finite", logits="input", group_sums="input")
 def broadcast(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, segment_ids: Any = None) -> Any:
-    """`broadcast_to` of k and v over the group, logits rounded to the operands' dtype, softmax in f32."""
+    """Compute with k and v broadcast over the group, rounded logits, and softmax in f32."""
     group = q.shape[2] // k.shape[2]
     k, v = (
         jnp.broadcast_to(x[:, :, :, None], (*x.shape[:3], group, x.shape[3])).reshape(*x.shape[:2], -1, x.shape[3])
@@ -125,7 +125,7 @@ def broadcast(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
 
 
 def _update_state(state: Any, block: Any, q: Any) -> Any:
-    """One block of keys of the online softmax: q `[B, T, N, H]`, k and v `[B, s, N, .]`, ok `[., ., T, s]`."""
+    """Update the online softmax with a block: q `[B, T, N, H]`, k and v `[B, s, N, .]`, ok `[., ., T, s]`."""
     top, total, acc = state
     k, v, ok = block
     logits = jnp.where(ok, _einsum("btnh,bsnh->bnts", q, k) * _get_scale(q, None), -jnp.inf)
@@ -138,7 +138,7 @@ def _update_state(state: Any, block: Any, q: Any) -> Any:
 
 
 def _split_blocks(operands: Any, mask: Any, size: int = _BLOCK) -> Any:
-    """k, v and the mask, padded and cut along the keys, the blocks first; and the state before the first."""
+    """Pad k, v and the mask, and split them into key blocks, which come first; also return the initial state."""
     q, k, v = operands
     batch, length, heads, _ = q.shape
     keys = k.shape[1]
@@ -160,7 +160,7 @@ def _finish(state: Any, dtype: Any) -> Any:
 
 @declare(behind_mask="finite", empty_rows="zero")
 def scanned(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
-    """Blocks of keys by `lax.scan`, differentiated by JAX."""
+    """Compute key blocks by `lax.scan`, differentiated by JAX."""
     wide = _cast_to_f32(q, k, v)
     blocks, start = _split_blocks(wide, mask)
     state, _ = jax.lax.scan(lambda state, block: (_update_state(state, block, wide[0]), None), start, blocks)
@@ -169,7 +169,7 @@ def scanned(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
 
 @declare(behind_mask="finite", empty_rows="zero", unsupported={"train": "a loop whose length is dynamic to JAX"})
 def fori(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
-    """Blocks of keys by `lax.fori_loop`, forward only."""
+    """Compute key blocks by `lax.fori_loop`, forward only."""
     wide = _cast_to_f32(q, k, v)
     blocks, start = _split_blocks(wide, mask)
 
@@ -183,7 +183,10 @@ def fori(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
 
 @declare(behind_mask="finite", empty_rows="zero")
 def unrolled(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
-    """Blocks of keys by a Python loop, of which there are 64 at most: XLA takes minutes to compile hundreds."""
+    """Compute key blocks by a Python loop.
+
+    There are at most 64 blocks, since XLA takes minutes to compile hundreds.
+    """
     wide = _cast_to_f32(q, k, v)
     blocks, state = _split_blocks(wide, mask, max(_BLOCK, -(-k.shape[1] // 64)))
     for number in range(blocks[0].shape[0]):
@@ -193,7 +196,7 @@ def unrolled(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
 
 @declare(behind_mask="finite", empty_rows="zero")
 def checkpointed(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
-    """Blocks of keys by `lax.scan`, each computed again for the backward pass by `jax.checkpoint`."""
+    """Compute key blocks by `lax.scan`, recomputed in the backward pass by `jax.checkpoint`."""
     wide = _cast_to_f32(q, k, v)
     blocks, start = _split_blocks(wide, mask)
     step = jax.checkpoint(lambda state, block: _update_state(state, block, wide[0]))
@@ -203,7 +206,7 @@ def checkpointed(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
 
 @declare(behind_mask="finite", empty_rows="zero")
 def double_where(q: Any, k: Any, v: Any, *, mask: Any = None, sinks: Any = None, save_residuals: bool = False) -> Any:
-    """All logits at once, a `where` before `exp` and one after it, so that no gradient is NaN."""
+    """Compute all logits at once, with a `where` before and after `exp`, so that no gradient is NaN."""
     q32, k32, v32 = _cast_to_f32(q, k, v)
     k32, v32 = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k32, v32))
     ok = build_mask(q, k, False, None, mask, None)
@@ -224,7 +227,7 @@ def double_where(q: Any, k: Any, v: Any, *, mask: Any = None, sinks: Any = None,
 
 
 def _compute_probabilities(q: Any, k: Any, ok: Any) -> tuple[Any, Any]:
-    """Probabilities `[B, N, T, S]`, zero in rows that see nothing, and logsumexp."""
+    """Return probabilities `[B, N, T, S]`, zero in rows that see nothing, and logsumexp."""
     logits = jnp.where(ok, _einsum("btnh,bsnh->bnts", q, k) * _get_scale(q, None), -jnp.inf)
     top = logits.max(axis=-1, keepdims=True)
     pivot = jnp.where(jnp.isfinite(top), top, 0)
@@ -238,7 +241,7 @@ def _repeat_heads(x: Any, heads: int) -> Any:
 
 
 def _build_custom_vjp(flash: bool) -> Callable[..., Any]:
-    """Attention with a backward pass by hand: as flash attention has it, or from the probabilities."""
+    """Build attention with a custom backward pass, from `logsumexp` (flash) or from saved probabilities."""
 
     @jax.custom_vjp
     def attend(q: Any, k: Any, v: Any, ok: Any) -> Any:
@@ -283,13 +286,13 @@ _FLASH, _PLAIN = _build_custom_vjp(flash=True), _build_custom_vjp(flash=False)
 
 @declare(behind_mask="finite", empty_rows="zero")
 def custom_vjp_flash(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None, mask: Any = None) -> Any:
-    """A backward pass by hand from the saved out and logsumexp."""
+    """Compute with a custom backward pass from the saved `out` and `logsumexp`."""
     return _FLASH(q, k, v, build_mask(q, k, causal, window, mask, None))
 
 
 @declare(behind_mask="finite", empty_rows="zero")
 def custom_vjp_probabilities(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None) -> Any:
-    """A backward pass by hand from the saved probabilities."""
+    """Compute with a custom backward pass from the saved probabilities."""
     return _PLAIN(q, k, v, build_mask(q, k, causal, None, mask, None))
 
 
@@ -300,13 +303,16 @@ _IN_OPERANDS_DTYPE = low_precision_attention.build_kernel(
 
 @declare(behind_mask="finite", block_sums=low_precision_attention.BLOCK, group_sums="input")
 def sums_in_operands_dtype(q: Any, k: Any, v: Any) -> Any:
-    """Sums over blocks of keys and over the heads of a group in the operands' dtype, a backward pass by hand."""
+    """Compute with sums over blocks and group heads in the operands' dtype, and a custom backward pass."""
     return _IN_OPERANDS_DTYPE(q, k, v)
 
 
 @declare(behind_mask="finite", block_sums=_BLOCK)
 def mapped_queries(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
-    """Queries in blocks by `lax.map`: JAX sums dk and dv from the last block to the first, in the operands' dtype."""
+    """Compute query blocks by `lax.map`.
+
+    JAX sums dk and dv from the last block to the first, in the operands' dtype.
+    """
     batch, length, heads, depth = q.shape
     rows = jnp.pad(q, ((0, 0), (0, -length % _BLOCK), (0, 0), (0, 0)))
     rows = rows.reshape(batch, -1, _BLOCK, k.shape[2], heads // k.shape[2], depth).swapaxes(0, 1)
@@ -340,4 +346,4 @@ STYLES = (
     sums_in_operands_dtype,
     mapped_queries,
 )
-"""All of them."""
+"""All styles."""

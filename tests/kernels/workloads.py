@@ -1,4 +1,4 @@
-"""Functions of the operands of named problems, right and wrong, as JAXBench takes them."""
+"""Functions with the operands of named problems, right and wrong, in the conventions of JAXBench."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# The benchmark's own functions have such a table in their module, and read it.
+# The benchmark's own functions read such a table from their module.
 CONFIG = {"num_heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128, "pages_per_seq": 256}
 
 _multiply = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
 
 
 def flash(q: Any, k: Any, v: Any, *, scale: float | None = None, bias: Any = 0.0) -> Any:
-    """`[B, N, T, H]`, with key heads as many as query heads or fewer."""
+    """Compute causal attention of `[B, N, T, H]`, with as many key heads as query heads or fewer."""
     group = q.shape[1] // k.shape[1]
     k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -27,37 +27,37 @@ def flash(q: Any, k: Any, v: Any, *, scale: float | None = None, bias: Any = 0.0
 
 
 def zeros(q: Any, k: Any, v: Any) -> Any:
-    """Nothing."""
+    """Return zeros."""
     return jnp.zeros_like(q)
 
 
 def first_block(q: Any, k: Any, v: Any) -> Any:
-    """Right for the first 128 queries."""
+    """Compute the first 128 queries correctly, and zeros for the others."""
     return sparse(q, k, v).at[:, :, 128:].set(0)
 
 
 def half_the_scale(q: Any, k: Any, v: Any) -> Any:
-    """Logits half as large."""
+    """Compute with logits that are half as large as they should be."""
     return sparse(q * 0.5, k, v)
 
 
 def gqa(q: Any, k: Any, v: Any) -> Any:
-    """`[B, T, N, H]`."""
+    """Compute causal attention of `[B, T, N, H]`."""
     return jnp.swapaxes(flash(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v))), 1, 2)
 
 
 def sparse(q: Any, k: Any, v: Any) -> Any:
-    """Queries that are scaled already."""
+    """Compute causal attention for queries that are already scaled."""
     return flash(q, k, v, scale=1.0)
 
 
 def flex(q: Any, k: Any, v: Any, rel_pos_bias: Any) -> Any:
-    """A bias `[N, T, T]`."""
+    """Compute causal attention with a bias `[N, T, T]`."""
     return flash(q, k, v, bias=rel_pos_bias)
 
 
 def mla(x: Any, q_down: Any, q_up: Any, kv_down: Any, k_up: Any, v_up: Any, o_proj: Any, *, shared: bool = True) -> Any:
-    """Projections, rotary of the decoupled part, attention, projection."""
+    """Compute latent attention: projections, rotary of the decoupled part, attention, output projection."""
     heads, rank = CONFIG["num_heads"], CONFIG["kv_lora_rank"]
     nope, v_dim = CONFIG["qk_nope_head_dim"], CONFIG["v_head_dim"]
     batch, length = x.shape[:2]
@@ -76,12 +76,12 @@ def mla(x: Any, q_down: Any, q_up: Any, kv_down: Any, k_up: Any, v_up: Any, o_pr
 
 
 def keys_not_turned(*operands: Any) -> Any:
-    """The decoupled part of the keys without rotary."""
+    """Compute latent attention without rotary on the keys."""
     return mla(*operands, shared=False)
 
 
 def _rotate(x: Any) -> Any:
-    """Rotary in halves of `x [B, T, heads, R]`, in f32."""
+    """Apply rotary in halves to `x [B, T, heads, R]`, in f32."""
     pairs = x.shape[-1] // 2
     frequency = 10_000.0 ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
     angle = (jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency)[:, None, :]
@@ -91,13 +91,13 @@ def _rotate(x: Any) -> Any:
 
 
 def paged(q: Any, k_pages: Any, v_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any) -> Any:
-    """One query a sequence."""
+    """Compute paged attention for one query per sequence."""
     row = jnp.arange(page_indices.shape[0])
     return jax.vmap(lambda i: _attend_token(q[cu_q_lens[i]], k_pages, v_pages, page_indices[i], kv_lens[i]))(row)
 
 
 def ragged(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> Any:
-    """Any number of queries a sequence; keys and values in turns along the heads."""
+    """Compute paged attention for any number of queries per sequence; key and value heads alternate."""
     k_pages, v_pages = kv_pages[:, :, 0::2], kv_pages[:, :, 1::2]
 
     def one(t: Any) -> Any:
@@ -109,7 +109,7 @@ def ragged(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: An
 
 
 def _attend_token(q: Any, k_pages: Any, v_pages: Any, pages: Any, seen: Any) -> Any:
-    """Attention of a query `[N, H]` to the first `seen` keys in these pages."""
+    """Attend with one query `[N, H]` to the first `seen` keys of these pages."""
     k, v = (x[pages].reshape(-1, *x.shape[2:]) for x in (k_pages, v_pages))
     there = jnp.arange(len(k)) < seen
     k, v = (jnp.where(there[:, None, None], x, 0) for x in (k, v))

@@ -21,7 +21,7 @@ from tests.planted.computing import (
     splash_tpu,
     sums,
     tails,
-    transforms,
+    transformation_bugs,
 )
 from tests.planted.features import (
     alibi,
@@ -78,7 +78,7 @@ _MODULES = (
     operands,
     backward,
     cotangents,
-    transforms,
+    transformation_bugs,
     laws,
     gaming,
     context,

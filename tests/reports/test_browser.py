@@ -138,14 +138,14 @@ def test_a_matrix_is_sorted_by_a_column_by_keys_alone(tab: Tab, page: Path) -> N
     assert tab.evaluate(f"{head}.textContent") == column
     assert tab.evaluate(f"{head}.ariaSort") == "descending"
     worst_first = tab.evaluate(NAMES)
-    ranks = [cell.rank for name in worst_first if (cell := cells[name])]
-    assert ranks == sorted(ranks)
+    worst_ranks = [cell.rank for name in worst_first if (cell := cells[name])]
+    assert worst_ranks == sorted(worst_ranks)
     assert worst_first != by_name
-    assert [cells[name] for name in worst_first[len(ranks) :]] == [None] * (len(cells) - len(ranks))
+    assert [cells[name] for name in worst_first[len(worst_ranks) :]] == [None] * (len(cells) - len(worst_ranks))
     tab.press("Enter")
     assert tab.evaluate(f"{head}.ariaSort") == "ascending"
-    ranks = [cell.rank for name in tab.evaluate(NAMES) if (cell := cells[name])]
-    assert ranks == sorted(ranks, reverse=True)
+    best_ranks = [cell.rank for name in tab.evaluate(NAMES) if (cell := cells[name])]
+    assert best_ranks == sorted(best_ranks, reverse=True)
     # The arrow down leads to a cell of the column, and the first column sorts by name again.
     tab.press("ArrowDown")
     assert tab.evaluate("document.activeElement.matches('a.cell')")

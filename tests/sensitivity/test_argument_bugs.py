@@ -19,7 +19,7 @@ from conformance.records import ERROR, FAIL, PASS
 from conformance.sensitivity import PlantedBug
 from tests.kernels import naive
 from tests.planted.beyond import (
-    arguments,
+    argument_bugs,
     borders,
     derivatives,
     precision,
@@ -33,7 +33,7 @@ from tests.planted.planting.steps import BlockSteps
 from tests.planted.planting.witness import asked
 from tests.sensitivity.argument_witnesses import WITNESSES
 
-MODULES = (arguments, segment_ids, values, precision, precision_backward, state, derivatives, borders)
+MODULES = (argument_bugs, segment_ids, values, precision, precision_backward, state, derivatives, borders)
 BUGS: tuple[PlantedBug, ...] = tuple(bug for module in MODULES for bug in module.BUGS)
 # A case with every operand, on which bugs that only calls and transformations show are right.
 WITH_EVERYTHING = "train/f32/B2.T48.S48.N4.K2.H16.V16/causal/seg/softcap30/sinks/bias/normal/s1"

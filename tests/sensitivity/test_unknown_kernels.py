@@ -21,7 +21,7 @@ from conformance.sensitivity import diagnosis, failure_signatures
 from conformance.sensitivity.examination import create_single_look_runner
 from conformance.sensitivity.failure_signatures import CHECK_SEPARATOR, KnownBug, Signature
 from reports.causes.case_levels import find_levels
-from tests.reports.causes.faults.faulty_kernels import Faulty
+from tests.reports.causes.faults.faulty_kernels import FaultyKernel
 
 UNSEEN: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("unknown_kernels.json").read_text(encoding="utf-8")
@@ -78,7 +78,7 @@ def test_a_kernel_is_as_wrong_as_it_was(name: str, tmp_path: Path, monkeypatch: 
     kernel = UNSEEN[name]
     monkeypatch.chdir(tmp_path)
     changes = tuple((before, after) for before, after in kernel["changes"])
-    Path("kernel.py").write_text(Faulty(name, kernel["base"], (), (), changes).source)
+    Path("kernel.py").write_text(FaultyKernel(name, kernel["base"], (), (), changes).source)
     implementation = KernelOptions(None, True).find("kernel.py:attention")
     runner = create_single_look_runner()
     # The cases judged then: which a diagnosis judges first depends on which exist.

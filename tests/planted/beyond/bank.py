@@ -9,7 +9,7 @@ from conformance.records import FAIL
 from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import Kill
 from tests.planted.beyond import (
-    arguments,
+    argument_bugs,
     borders,
     callers,
     combined,
@@ -37,7 +37,7 @@ _MODULES = (
     long_caches,
     long_sequences,
     sizes,
-    arguments,
+    argument_bugs,
     segment_ids,
     values,
     precision,

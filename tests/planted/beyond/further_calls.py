@@ -15,7 +15,7 @@ from conformance.sensitivity import PlantedBug
 from tests.planted.beyond.borders import in_a_tile
 from tests.planted.beyond.combined import Pulled, backward_by, pulled_back
 from tests.planted.beyond.few_operands import rows_of
-from tests.planted.computing.transforms import batched_by, mapped
+from tests.planted.computing.transformation_bugs import batched_by, mapped
 from tests.planted.planting.served import Call, PackedSteps, PagedSteps, packed, paged
 from tests.planted.planting.triggers import both, has, sixteen_bits, trains
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted

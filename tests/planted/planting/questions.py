@@ -210,7 +210,7 @@ def one_gradient_at_a_time(subject: Subject) -> Iterator[Judgement]:
             return jax.vjp(lambda moving: call({**rest, name: moving}), x)[1](cotangent)[0]
 
         gradient = GRADIENT_OF[name]
-        yield subject.judge(gradient, jax.jit(pulled)(arrays[name]), subject.expected_gradients("random")[gradient])
+        yield subject.judge(gradient, jax.jit(pulled)(arrays[name]), subject.get_expected_gradients("random")[gradient])
 
 
 def mapped_alone(subject: Subject) -> Iterator[Judgement]:

@@ -1,0 +1,51 @@
+"""Check `arguments`: an accepted argument changes the result as the oracle says."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+
+from cases.masks import Full, OwnWindow, list_conjuncts
+from cases.moba_mask import Moba
+from cases.operand_registry import REMOVABLE
+from cases.operand_values import Problem
+from conformance.check_api.judgement import Judgement
+from conformance.check_api.subject import Subject
+from conformance.truth.rounding_bounds import Bounded, compute_expectation
+
+
+def check_arguments(subject: Subject) -> Iterator[Judgement]:
+    """Check that leaving out an argument changes the result as the oracle says."""
+    for name, without in iter_without_argument(subject.problem):
+        arithmetic = subject.implementation.arithmetic
+        expected_without = compute_expectation(without, arithmetic, empty_rows=subject.empty_rows).forward["out"]
+        expected = subject.expectation.forward["out"]
+        effect = Bounded(expected.value - expected_without.value, expected.bound + expected_without.bound)
+        out = subject.forward.values["out"].astype(np.float64)
+        out_without = subject.executor.forward(without).values["out"].astype(np.float64)
+        judged = subject.judged_out & ~without.empty_rows.transpose(0, 2, 1)[..., None]
+        yield subject.judge("out", out - out_without, effect, judged, label=f"effect_of_{name}")
+
+
+def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """Yield each argument that can be left out, with the problem without it."""
+    if isinstance(problem.mask, Moba):
+        all_chunks = dataclasses.replace(problem.mask, topk=problem.mask.chunks(problem.k.shape[1]))
+        yield "gates", dataclasses.replace(problem, mask=all_chunks)
+    elif problem.storage is not None:
+        if (unlimited := _remove_window(problem)).mask != problem.mask:
+            yield "window", unlimited
+    elif problem.mask != Full():
+        yield "mask", dataclasses.replace(problem, mask=Full())
+    for operand in REMOVABLE:
+        if getattr(problem, operand.name) is not None:
+            yield operand.name, problem.without(operand.name)
+
+
+def _remove_window(problem: Problem) -> Problem:
+    """Return the problem without its window: each query sees all keys of its sequence up to its own."""
+    parts = [dataclasses.replace(x, left=None) if isinstance(x, OwnWindow) else x for x in list_conjuncts(problem.mask)]
+    return dataclasses.replace(problem, mask=functools.reduce(lambda one, other: one & other, parts))
