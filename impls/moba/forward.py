@@ -90,7 +90,7 @@ def put_block(x: Array, block: Array, number: Array) -> Array:
     return updated
 
 
-def gather_slots(x: Array, places: Array, fill: float) -> Array:
+def gather_slots(x: Array, places: Array, fill: float | int) -> Array:
     """Gather the values of each row's slots, `[L R, slots, ...]`, from `x [blocks, block_rows, ...]`.
 
     Empty slots get `fill`.

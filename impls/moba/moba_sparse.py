@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from cases.masks import Mask
 from impls.derivative_refusals import refuse_derivatives, refuse_reverse_mode
@@ -32,15 +33,15 @@ _MAX_ROWS: Mapping[Backend, int] = {"portable": 256, "tpu": 512}
 
 @accept_explicit_sharding
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask,
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     most_rows: int | None = None,

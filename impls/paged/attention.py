@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from conformance.contract import FLOATS
 from impls import softmax_merge
@@ -32,22 +33,22 @@ BLOCK_KV_GPU = 64
 
 
 def attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    q: Float[Array, "total_q N H"],
+    k_pages: Shaped[Array, "pages page_size K H"],
+    v_pages: Shaped[Array, "pages page_size K V"],
     *,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
-    k_scales: jax.Array | None = None,
-    v_scales: jax.Array | None = None,
-    page_scales: jax.Array | None = None,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
+    k_scales: Float32[Array, "pages page_size K"] | None = None,
+    v_scales: Float32[Array, "pages page_size K"] | None = None,
+    page_scales: Float32[Array, "pages page_size W"] | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
     window: tuple[int | None, int] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     backend: Backend = "portable",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from conformance.contract import FLOATS
 from impls.jax_compat import resolve_interpret
@@ -21,18 +21,18 @@ and 8,077 with 512, which was not compiled for the others."""
 
 
 def latent_attention(
-    q: jax.Array,
-    latent_pages: jax.Array,
+    q: Float[Array, "total_q N H"],
+    latent_pages: Float[Array, "pages page_size H"],
     *,
     value_dim: int,
     scale: float,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
     window: tuple[int | None, int] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     save_residuals: bool = False,
     backend: Literal["portable", "tpu"] = "portable",
     block_q: int | None = None,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,16 +46,16 @@ class PagedPlan:
 class Operands(NamedTuple):
     """Arrays of one call."""
 
-    q: jax.Array  # [total_q, N, H]
-    k_pages: jax.Array  # [pages, page_size, K, H]
-    v_pages: jax.Array | None  # [pages, page_size, K, V], none if values are a part of the keys
-    kv_lens: jax.Array  # int32 [max_seqs]
-    page_indices: jax.Array  # int32 [max_seqs, pages_per_seq]
-    cu_q_lens: jax.Array  # int32 [max_seqs + 1]
-    num_seqs: jax.Array  # int32 [1]
-    k_scales: jax.Array | None = None  # f32 [pages, page_size, K], none if pages are what they mean
-    v_scales: jax.Array | None = None
-    page_scales: jax.Array | None = None  # f32 [pages, page_size, W], both side by side (`impls.paged.page_scales`)
+    q: Float[Array, "total_q N H"]
+    k_pages: Shaped[Array, "pages page_size K H"]
+    v_pages: Shaped[Array, "pages page_size K V"] | None  # None if values are a part of the keys
+    kv_lens: Int32[Array, " max_seqs"]
+    page_indices: Int32[Array, "max_seqs pages_per_seq"]
+    cu_q_lens: Int32[Array, " max_seqs+1"]
+    num_seqs: Int32[Array, "1"]
+    k_scales: Float32[Array, "pages page_size K"] | None = None  # None if pages are not quantised
+    v_scales: Float32[Array, "pages page_size K"] | None = None
+    page_scales: Float32[Array, "pages page_size W"] | None = None  # both side by side (`impls.paged.page_scales`)
 
 
 def find_key_range(plan: PagedPlan, position: Any) -> tuple[Any, Any]:

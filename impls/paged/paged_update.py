@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from cases.storage_forms.storage_layout import SCALES, WHOLE_SCALES
 from impls.paged.attention import attention, check_paged_operands, check_tables
@@ -19,16 +20,16 @@ _MAX_INT32 = 2**31 - 1  # beyond every token
 
 
 def attention_with_update(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    q: Float[Array, "total_q N H"],
+    k: Float[Array, "total_q K H"],
+    v: Float[Array, "total_q K V"],
+    k_pages: Float[Array, "pages page_size K H"],
+    v_pages: Float[Array, "pages page_size K V"],
     *,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
     save_residuals: bool = False,
     **options: Any,
 ) -> Any:
@@ -75,10 +76,10 @@ def _find_slots(
     total: int,
     k_pages: jax.Array,
     *,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
 ) -> tuple[jax.Array, jax.Array]:
     """Find the page and the row of each of `total` tokens, int32 `[total]`; out of bounds for tokens not written."""
     pages, page_size = k_pages.shape[:2]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32
 
 from impls.paged.paged_plan import Operands
 
@@ -17,11 +17,11 @@ from impls.paged.paged_plan import Operands
 class QueryTiles(NamedTuple):
     """Lists of tiles; int32."""
 
-    total: jax.Array  # [], number of tiles
-    sequence: jax.Array  # [L]
-    row: jax.Array  # [L], the packed query that a tile begins with
-    queries: jax.Array  # [L], number of its queries
-    position: jax.Array  # [L], position of the first of them in its sequence
+    total: Int32[Array, ""]  # number of tiles
+    sequence: Int32[Array, " L"]
+    row: Int32[Array, " L"]  # the packed query that a tile begins with
+    queries: Int32[Array, " L"]  # number of its queries
+    position: Int32[Array, " L"]  # position of the first of them in its sequence
 
 
 def build_tiles(operands: Operands, block_q: int) -> QueryTiles:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from cases.masks import Full, Mask
 from conformance.contract import validate_mask, validate_operands
@@ -50,16 +51,16 @@ class BackendOptions(NamedTuple):
 
 @accept_explicit_sharding
 def compute_parts(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
     lengths: Any = None,
     positions: Any = None,
     segment_ids: Any = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     bias: Any = None,
     scale: float | None = None,
     backend: Backend = "portable",
@@ -134,16 +135,16 @@ def compute_parts(
 
 @accept_explicit_sharding
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
     lengths: Any = None,
     positions: Any = None,
     segment_ids: Any = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     bias: Any = None,
     scale: float | None = None,
     save_residuals: bool = False,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int32
 
 from cases.masks import Causal, Chunked, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
 from impls.softmax_merge import Part
@@ -35,14 +36,14 @@ class RaggedPlan:
 class Operands(NamedTuple):
     """Arrays of one call."""
 
-    q: jax.Array  # [B, K, R, H]
-    k: jax.Array  # [B, S, K, H]
-    v: jax.Array  # [B, S, K, V]
-    lengths: jax.Array  # int32 [B], keys that exist
-    positions: jax.Array  # int32 [B], position of the first query
+    q: Float[Array, "B K R H"]
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K V"]
+    lengths: Int32[Array, " B"]  # keys that exist
+    positions: Int32[Array, " B"]  # position of the first query
 
 
-def flatten_queries(q: jax.Array, num_kv_heads: int) -> jax.Array:
+def flatten_queries(q: Float[Array, "B T N H"], num_kv_heads: int) -> Float[Array, "B K R H"]:
     """Flatten queries `[B, T, N, H]` to rows `[B, K, R, H]`."""
     batch, q_length, num_q_heads, depth = q.shape
     group = num_q_heads // num_kv_heads
