@@ -114,7 +114,7 @@ def _change_elsewhere(problem: Problem, part: _Part, *, keys: bool) -> Problem |
         v_kept[part.batch, :, part.kv_head] = attended
         k_kept[part.batch, :, part.kv_head] = attended | problem.choosing[0, 0, part.rows].any(axis=0)
         if problem.storage is not None:  # stored tokens of the part may be shared with other sequences
-            v_kept, k_kept = problem.storage.anywhere(v_kept), problem.storage.anywhere(k_kept)
+            v_kept, k_kept = problem.storage.spread_over_shared(v_kept), problem.storage.spread_over_shared(k_kept)
     if q_kept.all() and v_kept.all():
         return None
     if problem.kv_scales is not None and not problem.has_whole_scales:

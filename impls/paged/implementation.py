@@ -7,7 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
-from cases.case import SCALED_FEATURES, WHOLE_FEATURES, Case
+from cases.case import Case
+from cases.storage_forms.paged_form import SCALED_FEATURES, WHOLE_FEATURES
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import runs_on
 from impls.paged.attention import Backend, attention

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from cases.storage_forms.storage_layout import SCALES, WHOLE_SCALES
+from cases.storage_forms.paged_form import SCALES, WHOLE_SCALES
 from impls.paged.attention import attention, check_paged_operands, check_tables
 
 _MAX_INT32 = 2**31 - 1  # beyond every token
