@@ -28,7 +28,7 @@ STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
 Supports = Callable[[Case], "str | None"]
 """Returns why a case is not supported, or None if it is."""
 
-# Axes of `cases.storage_forms.stored_grids` that are neither shapes nor operands.
+# Axes of the models of storage forms that are neither shapes nor operands.
 _STORAGE_AXES = ("window", "page", "shared")
 # The axes of `Grid.singles`: what a call may have or lack.
 _ARGUMENT_AXES = (*(operand.field for operand in REMOVABLE), "mask", "own_window", "window")

@@ -100,8 +100,8 @@ class NamedProblem:
 
 
 def _describe_storage(case: Case) -> tuple[str, int | None] | None:
-    """Return the kind of storage and the page size; None for dense operands."""
-    return None if case.stored is None else (case.stored.kind, case.stored.page_size)
+    """Return the storage form and the page size; None for dense operands."""
+    return None if case.stored is None else (case.stored.form, case.stored.size)
 
 
 _FIXED: Mapping[str, Callable[[Case], Any]] = {

@@ -24,9 +24,8 @@ from cases.operand import OptionalOperand
 from cases.operand_registry import OPERANDS, OPTIONAL, POSITIONAL
 from cases.optional_operands.segment_ids_operand import find_equal_segments
 from cases.score_functions import Score
-from cases.storage_forms import storage_layout
+from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.storage_layout import Storage
-from cases.storage_forms.storage_spec import LATENT
 
 DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype(np.float32),
@@ -72,9 +71,9 @@ class Problem:
     def __post_init__(self) -> None:
         if self.storage is not None and self.storage.shares:
             for name in ("k", "v"):
-                object.__setattr__(self, name, self.storage.settled(getattr(self, name)))
+                object.__setattr__(self, name, self.storage.settle(getattr(self, name)))
             if self.kv_scales is not None and not self.has_whole_scales:
-                object.__setattr__(self, "kv_scales", tuple(map(self.storage.settled, self.kv_scales)))
+                object.__setattr__(self, "kv_scales", tuple(map(self.storage.settle, self.kv_scales)))
         if self.score_mod is not None:  # it depends on the position of the last query
             moved = self.score_mod.align_to(self.q.shape[1], self.k.shape[1])
             object.__setattr__(self, "score_mod", moved)
@@ -160,7 +159,7 @@ class Problem:
     def dead_keys(self) -> np.ndarray:
         """Keys that no query of any sequence may attend to, booleans `[B, S, K]`."""
         seen = self._reduce_to_kv_heads(self.allowed)
-        return np.logical_not(seen if self.storage is None else self.storage.anywhere(seen))
+        return np.logical_not(seen if self.storage is None else self.storage.spread_over_shared(seen))
 
     @functools.cached_property
     def unread_keys(self) -> np.ndarray:
@@ -251,14 +250,20 @@ def _draw_required(case: Case, attempt: int) -> Problem:
         v=v,
         mask=mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
         kv_scales=scales,
-        storage=storage_layout.draw_storage(case),
+        storage=_draw_storage(case),
         tied=_has_tied_values(case),
     )
 
 
 def _has_tied_values(case: Case) -> bool:
     """Return whether the values are coordinates of the keys."""
-    return case.stored is not None and case.stored.kind in LATENT
+    return (spec := case.stored) is not None and FORMS[spec.form].is_tied
+
+
+def _draw_storage(case: Case) -> Storage | None:
+    """Draw where stored operands lie; None if all lie where the dense problem has them."""
+    draw_layout = None if (spec := case.stored) is None else FORMS[spec.form].draw_layout
+    return None if spec is None or draw_layout is None else draw_layout(case, spec)
 
 
 def build_hollow_problem(case: Case) -> Problem:
@@ -283,7 +288,7 @@ def build_hollow_problem(case: Case) -> Problem:
         soft_cap=case.soft_cap,
         sinks=np.zeros(case.num_q_heads, np.float32) if case.sinks else None,
         scale=case.scale,
-        storage=storage_layout.draw_storage(case),
+        storage=_draw_storage(case),
         tied=_has_tied_values(case),
     )
 

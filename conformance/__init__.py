@@ -1,28 +1,22 @@
 """Conformance and gradient testing for attention in JAX.
 
-Importing this package is cheap: what needs JAX is loaded when it is first asked for.
+Importing this package is cheap: public names load JAX when they are first asked for. Type checkers read them from
+`__init__.pyi`.
 """
 
 from __future__ import annotations
 
 import sys
 
-# `python -m conformance` has the current folder first on the path, where a user's `numpy.py` or `rich.py` would be
-# taken for the library in the process that judges. Kernels have it on theirs.
+# `python -m conformance` has the current folder first on the path, so a user's `numpy.py` or `rich.py` would replace
+# the library in the judge's process. Kernels still find theirs: the path of their processes keeps that folder.
 if sys.argv[:1] == ["-m"] and "m conformance " in f"{' '.join(sys.orig_argv)} " and not sys.flags.safe_path:
     del sys.path[0]
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conformance import packages
-
-if TYPE_CHECKING:
-    from conformance.contract import Accelerator as Accelerator
-    from conformance.contract import Arithmetic as Arithmetic
-    from conformance.contract import Implementation as Implementation
-    from conformance.execution.plain_functions import declare as declare
-    from conformance.reference.attention import reference_attention as reference_attention
 
 _PUBLIC = {
     "Accelerator": "conformance.contract",

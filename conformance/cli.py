@@ -14,18 +14,21 @@ from collections.abc import Sequence
 
 from absl import app, logging
 
-from conformance import environment, interrupts, packages
+from conformance import interrupts
 from conformance.commands import command_errors, help_texts, standard_streams
-from conformance.commands.command_errors import CannotJudge, CommandParser, Parser
+from conformance.commands.command_errors import CommandParser, Parser
 from conformance.extensions import load_extensions
 from conformance.fork_server import forked_process
 from conformance.judging.run_levels import GRID_LEVELS, LEVELS
+from conformance.session.failures import CannotJudge
+from conformance.session.process_setup import prepare_process, start_fork_server_for
+from conformance.session.run_options import parse_shard
 
 _JUDGING_COMMANDS = frozenset({"run", "explore"})
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The argument parser with its sub-commands."""
+    """Build the argument parser with its sub-commands."""
     top = Parser(  # type: ignore[no-untyped-call] # absl has no annotations
         prog="python -m conformance",
         description=help_texts.DESCRIPTION,
@@ -44,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run`, `bench` or the pytest gate wrote")
     report.add_argument("--report", required=True, metavar="FILE.html", help="write the page here")
-    about = "say what changed between two runs, or two sets of shards"
+    about = "report what changed between two runs, or two sets of shards"
     compare = commands.add_parser(
         "compare", help=about, description=_format_sentence(about), epilog=help_texts.COMPARE_EXAMPLES
     )
@@ -52,14 +55,14 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("new", metavar="NEW.jsonl[,...]", help="after")
     compare.add_argument("--report", metavar="FILE.html", help="write the page here")
     compare.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
-    about = "say how each implementation fared over many runs, from the oldest to the newest"
+    about = "show how each implementation fared over many runs, from the oldest to the newest"
     history = commands.add_parser(
         "history", help=about, description=_format_sentence(about), epilog=help_texts.HISTORY_EXAMPLES
     )
     history.add_argument("records", nargs="+", metavar="FILE.jsonl|FOLDER", help="runs, shards joined by commas")
     history.add_argument("--report", metavar="FILE.html", help="write the page here, with a chart of each")
     history.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
-    about = "write the table entries for what fails now, to be listed as expected failures"
+    about = "print entries of expected failures for what fails now"
     expect = commands.add_parser(
         "expect", help=about, description=_format_sentence(about), epilog=help_texts.EXPECT_EXAMPLES
     )
@@ -80,16 +83,16 @@ def _add_sensitivity(commands: argparse._SubParsersAction[CommandParser]) -> Non
     )
     adding.add_argument("--bank", metavar="MODULE:ATTRIBUTE", help="the bank (the one in pyproject.toml)")
     adding.add_argument("--bug", action="append", default=[], metavar="NAME", help="only this bug; may be repeated")
-    adding.add_argument("--new", action="store_true", help="only bugs with no kept figures of what is asked today")
-    adding.add_argument("--level", choices=LEVELS, help="what is asked of each bug (quick)")
+    adding.add_argument("--new", action="store_true", help="only bugs without kept figures that are still valid")
+    adding.add_argument("--level", choices=LEVELS, help="the level at which each bug is judged (quick)")
     adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
     adding.add_argument("--report", metavar="FILE.html", help="write the page here")
     adding.add_argument("--save", action="store_true", help="keep the figures: reports of every later run show them")
-    about = "which bugs a second, independent case sees: goes on where it was stopped"
+    about = "measure which bugs a second, independent case sees; continues where it was stopped"
     adding.add_argument("--twice", action="store_true", help=about)
-    about = "how wrong each bug is on the cases by which a diagnosis goes: goes on where it was stopped"
+    about = "measure how wrong each bug is on the cases of a diagnosis; continues where it was stopped"
     adding.add_argument("--signatures", action="store_true", help=about)
-    about = "for each bug, with --twice: processor time after which no other case is begun (60)"
+    about = "with --twice: processor seconds for each bug, after which no case is begun (60)"
     adding.add_argument("--seconds", type=float, default=60.0, metavar="N", help=about)
 
 
@@ -103,12 +106,12 @@ def _add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     adding.add_argument(
         "--level",
         choices=GRID_LEVELS,
-        help="of the grid (standard), or of the records",
+        help="the level of the grid (standard), or of the records",
     )
     adding.add_argument("--seed", action="append", default=[], type=int, metavar="N", help="base seed; may be repeated")
     adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
     adding.add_argument("--out", metavar="FILE.json", help="write the table here (where the limits are read from)")
-    adding.add_argument("--add", action="store_true", help="keep the larger of each figure and of the one kept so far")
+    adding.add_argument("--add", action="store_true", help="keep the larger of each figure and the kept one")
 
 
 def _needs_default_flags(arguments: argparse.Namespace) -> bool:
@@ -156,7 +159,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     what.add_argument(
         "--pullback",
         choices=("plain", "residuals"),
-        help="with --case: differentiate this call alone, as when it is the case's turn (both)",
+        help="with --case: differentiate only this call (both)",
     )
     what.add_argument(
         "--seed",
@@ -164,7 +167,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
         default=[],
         type=_parse_seed,
         metavar="N",
-        help="base seed of the grid (0), or random: of cases that nobody can know before; may be repeated",
+        help="base seed of the grid (0), or random, for cases that nobody can predict; may be repeated",
     )
     declared = run.add_argument_group("what a plain function declares")
     declared.add_argument(
@@ -191,22 +194,22 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     how.add_argument(
         "--resume",
         metavar="FILE.jsonl",
-        help="go on with this file of a run that was stopped; what to judge is in it",
+        help="continue this file of a run that was stopped; it says what to judge",
     )
     how.add_argument(
         "--confirm-seconds",
         type=float,
         metavar="N",
-        help="for cases that confirm what failures have in common (a part of a tenth of the run; 0 for none)",
+        help="for cases that confirm findings (a part of a tenth of the run; 0 for none)",
     )
     how.add_argument(
         "--diagnose-seconds",
         type=float,
         metavar="N",
-        help="for cases by which a kernel that fails is compared with planted bugs (the rest of it; 0 for none)",
+        help="for comparing a failing kernel with planted bugs (the rest of that tenth; 0 for none)",
     )
     how.add_argument(
-        "--shrink", action="store_true", help="then look for the smallest case of each finding, a minute each at most"
+        "--shrink", action="store_true", help="then search for the smallest case of each finding, a minute each at most"
     )
     how.add_argument("--fail-fast", action="store_true", help="stop at the first failure; cheap cases come first")
     how.add_argument(
@@ -215,14 +218,14 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def _parse_shard(text: str) -> tuple[int, int]:
-    shard, _, shards = text.partition("/")
-    if not (shard.isdecimal() and shards.isdecimal() and 1 <= int(shard) <= int(shards)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 2/3")
-    return int(shard), int(shards)
+    try:
+        return parse_shard(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parse_seed(text: str) -> int | None:
-    """A base seed; none for `random`."""
+    """Parse a base seed; None stands for `random`."""
     try:
         return None if text == "random" else int(text)
     except ValueError:
@@ -236,8 +239,10 @@ def _add_products_option(command: argparse._ActionsContainer) -> None:
 
 def _add_sandbox_options(command: argparse.ArgumentParser) -> None:
     where = command.add_argument_group("where a kernel of yours runs: in a process of its own, apart from the judge")
-    where.add_argument("--timeout", type=float, metavar="SECONDS", help="that one call may take (300)")
-    where.add_argument("--memory", type=float, metavar="GIB", help="that it may take (half of the machine's)")
+    where.add_argument("--timeout", type=float, metavar="SECONDS", help="the most that one call may take (300)")
+    where.add_argument(
+        "--memory", type=float, metavar="GIB", help="the most memory that it may take (half of the machine's)"
+    )
     where.add_argument("--in-process", action="store_true", help="run it in the judge's process, for debugging")
     where.add_argument(
         "--sandbox-read", action="append", default=[], metavar="PATH", help="let it read this file or folder too"
@@ -251,7 +256,7 @@ def _add_sandbox_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    about = "look for a wrong case beyond the grid, and shrink it"
+    about = "search for a wrong case beyond the grid, and shrink it"
     explore = commands.add_parser(
         "explore", help=about, description=help_texts.EXPLORE, epilog=help_texts.EXPLORE_EXAMPLES
     )
@@ -276,7 +281,7 @@ def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def _add_explain(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    about = "say what a case is, and which tolerances judge it and why"
+    about = "describe a case, and the tolerances that judge it"
     explain = commands.add_parser(
         "explain", help=about, description=_format_sentence(about), epilog=help_texts.EXPLAIN_EXAMPLES
     )
@@ -305,34 +310,37 @@ def _add_list(commands: argparse._SubParsersAction[CommandParser]) -> None:
     listing.add_argument("--seed", type=int, metavar="N", help="cases: with this base seed (0)")
 
 
-def _uses_other_processes(arguments: argparse.Namespace) -> bool:
-    """Whether the command has much done in other processes, as far as its words say: in workers, or by a kernel."""
-    workers = getattr(arguments, "jobs", 1) != 1 and getattr(arguments, "case", None) is None
-    kernels = any(":" in name for name in getattr(arguments, "impl", None) or ())
-    return workers or (kernels and not getattr(arguments, "in_process", False))
+def _uses_workers(arguments: argparse.Namespace) -> bool:
+    """Tell whether the command will start worker processes, as far as its arguments say."""
+    return getattr(arguments, "jobs", 1) != 1 and getattr(arguments, "case", None) is None
 
 
 def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
-    """Carry out a parsed command; returns the exit code. `last` says that nothing of the process comes after it."""
+    """Carry out a parsed command, and return its exit code.
+
+    Args:
+      arguments: the parsed arguments.
+      last: whether the process ends with this command.
+    """
     with interrupts.record_signals():
         code = _execute(arguments, last=last)
         return interrupts.resolve_exit_code(code)
 
 
 def _execute(arguments: argparse.Namespace, *, last: bool) -> int:
-    """Load what the command needs and run it; whatever ends it is one line and exit code 2."""
+    """Load what the command needs and run it; an error is printed on one line and is exit code 2."""
     try:
         _reject_missing_folder()
         if last:
-            interrupts.set_early_exit(
-                _report_early_signal
-            )  # JAX does not stand being interrupted while it loads, and takes seconds
-        environment.prepare_environment(timing=_needs_default_flags(arguments))
-        packages.claim_names(alone=last)
-        if arguments.command in _JUDGING_COMMANDS and (reason := environment.find_disabled_jit()) is not None:
-            raise CannotJudge(reason)
-        if _uses_other_processes(arguments):
-            forked_process.start_server()  # beside this process, which loads the same
+            # JAX takes seconds to load, and must not be interrupted meanwhile.
+            interrupts.set_early_exit(_report_early_signal)
+        judging = arguments.command in _JUDGING_COMMANDS
+        prepare_process(timing=_needs_default_flags(arguments), judging=judging, alone=last)
+        start_fork_server_for(
+            getattr(arguments, "impl", None) or (),
+            in_process=getattr(arguments, "in_process", False),
+            workers=_uses_workers(arguments),
+        )
         from conformance.commands.command_table import load_command  # imported late: it loads JAX
 
         carry_out = load_command(arguments.command)
@@ -353,12 +361,13 @@ def _execute(arguments: argparse.Namespace, *, last: bool) -> int:
 
 
 def _report_early_signal() -> None:
-    """Say that a signal has ended the command, and end the server that was started for it."""
+    """Print that a signal ended the command, and end the fork server that was started for it."""
     os.write(2, f"error: {interrupts.describe_signal()} before anything was judged\n".encode())
     forked_process.end_server()
 
 
 def _reject_missing_folder() -> None:
+    """Raise `CannotJudge` if the current folder was deleted."""
     try:
         os.getcwd()
     except OSError as error:
@@ -384,7 +393,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse_and_execute(argv: Sequence[str] | None) -> int:
-    """Parse and carry out; returns the exit code, also where parsing or absl ends the process."""
+    """Parse and carry out; return the exit code, also where parsing or absl ends the process."""
     logging.set_verbosity(logging.WARNING)
     logging.use_absl_handler()
     python_logging.getLogger("jax").setLevel(python_logging.ERROR)

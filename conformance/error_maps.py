@@ -1,31 +1,32 @@
-"""A coarse picture of where a result is wrong, small enough for a line of a file of records."""
+"""Error maps: coarse pictures of where a result is wrong, small enough for one line of a file of records."""
 
 from __future__ import annotations
 
 import dataclasses
 
 MAX_CELLS = 24
-"""Cells along either side: what a picture of the size of a thumbnail can show."""
+"""The most cells along either side: as many as a thumbnail can show."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ErrorMap:
-    """Where a result is wrong, coarsely: the largest ratio in each of at most `MOST_CELLS` by `MOST_CELLS` cells.
+    """The largest ratio of a result in each cell of a coarse grid.
 
-    A cell is `-` where nothing is judged, `0` up to a tenth of the limit, `1` up to the limit, `2` up to ten times over
-    it, and so on by powers of ten to `8`, which is anything beyond; `9` is NaN and infinity.
+    A cell is one character. `-` means that nothing is judged there. `0` is a ratio up to a tenth of the limit, `1` one
+    up to the limit, `2` one up to ten times the limit, and so on by powers of ten to `8`, which is any larger one. `9`
+    is NaN or infinity.
 
     Attributes:
-      axes: what the lines and the columns of `cells` go along, in letters of the contract; `BN` is all heads of the
-        first batch row, then those of the next.
-      shape: how many indices there are along each.
-      cells: a line for each part of the first axis.
-      at: the batch row and the query head of `mask` and `marks`, those of the worst element.
-      mask: `0` where none of a cell's pairs of query and key may attend, `2` where all may, `1` else; or empty.
-      mask_shape: how many queries and keys it is of.
-      marks: cells as above for the queries (`along` is `T`) or the keys (`S`) of the mask.
-      along: which of the two.
-      blocks: sizes of the blocks of queries and of keys by whose borders the pattern goes, 0 where none is known.
+      axes: the axes of lines and columns, in letters of the contract; `BN` is all heads of the first batch row, then
+        those of the next.
+      shape: the number of indices along each axis.
+      cells: the cells, one line for each part of the first axis.
+      at: the batch row and the query head that `mask` and `marks` show, those of the worst element.
+      mask: `0` where no pair of query and key of a cell may attend, `2` where all may, `1` else; or empty.
+      mask_shape: the numbers of queries and keys of the mask.
+      marks: cells of the result along one axis of the mask.
+      along: that axis, `T` for queries or `S` for keys.
+      blocks: the sizes of query and key blocks at whose borders the error changes; 0 where none is known.
     """
 
     axes: tuple[str, str]

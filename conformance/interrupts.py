@@ -1,11 +1,12 @@
 """Stop a command on SIGINT, SIGTERM or SIGHUP, without losing the signal.
 
 `KeyboardInterrupt` alone gets lost: Python drops it in callbacks of the garbage collector and of imports, and JAX and
-many a kernel's `except` turn it into another error. So a handler records the first signal, and nothing resets that
-while the command runs. Inside `stoppable` the handler also raises `KeyboardInterrupt`, and a thread sends the signal
-again until the block has ended. Outside it signals are only recorded. `resolve_exit_code` reports them at the end.
+the `except` clauses of many kernels turn it into another error. So a handler records the first signal, and nothing
+resets it while the command runs. Inside `raise_on_signal` the handler also raises `KeyboardInterrupt`, and a thread
+sends the signal again until the block has ended. Outside of it signals are only recorded. `resolve_exit_code` reports
+them at the end.
 
-Every command goes by this: `run`, `explore`, `sensitivity`, their workers, and the pytest gate.
+Every command does it this way: `run`, `explore`, `sensitivity`, their workers, and the pytest gate.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _REPEAT_SECONDS = 2.0  # seconds after which a signal that has stopped nothing i
 
 @dataclasses.dataclass
 class _HandlerState:
-    """State of the signal handler: what it has received, and what it does about it."""
+    """State of the signal handler: what it has received, and what it does then."""
 
     received: int = 0
     listening: bool = False
@@ -39,15 +40,16 @@ class _HandlerState:
 
 
 _state = _HandlerState()
-_repeating = threading.Lock()  # held while a signal is sent again, so that none is sent after `listening`
+_repeating = threading.Lock()  # held while a signal is sent again, so that none is sent after `record_signals`
 
 
 @contextlib.contextmanager
 def record_signals() -> Iterator[None]:
     """Record stop signals within the block, and restore the handlers after it.
 
-    Signals that are ignored, or that somebody else handles, are left alone. Inside another such block this restores
-    what that one does about signals. It does nothing outside the main thread, which alone gets signals.
+    Signals that are ignored, or that somebody else handles, are left alone. An inner block leaves the handlers in
+    place, and restores what the outer block does about signals. Outside the main thread nothing is done, since signals
+    arrive in the main thread alone.
     """
     global _state
     if not _is_main_thread():
@@ -57,7 +59,7 @@ def record_signals() -> Iterator[None]:
         raising, leave = _state.raising, _state.leave
         try:
             yield
-        finally:  # a command that a test of the gate runs has finished, and the gate has not
+        finally:  # a test under the gate may run a command, and the gate goes on after it
             _state.raising, _state.leave = raising, leave
         return
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -72,7 +74,7 @@ def record_signals() -> Iterator[None]:
     sys.unraisablehook = on_unraisable
     for number in ours:
         signal.signal(number, _handle_signal)
-    # Without the thread, where there can be no other, a signal that gets lost waits for `check`.
+    # Where no thread can be started, a lost signal waits for `raise_if_stopped`.
     with contextlib.suppress(RuntimeError):
         threading.Thread(target=_resend_signal, args=(ended,), daemon=True).start()
     try:
@@ -90,9 +92,10 @@ def record_signals() -> Iterator[None]:
 
 
 def set_early_exit(leave: Callable[[], None] | None) -> None:
-    """Have a stop signal outside `stoppable` call `leave` and end the process at once; None has it recorded only.
+    """Have a stop signal outside `raise_on_signal` call `leave` and end the process; None has it recorded only.
 
-    For a process that loads what it needs, which takes seconds and must not be interrupted, and has nothing to write.
+    This is for a process that still loads its modules: that takes seconds and must not be interrupted, and there is
+    nothing to write yet.
     """
     _state.leave = leave
     if leave is not None and _state.received:
@@ -101,7 +104,7 @@ def set_early_exit(leave: Callable[[], None] | None) -> None:
 
 
 class _Raising:
-    """Has the handler raise."""
+    """Makes the handler raise within the block."""
 
     def __init__(self) -> None:
         self._before = False
@@ -111,7 +114,7 @@ class _Raising:
 
 
 class raise_on_signal(_Raising):  # noqa: N801 -- a context manager, as those of contextlib are
-    """Raise `KeyboardInterrupt` in the block when a stop signal arrives, or at `check` if one has arrived before."""
+    """Raise `KeyboardInterrupt` in the block when a stop signal arrives; if one came before, at `raise_if_stopped`."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -120,7 +123,7 @@ class raise_on_signal(_Raising):  # noqa: N801 -- a context manager, as those of
 
 
 class end_on_signal(_Raising):  # noqa: N801 -- as above
-    """Do the block until a stop signal arrives; the code after the block goes on."""
+    """End the block when a stop signal arrives, and continue after it."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -131,7 +134,7 @@ class end_on_signal(_Raising):  # noqa: N801 -- as above
 
 @contextlib.contextmanager
 def delay_signals() -> Iterator[None]:
-    """Let the block end before a stop signal raises `KeyboardInterrupt`. For short blocks that must not be cut."""
+    """Delay `KeyboardInterrupt` to the end of the block, which must be short and not be cut."""
     if not _is_main_thread():
         yield
         return
@@ -152,18 +155,18 @@ def delay_signals() -> Iterator[None]:
 
 
 def raise_if_stopped() -> None:
-    """Raise `KeyboardInterrupt` inside `stoppable` if a stop signal has arrived."""
+    """Raise `KeyboardInterrupt` inside `raise_on_signal` if a stop signal has arrived."""
     if _state.received and _state.listening and _state.raising and not _state.held and _is_main_thread():
         raise KeyboardInterrupt
 
 
 def stop_raising() -> None:
-    """Record signals only, until the next `stoppable`: what was judged is written whole."""
+    """Only record signals until the next `raise_on_signal`, so that results are written whole."""
     _state.raising, _state.leave = False, None
 
 
 def get_received_signal() -> signal.Signals | None:
-    """Return the first stop signal that arrived within `listening`."""
+    """Return the first stop signal that arrived within `record_signals`."""
     return signal.Signals(_state.received) if _state.received else None
 
 
@@ -179,7 +182,7 @@ def describe_signal() -> str:
 
 
 def ignore_signals() -> None:
-    """Ignore stop signals until the process ends, which has nothing left to do."""
+    """Ignore stop signals from here to the end of the process."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -197,7 +200,7 @@ def _handle_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _resend_signal(ended: threading.Event) -> None:
-    """Send the signal to the main thread again while it should have stopped and has not."""
+    """Send a signal to the main thread again until it has raised `KeyboardInterrupt`."""
     main = threading.main_thread().ident
     assert main is not None
     while not ended.wait(_REPEAT_SECONDS / 4):

@@ -1,4 +1,4 @@
-"""Files that a command writes: what may be overwritten, whole files or none, and one writer at a time."""
+"""Write output files: overwrite only our own, write whole files or none, and let one run write at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 _SCHEMA_PREFIX = "attention-conformance/"
 _PAGE_TITLES = ("<title>Attention conformance", "<title>Attention side by side")
 _SUMMARY_HEADING = "## Attention conformance"
-_HEAD_LENGTH = 4096  # characters of a file by which a page or a table is recognised
+_HEAD_LENGTH = 4096  # characters of a file that are read to recognise a page or a table
 _MAX_COMMAND_LENGTH = 200
 
 
@@ -67,11 +67,11 @@ _RECOGNIZERS: dict[str, Callable[[Path], bool]] = {
 
 
 def check_output(path: Path, kind: str | None) -> None:
-    """Check that a file can be written, and that nothing is overwritten but an older output of the same kind.
+    """Check that a file can be written, and that it is absent or an older output of the same kind.
 
     Args:
       path: where the output goes.
-      kind: `RECORDS`, `PAGE`, `SUMMARY` or `TABLE`; none where what is there stays.
+      kind: `RECORDS`, `PAGE`, `SUMMARY` or `TABLE`; None for a file that is appended to, of any kind.
 
     Raises:
       OutputRefused: with the reason and the remedy, without the file's name.
@@ -88,7 +88,7 @@ def check_output(path: Path, kind: str | None) -> None:
             ("dev",),
             ("proc",),
         ):
-            # Opening one blocks until somebody reads it, and closing it ends what they read.
+            # Opening a pipe blocks until it has a reader, and closing it ends what that reader reads.
             raise OutputRefused("is a named pipe: give a regular file, or /dev/stdout and pipe that")
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
         if kind and stat.S_ISREG(found.st_mode) and found.st_size and not _RECOGNIZERS[kind](path):
@@ -98,9 +98,9 @@ def check_output(path: Path, kind: str | None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file or none: what was there stays until the new text is on the disk.
+    """Write a whole file or none: the old file stays until the new text is on the disk.
 
-    A symbolic link stays one. What is no regular file, as /dev/stdout, is written to.
+    A symbolic link stays a link. A path that is no regular file, such as /dev/stdout, is written to directly.
 
     Raises:
       OSError: with the file's name, if it cannot be written.
@@ -127,7 +127,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def lock_file(descriptor: int, path: Path) -> None:
-    """Lock an open file for the rest of this process, so that no other run writes it.
+    """Lock an open file until this process ends, so that no other run writes it.
 
     Raises:
       OutputRefused: with the file's name, if another process has locked it or put another file in its place.
@@ -143,7 +143,7 @@ def lock_file(descriptor: int, path: Path) -> None:
 
 
 def _describe_writer(path: Path) -> str:
-    """Name the file, and the run that writes it as far as its first line says."""
+    """Say that another run writes a file, and name that run if the file's first line does."""
     try:
         with path.open(encoding="utf-8") as file:
             command = str(json.loads(file.readline())["command"])

@@ -1,9 +1,12 @@
-"""Our packages have everyday names, and a user may have modules of the same names.
+"""Make `cases`, `impls` and `reports` mean this project's packages in a process that judges.
 
-`cases`, `impls` and `reports` are top-level packages. A user may well have a module `cases` in the folder that they
-judge from, or a package `reports` in their repository, and Python looks there first. Hence a process that judges loads
-ours by where they are, before anything asks for them by name. The user's module is hidden from then on; whoever asks
-for something in it is told so.
+These are top-level packages with everyday names. A user may well have a module `cases` in the folder that they judge
+from, or a package `reports` in their repository, and Python looks there first. There are two cases:
+
+- The user's module is not loaded yet. `claim_names` loads our packages from where they are, before anything asks for
+  them by name. The user's module is hidden from then on. A kernel that imports it gets an error that names both, by an
+  import finder and by `__getattr__` of our packages; without these, Python would only say that a name is missing.
+- The user's module is loaded already. Then nothing can be judged, and `NameTaken` says which module to rename.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from types import ModuleType
 HOME = Path(__file__).resolve().parent.parent
 _EVERYDAY_NAMES = ("cases", "impls", "reports")
 NAMES = (*_EVERYDAY_NAMES, "conformance")
+# Modules that Python loads without being asked.
 _LOADED_BY_PYTHON = frozenset({"sitecustomize", "usercustomize", *sys.stdlib_module_names})
 
 
@@ -30,10 +34,10 @@ class NameTaken(ImportError):  # noqa: N818 -- a statement, as the message is
 
 
 def claim_names(*, alone: bool = False) -> None:
-    """Make `cases`, `impls` and `reports` mean ours in this process. Call it before anything imports them.
+    """Make `cases`, `impls` and `reports` mean ours in this process, before anything imports them.
 
     Args:
-      alone: whether nothing but this project has a part in this process, so that files of this folder end it.
+      alone: whether this process runs nothing but this project; then a customization module of this folder ends it.
 
     Raises:
       NameTaken: with one line that names the module which was loaded first.
@@ -55,10 +59,10 @@ def claim_names(*, alone: bool = False) -> None:
 
 
 def exit_if_customized() -> None:
-    """End the process where a file of this folder is a module that Python loads by itself.
+    """End the process if Python loaded a customization module, such as `sitecustomize`, from this folder.
 
-    Whoever puts `sitecustomize.py` beside a kernel has it run in any process that finds it, so in the judge's too. What
-    it wants done at the end would come after whatever is said here, so that the end is now.
+    A `sitecustomize.py` beside a kernel runs in every process that finds it, the judge's too. It may have registered
+    functions for the end of the process, so the process ends here without calling them.
     """
     if (place := _find_customization()) is None:
         return
@@ -68,7 +72,7 @@ def exit_if_customized() -> None:
 
 
 def _find_customization() -> str | None:
-    """The file of a module that Python loads by itself, where that lies in the current folder or below; none if not."""
+    """Find the file of a module that Python loads by itself, if it lies in the current folder or below."""
     here, python = Path.cwd(), [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")]
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -83,7 +87,7 @@ def _find_customization() -> str | None:
 
 @contextlib.contextmanager
 def prefer_own_packages() -> Iterator[None]:
-    """Within it, imports look in the folder of our packages first; so do processes that are started within it."""
+    """Have imports look in the folder of our packages first, also in processes that are started in the block."""
     sys.path.insert(0, str(HOME))
     try:
         yield
@@ -92,28 +96,28 @@ def prefer_own_packages() -> Iterator[None]:
 
 
 def format_missing_attribute(package: str, name: str) -> str:
-    """What to say to someone who asks a package of ours for a name that it does not have."""
+    """Say that a package of ours has no such attribute, and which module of the user it hides, if any."""
     message = f"module {package!r} has no attribute {name!r}"
     return f"{message}: {why}" if (why := find_hidden_module(package)) else message
 
 
 def find_hidden_module(name: str) -> str | None:
-    """Which module of the user's is hidden by our package that `name` is in: one line, or None if none is."""
+    """Say in one line which module of the user our package hides, for a name in it; None if it hides none."""
     package = name.partition(".")[0]
     if package not in NAMES:
         return None
-    # No copy of this project is what a user means, be it this one or another that is installed as well.
+    # A user does not mean a copy of this project, neither this one nor another that is installed too.
     elsewhere = [entry for entry in sys.path if not os.path.isfile(Path(entry, "conformance", "contract.py"))]
     place = _find_location(PathFinder.find_spec(package, elsewhere))
     return place and f"{package!r} is a package of attention-conformance here, and hides {place}: rename that one"
 
 
 class _HiddenModuleFinder:
-    """The last finder of modules. It is asked for what the others did not find, and says which module was meant."""
+    """An import finder that finds nothing: it comes last, and names the hidden module that was meant."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Finds nothing. Raises `ImportError` where a user's module is hidden."""
+        """Find nothing. Raises `ImportError` if one of our packages hides a module of the user."""
         if why := find_hidden_module(name):
             raise ImportError(f"no module {name!r}: {why}", name=name)
 
@@ -123,7 +127,7 @@ def _raise_missing_attribute(package: str, name: str) -> object:
 
 
 def _find_location(spec: ModuleSpec | None) -> str | None:
-    """The file of a module, or the folder of a package without `__init__.py`."""
+    """Return the file of a module, or the folder of a package without `__init__.py`."""
     if spec is None:
         return None
     return spec.origin or next(iter(spec.submodule_search_locations or ()), None)

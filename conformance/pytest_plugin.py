@@ -11,384 +11,325 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Callable, Generator, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from conformance import interrupts, packages
 from conformance.fork_server import shared_server
-from conformance.judging import exit_guard, gate, plugin_warnings, stop_signals
+from conformance.gate import gate_options
+from conformance.judging import exit_guard, plugin_warnings, stop_signals
+from conformance.session.failures import CannotJudge
 
 if TYPE_CHECKING:
-    from conformance.commands.compare import ComparedRuns
-    from conformance.commands.gate import Written
     from conformance.judging.job import Job
-    from conformance.judging.run_plan import Plan
-    from conformance.judging.runner import Runner
-    from conformance.judging.settings import Settings
     from conformance.records import Record
-    from conformance.runs import Run
+    from conformance.session.session import Session, SessionResult
 
-_NAME = "attention-conformance-gate"
-_GATE = "conformance/test_gate.py"
-_ATTRIBUTE = "attention_conformance_records"
-_FOUND: pytest.StashKey[tuple[int | None, list[Record]]] = pytest.StashKey()
+_PLUGIN_NAME = "attention-conformance-gate"
+_GATE_MODULE = "conformance/test_gate.py"
+_RECORDS_ATTRIBUTE = "attention_conformance_records"
+_HANDSHAKES = "attention-conformance-handshakes"
+_JUDGED: pytest.StashKey[tuple[int | None, list[Record]]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Options of the gate; all but `--impl` and `--require-platform` carry its name."""
-    gate.add_options(parser)
-    # Here, since any `conftest.py` is imported before what follows.
-    pluginmanager.register(exit_guard.ExitGuard(_NAME), exit_guard.PLUGIN_NAME)
+    """Add the options of the gate, and the plugins that must come before any `conftest.py`."""
+    gate_options.add_options(parser)
+    # Any `conftest.py` is imported before the hooks that follow this one.
+    pluginmanager.register(exit_guard.ExitGuard(_PLUGIN_NAME), exit_guard.PLUGIN_NAME)
     pluginmanager.register(stop_signals.StopSignals(), stop_signals.PLUGIN_NAME)
     pluginmanager.register(plugin_warnings.PluginWarnings())
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set up the collection of records."""
-    made = _Gate(config)
-    config.pluginmanager.register(made, _NAME)
+    """Register the gate, and refuse options that cannot be carried out."""
+    gate = _Gate(config)
+    config.pluginmanager.register(gate, _PLUGIN_NAME)
     if not hasattr(config, "workerinput"):  # what the main process accepts, its workers need not check again
-        made.check_options()
-    elif made.is_asked_for():  # a worker imports the gate's module before it plans
+        gate.check_options()
+    elif gate.is_requested():  # a worker imports the gate's module before it plans
         packages.claim_names()
-        if address := config.workerinput[_NAME]:
+        if address := config.workerinput[_PLUGIN_NAME]:
             shared_server.join_server(address)
 
 
 class _Gate:
-    """Plans the tests, and gathers the records of all processes in the one that reports."""
+    """The session as pytest runs it: plans the tests, and gathers the records of all processes in the main one."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._planned: Plan | None = None
-        self._settings: Settings | None = None
-        self._runner: Runner | None = None
-        self._run: Run | None = None
-        self._lent: str | None = None
-        self._kept: dict[int, tuple[Record, ...]] | None = None
-        self._written: Written | None = None
-        self._baseline: ComparedRuns | None = None
+        self._options = gate_options.read_options(config)
+        self._is_worker = hasattr(config, "workerinput")
+        self._session: Session | None = None
+        self._result: SessionResult | None = None
+        self._shared_address: str | None = None
+        self._said: list[str] = []
         self._records: list[Record] = []
-        self._stale: list[Record] = []
         self._tests: set[str] = set()
-        self._whole: set[int] = set()  # jobs that were judged under all of their checks
-        self._selected: set[str] = set()  # the tests of jobs that are to be run
-        self._skipped: set[str] = set()  # those that others have skipped
-
-    @pytest.hookimpl
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if "conformance_job" not in metafunc.fixturenames:
-            return
-        from conformance.judging import run_plan
-        from conformance.judging.runner import find_platform  # imported late: it loads JAX
-
-        shard = gate.shard(self._config.getoption("--conformance-shard"))
-        jobs = run_plan.select_shard(self._plan().jobs, *shard) if shard else self._plan().jobs
-        ids = [self._id(job, find_platform(job.implementation)) for job in jobs]
-        metafunc.parametrize("conformance_job", jobs, ids=ids)
-
-    @staticmethod
-    def _id(job: Job, platform: str) -> str:
-        name = job.implementation.name
-        return f"{name}-{platform}{job.id.removeprefix(name)}"
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """`-k forward` asks the check `forward` of every case that has it, and no other check."""
-        expression = self._config.option.keyword
-        if not expression or self._planned is None:
-            return
-        from conformance.judging.keyword_selection import find_target_platform, select_checks
-
-        left_out = []
-        for item in items:
-            job = gate.job_of(item)
-            if job is None:
-                continue
-            chosen = select_checks(expression, job, [*item.keywords, item.name])
-            if not chosen:
-                left_out.append(item)
-            elif chosen != job.checks:
-                gate.set_job(item, dataclasses.replace(job, checks=chosen))
-            item.extra_keyword_matches.update([find_target_platform(job), *(check.name for check in chosen)])
-        if left_out:
-            self._config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item not in left_out]
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: Any) -> None:
-        """Have the workers of pytest-xdist ask the process that this one has loaded JAX in."""
-        if self._lent is None:
-            self._lent = shared_server.share_server()
-        node.workerinput[_NAME] = self._lent
-        if self._planned is not None:
-            gate.tell_worker(node.workerinput, self._planned)
+        self._judged: set[int] = set()  # jobs that were judged under all of their checks
+        self._selected: set[str] = set()  # tests of jobs that are to be run
+        self._skipped: set[str] = set()  # tests that others have skipped
 
     def check_options(self) -> None:
         """Refuse options that cannot be carried out, before anything is collected or judged."""
-        option = self._config.getoption
-        if not 0 <= option("--conformance-seed") < 2**64:
-            raise pytest.UsageError(f"--conformance-seed must be in 0..2**64-1, got {option('--conformance-seed')}")
-        gate.shard(option("--conformance-shard"))
-        gate.reject_no_limits(self._config)
-        for name in ("report", "json"):
-            if (target := option(f"--conformance-{name}")) is not None:
-                gate.reject_unwritable(f"--conformance-{name}={target}", Path(target), page=name == "report")
-        if self.is_asked_for():
-            self._plan()
-        if option("--conformance-resume") is not None:
-            self._take_up()
-        if (earlier := option("--conformance-baseline")) is not None:
-            from conformance.commands.gate import baseline
+        options = self._options
+        if options.report or options.json:
+            from conformance.session.run_outputs import check_outputs  # imported late: few runs have outputs
 
-            self._plan()
             try:
-                self._baseline = baseline(earlier, [option(f"--conformance-{n}") for n in ("report", "json", "resume")])
-            except ValueError as error:
-                raise pytest.UsageError(f"--conformance-baseline: {error}") from error
+                check_outputs(report=options.report, json=options.json, prefix=options.option_prefix)
+            except CannotJudge as error:
+                raise pytest.UsageError(str(error)) from error
+        if self.is_requested() or options.resume is not None or options.baseline is not None:
+            self._plan()
 
-    def is_asked_for(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether this run is to judge, as far as its arguments say."""
         option = self._config.getoption
         return exit_guard.is_requested(self._config.args, option("--impl"), option("--conformance-cases"))
 
     @property
     def found(self) -> list[Record]:
-        """The records of all processes, as far as they have come."""
+        """The records of all processes that have come so far."""
         return self._records
 
-    def _plan(self) -> Plan:
-        if self._planned is None:
+    def _plan(self) -> Session:
+        """Return the session, which plans the jobs when it is first asked for."""
+        if self._session is None:
             with stop_signals.leave_on_signals(self._config):
-                gate.prepare(self._config)
-                from conformance.execution import implementation_registry  # imported late: they load JAX
-                from conformance.judging import run_plan, settings
-                from conformance.judging.runner import Runner
+                gate_options.prepare_gate(self._config)
+                from conformance.session.session import Session  # imported late: it loads JAX
 
-            option, kernels = self._config.getoption, gate.kernels(self._config)
+            options = dataclasses.replace(
+                self._options, selection=gate_options.describe_keyword(self._config.option.keyword)
+            )
+            handshakes = getattr(self._config, "workerinput", {}).get(_HANDSHAKES, ())
             try:
-                self._settings = found = settings.load_settings(self._config.rootpath)
-                names = found.resolve_groups(option("--impl") or found.implementations)
                 with interrupts.raise_on_signal():
                     interrupts.raise_if_stopped()
-                    implementations = [kernels.find(name) for name in names]
-            except (settings.SettingsError, implementation_registry.ImplementationNotFound) as error:
+                    self._session = Session(
+                        options,
+                        folder=self._config.rootpath,
+                        handshakes=[(name, text) for name, text in handshakes],
+                        is_worker=self._is_worker,
+                    )
+            except CannotJudge as error:
                 raise pytest.UsageError(str(error)) from error
-            if not implementations:
-                raise pytest.UsageError(
-                    "nothing to judge: give --impl=NAME, or list implementations under "
-                    "[tool.attention_conformance] in pyproject.toml"
-                )
-            self._runner = Runner(found, options=kernels.options)
-            self._planned = run_plan.plan_run(
-                implementations,
-                level=option("--conformance-level"),
-                seeds=(option("--conformance-seed"),),
-                query=option("--conformance-cases"),
-            )
-            if not self._planned.jobs:
-                raise pytest.UsageError(
-                    f"no case of the grid matches --conformance-cases={option('--conformance-cases')!r} "
-                    f"(see `python -m conformance list cases`)"
-                )
-        return self._planned
+        return self._session
 
-    def _described(self) -> Run:
-        """What holds for all records of this run."""
-        if self._run is None:
-            from conformance.commands.gate import described
+    @pytest.hookimpl
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "conformance_job" in metafunc.fixturenames:
+            jobs = self._plan().jobs
+            metafunc.parametrize("conformance_job", jobs, ids=[_build_test_id(job) for job in jobs])
 
-            planned, option = self._plan(), self._config.getoption
-            assert self._settings is not None
-            self._run = described(
-                planned,
-                self._settings,
-                arguments=[str(argument) for argument in self._config.invocation_params.args],
-                level=option("--conformance-level"),
-                seed=option("--conformance-seed"),
-                narrowed=self._narrowed_to(),
-                shard=option("--conformance-shard") or "",
-                kernels=gate.kernels(self._config),
-            )
-        return self._run
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Select the checks that `-k` names: `-k forward` asks `forward` of every case that has it, and no more."""
+        expression = self._config.option.keyword
+        if not expression or self._session is None:
+            return
+        from conformance.judging.keyword_selection import find_target_platform, select_checks
 
-    def _take_up(self) -> None:
-        """Go on with a file of records."""
-        from conformance.commands.gate import kept_from
+        deselected = []
+        for item in items:
+            job = _get_job(item)
+            if job is None:
+                continue
+            selected = select_checks(expression, job, [*item.keywords, item.name])
+            if not selected:
+                deselected.append(item)
+            elif selected != job.checks:
+                _set_job(item, dataclasses.replace(job, checks=selected))
+            item.extra_keyword_matches.update([find_target_platform(job), *(check.name for check in selected)])
+        if deselected:
+            self._config.hook.pytest_deselected(items=deselected)
+            items[:] = [item for item in items if item not in deselected]
 
-        place = Path(self._config.getoption("--conformance-resume"))
-        try:
-            self._run, self._kept = kept_from(place, self._described())
-        except ValueError as error:
-            raise pytest.UsageError(f"--conformance-resume: {error}") from error
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Give the workers of pytest-xdist the fork server of this process, and what kernels declared here."""
+        if self._shared_address is None:
+            self._shared_address = shared_server.share_server()
+        node.workerinput[_PLUGIN_NAME] = self._shared_address
+        if self._session is not None:
+            node.workerinput[_HANDSHAKES] = [list(one) for one in self._session.handshakes]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Iterable[str]) -> None:
-        """Know which tests workers are to run: this process collects none."""
-        if self._planned is not None:
-            from conformance.judging.runner import find_platform
-
-            known = {self._id(job, find_platform(job.implementation)) for job in self._planned.jobs}
+        """Note which tests workers are to run: this process collects none."""
+        if self._session is not None:
+            known = {_build_test_id(job) for job in self._session.plan.jobs}
             self._selected.update(test for test in ids if test.partition("[")[2].removesuffix("]") in known)
 
     @pytest.hookimpl
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._selected.update(item.nodeid for item in session.items if gate.job_of(item) is not None)
-        if self._planned is not None:
+        self._selected.update(item.nodeid for item in session.items if _get_job(item) is not None)
+        if self._session is not None:
             from conformance import environment
 
             environment.collect_garbage_rarely()
 
     def judge(self, item: pytest.Item, job: Job) -> list[Record]:
         """Judge a job for the test `item`; its records travel with the test's report."""
-        number = next((n for n, planned in enumerate(self._plan().jobs) if planned == job), None)
-        found = self._known(number)
+        from conformance.gate.gate_summary import list_test_properties
+
+        session = self._plan()
+        number = session.find_number(job)
+        found = session.find_finished(number)
         if found is None:
-            assert self._runner is not None
-            found = self._runner.judge(job)
-        item.stash[_FOUND] = number, found
-        item.user_properties += gate.properties(job, found)
+            found = session.judge(job)
+        item.stash[_JUDGED] = number, found
+        item.user_properties += list_test_properties(job, found)
         return found
-
-    def _known(self, number: int | None) -> list[Record] | None:
-        """The records of a job that is done already, in the file that is gone on with."""
-        place = self._config.getoption("--conformance-resume")
-        if place is None or number is None:
-            return None
-        if self._kept is None:  # a worker: what it goes on with, the process that reports has looked at
-            from conformance import runs
-
-            self._kept = dict(runs.read_runs(Path(place))[0].done)
-        return list(self._kept[number]) if number in self._kept else None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        if call.when == "call" and _FOUND in item.stash:
+        if call.when == "call" and _JUDGED in item.stash:
             from conformance.records import serialize_record
 
-            number, found = item.stash[_FOUND]
+            number, found = item.stash[_JUDGED]
             # A plain attribute of strings: pytest-xdist carries it to the process that reports.
-            setattr(report, _ATTRIBUTE, [json.dumps(number), *(serialize_record(record) for record in found)])
+            setattr(report, _RECORDS_ATTRIBUTE, [json.dumps(number), *map(serialize_record, found)])
         return report
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        lines = getattr(report, _ATTRIBUTE, None)
+        lines = getattr(report, _RECORDS_ATTRIBUTE, None)
         if report.skipped:
             self._skipped.add(report.nodeid)
-        if lines is None or hasattr(self._config, "workerinput"):
+        if lines is None or self._is_worker:
             return
         from conformance.judging.journal import JournalWriteError
         from conformance.records import parse_record
 
+        session = self._plan()
+        had_begun = session.has_begun
         try:
             number, found = json.loads(lines[0]), [parse_record(line) for line in lines[1:]]
             self._records += found
             self._tests.add(report.nodeid)
             if number is not None:
-                self._whole.add(number)
-            written = self._begin()
-            if self._kept is None or number not in self._kept:
-                written.take(number, found)
+                self._judged.add(number)
+            if not had_begun:
+                session.begin()
+            if session.find_finished(number) is None:
+                session.record(number, found)
         except JournalWriteError as error:
-            kept = "; what was judged before is in it" if self._written is not None else ""
+            kept = "; what was judged before is in it" if had_begun else ""
             pytest.exit(f"{error}{kept}", returncode=pytest.ExitCode.INTERRUPTED)
         except ValueError as error:
             pytest.exit(f"a report has a record that none can be: {error}", returncode=pytest.ExitCode.INTERRUPTED)
 
-    def _begin(self) -> Written:
-        """Begin the files of this run at the first record."""
-        if self._written is None:
-            from conformance.commands.gate import Written
-
-            option = self._config.getoption
-            report, place = option("--conformance-report"), option("--conformance-json")
-            taken_up = option("--conformance-resume")
-            self._written = Written(
-                self._described(),
-                self._plan(),
-                report=Path(report) if report else None,
-                json=Path(place or taken_up) if place or taken_up else None,
-                kept=self._kept,
-                baseline=self._baseline,
-                suite=gate.suite_property(self._config),
-            )
-        return self._written
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if hasattr(self._config, "workerinput"):
+        if self._is_worker:
             return
-        from conformance.judging import flag_share
-
         how, reason = exit_guard.describe_end(session)
-        missing = self._missing() if not reason else set()
+        missing = self._find_missing_tests() if not reason else set()
         if missing:
             from conformance import runs
 
             what = f"{len(missing):,} of {len(self._selected):,} jobs have no records, as {min(missing)}"
             how, reason = runs.INTERRUPTED, f"{what}: the process that judged it died, or its test was not run"
             self._add_failure("every_job_has_records", reason)
-        if self._records and not reason:
-            self._add_stale()
-        for record in self._stale:
-            self._add_failure(f"expectations[{record.implementation}-{record.case}]", record.reason)
-        excess = flag_share.find_excess(self._records)
-        self._records += excess
-        for record in excess:
-            self._add_failure(f"{record.check}[{record.implementation}]", record.reason)
-        sentence = gate.nothing_judged(self._records, self._config.getoption("--require-platform"))
-        if not (sentence or reason) and session.exitstatus == 0:
-            sentence = gate.not_asked(self._config, self._planned, self._whole, self._records)
-        if sentence:
+        if self._session is not None and self._session.has_begun:
+            self._finish(session, how, reason)
+        if sentence := self._describe_incompleteness(session, reason):
             self._add_failure("something_is_judged", sentence)
-        if (self._stale or excess or sentence) and session.exitstatus == 0:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if self._written is not None:
-            self._finish(session, how, reason, [*self._stale, *excess])
+            if session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if missing and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             self._end_incomplete(session)
 
-    def _missing(self) -> set[str]:
-        """The tests of jobs that were to be run and left no records."""
+    def _find_missing_tests(self) -> set[str]:
+        """Return the tests of jobs that were to be run and left no records."""
         option = self._config.option
         if option.collectonly or option.setuponly or option.setupplan:
             return set()
         return self._selected - self._tests - self._skipped
 
+    def _describe_incompleteness(self, session: pytest.Session, reason: str) -> str:
+        """Say in a sentence what was to be judged and was not; empty if all was, or the run was stopped."""
+        required = self._options.require_platform
+        if not (self._records or required or self._session is not None):
+            return ""
+        from conformance.gate import completeness
+
+        if sentence := completeness.find_missing_judgements(self._records, required):
+            return sentence
+        if reason or session.exitstatus != pytest.ExitCode.OK:
+            return ""
+        return completeness.find_omitted_jobs(self._config, self._session, self._judged, self._records)
+
     def _end_incomplete(self, session: pytest.Session) -> None:
-        """Have a run that lacks a job end as one that could not be judged, unless what it has is wrong."""
+        """End a run that lacks a job as one that could not be judged, unless what it has is wrong."""
         from conformance.records import RED
 
         if not any(record.verdict in RED for record in self._records):
             session.exitstatus = pytest.ExitCode.INTERRUPTED
 
-    def _finish(self, session: pytest.Session, how: str, reason: str, more: list[Record]) -> None:
-        from conformance.commands.command_errors import CannotJudge
+    def _finish(self, session: pytest.Session, how: str, reason: str) -> None:
+        """Follow up on findings, end the files, and add failures of the run as a whole."""
+        from conformance.gate import gate_summary
         from conformance.judging.journal import JournalWriteError
+        from conformance.runs import FAILED
 
-        assert self._written is not None
+        ours = self._session
+        assert ours is not None
         try:
-            if not reason:
-                assert self._runner is not None
-                self._written.probe(self._runner, gate.seconds_beside(self._config), self._lent is not None)
-            if worse := self._written.finish(how, reason, more):
-                self._add_failure("baseline", worse)
-                session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+            if not reason and self._can_follow_up(ours):
+                ours.follow_up(self._said.append)
+            self._result = result = ours.finish(how, reason)
+            self._add_run_failures(session, result)
+            if result.how == FAILED:
+                raise CannotJudge(result.reason)
+            if (add_property := gate_summary.find_suite_property(self._config)) is not None:
+                for name, value in gate_summary.list_suite_properties(result):
+                    add_property(name, value)
+            ours.write_outputs(result)
+            self._result = result = ours.compare_with_baseline(result)
         except (JournalWriteError, CannotJudge) as error:
             self._add_failure("outputs", str(error))
             session.exitstatus = pytest.ExitCode.INTERRUPTED
+            return
+        if result.comparison is not None and (worse := gate_summary.format_regressions(result.comparison)):
+            self._add_failure("baseline", worse)
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+    def _can_follow_up(self, session: Session) -> bool:
+        """Tell whether this process can judge more, which workers that hold an accelerator prevent, and say so."""
+        import jax
+
+        from conformance.records import RED
+
+        backend = jax.default_backend()
+        if self._shared_address is None or backend == "cpu":
+            return True
+        if any(record.verdict in RED for record in session.recorded.records):
+            self._said.append(
+                f"findings are neither confirmed nor diagnosed: workers hold the {backend} (-n 0 does both)"
+            )
+        return False
+
+    def _add_run_failures(self, session: pytest.Session, result: SessionResult) -> None:
+        """Add a failure for each known failure that did not fail, and for each kernel that goes by compiler flags."""
+        for record in result.stale:
+            self._add_failure(f"expectations[{record.implementation}-{record.case}]", record.reason)
+        for record in result.flag_excess:
+            self._add_failure(f"{record.check}[{record.implementation}]", record.reason)
+        self._records += [*result.stale, *result.flag_excess]
+        if (result.stale or result.flag_excess) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _add_failure(self, name: str, reason: str) -> None:
-        """A failure of the run as a whole: it is counted, summed up and written to files like one of a test."""
-        module = min(self._tests, default=_GATE).partition("::")[0]
+        """Add a failure of the run as a whole: it is counted, summed up and written to files like one of a test."""
+        module = min(self._tests, default=_GATE_MODULE).partition("::")[0]
         report = pytest.TestReport(
             nodeid=f"{module}::{name}",
             location=(module, None, name),
@@ -399,45 +340,51 @@ class _Gate:
         )
         self._config.hook.pytest_runtest_logreport(report=report)
 
-    def _add_stale(self) -> None:
-        """After a whole run: expected failures that nothing failed for turn it red."""
-        import jax
-
-        option = self._config.getoption
-        partly = self._narrowed_to() or len(self._whole) < len(self._plan().jobs)
-        if not (partly or option("--conformance-level") == "smoke" or option("--conformance-seed")):
-            assert self._settings is not None
-            self._stale = self._settings.stale(self._records, jax.__version__)
-            self._records += self._stale
-
-    def _narrowed_to(self) -> str:
-        """To what options narrow what the level asks; tests that are left out by themselves are counted instead."""
-        from conformance.judging.keyword_selection import mentions_checks
-
-        found = []
-        if (query := self._config.getoption("--conformance-cases")) is not None:
-            found.append(f"--conformance-cases={shlex.quote(query)}")
-        if mentions_checks(expression := self._config.option.keyword):
-            found.append(f"-k {shlex.quote(expression)}")
-        return " ".join(found)
-
     @pytest.hookimpl
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self._records:
-            if self._planned is None and self._config.args_source != pytest.Config.ArgsSource.ARGS:
-                for line in gate.reminder(self._config.rootpath):
+            if self._session is None and self._config.args_source != pytest.Config.ArgsSource.ARGS:
+                for line in gate_options.format_reminder(self._config.rootpath):
                     terminalreporter.write_line(line)
             return
         terminalreporter.section("attention conformance")
-        from conformance.commands.gate import told
+        from conformance.gate.gate_summary import format_terminal_summary
 
-        for line in told(self._records, gate.places(self._described()), self._written):
+        session = self._plan()
+        for line in format_terminal_summary(
+            self._records,
+            session.run,
+            self._result,
+            report=self._options.report or "",
+            said=self._said,
+            notes=session.notes,
+        ):
             terminalreporter.write_line(line)
+
+
+def _build_test_id(job: Job) -> str:
+    """Return the id of a job's test: implementation, platform, checks beyond the grid's, case."""
+    from conformance.judging.runner import find_platform
+
+    name = job.implementation.name
+    return f"{name}-{find_platform(job.implementation)}{job.id.removeprefix(name)}"
+
+
+def _get_job(item: pytest.Item) -> Job | None:
+    """Return the job that a test judges; None if it is no test of the gate."""
+    callspec = getattr(item, "callspec", None)
+    found: Job | None = callspec.params.get("conformance_job") if callspec is not None else None
+    return found
+
+
+def _set_job(item: pytest.Item, job: Job) -> None:
+    """Have a test of the gate judge another job."""
+    item.callspec.params["conformance_job"] = job  # type: ignore[attr-defined] # as `_get_job` has seen
 
 
 @pytest.fixture
 def conformance_judge(request: pytest.FixtureRequest) -> Callable[[Job], list[Record]]:
-    """Judges a job of the plan, and keeps its records for the report."""
-    judging = request.config.pluginmanager.get_plugin(_NAME)
-    assert isinstance(judging, _Gate)
-    return lambda job: judging.judge(request.node, job)
+    """Return what judges a job of the plan and keeps its records for the report."""
+    gate = request.config.pluginmanager.get_plugin(_PLUGIN_NAME)
+    assert isinstance(gate, _Gate)
+    return lambda job: gate.judge(request.node, job)

@@ -1,9 +1,9 @@
 """The lines of files of records and of measurements: their fields and types, and how a line is decoded.
 
-A file has one JSON object a line. Its field `schema` says of which kind it is. Fields that are unknown, missing or of
-another type are refused. What a value means is checked by who reads it (`conformance.records`, `conformance.runs`).
+A file has one JSON object a line. The field `schema` names the kind of line. Unknown fields, missing fields and fields
+of another type are refused. `conformance.records` and `conformance.runs` check what the values mean.
 
-JSON has no infinities and no NaN: figures that may be one are then the strings `inf`, `-inf` and `nan`.
+JSON has no infinities and no NaN, so figures that may be one are then the strings `inf`, `-inf` and `nan`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class KernelFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class JobFields(Struct, array_like=True, forbid_unknown_fields=True):
-    """A planned job: places among the run's kernels and among its `asked`, a case, the case's rows of the arrays."""
+    """A planned job: its places among the run's kernels and its `asked`, a case, and the case's rows of the arrays."""
 
     kernel: Count
     checks: Count
@@ -158,14 +158,14 @@ class RunLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="schem
 
 
 class JobLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag=JOB_SCHEMA):
-    """A job is done: its place among the planned ones, and how many records before this line are its own."""
+    """The end of a finished job: its place among the planned ones, and the number of its records before this line."""
 
     job: Count
     records: Count
 
 
 class ProbeLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag=PROBE_SCHEMA):
-    """A record that confirms a finding, or does not."""
+    """A record that confirms or refutes a finding."""
 
     record: RecordLine
 
@@ -181,7 +181,7 @@ class EndLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="schem
 
 
 class MeasurementLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag=MEASUREMENT_SCHEMA):
-    """The fields of `bench.measurements.Measurement`."""
+    """The fields of `measurements.Measurement`."""
 
     implementation: str
     platform: str
@@ -212,7 +212,7 @@ def decode_line(text: str) -> Line:
     """Decode a line of a file of records.
 
     Raises:
-      ValueError: in one sentence that names the field, for a line that is none of ours.
+      ValueError: in one sentence that names the field, for a line that fits no schema.
     """
     try:
         return _LINE_DECODER.decode(text)
@@ -224,7 +224,7 @@ def decode_measurement(text: str) -> MeasurementLine:
     """Decode a line of a file of measurements.
 
     Raises:
-      ValueError: in one sentence that names the field, for a line that is none.
+      ValueError: in one sentence that names the field, for a line that is no measurement.
     """
     try:
         return _MEASUREMENT_DECODER.decode(text)

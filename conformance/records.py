@@ -1,8 +1,9 @@
-"""Records: one judged observable each, the only thing that crosses from running to reporting.
+"""Records: one judged observable each, and the only data that cross from judging to reporting.
 
-A record is plain data. Files of records are JSON lines, can be appended to, and can be merged from any number of
-processes or machines. Lines of other schemas stand between them: what holds for a whole run, which jobs are done, how
-it ended (`conformance.runs`). What a report says of one run or of several is a `RunInfo`, made of these lines alone.
+A record is plain data. Files of records are JSON lines. They can be appended to, and merged from any number of
+processes and machines. Lines of other schemas stand between the records: the run record, which jobs are done, and how
+the run ended (`conformance.runs`). A `RunInfo` is what a report says of one or several runs, built from these lines
+alone.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ VERDICTS = (PASS, FAIL, UNSUPPORTED, EXPECTED_FAIL, UNEXPECTED_PASS, ERROR, UNJU
 RED = frozenset({FAIL, UNEXPECTED_PASS, ERROR})
 """Verdicts that make a run not conform."""
 RATIO_FAST_COMPILE = "ratio_fast_compile"
-"""The figure of what was judged again: its ratio under the flags of the process, which make compiling cheap."""
+"""A figure of a result that was judged again: its ratio under the process's flags, which make compiling cheap."""
 FLAGS_DIFFER = "flags_differ"
-"""The figure, 1, of what is right under those flags and wrong under JAX's own, or the other way round."""
+"""A figure, 1, of a result that is right under one of these sets of flags and wrong under the other."""
 DECLARATIONS_TRIED = "declarations_tried"
-"""The figure, 1, of a failure on which declarations that ask less were tried, whether one explains it or not."""
+"""A figure, 1, of a failure for which weaker declarations were tried, whether one explains it or not."""
 IN_PROCESS = "in_process"
-"""The figure, 1, of what was judged of a user's kernel in the judge's own process, which the kernel could alter."""
+"""A figure, 1, of a user's kernel that ran in the judge's own process, which it could alter."""
 REFUSED = "refused"
-"""The figure, 1, of a check that was refused by what the call raised, and not by what is declared."""
+"""A figure, 1, of a check that was refused by an exception of the call, and not by a declaration."""
 JUDGED = frozenset({PASS, FAIL, EXPECTED_FAIL, UNEXPECTED_PASS})
-"""Verdicts that rest on a comparison which took place."""
+"""Verdicts that rest on a comparison with the oracle."""
 _WORST_FIRST = (FAIL, ERROR, UNEXPECTED_PASS, EXPECTED_FAIL, PASS, UNJUDGED, UNSUPPORTED)
 
 _NUMERIC_FIELDS = ("ratio", "rms", "ratio_flash", "limit", "rms_limit", "margin")
-# The fields of a record that hold what others may have written.
+# The fields of a record whose text others may have written.
 _TEXT_FIELDS = ("implementation", "case", "check", "observable", "reason", "remedy", "pattern", "reproduce")
 
 
@@ -55,7 +56,7 @@ _MAX_MESSAGE_LENGTH = 500
 
 
 class RecordFileError(ValueError):
-    """A file is no file of records; the message is one line that names the file, the line and the field."""
+    """A file is no file of records. The message is one line that names the file, the line and the field."""
 
     def __init__(self, message: str) -> None:
         line = make_printable(message)
@@ -63,10 +64,10 @@ class RecordFileError(ValueError):
 
 
 def make_printable(text: str) -> str:
-    """Text on one line that no terminal, page or file takes for more than text.
+    """Return text on one line in which every character can be printed.
 
-    White space becomes a space. What does not show, such as escape sequences, marks that turn the direction of writing,
-    and half a surrogate pair, becomes its escape in Python.
+    White space becomes a space. A character that does not show becomes its Python escape: part of an escape sequence, a
+    mark that turns the direction of writing, half a surrogate pair.
     """
     if text.isprintable():
         return text
@@ -79,7 +80,7 @@ def _escape_character(character: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Worst:
-    """The element with the largest ratio: where it is, what came, what was expected, and the error bound there."""
+    """The element with the largest ratio: its index, its value, the expected value and the error bound there."""
 
     index: tuple[int, ...]
     got: float
@@ -89,42 +90,42 @@ class Worst:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """One judged observable of one case, or the reason why there is no judgement.
+    """One judged observable of one case, or the reason why it was not judged.
 
     Attributes:
       implementation: its name.
       platform: where it was judged.
       case: the case's id.
       check: the name of the check.
-      observable: which result was judged, by name.
+      observable: the name of the result that was judged.
       verdict: one of `VERDICTS`.
       dtype: of the operands.
-      features: those of the case.
+      features: the features of the case.
       ratio: the largest `|got - expected| / bound` over the elements, judged against `limit`. For the check `ensemble`,
         the size of a statistic over many elements, `bias` or `spread` as `observable` says.
       rms: the root mean square of these quotients, judged against `rms_limit` where that is set.
       ratio_flash: for gradients, the same figure as `ratio` against the backward pass recomputed from the
         implementation's own saved `out` and `logsumexp`.
-      limit: of `ratio`.
-      rms_limit: of `rms`.
-      margin: how well the case discriminates: how many times over the limit the least visible null result would fall.
+      limit: the limit of `ratio`.
+      rms_limit: the limit of `rms`.
+      margin: how well the case discriminates: the ratio of the least visible wrong result, in units of the limit.
       worst: the element with the largest ratio.
       reason: why this is the verdict.
-      remedy: of a failure, the declaration under which its check passes on this case, which was tried.
-      pattern: of a failure, where the error is and what form it has, in words; empty where nothing of the list fits.
-      error_map: of a failure of a result as it is, the same as a coarse picture.
+      remedy: the declaration under which the check passes on this case, which was tried; for failures.
+      pattern: where the error is and what form it has, in words; for failures, empty where no known form fits.
+      error_map: the same as a coarse picture; for failures of results that are judged as they are.
       reproduce: the command that judges this alone.
-      seconds: what judging took.
-      figures: measured beside the verdict and not judged (`compile_seconds`, `temporary_bytes`, ...). Where rounding
+      seconds: the time that judging took.
+      figures: numbers that were measured and not judged (`compile_seconds`, `temporary_bytes`, ...). Where rounding
         could change which keys some rows choose, `undecided_rows` of the case's `rows` were left out of the judgement.
-        What failed under the flags of the process and was judged again has that ratio as `ratio_fast_compile`, and
-        `flags_differ` where JAX's own flags say otherwise. A user's kernel that was judged with `--in-process` has
-        `in_process`.
-      files: that the kernel first read while this was judged, with their digests; those that it read as it was loaded,
-        the run record has.
-      run: what tells its run from others that are merged with it, in words; empty where there is no other. It is not
-        written: of which run a record is, its place in the file says.
-      schema: of the line that the record is written as.
+        A result that failed under the process's flags and was judged again has that ratio as `ratio_fast_compile`, and
+        `flags_differ` if the verdict under JAX's own flags differs. A user's kernel that was judged with `--in-process`
+        has `in_process`.
+      files: files that the kernel read for the first time during this judgement, with their digests. The run record has
+        those that it read when it was loaded.
+      run: a label of its run, where merged runs differ; else empty. It is not written, since the record's place in a
+        file says of which run it is.
+      schema: the schema of the line that the record is written as.
     """
 
     implementation: str
@@ -162,22 +163,22 @@ class Record:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What identifies the judgement; two records with the same key are the same question asked twice."""
+        """The identity of the judgement: records with the same key answer the same question."""
         return (self.implementation, self.platform, self.case, self.check, self.observable, self.run)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extent:
-    """How much of what was to be asked of an implementation was asked.
+    """How many of an implementation's planned jobs were judged, and whether that is all of a level.
 
     Attributes:
-      level: of its grid.
-      narrowed: to what the run was narrowed, as whoever ran it wrote it; empty if it was not.
-      planned: how many jobs there were to judge; none where that is not known.
-      done: how many of them are judged.
-      whole: how many jobs the level has, where a query of cases narrowed them.
+      level: the level of its grid.
+      narrowed: the options that narrowed the run, as they were written; empty if none did.
+      planned: the number of planned jobs; None where it is not known.
+      done: the number of judged jobs.
+      whole: the number of jobs of the level, where a query of cases narrowed them.
       stopped: whether the run was stopped before its end.
-      known: whether there is a run record that says so.
+      known: whether a run record says all this.
     """
 
     level: str = ""
@@ -190,27 +191,40 @@ class Extent:
 
     @property
     def is_partial(self) -> bool:
-        """Whether jobs were planned that no run judged."""
+        """Whether no run judged some planned jobs."""
         return self.planned is not None and self.done < self.planned
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that a level asks was asked, as far as anybody knows."""
+        """Whether all jobs of a level were judged, as far as it is known."""
         return self.known and not (self.narrowed or self.is_partial or self.stopped or self.level == "smoke")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What a report says beside its records, of one run or of several that are merged.
+    """What a report says beside its records, of one run or of several merged runs.
 
-    `detection` is what the gate is known to catch (`sensitivity.detection`), `declared` what implementations declare
-    that asks less of them than the defaults, `few_blocks` how few blocks their lengths allow to ask about
-    (`judging.reach`), `extents` how much of each contender was asked. These are kept by the label of a contender, or by
-    the name of an implementation; where there is no extent, `level`, `narrowed` and `interrupted` hold for all.
-    `probes` is what was judged to confirm findings, which nothing counts, and `diagnoses` what that says in words, by
-    the label of a contender: which planted bugs it is wrong most like. `files` names the files of the contenders that
-    several runs judged, by their label, and `runs` what tells those from others of the same file (`Run.mark`).
-    `unsandboxed` says of contenders whether their kernel ran without a complete sandbox.
+    Mappings are by the label of a contender, or by the name of an implementation.
+
+    Attributes:
+      command: the command that repeats the run.
+      level: the level of the grid, where there are no `extents`.
+      environment: versions, devices and flags.
+      tolerances: the limits in force, a row each.
+      coverage: what the cases of each grid cover.
+      seconds: the time that judging took.
+      interrupted: whether the run was stopped, where there are no `extents`.
+      notes: lines for the reader.
+      detection: what the gate is known to catch (`sensitivity.detection_table`).
+      declared: declarations that are weaker than the defaults.
+      few_blocks: how few blocks the judged lengths have (`judging.block_coverage`).
+      extents: how many of the planned jobs were judged.
+      narrowed: the options that narrowed the run, where there are no `extents`.
+      probes: records that confirm findings; they are not counted.
+      diagnoses: which planted bugs the failures resemble, in words.
+      files: the files of contenders that several runs judged.
+      runs: what tells those runs from others of the same file (`Run.identity_mark`).
+      unsandboxed: whether the kernel ran without a complete sandbox.
     """
 
     command: str
@@ -234,12 +248,12 @@ class RunInfo:
 
 
 def serialize_record(record: Record) -> str:
-    """One line of strict JSON; infinities and NaN become the strings `inf`, `-inf` and `nan`."""
+    """Serialize a record to one line of strict JSON; infinities and NaN become the strings `inf`, `-inf`, `nan`."""
     return serialize_strict_json(to_plain_data(record))
 
 
 def to_plain_data(record: Record) -> dict[str, Any]:
-    """The JSON object of its line."""
+    """Return the JSON object of a record, without its empty optional fields."""
     data = dataclasses.asdict(record)
     del data["run"]
     for name in ("figures", "files", "pattern", "error_map"):  # most records have none
@@ -249,15 +263,15 @@ def to_plain_data(record: Record) -> dict[str, Any]:
 
 
 def serialize_strict_json(data: Mapping[str, Any]) -> str:
-    """Return data as one line of strict JSON, infinities and NaN as strings."""
+    """Serialize data to one line of strict JSON, infinities and NaN as strings."""
     return json.dumps(_encode_value(dict(data)), allow_nan=False)
 
 
 def parse_record(line: str) -> Record:
-    """Read the record in a line written by `to_json`.
+    """Read the record in a line written by `serialize_record`.
 
     Raises:
-      ValueError: for a line that is no record, or one that contradicts itself.
+      ValueError: for a line that is no record, and for a record that contradicts itself.
     """
     decoded = decode_line(line)
     if not isinstance(decoded, RecordLine):
@@ -266,10 +280,10 @@ def parse_record(line: str) -> Record:
 
 
 def build_record(line: RecordLine) -> Record:
-    """Build the record that a decoded line has.
+    """Build a record from a decoded line.
 
     Raises:
-      ValueError: for a verdict that is none, and for a record that contradicts itself.
+      ValueError: for an unknown verdict, and for a record that contradicts itself.
     """
     fields = msgspec.structs.asdict(line)
     for name in _NUMERIC_FIELDS:
@@ -287,7 +301,7 @@ def build_record(line: RecordLine) -> Record:
 
 
 def _reject_contradictions(record: Record) -> None:
-    """Refuse a record whose fields contradict each other: the judge has not written it."""
+    """Raise `ValueError` for a record whose fields contradict each other, which the judge cannot have written."""
     for name, value, limit in (("ratio", record.ratio, record.limit), ("rms", record.rms, record.rms_limit)):
         most = sys.float_info.max if limit is None else limit
         if record.verdict == PASS and value is not None and not value <= most:  # NaN is not
@@ -310,20 +324,20 @@ def read_jsonl(path: Path) -> list[Record]:
 
     Raises:
       OSError: if the file cannot be read.
-      RecordFileError: for a line that is none of ours.
+      RecordFileError: for a line that no version of this project wrote.
     """
     lines, _ = read_lines(path)
     return [record for _, record in lines if isinstance(record, Record)]
 
 
 def read_lines(path: Path) -> tuple[list[tuple[int, Record | RunLine | JobLine | ProbeLine | EndLine]], str]:
-    """Read the numbered lines of a file, and return a note if the last line is torn.
+    """Read the numbered lines of a file, and return a note if the last line is cut off.
 
-    A process that was killed while it wrote leaves a last line without its end. That is no error, only no record.
+    A process that is killed while it writes leaves part of a line. That line is skipped, and is no error.
 
     Raises:
       OSError: if the file cannot be read.
-      RecordFileError: for any other line that is none of ours.
+      RecordFileError: for any other line that no version of this project wrote.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -349,9 +363,9 @@ def read_lines(path: Path) -> tuple[list[tuple[int, Record | RunLine | JobLine |
 
 
 def merge_records(*groups: Iterable[Record]) -> list[Record]:
-    """All records in the order of their keys; where two answer the same question, the worse answer counts.
+    """Merge records in the order of their keys; of two with the same key, keep the worse one.
 
-    Two runs of the same kernel with the same everything should agree. If they do not, a pass proves nothing.
+    Two runs of the same kernel under the same conditions should agree. If they do not, a pass proves nothing.
     """
     merged: dict[tuple[str, ...], Record] = {}
     for record in itertools.chain(*groups):

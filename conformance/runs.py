@@ -1,8 +1,8 @@
-"""Runs: what holds for all records of one, the first and the last line of its file, and which jobs are done.
+"""Runs: the run record, the finished jobs and the end of a run, as lines of a file of records.
 
-A file of records begins with a `Run`, which says under what the records came about and which jobs are planned. The
-records of a job follow as one piece, closed by a line that names the job. The last line is an `End`. Where it is
-missing, the run was killed. Older files have records alone: what they lack is unknown, and never taken for granted.
+A file of records begins with a `Run`: the conditions of the run and its planned jobs. The records of a job follow in
+one piece, closed by a line that names the job. The last line is an `End`; without it, the run was killed. Older files
+have records alone. What they lack is unknown, and never assumed.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ COMPLETE = "complete"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
 ENDS = (COMPLETE, INTERRUPTED, FAILED)
-"""How a run ends: to its end, stopped from outside or by `--fail-fast`, or by an error that is not the kernel's."""
+"""How a run ends: complete, stopped from outside or by `--fail-fast`, or failed by an error of this project."""
 OWN_PROCESS = "ran in a process of its own that was "
-"""Beginning of `Kernel.place` where a kernel had a process of its own; how that was confined follows."""
+"""The beginning of `Kernel.place` for a kernel in a process of its own; how it was confined follows."""
 DIGEST_OF = "digest of "
-"""Beginning of the name that a file has among the provenance of a run."""
-# What a job may have in place of a record of its checks: why there is none.
+"""The beginning of a file's name in the provenance of a run."""
+# Checks of records that say why a job has no record of its own checks.
 _SUBSTITUTE_CHECKS = ("support", "discrimination", "devices", "hardware")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoveringArraySize:
-    """What a covering array covers: combinations of `strength` levels, so many of them feasible."""
+    """The size of a covering array: so many feasible combinations of `strength` levels."""
 
     strength: int
     combinations: int
@@ -53,20 +53,21 @@ class CoveringArraySize:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What is known of an implementation that is judged.
+    """What a run record says of one implementation.
 
     Attributes:
-      package: what it is installed by, with the version; empty for a file or a module that no package has.
-      source: a digest of its source, where no version tells it from another.
-      declared: what it declares that is data, arithmetic included.
-      asks_less: what of this asks less of it than the defaults, as it is written.
-      block_lengths: lengths of blocks that it takes as a sequence's, if it takes no others (`judging.reach`).
+      package: the package that installed it, with the version; empty for a file or a module of no package.
+      source: a digest of its source, where the version does not identify it.
+      declared: its declarations that are data, arithmetic included.
+      asks_less: those that are weaker than the defaults, as they are written.
+      block_lengths: the lengths of blocks that its sequences must have, if it takes no others.
       arrays: the covering arrays whose cases it is judged by.
-      declined: how many cases it does not support.
-      parted: how many pairs of operands and masks it does not support together, of how many that it does each.
-      place: where it ran, as a sentence goes on, if that was neither a confined process of its own nor, for one of this
-        project's, the judge's.
-      files: that its process read as it was loaded, with their digests, and the packages that it imported.
+      declined: the number of cases that it does not support.
+      parted: the number of pairs of operand and mask that it supports only apart, and the number that it supports
+        apart.
+      place: where it ran, as the end of a sentence. Empty for the usual place: a confined process of its own, or the
+        judge's process for an implementation of this project.
+      files: the files that its process read while it was loaded, with their digests, and the packages that it imported.
     """
 
     package: str = ""
@@ -88,9 +89,10 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedJob:
-    """A job by names: an implementation, a case, checks; `rows` are the case's in the arrays, empty where it has none.
+    """A planned job by names: an implementation, a case and checks.
 
-    A row has one character for each axis that is varied, which stands for the level.
+    `rows` are the rows of the case in the covering arrays, empty if it is in none. A row has one character for each
+    varied axis, which stands for the level.
     """
 
     implementation: str
@@ -100,29 +102,29 @@ class PlannedJob:
 
     @property
     def key(self) -> tuple[str, str, tuple[str, ...]]:
-        """What identifies the job among those of one provenance."""
+        """The identity of the job among those of one provenance."""
         return (self.implementation, self.case, self.checks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What holds for all records of a run, written before any of them.
+    """The run record: what holds for all records of a run. It is written before any of them.
 
     Attributes:
-      started: when, in UTC.
-      command: as it can be repeated.
-      level: of the grid, or what is judged in place of one.
+      started: the time, in UTC.
+      command: the command that repeats the run.
+      level: the level of the grid, or what is judged in place of one.
       seeds: base seeds of the grid.
-      narrowed: to what it is narrowed, as whoever runs it writes it; empty if it is not.
+      narrowed: the options that narrow it, as they were written; empty if none does.
       query: what was asked for, by option.
-      shard: `2/3` where two others judge the rest.
+      shard: for example `2/3`, where two other runs judge the rest.
       environment: versions, commit, devices, flags.
-      tolerances: those in force.
-      kernels: what is known of each implementation.
-      jobs: those that are planned, other shards' included.
-      whole: how many jobs each implementation has without the query of cases, where that is known.
-      resumed: when it was taken up again.
-      id: drawn for this run, so that one run of a file is told from another; empty in older files.
+      tolerances: the limits in force.
+      kernels: facts on each implementation, by name.
+      jobs: the planned jobs, those of other shards included.
+      whole: the number of jobs that each implementation has without the query of cases, where it is known.
+      resumed: the times when it was continued.
+      id: a random name that tells runs of one file apart; empty in older files.
     """
 
     started: str
@@ -142,11 +144,11 @@ class Run:
 
     @property
     def identity_mark(self) -> str:
-        """What tells it from the other runs of its file: its id, or when it started, in older files."""
+        """What tells the run from the others of its file: its id, or in older files its start."""
         return self.id or self.started
 
     def provenance(self, implementation: str) -> dict[str, str]:
-        """All that two runs must share for their records of an implementation to be answers to the same questions."""
+        """Return all that two runs must share for their records of an implementation to be comparable."""
         kernel = self.kernels.get(implementation, Kernel())
         known = {
             "declared": records.serialize_strict_json(kernel.declared),
@@ -161,7 +163,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class End:
-    """How a run ended: when, how (`ENDS`), why if not by itself, how many jobs were done, and how long it took."""
+    """How a run ended: the time, how (`ENDS`), why if not by itself, the finished jobs, and the seconds it took."""
 
     ended: str
     how: str
@@ -175,12 +177,12 @@ class RecordedRun:
     """A run as its file has it.
 
     Attributes:
-      source: the file's name, empty for the run of this process.
-      run: none in older files.
-      done: the records of each job that is done, by its place among those planned.
-      others: records of no job: of a job that was not finished, or of the run as a whole.
-      probes: what was judged to confirm findings, beside what was planned: no record of the run, and counted nowhere.
-      end: none if the run was killed, or goes on.
+      source: the file's name; empty for the run of this process.
+      run: the run record; None in older files.
+      done: the records of each finished job, by its place among the planned ones.
+      others: records of no job: of an unfinished job, or of the run as a whole.
+      probes: records that confirm findings. They are no records of the run, and are not counted.
+      end: the end; None if the run was killed, or goes on.
       note: what is wrong with the file, if anything.
     """
 
@@ -204,7 +206,7 @@ class RecordedRun:
 
 
 def serialize_run(run: Run) -> str:
-    """The first line of a file. Jobs are written compactly, by numbers of names."""
+    """Serialize a run record to the first line of a file; jobs name kernels and checks by numbers."""
     names, asked = list(run.kernels), list(dict.fromkeys(job.checks for job in run.jobs))
     numbers = {checks: number for number, checks in enumerate(asked)}
     jobs = [[names.index(job.implementation), numbers[job.checks], job.case, *job.rows] for job in run.jobs]
@@ -218,28 +220,30 @@ def serialize_run(run: Run) -> str:
 
 
 def serialize_job(number: int, found: Iterable[Record]) -> str:
-    """The lines of a job that is done: its records, then its number and how many they are."""
+    """Serialize a finished job to lines: its records, then its number and how many they are."""
     lines = [records.serialize_record(record) for record in found]
     closing = records.serialize_strict_json({"schema": JOB_SCHEMA, "job": number, "records": len(lines)})
     return "".join(f"{line}\n" for line in (*lines, closing))
 
 
 def serialize_probe(probe: Record) -> str:
-    """The line of a judgement that confirms a finding, or does not."""
+    """Serialize a record that is to confirm a finding to a line."""
     return records.serialize_strict_json({"schema": PROBE_SCHEMA, "record": records.to_plain_data(probe)}) + "\n"
 
 
 def serialize_end(end: End) -> str:
-    """The last line of a file."""
+    """Serialize the end of a run to the last line of a file."""
     return records.serialize_strict_json({"schema": END_SCHEMA} | dataclasses.asdict(end))
 
 
 def read_runs(path: Path) -> list[RecordedRun]:
-    """Read the runs of a file: one, or several where files were joined; older records alone are a run without a `Run`.
+    """Read the runs of a file: one, or several where files were joined.
+
+    Records without a run record, as older files have them, are a run without a `Run`.
 
     Raises:
       OSError: if the file cannot be read.
-      RecordFileError: for a line that is none of ours, or that contradicts the lines before it.
+      RecordFileError: for a line that no version of this project wrote, or that contradicts the lines before it.
     """
     lines, note = records.read_lines(path)
     found: list[RecordedRun] = []
@@ -247,7 +251,7 @@ def read_runs(path: Path) -> list[RecordedRun]:
     for number, line in lines:
         try:
             if isinstance(line, RunLine):
-                found += reading.finished()
+                found += reading.finish()
                 reading = _RunReader(path.name, _build_run(line))
             else:
                 reading.take(line)
@@ -255,14 +259,14 @@ def read_runs(path: Path) -> list[RecordedRun]:
             remedy = "altered or of another version, so judge again"
             raise RecordFileError(f"{path}:{number} is no word of a conformance run: {error} ({remedy})") from error
     try:
-        found += reading.finished()
+        found += reading.finish()
     except ValueError as error:
         raise RecordFileError(f"{path} is no conformance run: {error}") from error
     return [*found[:-1], dataclasses.replace(found[-1], note=note)] if found else []
 
 
 class _RunReader:
-    """A run that is being read."""
+    """Reads a run line by line."""
 
     def __init__(self, source: str, run: Run | None = None) -> None:
         self._source = source
@@ -293,11 +297,11 @@ class _RunReader:
         theirs = self._open[first:]
         for record in theirs:
             _reject_foreign_record(record, self._run.jobs[number])
-        # One that was judged twice, as by a plugin that runs failing tests again, has both: the worse answer counts.
+        # A plugin may run failing tests again. Such a job has the records of both runs, and the worse ones count.
         self._done[number] = (*self._done.get(number, ()), *theirs)
         self._open = []
 
-    def finished(self) -> list[RecordedRun]:
+    def finish(self) -> list[RecordedRun]:
         others = (*self._others, *self._open)
         if self._run is None and not others:
             return []
@@ -312,7 +316,7 @@ class _RunReader:
 
 
 def _reject_foreign_record(record: Record, job: PlannedJob) -> None:
-    """Refuse a record that answers another question than the job which it is said to be of."""
+    """Raise `ValueError` for a record that does not belong to the job which it is said to be of."""
     if record.implementation != job.implementation:
         raise ValueError(f"a job of {job.implementation} has a record of {record.implementation}")
     if record.case != job.case:
@@ -322,14 +326,14 @@ def _reject_foreign_record(record: Record, job: PlannedJob) -> None:
 
 
 def _reject_unknown_implementation(found: Iterable[Record], run: Run) -> None:
-    """Refuse records of an implementation that the run does not judge: nothing says of what kernel they are."""
+    """Raise `ValueError` for records of an implementation that the run does not judge."""
     for record in found:
         if record.implementation not in run.kernels:
             raise ValueError(f"the run judges {', '.join(run.kernels)}, and has a record of {record.implementation}")
 
 
 def _build_run(line: RunLine) -> Run:
-    """Build the run that a decoded line has. Raises `ValueError` where its parts contradict each other."""
+    """Build a run record from a decoded line. Raises `ValueError` if its parts contradict each other."""
     fields = msgspec.structs.asdict(line)
     names, asked = list(line.kernels), fields.pop("asked")
     fields["query"] = msgspec.to_builtins(line.query)
@@ -357,10 +361,10 @@ def _build_planned_job(
 
 
 def list_differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """In which parts of their provenance two runs differ, those first that say most."""
+    """List the parts of their provenance in which two runs differ, the most telling ones first."""
     names = dict.fromkeys((*_MOST_TELLING, *one, *other))
     return [name for name in names if one.get(name) != other.get(name)]
 
 
-# Parts of a provenance by how much they tell a person.
+# Parts of a provenance, the most telling ones for a reader first.
 _MOST_TELLING = ("declared", "package", "source", "place", "attention-conformance", "commit", "jax", "jaxlib", "libtpu")

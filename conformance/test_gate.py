@@ -11,7 +11,7 @@ from conformance.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED,
 
 
 def test_conforms(conformance_job: Job, conformance_judge: Callable[[Job], list[Record]]) -> None:
-    """Every judged observable of the case is within its bound, and what is not supported is refused."""
+    """Judge a job: every observable is within its bound, and what is not supported is refused."""
     found = conformance_judge(conformance_job)
     red = [record for record in found if record.verdict in RED]
     if red:
@@ -25,7 +25,7 @@ def test_conforms(conformance_job: Job, conformance_judge: Callable[[Job], list[
 
 
 def describe_failure(record: Record) -> str:
-    """One failure: case, observable, worst element, pattern, and the command that repeats it."""
+    """Describe one failure: case, observable, worst element, pattern, and the command that repeats it."""
     lines = [
         f"{record.implementation} ({record.platform}): {record.check} {record.observable} {record.verdict}",
         f"  case       {record.case}",

@@ -1,7 +1,7 @@
-"""What may be tuned in an implementation, and the table that tuning fills: part of the contract.
+"""The part of the contract on tuning: what an implementation lets be tuned, and the table that tuning fills.
 
-An implementation's block sizes (and warps, and stages) are data: a JSON file beside the kernel, read by the kernel and
-written by `python -m conformance tune`, each entry with where it comes from.
+An implementation's block sizes, warps and stages are data: a JSON file beside the kernel. The kernel reads it, and
+`python -m conformance tune` writes it. Each entry says where it comes from.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from conformance import output_files
 SCHEMA = "attention-conformance/tuned/1"
 
 Setting = Mapping[str, int]
-"""One choice for a knob, as plain data: `{"block_q": 128, "block_kv": 64, "num_warps": 4}`."""
+"""The setting of one knob, as plain data: `{"block_q": 128, "block_kv": 64, "num_warps": 4}`."""
 KnobSettings = Mapping[str, Setting]
-"""A choice for every knob."""
+"""The settings of all knobs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,9 @@ class Traffic:
     """Bytes between HBM and a device that the blocks of a kernel do not show.
 
     Attributes:
-      within: of copies that it makes by itself while it computes: they add to the least time of its call.
-      beside: of what is done before it and after it, and of copies for which it only waits: a time of their own.
+      within: bytes of copies that the kernel makes while it computes; they add to the least time of its call.
+      beside: bytes that are moved before and after the call, and in copies that the kernel only waits for. They take a
+        time of their own.
     """
 
     within: int = 0
@@ -37,26 +38,25 @@ class Traffic:
 
 
 def report_no_traffic(_case: Case, _setting: Setting) -> Traffic:
-    """Of a kernel whose blocks show all that crosses."""
+    """Report no traffic, for a kernel whose blocks show all bytes that are moved."""
     return Traffic()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Knob:
-    """Something that is chosen by itself, the others held: the tile and launch of one kernel.
+    """One independent choice: the tile and launch of one kernel, while all others are held.
 
     Attributes:
       name: its key in `KnobSettings`.
-      phase: the program that it shows in, `"forward"` or `"forward+backward"`.
-      candidates: what to try for a case. Some may not compile, or not fit: those are skipped, and shown. None if there
-        is nothing to choose for this case, or on this machine; then it stays as it is.
-      kernel: how the name of the kernel that it is of ends, by which its cycles are found without the accelerator, or
-        empty.
-      given: how other knobs are set while this one is timed. They switch off every other kernel that could run in place
-        of the one that this knob is of.
-      traffic: what else crosses for its kernel, for a case and a setting.
-      ways: of a knob that chooses among kernels, its candidates in order, and the names of the knobs whose kernels run
-        then. Without the accelerator the first is taken unless another takes clearly fewer cycles in all.
+      phase: the program that it affects, `"forward"` or `"forward+backward"`.
+      candidates: the settings to try for a case. Those that do not compile or fit are skipped, and shown. None to try
+        means that there is no choice for this case, or on this machine, so the setting stays.
+      kernel: the end of the kernel's name, by which its cycles are found without the accelerator; or empty.
+      given: settings of other knobs while this one is timed. They switch off every kernel that could run in place of
+        this knob's.
+      traffic: the further bytes that its kernel moves, for a case and a setting.
+      ways: for a knob that chooses among kernels, its candidates in order, each with the names of the knobs whose
+        kernels run then. Without the accelerator the first is taken, unless another takes clearly fewer cycles in all.
     """
 
     name: str
@@ -73,13 +73,13 @@ class Tunable:
     """What of an implementation may be tuned.
 
     Attributes:
-      knobs: in the order in which they are tuned.
-      settings: the choice in force for a case on this machine.
-      call: the canonical call with such a choice.
-      native: the same for the accelerator's compiler (`Accelerator.native`), or none.
-      key: what an entry of the table for a case is valid for, as its kernel reads it: `{"max_depth": 64}`.
-      cases: cases to tune on unless others are named.
-      table: the file, none if nothing reads one: then the settings in force are always the same.
+      knobs: the knobs, in the order in which they are tuned.
+      settings: returns the settings in force for a case on this machine.
+      call: returns the canonical call with given settings.
+      native: returns the same for the accelerator's compiler (`Accelerator.native`); or None.
+      key: returns what an entry of the table for a case is valid for, as the kernel reads it: `{"max_depth": 64}`.
+      cases: returns the cases to tune on, unless others are named.
+      table: the file; None if none is read, so that the settings never change.
     """
 
     knobs: tuple[Knob, ...]
@@ -98,8 +98,8 @@ class TableEntry:
     Attributes:
       device: the kind of device that it was measured on, as JAX names it.
       key: what it is valid for.
-      settings: the choice.
-      provenance: where it comes from: case, date, version of JAX, command, and how it compared to what it replaced.
+      settings: the settings.
+      provenance: its origin: case, date, version of JAX, command, and how it compared with what it replaced.
     """
 
     device: str
@@ -109,15 +109,15 @@ class TableEntry:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What only one entry of a table may have."""
+        """The identity of the entry, which no two entries of a table share."""
         return (self.device, tuple(sorted(self.key.items())))
 
 
 def read_table(path: Path) -> tuple[TableEntry, ...]:
-    """The entries of a table; none if there is no such file.
+    """Read the entries of a table; none if there is no such file.
 
     Raises:
-      ValueError: the file is not such a table.
+      ValueError: if the file is no such table.
     """
     if not path.exists():
         return ()
@@ -131,11 +131,11 @@ def read_table(path: Path) -> tuple[TableEntry, ...]:
 
 
 def write_table(path: Path, entries: Iterable[TableEntry]) -> None:
-    """Write a table, in the order of its places."""
+    """Write a table, ordered by the identity of its entries."""
     rows = [dataclasses.asdict(entry) for entry in sorted(entries, key=lambda entry: entry.place)]
     output_files.write_text(path, json.dumps({"schema": SCHEMA, "entries": rows}, indent=1) + "\n")
 
 
 def merge_entries(old: Iterable[TableEntry], new: Iterable[TableEntry]) -> list[TableEntry]:
-    """Both, the new ones replacing old ones of the same place."""
+    """Merge entries; a new one replaces an old one of the same identity."""
     return list({entry.place: entry for entry in (*old, *new)}.values())

@@ -1,4 +1,4 @@
-"""The flags of the process: what XLA compiles on CPU under them is right."""
+"""XLA compiles right programs on CPU under the flags of the judging process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.comparison_asserts import LIMIT
 
 @jax.jit
 def product_sum(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Sum of products over the last axis and two axes of size 1, as the D of a backward pass under two vmaps."""
+    """Sum products over the last axis and two axes of size 1, as the D of a backward pass under two vmaps does."""
     long = (1, 1, *x.shape)
     return jnp.sum(x.astype(jnp.float32).reshape(long) * y.astype(jnp.float32).reshape(long), axis=(0, 1, 4))
 
@@ -42,7 +42,7 @@ def test_a_sum_of_products_is_compiled_soundly(shape: tuple[int, ...], dtype: st
 
 
 def test_a_reduction_after_a_product_is_compiled_soundly() -> None:
-    """The program of jax-ml/jax#39103."""
+    """Check the program of jax-ml/jax#39103."""
     count = jnp.arange(32_769, dtype=jnp.float32)
     x = jnp.stack((count, jnp.zeros_like(count), jnp.zeros_like(count)), axis=1)
     squares = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))(x)
@@ -59,7 +59,7 @@ def test_products_that_accumulate_in_f32_are_differentiated_at_any_length(q_leng
 
 
 def biased_logsumexp(q: jax.Array, k: jax.Array, bias: jax.Array) -> jax.Array:
-    """The logsumexp of a plain function, whose scale and bias are a product and a sum."""
+    """Compute the logsumexp of a plain function, whose scale and bias are a product and a sum."""
     logits = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * 0.3 + bias
     top = jnp.max(logits, axis=-1, keepdims=True)
     return top[..., 0] + jnp.log(jnp.exp(logits - top).sum(-1))
@@ -134,7 +134,7 @@ def test_libtpu_is_told_where_to_write_schedules_by_each_process_for_itself(
 
 
 def ended() -> int:
-    """The number of a process that has ended, and that no other has yet."""
+    """Return the number of a process that has ended, and that no other process has yet."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid

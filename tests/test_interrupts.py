@@ -1,4 +1,4 @@
-"""No stop signal is lost: not where it is swallowed, dropped, or arrives too early or too late."""
+"""No stop signal is lost, whether it is swallowed, dropped, too early or too late."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE = 60.0
 
 @pytest.fixture(autouse=True)
 def usual_handlers() -> Iterator[None]:
-    """Handlers as a terminal's processes have them; the tests may themselves run in the background."""
+    """Install the handlers that a terminal's processes have, since the tests may run in the background."""
     with restore_signal_handlers():
         yield
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,4 +1,4 @@
-"""Files of records that were changed by hand, by a fault or by a forger are read, or refused with one line."""
+"""Files of records that a person, a fault or a forger changed are read, or refused with one line."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ VALUES = st.recursive(
 
 
 def of_the_type_of(value: Any) -> st.SearchStrategy[Any]:
-    """Other values of the type of a JSON value, which a schema alone cannot tell from what is right."""
+    """Draw other values of the same JSON type, which a schema alone cannot tell from right ones."""
     if isinstance(value, bool):
         return st.booleans()
     if isinstance(value, int | float):
@@ -103,14 +103,14 @@ def of_the_type_of(value: Any) -> st.SearchStrategy[Any]:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path to each value within a JSON value, by keys and indices."""
+    """Yield the path to each value within a JSON value, by keys and indices."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [found for key, item in items for found in ((*path, key), *places(item, (*path, key)))]
 
 
 @st.composite
 def changed_fields(draw: st.DrawFn) -> bytes:
-    """A file in some lines of which fields are replaced, removed, renamed or there twice."""
+    """Draw a file with fields replaced, removed, renamed or repeated in some lines."""
     lines = [json.loads(line) for line in LINES]
     texts = list(LINES)
     for number in draw(st.lists(st.sampled_from(range(len(lines))), min_size=1, max_size=2)):
@@ -136,13 +136,13 @@ def changed_fields(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def changed_lines(draw: st.DrawFn) -> bytes:
-    """A file whose lines are in another order, missing or repeated."""
+    """Draw a file with lines reordered, missing or repeated."""
     return "".join(f"{line}\n" for line in draw(st.lists(st.sampled_from(LINES), max_size=8))).encode()
 
 
 @st.composite
 def changed_bytes(draw: st.DrawFn) -> bytes:
-    """A file in which bytes are removed, replaced or repeated."""
+    """Draw a file with bytes removed, replaced or repeated."""
     content = "".join(f"{line}\n" for line in LINES).encode()
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(content)))
@@ -158,7 +158,7 @@ MUTATED = st.one_of(changed_fields(), changed_lines(), changed_bytes())
 
 
 def check_reading(content: bytes, reports: Callable[..., str] | None = None) -> None:
-    """Read the content of a file, and refuse anything but runs and the one error."""
+    """Read the content of a file, and accept only runs and the one error."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "r.jsonl"
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Files that commands write: what they replace, that they are whole, and that one run at a time writes them."""
+"""Commands replace only their own outputs, write whole files, and one run at a time writes a file."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_summaries_are_added_to_the_summary_of_a_step(folder: Path, monkeypatch:
 
 @contextlib.contextmanager
 def full_disk(most: int) -> Iterator[None]:
-    """No file of this process grows beyond `most` bytes within."""
+    """Let no file of this process grow beyond `most` bytes in the block."""
     before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:

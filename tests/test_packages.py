@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import conformance
 from tests.process_helpers import COMMAND_TIMEOUT
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +41,7 @@ ASKS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a kernel, and modules that have our packages' names and do not stand being imported."""
+    """Create a folder with a kernel, and modules that have our packages' names and fail when they are imported."""
     (tmp_path / "kernel.py").write_text(KERNEL)
     (tmp_path / "helpers.py").write_text("SCALE = 1.0\n")
     (tmp_path / "impls").mkdir()
@@ -50,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments in the folder, where our packages are installed behind it."""
+    """Run Python with these arguments in the folder, with our packages behind it on the path."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, *command],
@@ -141,3 +142,9 @@ def test_a_name_that_nothing_hides_is_simply_missing(folder: Path) -> None:
     done = run(folder, "-m", "conformance", *RUN)
     assert done.returncode == 2
     assert "AttributeError: module 'cases' has no attribute 'scale' (helpers.py:2: " in done.stderr
+
+
+def test_type_checkers_are_given_the_public_names() -> None:
+    stub = (ROOT / "conformance" / "__init__.pyi").read_text()
+    found = {line.rpartition(" as ")[2]: line.split()[1] for line in stub.splitlines() if line.startswith("from ")}
+    assert found == vars(conformance)["_PUBLIC"]

@@ -1,4 +1,4 @@
-"""The README and the pages beside it do what they say: commands parse, examples give what is shown, tables are full."""
+"""The README and its pages are true: commands parse, examples print what is shown, tables are complete."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SCREEN = 50
 
 
 def blocks(page: str, *languages: str) -> list[str]:
-    """The fenced blocks of the page in one of the languages, continued lines joined."""
+    """Return the fenced blocks of a page in one of the languages, with continued lines joined."""
     fenced = re.findall(r"^```(\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     return [text.replace("\\\n", " ") for language, text in fenced if language in languages]
 
 
 def rows(page: str, *header: str) -> list[list[str]]:
-    """The cells of the tables with this header."""
+    """Return the cells of the tables with this header."""
     found, inside = [], False
     for line in PAGES[page].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -53,7 +53,7 @@ def rows(page: str, *header: str) -> list[list[str]]:
 
 
 def names(text: str) -> list[str]:
-    """What stands in backticks, outside of fenced blocks."""
+    """Return the texts in backticks outside of fenced blocks."""
     prose = re.sub(r"^```\w*\n.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     return [" ".join(name.split()) for name in re.findall(r"`([^`]+)`", prose)]
 
@@ -73,7 +73,7 @@ def test_the_readme_example_fails_as_the_readme_says(
 
 
 def rounded(text: str) -> str:
-    """The text with its numbers to three digits: the kernel's own last digits differ between machines."""
+    """Round the numbers in a text to three digits, since last digits differ between machines."""
     return re.sub(r"-?\d+\.?\d*(e[+-]?\d+)?(?= |,|$|\n)", lambda number: f"{float(number[0]):.3g}", text)
 
 

@@ -1,4 +1,4 @@
-"""Records: strict JSON lines that come back as they were, merge, and say where they are malformed."""
+"""Records are strict JSON lines: they are read back unchanged, merge, and are refused where they are malformed."""
 
 from __future__ import annotations
 

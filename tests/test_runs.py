@@ -1,4 +1,4 @@
-"""Runs: what a file of records says beside them comes back as it was, and what is cut off is missed."""
+"""Run records, finished jobs and ends are read back unchanged, and a cut-off line is noted."""
 
 from __future__ import annotations
 

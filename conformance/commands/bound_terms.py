@@ -1,4 +1,4 @@
-"""The terms of the bound where an implementation is furthest off on a case, result by result."""
+"""Show the terms of the bound where an implementation is furthest off on a case, result by result."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 from cases.case import Case
 from conformance.check_api.subject import Subject
-from conformance.commands.command_errors import CannotJudge
 from conformance.contract import Implementation
 from conformance.execution.executor import Result
 from conformance.sandbox.sandboxed_executor import SupportQueryFailed, create_executor
+from conformance.session.failures import CannotJudge
 from conformance.truth import bound_sources
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import Bounded, Expectation
@@ -20,7 +20,7 @@ from reports import text_format
 from reports.metrics import Metric
 
 _MAX_ROUNDING_TIMES = 8.0
-"""How many times its term an error of rounding may be; what is further off is no rounding of that size."""
+"""A rounding error is at most so many times its term. A larger error is no rounding of that size."""
 
 _MAX_NAMED_TERMS = 3
 _WHOLE_BOUND = "the whole bound"
@@ -28,10 +28,10 @@ _TERM_NAMES = {**bound_sources.SOURCES, _WHOLE_BOUND: "the bound as a whole, no 
 
 
 def explain_bounds(implementation: Implementation, case: Case, tolerances: Tolerances) -> str:
-    """How far each result is off at its worst element, and of what the bound there consists.
+    """Describe how far each result is off at its worst element, and the terms of the bound there.
 
     Raises:
-      CannotJudge: if it cannot run here, or does not support the case.
+      CannotJudge: if the implementation cannot run here, or does not support the case.
     """
     subject = Subject(create_executor(implementation), case, tolerances)
     if (absent := implementation.accelerator.absent) is not None:
@@ -60,7 +60,7 @@ _OfferedResult = tuple[str, Callable[[], Result], Bounded, np.ndarray, Callable[
 
 
 def _iter_results(subject: Subject) -> Iterator[_OfferedResult]:
-    """Results that are offered: by name, how to get them, what is expected, what is judged, where its bound is."""
+    """Yield each offered result: its name, a function that computes it, its bounds, its judged elements, its terms."""
 
     def forward(name: str) -> Callable[[Expectation], np.ndarray]:
         return lambda expected: expected.forward[name].bound
@@ -118,12 +118,12 @@ def _format_terms(
 def _describe_resemblance(
     got: np.ndarray, bounded: Bounded, judged: np.ndarray, by_source: dict[str, np.ndarray], passes: bool
 ) -> str:
-    """Which term the errors of all elements resemble, in words; of what passes, only a term that is large enough."""
+    """Say which term the errors of all elements resemble; for a result that passes, only terms of its size."""
     error = np.abs(got.astype(np.float64) - bounded.value)
     counts = np.broadcast_to(judged, error.shape)
     off = int((error[counts] > 0).sum())
     if off < bound_sources.MIN_ELEMENTS:
-        return f"what the error resembles cannot be told: {text_format.format_count(off, 'element')} off"
+        return f"it is unknown what the error resembles: only {text_format.format_count(off, 'element')} off"
     most = _MAX_ROUNDING_TIMES if passes else np.inf
     found = bound_sources.find_resemblance(error, by_source | {_WHOLE_BOUND: bounded.bound}, counts, most=most)
     if found is None:

@@ -1,16 +1,22 @@
-"""`calibrate`: what correct implementations reach, the table that the limits follow from."""
+"""`calibrate`: tabulate what correct implementations reach, from which the limits follow."""
 
 from __future__ import annotations
 
 import argparse
 
 import jax
+from rich.console import Console
 
 from conformance import records
-from conformance.commands import argument_lookup, run
-from conformance.commands.command_errors import CannotJudge
-from conformance.commands.run_outputs import check_writable
+from conformance.commands import argument_lookup
+from conformance.commands.progress_display import RunProgress
 from conformance.records import Record
+from conformance.runs import COMPLETE
+from conformance.session import input_files, run_options
+from conformance.session.failures import CannotJudge
+from conformance.session.run_options import RunOptions
+from conformance.session.run_outputs import check_writable
+from conformance.session.session import Session
 from conformance.truth import calibration, tolerances
 
 
@@ -21,14 +27,12 @@ def calibrate(arguments: argparse.Namespace) -> int:
         raise CannotJudge("nothing to calibrate by: give records of correct implementations, or --impl=NAME")
     argument_lookup.reject_bad_job_count(arguments.jobs)
     for seed in arguments.seed:
-        argument_lookup.reject_bad_seed(seed)
+        run_options.reject_bad_seed(seed)
     found: list[Record] = []
     for name in arguments.records:
-        found += argument_lookup.read_records(name)
+        found += input_files.read_records(name)
     if arguments.impl:
-        found += run.judge_all(
-            arguments.impl, arguments.level or "standard", tuple(arguments.seed) or (0,), arguments.jobs
-        )
+        found += _judge_grids(arguments)
     # Records do not say what grid they are of, nor which JAX they were made with.
     judged_here = not arguments.records
     level = arguments.level or ("standard" if judged_here else "")
@@ -43,3 +47,20 @@ def calibrate(arguments: argparse.Namespace) -> int:
     calibration.write_calibration(table, path)
     print(f"{len(found):,} records tabulated in {path}")
     return 0
+
+
+def _judge_grids(arguments: argparse.Namespace) -> list[Record]:
+    """Judge whole grids, and return the records. Raises `CannotJudge` if the run does not come to its end."""
+    options = RunOptions(
+        implementations=tuple(arguments.impl),
+        level=arguments.level or "standard",
+        seeds=tuple(arguments.seed),
+        jobs=arguments.jobs,
+    )
+    session = Session(options)
+    session.begin()
+    console = Console(stderr=True)
+    how, reason = session.judge_jobs(lambda total, finished: RunProgress(total, console, finished))
+    if how != COMPLETE:
+        raise CannotJudge(reason)
+    return session.recorded.records

@@ -1,4 +1,4 @@
-"""A case in words: the problem, what must be told apart, and the tolerances that judge it with where they come from."""
+"""Describe a case: the problem, the wrong results that it must expose, and its tolerances with their origin."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 from cases import mask_spec, regressions
 from cases.case import FEATURES, OPERAND_FEATURES, Case
 from cases.operand_values import Problem, draw_problem
+from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.storage_layout import Storage
 from conformance.check_api.subject import Subject
 from conformance.contract import Arithmetic, Implementation
@@ -27,12 +28,12 @@ _DISTRIBUTIONS = {
     "levels": "logits around 80, 90, 105, 130, 1100 and 1.1e4, high and low; queries of zeros and equal keys",
     "huge": "logits beyond the float16 range, high for one query and low for the next",
 }
-# What has a line of its own.
+# Operands that have a line of their own.
 _DESCRIBED_OPERANDS = {"segment_ids", "soft_cap", "sinks", "bias", "scale"}
 
 
 def explain_case(case: Case, tolerances: Tolerances) -> str:
-    """The explanation, as text."""
+    """Describe a case as text."""
     problem = draw_problem(case)
     named = regressions.find_regression(case.id)
     about = [f"Regression  {named.name}: {named.shows} ({named.reference})", ""] if named else []
@@ -90,19 +91,15 @@ def _describe_problem(case: Case, problem: Problem) -> list[str]:
 
 
 def _describe_storage(case: Case, stored: Storage) -> list[str]:
-    """Where the operands of a stored case lie."""
+    """Describe where the operands of a stored case lie."""
     sequences = ", ".join(f"{q} of {n}" for q, n in zip(case.q_lengths, case.kv_lengths, strict=True))
-    if stored.page_indices is None:
-        where = f"{len(stored.held)} packed keys"
-    else:
-        pages, size = stored.held.shape
-        shared = "some of them shared" if stored.shares else "none of them shared"
-        where = f"{pages} pages of {size}, {shared}; a table of {stored.page_indices.shape[1]} pages a sequence"
-    rows, total = len(stored.cu_q_lens) - 1, len(stored.q_rows)
+    form, total = FORMS[stored.form], stored.q_rows.size
+    where = "" if form.describe_layout is None else form.describe_layout(stored)
+    rows = next(len(table) - name.startswith("cu_") for name, table in stored.tables.items())
     return [
-        f"Storage     {FEATURES[stored.kind]}",
+        f"Storage     {form.description}",
         f"            queries of keys: {sequences}; the queries of a sequence are the last of T={case.q_length}",
-        f"            {total} packed queries, {total - sum(case.q_lengths)} of them padding; {where}; "
+        f"            {total} stored queries, {total - sum(case.q_lengths)} of them padding; {where}; "
         f"tables for {rows} sequences, of which there are {case.batch}",
     ]
 
@@ -110,7 +107,8 @@ def _describe_storage(case: Case, stored: Storage) -> list[str]:
 def _describe_tolerances(case: Case, tolerances: Tolerances) -> list[str]:
     lines = ["Judged by the largest |got - expected| / bound over the elements, and where there are enough by the"]
     lines.append(
-        "root mean square. The bound is the first-order rounding error of each element (conformance/truth/rounding_bounds.py)."
+        "root mean square. The bound is the first-order rounding error of each element "
+        "(conformance/truth/rounding_bounds.py)."
     )
     for row in tolerances.rows():
         if row["dtype"] == case.dtype:

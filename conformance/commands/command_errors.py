@@ -12,36 +12,33 @@ from absl.flags import argparse_flags
 
 from conformance import packages
 from conformance.commands import standard_streams
+from conformance.session.failures import CannotJudge
 
 TRACEBACK_VARIABLE = "CONFORMANCE_TRACEBACK"
-"""The environment variable that has an unexpected error print its traceback."""
+"""The environment variable that makes an unexpected error print its traceback."""
 _UNKNOWN_ARGUMENTS = "unrecognized arguments: "
 
 
-class CannotJudge(Exception):  # noqa: N818 -- a statement, as the message is
-    """The command cannot be carried out; the message is the one line that the user sees. Exit code 2."""
-
-
 class Parser(argparse_flags.ArgumentParser):
-    """Parser of the whole command line."""
+    """Parses the whole command line."""
 
     def error(self, message: str) -> NoReturn:
-        """One line and exit code 2."""
-        # A kernel that is given as a bare word is the commonest of them.
+        """End with one line and exit code 2."""
+        # The commonest unknown argument is a kernel without --impl.
         words = message.removeprefix(_UNKNOWN_ARGUMENTS).split() if message.startswith(_UNKNOWN_ARGUMENTS) else []
         kernel = next((word for word in words if not word.startswith("-") and (".py" in word or ":" in word)), None)
         refuse_arguments(self, f"{message}; a kernel is named by --impl={kernel}" if kernel else message)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of a sub-command. An abbreviated option is refused: what is misspelt must not weaken the gate."""
+    """Parses a sub-command. It refuses abbreviated options: a misspelt option must not weaken the gate."""
 
     def __init__(self, **options: Any) -> None:
-        """A parser with the options of argparse's own."""
+        """Create a parser with the options of argparse's own."""
         super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        """One line and exit code 2."""
+        """End with one line and exit code 2."""
         refuse_arguments(self, message)
 
 
@@ -51,7 +48,7 @@ def refuse_arguments(refusing: argparse.ArgumentParser, message: str) -> NoRetur
 
 
 def describe_error(error: Exception) -> str:
-    """Say in one line why a command ended; of an unexpected error also how to see and report it."""
+    """Say in one line why a command ended; for an unexpected error, also how to see and report it."""
     lookup = sys.modules.get("conformance.execution.implementation_registry")  # it loads NumPy
     expected: tuple[type[Exception], ...] = (CannotJudge, packages.NameTaken, standard_streams.OutputFailed)
     if lookup is not None:

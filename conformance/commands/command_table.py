@@ -1,4 +1,4 @@
-"""The sub-commands, by name: each is loaded when it is asked for, since loading all of them takes half a second."""
+"""The sub-commands by name. Each is loaded when it is asked for, since loading all takes half a second."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from conformance.extensions import load_attribute, load_extensions
 _COMMAND_PLACES = {
     "run": "run:run",
     "explore": "explore:explore",
-    "list": "listing:list_things",
+    "list": "listing:list_entries",
     "explain": "listing:explain",
     "report": "report:render_report",
     "compare": "compare:compare",
-    "history": "history:history",
+    "history": "history:show_history",
     "expect": "expect:expect",
-    "sensitivity": "bank.sensitivity:sensitivity",
+    "sensitivity": "bank.sensitivity:measure_sensitivity",
     "calibrate": "calibrate:calibrate",
 }
 
 
 def load_command(name: str) -> Callable[[argparse.Namespace], int]:
-    """What does the command `name`."""
+    """Load the function that carries out a command."""
     places = {name: f"conformance.commands.{place}" for name, place in _COMMAND_PLACES.items()}
     places |= {command.name: command.function for extension in load_extensions() for command in extension.commands}
     found: Callable[[argparse.Namespace], int] = load_attribute(places[name])

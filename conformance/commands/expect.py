@@ -1,19 +1,19 @@
-"""`expect`: the table entries for what fails now, with reasons to be filled in."""
+"""`expect`: print known-failure entries for what fails now, with reasons to be filled in."""
 
 from __future__ import annotations
 
 import argparse
 
-from conformance.commands import argument_lookup
-from conformance.commands.command_errors import CannotJudge
 from conformance.judging.expected_failures import format_toml, suggest_entries
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.records import make_printable
+from conformance.session import input_files
+from conformance.session.failures import CannotJudge
 
 
 def expect(arguments: argparse.Namespace) -> int:
-    """`expect`: print an entry for each group of failures, to be pasted into `pyproject.toml`."""
-    recorded = [one for name in arguments.records for one in argument_lookup.read_recorded_runs(name)]
+    """Print an entry for each group of failures, to be pasted into `pyproject.toml`."""
+    recorded = [one for name in arguments.records for one in input_files.read_recorded_runs(name)]
     found, _ = aggregate_runs(recorded, command="expect")
     known = sorted({record.implementation for record in found})
     for name in arguments.impl:

@@ -1,4 +1,4 @@
-"""`explore`: look for a wrong case beyond the grid."""
+"""`explore`: search for a wrong case beyond the grid."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ import dataclasses
 from rich.console import Console
 
 from conformance import interrupts
-from conformance.commands import argument_lookup, run_annotations
-from conformance.commands.command_errors import CannotJudge
+from conformance.commands import argument_lookup
+from conformance.commands.argument_lookup import check_outputs, format_command_line
 from conformance.commands.progress_display import ExplorationProgress
-from conformance.commands.run_outputs import check_outputs, find_step_summary, format_command_line
 from conformance.judging import flag_share, provenance
 from conformance.judging.journal import Journal, JournalWriteError
 from conformance.judging.run_aggregation import EXPLORATION_LEVEL, aggregate_runs
 from conformance.judging.run_plan import Plan
 from conformance.records import RED
 from conformance.runs import COMPLETE, FAILED, INTERRUPTED
+from conformance.session import project_lookup, run_annotations, run_options
+from conformance.session.failures import CannotJudge
+from conformance.session.run_outputs import find_step_summary
 from reports import terminal
 from reports.page_model import build_summary
 
 
 def explore(arguments: argparse.Namespace) -> int:
-    """`explore`: look for a wrong case beyond the grid."""
+    """Judge drawn cases until one is wrong or the time is up, and shrink a wrong one."""
     from conformance.judging import explorer as exploring  # imported late: only this and `--shrink` need Hypothesis
 
     if arguments.seed is not None:
-        argument_lookup.reject_bad_seed(arguments.seed)
+        run_options.reject_bad_seed(arguments.seed)
     try:
         budget = exploring.build_budget(
             arguments.profile, seconds=arguments.seconds, examples=arguments.examples, seed=arguments.seed
@@ -35,9 +37,9 @@ def explore(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise CannotJudge(f"--{error}") from error
     outputs = dataclasses.replace(check_outputs(arguments), step=find_step_summary())
-    chosen = argument_lookup.load_project_settings()
+    chosen = project_lookup.load_project_settings()
     kernels = argument_lookup.build_kernel_options(arguments)
-    implementation = argument_lookup.find_implementation(arguments.impl, kernels)
+    implementation = project_lookup.find_implementation(arguments.impl, kernels)
     if implementation.accelerator.absent is not None:
         raise CannotJudge(f"{implementation.name} cannot run here: {implementation.accelerator.absent}")
     described = provenance.build_run(
@@ -95,6 +97,6 @@ def explore(arguments: argparse.Namespace) -> int:
 
 
 def _end_journal(journal: Journal, reason: str) -> CannotJudge:
-    """End the files of a run that cannot go on, and return what says so."""
+    """End the files of a run that cannot go on, and return the exception that says why."""
     journal.end(FAILED, reason=reason)
     return CannotJudge(reason)

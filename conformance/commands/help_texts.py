@@ -1,4 +1,4 @@
-"""What the commands say of themselves in their help: what they do, examples, exit codes."""
+"""The texts of the commands' help: descriptions, examples, exit codes."""
 
 from __future__ import annotations
 

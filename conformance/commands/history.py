@@ -1,4 +1,4 @@
-"""`history`: how each implementation fared over many runs, from the oldest to the newest."""
+"""`history`: show how each implementation fared over many runs, from the oldest to the newest."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from pathlib import Path
 from rich.console import Console
 
 from conformance import measurements
-from conformance.commands import argument_lookup
-from conformance.commands.command_errors import CannotJudge
-from conformance.commands.run_outputs import check_writable, format_command_line, write_summary
+from conformance.commands.argument_lookup import format_command_line
 from conformance.judging import run_history
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.judging.run_history import PastRun, RunPiece
+from conformance.session import input_files
+from conformance.session.failures import CannotJudge
+from conformance.session.run_outputs import check_writable, write_summary
 from reports import history_page
 from reports.conformity import summarize_contenders
 from reports.history_tracks import Changed, RunEntry, build_tracks
 from reports.record_groups import group_by_contender
 
 
-def history(arguments: argparse.Namespace) -> int:
-    """`history`: a table of each implementation's runs, and a page with a chart of each."""
+def show_history(arguments: argparse.Namespace) -> int:
+    """Print a table of each implementation's runs, and write a page with a chart of each."""
     page = check_writable(arguments.report, "report") if arguments.report is not None else None
     text = check_writable(arguments.markdown, "markdown") if arguments.markdown is not None else None
     if page is not None and text is not None and page.resolve() == text.resolve():
@@ -55,13 +56,13 @@ def history(arguments: argparse.Namespace) -> int:
 
 
 def _find_files(names: Sequence[str]) -> tuple[list[list[Path]], list[str]]:
-    """The files that are named: those joined by commas together, those of a folder one by one."""
+    """Find the named files, and return notes on those that are skipped. Names joined by commas are one group."""
     found: list[list[Path]] = []
     notes = []
     for name in names:
-        path = argument_lookup.parse_input_path(name)
+        path = input_files.parse_input_path(name)
         if not path.is_dir():
-            found.append([argument_lookup.parse_input_path(part) for part in name.split(",")])
+            found.append([input_files.parse_input_path(part) for part in name.split(",")])
             continue
         there = sorted(path.rglob("*.jsonl"))
         timed = [one for one in there if _holds_measurements(one)]
@@ -80,14 +81,14 @@ def _holds_measurements(path: Path) -> bool:
 
 
 def _read_runs(given: Sequence[Sequence[Path]]) -> tuple[list[PastRun], list[str]]:
-    """The runs of files in their order; a run that is there twice, as beside a page, counts once."""
+    """Read the runs of files in order of time; a run that is in two files counts once."""
     groups: list[list[RunPiece]] = []
     notes = []
     seen: list[object] = []
     for paths in given:
         ones = []
         for path in paths:
-            found = run_history.list_pieces(path, argument_lookup.read_recorded_runs(str(path)))
+            found = run_history.list_pieces(path, input_files.read_recorded_runs(str(path)))
             if not found:
                 notes.append(f"{path}: nothing is in it")
             for one in found:
@@ -104,8 +105,8 @@ def _read_runs(given: Sequence[Sequence[Path]]) -> tuple[list[PastRun], list[str
 
 
 def _build_entry(one: PastRun) -> RunEntry:
-    """A run as reports know it. Raises `CannotJudge` for files that are given as one run, and are not."""
-    recorded = [argument_lookup.read_recorded_runs(str(piece.path))[piece.place] for piece in one.pieces]
+    """Build the entry of a run as reports take it. Raises `CannotJudge` if its files are no one run."""
+    recorded = [input_files.read_recorded_runs(str(piece.path))[piece.place] for piece in one.pieces]
     records, info = aggregate_runs(recorded, command=format_command_line())
     for record in records:
         if record.run:
@@ -119,7 +120,7 @@ def _build_entry(one: PastRun) -> RunEntry:
 
 
 def _collect_notes(entries: Sequence[RunEntry]) -> list[str]:
-    """What is to be said of single runs, each with the numbers of those that it is said of."""
+    """Collect the notes on single runs, each with the numbers of its runs."""
     said: dict[str, list[int]] = {}
     for number, entry in enumerate(entries, 1):
         for note in entry.info.notes:

@@ -1,4 +1,4 @@
-"""`list` and `explain`: what there is, and what it is."""
+"""`list` and `explain`: list implementations, cases and checks, and describe a case."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from conformance.checks import CHECKS
 from conformance.commands import argument_lookup
 from conformance.commands.bound_terms import explain_bounds
 from conformance.commands.case_description import explain_case
-from conformance.commands.command_errors import CannotJudge
 from conformance.contract import Implementation
 from conformance.execution import implementation_registry
+from conformance.session import project_lookup, run_options
+from conformance.session.failures import CannotJudge
 
 
-def list_things(arguments: argparse.Namespace) -> int:
-    """`list`: implementations, cases, checks, features, regressions or named problems."""
+def list_entries(arguments: argparse.Namespace) -> int:
+    """List implementations, cases, checks, features, regressions or named problems."""
     console = Console(soft_wrap=True)
     for option in ("impl", "level", "cases", "seed"):
         if arguments.what != "cases" and getattr(arguments, option) is not None:
@@ -53,11 +54,11 @@ def list_things(arguments: argparse.Namespace) -> int:
 
 def _select_cases(arguments: argparse.Namespace) -> list[Case]:
     level, seed = arguments.level or "quick", arguments.seed or 0
-    argument_lookup.reject_bad_seed(seed)
+    run_options.reject_bad_seed(seed)
     if arguments.impl is None:
         found = dict.fromkeys((*build_grid(level, seed).cases, *build_grid(level, seed, model=size_model.MODEL).cases))
     else:
-        asked = ImplementationGrids(argument_lookup.find_implementation(arguments.impl), level, seed)
+        asked = ImplementationGrids(project_lookup.find_implementation(arguments.impl), level, seed)
         found = dict.fromkeys(case for grid in asked.all_grids for case in grid.cases)
     chosen = [case for case in found if arguments.cases is None or matches_query(arguments.cases, case.id)]
     if not chosen:
@@ -71,7 +72,7 @@ def _list_descriptions(what: str) -> list[tuple[str, ...]]:
     if what == "features":
         return list(FEATURES.items())
     return [
-        (name, _describe_implementation(argument_lookup.find_implementation(name)))
+        (name, _describe_implementation(project_lookup.find_implementation(name)))
         for name in implementation_registry.list_implementations()
     ]
 
@@ -83,14 +84,14 @@ def _describe_implementation(implementation: Implementation) -> str:
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    """`explain`: what a case is and what judges it, or of what the bounds of an implementation consist there."""
-    case, tolerances = argument_lookup.parse_case(arguments.case), argument_lookup.load_project_settings().tolerances
+    """Describe a case and its tolerances, or the terms of an implementation's bounds on it."""
+    case, tolerances = project_lookup.parse_case(arguments.case), project_lookup.load_project_settings().tolerances
     if arguments.impl is None:
         print(explain_case(case, tolerances))
     else:
         print(
             explain_bounds(
-                argument_lookup.find_implementation(arguments.impl, argument_lookup.build_kernel_options(arguments)),
+                project_lookup.find_implementation(arguments.impl, argument_lookup.build_kernel_options(arguments)),
                 case,
                 tolerances,
             )

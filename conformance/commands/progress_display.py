@@ -1,6 +1,6 @@
-"""Progress of a long run: how much is done, how many failures so far, how long it will take.
+"""Show the progress of a long run: how much is done, how many failures there are, how long it will take.
 
-Each display is something that moves in a terminal, and a line every quarter of a minute elsewhere.
+Each display moves in a terminal. Elsewhere it prints a line every quarter of a minute.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _LiveDisplay(Protocol):
 
 
 class _Display:
-    """Starts and stops what moves in a terminal; says something now and then where there is none."""
+    """Starts and stops what moves in a terminal; elsewhere prints a line from time to time."""
 
     def __init__(self, console: Console, moving: _LiveDisplay) -> None:
         self._console = console
@@ -52,14 +52,14 @@ class _Display:
         return time.monotonic() - self._started
 
     def _print_occasionally(self, text: str) -> None:
-        """Print a line where there is no terminal, unless there was one just now."""
+        """Print a line where there is no terminal, unless one was printed shortly before."""
         now = time.monotonic()
         if not self._console.is_terminal and now - self._last > _LINE_INTERVAL_SECONDS:
             self._last = now
             self._print(text)
 
-    def _name(self, red: Record) -> None:
-        """Name a red case as it happens: nobody should wait for the end to learn of it."""
+    def _print_red_case(self, red: Record) -> None:
+        """Print a red case at once, so that nobody waits for the end to learn of it."""
         self._print(f"{red.verdict} {red.implementation} {red.check} {red.observable}: {red.case}")
 
     def _print(self, text: str) -> None:
@@ -67,10 +67,10 @@ class _Display:
 
 
 class RunProgress(_Display):
-    """Progress of a run whose jobs are counted: a bar."""
+    """The progress of a run with a known number of jobs: a bar."""
 
     def __init__(self, total: int, console: Console, before: Sequence[Sequence[Record]] = ()) -> None:
-        """`before` are the jobs of `total` that an earlier part of the run has judged."""
+        """Show `total` jobs, of which an earlier part of the run has judged those of `before`."""
         columns = (
             TextColumn("judging"),
             BarColumn(),
@@ -89,12 +89,12 @@ class RunProgress(_Display):
         super().__init__(console, self._bar)
 
     def advance(self, judged: Sequence[Record]) -> None:
-        """One more job is done."""
+        """Count one more job, with its records."""
         self._done += 1
         red = [record for record in judged if record.verdict in RED]
         if red and self._named < _MAX_NAMED_RED:
             self._named += 1
-            self._name(red[0])
+            self._print_red_case(red[0])
         self._red |= {record.key for record in red}  # a question asked twice is one record of the summary
         self._bar.update(self._task, advance=1, red=len(self._red))
         left = self._elapsed * (self._total - self._done) / (self._done - self._before)
@@ -104,7 +104,7 @@ class RunProgress(_Display):
 
 
 class ExplorationProgress(_Display):
-    """Progress of an exploration, whose end is a time: a status line."""
+    """The progress of an exploration, which ends at a time: a status line."""
 
     def __init__(self, seconds: float | None, console: Console) -> None:
         self._status = console.status("exploring")
@@ -113,7 +113,7 @@ class ExplorationProgress(_Display):
         super().__init__(console, self._status)
 
     def advance(self, judged: Sequence[Record], *, shrinking: bool) -> None:
-        """One more case is judged."""
+        """Count one more case, with its records."""
         if shrinking:
             self._smaller += 1
         else:
@@ -130,18 +130,18 @@ class ExplorationProgress(_Display):
     def _report_if_red(self, judged: Sequence[Record]) -> None:
         red = [record for record in judged if record.verdict in RED]
         if red:
-            self._name(red[0])
+            self._print_red_case(red[0])
             self._print("shrinking it; Ctrl-C stops with the smallest case so far")
 
 
 class StepProgress(_Display):
-    """Progress of something that says what it does: a status line."""
+    """The progress of work in named steps: a status line."""
 
     def __init__(self, console: Console) -> None:
         self._status = console.status("starting")
         super().__init__(console, self._status)
 
     def say(self, text: str) -> None:
-        """What happens now."""
+        """Show what happens now."""
         self._status.update(Text(text))
         self._print_occasionally(text)

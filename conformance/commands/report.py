@@ -1,4 +1,4 @@
-"""`report`: records and measurements of earlier runs, merged, as one page."""
+"""`report`: render records and measurements of earlier runs, merged, as one page."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ import dataclasses
 from pathlib import Path
 
 from conformance import measurements
-from conformance.commands import argument_lookup
-from conformance.commands.command_errors import CannotJudge
-from conformance.commands.probes import bug_diagnosis
-from conformance.commands.run_outputs import check_writable, format_command_line
+from conformance.commands.argument_lookup import format_command_line
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.measurements import Measurement
 from conformance.sensitivity import detection_table
+from conformance.session import input_files
+from conformance.session.failures import CannotJudge
+from conformance.session.probes import bug_diagnosis
+from conformance.session.run_outputs import check_writable
 from reports import html_page, speed_page
 from reports.page_model import build_summary
 
 
 def render_report(arguments: argparse.Namespace) -> int:
-    """`report`: records and measurements of earlier runs, merged, as one page."""
+    """Merge records and measurements of earlier runs, and write one page."""
     path = check_writable(arguments.report, "report")
-    if path.resolve() in [argument_lookup.parse_input_path(name).resolve() for name in arguments.records]:
+    if path.resolve() in [input_files.parse_input_path(name).resolve() for name in arguments.records]:
         raise CannotJudge(f"--report={arguments.report} is one of the files to be read: give the page its own file")
     timed = [name for name in arguments.records if _holds_measurements(name)]
     measured = measurements.merge_measurements(*(_read_measurements(name) for name in timed))
-    recorded = [
-        one for name in arguments.records if name not in timed for one in argument_lookup.read_recorded_runs(name)
-    ]
+    recorded = [one for name in arguments.records if name not in timed for one in input_files.read_recorded_runs(name)]
     found, info = aggregate_runs(recorded, command=format_command_line(), detection=detection_table.load_table())
     info = bug_diagnosis.add_diagnoses(info, found)
     if measured:

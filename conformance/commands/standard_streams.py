@@ -1,7 +1,7 @@
-"""Standard streams that cannot end a command with a traceback.
+"""Guard the standard streams, so that they cannot end a command with a traceback.
 
-A character that the encoding lacks is escaped. What standard output does not take, as a full disk or a pipe that nobody
-reads, is an `OutputFailed`, which ends the command with one line.
+A character that the encoding lacks is escaped. If standard output takes no more text, as on a full disk or a pipe
+without a reader, `OutputFailed` ends the command with one line.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import os
 import sys
 from typing import Any, TextIO
 
+from conformance.session.failures import RunStopped
 
-class OutputFailed(Exception):  # noqa: N818 -- a statement, as the message is
+
+class OutputFailed(RunStopped):
     """A standard stream takes no more text; the message says which and why."""
 
 
 class _GuardedStream:
-    """A text stream whose failures are `OutputFailed`, or are dropped where nobody could be told of them."""
+    """A text stream that raises `OutputFailed`, or drops its failures if nobody could be told of them."""
 
     def __init__(self, stream: TextIO, name: str, *, drops: bool) -> None:
         self._stream, self._name, self._drops = stream, name, drops
 
     def write(self, text: str) -> int:
-        """Write text, as any text stream does. Raises `OutputFailed`."""
+        """Write text. Raises `OutputFailed`."""
         try:
             return self._stream.write(text)
         except (OSError, ValueError) as error:
@@ -54,13 +56,13 @@ class _GuardedStream:
 
 
 def open_closed_streams() -> None:
-    """Open stdin, stdout and stderr where they are closed.
+    """Open stdin, stdout and stderr if they are closed.
 
-    Otherwise the next files that are opened get their numbers: records, and what is printed in another process with
-    them, or what the server of such processes hears from.
+    Otherwise the next files to be opened get their numbers, and text for the streams ends up in those files: a file of
+    records, or the pipe of the fork server.
 
     Raises:
-      OSError: where the process may open no file at all.
+      OSError: if the process may open no file at all.
     """
     while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(opened, True)
@@ -68,7 +70,7 @@ def open_closed_streams() -> None:
 
 
 def guard_streams() -> None:
-    """Put guarded streams in the place of `sys.stdout` and `sys.stderr`."""
+    """Replace `sys.stdout` and `sys.stderr` by guarded streams."""
     for name, title in (("stdout", "standard output"), ("stderr", "standard error")):
         stream = getattr(sys, name)
         if stream is None:  # it was closed when Python started
@@ -80,13 +82,13 @@ def guard_streams() -> None:
 
 
 def print_error(line: str) -> None:
-    """Print a line on standard error, if that can be written."""
+    """Print a line on standard error, if it can be written."""
     with contextlib.suppress(OutputFailed, OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
 
 def _discard_output(stream: TextIO) -> None:
-    """Send what is left in a stream, and what comes, to nowhere: Python flushes it as the process ends."""
+    """Redirect a stream to nowhere, since Python flushes it when the process ends."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from rich.console import Console
 
 from cases.accelerator_cases import select_compiled_cases
 from cases.case import Case, parse_case_id
@@ -21,7 +20,6 @@ from conformance.accelerators.compilation import CallRefused, CompileError
 from conformance.accelerators.gpus import GPUS, Gpu
 from conformance.accelerators.targets import GPU, list_targets
 from conformance.checks import CHECKS_BY_NAME
-from conformance.commands import run as commands
 from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.executor_tasks import native_compilation
@@ -29,6 +27,8 @@ from conformance.judging import run_plan
 from conformance.judging.runner import Runner, find_platform
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
+from conformance.runs import COMPLETE
+from conformance.session.session import compute_exit_code
 from impls import flash_gpu
 from impls.flash_gpu import pallas_backends
 from impls.flash_gpu.block_sizes import BlockSizes, Tiles
@@ -186,7 +186,7 @@ def test_a_kernel_that_cannot_run_here_is_compiled_all_the_same(monkeypatch: pyt
         ("hardware", "gpu", UNJUDGED),
     ]
     others = [implementation, implementation_registry.find_implementation("dot_product")]
-    assert commands._exit_code(found, others, None, interrupted=False, console=Console()) == 1
+    assert compute_exit_code(found, others, COMPLETE, lacks_platform=False) == 1
 
 
 def test_without_the_programs_it_calls_it_says_which() -> None:

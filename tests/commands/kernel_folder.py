@@ -1,4 +1,4 @@
-"""A user's folder with kernels, good and bad, and commands that are run in it."""
+"""Create a user's folder with right and wrong kernels, and run commands in it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ number = 3
 
 
 def fill(folder: Path) -> None:
-    """Writes the kernels, files that do not import, and files that hold no records."""
+    """Write the kernels, files that cannot be imported, and files that hold no records."""
     (folder / "kernels.py").write_text(KERNELS)
     (folder / "syntax.py").write_text("def attention(:\n")
     (folder / "raises.py").write_text("raise RuntimeError('no GPU here\\nsecond line')\n")
@@ -60,7 +60,7 @@ def fill(folder: Path) -> None:
 
 
 def run_cli(*arguments: str) -> int:
-    """The exit code of a command."""
+    """Run a command in this process, and return its exit code."""
     try:
         return cli.main(cli.build_parser().parse_args(arguments))
     except SystemExit as stop:

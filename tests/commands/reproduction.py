@@ -1,4 +1,4 @@
-"""Wrong kernels of every sort, the runs that find them wrong, and whether a printed command finds the same again."""
+"""Run wrong kernels of every sort, and compare what a printed command finds with what the run found."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _EXPLOITS = Path(__file__).parent.parent / "exploits" / "kernels"
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A command that finds something wrong, and how many of its failures, if of a check, are to be found again."""
+    """A command that finds something wrong, and the number of its failures to find again, by check if one is given."""
 
     name: str
     command: tuple[str, ...]
@@ -90,7 +90,7 @@ class Found:
 
     @property
     def is_gate(self) -> bool:
-        """Whether it is run by pytest."""
+        """Whether pytest runs it."""
         return self.command[0] == "pytest"
 
 
@@ -120,7 +120,7 @@ AT_NIGHT = (
     _found("explored", "explore --impl=kernels.py:window --profile=ci --examples=30 --seed=1", 2),
     _found("gate", "pytest --pyargs conformance --impl=kernels.py:halves --conformance-seed=3 '-k=T1 and f32'", 3),
 )
-"""What asks at length: fifty failures in all."""
+"""Nightly runs: fifty failures in all."""
 
 # A case whose turn it is to have the call with residuals differentiated, with keys that no query may attend to.
 _TURN = "train/f32/B1.T48.S200.N2.K2.H72.V40/causal/heavy"
@@ -133,11 +133,11 @@ ALWAYS = (
         "explored", "explore --impl=kernels.py:scaled --in-process --examples=1 --seed=1 --cases='train/f32/*/full'", 1
     ),
 )
-"""What asks in short, in this process."""
+"""Short runs in this process."""
 
 
 def folder_with_kernels(folder: Path) -> Path:
-    """A user's folder, with all that is judged here."""
+    """Create a user's folder with all kernels that are judged here."""
     (folder / "kernels.py").write_text(KERNELS)
     (folder / "my kernels.py").write_text(KERNELS)
     (folder / "planted.py").write_text(PLANTED)
@@ -145,11 +145,11 @@ def folder_with_kernels(folder: Path) -> Path:
 
 
 Run = Callable[[Sequence[str], Path], tuple[int, str]]
-"""Carries out the arguments of Python in a folder: the exit code, and what was said."""
+"""Runs Python with arguments in a folder, and returns the exit code and the output."""
 
 
 def failures(found: Found, folder: Path, run: Run) -> list[Record]:
-    """Some failures of a run, drawn at random and the same every time."""
+    """Draw some failures of a run, at random and the same every time."""
     path = folder / f"{found.name}.jsonl"
     arguments = [*found.command, f"--{'conformance-' if found.is_gate else ''}json={path}"]
     if found.command[0] == "run":
@@ -165,7 +165,7 @@ def failures(found: Found, folder: Path, run: Run) -> list[Record]:
 
 
 def again(record: Record, folder: Path, run: Run) -> list[Record]:
-    """What the command finds that the record prints."""
+    """Run the command that a record prints, and return what it finds."""
     words = shlex.split(record.reproduce)
     assert words[:3] == ["python", "-m", "conformance"]
     path = folder / "again.jsonl"
@@ -176,7 +176,7 @@ def again(record: Record, folder: Path, run: Run) -> list[Record]:
 
 
 def differences(record: Record, found: list[Record]) -> str:
-    """In what a failure differs from what was found when it was looked for again; empty if it is the same."""
+    """List how a failure differs from what its command found; none if it is the same."""
     same = [one for one in found if (one.check, one.observable) == (record.check, record.observable)]
     if len(same) != 1:
         there = [f"{one.check}/{one.observable} {one.verdict}" for one in found]
@@ -190,7 +190,7 @@ def differences(record: Record, found: list[Record]) -> str:
 
 
 def _ratio(record: Record, other: Record) -> float | None:
-    """The ratio as it can be compared: a failure that was not judged again has none but the first judgement's."""
+    """Return the ratio to compare. A failure that was not judged again has only the ratio of its first judgement."""
     if RATIO_FAST_COMPILE in record.figures or record.ratio is not None:
         return record.ratio
     return float("inf") if RATIO_FAST_COMPILE in other.figures else None
@@ -201,7 +201,7 @@ def _text(ratio: float | None) -> str:
 
 
 def by_itself(arguments: Sequence[str], folder: Path) -> tuple[int, str]:
-    """Run Python as a user does."""
+    """Run Python in a process of its own, as a user does."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -215,7 +215,7 @@ def by_itself(arguments: Sequence[str], folder: Path) -> tuple[int, str]:
 
 
 def here(arguments: Sequence[str], folder: Path) -> tuple[int, str]:
-    """Run a command of this project in this process, which has loaded all that it needs."""
+    """Run a command of this project in this process, which has loaded JAX already."""
     assert tuple(arguments[:2]) == ("-m", "conformance")
     with contextlib.chdir(folder):
         return cli.main(cli.build_parser().parse_args(arguments[2:])), ""

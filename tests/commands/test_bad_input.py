@@ -102,7 +102,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> int:
-    """The exit code of a command."""
+    """Run a command, and return its exit code."""
     try:
         return cli.main(cli.build_parser().parse_args(arguments))
     except SystemExit as stop:
@@ -171,10 +171,10 @@ class BadInput:
     """A command that is refused.
 
     Attributes:
-      name: of the test.
+      name: the name of the test.
       command: the arguments.
       told: words that the one line must have: the operand, and what to do or what there is instead.
-      files: written before, by name.
+      files: files that are written before, by name.
     """
 
     name: str
@@ -196,12 +196,12 @@ def at_impl(name: str) -> tuple[str, ...]:
 
 
 def line(**changed: Any) -> str:
-    """A record's line in which some fields are changed; those that are `...` are left out."""
+    """Build a record's line with some fields changed, and without those that are `...`."""
     return json.dumps({name: value for name, value in {**RECORD, **changed}.items() if value is not ...}) + "\n"
 
 
 def run_line(**changed: Any) -> str:
-    """A run's line, likewise."""
+    """Build a run's line with some fields changed, and without those that are `...`."""
     return json.dumps({name: value for name, value in {**RUN, **changed}.items() if value is not ...}) + "\n"
 
 
@@ -209,18 +209,18 @@ RENDER = ("report", "bad.jsonl", "--report=page.html")
 
 
 def bad_record(name: str, second: str, *told: str) -> BadInput:
-    """A file whose second line is bad."""
+    """Build the case of a file whose second line is bad."""
     words = ("bad.jsonl:2 is no", *told, "judge again")
     return BadInput(f"record-{name}", RENDER, words, {"bad.jsonl": line() + second})
 
 
 def bad_run(name: str, first: str, *told: str) -> BadInput:
-    """A file whose first line is bad, which `--resume` is given."""
+    """Build the case of a file whose first line is bad, given to `--resume`."""
     return BadInput(f"run-line-{name}", ("run", "--resume=bad.jsonl"), ("bad.jsonl:1", *told), {"bad.jsonl": first})
 
 
 def bad_measurement(name: str, **changed: Any) -> BadInput:
-    """A file whose only line is a bad measurement; its field is named."""
+    """Build the case of a file whose only line is a bad measurement; the field must be named."""
     (field,) = changed
     data = {name: value for name, value in {**MEASUREMENT, **changed}.items() if value is not ...}
     told = ("bad.jsonl:1 is not a measurement", field, "measure again")
@@ -228,12 +228,12 @@ def bad_measurement(name: str, **changed: Any) -> BadInput:
 
 
 def settings(name: str, text: str, *told: str) -> BadInput:
-    """A `pyproject.toml` that is refused."""
+    """Build the case of a `pyproject.toml` that is refused."""
     return BadInput(f"settings-{name}", at_case(CASE), ("pyproject.toml", *told), {"pyproject.toml": text})
 
 
 def kernel(name: str, source: str | bytes, *told: str) -> BadInput:
-    """A file that has no kernel."""
+    """Build the case of a file without a kernel."""
     return BadInput(f"kernel-{name}", at_impl("bad.py:attention"), ("bad.py", *told), {"bad.py": source})
 
 
@@ -428,7 +428,10 @@ RUNS = [
     bad_run("unknown", run_line(colour=1), "`colour`"),
     BadInput("run-line-two", ("run", "--resume=bad.jsonl"), ("has 2 runs",), {"bad.jsonl": run_line() * 2}),
     BadInput(
-        "run-line-no-query", ("run", "--resume=bad.jsonl"), ("give what it was given",), {"bad.jsonl": run_line()}
+        "run-line-no-query",
+        ("run", "--resume=bad.jsonl"),
+        ("is no run of this command", "--resume=bad.jsonl"),
+        {"bad.jsonl": run_line()},
     ),
     BadInput(
         "run-line-started", ("history", "bad.jsonl"), ("'noon' is not a time",), {"bad.jsonl": run_line(started="noon")}
@@ -532,7 +535,7 @@ def test_a_problem_that_needs_more_memory_than_there_is_says_how_much(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["run", "--impl=kernels.py:right", "--problem=sparse_attention", "--full-size"]
-    monkeypatch.setattr("conformance.commands.argument_lookup._measure_memory", lambda: 20 * 10**9)
+    monkeypatch.setattr("conformance.session.project_lookup._measure_memory", lambda: 20 * 10**9)
     assert run(*asked) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "sparse_attention needs about 27 GB, and this machine has 20 GB: a --case with fewer" in line
@@ -550,7 +553,7 @@ def test_a_name_is_no_markup(name: str, folder: Path, capsys: pytest.CaptureFixt
 
 
 def judged_by(shell: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """What a shell says that judges a kernel which prints past Python, by `$RUN`."""
+    """Run a shell command that judges a kernel which prints past Python, by `$RUN`, and return its output."""
     (folder / "kernel.py").write_text(
         f"{KERNELS}\nimport os\ndef prints(q, k, v): os.write(1, b'!'); return right(q, k, v)\n"
     )

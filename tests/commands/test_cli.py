@@ -14,8 +14,8 @@ import jax
 import pytest
 
 from conformance import records
-from conformance.commands import run as run_command
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED
+from conformance.session import session
 from tests.commands.kernel_folder import CASE, KERNELS, fill, judge_kernel, run_cli
 from tests.process_helpers import interrupt_command
 
@@ -244,4 +244,4 @@ def test_processes_share_what_can_be_shared(
 ) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert run_command._workers(jobs) == workers
+    assert session._choose_worker_count(jobs) == workers

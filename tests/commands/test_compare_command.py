@@ -35,7 +35,7 @@ def judge(name: str, *options: str) -> int:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a kernel before and after it was broken, and records of both."""
+    """Create a folder with a kernel before and after it broke, and records of both."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     for name, factor in (("before", "1"), ("after", "1.01")):

@@ -43,14 +43,14 @@ _OVERRIDES = (1, 2)  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: root heeds perm
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A fault, the command that meets it, and what is to come of it.
+    """A fault, the command that meets it, and the expected result.
 
     Attributes:
-      name: of the test.
-      command: what is run; its arguments may have bytes that are no text.
+      name: the name of the test.
+      command: the arguments; they may have bytes that are no text.
       code: the exit code.
-      says: what the one line on standard error has; any if it is empty and the code is not zero.
-      environ: variables that are set, or that are not there (None).
+      says: words of the one line on standard error; if empty and the code is not zero, any line will do.
+      environ: environment variables to set, or to remove (None).
       before: what the process does before it becomes the command.
       out: standard output: a file that is opened for it, `closed`, or `unread`, a pipe that nobody reads.
       err: standard error, likewise.
@@ -85,7 +85,7 @@ def close(*numbers: int) -> Callable[[], None]:
 
 
 def without_permission(name: str, *, mode: int = 0) -> Callable[[Path], object]:
-    """A folder of this name that has these permissions."""
+    """Create a folder with these permissions."""
 
     def made(folder: Path) -> None:
         (folder / name).mkdir()
@@ -95,7 +95,7 @@ def without_permission(name: str, *, mode: int = 0) -> Callable[[Path], object]:
 
 
 def leave_folder() -> None:
-    """Stand in a folder that is gone."""
+    """Enter a folder, and delete it."""
     Path("gone").mkdir()
     os.chdir("gone")
     Path("../gone").rmdir()
@@ -202,7 +202,7 @@ SLOW = [
 
 
 def drop_overrides() -> None:
-    """Have root heed permissions from the next program on."""
+    """Make root respect permissions from the next program on."""
     for capability in _OVERRIDES:
         if ctypes.CDLL(None, use_errno=True).prctl(_DROP_FROM_BOUNDING_SET, capability, 0, 0, 0):
             raise OSError(ctypes.get_errno(), "no capability can be dropped")
@@ -220,7 +220,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(fault: Fault, folder: Path) -> tuple[int, str, str]:
-    """The exit code of the command and what it says, as far as that can be read."""
+    """Run a command, and return its exit code and its output, as far as that can be read."""
     if FULL.as_posix() in (fault.out, fault.err) and not FULL.exists():
         pytest.skip("there is no /dev/full here")
     if fault.drops and os.getuid() == 0 and not sys.platform.startswith("linux"):

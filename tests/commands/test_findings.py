@@ -1,4 +1,4 @@
-"""A run says what its failures have in common, confirms it by a few cases more, and shrinks it if asked to."""
+"""A run reports what its failures have in common, confirms it by further cases, and shrinks it on request."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from conformance import cli, records, runs
-from conformance.commands.probes import finding_confirmation, finding_shrinker
 from conformance.judging.failure_probes.confirmation import Prober
 from conformance.record_schema import PROBE_SCHEMA
+from conformance.session.probes import finding_confirmation, finding_shrinker
 from tests.process_helpers import restore_signal_handlers
 
 KERNEL = """

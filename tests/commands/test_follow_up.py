@@ -1,18 +1,15 @@
-"""What a red run asks beside takes a tenth of it at most, and 15 seconds, however slow the kernel is."""
+"""The follow-up of a red run takes at most a tenth of its time, and at most 15 seconds, however slow the kernel is."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from cases.case import parse_case_id
 from conformance.checks import CHECKS_BY_NAME
-from conformance.commands.probes import follow_up
 from conformance.contract import Implementation
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.job import Job
@@ -22,6 +19,7 @@ from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record
 from conformance.runs import Run
 from conformance.sandbox.kernel_options import KernelOptions
+from conformance.session.probes import follow_up
 from tests.kernels import naive
 
 # Right but for sinks, and one of them slow where there is no causal mask, as in the plainest case.
@@ -52,7 +50,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Implementation:
 
 
 def judged(kernel: Implementation, runner: Runner) -> tuple[Journal, list[Record]]:
-    """What a run of three cases has."""
+    """Judge three cases, and return their journal and records."""
     journal = Journal([], Run(started="", command="run", level="quick"))
     for parts in ("", "sinks/", "sinks/"):
         journal.add(runner.judge(Job(kernel, parse_case_id(CAUSAL.format(parts)), FORWARD)))
@@ -63,12 +61,10 @@ def test_a_probe_that_takes_longer_than_there_is_time_is_cut_off(slow: Implement
     runner = Runner(Settings(), confirmed=0)
     journal, found = judged(slow, runner)
     assert {record.verdict for record in found} == {PASS, FAIL}
-    said, spent = io.StringIO(), 20.0
+    spent = 20.0
     for _ in range(3):  # another process may hold up one of them
         began = time.monotonic()
-        follow_up.follow_up(
-            journal, [slow], runner, follow_up.FollowUpSeconds(), spent=spent, console=Console(file=said, width=200)
-        )
+        follow_up.follow_up(journal, [slow], runner, follow_up.FollowUpSeconds(), spent=spent, say=print)
         took = time.monotonic() - began
         assert took > 0.5 * follow_up.compute_allowed_seconds(spent)
         if took < 0.1 * spent:
@@ -83,9 +79,7 @@ def test_a_probe_that_takes_longer_than_there_is_time_is_cut_off(slow: Implement
 def test_a_run_confirms_what_it_found_without_being_told_to(slow: Implementation) -> None:
     quick, runner = KernelOptions().find("kernel.py:quick"), Runner(Settings(), confirmed=0)
     journal, _ = judged(quick, runner)
-    follow_up.follow_up(
-        journal, [quick], runner, follow_up.FollowUpSeconds(), spent=150.0, console=Console(file=io.StringIO())
-    )
+    follow_up.follow_up(journal, [quick], runner, follow_up.FollowUpSeconds(), spent=150.0, say=print)
     assert {record.verdict for record in journal.recorded.probes} >= {PASS, FAIL}
 
 

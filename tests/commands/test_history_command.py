@@ -42,7 +42,7 @@ def record(case: str, verdict: str = PASS) -> Record:
 def written(
     name: str, day: int, *, verdict: str = PASS, jax: str = "0.10.2", shard: str = "", whole: bool = True
 ) -> None:
-    """A file of a run, or of a shard of three."""
+    """Write the file of a run, or of one of three shards."""
     began = f"2026-01-{day:02d}T00:00:00+00:00"
     run = dataclasses.replace(RUN, started=began, environment={"jax": jax}, shard=shard)
     mine = [int(shard[0]) - 1] if shard else range(3 if whole else 1)
@@ -68,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rows(said: str) -> list[list[str]]:
-    """The lines of runs in what is printed: number, day, time, level, asked, and so on."""
+    """Parse the printed lines of runs: number, day, time, level, share of the plan, and so on."""
     return [line.split() for line in said.splitlines() if line[:2] == "  " and line[2:3].isdigit()]
 
 

@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment leave a file that can be read, lack nothing that was done, and can be resumed."""
+"""Runs that are killed at any moment leave a file that can be read, lose no finished job, and can be resumed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ BUGS = ("--bank=tests.planted.bank:BANK", "--bug=cap-before-bias", "--bug=cap-de
 
 @dataclasses.dataclass(frozen=True)
 class Door:
-    """A way to judge: its command, and the one that goes on with its file, if there is one."""
+    """A way to judge: its command, and the command that continues its file, if there is one."""
 
     name: str
     start: Callable[[Path, int], list[str]]
@@ -109,13 +109,13 @@ DOORS = {
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """A folder with a kernel, and what each door does there that nothing disturbs, as far as that is known."""
+    """A folder with a kernel, and the result of each undisturbed command there, as far as it is known."""
 
     path: Path
     known: dict[str, tuple[float, int, list[Record]]] = dataclasses.field(default_factory=dict)
 
     def undisturbed(self, door: Door) -> tuple[float, int, list[Record]]:
-        """The seconds that the command takes, the lines that it writes, and the records."""
+        """Return the seconds that the command takes, the number of lines that it writes, and the records."""
         if door.name not in self.known:
             file = self.path / door.name / "r.jsonl"
             file.parent.mkdir()
@@ -131,7 +131,7 @@ class Home:
 
 
 def in_order(found: RecordedRun | None) -> list[Record]:
-    """The records by job, each job's in the order in which they came, without what the clock says."""
+    """Return the records by job in the order in which they came, without their times."""
     assert found is not None
     assert found.is_complete
     ordered = [*itertools.chain.from_iterable(found.done[number] for number in sorted(found.done)), *found.others]
@@ -139,7 +139,7 @@ def in_order(found: RecordedRun | None) -> list[Record]:
 
 
 def started(words: list[str], home: Path, folder: Path) -> subprocess.Popen[str]:
-    """The command, with a folder for temporary files in `folder` and a mark by which its processes are found."""
+    """Start the command, with its temporary files in `folder` and a mark by which its processes are found."""
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
     environ = {**os.environ, "TMPDIR": str(scratch), MARK: str(folder), "PYTEST_ADDOPTS": ""}
@@ -157,7 +157,7 @@ def started(words: list[str], home: Path, folder: Path) -> subprocess.Popen[str]
 
 
 def living(folder: Path) -> list[int]:
-    """The processes that a command has started in this folder and that live."""
+    """Find the living processes that a command has started in this folder."""
     mark = f"{MARK}={folder}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -168,9 +168,9 @@ def living(folder: Path) -> list[int]:
 
 
 def wait_for_moment(door: Door, home: Home, file: Path, process: subprocess.Popen[str], moment: float) -> None:
-    """Wait until the command has come so far: by the lines it has written, and before that, or without, by the clock.
+    """Wait until the command has written so many lines, or by the clock before its first line and without one.
 
-    The clock decides nothing but which moment is tried.
+    The clock decides only which moment is tried.
     """
     seconds, lines, _ = home.undisturbed(door)
     if not door.has_file or moment < 0.3:
@@ -195,7 +195,7 @@ def is_killed_and_gone_on_with(
     whole_group: bool = False,
     resumes: bool = True,
 ) -> None:
-    """Kill a command and see that nothing is lost, nothing is left, and that it can be gone on with."""
+    """Kill a command, and check that nothing is lost, nothing is left, and that it can be continued."""
     file, page = folder / "r.jsonl", folder / "page.html"
     home.undisturbed(door)  # before this one begins
     process = started(door.start(file, jobs), home.path, folder)
@@ -246,7 +246,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 @pytest.fixture(scope="module")
 def undisturbed(home: Home) -> tuple[Path, list[Record]]:
-    """The folder with a kernel and with the file of a run, and its records."""
+    """Return the folder with a kernel, the file of a run, and its records."""
     _, _, found = home.undisturbed(DOORS["run"])
     (home.path / "r.jsonl").write_bytes((home.path / "run" / "r.jsonl").read_bytes())
     return home.path, found

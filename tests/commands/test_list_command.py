@@ -1,4 +1,4 @@
-"""`explain --impl` says of what a bound consists, and what an error is like."""
+"""`explain --impl` shows the terms of a bound, and which of them an error resembles."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: str) -> int:
-    """The exit code of `explain`."""
+    """Run `explain`, and return its exit code."""
     return cli.main(cli.build_parser().parse_args(["explain", *arguments]))
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
-    """What is said of each result, by its name."""
+    """Parse the output by result."""
     assert run(CASE, *arguments) == 0
     blocks = capsys.readouterr().out.split("\n\n")[1:]
     return {block.partition(":")[0]: block for block in blocks}

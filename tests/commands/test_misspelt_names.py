@@ -1,4 +1,4 @@
-"""Command lines that are misspelt, and settings: one clear line each, which names what is wrong."""
+"""Misspelt command lines and settings are refused with one line that names the error."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ REFUSED = [
     ([*at_case(CASE), "--report=."], "--report=. cannot be written: Is a directory"),
     ([*at_case(CASE), "--json="], "--json= cannot be written"),
     ([*at_case(CASE), "--json=same", "--markdown=same"], "two outputs go to same"),
-    ([*at_case(CASE), "--report=x.jsonl"], "two outputs go to x.jsonl"),
+    ([*at_case(CASE), "--report=x.jsonl"], "--report=x.jsonl is the file of records beside the page"),
     ([*RUN, "--all"], "--all and --impl contradict each other"),
     ([*at_case(CASE), "--level=quick"], "cannot be combined with --cases, --level or --seed"),
     ([*at_case(CASE), "--cases=train"], "cannot be combined with --cases, --level or --seed"),

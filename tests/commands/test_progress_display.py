@@ -1,4 +1,4 @@
-"""What is shown while a run goes on counts what the summary counts."""
+"""The progress display counts what the summary counts."""
 
 from __future__ import annotations
 

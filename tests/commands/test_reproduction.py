@@ -1,4 +1,4 @@
-"""The command that is printed beside a failure finds the same failure again."""
+"""The command printed with a failure finds the same failure again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drawn(folder: Path) -> Drawn:
-    """The failures of a run, which is run once."""
+    """Return the failures of a run, which runs once."""
     return functools.cache(functools.partial(failures, folder=folder, run=by_itself))
 
 

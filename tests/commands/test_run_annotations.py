@@ -1,4 +1,4 @@
-"""Annotations from the command line: where GitHub reads them and nowhere else, at the line that raised."""
+"""GitHub gets annotations, at the line that raised; nobody else does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def judge(*options: str) -> int:
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of a kernel, in a folder below what is checked out."""
+    """Return the file of a kernel, in a folder below the checkout."""
     (tmp_path / "repository" / "src").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "repository")
     monkeypatch.setenv("GITHUB_ACTIONS", "true")

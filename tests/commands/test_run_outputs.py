@@ -1,4 +1,4 @@
-"""What a command writes at its end is written, whatever happens then."""
+"""Outputs are written at the end of a command, whatever happens then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conformance import cli
-from conformance.commands import run_outputs
+from conformance.session import run_outputs
 from tests.process_helpers import restore_signal_handlers
 
 

@@ -54,6 +54,7 @@ from tests.planted.serving import (
     paged,
     paged_queries,
     paged_softmax,
+    ring,
 )
 
 _MODULES = (
@@ -100,6 +101,7 @@ _MODULES = (
     packed,
     packed_gradients,
     latent,
+    ring,
     splash_tpu,
     refusing,
 )

@@ -1,1 +1,1 @@
-"""What is measured of the bank of planted bugs: what the gate catches, twice, and signatures."""
+"""Commands that measure the bank of planted bugs: what the gate catches, how often, and by which signatures."""

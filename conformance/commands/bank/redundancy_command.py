@@ -1,4 +1,4 @@
-"""`sensitivity --twice`: which planted bugs a second, independent case sees."""
+"""`sensitivity --twice`: measure which planted bugs a second, independent case sees."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from rich.console import Console
 
 from conformance import interrupts
-from conformance.commands.command_errors import CannotJudge
 from conformance.commands.progress_display import RunProgress
 from conformance.sensitivity import detection_table, redundancy
 from conformance.sensitivity.bank import PlantedBug
+from conformance.session.failures import CannotJudge
 
 
 def measure_redundancy(bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace) -> int:
-    """Go on with the measurement, and say what it has; 0 if all that was measured is seen by two cases, 1 if not."""
+    """Continue the measurement and print its state; return 0 if two cases see every measured bug, 1 if not."""
     given = {"--new": arguments.new, "--save": arguments.save, "--report": arguments.report, "--jobs": arguments.jobs}
     if wrong := [name for name, value in given.items() if value]:
         raise CannotJudge(f"--twice keeps what it finds and runs in one process: give it without {wrong[0]}")

@@ -1,4 +1,4 @@
-"""`sensitivity`: what the gate catches of a bank of planted bugs, and the smallest error that it sees."""
+"""`sensitivity`: measure what the gate catches of a bank of planted bugs, and the smallest error that it sees."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from rich.table import Table
 
 from conformance import environment, interrupts
 from conformance.commands import argument_lookup
+from conformance.commands.argument_lookup import check_outputs, format_command_line
 from conformance.commands.bank import signatures_command
 from conformance.commands.bank.redundancy_command import measure_redundancy
-from conformance.commands.command_errors import CannotJudge
 from conformance.commands.progress_display import RunProgress
-from conformance.commands.run_outputs import check_outputs, format_command_line
 from conformance.records import RunInfo
 from conformance.sensitivity import detection_table, resolution
 from conformance.sensitivity.bank import BankError, PlantedBug, load_bank
 from conformance.sensitivity.examination import CheckPower, Examination, compute_check_powers, is_still_asked
 from conformance.sensitivity.parallel_examination import BugKilledProcess, examine_parallel
+from conformance.session import project_lookup
+from conformance.session.failures import CannotJudge
 from reports import text_format
 from reports.page_model import build_summary
 
 
-def sensitivity(arguments: argparse.Namespace) -> int:
-    """Judge every planted bug; 0 if all are seen and every check is needed, 1 if not."""
+def measure_sensitivity(arguments: argparse.Namespace) -> int:
+    """Judge every planted bug; return 0 if all are seen and every check is needed, 1 if not, 2 if it was stopped."""
     started = time.perf_counter()
     level = arguments.level or "quick"
     argument_lookup.reject_bad_job_count(arguments.jobs)
     outputs = check_outputs(arguments)
-    chosen = argument_lookup.load_project_settings()
+    chosen = project_lookup.load_project_settings()
     bank = arguments.bank or chosen.bank
     last = detection_table.load_table()
     bugs = _load_bugs(bank)
@@ -99,7 +100,7 @@ def sensitivity(arguments: argparse.Namespace) -> int:
 
 
 def _load_bugs(bank: str) -> dict[str, PlantedBug]:
-    """The bank's bugs by name."""
+    """Load the bugs of a bank by name. Raises `CannotJudge` if there is no such bank."""
     if not bank:
         raise CannotJudge("no bank: give --bank=module:attribute, or set bank in [tool.attention_conformance]")
     try:
@@ -111,7 +112,7 @@ def _load_bugs(bank: str) -> dict[str, PlantedBug]:
 def _select_bugs(
     bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace, level: str, last: Mapping[str, Any] | None
 ) -> list[str]:
-    """Names of the bugs to examine: those named, those without figures of what is asked today, or all."""
+    """Select the bugs to examine: those named, those without kept figures that are still valid, or all."""
     for name in arguments.bug:
         if name not in bugs:
             raise CannotJudge(f"the bank has no bug {name!r}")
@@ -126,7 +127,7 @@ def _select_bugs(
 
 
 def _reject_other_conditions(last: Mapping[str, Any] | None, level: str, described: Mapping[str, str]) -> None:
-    """Figures of a part of the bank join those that are kept only if they were measured alike."""
+    """Raise `CannotJudge` if the kept figures of the rest of the bank were measured under other conditions."""
     if last is None:
         raise CannotJudge("--save of a part of the bank needs kept figures of the rest: measure the whole bank first")
     kept = {"level": last["level"], "jax": last["environment"]["jax"]}
@@ -157,7 +158,7 @@ def _print_results(
 
 
 def _print_unmeasured(unmeasured: Mapping[str, str], kept: Collection[str]) -> None:
-    """Bugs that this machine cannot measure: the figures of the last measurement stand for them, where there is one."""
+    """Print the bugs that this machine cannot measure; for them the last measurement stands, if there is one."""
     console = Console(soft_wrap=True)
     for name, reason in unmeasured.items():
         figures = "the last measurement stands" if name in kept else "never measured at this level"
@@ -165,7 +166,7 @@ def _print_unmeasured(unmeasured: Mapping[str, str], kept: Collection[str]) -> N
 
 
 def _print_matrix(console: Console, examined: Sequence[Examination], ranked: Sequence[CheckPower]) -> None:
-    """A letter for each check that sees the bug; capital where no other does."""
+    """Print a line for each bug, with a letter for each check that sees it; a capital if no other does."""
     letters = {power.check: chr(ord("a") + n) for n, power in enumerate(ranked)}
     console.print("  ".join(f"{letter} {check}" for check, letter in letters.items()), highlight=False)
     for e in sorted(examined, key=lambda e: (e.family, e.bug)):

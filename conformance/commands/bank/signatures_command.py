@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from conformance import interrupts
-from conformance.commands.command_errors import CannotJudge
 from conformance.commands.progress_display import RunProgress
 from conformance.sensitivity import diagnosis, failure_signatures
 from conformance.sensitivity.bank import PlantedBug
 from conformance.sensitivity.failure_signatures import KnownBug
 from conformance.sensitivity.parallel_examination import BugKilledProcess, measure_parallel
+from conformance.session.failures import CannotJudge
 
 
 def measure_signatures(bank: str, bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace) -> int:
-    """Go on with the measurement; 0 if every bug that can be measured here has its signature then."""
+    """Continue the measurement; return 0 if every bug that can be measured here has its signature, else 1."""
     given = {"--new": arguments.new, "--save": arguments.save, "--report": arguments.report, "--twice": arguments.twice}
     if wrong := [name for name, value in given.items() if value]:
         raise CannotJudge(f"--signatures keeps what it finds, as it finds it: give it without {wrong[0]}")
@@ -54,7 +54,7 @@ def measure_signatures(bank: str, bugs: Mapping[str, PlantedBug], arguments: arg
 
 
 def _print_confusions(bank: list[KnownBug]) -> None:
-    """What is named for each bug if it were not known itself."""
+    """Print which bugs a diagnosis would name for each bug if that bug were unknown."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("family")
     for name in ("bugs", "first", "named", "like none", "alone"):
@@ -67,7 +67,7 @@ def _print_confusions(bank: list[KnownBug]) -> None:
 
 
 def order_kinds_first(bugs: Mapping[str, PlantedBug], names: list[str]) -> list[str]:
-    """The names, one of each kind ahead of all others: a diagnosis names kinds."""
+    """Put one bug of each kind before all others, since a diagnosis names kinds."""
     first = {bugs[name].kind: name for name in reversed(names)}
     ahead = set(first.values())
     return sorted(names, key=lambda name: name not in ahead)

@@ -13,10 +13,8 @@ from rich.console import Console
 from cases.case import Case, matches_query
 from cases.operand_values import draw_problem
 from conformance import environment, interrupts, measurements
-from conformance.commands import argument_lookup
-from conformance.commands.command_errors import CannotJudge
+from conformance.commands.argument_lookup import check_outputs, format_command_line
 from conformance.commands.progress_display import StepProgress
-from conformance.commands.run_outputs import Outputs, check_outputs, format_command_line
 from conformance.cost.timing import attention_flops
 from conformance.cost.timing.interleaved_timing import TimingLimits, compare_all
 from conformance.executor_tasks import single_calls
@@ -25,6 +23,9 @@ from conformance.records import ERROR, RunInfo
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import ProcessLost
 from conformance.sandbox.sandboxed_executor import create_executor, end_process, is_sandboxed
+from conformance.session import project_lookup
+from conformance.session.failures import CannotJudge
+from conformance.session.run_outputs import Outputs
 from reports import speed_page, terminal
 
 _PHASES = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
@@ -34,7 +35,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     """Time implementations and print them; return the exit code, which says whether all agree with the oracle."""
     started = time.perf_counter()
     limits = parse_limits(arguments)
-    chosen = argument_lookup.load_project_settings()
+    chosen = project_lookup.load_project_settings()
     names = chosen.resolve_groups(name for given in arguments.impl for name in given.split(",") if name)
     if not names:
         raise CannotJudge("nothing to time: give --impl=NAME[,NAME...] (see `python -m conformance list`)")
@@ -43,7 +44,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     for name in names:
         _reject_process_ending_kernel(name, KernelOptions(arguments.products), cases)
     implementations = [
-        argument_lookup.find_implementation(name, KernelOptions(arguments.products, in_process=True)) for name in names
+        project_lookup.find_implementation(name, KernelOptions(arguments.products, in_process=True)) for name in names
     ]
     comparisons = [(case, phase) for case in cases for phase in _PHASES[arguments.phase]]
     console, table = Console(stderr=True), Console()
@@ -71,7 +72,7 @@ def _reject_process_ending_kernel(name: str, kernels: KernelOptions, cases: Sequ
     Raises:
       CannotJudge: if its process ends.
     """
-    implementation = argument_lookup.find_implementation(name, kernels)
+    implementation = project_lookup.find_implementation(name, kernels)
     if not is_sandboxed(implementation) or implementation.accelerator.absent is not None:
         return
     executor = create_executor(implementation)
@@ -137,7 +138,7 @@ def _choose_cases(arguments: argparse.Namespace) -> list[Case]:
     if arguments.case and arguments.cases is not None:
         raise CannotJudge("--case names cases by their ids: it cannot be combined with --cases")
     if arguments.case:
-        return [argument_lookup.parse_case(text) for text in dict.fromkeys(arguments.case)]
+        return [project_lookup.parse_case(text) for text in dict.fromkeys(arguments.case)]
     default = attention_flops.list_default_cases(jax.default_backend())
     found = [case for case in default if arguments.cases is None or matches_query(arguments.cases, case.id)]
     if not found:

@@ -13,8 +13,6 @@ from rich.console import Console
 from cases.case import parse_case_id
 from conformance import environment
 from conformance.accelerators.targets import TPU, CompileTarget, list_targets
-from conformance.commands import argument_lookup
-from conformance.commands.command_errors import CannotJudge
 from conformance.commands.progress_display import StepProgress
 from conformance.cost.commands import cycle_comparison, gpu_cycles
 from conformance.cost.static import cycle_baselines
@@ -22,6 +20,8 @@ from conformance.cost.static.cycle_baselines import CycleBaseline
 from conformance.execution import implementation_registry
 from conformance.execution.executor import Executor
 from conformance.executor_tasks import native_compilation
+from conformance.session import project_lookup
+from conformance.session.failures import CannotJudge
 
 NEW_FIGURES = "`python -m conformance cycles --save` records new figures"
 
@@ -91,7 +91,7 @@ def _compare_implementations(arguments: argparse.Namespace, targets: Sequence[Co
     if platform == "gpu" and arguments.knob:
         raise CannotJudge("--knob is for TPU kernels only")
     implementations = [implementation_registry.find_implementation(name) for name in arguments.impl]
-    cases = [argument_lookup.parse_case(text) for text in arguments.case]
+    cases = [project_lookup.parse_case(text) for text in arguments.case]
     shown = Console()
     with StepProgress(Console(stderr=True)) as steps:
         if platform == "gpu":

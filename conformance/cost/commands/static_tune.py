@@ -16,7 +16,6 @@ from conformance import tunable
 from conformance.accelerators import compilation
 from conformance.accelerators.targets import CompileTarget, list_targets
 from conformance.accelerators.tpus import TPUS
-from conformance.commands.command_errors import CannotJudge
 from conformance.commands.progress_display import StepProgress
 from conformance.contract import Implementation
 from conformance.cost.commands import cycles
@@ -25,6 +24,7 @@ from conformance.cost.static.static_tuning import CompileResult, Estimate, Stati
 from conformance.cost.timing.timed_tuning import format_setting
 from conformance.execution.executor import Executor
 from conformance.executor_tasks import native_compilation
+from conformance.session.failures import CannotJudge
 from conformance.tunable import Knob, TableEntry, Tunable
 
 STATIC_CYCLES = "static cycles"

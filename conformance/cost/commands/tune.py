@@ -14,10 +14,8 @@ from rich.console import Console
 
 from cases.case import Case
 from conformance import interrupts, tunable
-from conformance.commands import argument_lookup
-from conformance.commands.command_errors import CannotJudge
+from conformance.commands.argument_lookup import check_outputs
 from conformance.commands.progress_display import StepProgress
-from conformance.commands.run_outputs import check_outputs, check_writable
 from conformance.contract import Implementation
 from conformance.cost.commands import bench, static_tune
 from conformance.cost.static import rank_agreement
@@ -26,6 +24,9 @@ from conformance.cost.timing.interleaved_timing import explain_not_timed
 from conformance.cost.timing.timed_tuning import KnobChoice, TuningResult, format_setting
 from conformance.measurements import Measurement
 from conformance.sandbox.kernel_options import KernelOptions
+from conformance.session import project_lookup
+from conformance.session.failures import CannotJudge
+from conformance.session.run_outputs import check_writable
 from conformance.tunable import Knob, TableEntry, Tunable
 from reports import terminal
 
@@ -34,7 +35,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
     """Time candidates, print them, and write the table; return the exit code."""
     started = time.perf_counter()
     limits = bench.parse_limits(arguments)
-    implementation = argument_lookup.find_implementation(
+    implementation = project_lookup.find_implementation(
         arguments.impl, KernelOptions(in_process=True)
     )  # which are called in turns
     declared = _get_tunable(implementation)
@@ -42,7 +43,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
     if path is None:
         raise CannotJudge(f"{implementation.name} reads no table: say by --out where to write one")
     outputs = check_outputs(arguments)
-    tolerances = argument_lookup.load_project_settings().tolerances
+    tolerances = project_lookup.load_project_settings().tolerances
     knobs = _choose_knobs(implementation, declared, arguments.knob)
     cases = _choose_cases(implementation, declared, knobs, arguments.case, static=arguments.static)
     if arguments.static:
@@ -116,7 +117,7 @@ def _choose_knobs(implementation: Implementation, declared: Tunable, asked: Sequ
 def _choose_cases(
     implementation: Implementation, declared: Tunable, knobs: Sequence[Knob], asked: Sequence[str], *, static: bool
 ) -> list[Case]:
-    cases = [argument_lookup.parse_case(text) for text in asked] or list(declared.cases())
+    cases = [project_lookup.parse_case(text) for text in asked] or list(declared.cases())
     if static:
         return cases
     accelerator = implementation.accelerator

@@ -1,37 +1,35 @@
-"""Shrinking findings at the end of a run, if that is asked for."""
+"""Shrink findings at the end of a run: search the smallest case of each."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
-
-from rich.console import Console
+from collections.abc import Callable, Iterator, Sequence
 
 from cases.case import Case, parse_case_id
 from conformance.check_api.scopes import GRID
 from conformance.checks import CHECKS_BY_NAME
-from conformance.commands.probes import finding_confirmation
 from conformance.contract import Implementation
 from conformance.judging.failure_probes import shrinker
 from conformance.judging.failure_probes.confirmation import Prober
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.journal import Journal
 from conformance.judging.runner import Runner
+from conformance.session.probes import finding_confirmation
 from reports.causes import root_causes
 from reports.causes.case_levels import Level, find_levels
 
 MAX_SHRUNK = 3
-"""Findings that `--shrink` shrinks, the foremost."""
+"""The number of findings that `--shrink` shrinks, from the first."""
 SHRINK_SECONDS = 60.0
-"""For each of them, at most."""
+"""The most seconds for each of them."""
 
 
 def shrink_findings(
-    journal: Journal, implementations: Sequence[Implementation], runner: Runner, console: Console
+    journal: Journal, implementations: Sequence[Implementation], runner: Runner, say: Callable[[str], None]
 ) -> Iterator[str]:
-    """Shrink what shows the first findings, and say what the smallest cases are; they are written down as well."""
+    """Shrink the cases of the first findings, and yield lines on the smallest ones; they are recorded as probes."""
     kernels = {implementation.name: implementation for implementation in implementations}
     prober = Prober(ProbeBudget(runner, math.inf), implementations, math.inf, journal.probe)
     for number, finding in enumerate(
@@ -41,7 +39,7 @@ def shrink_findings(
         if smallest.check not in CHECKS_BY_NAME or CHECKS_BY_NAME[smallest.check].scope is not GRID:
             yield f"finding {number} is not shrunk: {smallest.check} is not asked of any case"
             continue
-        console.print(f"shrinking finding {number}; Ctrl-C stops with the smallest case so far", highlight=False)
+        say(f"shrinking finding {number}; Ctrl-C stops with the smallest case so far")
         shrunk = shrinker.shrink(
             kernels[smallest.implementation],
             runner,

@@ -1,4 +1,4 @@
-"""What a run tells of cases that there was no time for: a kernel is right where no finding says otherwise."""
+"""Complete a signature with cases that there was no time for: a kernel is right where no finding says otherwise."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _SIGNATURE_CHECKS = frozenset({"forward", "gradients", "residuals"})
 
 
 def complete_signature(found: Signature, records: Sequence[Record], findings: Sequence[Finding]) -> Signature:
-    """A signature with the cases that were not asked, and that no finding concerns, as right.
+    """Add to a signature the cases that were not judged and that no finding concerns, as right.
 
-    A case counts if the run judged each feature, mask and dtype that it has. Where a finding does not say which levels
-    it needs, any case may fail by it, and nothing is added.
+    A case is added if the run judged each feature, mask and dtype that it has. A finding that does not say which levels
+    it needs may concern any case; then nothing is added.
 
     Args:
-      found: the signature, of the cases that were asked.
-      records: those of the kernel in the run.
-      findings: those of the kernel.
+      found: the signature, of the cases that were judged.
+      records: the records of the kernel in the run.
+      findings: the findings of the kernel.
     """
     if not findings or not all(finding.levels for finding in findings):
         return found
@@ -39,5 +39,5 @@ def complete_signature(found: Signature, records: Sequence[Record], findings: Se
 
 
 def _select_features(levels: frozenset[Level]) -> frozenset[Level]:
-    """What a case asks for, without its sizes and what follows from other levels."""
+    """Return the levels that a case asks for by itself, without sizes and levels that follow from others."""
     return frozenset(level for level in levels if not level.odds)

@@ -1,4 +1,4 @@
-"""What GitHub Actions is told of a run or a comparison, where this is a step of one of its jobs."""
+"""Annotate a run or a comparison for GitHub Actions, if this process is a step of one of its jobs."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from reports.changes import Comparison
 def annotate_run(
     found: Iterable[Record], changed: Comparison | None = None, probes: Iterable[Record] = ()
 ) -> list[str]:
-    """The lines that annotate a run, and what became worse in it than in an earlier one; none outside of GitHub."""
+    """Return the lines that annotate a run, and what became worse since a baseline; none outside of GitHub."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
-    told = github_annotations.annotate_records(found, _find_place, probes)
+    lines = github_annotations.annotate_records(found, _find_place, probes)
     if changed is not None:
-        told += github_annotations.annotate_changes(changed, _find_place, without_failures=True)
-    return github_annotations.format_commands(told)
+        lines += github_annotations.annotate_changes(changed, _find_place, without_failures=True)
+    return github_annotations.format_commands(lines)
 
 
 def annotate_comparison(changed: Comparison) -> list[str]:
-    """The lines that annotate a comparison; none outside of GitHub."""
+    """Return the lines that annotate a comparison; none outside of GitHub."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
     return github_annotations.format_commands(github_annotations.annotate_changes(changed, _find_place))
 
 
 def _find_place(record: Record) -> github_annotations.Place | None:
-    """The line of the user's code that a call raised at, from the top of what GitHub has checked out."""
+    """Return the line of the user's code at which a call raised, from the top of GitHub's checkout."""
     if record.verdict != ERROR or (place := kernel_errors.parse_place(record.reason)) is None:
         return None
     top = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())
     try:
         return Path(place.file).resolve().relative_to(top.resolve()).as_posix(), place.line
-    except ValueError:  # of no file that GitHub could show
+    except ValueError:  # the file is outside of the checkout
         return None

@@ -1,15 +1,12 @@
-"""Diagnosis at the end of a run: which planted bugs a kernel is wrong most like."""
+"""Diagnose failing kernels at the end of a run: name the planted bugs that their failures resemble."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rich.console import Console
-
-from conformance.commands.probes.signature_completion import complete_signature
 from conformance.contract import Implementation
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.job import Job
@@ -17,29 +14,30 @@ from conformance.judging.journal import Journal
 from conformance.records import ERROR, FAIL, Record, RunInfo
 from conformance.sensitivity import diagnosis, failure_signatures
 from conformance.sensitivity.diagnosis import Similarity
+from conformance.session.probes.signature_completion import complete_signature
 from reports.causes import root_causes
 from reports.causes.case_levels import Level, find_levels
 from reports.record_groups import group_by_contender
 from reports.text_format import format_count
 
-_FAILED_VERDICTS = (FAIL, ERROR)  # what passes unexpectedly is like no bug
+_FAILED_VERDICTS = (FAIL, ERROR)  # an unexpected pass resembles no bug
 _SCALE_LEGEND = "(1: by the same numbers, 0.35: in the same places by others)"
 
 
 def measure_signatures_of_failed(
-    journal: Journal, implementations: Sequence[Implementation], allowed: ProbeBudget, console: Console
+    journal: Journal, implementations: Sequence[Implementation], allowed: ProbeBudget, say: Callable[[str], None]
 ) -> None:
-    """Judge the cases of a signature for every kernel with failures, all in what is allowed; none of it is counted."""
+    """Judge the cases of a signature for each failing kernel in the time that is `allowed`; none is counted."""
     if not allowed.left:
         return
     wrong = {record.implementation for record in journal.recorded.records if record.verdict in _FAILED_VERDICTS}
-    asked = [one for one in implementations if one.name in wrong and one.accelerator.absent is None]
-    found = root_causes.find_root_causes(journal.recorded.records, journal.recorded.probes) if asked else []
-    for number, implementation in enumerate(asked):
-        if not allowed.left:  # a process that was cut off would be started again to say what it supports
+    failed = [one for one in implementations if one.name in wrong and one.accelerator.absent is None]
+    found = root_causes.find_root_causes(journal.recorded.records, journal.recorded.probes) if failed else []
+    for number, implementation in enumerate(failed):
+        if not allowed.left:  # asking what it supports would start its process again
             return
         started = time.monotonic()
-        mine = allowed.left / (len(asked) - number)
+        mine = allowed.left / (len(failed) - number)
         needed = [frozenset(f.levels) for f in found if f.contender.implementation == implementation.name and f.levels]
         cases = 0
         for job in order_by_information(list(failure_signatures.iter_signature_jobs(implementation)), needed):
@@ -49,19 +47,15 @@ def measure_signatures_of_failed(
                 cases += 1
         if cases:
             spent = time.monotonic() - started
-            told = f"{implementation.name} compared with planted bugs on {cases} cases in {spent:.0f} s"
-            console.print(
-                f"{told} of at most {mine:.0f} (--diagnose-seconds=60 for more)",
-                style="dim",
-                highlight=False,
-                soft_wrap=True,
-            )
+            line = f"{implementation.name} compared with planted bugs on {cases} cases in {spent:.0f} s"
+            say(f"{line} of at most {mine:.0f} (--diagnose-seconds=60 for more)")
 
 
 def order_by_information(jobs: Sequence[Job], needed: Sequence[frozenset[Level]]) -> list[Job]:
-    """The jobs in the order in which they tell most: for each finding in turn a case with the levels that it needs.
+    """Order jobs so that the most informative come first.
 
-    Between them come the others in their own order, since what a kernel is right in tells bugs apart too.
+    These are, for each finding in turn, a case with the levels that the finding needs. The other cases come between
+    them in their own order, since results that are right tell bugs apart too.
     """
     heaps = [[job for job in jobs if levels <= find_levels(job.case.id)] for levels in needed]
     heaps.append(list(jobs))
@@ -70,17 +64,17 @@ def order_by_information(jobs: Sequence[Job], needed: Sequence[frozenset[Level]]
 
 
 def add_diagnoses(info: RunInfo, found: Sequence[Record]) -> RunInfo:
-    """What a report says beside records, with the diagnosis of each contender that failed and was asked."""
-    asked = group_by_contender(info.probes)
-    theirs = {contender: group for contender, group in group_by_contender(found).items() if contender in asked}
-    bank = failure_signatures.load_signatures() if asked else []
+    """Add to what a report says the diagnosis of each contender that failed and was probed."""
+    probes = group_by_contender(info.probes)
+    theirs = {contender: group for contender, group in group_by_contender(found).items() if contender in probes}
+    bank = failure_signatures.load_signatures() if probes else []
     diagnoses = {}
     for contender, records in theirs.items():
-        signature = failure_signatures.build_signature(asked[contender])
+        signature = failure_signatures.build_signature(probes[contender])
         if bank and signature.wrong and any(record.verdict in _FAILED_VERDICTS for record in records):
-            whole = complete_signature(signature, records, root_causes.find_root_causes(records, asked[contender]))
+            whole = complete_signature(signature, records, root_causes.find_root_causes(records, probes[contender]))
             faults = diagnosis.diagnose(whole, bank)
-            # Of what only raises, the line that raises says more than that no bug is like it.
+            # For a kernel that only raises, the line that raises says more than that it resembles no bug.
             if faults or any(record.verdict == FAIL for record in records):
                 diagnoses[contender.label] = _format_diagnosis(faults, len(bank), len(signature.sizes))
     return dataclasses.replace(info, diagnoses=diagnoses)

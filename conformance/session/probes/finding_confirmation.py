@@ -1,11 +1,9 @@
-"""Confirming findings at the end of a run: what to probe, and for how long."""
+"""Confirm findings at the end of a run: choose which to probe, and keep to a time limit."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-
-from rich.console import Console
+from collections.abc import Callable, Sequence
 
 from conformance.contract import Implementation
 from conformance.judging.failure_probes.confirmation import Prober, Suspicion
@@ -15,18 +13,22 @@ from conformance.records import Record
 from reports.causes import root_causes
 from reports.causes.finding import RAISES, Finding
 
-_MAX_ALTERNATIVES = 3  # suspicions that are told apart
-_MAX_ROUNDS = 2  # what was seen may say that something else is to be suspected
+_MAX_ALTERNATIVES = 3  # alternatives that are told apart by cases
+_MAX_ROUNDS = 2  # the second round probes what the first one newly suspects
 # What took a kernel's process down would take down another.
 _ABANDONED_CASE = "the case was asked no further"
 
 
 def confirm_findings(
-    journal: Journal, implementations: Sequence[Implementation], allowed: ProbeBudget, seconds: float, console: Console
+    journal: Journal,
+    implementations: Sequence[Implementation],
+    allowed: ProbeBudget,
+    seconds: float,
+    say: Callable[[str], None],
 ) -> None:
-    """Judge what confirms the findings so far, and write it down; none of it is counted.
+    """Judge cases that confirm the findings so far, and write them down as probes, which are not counted.
 
-    After `seconds` no case is begun, and what is under way may take what is `allowed`.
+    After `seconds` no case is begun. A case that is under way may use up what is `allowed`.
     """
     started = time.monotonic()
     prober = Prober(allowed, implementations, seconds, journal.probe)
@@ -41,18 +43,19 @@ def confirm_findings(
     if prober.judged:
         spent = time.monotonic() - started
         cases = "1 case more" if prober.judged == 1 else f"{prober.judged} cases more"
-        told = f"findings confirmed by {cases} in {spent:.0f} s of at most {seconds:.0f}"
-        console.print(f"{told} (--confirm-seconds=0 asks none)", style="dim", highlight=False, soft_wrap=True)
+        line = f"findings confirmed by {cases} in {spent:.0f} s of at most {seconds:.0f}"
+        say(f"{line} (--confirm-seconds=0 asks none)")
 
 
 def _is_worth_probing(finding: Finding) -> bool:
-    told = not finding.others and (finding.is_confirmed or finding.passes)
+    """Tell whether probes can still confirm a finding."""
+    settled = not finding.others and (finding.is_confirmed or finding.passes)
     lost = finding.kind == RAISES and finding.smallest.reason.endswith(_ABANDONED_CASE)
-    return bool(finding.levels) and not told and not lost
+    return bool(finding.levels) and not settled and not lost
 
 
 def build_suspicion(finding: Finding) -> Suspicion:
-    """What a finding suspects, and what else may be it."""
+    """Build what a finding suspects, with the alternatives that would explain it too."""
     levels, others = finding.levels or (), finding.others[:_MAX_ALTERNATIVES]
     record: Record = finding.smallest
     with_examples = [x for combination in (levels, *others) for x in combination if others and x.example]

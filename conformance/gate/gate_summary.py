@@ -1,0 +1,125 @@
+"""What the gate tells the terminal and JUnit files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+
+from conformance.execution import implementation_registry
+from conformance.judging.job import Job
+from conformance.records import Record, make_printable
+from conformance.runs import Run
+from conformance.session.run_annotations import annotate_run
+from conformance.session.session import SessionResult
+from reports import changes, terminal
+from reports.changes import Comparison
+
+
+def list_test_properties(job: Job, judged: Iterable[Record]) -> list[tuple[str, object]]:
+    """List what JUnit files say of one test: its job, the verdicts, and the largest ratio."""
+    found = list(judged)
+    counts = Counter(record.verdict for record in found)
+    ratios = [record.ratio / record.limit for record in found if record.ratio is not None and record.limit]
+    properties: list[tuple[str, object]] = [
+        ("implementation", job.implementation.name),
+        ("case", job.case.id),
+        ("checks", ",".join(check.name for check in job.checks)),
+        ("verdicts", ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))),
+    ]
+    return [*properties, ("largest_ratio_of_limit", f"{max(ratios):.3g}")] if ratios else properties
+
+
+def find_suite_property(config: pytest.Config) -> Callable[[str, str], None] | None:
+    """Return what adds a property to the suite of the JUnit file of this process; None if it writes none."""
+    from _pytest.junitxml import xml_key  # as pytest's own fixture `record_testsuite_property` does
+
+    xml = config.stash.get(xml_key, None)
+    return None if xml is None else xml.add_global_property
+
+
+def list_suite_properties(result: SessionResult) -> list[tuple[str, str]]:
+    """List what JUnit files say of the run as a whole; a name in brackets is that of an implementation."""
+    run, summary = result.recorded.run, result.summary
+    assert run is not None
+    facts = {
+        "started": run.started,
+        "command": run.command,
+        "level": run.level,
+        "narrowed": run.narrowed,
+        "seeds": ", ".join(map(str, run.seeds)),
+        "shard": run.shard,
+        "state": summary.state,
+    }
+    facts |= {f"environment.{name}": value for name, value in run.environment.items()}
+    for contender in summary.contenders:
+        facts[f"verdict[{contender.contender.label}]"] = contender.text
+    for name, kernel in run.kernels.items():
+        facts[f"declared[{name}]"] = ", ".join(kernel.asks_less) or "as the defaults"
+        facts[f"package[{name}]"] = kernel.package
+        facts[f"source[{name}]"] = kernel.source
+        ours = implementation_registry.is_builtin(name)
+        usual = "ran in the judge's process" if ours else "ran in a confined process of its own"
+        facts[f"place[{name}]"] = kernel.place or usual
+    return [(make_printable(name), make_printable(value)) for name, value in facts.items()]
+
+
+def format_terminal_summary(
+    records: Sequence[Record],
+    run: Run,
+    result: SessionResult | None,
+    *,
+    report: str,
+    said: Sequence[str],
+    notes: Sequence[str],
+) -> list[str]:
+    """Return the lines of the terminal's summary: findings, counts, places, the verdict, annotations.
+
+    Args:
+      records: all records that came.
+      run: the run record.
+      result: that of the session, if it came to its end.
+      report: the page that is written, if one is.
+      said: what was said while findings were confirmed.
+      notes: how the run came about.
+    """
+    counted = [*_format_counts(records), *_format_places(run)]
+    if result is None:
+        return [*counted, *annotate_run(records)]
+    return [
+        *said,
+        *terminal.format_findings(result.summary, report),
+        *counted,
+        *notes,
+        result.summary.headline,
+        *annotate_run(records, result.comparison, result.recorded.probes),
+    ]
+
+
+def format_regressions(comparison: Comparison) -> str:
+    """Describe what became worse than in the baseline, a group a line; empty if nothing did."""
+    if not comparison.regressions:
+        return ""
+    groups = [
+        f"{len(group)} {' '.join(key)}, as in {group[0].record.case}"
+        for key, group in changes.list_reported_changes(comparison)
+    ]
+    return "\n".join([changes.format_changes_headline(comparison), *groups])
+
+
+def _format_counts(records: Iterable[Record]) -> list[str]:
+    """Return the counts of verdicts by implementation and platform, as aligned lines."""
+    counts: dict[str, Counter[str]] = {}
+    for record in records:
+        counts.setdefault(f"{record.implementation} ({record.platform})", Counter())[record.verdict] += 1
+    width = max(map(len, counts))
+    return [
+        f"{name:<{width}}  " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(count.items()))
+        for name, count in sorted(counts.items())
+    ]
+
+
+def _format_places(run: Run) -> list[str]:
+    """Say where kernels ran that were neither ours nor confined in a process of their own, a line each."""
+    return [f"{name} {kernel.place}" for name, kernel in run.kernels.items() if kernel.place]

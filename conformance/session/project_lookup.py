@@ -1,0 +1,148 @@
+"""Find what options name: a project's settings, implementations, kernels' options, cases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cases.case import Case, CaseIdError, matches_query, parse_case_id
+from cases.named_problems import index_problems
+from conformance.contract import Implementation
+from conformance.execution import implementation_registry
+from conformance.judging import settings
+from conformance.judging.settings import Settings
+from conformance.sandbox.kernel_options import KernelOptions
+from conformance.sandbox.policy import build_policy
+from conformance.session.failures import CannotJudge
+from conformance.session.run_options import reject_bad_limit
+
+SANDBOXED = KernelOptions()
+"""The options of a command that gives none: kernels of the user run in a sandbox."""
+_MEMORY_FACTOR = 20
+"""The memory that judging a case takes, in sizes of its operands in float64.
+
+Measured on decoding over pages with all checks, with 4 and with 8 of 64 sequences.
+"""
+
+
+def load_project_settings(folder: Path | None = None) -> Settings:
+    """Load the settings of the project in a folder, or in the current one. Raises `CannotJudge` if they are wrong."""
+    try:
+        return settings.load_settings(folder or Path.cwd())
+    except settings.SettingsError as error:
+        raise CannotJudge(str(error)) from error
+
+
+def build_kernel_options(
+    *,
+    products: Any = None,
+    in_process: bool = False,
+    timeout: float | None = None,
+    memory: float | None = None,
+    problem: str | None = None,
+    sandbox_read: Sequence[str] = (),
+    sandbox_env: Sequence[str] = (),
+    require_sandbox: bool = False,
+    hidden_files: Sequence[str] = (),
+    handshakes: Sequence[tuple[str, str]] = (),
+    option_prefix: str = "--",
+) -> KernelOptions:
+    """Build the options that say how kernels are found and where they run.
+
+    Args:
+      products: how plain functions multiply f32 operands, if it is given.
+      in_process: whether kernels run in this process.
+      timeout: seconds that one call may take.
+      memory: GiB that a kernel's process may take.
+      problem: the named problem whose operands kernels take.
+      sandbox_read: files and folders that kernels may read too.
+      sandbox_env: environment variables that kernels get too.
+      require_sandbox: whether kernels are refused where the sandbox is not complete.
+      hidden_files: files of the run that kernels must not read.
+      handshakes: what kernels declared to the process that started this one, by name.
+      option_prefix: how the names of options begin, for messages.
+
+    Raises:
+      CannotJudge: for a limit, a problem or a sandbox option that cannot be used.
+    """
+    for name, limit in (("timeout", timeout), ("memory", memory)):
+        reject_bad_limit(f"{option_prefix}{name}", limit)
+    if problem is not None and problem not in index_problems():
+        known = ", ".join(index_problems())
+        raise CannotJudge(f"unknown problem {problem!r}: known are {known} (`list problems` describes them)")
+    try:
+        policy = build_policy(list(sandbox_read), list(sandbox_env), list(hidden_files))
+    except ValueError as error:
+        raise CannotJudge(f"{option_prefix}{error}") from error
+    return KernelOptions(
+        products,
+        in_process,
+        timeout,
+        memory,
+        problem,
+        policy,
+        require_sandbox=require_sandbox,
+        handshakes=tuple(handshakes),
+    )
+
+
+def find_implementation(name: str, kernels: KernelOptions = SANDBOXED) -> Implementation:
+    """Find an implementation by its name; one of the user's is sandboxed unless `kernels` says otherwise.
+
+    Raises:
+      CannotJudge: if there is none, or it cannot be loaded.
+    """
+    try:
+        return kernels.find(name)
+    except implementation_registry.ImplementationNotFound as error:
+        raise CannotJudge(str(error)) from error
+
+
+def parse_case(text: str) -> Case:
+    """Parse the id of a case. Raises `CannotJudge` for no id, and for a case too large for this machine."""
+    try:
+        found = parse_case_id(text)
+    except CaseIdError as error:
+        raise CannotJudge(str(error)) from error
+    available = _measure_memory()
+    if (needed := _count_operand_bytes(found)) > available:
+        raise CannotJudge(
+            f"{text} needs more than {needed / 1e9:,.0f} GB for its operands alone, and this machine has "
+            f"{available / 1e9:,.0f} GB"
+        )
+    return found
+
+
+def select_problem_cases(problem: str, *, full_size: bool, case: str | None, query: str | None) -> list[Case]:
+    """Select the cases of a named problem that match a query, or the one case that is named.
+
+    Raises:
+      CannotJudge: if there are none of that size, or they are too large for this machine.
+    """
+    if case is not None:
+        return [parse_case(case)]
+    found = index_problems()[problem].cases(full_size=full_size)
+    if not found:
+        raise CannotJudge(f"--full-size: {problem} has none, since its operands cannot be made exact there")
+    chosen = [parse_case(one.id) for one in found if query is None or matches_query(query, one.id)]
+    needed, available = _MEMORY_FACTOR * max(map(_count_operand_bytes, chosen), default=0), _measure_memory()
+    if full_size and needed > available:
+        raise CannotJudge(
+            f"--full-size: {problem} needs about {needed / 1e9:,.0f} GB, and this machine has "
+            f"{available / 1e9:,.0f} GB: a --case with fewer sequences or heads of the same lengths is of the problem "
+            f"too"
+        )
+    return chosen
+
+
+def _measure_memory() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _count_operand_bytes(case: Case) -> int:
+    """Return the bytes of q, k and v in float64, as the oracle has them."""
+    keys = case.kv_length * case.num_kv_heads * (case.head_dim + case.v_head_dim)
+    return 8 * case.batch * (case.q_length * case.num_q_heads * case.head_dim + keys)

@@ -1,0 +1,69 @@
+"""Compare runs: those of one set of files, or of this session, with those of another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from conformance.judging.run_aggregation import aggregate_runs
+from conformance.records import Record, RunInfo
+from conformance.runs import RecordedRun
+from conformance.session.failures import CannotJudge
+from conformance.session.input_files import read_recorded_runs
+from reports import changes
+from reports.changes import Comparison
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedRuns:
+    """One side of a comparison: runs, their merged records, and what a report says of them."""
+
+    recorded: Sequence[RecordedRun]
+    records: Sequence[Record]
+    info: RunInfo
+
+    @property
+    def planned(self) -> set[tuple[str, str]] | None:
+        """The case and check of all that was planned; None where a file does not say it."""
+        if any(one.run is None for one in self.recorded):
+            return None
+        jobs = [job for one in self.recorded if one.run for job in one.run.jobs]
+        return {(job.case, check) for job in jobs for check in job.checks}
+
+
+def read_compared_runs(names: str, *, command: str) -> ComparedRuns:
+    """Read the runs of files, their names joined by commas, as one side of a comparison.
+
+    Raises:
+      CannotJudge: if a file cannot be read, or the runs are no one side.
+    """
+    recorded = [one for name in names.split(",") for one in read_recorded_runs(name)]
+    return gather_compared_runs(recorded, names, command=command)
+
+
+def gather_compared_runs(recorded: Sequence[RecordedRun], names: str, *, command: str) -> ComparedRuns:
+    """Merge runs to one side of a comparison.
+
+    Args:
+      recorded: the runs.
+      names: what messages call them.
+      command: the command that compares them.
+
+    Raises:
+      CannotJudge: for no record, and for runs of one implementation that differ.
+    """
+    found, info = aggregate_runs(recorded, command=command)
+    if not found:
+        raise CannotJudge(f"there is no record in {names}")
+    for record in found:
+        if record.run:
+            raise CannotJudge(
+                f"{names} has runs of {record.implementation} that differ, such as of {record.run}: compare them with "
+                f"each other, each as one side"
+            )
+    return ComparedRuns(recorded, found, info)
+
+
+def compare_runs(old: ComparedRuns, new: ComparedRuns) -> Comparison:
+    """Compare two sides: what changed from the old one to the new one."""
+    return changes.compare_runs(old.records, new.records, planned=new.planned)

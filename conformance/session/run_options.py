@@ -1,0 +1,271 @@
+"""The options of a run: what to judge, how, and where results go.
+
+Both the command line and the pytest gate build them, and they are validated here. This module loads no JAX, since it is
+loaded in every pytest run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from conformance.session.failures import CannotJudge
+
+_MAX_LIMIT = 1e9
+"""Seconds or GiB; a larger limit is as good as none."""
+_MAX_SEED = 2**64 - 1
+# Options of the pytest gate that are spelled without its prefix.
+_UNPREFIXED = frozenset({"impl", "all", "require-platform"})
+# The fields that say what to judge, by the names that they have in a run record.
+_QUERY = {
+    "impl": "implementations",
+    "all": "judge_all",
+    "level": "level",
+    "case": "case",
+    "cases": "cases",
+    "regressions": "regressions",
+    "problem": "problem",
+    "full_size": "full_size",
+    "check": "checks",
+    "pullback": "pullback",
+    "seed": "seeds",
+    "products": "products",
+    "in_process": "in_process",
+    "timeout": "timeout",
+    "memory": "memory",
+}
+_FILES = ("report", "json", "markdown", "resume", "baseline")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of one run, valid once they are built.
+
+    Attributes:
+      implementations: names of implementations, or of groups in the settings.
+      judge_all: whether every registered implementation is judged.
+      use_listed: whether those that the settings list are judged where none is named.
+      level: how much of the grid is judged; None for `quick`.
+      case: the id of the only case to judge.
+      cases: a query that cases must match.
+      regressions: whether the named regressions are judged in place of the grid.
+      problem: the named problem whose cases are judged.
+      full_size: whether the cases of the problem have the sizes that it has elsewhere.
+      checks: names of the only checks to run.
+      pullback: the only call to differentiate, `plain` or `residuals`.
+      seeds: base seeds of the grid; none for seed 0.
+      products: how plain functions multiply f32 operands.
+      timeout: seconds that one call of a kernel may take.
+      memory: GiB that a kernel's process may take.
+      in_process: whether kernels run in this process.
+      sandbox_read: files and folders that a kernel may read too.
+      sandbox_env: environment variables that a kernel gets too.
+      require_sandbox: whether nothing is judged where the sandbox is not complete.
+      shard: the part to judge and the number of parts, from `(1, n)` on.
+      jobs: the number of worker processes; None to choose it by the machine.
+      fail_fast: whether the run stops at the first failure.
+      confirm_seconds: for cases that confirm findings; None for a share of the run's time.
+      diagnose_seconds: for a comparison with planted bugs; None for a share of the run's time.
+      shrink: whether the smallest case of each finding is searched.
+      require_platform: where something must be judged.
+      report: the page to write.
+      json: the file of records to write.
+      markdown: the summary to write.
+      resume: the file of records of a stopped run to continue.
+      baseline: the file of records to compare with.
+      command: the command that repeats the run.
+      query: what a run record says was asked for; None to say it by these options.
+      selection: how the caller narrows the jobs by other means, as it is written, such as `-k causal`.
+      option_prefix: how the caller's option names begin, for messages.
+    """
+
+    implementations: tuple[str, ...] = ()
+    judge_all: bool = False
+    use_listed: bool = False
+    level: str | None = None
+    case: str | None = None
+    cases: str | None = None
+    regressions: bool = False
+    problem: str | None = None
+    full_size: bool = False
+    checks: tuple[str, ...] = ()
+    pullback: Literal["plain", "residuals"] | None = None
+    seeds: tuple[int, ...] = ()
+    products: str | None = None
+    timeout: float | None = None
+    memory: float | None = None
+    in_process: bool = False
+    sandbox_read: tuple[str, ...] = ()
+    sandbox_env: tuple[str, ...] = ()
+    require_sandbox: bool = False
+    shard: tuple[int, int] | None = None
+    jobs: int | None = None
+    fail_fast: bool = False
+    confirm_seconds: float | None = None
+    diagnose_seconds: float | None = None
+    shrink: bool = False
+    require_platform: str | None = None
+    report: str | None = None
+    json: str | None = None
+    markdown: str | None = None
+    resume: str | None = None
+    baseline: str | None = None
+    command: str = ""
+    query: Mapping[str, Any] | None = None
+    selection: str = ""
+    option_prefix: str = "--"
+
+    def __post_init__(self) -> None:
+        """Raise `CannotJudge` for values that no run can have, and for options that contradict each other."""
+        self._reject_contradictions()
+        if self.jobs is not None and self.jobs < 1:
+            raise CannotJudge(f"{self.spell('jobs')} must be at least 1, got {self.jobs}")
+        for name in ("confirm_seconds", "diagnose_seconds"):
+            reject_negative_seconds(self.spell(name), getattr(self, name))
+        for seed in self.seeds:
+            reject_bad_seed(seed, self.spell("seed"))
+        for name in ("timeout", "memory"):
+            reject_bad_limit(self.spell(name), getattr(self, name))
+
+    def _reject_contradictions(self) -> None:
+        impl, every, case, cases, level, seed, problem, regressions = map(
+            self.spell, ("impl", "all", "case", "cases", "level", "seed", "problem", "regressions")
+        )
+        if self.judge_all and self.implementations:
+            raise CannotJudge(f"{every} and {impl} contradict each other: give one of them")
+        if not (self.judge_all or self.implementations or self.use_listed):
+            raise CannotJudge(f"nothing to judge: give {impl}=NAME (see `python -m conformance list`) or {every}")
+        if self.case is not None and (self.cases is not None or self.level or self.seeds):
+            raise CannotJudge(
+                f"{case} names one case, seed included: it cannot be combined with {cases}, {level} or {seed}"
+            )
+        if self.problem and (self.regressions or self.level or self.seeds):
+            raise CannotJudge(f"{problem} names its cases: it cannot be combined with {regressions}, {level} or {seed}")
+        if self.full_size and (not self.problem or self.case is not None):
+            raise CannotJudge(
+                f"{self.spell('full_size')} goes with {problem}: it is the size at which its cases are asked"
+            )
+        if self.pullback and self.case is None:
+            raise CannotJudge(f"{self.spell('pullback')} goes with {case}: in a run of several, cases take turns")
+        if self.regressions and (self.case is not None or self.cases is not None or self.level):
+            raise CannotJudge(f"{regressions} names its cases: it cannot be combined with {case}, {cases} or {level}")
+
+    def spell(self, name: str) -> str:
+        """Return the name of an option as the caller of the session writes it."""
+        words = name.replace("_", "-")
+        return f"--{words}" if words in _UNPREFIXED else f"{self.option_prefix}{words}"
+
+    @property
+    def named_files(self) -> list[str]:
+        """The files that the run reads or writes besides kernels: sandboxes hide them."""
+        return [path for name in _FILES if (path := getattr(self, name))]
+
+    @property
+    def is_one_case_or_problem(self) -> bool:
+        """Whether the cases are named, so that findings need no confirmation by other cases."""
+        return self.case is not None or bool(self.problem)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run judges all that its level asks, so that what did not fail can be called stale."""
+        return not (self.describe_narrowing() or self.level == "smoke" or self.seeds or self.shard)
+
+    @property
+    def recorded_level(self) -> str:
+        """The level as a run record has it: what is judged in place of a grid, or the grid's level."""
+        if self.case is not None:
+            return "one case"
+        if self.problem:
+            return "a named problem"
+        return "regressions" if self.regressions else self.level or "quick"
+
+    @property
+    def recorded_seeds(self) -> tuple[int, ...]:
+        """The base seeds as a run record has them: none where the cases are named."""
+        named = self.case is not None or self.regressions or self.problem
+        return () if named else self.seeds or (0,)
+
+    def describe_narrowing(self) -> str:
+        """Return the options that narrow what the level asks, as the caller writes them; empty if none does."""
+        found = []
+        if self.problem:
+            size = f" {self.spell('full_size')}" if self.full_size else ""
+            found.append(f"{self.spell('problem')}={self.problem}{size}")
+        if self.case is not None:
+            found.append("one case")
+        elif self.regressions:
+            found.append("the regressions")
+        elif self.cases is not None:
+            found.append(f"{self.spell('cases')}={shlex.quote(self.cases)}")
+        found += [f"{self.spell('check')}={name}" for name in self.checks]
+        if self.pullback:
+            found.append(f"{self.spell('pullback')}={self.pullback}")
+        return " ".join(filter(None, (*found, self.selection)))
+
+    def build_query(self) -> dict[str, Any]:
+        """Return what was asked for, as a run record has it."""
+        if self.query is not None:
+            return dict(self.query)
+        values = {name: getattr(self, field) for name, field in _QUERY.items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def parse_query(query: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that the query of a run record gives, by the names of their fields."""
+    values = {field: query[name] for name, field in _QUERY.items() if name in query}
+    for name in ("timeout", "memory"):
+        if values.get(name) is not None:
+            values[name] = float(values[name])  # a file may have the text inf
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def has_query(values: Mapping[str, Any]) -> bool:
+    """Tell whether options, by the names of their fields, say anything of what to judge."""
+    return any(values.get(field) for field in _QUERY.values())
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Parse a shard such as `2/3`: which part, and of how many.
+
+    Raises:
+      ValueError: for any other text.
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"{text!r} is no part such as 2/3")
+    return int(found[1]), int(found[2])
+
+
+def draw_seeds(seeds: Sequence[int | None]) -> tuple[tuple[int, ...], list[str]]:
+    """Draw a seed for each None, and return all seeds with a note that names the drawn ones."""
+    drawn = tuple(seed if seed is not None else random.SystemRandom().getrandbits(32) for seed in seeds)
+    named = ", ".join(str(seed) for seed, given in zip(drawn, seeds, strict=True) if given is None)
+    return drawn, [f"--seed=random drew {named}: --seed={named} judges the same cases again"] if named else []
+
+
+def reject_negative_seconds(option: str, seconds: float | None) -> None:
+    """Raise `CannotJudge` for a negative time; 0 is allowed."""
+    if seconds is not None and not seconds >= 0:
+        raise CannotJudge(f"{option} must not be negative, got {seconds:g}")
+
+
+def reject_bad_seed(seed: int, option: str = "--seed") -> None:
+    """Raise `CannotJudge` for a seed that no case can have."""
+    if seed < 0:
+        raise CannotJudge(f"{option} must not be negative, got {seed}")
+    if seed > _MAX_SEED:
+        raise CannotJudge(f"{option} must be less than 2**64, got {seed}")
+
+
+def reject_bad_limit(option: str, limit: float | None) -> None:
+    """Raise `CannotJudge` for a limit in seconds or GiB that limits nothing."""
+    if limit is None:
+        return
+    if not limit > 0:
+        raise CannotJudge(f"{option} must be more than zero, got {limit:g}")
+    if limit >= _MAX_LIMIT:
+        raise CannotJudge(f"{option} must be a finite number below {_MAX_LIMIT:g}, got {limit:g}")

@@ -1,0 +1,152 @@
+"""The files that results are written to: checked before any work is done, written whole at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from conformance import output_files
+from conformance.output_files import PAGE, RECORDS, SUMMARY, TABLE, OutputRefused
+from conformance.records import make_printable
+from conformance.session.failures import CannotJudge
+from reports.page_model import Summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """Where results go.
+
+    Attributes:
+      report: the page.
+      json: the file of records.
+      markdown: the summary.
+      step: where GitHub shows a summary of a job's step, if this process is of one.
+    """
+
+    report: Path | None
+    json: Path | None
+    markdown: Path | None
+    step: Path | None = None
+
+    @property
+    def journals(self) -> list[Path]:
+        """The files of records, written as they come: the one beside the page, and the one that is asked for."""
+        beside = self.report.with_suffix(".jsonl") if self.report is not None else None
+        named = {path.resolve(): path for path in (beside, self.json) if path is not None}
+        return list(named.values())
+
+    def write(self, summary: Summary) -> None:
+        """Write page and summary, whichever are asked for. Raises `CannotJudge` if one cannot be written."""
+        if self.report is None and self.markdown is None and self.step is None:
+            return
+        from reports import html_page, markdown_summary  # imported late: few runs write a page
+
+        try:
+            if self.report is not None:
+                html_page.save_page(self.report, summary)
+            if self.markdown is not None and (self.step is None or not _is_step_summary(self.markdown)):
+                write_summary(self.markdown, markdown_summary.format_markdown(summary))
+        except OSError as error:
+            place = error.filename or "an output"
+            raise CannotJudge(f"{place} cannot be written: {error.strerror or error}") from error
+        if self.step is not None:
+            try:
+                with self.step.open("a", encoding="utf-8") as file:  # other commands of the step write there too
+                    file.write(markdown_summary.format_markdown(summary))
+            except OSError as error:  # nobody asked for it by name, so it is no failure
+                print(f"no summary in GITHUB_STEP_SUMMARY={self.step}: {error.strerror or error}", file=sys.stderr)
+
+
+def find_step_summary() -> Path | None:
+    """Return where GitHub shows a summary of a job's step, if this process is of one."""
+    place = os.environ.get("GITHUB_STEP_SUMMARY")
+    return Path(place) if place else None
+
+
+def check_outputs(
+    *, report: str | None = None, json: str | None = None, markdown: str | None = None, prefix: str = "--"
+) -> Outputs:
+    """Check that all outputs can be written, and return where they go.
+
+    Args:
+      report: the page; its records are written beside it.
+      json: the file of records.
+      markdown: the summary.
+      prefix: how the names of options begin, for messages.
+
+    Raises:
+      CannotJudge: if a file cannot be written, would replace another kind of file, or is named twice.
+    """
+    named = {"report": report, "json": json, "markdown": markdown}
+    paths = {name: None if value is None else Path(value) for name, value in named.items()}
+    outputs = Outputs(**paths)
+    if report is not None and Path(report).suffix == ".jsonl":
+        raise CannotJudge(
+            f"{prefix}report={report} is the file of records beside the page: give the page another suffix"
+        )
+    for name, value in named.items():
+        if value is not None:
+            check_writable(value, name, prefix=prefix)
+    if outputs.report is not None:
+        beside = outputs.report.with_suffix(".jsonl")
+        check_writable(str(report), "report", RECORDS, beside=beside, prefix=prefix)
+    _reject_collisions(outputs)
+    return outputs
+
+
+def _reject_collisions(outputs: Outputs) -> None:
+    """Refuse two outputs in one file; only the records beside the page may be the file of records."""
+    named = [path for path in (outputs.report, outputs.json, outputs.markdown) if path is not None]
+    beside = [] if outputs.report is None else [outputs.report.with_suffix(".jsonl")]
+    places = [path.resolve() for path in [*named, *(path for path in beside if path != outputs.json)]]
+    for path in places:
+        if places.count(path) > 1:
+            raise CannotJudge(
+                f"two outputs go to {path.name}: give each of --report, --json and --markdown its own file"
+            )
+
+
+# The kind of file that each option writes.
+_FILE_KINDS = {"report": PAGE, "json": RECORDS, "resume": RECORDS, "markdown": SUMMARY, "out": TABLE}
+
+
+def check_writable(
+    value: str, option: str, kind: str | None = None, *, beside: Path | None = None, prefix: str = "--"
+) -> Path:
+    """Check that an output can be written, and return its path.
+
+    Args:
+      value: the path, as it is given.
+      option: the name of the option that gives it, without dashes.
+      kind: the kind of file, where it is not the option's.
+      beside: the file that is written beside it and checked in its place.
+      prefix: how the names of options begin, for messages.
+
+    Raises:
+      CannotJudge: if it cannot be written, or another kind of file would be overwritten.
+    """
+    path = beside or Path(value)
+    try:
+        is_appended = option == "markdown" and _is_step_summary(path)
+        output_files.check_output(path, None if is_appended else kind or _FILE_KINDS[option])
+    except OutputRefused as error:
+        which = f": {path.name} beside it" if beside is not None else ""
+        raise CannotJudge(make_printable(f"{prefix}{option}={value}{which} {error}")) from error
+    return path
+
+
+def write_summary(path: Path, text: str) -> None:
+    """Write the file of `--markdown`, or append to it if GitHub shows it. Raises `OSError`, which names it."""
+    if not _is_step_summary(path):
+        output_files.write_text(path, text)
+        return
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _is_step_summary(path: Path) -> bool:
+    """Tell whether the file is where GitHub shows summaries, to which every command of a step appends."""
+    step = find_step_summary()
+    return step is not None and os.path.realpath(path) == os.path.realpath(step)

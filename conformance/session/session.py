@@ -1,0 +1,596 @@
+"""A session: plan a run, judge its jobs, record what comes of them, and report it.
+
+A session goes through these steps:
+
+1. `Session(options)` finds the implementations and plans the jobs. Files are checked first, before anything slow.
+2. `begin` opens the files of records.
+3. `judge_jobs` judges all jobs. A caller with a loop of its own, such as pytest, calls `judge` and `record` instead.
+4. `follow_up` confirms what was found and compares failing kernels with planted bugs.
+5. `finish` adds the records of the run as a whole and closes the files; `write_outputs` writes page and summary.
+6. `compare_with_baseline` says what became worse.
+
+`run_to_end` is steps 2 to 5, and `run_session` all of them in one call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import jax
+
+from conformance import interrupts
+from conformance.check_api.rotation import FULL_ROTATION, Rotation
+from conformance.checks import CHECKS, CHECKS_BY_NAME, Check
+from conformance.contract import Implementation
+from conformance.execution import implementation_registry
+from conformance.judging import flag_share, provenance, run_plan
+from conformance.judging.job import Job
+from conformance.judging.journal import (
+    Journal,
+    JournalWriteError,
+    ResumeMismatchError,
+    describe_resumed_jobs,
+    load_resumed_run,
+)
+from conformance.judging.parallel_judging import judge_in_parallel
+from conformance.judging.run_aggregation import aggregate_runs
+from conformance.judging.run_plan import Plan
+from conformance.judging.runner import Runner, build_changed_file_records, build_hardware_records
+from conformance.records import JUDGED, RED, Record, RunInfo
+from conformance.runs import COMPLETE, FAILED, INTERRUPTED, RecordedRun, Run, read_runs
+from conformance.sandbox import kernel_process
+from conformance.sandbox.sandboxed_executor import collect_handshakes
+from conformance.sensitivity import detection_table
+from conformance.session.failures import CannotJudge, RunStopped
+from conformance.session.input_files import parse_input_path
+from conformance.session.probes import bug_diagnosis, follow_up
+from conformance.session.process_setup import prepare_process
+from conformance.session.project_lookup import (
+    build_kernel_options,
+    find_implementation,
+    load_project_settings,
+    parse_case,
+    select_problem_cases,
+)
+from conformance.session.run_comparison import compare_runs, gather_compared_runs, read_compared_runs
+from conformance.session.run_options import RunOptions
+from conformance.session.run_outputs import check_outputs, check_writable, find_step_summary
+from reports import conformity
+from reports.causes.finding_text import FindingText
+from reports.changes import Comparison
+from reports.page_model import Summary, build_summary
+
+FIRST_FAILURE = "stopped at the first failure, as --fail-fast says"
+_FEW_JOBS = 8
+"""The number of jobs that are done before worker processes have started."""
+# Compiling, which takes the time, is on the CPU, so several processes share a GPU. A TPU belongs to one process alone.
+_MAX_WORKERS = {"cpu": sys.maxsize, "gpu": 8}
+
+
+class ProgressDisplay(Protocol):
+    """Shows how far a run is."""
+
+    def advance(self, judged: Sequence[Record]) -> None:
+        """Count one more job, with its records. Raise `RunStopped` to stop the run."""
+
+
+ShowProgress: TypeAlias = Callable[[int, Sequence[Sequence[Record]]], AbstractContextManager[ProgressDisplay]]
+"""Shows the progress of so many jobs, of which some are done, with these records."""
+Say: TypeAlias = Callable[[str], None]
+"""Tells the user one line."""
+
+
+class _NoDisplay:
+    """Shows nothing."""
+
+    def advance(self, judged: Sequence[Record]) -> None:
+        """Count nothing."""
+
+
+@contextlib.contextmanager
+def show_no_progress(total: int, finished: Sequence[Sequence[Record]]) -> Iterator[ProgressDisplay]:
+    """Show nothing of a run's progress."""
+    yield _NoDisplay()
+
+
+def say_nothing(line: str) -> None:
+    """Drop a line."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SessionResult:
+    """What came of a session.
+
+    Attributes:
+      how: how the run ended, `complete`, `interrupted` or `failed`.
+      reason: why it ended, if not by itself.
+      recorded: the run as its file has it.
+      records: its records, merged.
+      info: what a report says beside them.
+      summary: what every report shows of the run.
+      stale: records of known failures that did not fail.
+      flag_excess: records of kernels that go by the compiler's flags.
+      shrunk: lines on the smallest cases of findings.
+      lacks_platform: whether nothing was judged on the required platform.
+      exit_code: 0 if all conforms, 1 if not, 2 if it could not be judged, 128 plus the signal that stopped it.
+      comparison: what changed since the baseline, if there is one.
+    """
+
+    how: str
+    reason: str
+    recorded: RecordedRun
+    records: Sequence[Record]
+    info: RunInfo
+    summary: Summary
+    stale: Sequence[Record] = ()
+    flag_excess: Sequence[Record] = ()
+    shrunk: Sequence[str] = ()
+    lacks_platform: bool = False
+    exit_code: int
+    comparison: Comparison | None = None
+
+    @property
+    def findings(self) -> Sequence[FindingText]:
+        """The causes that explain the failures, in words."""
+        return self.summary.findings
+
+
+class Session:
+    """One run of the judge, from its options to its exit code.
+
+    Attributes:
+      options: those of the run.
+      settings: those of the project.
+      kernel_options: how kernels are found and where they run.
+      implementations: what is judged.
+      plan: all jobs, those of other shards too.
+      jobs: the jobs to judge here.
+      notes: lines for the user on how the run came about.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        *,
+        implementations: Sequence[Implementation] = (),
+        folder: Path | None = None,
+        handshakes: Sequence[tuple[str, str]] = (),
+        is_worker: bool = False,
+    ) -> None:
+        """Check files, find implementations and plan the jobs.
+
+        Args:
+          options: what to judge, how, and where results go.
+          implementations: those to judge, in place of those that the options name. They run in this process.
+          folder: where the project's settings are; the current one if left out.
+          handshakes: what kernels declared to the process that started this one, by name.
+          is_worker: whether another process checks and writes the files.
+
+        Raises:
+          CannotJudge: in one line, if the run cannot be carried out.
+        """
+        self._started = time.perf_counter()
+        self.options = options
+        self._is_worker = is_worker
+        self._is_given = bool(implementations)
+        self._journal: Journal | None = None
+        self._runner: Runner | None = None
+        self._run: Run | None = None
+        self._finished: dict[int, tuple[Record, ...]] | None = None
+        self._shrunk: list[str] = []
+        if not is_worker:
+            self._check_files()
+        self.settings = load_project_settings(folder)
+        self.kernel_options = build_kernel_options(
+            products=options.products,
+            in_process=options.in_process,
+            timeout=options.timeout,
+            memory=options.memory,
+            problem=options.problem,
+            sandbox_read=options.sandbox_read,
+            sandbox_env=options.sandbox_env,
+            require_sandbox=options.require_sandbox,
+            hidden_files=options.named_files,
+            handshakes=handshakes,
+            option_prefix=options.option_prefix,
+        )
+        self.implementations = list(implementations) or self._find_implementations()
+        self.plan = self._build_plan()
+        if not self.plan.jobs:
+            raise CannotJudge(self._describe_empty_plan())
+        self._numbers = {id(job): number for number, job in enumerate(self.plan.jobs)}
+        self.jobs = run_plan.select_shard(self.plan.jobs, *options.shard) if options.shard else tuple(self.plan.jobs)
+        if options.resume is not None and not is_worker:
+            self._run, self._finished = self._load_resumed()
+        self.notes = [] if not self._finished else [describe_resumed_jobs(len(self._finished))]
+
+    def _check_files(self) -> None:
+        """Check that outputs can be written, and read the baseline, before anything slow."""
+        options = self.options
+        if options.resume is not None:
+            check_writable(options.resume, "resume", prefix=options.option_prefix)
+        outputs = check_outputs(
+            report=options.report, json=options.json, markdown=options.markdown, prefix=options.option_prefix
+        )
+        self._outputs = dataclasses.replace(outputs, step=find_step_summary())
+        self._baseline = None
+        if options.baseline is None:
+            return
+        written = [path.resolve() for path in self._list_journal_paths()]
+        name = options.spell("baseline")
+        if parse_input_path(options.baseline).resolve() in written:
+            raise CannotJudge(f"{name}={options.baseline} is written by this run too: give the records another file")
+        try:
+            self._baseline = read_compared_runs(options.baseline, command=options.command)
+        except CannotJudge as error:
+            raise CannotJudge(f"{name}: {error}") from error
+
+    def _list_journal_paths(self) -> list[Path]:
+        """Return the files of records to write; the file that is continued comes first."""
+        if self.options.resume is None:
+            return self._outputs.journals
+        first = Path(self.options.resume)
+        return [first, *(path for path in self._outputs.journals if path.resolve() != first.resolve())]
+
+    def _find_implementations(self) -> list[Implementation]:
+        options = self.options
+        if options.judge_all:
+            names = implementation_registry.list_implementations()
+        else:
+            listed = self.settings.implementations if options.use_listed else ()
+            names = self.settings.resolve_groups(options.implementations or listed)
+        if not names:
+            raise CannotJudge(
+                f"nothing to judge: give {options.spell('impl')}=NAME, or list implementations under "
+                "[tool.attention_conformance] in pyproject.toml"
+            )
+        return [find_implementation(name, self.kernel_options) for name in names]
+
+    def _select_checks(self) -> tuple[Check, ...]:
+        for name in self.options.checks:
+            if name not in CHECKS_BY_NAME:
+                if "," in name:
+                    raise CannotJudge(f"{name!r} is several names: give {self.options.spell('check')} once for each")
+                raise CannotJudge(f"unknown check {name!r}: known are {', '.join(CHECKS_BY_NAME)}")
+        return tuple(check for check in CHECKS if not self.options.checks or check.name in self.options.checks)
+
+    def _build_plan(self) -> Plan:
+        options, implementations = self.options, self.implementations
+        checks = self._select_checks()
+        if options.problem:
+            cases = select_problem_cases(
+                options.problem, full_size=options.full_size, case=options.case, query=options.cases
+            )
+            return run_plan.plan_problem(implementations, cases, checks)
+        if options.case is not None:
+            case = parse_case(options.case)
+            rotation = Rotation(pullbacks=(options.pullback,)) if options.pullback else FULL_ROTATION
+            plans = [run_plan.plan_case(implementation, case, checks, rotation) for implementation in implementations]
+            return Plan(tuple(job for one in plans for job in one.jobs), ())
+        if options.regressions:
+            return run_plan.plan_regressions(implementations, checks)
+        return run_plan.plan_run(
+            implementations,
+            level=options.level or "quick",
+            seeds=options.seeds or (0,),
+            query=options.cases,
+            checks=checks,
+        )
+
+    def _describe_empty_plan(self) -> str:
+        options = self.options
+        if options.cases is not None:
+            query = f"{options.spell('cases')}={options.cases!r}"
+            if options.problem:
+                return f"no case of {options.problem} matches {query}"
+            return f"no case of the grid matches {query} (see `python -m conformance list cases`)"
+        return f"no case asks for {', '.join(options.checks) or 'any check'}"
+
+    @property
+    def run(self) -> Run:
+        """The run record: what holds for all records of this run."""
+        if self._run is None:
+            self._run = self._describe_run()
+        return self._run
+
+    def _describe_run(self) -> Run:
+        options = self.options
+        return provenance.build_run(
+            self.implementations,
+            self.plan,
+            command=options.command,
+            level=options.recorded_level,
+            seeds=options.recorded_seeds,
+            narrowed=options.describe_narrowing(),
+            query=options.build_query(),
+            shard="/".join(map(str, options.shard or ())),
+            limits=self.settings.tolerances.rows(),
+            kernels=self.kernel_options,
+        )
+
+    def _load_resumed(self) -> tuple[Run, dict[int, tuple[Record, ...]]]:
+        """Load the run to continue, and the records of its finished jobs."""
+        assert self.options.resume is not None
+        place = Path(self.options.resume)
+        try:
+            return load_resumed_run(place, self._describe_run())
+        except OSError as error:
+            reason = f"{place} cannot be read: {error.strerror or error}"
+            raise CannotJudge(f"{self.options.spell('resume')}: {reason}") from error
+        except (ResumeMismatchError, ValueError) as error:
+            raise CannotJudge(f"{self.options.spell('resume')}: {error}") from error
+
+    @property
+    def handshakes(self) -> list[tuple[str, str]]:
+        """What kernels declared here, by name: in other processes they must declare the same."""
+        return list(collect_handshakes(self.implementations))
+
+    @property
+    def recorded(self) -> RecordedRun:
+        """The run as a reader of its file would have it."""
+        assert self._journal is not None
+        return self._journal.recorded
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the files of records are open, or have been."""
+        return self._journal is not None
+
+    def begin(self) -> None:
+        """Open the files of records. Raises `JournalWriteError` if one cannot be written."""
+        self._journal = Journal(self._list_journal_paths(), self.run, self._finished)
+
+    def find_number(self, job: Job) -> int | None:
+        """Return the place of a job in the plan; None for one that was narrowed since."""
+        if (number := self._numbers.get(id(job))) is not None:
+            return number
+        return next((number for number, planned in enumerate(self.plan.jobs) if planned == job), None)
+
+    def find_finished(self, number: int | None) -> list[Record] | None:
+        """Return the records of a job that the continued file has; None if it has none."""
+        if self.options.resume is None or number is None:
+            return None
+        if self._finished is None:  # in a worker: the process that reports has checked the file
+            self._finished = dict(read_runs(Path(self.options.resume))[0].done)
+        return list(self._finished[number]) if number in self._finished else None
+
+    def judge(self, job: Job) -> list[Record]:
+        """Judge a job in this process, and return its records."""
+        if self._runner is None:
+            self._runner = self._create_runner()
+        return self._runner.judge(job)
+
+    def _create_runner(self) -> Runner:
+        return Runner(self.settings, options=self.kernel_options.options)
+
+    def record(self, number: int | None, judged: Sequence[Record]) -> None:
+        """Write down the records of a job, or of a part of one (None). Raises `JournalWriteError`."""
+        assert self._journal is not None
+        if number is None:
+            self._journal.add(judged)
+        else:
+            self._journal.job(number, judged)
+
+    def judge_jobs(self, show_progress: ShowProgress = show_no_progress) -> tuple[str, str]:
+        """Judge and record all jobs that the continued file lacks; return how it ended, and why if not by itself."""
+        done = self.recorded.done
+        waiting = [job for job in self.jobs if self._numbers[id(job)] not in done]
+        finished = [done[number] for job in self.jobs if (number := self._numbers[id(job)]) in done]
+        fail_fast = self.options.fail_fast
+        if fail_fast:
+            waiting.sort(key=lambda job: not job.short)  # few programs each, so a failure shows sooner
+        try:
+            with interrupts.raise_on_signal(), show_progress(len(self.jobs), finished) as progress:
+                interrupts.raise_if_stopped()
+
+                def on_job(job: Job, judged: list[Record]) -> None:
+                    self.record(self._numbers[id(job)], judged)
+                    progress.advance(judged)
+                    if fail_fast and any(record.verdict in RED for record in judged):
+                        raise RunStopped(FIRST_FAILURE)
+
+                if waiting:
+                    self._judge_waiting(waiting, on_job)
+        except RunStopped as error:
+            return INTERRUPTED, str(error)
+        except implementation_registry.ImplementationNotFound as error:  # a worker may find less than this process
+            return FAILED, str(error)
+        except KeyboardInterrupt:
+            return INTERRUPTED, interrupts.describe_signal()
+        if missing := sum(self._numbers[id(job)] not in self.recorded.done for job in self.jobs):
+            return FAILED, f"{missing:,} of its jobs have no records"
+        return COMPLETE, ""
+
+    def _judge_waiting(self, jobs: Sequence[Job], on_job: Callable[[Job, list[Record]], None]) -> None:
+        runner = self._create_runner()
+        workers = 1 if self._is_given else self.options.jobs or _choose_worker_count(len(jobs))
+        if workers == 1:
+            runner.run(jobs, on_job)
+        else:
+            judge_in_parallel(
+                jobs, workers, self.kernel_options, on_job, runner.report_lost, one_by_one=self.options.fail_fast
+            )
+
+    def follow_up(self, say: Say = say_nothing) -> None:
+        """Confirm findings, compare failing kernels with planted bugs, and shrink findings if that is asked for.
+
+        A stop signal ends no more than this. Raises `JournalWriteError`.
+        """
+        assert self._journal is not None
+        if interrupts.get_received_signal() or not any(record.verdict in RED for record in self.recorded.records):
+            return
+        options, runner = self.options, self._create_runner()
+        if not options.is_one_case_or_problem:
+            seconds = follow_up.FollowUpSeconds(options.confirm_seconds, options.diagnose_seconds)
+            spent = time.perf_counter() - self._started
+            follow_up.follow_up(self._journal, self.implementations, runner, seconds, spent=spent, say=say)
+        if options.shrink and interrupts.get_received_signal() is None:
+            from conformance.session.probes import finding_shrinker  # imported late: it loads Hypothesis
+
+            with interrupts.end_on_signal():
+                for line in finding_shrinker.shrink_findings(self._journal, self.implementations, runner, say):
+                    self._shrunk.append(line)  # one by one, so that a signal loses none of them
+
+    def finish(self, how: str, reason: str) -> SessionResult:
+        """Record what holds for the run as a whole, close the files, and merge the records.
+
+        Files that cannot be written make the run a failed one; its records are reported all the same.
+
+        Args:
+          how: how the run ended, `complete`, `interrupted` or `failed`.
+          reason: why, if not by itself.
+        """
+        assert self._journal is not None
+        stale: list[Record] = []
+        excess: list[Record] = []
+        try:
+            judged = {record.implementation for record in self.recorded.records}
+            self._journal.add(build_hardware_records(each for each in self.implementations if each.name in judged))
+            excess = flag_share.find_excess(self.recorded.records)
+            self._journal.add(excess)
+            self._journal.add(build_changed_file_records(self._journal.run, self.recorded.records))
+            is_whole = self.options.is_whole and len(self.recorded.done) == len(self.plan.jobs)
+            if how == COMPLETE and is_whole:
+                stale = self.settings.stale(self.recorded.records, jax.__version__)
+                self._journal.add(stale)
+            self._journal.end(how, reason=reason, seconds=time.perf_counter() - self._started)
+        except JournalWriteError as error:
+            how, reason = FAILED, self._abandon(error)
+        records, info = aggregate_runs(
+            [self.recorded], command=self.run.command, detection=detection_table.load_table()
+        )
+        info = bug_diagnosis.add_diagnoses(info, records)
+        lacks_platform = self._lacks_platform(records)
+        code = compute_exit_code(records, self.implementations, how, lacks_platform=lacks_platform)
+        return SessionResult(
+            how=how,
+            reason=reason,
+            recorded=self.recorded,
+            records=records,
+            info=info,
+            summary=build_summary(records, info),
+            stale=stale,
+            flag_excess=excess,
+            shrunk=self._shrunk,
+            lacks_platform=lacks_platform,
+            exit_code=interrupts.resolve_exit_code(code),
+        )
+
+    def _abandon(self, error: JournalWriteError) -> str:
+        """End the run without its files, and return why."""
+        assert self._journal is not None
+        reason = f"{error}; what was judged before is in it"
+        self._journal.abandon(reason)
+        return reason
+
+    def write_outputs(self, result: SessionResult) -> None:
+        """Write page and summary. Raises `CannotJudge` if one cannot be written."""
+        self._outputs.write(result.summary)
+
+    def compare_with_baseline(self, result: SessionResult) -> SessionResult:
+        """Add what changed since the baseline; a regression makes the exit code 1.
+
+        Raises:
+          CannotJudge: if this run has no record to compare.
+        """
+        if self._baseline is None:
+            return result
+        now = gather_compared_runs([result.recorded], "this run", command=self.options.command)
+        changed = compare_runs(self._baseline, now)
+        code = result.exit_code or (1 if changed.regressions else 0)
+        return dataclasses.replace(result, comparison=changed, exit_code=code)
+
+    def run_to_end(self, show_progress: ShowProgress = show_no_progress, say: Say = say_nothing) -> SessionResult:
+        """Judge all jobs, follow up on findings, and write every file but the comparison.
+
+        A signal stops judging; what was judged until then is reported.
+
+        Raises:
+          CannotJudge: if a file cannot be written.
+        """
+        interrupts.stop_raising()
+        try:
+            self.begin()
+        except JournalWriteError as error:
+            raise CannotJudge(str(error)) from error
+        try:
+            how, reason = self.judge_jobs(show_progress)
+            if how == COMPLETE:
+                self.follow_up(say)
+        except JournalWriteError as error:
+            how, reason = FAILED, self._abandon(error)
+        except Exception as error:  # one of this program: what was judged stays, and the file says why it ends
+            assert self._journal is not None
+            with contextlib.suppress(JournalWriteError):
+                seconds = time.perf_counter() - self._started
+                self._journal.end(FAILED, reason=f"{type(error).__name__}: {error}", seconds=seconds)
+            raise
+        result = self.finish(how, reason)
+        self.write_outputs(result)
+        return result
+
+    def _lacks_platform(self, records: Sequence[Record]) -> bool:
+        required = self.options.require_platform
+        return bool(required) and not any(r.platform == required and r.verdict in JUDGED for r in records)
+
+
+def compute_exit_code(
+    records: Sequence[Record], implementations: Sequence[Implementation], how: str, *, lacks_platform: bool
+) -> int:
+    """Return 0 if all implementations conform, 1 if one does not, 2 if one could not be judged.
+
+    An implementation that cannot run here counts only if nothing else was judged.
+    """
+    if how == FAILED:
+        return 2
+    judged = {record.implementation for record in records if record.verdict in JUDGED}
+    present = [each for each in implementations if each.accelerator.absent is None or each.name in judged]
+    standings = {
+        conformity.compute_conformity([record for record in records if record.implementation == each.name])
+        for each in present or implementations
+    }
+    if conformity.DOES_NOT_CONFORM in standings:
+        return 1
+    return 2 if lacks_platform or how != COMPLETE or conformity.NOT_JUDGED in standings else 0
+
+
+def _choose_worker_count(jobs: int) -> int:
+    """Return how many processes judge so many jobs on this machine."""
+    most = _MAX_WORKERS.get(jax.default_backend(), 1)
+    return min(os.cpu_count() or 1, most) if jobs > _FEW_JOBS else 1
+
+
+def run_session(
+    options: RunOptions,
+    *,
+    implementations: Sequence[Implementation] = (),
+    show_progress: ShowProgress = show_no_progress,
+    say: Say = say_nothing,
+) -> SessionResult:
+    """Run a whole session in this process, and end the kernels' processes.
+
+    Args:
+      options: what to judge, how, and where results go.
+      implementations: those to judge, in place of those that the options name. They run in this process.
+      show_progress: shows how far the run is.
+      say: hears single lines on the way.
+
+    Raises:
+      CannotJudge: in one line, if the run cannot be carried out.
+    """
+    prepare_process()
+    with interrupts.record_signals():
+        try:
+            with interrupts.raise_on_signal():
+                session = Session(options, implementations=implementations)
+            return session.compare_with_baseline(session.run_to_end(show_progress, say))
+        finally:
+            kernel_process.end_all_processes()

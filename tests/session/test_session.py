@@ -1,0 +1,159 @@
+"""A session runs from plain Python, in the caller's process, and gives records, findings and the exit code."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import jax
+import pytest
+
+from conformance import interrupts, runs
+from conformance.contract import Implementation
+from conformance.execution.plain_functions import build_implementation
+from conformance.records import FAIL, PASS, Record
+from conformance.runs import COMPLETE, INTERRUPTED
+from conformance.session.failures import CannotJudge, RunStopped
+from conformance.session.run_options import RunOptions, parse_query, parse_shard
+from conformance.session.session import ProgressDisplay, Session, run_session, show_no_progress
+from tests.kernels import naive
+
+CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
+FEW = RunOptions(implementations=("given",), cases="train/f32/*.T1.*", checks=("forward",))
+
+
+def right(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False) -> jax.Array:
+    return naive.attention(q, k, v, causal=causal)
+
+
+def wrong(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False) -> jax.Array:
+    return 1.01 * naive.attention(q, k, v, causal=causal)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def declare(function: object, name: str) -> list[Implementation]:
+    return [build_implementation(function, name)]  # type: ignore[arg-type]
+
+
+def test_a_function_is_judged_in_the_callers_process() -> None:
+    options = RunOptions(implementations=("right",), case=CASE, checks=("forward",))
+    result = run_session(options, implementations=declare(right, "right"))
+    assert (result.how, result.exit_code) == (COMPLETE, 0)
+    assert {(record.implementation, record.check, record.verdict) for record in result.records} == {
+        ("right", "forward", PASS)
+    }
+    assert list(result.findings) == []
+    assert result.recorded.run is not None
+    assert result.recorded.run.level == "one case"
+
+
+def test_a_wrong_function_gives_findings_files_and_exit_code_1(folder: Path) -> None:
+    options = RunOptions(
+        implementations=("wrong",), case=CASE, checks=("forward",), json="r.jsonl", report="page.html", command="mine"
+    )
+    result = run_session(options, implementations=declare(wrong, "wrong"))
+    assert result.exit_code == 1
+    assert [each.finding.smallest.case for each in result.findings] == [CASE]
+    (recorded,) = runs.read_runs(folder / "r.jsonl")
+    assert recorded.is_complete
+    assert [record.verdict for record in recorded.records] == [FAIL]
+    assert recorded.run is not None
+    assert recorded.run.command == "mine"
+    assert "page.html" in {path.name for path in folder.iterdir()}
+
+
+def test_who_watches_the_progress_may_stop_the_run() -> None:
+    seen = []
+
+    class Stops:
+        def advance(self, judged: list[Record]) -> None:
+            seen.append(judged)
+            raise RunStopped("that is enough")
+
+    class Shows:
+        def __enter__(self) -> ProgressDisplay:
+            return Stops()  # type: ignore[return-value]
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+    result = run_session(FEW, implementations=declare(right, "given"), show_progress=lambda total, finished: Shows())
+    assert (result.how, result.reason, result.exit_code) == (INTERRUPTED, "that is enough", 2)
+    assert len(seen) == 1
+    assert {record.case for record in result.records} == {record.case for record in seen[0]}
+
+
+def test_a_signal_stops_the_run_and_is_its_exit_code() -> None:
+    def show(total: int, finished: object) -> object:
+        signal.raise_signal(signal.SIGTERM)
+        return show_no_progress(total, ())
+
+    before = signal.getsignal(signal.SIGTERM)
+    result = run_session(FEW, implementations=declare(right, "given"), show_progress=show)  # type: ignore[arg-type]
+    assert (result.how, result.exit_code) == (INTERRUPTED, 143)
+    assert "SIGTERM" in result.reason
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_stopped_run_is_continued_and_compared(folder: Path) -> None:
+    options = RunOptions(**{**vars(FEW), "json": "r.jsonl"})
+    whole = run_session(options, implementations=declare(right, "given"))
+    (recorded,) = runs.read_runs(folder / "r.jsonl")
+    assert recorded.run is not None
+    assert len(recorded.done) > 1
+    number, found = next(iter(recorded.done.items()))
+    (folder / "r.jsonl").write_text(runs.serialize_run(recorded.run) + "\n" + runs.serialize_job(number, found))
+    (folder / "before.jsonl").write_text((folder / "r.jsonl").read_text())
+    values = {**vars(FEW), "resume": "r.jsonl", "baseline": "before.jsonl"}
+    session = Session(RunOptions(**values), implementations=declare(right, "given"))
+    assert session.find_finished(number) == list(found)
+    assert any("were not judged again" in note for note in session.notes)
+    with interrupts.record_signals():
+        result = session.compare_with_baseline(session.run_to_end())
+    assert {r.key: r.verdict for r in result.records} == {r.key: r.verdict for r in whole.records}
+    assert result.comparison is not None
+    assert (result.exit_code, list(result.comparison.regressions)) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({}, ("--impl",)),
+        ({"implementations": ("a",), "judge_all": True}, ("--all", "--impl")),
+        ({"implementations": ("a",), "case": CASE, "level": "quick"}, ("--case", "--level")),
+        ({"implementations": ("a",), "problem": "x", "regressions": True}, ("--problem", "--regressions")),
+        ({"implementations": ("a",), "full_size": True}, ("--full-size", "--problem")),
+        ({"implementations": ("a",), "pullback": "plain"}, ("--pullback", "--case")),
+        ({"implementations": ("a",), "jobs": 0}, ("--jobs", "got 0")),
+        ({"implementations": ("a",), "seeds": (2**64,)}, ("--seed", "2**64")),
+        ({"implementations": ("a",), "timeout": float("inf")}, ("--timeout", "finite")),
+        ({"implementations": ("a",), "confirm_seconds": -1.0}, ("--confirm-seconds", "got -1")),
+    ],
+)
+def test_options_that_no_run_can_have_are_refused(values: dict[str, object], named: tuple[str, ...]) -> None:
+    with pytest.raises(CannotJudge) as raised:
+        RunOptions(**values)  # type: ignore[arg-type]
+    assert all(name in str(raised.value) for name in named)
+
+
+def test_messages_spell_options_as_the_caller_does() -> None:
+    with pytest.raises(CannotJudge, match="--conformance-memory must be more than zero"):
+        RunOptions(implementations=("a",), memory=0.0, option_prefix="--conformance-")
+    assert RunOptions(implementations=("a",), option_prefix="--conformance-").spell("impl") == "--impl"
+
+
+def test_a_query_of_a_run_record_gives_the_same_options() -> None:
+    options = RunOptions(implementations=("a", "b"), checks=("forward",), seeds=(3,), timeout=2.5, cases="train/*")
+    assert RunOptions(**parse_query(options.build_query())) == options
+
+
+@pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "-1/2", "a/b", "1/2/3"])
+def test_what_is_no_shard_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no part such as 2/3"):
+        parse_shard(text)
+    assert parse_shard("2/3") == (2, 3)
