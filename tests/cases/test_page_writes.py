@@ -1,4 +1,4 @@
-"""What calls that write pages are asked: the grids, where new tokens go, and what pages hold before and after."""
+"""Calls that write pages: the grids, the rows of new tokens, and the pages before and after."""
 
 from __future__ import annotations
 

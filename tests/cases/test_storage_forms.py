@@ -1,4 +1,4 @@
-"""Stored problems: ids, tables, who shares what, the grids, and a server's life."""
+"""Storage forms: ids, tables, shared pages, the grids, and a server's trace."""
 
 from __future__ import annotations
 

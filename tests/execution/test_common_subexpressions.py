@@ -1,4 +1,4 @@
-"""What a function asks for twice is computed once, and nothing else is merged."""
+"""Equal parts of a program are computed once, and nothing else is merged."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ X = jnp.arange(6.0).reshape(2, 3)
 
 @functools.partial(jax.jit, static_argnums=2)
 def loop(x: jax.Array, step: Any, times: int) -> tuple[jax.Array, jax.Array]:
-    """Two results of one loop."""
+    """Return two results of one loop."""
     return jax.lax.fori_loop(0, times, lambda _, pair: (pair[0] + step, pair[1] * 2), (x, x))
 
 
 def loops(function: Any, *args: Any) -> int:
-    """How many loops the function is compiled to."""
+    """Count the loops in the compiled function."""
     text = jax.jit(eliminate_common_subexpressions(function)).lower(*args).compile().as_text()
     assert text is not None
     return text.count(" while(")

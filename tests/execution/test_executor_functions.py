@@ -1,4 +1,4 @@
-"""Masks and scores as functions: who gets them, made of what, and what is unsupported then."""
+"""Masks and scores as functions: which kernels get them, how they are built, and what is then unsupported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Given = dict[str, Any]
 
 
 class Recorder:
-    """A function with some parameters, and what it was given."""
+    """A function with some parameters, and the arguments that it got."""
 
     def __init__(self, *names: str) -> None:
         self.given: Given = {}
@@ -43,7 +43,7 @@ class Recorder:
         return q
 
     def asked(self, spec: str) -> Given:
-        """What the function is given of a case, or why it is none of its cases."""
+        """Return the arguments that the function gets for a case, or why it does not support the case."""
         case, implementation = parse_case_id(CASE.format(spec)), build_implementation(self.kernel, "kernel")
         if (reason := implementation.supports(case)) is not None:
             return {"unsupported": reason}

@@ -1,4 +1,4 @@
-"""Clues: the numbers that a kernel shows, in its code, its surroundings and its program."""
+"""Clues: the numbers in a kernel's code, in its closures and globals, and in its program."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_block_is_seen_in_the_program() -> None:
 
 
 class _Hidden:
-    """A callable whose function is in no attribute that clues are read from."""
+    """A callable that holds its function in an attribute that clues are not read from."""
 
     __slots__ = ("_function",)
 

@@ -1,4 +1,4 @@
-"""What a user's code raises or returns by mistake: one sentence, with the line of the user's own code."""
+"""Errors and wrong returns of user code: one sentence, with the line of the user's own code."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def bare(q, k, v):
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[..., Any]]:
-    """Functions of a user's file, in the current folder."""
+    """Load the functions of a user's file in the current folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kernel.py").write_text(KERNEL)
     spec = importlib.util.spec_from_file_location("kernel", tmp_path / "kernel.py")
@@ -94,7 +94,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], C
 
 
 def judged(function: Callable[..., Any]) -> Judgement:
-    """What becomes of what a function raises in a compiled call."""
+    """Return the error of a compiled call in which a function raises."""
     executor, problem = Executor(build_implementation(function, "theirs")), draw_problem(CASE)
 
     def ask() -> Iterator[Judgement]:
@@ -253,7 +253,7 @@ def test_text_is_no_more_than_text(text: str, shown: str) -> None:
 
 
 def raised_in(path: Path, source: str) -> str:
-    """What is told of a call of `f` in a file."""
+    """Return the description of the error that a call of `f` in a file raises."""
     path.write_text(source)
     spec = importlib.util.spec_from_file_location("raising", path)
     assert spec is not None

@@ -1,4 +1,4 @@
-"""Functions over latents, in pages and dense: how they are recognised, called and judged."""
+"""Functions over latents, in pages and dense: recognition, calls and judgements."""
 
 from __future__ import annotations
 

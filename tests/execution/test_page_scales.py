@@ -1,4 +1,4 @@
-"""Functions over pages with scales: how they are recognised, what they get, and how they are judged."""
+"""Functions over pages with scales: recognition, arguments and judgements."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def scaled_alone(
     cu_q_lens: Any,
     num_seqs: Any,
 ) -> Any:
-    """Takes no pages without scales."""
+    """Attend to pages with scales, and take no others."""
     tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
     return serving_attention.scaled(q, k_pages, v_pages, k_scales=k_scales, v_scales=v_scales, **tables)
 
@@ -199,7 +199,7 @@ def test_dead_rows_of_pages_hold_the_worst_that_their_dtype_has(case: str, stale
 
 
 def changed(change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """A function of scaled pages that gets other scales."""
+    """Return a function of scaled pages with its scales changed."""
 
     @functools.wraps(scaled_alone)
     def attention(q: Any, k_pages: Any, v_pages: Any, *, k_scales: Any, v_scales: Any, **tables: Any) -> Any:
@@ -247,7 +247,7 @@ def test_scales_live_as_pages_do(function: Callable[..., Any]) -> None:
 
 @pytest.mark.long
 def test_checks_of_few_cases_take_scales() -> None:
-    """Each check that is asked of one case or two, of the one with every operand."""
+    """Run each check of one or two cases on the case with every operand."""
     implementation = build_implementation(serving_attention.scaled, "kernel")
     case = parse_case_id(INT8.replace("kvint8-token", "softcap30/sinks/kvint8-token"))
     checks = [CHECKS_BY_NAME[name] for name in ("arguments", "transforms", "calls", "aliasing", "forms", "limits")]

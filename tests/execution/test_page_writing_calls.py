@@ -1,4 +1,4 @@
-"""Functions that write pages: how they are recognised, what they must return, and how they are judged."""
+"""Functions that write pages: recognition, returned values and judgements."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ SHORT = "prefill/bf16/B2.T3.S9.N2.K1.H8.V8/own-linf-9-3/paged4-q2-3/normal/s0"
 
 
 def by_name(function: Callable[..., Any], case: str, *checks: str) -> dict[str, Record]:
-    """What is said of each observable; of what is wrong without a second look, which takes seconds."""
+    """Return the verdict on each observable; failures are not judged again, which takes seconds."""
     chosen = [CHECKS_BY_NAME[name] for name in checks or ("forward",)]
     planned = run_plan.plan_case(build_implementation(function, "kernel"), parse_case_id(case), chosen)
     return {record.observable: record for record in create_single_look_runner().run(planned.jobs)}
 
 
 def with_one_count(function: Callable[..., Any], *operands: Any, kv_lens: Any, **tables: Any) -> Any:
-    """A call of one that must be told how many sequences there are: as many as the tables have room for."""
+    """Call a function that needs `num_seqs` with as many sequences as the tables have room for."""
     return function(*operands, kv_lens=kv_lens, num_seqs=jnp.full(1, len(kv_lens), jnp.int32), **tables)
 
 
@@ -80,7 +80,7 @@ def test_pages_without_all_four_names_are_none_that_are_written() -> None:
 
 
 def with_pages(change: Callable[[tuple[Any, ...], tuple[Any, Any]], Any]) -> Callable[..., Any]:
-    """A right function of which `change` makes another: of all that it returns, and the pages that it was given."""
+    """Return a right function with `change` applied to its results and the pages that it got."""
 
     def attention(
         q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any
@@ -100,7 +100,7 @@ def test_what_is_not_written_is_told() -> None:
 
 
 def told(change: Callable[[dict[str, np.ndarray]], Any]) -> dict[str, str]:
-    """What is said of each of the pools that are right but for a change; empty of those that are right."""
+    """Return the reason for each changed array of pages; empty for an array that is right."""
     what = build_writing(operand_values.draw_problem(parse_case_id(SHORT)), 0, finite=False)
     got = {name: x.copy() for name, x in what.after.items()}
     got |= change(got) or {}

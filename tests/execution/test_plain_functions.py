@@ -1,4 +1,4 @@
-"""Plain functions: what their signature and one trace say about what they support."""
+"""Plain functions: the features that their signature and one trace show."""
 
 from __future__ import annotations
 

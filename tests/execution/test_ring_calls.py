@@ -1,4 +1,4 @@
-"""Functions over a ring buffer: how they are recognised, called and judged."""
+"""Functions over a ring buffer: recognition, calls and judgements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions over pages and over packed sequences: how they are recognised, called and judged."""
+"""Functions over pages and packed sequences: recognition, calls and judgements."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def first_page_only(q: Any, k: Any, v: Any, *, page_indices: Any, **tables: Any)
 
 
 def _with_tables(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the signature of the one that it wraps."""
+    """Return the function with the signature of the one that it wraps."""
     vars(function)["__signature__"] = inspect.signature(serving_attention.paged)
     return function
 
@@ -183,7 +183,7 @@ def test_a_window_is_not_traced_and_lengths_are() -> None:
 
 @pytest.mark.parametrize(("operand", "gradient"), [("q", "dq"), ("k", "dk"), ("v", "dv")])
 def test_gradients_of_padding_are_zero(operand: str, gradient: str) -> None:
-    """A gradient that comes back for tokens past the last sequence is told, and nothing else is."""
+    """A gradient for tokens past the last sequence fails, and nothing else does."""
 
     @jax.custom_vjp
     def same(x: Any) -> Any:

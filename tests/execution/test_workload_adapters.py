@@ -1,4 +1,4 @@
-"""Named problems: kernels as a benchmark takes them, right ones and wrong ones."""
+"""Named problems: kernels with the operands of a benchmark, right ones and wrong ones."""
 
 from __future__ import annotations
 
