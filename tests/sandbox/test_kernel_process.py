@@ -256,7 +256,7 @@ def test_a_process_that_was_lost_is_one_error_of_one_case(find: Find) -> None:
     jobs = [Job(implementation, dataclasses.replace(CASE, seed=seed), tuple(CHECKS[:4])) for seed in (0, 1)]
     found = Runner(Settings()).run(jobs)
     assert [(record.verdict, record.case) for record in found] == [(records.ERROR, job.case.id) for job in jobs]
-    assert "ended by itself, with exit code 0; the case was asked no further" in found[0].reason
+    assert "ended by itself, with exit code 0; no further check of this case was run" in found[0].reason
 
 
 def test_the_judge_does_not_import_the_kernel_and_declares_nothing_for_it(find: Find) -> None:
