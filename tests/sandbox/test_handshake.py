@@ -50,7 +50,7 @@ def test_a_kernel_goes_by_the_name_that_it_is_found_by(tmp_path: Path) -> None:
         "from conformance.sandbox import declaration_codec\n"
         "from conformance.execution.plain_functions import build_implementation\n"
         "from tests.sandbox.misbehaving_kernels import forges, right\n"
-        "told = declaration_codec.serialize_declarations(from_function(right, 'dot_product'))\n"
+        "told = declaration_codec.serialize_declarations(build_implementation(right, 'dot_product'))\n"
         "attention = forges({'declared': told, 'backend': 'cpu', 'count': 4})\n"
     )
     found = KernelOptions().find(f"{tmp_path}/named.py:attention")
@@ -58,7 +58,7 @@ def test_a_kernel_goes_by_the_name_that_it_is_found_by(tmp_path: Path) -> None:
 
 
 def test_a_kernel_says_of_itself_what_it_said_first() -> None:
-    said = sandboxed_executor.collect_handshakes([KernelOptions().find(f"{HERE}/declares.py:IMPLEMENTATION")])
+    said = sandboxed_executor.collect_handshakes([KernelOptions().find(f"{HERE}/declared_kernel.py:IMPLEMENTATION")])
     name, text = said[0]
     with pytest.raises(
         implementation_registry.ImplementationNotFound,
