@@ -346,7 +346,7 @@ def test_what_cannot_say_what_it_supports_is_an_error_of_the_case(what: str, tmp
         "import dataclasses, os\n"
         "from tests.sandbox import declared_kernel\n"
         f"def supports(case):\n    {what}\n"
-        "attention = dataclasses.replace(declares.IMPLEMENTATION, supports_case=supports)\n"
+        "attention = dataclasses.replace(declared_kernel.IMPLEMENTATION, supports_case=supports)\n"
     )
     found = KernelOptions().find(f"{tmp_path}/mute.py:attention")
     with pytest.raises(implementation_registry.ImplementationNotFound, match="cannot say whether it supports"):
@@ -362,7 +362,7 @@ def test_what_is_supported_is_said_once(tmp_path: Path) -> None:
         "from tests.sandbox import declared_kernel\n"
         "asked = []\n"
         "def supports(case):\n    asked.append(case)\n    return 'no more' if len(asked) > 1 else None\n"
-        "attention = dataclasses.replace(declares.IMPLEMENTATION, supports_case=supports)\n"
+        "attention = dataclasses.replace(declared_kernel.IMPLEMENTATION, supports_case=supports)\n"
     )
     found = KernelOptions().find(f"{tmp_path}/once.py:attention")
     get_message = [found.supports(case) for case in (CASE, CASE, dataclasses.replace(CASE, batch=CASE.batch + 1))]
