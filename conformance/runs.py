@@ -33,7 +33,6 @@ from conformance.records import Record, RecordFileError
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
-ENDS = (COMPLETE, INTERRUPTED, FAILED)
 """How a run ends: complete, stopped from outside or by `--fail-fast`, or failed by an error of this project."""
 OWN_PROCESS = "ran in a process of its own that was "
 """The beginning of `Kernel.place` for a kernel in a process of its own; how it was confined follows."""
@@ -163,7 +162,15 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class End:
-    """How a run ended: the time, how (`ENDS`), why if not by itself, the finished jobs, and the seconds it took."""
+    """How a run ended.
+
+    Attributes:
+      ended: the time.
+      how: `COMPLETE`, `INTERRUPTED` or `FAILED`.
+      reason: why, if it did not complete.
+      jobs: number of finished jobs.
+      seconds: how long it took.
+    """
 
     ended: str
     how: str

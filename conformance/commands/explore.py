@@ -64,7 +64,7 @@ def explore(arguments: argparse.Namespace) -> int:
 
             def on_case(seen: exploring.JudgedCase) -> None:
                 if not (seen.shrinking or any(record.verdict in RED for record in seen.records)):
-                    journal.add(seen.records)  # of wrong cases, only the smallest stays
+                    journal.add_records(seen.records)  # of wrong cases, only the smallest stays
                 progress.advance(seen.records, shrinking=seen.shrinking)
 
             try:
@@ -76,9 +76,9 @@ def explore(arguments: argparse.Namespace) -> int:
             except exploring.InvalidClues as error:
                 raise _end_journal(journal, f"{error} (`run` judges it without asking that)") from error
         written = {record.key for record in journal.recorded.records}
-        journal.add([record for record in found.records if record.key not in written])
+        journal.add_records([record for record in found.records if record.key not in written])
         excess = flag_share.find_excess(journal.recorded.records)
-        journal.add(excess)
+        journal.add_records(excess)
         reason = interrupts.describe_signal() if found.interrupted else ""
         journal.end(INTERRUPTED if found.interrupted else COMPLETE, reason=reason, seconds=found.seconds)
     except JournalWriteError as error:

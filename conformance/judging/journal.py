@@ -64,7 +64,7 @@ class Journal:
         others, probes = tuple(self._others), tuple(self._probes)
         return dataclasses.replace(self._recorded, done=dict(self._done), others=others, probes=probes)
 
-    def job(self, number: int, found: Sequence[Record]) -> None:
+    def add_job(self, number: int, found: Sequence[Record]) -> None:
         """Write the records of a job that is done. Raises `JournalWriteError`.
 
         A job that is done twice has both answers.
@@ -73,13 +73,13 @@ class Journal:
             self._done[number] = (*self._done.get(number, ()), *found)
             self._append_to_files(runs.serialize_job(number, found))
 
-    def add(self, found: Sequence[Record]) -> None:
+    def add_records(self, found: Sequence[Record]) -> None:
         """Write records that belong to no job. Raises `JournalWriteError`."""
         with interrupts.delay_signals():
             self._others += found
             self._append_to_files("".join(records.serialize_record(record) + "\n" for record in found))
 
-    def probe(self, found: Sequence[Record]) -> None:
+    def add_probes(self, found: Sequence[Record]) -> None:
         """Write records that confirm a finding, or do not. Raises `JournalWriteError`."""
         with interrupts.delay_signals():
             self._probes += found

@@ -30,7 +30,7 @@ from conformance.sandbox.sandboxed_executor import SupportQueryFailed, create_ex
 from conformance.truth.error_patterns.map_drawing import draw_error_map
 from conformance.truth.error_patterns.pattern import find_pattern
 
-ABANDONED_CASE = "the case was asked no further"
+ABANDONED_CASE = "no further check of this case was run"
 """The end of the reason of a record whose kernel's process died."""
 # A compiled program takes 0.3 to 2.5 MB, so JAX's caches are cleared after this many jobs.
 _CLEAR_EVERY = 60

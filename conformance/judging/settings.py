@@ -116,7 +116,7 @@ class Settings:
                 return dataclasses.replace(record, verdict=records.UNEXPECTED_PASS, reason=reason)
         return record
 
-    def stale(self, records_found: Sequence[Record], jax_version: str) -> list[Record]:
+    def find_stale_entries(self, records_found: Sequence[Record], jax_version: str) -> list[Record]:
         """Return a red record for each expected failure that did not occur in a whole run.
 
         An implementation that could not be judged at all, as without its library, has none.

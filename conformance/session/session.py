@@ -375,9 +375,9 @@ class Session:
         """Write down the records of a job, or of a part of one (None). Raises `JournalWriteError`."""
         assert self._journal is not None
         if number is None:
-            self._journal.add(judged)
+            self._journal.add_records(judged)
         else:
-            self._journal.job(number, judged)
+            self._journal.add_job(number, judged)
 
     def judge_jobs(self, show_progress: ShowProgress = show_no_progress) -> tuple[str, str]:
         """Judge and record all jobs that the continued file lacks; return how it ended, and why if not by itself."""
@@ -453,14 +453,16 @@ class Session:
         excess: list[Record] = []
         try:
             judged = {record.implementation for record in self.recorded.records}
-            self._journal.add(build_hardware_records(each for each in self.implementations if each.name in judged))
+            self._journal.add_records(
+                build_hardware_records(each for each in self.implementations if each.name in judged)
+            )
             excess = flag_share.find_excess(self.recorded.records)
-            self._journal.add(excess)
-            self._journal.add(build_changed_file_records(self._journal.run, self.recorded.records))
+            self._journal.add_records(excess)
+            self._journal.add_records(build_changed_file_records(self._journal.run, self.recorded.records))
             is_whole = self.options.is_whole and len(self.recorded.done) == len(self.plan.jobs)
             if how == COMPLETE and is_whole:
-                stale = self.settings.stale(self.recorded.records, jax.__version__)
-                self._journal.add(stale)
+                stale = self.settings.find_stale_entries(self.recorded.records, jax.__version__)
+                self._journal.add_records(stale)
             self._journal.end(how, reason=reason, seconds=time.perf_counter() - self._started)
         except JournalWriteError as error:
             how, reason = FAILED, self._abandon(error)

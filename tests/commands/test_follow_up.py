@@ -53,7 +53,7 @@ def judged(kernel: Implementation, runner: Runner) -> tuple[Journal, list[Record
     """Judge three cases, and return their journal and records."""
     journal = Journal([], Run(started="", command="run", level="quick"))
     for parts in ("", "sinks/", "sinks/"):
-        journal.add(runner.judge(Job(kernel, parse_case_id(CAUSAL.format(parts)), FORWARD)))
+        journal.add_records(runner.judge(Job(kernel, parse_case_id(CAUSAL.format(parts)), FORWARD)))
     return journal, list(journal.recorded.records)
 
 

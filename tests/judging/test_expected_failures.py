@@ -79,4 +79,4 @@ def test_an_entry_waits_for_its_reason_and_then_settles_what_it_was_written_for(
     loaded = settings.load_settings(tmp_path)
     settled = [loaded.mark_expected_failures(one, "0.10.2") for one in found]
     assert {one.verdict for one in settled} == {PASS, "expected-fail"}
-    assert loaded.stale(settled, "0.10.2") == []
+    assert loaded.find_stale_entries(settled, "0.10.2") == []

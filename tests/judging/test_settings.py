@@ -139,15 +139,17 @@ def test_patterns_and_version_ranges_match() -> None:
 
 
 def test_an_entry_that_nothing_fails_for_is_stale_and_red() -> None:
-    (stale,) = build_settings(some=True).stale([build_record(PASS)], JAX)
+    (stale,) = build_settings(some=True).find_stale_entries([build_record(PASS)], JAX)
     assert stale.verdict == UNEXPECTED_PASS
     assert "nothing failed that pyproject.toml expects to fail: known" in stale.reason
 
 
 def test_an_entry_is_not_stale_where_it_fails_was_not_judged_or_is_about_another_version() -> None:
-    assert not build_settings().stale([build_settings().mark_expected_failures(build_record(FAIL), JAX)], JAX)
-    assert not build_settings().stale([build_record(PASS, implementation="other")], JAX)
-    assert not build_settings(jax=">=0.11").stale([build_record(PASS)], JAX)
-    assert not build_settings(platform="gpu").stale([build_record(PASS, platform="cpu")], JAX)
-    assert build_settings(platform="gpu").stale([build_record(PASS, platform="gpu")], JAX)
-    assert not build_settings().stale([build_record(UNJUDGED, check="hardware")], JAX)
+    assert not build_settings().find_stale_entries(
+        [build_settings().mark_expected_failures(build_record(FAIL), JAX)], JAX
+    )
+    assert not build_settings().find_stale_entries([build_record(PASS, implementation="other")], JAX)
+    assert not build_settings(jax=">=0.11").find_stale_entries([build_record(PASS)], JAX)
+    assert not build_settings(platform="gpu").find_stale_entries([build_record(PASS, platform="cpu")], JAX)
+    assert build_settings(platform="gpu").find_stale_entries([build_record(PASS, platform="gpu")], JAX)
+    assert not build_settings().find_stale_entries([build_record(UNJUDGED, check="hardware")], JAX)

@@ -51,7 +51,7 @@ def find_differences(executor: Executor, seen: dict[str, dict[str, str]]) -> lis
 
 
 def test_a_kernel_is_judged_again_under_the_flags_that_its_users_have() -> None:
-    first, second = executors(f"{HERE}/kernels.py:tells_its_level")
+    first, second = executors(f"{HERE}/misbehaving_kernels.py:tells_its_level")
     found = [read_report(executor) for executor in (first, second, first.create_fresh(), second.create_fresh())]
     assert found == ["level 0", "level 3", "level 0", "level 3"]
 
@@ -61,7 +61,7 @@ def test_what_a_kernel_sees_is_the_same_when_it_is_judged_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(tmp_path))  # programs are cached, and the cache is empty
-    first, second = executors(f"{HERE}/sees.py:attention")
+    first, second = executors(f"{HERE}/visibility_probe.py:attention")
     seen = json.loads(read_report(first))
     assert "programs" in seen["as it is loaded"]["scratch"]
     assert find_differences(second, seen) == []
@@ -73,7 +73,7 @@ def test_what_an_earlier_run_left_is_not_there_when_a_kernel_is_judged_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(tmp_path))
-    first, second = executors(f"{HERE}/sees.py:attention")
+    first, second = executors(f"{HERE}/visibility_probe.py:attention")
     place = first._process._cache_folder  # type: ignore[attr-defined] # only the sandbox has it
     place.mkdir(parents=True)
     (place / f"jit_call-{'0' * 64}-cache").write_text("a program")

@@ -37,7 +37,8 @@ def ended() -> Iterator[None]:
     ids=str,
 )
 def test_what_is_no_declaration_is_one_line(said: object, tmp_path: Path) -> None:
-    (tmp_path / "forged.py").write_text(f"from tests.sandbox.kernels import forges\nattention = forges({said!r})\n")
+    kernel = f"from tests.sandbox.misbehaving_kernels import forges\nattention = forges({said!r})\n"
+    (tmp_path / "forged.py").write_text(kernel)
     with pytest.raises(
         implementation_registry.ImplementationNotFound, match=r"what is no answer|what no implementation can"
     ):
@@ -49,7 +50,7 @@ def test_a_kernel_goes_by_the_name_that_it_is_found_by(tmp_path: Path) -> None:
         "from conformance.sandbox import declaration_codec\n"
         "from conformance.execution.plain_functions import build_implementation\n"
         "from tests.sandbox.misbehaving_kernels import forges, right\n"
-        "told = declaration_codec.serialize_declarations(from_function(right, 'dot_product'))\n"
+        "told = declaration_codec.serialize_declarations(build_implementation(right, 'dot_product'))\n"
         "attention = forges({'declared': told, 'backend': 'cpu', 'count': 4})\n"
     )
     found = KernelOptions().find(f"{tmp_path}/named.py:attention")
@@ -57,7 +58,7 @@ def test_a_kernel_goes_by_the_name_that_it_is_found_by(tmp_path: Path) -> None:
 
 
 def test_a_kernel_says_of_itself_what_it_said_first() -> None:
-    said = sandboxed_executor.collect_handshakes([KernelOptions().find(f"{HERE}/declares.py:IMPLEMENTATION")])
+    said = sandboxed_executor.collect_handshakes([KernelOptions().find(f"{HERE}/declared_kernel.py:IMPLEMENTATION")])
     name, text = said[0]
     with pytest.raises(
         implementation_registry.ImplementationNotFound,
@@ -80,7 +81,8 @@ def test_a_kernel_that_says_it_has_fewer_devices_is_one_line(tmp_path: Path) -> 
 def test_a_kernel_cannot_change_how_many_devices_it_has(tmp_path: Path) -> None:
     flag = "--xla_force_host_platform_device_count=1"
     (tmp_path / "hides.py").write_text(
-        f"import os\nos.environ['XLA_FLAGS'] = '{flag}'\nfrom tests.sandbox.kernels import right as attention\n"
+        f"import os\nos.environ['XLA_FLAGS'] = '{flag}'\n"
+        "from tests.sandbox.misbehaving_kernels import right as attention\n"
     )
     found = KernelOptions().find(f"{tmp_path}/hides.py:attention")
     assert sandboxed_executor.create_executor(found).devices == 4

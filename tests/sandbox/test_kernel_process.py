@@ -55,7 +55,9 @@ def find() -> Iterator[Find]:
     found: list[Implementation] = []
 
     def kernel(name: str, limits: Limits = LIMITS) -> Implementation:
-        found.append(sandboxed_executor.load_sandboxed(f"{HERE}/kernels.py:{name}", None, limits, sandbox=SANDBOX))
+        found.append(
+            sandboxed_executor.load_sandboxed(f"{HERE}/misbehaving_kernels.py:{name}", None, limits, sandbox=SANDBOX)
+        )
         return found[-1]
 
     yield kernel
@@ -108,7 +110,7 @@ def test_what_it_does_there_is_told_in_a_sentence(find: Find, name: str, sentenc
 
 def test_what_was_begun_is_what_it_gives_when_it_is_asked(find: Find) -> None:
     implementation, problem, other = find("plain"), draw_problem(CASE), draw_problem(dataclasses.replace(CASE, seed=1))
-    here = Executor(implementation_registry.find_implementation(f"{HERE}/kernels.py:plain"))
+    here = Executor(implementation_registry.find_implementation(f"{HERE}/misbehaving_kernels.py:plain"))
     apart = sandboxed_executor.create_executor(implementation)
     process = create_process(implementation)
     cotangent = draw_cotangent(CASE)
@@ -177,7 +179,7 @@ def test_each_answer_has_all_that_was_printed_for_it_and_nothing_else(find: Find
 
 
 def test_a_process_ends_when_nobody_refers_to_its_kernel() -> None:
-    implementation = sandboxed_executor.load_sandboxed(f"{HERE}/kernels.py:plain", None, LIMITS)
+    implementation = sandboxed_executor.load_sandboxed(f"{HERE}/misbehaving_kernels.py:plain", None, LIMITS)
     process = create_process(implementation)._running[0]._process
     assert process.wait(0) is None
     del implementation
@@ -232,7 +234,14 @@ def test_what_starts_another_and_ends_over_and_over_ends_with_its_kernel(
 def test_what_a_kernel_started_ends_with_a_judge_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = f"2000.{os.getpid()}"
     case = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/normal/s0"
-    command = [sys.executable, "-m", "conformance", "run", f"--impl={HERE}/kernels.py:lingers", f"--case={case}"]
+    command = [
+        sys.executable,
+        "-m",
+        "conformance",
+        "run",
+        f"--impl={HERE}/misbehaving_kernels.py:lingers",
+        f"--case={case}",
+    ]
     command.append("--sandbox-env=LINGERS")
     environment = {**os.environ, "LINGERS": seconds}
     judge = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
@@ -256,14 +265,14 @@ def test_a_process_that_was_lost_is_one_error_of_one_case(find: Find) -> None:
     jobs = [Job(implementation, dataclasses.replace(CASE, seed=seed), tuple(CHECKS[:4])) for seed in (0, 1)]
     found = Runner(Settings()).run(jobs)
     assert [(record.verdict, record.case) for record in found] == [(records.ERROR, job.case.id) for job in jobs]
-    assert "ended by itself, with exit code 0; the case was asked no further" in found[0].reason
+    assert "ended by itself, with exit code 0; no further check of this case was run" in found[0].reason
 
 
 def test_the_judge_does_not_import_the_kernel_and_declares_nothing_for_it(find: Find) -> None:
     before = set(sys.modules)
     implementation = find("plain")
-    assert not [name for name in set(sys.modules) - before if name.rpartition(".")[2] == "kernels"]
-    here = implementation_registry.find_implementation(f"{HERE}/kernels.py:plain")
+    assert not [name for name in set(sys.modules) - before if name.rpartition(".")[2] == "misbehaving_kernels"]
+    here = implementation_registry.find_implementation(f"{HERE}/misbehaving_kernels.py:plain")
     for field in (
         "unsupported",
         "arithmetic",
@@ -283,7 +292,7 @@ def test_the_judge_does_not_import_the_kernel_and_declares_nothing_for_it(find: 
 
 @pytest.mark.long
 def test_an_implementation_that_says_by_a_function_what_it_supports_is_asked_there() -> None:
-    found = sandboxed_executor.load_sandboxed(f"{HERE}/declares.py:IMPLEMENTATION", None, LIMITS)
+    found = sandboxed_executor.load_sandboxed(f"{HERE}/declared_kernel.py:IMPLEMENTATION", None, LIMITS)
     try:
         assert found.supports(CASE) is None
         assert found.supports(dataclasses.replace(CASE, seed=7)) is None, "it is not told which values a case has"
@@ -323,7 +332,9 @@ def test_what_is_found_is_what_is_found_in_the_judges_process(check: str) -> Non
 @pytest.mark.parametrize("name", ["nothing_here", "right_there"])
 def test_a_kernel_that_does_not_load_is_one_line(name: str, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("raise RuntimeError('line one\\nline two')\n")
-    source = f"{HERE}/kernels.py:nothing_here" if name == "nothing_here" else f"{tmp_path}/broken.py:attention"
+    source = (
+        f"{HERE}/misbehaving_kernels.py:nothing_here" if name == "nothing_here" else f"{tmp_path}/broken.py:attention"
+    )
     with pytest.raises(implementation_registry.ImplementationNotFound) as raised:
         KernelOptions().find(source)
     assert "\n" not in str(raised.value)
@@ -335,7 +346,7 @@ def test_what_cannot_say_what_it_supports_is_an_error_of_the_case(what: str, tmp
         "import dataclasses, os\n"
         "from tests.sandbox import declared_kernel\n"
         f"def supports(case):\n    {what}\n"
-        "attention = dataclasses.replace(declares.IMPLEMENTATION, supports_case=supports)\n"
+        "attention = dataclasses.replace(declared_kernel.IMPLEMENTATION, supports_case=supports)\n"
     )
     found = KernelOptions().find(f"{tmp_path}/mute.py:attention")
     with pytest.raises(implementation_registry.ImplementationNotFound, match="cannot say whether it supports"):
@@ -351,7 +362,7 @@ def test_what_is_supported_is_said_once(tmp_path: Path) -> None:
         "from tests.sandbox import declared_kernel\n"
         "asked = []\n"
         "def supports(case):\n    asked.append(case)\n    return 'no more' if len(asked) > 1 else None\n"
-        "attention = dataclasses.replace(declares.IMPLEMENTATION, supports_case=supports)\n"
+        "attention = dataclasses.replace(declared_kernel.IMPLEMENTATION, supports_case=supports)\n"
     )
     found = KernelOptions().find(f"{tmp_path}/once.py:attention")
     get_message = [found.supports(case) for case in (CASE, CASE, dataclasses.replace(CASE, batch=CASE.batch + 1))]
@@ -395,7 +406,9 @@ def test_a_process_that_never_begins_is_one_line(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kernel_process, "_MIN_LOAD_SECONDS", 1.0)
     monkeypatch.setattr(kernel_process, "_END_SECONDS", 0.1)
     with pytest.raises(implementation_registry.ImplementationNotFound, match="did not return within 1 s"):
-        sandboxed_executor.load_sandboxed(f"{HERE}/kernels.py:plain", None, Limits(seconds=1.0, memory=2**40))
+        sandboxed_executor.load_sandboxed(
+            f"{HERE}/misbehaving_kernels.py:plain", None, Limits(seconds=1.0, memory=2**40)
+        )
     forked_process._disconnect()
     server.kill()
 

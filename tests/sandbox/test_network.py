@@ -91,7 +91,7 @@ def listeners(folder: Path) -> Iterator[Listeners]:
 
 
 def try_every_way(folder: Path, confined: str) -> Outcome:
-    """Run `network_ways` in a process, and find what got out of it."""
+    """Run `network_attempts` in a process, and find what got out of it."""
     folder.mkdir()
     (folder / "scratch").mkdir()
     with listeners(folder) as found:

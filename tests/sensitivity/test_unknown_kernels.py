@@ -46,7 +46,7 @@ def add_right_cases(kernel: dict[str, Any]) -> Signature:
 
 
 @pytest.fixture(scope="module")
-def load_bank_signatures() -> list[KnownBug]:
+def known_bugs() -> list[KnownBug]:
     return failure_signatures.load_signatures()
 
 
@@ -56,10 +56,10 @@ GRADIENTS = {name: kernel for name, kernel in UNSEEN.items() if kernel["base"] =
 @pytest.mark.parametrize(
     "unseen", [pytest.param(UNSEEN, id="all", marks=pytest.mark.long), pytest.param(GRADIENTS, id="gradients")]
 )
-def test_the_class_of_most_is_named(bank: list[KnownBug], unseen: dict[str, dict[str, Any]]) -> None:
+def test_the_class_of_most_is_named(known_bugs: list[KnownBug], unseen: dict[str, dict[str, Any]]) -> None:
     first, three, none = [], [], []
     for name, kernel in unseen.items():
-        near = diagnosis.find_nearest(add_right_cases(kernel), bank)
+        near = diagnosis.find_nearest(add_right_cases(kernel), known_bugs)
         right = [each.bug.family in kernel["classes"] for each in near]
         if not kernel["classes"]:
             none += [name] if not near else []

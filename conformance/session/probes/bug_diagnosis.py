@@ -43,7 +43,7 @@ def measure_signatures_of_failed(
         for job in order_by_information(list(failure_signatures.iter_signature_jobs(implementation)), needed):
             judged = allowed.judge(job, mine - (time.monotonic() - started))
             if judged is not None:
-                journal.probe(judged)
+                journal.add_probes(judged)
                 cases += 1
         if cases:
             spent = time.monotonic() - started

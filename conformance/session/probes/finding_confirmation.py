@@ -9,14 +9,13 @@ from conformance.contract import Implementation
 from conformance.judging.failure_probes.confirmation import Prober, Suspicion
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.journal import Journal
+from conformance.judging.runner import ABANDONED_CASE
 from conformance.records import Record
 from reports.causes import root_causes
 from reports.causes.finding import RAISES, Finding
 
 _MAX_ALTERNATIVES = 3  # alternatives that are told apart by cases
 _MAX_ROUNDS = 2  # the second round probes what the first one newly suspects
-# What took a kernel's process down would take down another.
-_ABANDONED_CASE = "the case was asked no further"
 
 
 def confirm_findings(
@@ -31,7 +30,7 @@ def confirm_findings(
     After `seconds` no case is begun. A case that is under way may use up what is `allowed`.
     """
     started = time.monotonic()
-    prober = Prober(allowed, implementations, seconds, journal.probe)
+    prober = Prober(allowed, implementations, seconds, journal.add_probes)
     for _ in range(_MAX_ROUNDS):
         before = prober.judged
         prober.remember([*journal.recorded.records, *journal.recorded.probes])
@@ -50,7 +49,8 @@ def confirm_findings(
 def _is_worth_probing(finding: Finding) -> bool:
     """Tell whether probes can still confirm a finding."""
     settled = not finding.others and (finding.is_confirmed or finding.passes)
-    lost = finding.kind == RAISES and finding.smallest.reason.endswith(_ABANDONED_CASE)
+    # A case that killed the kernel's process would kill another one.
+    lost = finding.kind == RAISES and finding.smallest.reason.endswith(ABANDONED_CASE)
     return bool(finding.levels) and not settled and not lost
 
 

@@ -31,7 +31,7 @@ def shrink_findings(
 ) -> Iterator[str]:
     """Shrink the cases of the first findings, and yield lines on the smallest ones; they are recorded as probes."""
     kernels = {implementation.name: implementation for implementation in implementations}
-    prober = Prober(ProbeBudget(runner, math.inf), implementations, math.inf, journal.probe)
+    prober = Prober(ProbeBudget(runner, math.inf), implementations, math.inf, journal.add_probes)
     for number, finding in enumerate(
         root_causes.find_root_causes(journal.recorded.records, journal.recorded.probes)[:MAX_SHRUNK], 1
     ):
@@ -52,7 +52,7 @@ def shrink_findings(
         yield f"smallest of finding {number}: {shrunk.case} ({shrunk.tried} others tried{stopped})"
         yield from (record.reproduce for record in shrunk.records[:1])
         if shrunk.tried:
-            journal.probe(shrunk.records)
+            journal.add_probes(shrunk.records)
         if shrunk.tried and finding.levels:
             prober.remember([*journal.recorded.records, *journal.recorded.probes])
             prober.confirm_failing_case(
