@@ -12,7 +12,7 @@ from typing import Any
 
 from cases.case import Case
 from cases.grid import Supports
-from cases.quantization import WHOLE_CACHES
+from cases.storage_forms.form_cases import load_all_form_cases
 
 
 def _build_case(
@@ -57,107 +57,7 @@ def _build_compiled_cases() -> tuple[Case, ...]:
         _build_case((4, 2048), (4, 1), (192, 128), "chunked-512-o2040_and_lengths-2044-2044", batch=2, phase="prefill"),
         _build_case(1024, (4, 2), (128, 128), "moba-256-3"),
         _build_case(1000, (2, 1), (64, 64), "moba-200-3", dtype="f32", soft_cap=30.0, sinks=True),
-        *_build_stored_cases(),
-    )
-
-
-def _build_stored_cases() -> tuple[Case, ...]:
-    """Caches in pages of 16 to 128 tokens, with single tokens of many sequences, prompts and both; and packs."""
-    served: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128)}
-    return (
-        _build_case((1, 4096), **served, mask="causal-o4095", batch=64, phase="decode", storage="paged16"),
-        _build_case((1, 4096), **served, mask="causal-o4095", batch=64, phase="decode", storage="paged128"),
-        _build_case(
-            (512, 4096),
-            **served,
-            mask="window-l1023-r0-o3584",
-            batch=4,
-            phase="prefill",
-            storage="paged32-q512-1-1-1",
-            soft_cap=50.0,
-            sinks=True,
-        ),
-        _build_case(
-            (256, 1024), (8, 8), (64, 64), "causal-o768", dtype="f32", batch=2, phase="prefill", storage="paged64"
-        ),
-        _build_case((4, 2000), (10, 1), (80, 48), "causal-o1996", batch=3, phase="prefill", storage="paged5-q4-1-4"),
-        *_build_latent_cases(),
-        *_build_scaled_page_cases(),
-        _build_case(512, (8, 2), (128, 128), "causal", batch=4, storage="packed"),
-        _build_case(
-            512, (4, 4), (64, 64), "window-l127-r0", dtype="f32", batch=2, storage="packed-q512-100", sinks=True
-        ),
-    )
-
-
-def _build_latent_cases() -> tuple[Case, ...]:
-    """Latents in pages, of the rank and the heads of DeepSeek V3 too, as wide as they are and in whole lanes."""
-    real: dict[str, Any] = {"heads": (128, 1), "scale": 0.072}
-    return (
-        _build_case(
-            (1, 4096), depths=(576, 512), mask="causal-o4095", batch=64, phase="decode", storage="latent16", **real
-        ),
-        _build_case(
-            (256, 2048),
-            depths=(640, 512),
-            mask="window-l511-r0-o1792",
-            batch=2,
-            phase="prefill",
-            storage="latent64-q256-1",
-            soft_cap=50.0,
-            sinks=True,
-            **real,
-        ),
-        _build_case(
-            (64, 512), (8, 1), (80, 64), "causal-o448", dtype="f32", batch=2, phase="prefill", storage="latent32"
-        ),
-        _build_case((4, 2000), (10, 1), (80, 48), "causal-o1996", batch=3, phase="prefill", storage="latent5-q4-1-4"),
-    )
-
-
-def _build_scaled_page_cases() -> tuple[Case, ...]:
-    """Pages with scales. Each has a sequence of several queries: kernels of one query a sequence have others."""
-    grouped: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128), "phase": "prefill"}
-    served: dict[str, Any] = {"batch": 2, "phase": "prefill", "storage": "paged32-q16-1"}
-    return (
-        _build_case(
-            (4, 4096), **grouped, mask="causal-o4092", batch=4, storage="paged16-q4-1-1-1", kv_cache="kvint8-token"
-        ),
-        _build_case(
-            (256, 2048),
-            **grouped,
-            mask="window-l511-r0-o1792",
-            batch=2,
-            storage="paged64-q256-1",
-            soft_cap=50.0,
-            sinks=True,
-            kv_cache="kvfp8-token",
-        ),
-        _build_case(
-            (64, 512),
-            (8, 2),
-            (64, 64),
-            "causal-o448",
-            dtype="f32",
-            batch=2,
-            phase="prefill",
-            storage="paged32",
-            kv_cache="kvfp8-token",
-        ),
-        _build_case(
-            (4, 2000),
-            (10, 1),
-            (80, 48),
-            "causal-o1996",
-            batch=3,
-            phase="prefill",
-            storage="paged5-q4-1-4",
-            kv_cache="kvint8-token",
-        ),
-        *(
-            _build_case((16, 512), (8, 8), (128, 128), "causal-o496", **served, kv_cache=cache)
-            for cache in WHOLE_CACHES
-        ),
+        *(case for form in load_all_form_cases().values() for case in form.build_compiled()),
     )
 
 
@@ -191,102 +91,6 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
         _build_case((256, 512), (2, 2), (64, 64), "full", phase="prefill", dtype="f32"),
         _build_case((1, 512), (2, 1), (64, 64), "full", phase="decode"),
     ),
-    # Prompts, single tokens and a sequence without queries, in pages; then windows that begin within a page. Pages are
-    # copied ahead over several blocks of them, and over the borders of sequences.
-    (
-        _build_case(
-            (20, 120),
-            (4, 2),
-            (64, 64),
-            "own-linf-120-16-33-50-1",
-            dtype="f32",
-            batch=5,
-            phase="prefill",
-            storage="paged16-q20-1-1-0-1",
-            sinks=True,
-        ),
-    ),
-    (
-        _build_case(
-            (9, 130),
-            (4, 1),
-            (64, 64),
-            "own-l60-130-77-9",
-            batch=3,
-            phase="prefill",
-            storage="shared16-q1-9-9",
-            soft_cap=30.0,
-        ),
-    ),
-    # The same two with scales, and of latents.
-    (
-        _build_case(
-            (20, 120),
-            (4, 2),
-            (64, 64),
-            "own-linf-120-16-33-50-1",
-            dtype="f32",
-            batch=5,
-            phase="prefill",
-            storage="paged16-q20-1-1-0-1",
-            kv_cache="kvint8-token",
-            sinks=True,
-        ),
-    ),
-    (
-        _build_case(
-            (9, 130),
-            (4, 2),
-            (64, 64),
-            "own-l60-130-77-9",
-            batch=3,
-            phase="prefill",
-            storage="shared16-q1-9-9",
-            kv_cache="kvfp8-token",
-            soft_cap=30.0,
-        ),
-    ),
-    (
-        _build_case(
-            (20, 120),
-            (6, 1),
-            (80, 64),
-            "own-linf-120-16-33-50-1",
-            dtype="f32",
-            batch=5,
-            phase="prefill",
-            storage="latent16-q20-1-1-0-1",
-            scale=0.144,
-            sinks=True,
-        ),
-    ),
-    (
-        _build_case(
-            (9, 130),
-            (4, 1),
-            (80, 64),
-            "own-l60-130-77-9",
-            batch=3,
-            phase="prefill",
-            storage="latentshared16-q1-9-9",
-            scale=0.144,
-            soft_cap=30.0,
-        ),
-    ),
-    (_build_case(100, (4, 2), (64, 64), "own-linf-100-37-1", dtype="f32", batch=3, storage="packed-q100-37-1"),),
-    # Packs of several blocks each way: borders inside blocks, windows, and blocks that hold no pair of a sequence.
-    (
-        _build_case(
-            (200, 300),
-            (2, 1),
-            (64, 64),
-            "own-l90-300-130-40",
-            batch=3,
-            storage="packed-q200-130-40",
-            soft_cap=30.0,
-            sinks=True,
-        ),
-    ),
     # Chunks that queries choose: of fewer keys than are computed at a time, and of more, with a last one that is cut.
     (_build_case(120, (2, 1), (64, 48), "moba-24-3", dtype="f32", soft_cap=30.0, sinks=True),),
     (_build_case((200, 500), (2, 2), (64, 64), "moba-150-2-o300"),),
@@ -306,7 +110,8 @@ def select_interpreted_cases(
     seed: int = 0, supports: Supports = lambda case: None, platform: str | None = "tpu"
 ) -> tuple[Case, ...]:
     """The cases to run in the interpreter of an accelerator, of those that are supported."""
-    chosen = _INTERPRETED_GPU if platform == "gpu" else _INTERPRETED
+    stored = (line for form in load_all_form_cases().values() for line in form.build_interpreted())
+    chosen = _INTERPRETED_GPU if platform == "gpu" else (*_INTERPRETED, *stored)
     lines = ((dataclasses.replace(case, seed=seed) for case in line) for line in chosen)
     found = (next((case for case in line if supports(case) is None), None) for line in lines)
     return tuple(case for case in found if case is not None)

@@ -3,8 +3,8 @@
     train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
 
 The parts are: phase, dtype, shape, mask, then whatever of segment ids, soft cap, sinks, bias, scale, quantised cache,
-ALiBi, score (`cases.score_functions`), storage (`cases.storage_forms.storage_spec`) and front end (`cases.front_ends`) the case has, then the
-value distribution and the seed. Ids use letters, digits and `. / _ -` only, so that a shell and pytest's `-k` take them
+ALiBi, score (`cases.score_functions`), storage (`cases.storage_forms`) and front end (`cases.front_ends`) the case has,
+then the value distribution and the seed. Ids use letters, digits and `. / _ -` only, so that a shell and pytest's `-k` take them
 unquoted.
 """
 
@@ -19,7 +19,9 @@ from typing import Any
 
 from cases import front_ends, mask_spec, score_functions
 from cases.operand_registry import OPTIONAL, REMOVABLE, OptionalOperand
-from cases.storage_forms import storage_spec as storages
+from cases.storage_forms import form_registry
+from cases.storage_forms.mask_sides import find_kv_lengths, find_sides
+from cases.storage_forms.storage_form import StorageSpec
 
 PHASES = ("train", "prefill", "decode")
 DTYPES = ("f32", "bf16", "f16")
@@ -96,26 +98,32 @@ class Case:
         )
 
     @property
-    def stored(self) -> storages.Spec | None:
+    def stored(self) -> StorageSpec | None:
         """How the operands are stored, none if they are dense."""
-        found = None if self.storage is None else storages.parse_storage(self.storage, self.batch, self.q_length)
-        if found is not None and found.kind in storages.IN_PAGES and self.phase == "train":
+        if self.storage is None:
+            return None
+        spec = form_registry.parse_storage(self.storage, self.batch, self.q_length)
+        form = form_registry.FORMS[spec.form]
+        if form.is_cache and self.phase == "train":
             raise ValueError(f"storage {self.storage!r} is a cache, which prefill and decode read; phase is 'train'")
-        if found is not None and found.kind in storages.LATENT:
-            more = self.kv_cache if self.front_end is None else f"front-{self.front_end}"
-            storages.check_latent(str(self.storage), self.num_kv_heads, self.head_dim, self.v_head_dim, more=more)
-        return found
+        extra = self.kv_cache if self.front_end is None else f"front-{self.front_end}"
+        form.check_sizes(self.storage, self.num_kv_heads, self.head_dim, self.v_head_dim, extra)
+        return spec
 
     @functools.cached_property
     def q_lengths(self) -> tuple[int, ...]:
         """How many queries each sequence has: all `T`, unless the storage says less."""
-        return (self.q_length,) * self.batch if self.stored is None else self.stored.lengths(self.batch, self.q_length)
+        return (
+            (self.q_length,) * self.batch
+            if (spec := self.stored) is None
+            else spec.get_q_lengths(self.batch, self.q_length)
+        )
 
     @functools.cached_property
     def kv_lengths(self) -> tuple[int, ...]:
         """How many keys each sequence has: those of the mask's lengths, or all `S`."""
         mask = mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
-        return storages.find_kv_lengths(mask, self.batch, self.kv_length)
+        return find_kv_lengths(mask, self.batch, self.kv_length)
 
     @property
     def shape(self) -> str:
@@ -154,31 +162,31 @@ class Case:
             found.append("mha")
         else:
             found.append("mqa" if self.num_kv_heads == 1 else "gqa")
-        # Latents that are not packed have the masks of dense operands.
-        packed = self.stored is not None and self.stored.kind != "latent"
-        if self.stored is not None and packed:
-            found += self._list_stored_features(self.stored)
-        else:
-            found += [*mask_spec.list_mask_features(self.mask), *(() if self.stored is None else (self.stored.kind,))]
+        # A form that leaves queries and keys in place has the masks of dense operands.
+        spec = self.stored
+        is_dense = spec is None or form_registry.FORMS[spec.form].is_dense
+        found += mask_spec.list_mask_features(self.mask) if is_dense else self._list_sides()
+        if spec is not None:
+            found.append(spec.form)
         found += [operand.name for operand in REMOVABLE if getattr(self, operand.field) != operand.absent]
         if self.head_dim != self.v_head_dim:
             found.append("v_head_dim")
-        if self.q_length != self.kv_length and not packed:
+        if self.q_length != self.kv_length and is_dense:
             found.append("unequal_lengths")
         if self.kv_cache:
             kind, by = self.kv_cache.removeprefix("kv").split("-")
             found += [f"kv_{kind}", f"kv_{by}_scales"]
         return tuple(found)
 
-    def _list_stored_features(self, stored: storages.Spec) -> list[str]:
-        """Of masks the sides alone: that each sequence has its own length goes without saying."""
+    def _list_sides(self) -> tuple[str, ...]:
+        """Return the features of the sides of the mask: each stored sequence has its own length anyway."""
         mask = mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
-        seen = storages.find_sides(mask, self.q_length, self.kv_length)
+        seen = find_sides(mask, self.q_length, self.kv_length)
         if seen is None:
-            return [*mask_spec.list_mask_features(self.mask), stored.kind]
+            return tuple(mask_spec.list_mask_features(self.mask))
         if seen.left is None and seen.right in (None, 0):
-            return ["causal" if seen.is_causal else "full", stored.kind]
-        return ["window", stored.kind]
+            return ("causal" if seen.is_causal else "full",)
+        return ("window",)
 
 
 FEATURES: dict[str, str] = {
@@ -195,7 +203,7 @@ FEATURES: dict[str, str] = {
     **{operand.name: operand.says for operand in REMOVABLE},
     "v_head_dim": "value depth other than key depth",
     "unequal_lengths": "T != S",
-    **storages.FEATURES,
+    **form_registry.FEATURES,
     "kv_int8": "keys and values stored as int8, with scales",
     "kv_int4": "keys and values stored as int4, with scales",
     "kv_fp8": "keys and values stored as float8_e4m3fn, with scales",
@@ -204,15 +212,14 @@ FEATURES: dict[str, str] = {
     "kv_tensor_scales": "one scale for all stored keys and one for all values",
 }
 KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
-SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
-"""Those of quantised keys and values that pages may have (`cases.quantization.PAGED_CACHES`)."""
-WHOLE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_tensor_scales"})
-"""Likewise, with a number for all keys and one for all values (`cases.quantization.WHOLE_CACHES`)."""
 OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES
 """Features that a case has for its optional operands."""
 
 OPT_IN = (
-    mask_spec.OPT_IN | {operand.name for operand in REMOVABLE if operand.opt_in} | KV_FEATURES | set(storages.KINDS)
+    mask_spec.OPT_IN
+    | {operand.name for operand in REMOVABLE if operand.opt_in}
+    | KV_FEATURES
+    | set(form_registry.FORMS)
 )
 """Features that only an implementation which says so is taken to have: they need an algorithm of their own."""
 
@@ -228,7 +235,7 @@ def parse_case_id(text: str) -> Case:
     if len(parts) < 6:
         raise CaseIdError(
             f"{text!r} is not a case id: it has {len(parts)} parts, at least 6 are needed: phase/dtype/shape/mask/"
-            f"[{'/'.join(operand.form for operand in OPTIONAL)}/{storages.SYNTAX}/front-STEPS/]distribution/sSEED"
+            f"[{'/'.join(operand.form for operand in OPTIONAL)}/{form_registry.SYNTAX}/front-STEPS/]distribution/sSEED"
         )
     phase, dtype, shape, mask, *options, distribution, seed = parts
     sizes = _SHAPE.fullmatch(shape)
@@ -265,12 +272,12 @@ def _parse_option(option: str, text: str) -> tuple[str, Any]:
     for operand in OPTIONAL:
         if (value := operand.read(option)) is not None:
             return operand.field, value
-    if storages.is_storage(option):
+    if form_registry.read_storage(option) is not None:
         return "storage", option
     if found := _FRONT_END.fullmatch(option):
         return "front_end", found[1]
     known = [part for operand in OPTIONAL for part in operand.parts]
-    raise CaseIdError(f"{option!r} in {text!r} is none of {', '.join(known)}, {storages.SYNTAX}, front-STEPS")
+    raise CaseIdError(f"{option!r} in {text!r} is none of {', '.join(known)}, {form_registry.SYNTAX}, front-STEPS")
 
 
 def matches_query(query: str, case_id: str) -> bool:

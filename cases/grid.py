@@ -28,7 +28,7 @@ STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
 Supports = Callable[[Case], "str | None"]
 """Why a case is not supported, or None if it is."""
 
-# Those of `cases.storage_forms.stored_grids` that are neither shapes nor operands.
+# Those of the models of storage forms that are neither shapes nor operands.
 _STORAGE_AXES = ("window", "page", "shared")
 # What a call may have or lack: the axes of `singles`.
 _ARGUMENT_AXES = (*(operand.field for operand in REMOVABLE), "mask", "own_window", "window")

@@ -99,7 +99,7 @@ class NamedProblem:
 
 
 def _describe_storage(case: Case) -> tuple[str, int | None] | None:
-    return None if case.stored is None else (case.stored.kind, case.stored.page_size)
+    return None if case.stored is None else (case.stored.form, case.stored.size)
 
 
 _FIXED: Mapping[str, Callable[[Case], Any]] = {

@@ -22,9 +22,8 @@ from cases.counter_rng import draw_normal
 from cases.masks import Mask, segment_labels
 from cases.operand_registry import OPERANDS, PLACED
 from cases.score_functions import CAPPING, Score
-from cases.storage_forms import storage_layout
+from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.storage_layout import Storage
-from cases.storage_forms.storage_spec import LATENT
 
 DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype(np.float32),
@@ -70,9 +69,9 @@ class Problem:
     def __post_init__(self) -> None:
         if self.storage is not None and self.storage.shares:
             for name in ("k", "v"):
-                object.__setattr__(self, name, self.storage.settled(getattr(self, name)))
+                object.__setattr__(self, name, self.storage.settle(getattr(self, name)))
             if self.kv_scales is not None and not self.has_whole_scales:
-                object.__setattr__(self, "kv_scales", tuple(map(self.storage.settled, self.kv_scales)))
+                object.__setattr__(self, "kv_scales", tuple(map(self.storage.settle, self.kv_scales)))
         if self.score_mod is not None:  # it goes by where the last query stands
             moved = self.score_mod.between(self.q.shape[1], self.k.shape[1])
             object.__setattr__(self, "score_mod", moved)
@@ -160,7 +159,7 @@ class Problem:
     def dead_keys(self) -> np.ndarray:
         """Keys that no query may attend to, of whatever sequence, booleans `[B, S, K]`."""
         seen = self._reduce_to_kv_heads(self.allowed)
-        return np.logical_not(seen if self.storage is None else self.storage.anywhere(seen))
+        return np.logical_not(seen if self.storage is None else self.storage.spread_over_shared(seen))
 
     @functools.cached_property
     def unread_keys(self) -> np.ndarray:
@@ -252,13 +251,19 @@ def _draw_without_sinks(case: Case, attempt: int) -> Problem:
         scale=case.scale,
         alibi_slopes=logit_terms.draw_alibi_slopes(case, spread),
         score_mod=logit_terms.build_case_score(case, spread),
-        storage=storage_layout.draw_storage(case),
+        storage=_draw_storage(case),
         tied=_has_tied_values(case),
     )
 
 
 def _has_tied_values(case: Case) -> bool:
-    return case.stored is not None and case.stored.kind in LATENT
+    return (spec := case.stored) is not None and FORMS[spec.form].is_tied
+
+
+def _draw_storage(case: Case) -> Storage | None:
+    """Draw where stored operands lie; None if all lie where the dense problem has them."""
+    draw_layout = None if (spec := case.stored) is None else FORMS[spec.form].draw_layout
+    return None if spec is None or draw_layout is None else draw_layout(case, spec)
 
 
 def build_hollow_problem(case: Case) -> Problem:
@@ -280,7 +285,7 @@ def build_hollow_problem(case: Case) -> Problem:
         soft_cap=case.soft_cap,
         sinks=np.zeros(case.num_q_heads, np.float32) if case.sinks else None,
         scale=case.scale,
-        storage=storage_layout.draw_storage(case),
+        storage=_draw_storage(case),
         tied=_has_tied_values(case),
     )
 

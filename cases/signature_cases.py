@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from cases.case import Case, parse_case_id
+from cases.storage_forms.form_cases import load_all_form_cases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +26,6 @@ _ONE = "B2.T256.S256.N2.K2.H64.V64"
 _GROUPS = "B2.T256.S256.N4.K2.H64.V64"
 _CHUNK = "B1.T64.S320.N2.K2.H64.V64"
 _STEP = "B2.T1.S200.N4.K2.H64.V64"
-_MIXED = "B4.T13.S45.N4.K2.H64.V64"
-_LATENT = "B2.T40.S40.N4.K1.H80.V64"
-_LATENTS = "B4.T13.S45.N4.K1.H80.V64"
-_PACKED = "B4.T30.S30.N4.K2.H64.V64"
 
 # Beside `forward` and `gradients`: what is saved beside the results, its gradient, and what lies behind the mask.
 _SAVED = ("residuals",)
@@ -96,48 +93,7 @@ SIGNATURE_CASES: tuple[SignatureCase, ...] = tuple(
         (f"train/f32/{_ONE}/window-l63-r15/softcap2/score-rows/normal", ()),
         ("train/f32/B1.T128.S384.N2.K2.H64.V64/causal/scale0.3/score-cap/normal", ()),
         (f"decode/f32/{_STEP}/lengths-101-200/score-relative/normal", ()),
-        # In pages: steps that are mixed, single tokens, windows and operands, sequences that have come to nothing.
-        (f"prefill/f32/{_MIXED}/own-linf-45-16-17-9/paged16-q13-1-1-9/normal", _BEHIND),
-        ("decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/paged16/normal", _SAVED),
-        (f"prefill/f32/{_MIXED}/own-l7-45-16-17-9/softcap2/paged16-q13-1-1-9/normal", ()),
-        (f"prefill/f32/{_MIXED}/own-linf-45-16-17-9/sinks/scale0.3/shared16-q13-1-1-9/normal", _SAVED),
-        ("prefill/f32/B5.T5.S32.N2.K2.H64.V64/own-linf-18-32-21-0-0/paged16-q1-0-5-0-1/normal", _SAVED),
-        ("prefill/f32/B2.T40.S300.N2.K1.H64.V64/own-linf-300-40/paged64/normal", ()),
-        (f"prefill/bf16/{_MIXED}/own-linf-45-16-17-9/paged16-q13-1-1-9/normal", ()),
-        # Pages with scales.
-        (f"prefill/f32/{_MIXED}/own-linf-45-16-17-9/kvint8-token/paged16-q13-1-1-9/normal", _BEHIND),
-        ("decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/kvint8-token/paged16/normal", _SAVED),
-        (f"prefill/f32/{_MIXED}/own-l7-45-16-17-9/softcap2/kvfp8-token/paged16-q13-1-1-9/normal", ()),
-        (f"prefill/f32/{_MIXED}/own-linf-45-16-17-9/sinks/scale0.3/kvint8-token/shared16-q13-1-1-9/normal", ()),
-        ("prefill/f32/B5.T5.S32.N2.K2.H64.V64/own-linf-18-32-21-0-0/kvfp8-token/paged16-q1-0-5-0-1/normal", _SAVED),
-        ("prefill/f32/B2.T40.S300.N2.K1.H64.V64/own-linf-300-40/kvint8-token/paged64/normal", ()),
-        (f"prefill/bf16/{_MIXED}/own-linf-45-16-17-9/kvint8-token/paged16-q13-1-1-9/normal", ()),
-        # One scale for all keys and one for all values.
-        (f"prefill/f32/{_MIXED}/own-linf-45-16-17-9/kvint8-tensor/paged16-q13-1-1-9/normal", _BEHIND),
-        ("decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/softcap2/kvfp8-tensor/paged16/normal", _SAVED),
-        # Packed: as they are trained, without a mask, and as they are served.
-        (f"train/f32/{_PACKED}/own-linf-24-1-17-30/packed-q24-1-17-30/normal", _LSE),
-        (f"train/f32/{_PACKED}/own-l5-24-1-17-30/softcap2/packed-q24-1-17-30/normal", ()),
-        (f"train/f32/{_PACKED}/own-linf-24-1-17-30/sinks/scale0.3/packed-q24-1-17-30/normal", _SAVED),
-        ("train/f32/B4.T20.S30.N2.K2.H64.V64/lengths-30-7-16-9/packed-q12-20-1-9/normal", _BEHIND),
-        ("train/f32/B5.T21.S21.N2.K2.H64.V64/own-linf-10-6-0-0-21/packed-q10-0-5-0-21/normal", _SAVED),
-        ("prefill/f32/B4.T13.S45.N4.K2.H64.V64/own-linf-45-32-33-9/packed-q13-1-1-9/normal", ()),
-        (f"train/bf16/{_PACKED}/own-linf-24-1-17-30/packed-q24-1-17-30/normal", ()),
-        # Latents: as they are trained, with operands, a chunk, one query; then in pages, like the pages above.
-        (f"train/f32/{_LATENT}/full/scale0.144/latent/normal", _LSE),
-        (f"train/f32/{_LATENT}/causal/seg/scale0.144/latent/normal", ()),
-        (f"train/f32/{_LATENT}/causal/softcap2/sinks/bias/scale0.3/latent/normal", _SAVED),
-        (f"train/bf16/{_LATENT}/causal/scale0.144/latent/normal", ()),
-        ("prefill/f32/B2.T16.S80.N6.K1.H64.V64/causal-o64/scale0.072/latent/normal", _SAVED),
-        ("decode/f32/B3.T1.S40.N4.K1.H80.V64/lengths-40-33-26/scale0.144/latent/normal", _BEHIND),
-        (f"prefill/f32/{_LATENTS}/own-linf-45-16-17-9/scale0.144/latent16-q13-1-1-9/normal", _BEHIND),
-        ("decode/f32/B3.T1.S48.N4.K1.H80.V64/own-linf-48-33-15/scale0.144/latent16/normal", _SAVED),
-        (f"prefill/f32/{_LATENTS}/own-l7-45-16-17-9/softcap2/scale0.3/latent16-q13-1-1-9/normal", ()),
-        (f"prefill/f32/{_LATENTS}/own-linf-45-16-17-9/sinks/scale0.3/latentshared16-q13-1-1-9/normal", _SAVED),
-        (f"prefill/bf16/{_LATENTS}/own-linf-45-16-17-9/scale0.144/latent16-q13-1-1-9/normal", ()),
-        # Pages that are written, some of them whole, some of them others' too.
-        (f"prefill/f32/{_MIXED}/own-linf-45-32-33-9/paged16-q13-1-1-9/normal", _SAVED),
-        ("prefill/f32/B2.T17.S49.N4.K2.H64.V64/own-linf-49-40/sinks/shared16-q17-1/normal", ()),
+        *(case for form in load_all_form_cases().values() for case in form.signature_cases),
     )
 )
 """All of them, in the order in which they are asked."""

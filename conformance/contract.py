@@ -35,8 +35,8 @@ from cases.case import FEATURES, OPT_IN, Case
 from cases.masks import Full, Mask, MaskFunction, has_formula, iter_leaves
 from cases.operand_registry import GRADIENTS, RESIDUALS
 from cases.quantization import STORED
-from cases.storage_forms.storage_spec import LATENT, Kind
-from cases.storage_forms.stored_case_rules import find_refusal, lower_sides
+from cases.storage_forms.form_registry import FORMS
+from cases.storage_forms.stored_cases import find_refusal, lower_sides
 from conformance.tunable import Tunable
 
 EmptyRows = Literal["zero", "mean", "undefined"]
@@ -175,8 +175,9 @@ class Implementation:
         must be finite.
       validates: True if wrong operands raise `ValueError` or `TypeError` naming the operand (contract, section 7).
       lower_mask: `(mask, B, N, T, S) -> (static keywords, array keywords)`: how the mask reaches `call`.
-      storage: `"paged"`, `"packed"`, `"latent_pages"` or `"latent"` if `call` takes its operands so (contract, section
-        8) and no others. The mask reaches all but `"latent"` as `causal` or `window`. A latent's gradient is `dk`.
+      storage: the name of a storage form (`cases.storage_forms.form_registry`), if `call` takes its operands in that
+        form (contract, section 8) and in no other; none for dense operands. The mask reaches stored calls as `causal`
+        or `window`, except for dense latents. The gradient of a latent is `dk`.
       writes_pages: True if a `"paged"` call is `call(q, k, v, k_pages, v_pages, ...)`, and returns the pages as well.
       accelerator: the accelerator that the kernel is written for, and how it is run without one.
       refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
@@ -205,7 +206,7 @@ class Implementation:
     behind_mask: BehindMask = "any"
     validates: bool = False
     lower_mask: Lowering = structured_mask
-    storage: Kind | None = None
+    storage: str | None = None
     writes_pages: bool = False
     accelerator: Accelerator = Accelerator()
     tunable: Tunable | None = None
@@ -235,19 +236,23 @@ class Implementation:
             if unknown := sorted(set(names) - set(known)):
                 raise ValueError(f"{self.name}: {field} names {unknown}, known are {sorted(known)}")
 
-    def _apply_storage(self, kind: Kind | None) -> None:
-        if self.writes_pages and kind != "paged":
-            raise ValueError(f"{self.name}: writes_pages needs storage 'paged', got {kind!r}")
-        if kind in LATENT:
+    def _apply_storage(self, name: str | None) -> None:
+        if name is not None and name not in FORMS:
+            raise ValueError(f"storage must be one of {', '.join(map(repr, (*FORMS, None)))}, got {name!r}")
+        if self.writes_pages and name != "paged":
+            raise ValueError(f"{self.name}: writes_pages needs storage 'paged', got {name!r}")
+        if name is None:
+            return
+        form = FORMS[name]
+        if form.is_tied:
             object.__setattr__(self, "gradients", self.gradients - {"dv"})
-        if kind is not None:
-            object.__setattr__(self, "offers", self.offers | {kind})
-        if kind is None or kind == "latent":
+        object.__setattr__(self, "offers", self.offers | {name})
+        if form.is_dense:
             return
         if self.empty_rows == "mean":
-            raise ValueError(f"{self.name}: empty_rows 'mean' has no meaning for a {kind} call, which has no S keys")
+            raise ValueError(f"{self.name}: empty_rows 'mean' has no meaning for a {name} call, which has no S keys")
         if self.lower_mask is structured_mask:
-            object.__setattr__(self, "lower_mask", functools.partial(lower_sides, kind=kind))
+            object.__setattr__(self, "lower_mask", functools.partial(lower_sides, form=name))
 
     def supports(self, case: Case) -> str | None:
         """Why the implementation does not support `case`, or None if it does."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32
 
 from conformance.contract import FLOATS
 
@@ -23,9 +24,9 @@ _UNBOUNDED_SIDE = 2**30
 class SequenceTables(NamedTuple):
     """Borders of the sequences in the packed arrays, int32."""
 
-    cu_q_lens: jax.Array  # [max_seqs + 1]
-    cu_kv_lens: jax.Array  # [max_seqs + 1]
-    num_seqs: jax.Array  # [1]
+    cu_q_lens: Int32[Array, " max_seqs+1"]
+    cu_kv_lens: Int32[Array, " max_seqs+1"]
+    num_seqs: Int32[Array, "1"]
 
 
 def build_tables(cu_q_lens: Any, cu_kv_lens: Any, num_seqs: Any) -> SequenceTables:
@@ -83,7 +84,9 @@ def _normalize_side(side: Side) -> Side:
     return None if side is None or side >= _UNBOUNDED_SIDE else int(side)
 
 
-def compute_key_ranges(tables: SequenceTables, sides: tuple[Side, Side], length: int) -> tuple[jax.Array, jax.Array]:
+def compute_key_ranges(
+    tables: SequenceTables, sides: tuple[Side, Side], length: int
+) -> tuple[Int32[Array, " {length}"], Int32[Array, " {length}"]]:
     """Compute the first key that each query sees, and one past the last; both 0 for a query that sees none.
 
     Args:

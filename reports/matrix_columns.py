@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from cases.operand_registry import REMOVABLE
+from cases.storage_forms.form_registry import FORMS
 
 FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
     "dtype": ("f32", "bf16", "f16"),
@@ -16,7 +17,7 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
     ),
     "operands": tuple(operand.name for operand in REMOVABLE if operand.name != "segment_ids"),
     "shape": ("v_head_dim", "unequal_lengths"),
-    "storage": ("packed", "paged", "latent", "latent_pages"),
+    "storage": tuple(FORMS),
     "quantised cache": ("kv_int8", "kv_int4", "kv_fp8", "kv_token_scales", "kv_head_scales", "kv_tensor_scales"),
 }
 """Features by kind, in the order of columns."""

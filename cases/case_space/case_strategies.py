@@ -19,11 +19,8 @@ from cases.case_space.clue_numbers import NO_CLUES, Clues
 from cases.mask_spec import KINDS
 from cases.masks import Mask
 from cases.operand_registry import QUIET
-from cases.quantization import PAGES_HOLD
 from cases.score_functions import CAPPING
-from cases.storage_forms import latent_strategies as latents
-from cases.storage_forms import stored_strategies as serving
-from cases.storage_forms.storage_spec import LATENT, Kind
+from cases.storage_forms.form_cases import Caches, FormCases, load_all_form_cases
 
 LONGEST = 600
 _USUAL = 300
@@ -50,16 +47,6 @@ _LARGEST_LOGIT = 4000.0
 _COMMON_MASKS = ("full", "causal", "window", "lengths")
 _OTHER_DEPTHS = (80, 96, 160, 192, 256)
 
-# Plain cases of stored operands, which only those support who take their operands so.
-_STORED: dict[Kind, Case] = {
-    "packed": Case(mask="own-linf-128", storage="packed", phase="prefill"),
-    "paged": Case(mask="own-linf-128", storage="paged16", phase="prefill"),
-    "latent": Case(num_kv_heads=1, v_head_dim=48, scale=0.144, storage="latent"),
-    "latent_pages": Case(
-        mask="own-linf-128", num_kv_heads=1, v_head_dim=48, scale=0.144, storage="latent16", phase="prefill"
-    ),
-}
-
 _T = TypeVar("_T")
 
 
@@ -79,24 +66,19 @@ def draw_cases(
     try:
         within = dataclasses.replace(build_space(supports, phases), clues=clues)
     except NothingToDraw:
-        # One that takes its operands stored takes no others.
-        kind = next((kind for kind, case in _STORED.items() if _list_supported_caches(case, supports)), None)
-        if kind is None or supports(Case()) is None:
+        # A kernel that takes stored operands takes no others.
+        forms = load_all_form_cases().values()
+        form = next((form for form in forms if _list_supported_caches(form, supports)), None)
+        if form is None or supports(Case()) is None:
             raise
-        caches = _list_supported_caches(_STORED[kind], supports)
-        drawn = (
-            latents.draw_latent_cases(kind, phases)
-            if kind in LATENT
-            else serving.draw_stored_cases(kind, phases, caches)
-        )
+        drawn = form.draw_cases(phases, _list_supported_caches(form, supports))
         return drawn.filter(lambda case: supports(case) is None)
     return draw_any_case(within).filter(lambda case: supports(case) is None)
 
 
-def _list_supported_caches(case: Case, supports: Supports) -> serving.Caches:
-    """What pages may hold that is supported in a plain case; empty if the case is not, whatever they hold."""
-    caches = PAGES_HOLD if case.storage == "paged16" else (None,)
-    return tuple(cache for cache in caches if supports(dataclasses.replace(case, kv_cache=cache)) is None)
+def _list_supported_caches(form: FormCases, supports: Supports) -> Caches:
+    """Return the caches with which the plain case of a storage form is supported."""
+    return tuple(cache for cache in form.caches if supports(dataclasses.replace(form.plain, kv_cache=cache)) is None)
 
 
 @st.composite

@@ -1,8 +1,10 @@
-"""Calls that write pages: where the new tokens of each sequence go, what pages hold before, and what after.
+"""Calls that write pages: the rows that new tokens go to, and pages before and after the call.
 
-The tokens of a call's queries are the last of their sequence. A call that writes gets the keys and values of these
-packed as the queries are, puts them in their rows of the pages, and attends to all. Every other row keeps its bits
-(docs/contract.md, section 8).
+    attention(q, k, v, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None, ...)
+
+The tokens of the queries are the last of their sequence. A call that writes gets their keys and values packed as the
+queries are, puts them in their rows of the pages, attends to all keys, and returns the pages too. Every other row keeps
+its bits (docs/contract.md, section 8).
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ import numpy as np
 from cases.case import Case
 from cases.counter_rng import draw_integers
 from cases.operand_values import Problem
-from cases.storage_forms import storage_spec as specs
-from cases.storage_forms.storage_layout import NOBODY, Storage, count_shared_pages
+from cases.storage_forms.paged_form import count_shared_pages
+from cases.storage_forms.storage_layout import NOBODY, Storage
 
 PAGE_ARRAYS = ("k_pages", "v_pages")
-"""What such a call takes and returns beside `q`, `k`, `v` and `out`."""
+"""The pages that such a call takes and returns."""
 # The bits of a NaN that are set, and how many numbers its other ones, but for the sign, may be. The first bit of its
 # fraction is set, as processors set it in what passes through. In bf16 there is no choice: on a CPU, XLA has a scatter
 # of bf16 computed in f32, and every NaN comes back as this one.
@@ -30,7 +32,7 @@ _FINITE = 2.0**6
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenSlots:
-    """Of each packed token its key in the dense problem, its page and its row there, int32 `[total_q]`.
+    """Where each packed token goes, int32 `[total_q]`: its key in the dense problem, its page, and its row there.
 
     All three are `NOBODY` for tokens past the last sequence.
     """
@@ -46,37 +48,36 @@ class TokenSlots:
 
 
 def find_slots(storage: Storage) -> TokenSlots:
-    """Where the tokens of the queries go in pages."""
-    assert storage.kv_lens is not None
-    assert storage.page_indices is not None
+    """Return where the tokens of the queries go in pages."""
+    tables = storage.tables
     size, (_, q_length), (_, kv_length) = storage.held.shape[1], storage.places.shape, storage.owner.shape
     key, page, row = (np.full(len(storage.q_rows), NOBODY, np.int32) for _ in range(3))
-    for n in range(int(storage.num_seqs[0])):
-        start, stop = storage.cu_q_lens[n : n + 2]
-        j = np.arange(storage.kv_lens[n] - (stop - start), storage.kv_lens[n])
+    for n in range(int(tables["num_seqs"][0])):
+        start, stop = tables["cu_q_lens"][n : n + 2]
+        j = np.arange(tables["kv_lens"][n] - (stop - start), tables["kv_lens"][n])
         key[start:stop] = storage.q_rows[start:stop] // q_length * kv_length + j
-        page[start:stop] = storage.page_indices[n, j // size]
+        page[start:stop] = tables["page_indices"][n, j // size]
         row[start:stop] = j % size
     return TokenSlots(key, page, row)
 
 
-def clear_written(storage: Storage, where: TokenSlots) -> np.ndarray:
-    """The dense key that lies in each place of each page before the call, `[pages, page_size]`."""
+def clear_written(storage: Storage, slots: TokenSlots) -> np.ndarray:
+    """Return the dense key in each place of each page before the call, `[pages, page_size]`."""
     held = storage.held.copy()
-    held[where.page[where.there], where.row[where.there]] = NOBODY
+    held[slots.page[slots.there], slots.row[slots.there]] = NOBODY
     return held
 
 
 def find_write_refusal(case: Case) -> str | None:
-    """Why no call that writes pages is asked for a case in pages, or None if one is."""
-    assert case.storage is not None
-    spec = specs.parse_storage(case.storage, case.batch, case.q_length)
+    """Return why no call that writes pages is asked for a case in pages, or None if one is."""
+    spec = case.stored
+    assert spec is not None
     lengths = list(zip(case.q_lengths, case.kv_lengths, strict=True))
     if any(queries > keys for queries, keys in lengths):
         return f"{case.storage}: more queries than keys, and the new tokens of a call that writes are among the keys"
     alike = count_shared_pages(spec, case.kv_lengths)
     kept = [max(alike), *alike[1:]]
-    size = spec.page_size or 1
+    size = spec.size or 1
     if any(queries and (keys - queries) // size < pages for (queries, keys), pages in zip(lengths, kept, strict=True)):
         return f"{case.storage}: a page that sequences share would be written"
     return None
@@ -87,9 +88,9 @@ class Writing:
     """What one call writes.
 
     Attributes:
-      tokens: `k` and `v`, packed as the queries are, with anything past the last sequence.
+      tokens: `k` and `v`, packed as the queries are, with arbitrary numbers past the last sequence.
       before: `k_pages` and `v_pages` as the call gets them.
-      after: as it must return them.
+      after: the pages as it must return them.
       written: which rows it writes, booleans `[pages, page_size]`.
     """
 
@@ -102,43 +103,43 @@ class Writing:
 def build_writing(
     problem: Problem, seed: int, *, finite: bool, before: Mapping[str, np.ndarray] | None = None
 ) -> Writing:
-    """What the call of a problem in pages writes.
+    """Build what the call of a problem in pages gets and must write.
 
     Args:
       problem: the operands, dense.
-      seed: of what lies where nobody's keys and values do.
-      finite: whether all of that is finite; else it is NaN of many bit patterns.
-      before: pages as an earlier call left them; by default they hold what the problem says, and else anything.
+      seed: of the numbers where no key or value of the problem lies.
+      finite: whether all of these are finite; else they are NaN of many bit patterns.
+      before: pages as an earlier call left them; by default they hold the keys of the problem and arbitrary numbers.
     """
     storage = problem.storage
     assert storage is not None
-    where = find_slots(storage)
-    held = clear_written(storage, where)
+    slots = find_slots(storage)
+    held = clear_written(storage, slots)
     tokens, pools, after = {}, {}, {}
     for name, pool, x in (("k", "k_pages", problem.k), ("v", "v_pages", problem.v)):
-        tokens[name] = _gather_pages(x, where.key, seed, f"{name}-tokens", finite=finite)
+        tokens[name] = _gather_pages(x, slots.key, seed, f"{name}-tokens", finite=finite)
         pools[pool] = _gather_pages(x, held, seed, pool, finite=finite) if before is None else before[pool]
         after[pool] = pools[pool].copy()
-        after[pool][where.page[where.there], where.row[where.there]] = tokens[name][where.there]
+        after[pool][slots.page[slots.there], slots.row[slots.there]] = tokens[name][slots.there]
     written = np.zeros(held.shape, bool)
-    written[where.page[where.there], where.row[where.there]] = True
+    written[slots.page[slots.there], slots.row[slots.there]] = True
     return Writing(tokens, pools, after, written)
 
 
 def view_bits(x: np.ndarray) -> np.ndarray:
-    """`x` as unsigned integers of its width: what is compared, since a NaN equals nothing."""
+    """Return `x` as unsigned integers of its width, so that NaN can be compared."""
     return x.view(f"u{x.dtype.itemsize}")
 
 
 def _gather_pages(x: np.ndarray, held: np.ndarray, seed: int, stream: str, *, finite: bool) -> np.ndarray:
-    """`x [B, S, K, depth]` where `held [...]` says: `[..., K, depth]`, with anything where nobody's lies."""
+    """Return `x [B, S, K, depth]` at the keys `held [...]`, `[..., K, depth]`, with arbitrary numbers elsewhere."""
     flat = x.reshape(-1, *x.shape[2:])
     anything = _draw_garbage(seed, stream, (*held.shape, *x.shape[2:]), x.dtype, finite=finite)
     return np.where((held != NOBODY)[..., None, None], flat[np.maximum(held, 0)], anything)
 
 
 def _draw_garbage(seed: int, stream: str, shape: tuple[int, ...], dtype: np.dtype, *, finite: bool) -> np.ndarray:
-    """Other bits in each row, so that one that has moved is another: NaN of either sign, or numbers around 64."""
+    """Draw other bits for each row, so that a moved row shows: NaN of either sign, or numbers around 64."""
     drawn = draw_integers(seed, f"written-{stream}", shape, 2**31)
     sign = drawn % 2
     if finite:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cases import feature_model, size_model
 from cases.accelerator_cases import select_compiled_cases, select_interpreted_cases
-from cases.case import KV_FEATURES, Case
+from cases.case import Case
 from cases.covering_model import Model
 from cases.decoding_cases import select_decoding_cases
 from cases.ensemble_cases import select_ensemble_cases
@@ -21,9 +21,7 @@ from cases.front_end_cases import select_front_end_cases
 from cases.grid import Grid, build_grid
 from cases.long_sequence_cases import select_long_sequence_cases
 from cases.regressions import REGRESSIONS
-from cases.storage_forms import latent_grids, stored_grids
-from cases.storage_forms.page_scale_grids import SCALED, SCALED_BOTH, WHOLE
-from cases.storage_forms.page_write_grids import WRITTEN
+from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.server_traces import build_traces
 from conformance.accelerators.targets import list_targets
 from conformance.contract import Implementation
@@ -56,13 +54,10 @@ def select_models(implementation: Implementation) -> tuple[Model, Model]:
     """Select the models of features and of sizes for the implementation's storage form."""
     if implementation.storage is None:
         return feature_model.MODEL, size_model.MODEL
-    if implementation.writes_pages:
-        return WRITTEN
-    if implementation.storage == "paged" and implementation.offers & KV_FEATURES:
-        if "kv_tensor_scales" not in implementation.offers:
-            return SCALED
-        return SCALED_BOTH if "kv_token_scales" in implementation.offers else WHOLE
-    return {**stored_grids.MODELS, **latent_grids.MODELS}[implementation.storage]
+    cases = load_form_cases(implementation.storage)
+    if cases.find_models is None:
+        return cases.models
+    return cases.find_models(implementation.writes_pages, implementation.offers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

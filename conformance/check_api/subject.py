@@ -71,7 +71,7 @@ class Subject:
         before = self.implementation
         same = (before.arithmetic, before.empty_rows) == (implementation.arithmetic, implementation.empty_rows)
         kept = _RESULT_CACHE | _EXPECTATION_CACHE if same else _RESULT_CACHE
-        return self._replace_executor(self.executor.declaring(implementation), kept)
+        return self._replace_executor(self.executor.with_declarations(implementation), kept)
 
     def _replace_executor(self, executor: Executor, kept: frozenset[str]) -> Subject:
         """Return a copy with another executor that keeps the named cached values."""

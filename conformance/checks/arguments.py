@@ -12,6 +12,8 @@ from cases.masks import Full, OwnWindow, list_conjuncts
 from cases.moba_mask import Moba
 from cases.operand_registry import REMOVABLE
 from cases.operand_values import Problem
+from cases.storage_forms.form_registry import FORMS
+from cases.storage_forms.storage_layout import Storage
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
 from conformance.truth.rounding_bounds import Bounded, compute_expectation
@@ -36,8 +38,8 @@ def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
         all_chunks = dataclasses.replace(problem.mask, topk=problem.mask.chunks(problem.k.shape[1]))
         yield "gates", dataclasses.replace(problem, mask=all_chunks)
     elif problem.storage is not None:
-        if (unlimited := _remove_window(problem)).mask != problem.mask:
-            yield "window", unlimited
+        if (widened := _widen_window(problem, problem.storage)).mask != problem.mask:
+            yield "window", widened
     elif problem.mask != Full():
         yield "mask", dataclasses.replace(problem, mask=Full())
     for operand in REMOVABLE:
@@ -45,7 +47,15 @@ def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
             yield operand.name, problem.without(operand.name)
 
 
-def _remove_window(problem: Problem) -> Problem:
-    """Return the problem without its window: each query sees all keys of its sequence up to its own."""
-    parts = [dataclasses.replace(x, left=None) if isinstance(x, OwnWindow) else x for x in list_conjuncts(problem.mask)]
+def _widen_window(problem: Problem, storage: Storage) -> Problem:
+    """Return the problem without its window, or with the widest window whose keys are all stored.
+
+    A window that is the widest already becomes the narrowest. The lengths stay.
+    """
+    widest = FORMS[storage.form].find_widest_left(storage)
+
+    def widen(window: OwnWindow) -> OwnWindow:
+        return dataclasses.replace(window, left=0 if widest is not None and window.left == widest else widest)
+
+    parts = [widen(x) if isinstance(x, OwnWindow) else x for x in list_conjuncts(problem.mask)]
     return dataclasses.replace(problem, mask=functools.reduce(lambda one, other: one & other, parts))

@@ -16,7 +16,8 @@ from cases import mask_spec
 from cases.masks import Causal, Dense, Mask
 from cases.operand_registry import REMOVABLE
 from cases.operand_values import Problem, draw_problem
-from cases.storage_forms.stored_case_rules import FURTHER_SEQUENCES, list_other_masks
+from cases.storage_forms.form_cases import load_form_cases
+from cases.storage_forms.stored_cases import list_other_masks
 from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
 from conformance.check_api.rotation import Rotation, list_pullbacks
@@ -114,8 +115,8 @@ def check_calls(subject: Subject) -> Iterator[Judgement]:
     if "alibi_slopes" in subject.implementation.offers:
         for name, call in few_operand_calls.ALIBI_CALLS.items():
             yield from run_subcheck(name, functools.partial(_check_few_operands, call, pair))
-    kind = subject.implementation.storage
-    for name, changes in FURTHER_SEQUENCES[kind].items() if kind is not None else ():
+    form = subject.implementation.storage
+    for name, changes in load_form_cases(form).further_sequences.items() if form is not None else ():
         yield from run_subcheck(name, functools.partial(_check_stored_sequences, changes, pair))
 
 

@@ -107,7 +107,7 @@ def _select_step_rows(whole: Bounded, step: Step, *, axis: int, shape: tuple[int
     """Select the rows of one pass that belong to a step, each sequence's last row at the end."""
     value, bound = np.zeros(shape), np.zeros(shape)
     for row, start, stop in step.queries:
-        later = step.remaining(row, stop)  # tokens that follow this step's in the one pass
+        later = step.count_remaining(row, stop)  # tokens that follow this step's in the one pass
         for target, source in ((value, whole.value), (bound, whole.bound)):
             last = source.shape[axis] - later
             rows = source[row].take(range(last - (stop - start), last), axis - 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from cases.case import CaseIdError
 from cases.operand_values import draw_problem
-from cases.storage_forms.stored_case_rules import with_length
+from cases.storage_forms.stored_cases import with_length
 from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported
 from conformance.check_api.subject import Subject

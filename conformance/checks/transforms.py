@@ -19,8 +19,8 @@ from cases.masks import Dense
 from cases.moba_mask import depends_on_data
 from cases.operand_registry import GRADIENT_OF, OPTIONAL, REMOVABLE, RESIDUALS
 from cases.operand_values import Problem, draw_problem
-from cases.storage_forms.storage_spec import IN_PAGES
-from cases.storage_forms.stored_case_rules import list_other_masks
+from cases.storage_forms.form_registry import FORMS
+from cases.storage_forms.stored_cases import list_other_masks
 from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported, catch_errors, run_subcheck
 from conformance.check_api.subject import Subject
@@ -40,8 +40,9 @@ _SCALE_FACTOR = 5.0
 def check_transforms(subject: Subject) -> Iterator[Judgement]:
     """Check `jit`, `vmap`, `grad`, `checkpoint`, `scan`, donation, x64 and repeated calls."""
     pair = ProblemPair.draw(subject)
+    form = None if subject.implementation.storage is None else FORMS[subject.implementation.storage]
     for name, transform in _FORWARD_SUBCHECKS.items():
-        if name.startswith("vmap") and subject.implementation.storage in IN_PAGES:
+        if name.startswith("vmap") and form is not None and not form.maps_over_batch:
             yield build_unsupported(f"out.{name}", "all sequences share the pages of a cache, so it is not mapped over")
         else:
             yield from run_subcheck(name, functools.partial(transform, pair))
@@ -171,6 +172,7 @@ def _check_x64_residuals(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_x64_dtypes(pair: ProblemPair, problem: Problem) -> Iterator[Judgement]:
+    """Check that the dtypes of one problem's residuals are the same with and without x64."""
     usual, with_x64 = (
         pair.subject.executor.run(transformed_calls.find_residual_dtypes, problem, doubles=doubles)
         for doubles in (False, True)

@@ -7,6 +7,7 @@ import numpy as np
 from cases import mask_spec, regressions
 from cases.case import FEATURES, OPERAND_FEATURES, Case
 from cases.operand_values import Problem, draw_problem
+from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.storage_layout import Storage
 from conformance.check_api.subject import Subject
 from conformance.contract import Arithmetic, Implementation
@@ -92,17 +93,13 @@ def _describe_problem(case: Case, problem: Problem) -> list[str]:
 def _describe_storage(case: Case, stored: Storage) -> list[str]:
     """Describe where the operands of a stored case lie."""
     sequences = ", ".join(f"{q} of {n}" for q, n in zip(case.q_lengths, case.kv_lengths, strict=True))
-    if stored.page_indices is None:
-        where = f"{len(stored.held)} packed keys"
-    else:
-        pages, size = stored.held.shape
-        shared = "some of them shared" if stored.shares else "none of them shared"
-        where = f"{pages} pages of {size}, {shared}; a table of {stored.page_indices.shape[1]} pages a sequence"
-    rows, total = len(stored.cu_q_lens) - 1, len(stored.q_rows)
+    form, total = FORMS[stored.form], stored.q_rows.size
+    where = "" if form.describe_layout is None else form.describe_layout(stored)
+    rows = next(len(table) - name.startswith("cu_") for name, table in stored.tables.items())
     return [
-        f"Storage     {FEATURES[stored.kind]}",
+        f"Storage     {form.description}",
         f"            queries of keys: {sequences}; the queries of a sequence are the last of T={case.q_length}",
-        f"            {total} packed queries, {total - sum(case.q_lengths)} of them padding; {where}; "
+        f"            {total} stored queries, {total - sum(case.q_lengths)} of them padding; {where}; "
         f"tables for {rows} sequences, of which there are {case.batch}",
     ]
 

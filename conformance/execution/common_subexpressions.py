@@ -1,4 +1,4 @@
-"""Computing once what is asked for twice: with residuals and without, a kernel is often the same kernel."""
+"""Compute equal parts of a program once: with residuals and without, a kernel is often the same kernel."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax.extend import core
 
 
 def eliminate_common_subexpressions(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of arrays, to be compiled: of equations that are the same, the first stands for all.
+    """Return the function, for compilation, with equal equations of its jaxpr merged into the first one.
 
-    The same are two of one primitive with equal parameters and the same inputs that do nothing but compute: JAX lowers
-    them to the same operations, so they have the same results. XLA merges small ones by itself, but not the loop that
-    an interpreted kernel is.
+    Two equations are equal if they have one primitive, equal parameters and the same inputs, and have no effects. JAX
+    lowers them to the same operations, so they have the same results. XLA merges small ones by itself, but not the loop
+    that an interpreted kernel is.
     """
 
     def merged(*args: Any) -> Any:
@@ -48,7 +48,7 @@ def _merge_equations(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def _find_equal_constants(closed: core.ClosedJaxpr) -> dict[core.Var, core.Var]:
-    """For each array on the host that was there before, to the bit, the first one like it."""
+    """Map each constant host array to the first constant with the same bits."""
     first: dict[Hashable, core.Var] = {}
     stand_in: dict[core.Var, core.Var] = {}
     for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
@@ -63,7 +63,7 @@ def _substitute(stand_in: dict[core.Var, core.Var], atoms: list[Any]) -> list[An
 
 
 def _compute_key(equation: core.JaxprEqn) -> Hashable | None:
-    """What an equation computes; none if it does more than that, or if its parameters cannot be compared."""
+    """Return a key of what an equation computes; None if it has effects or parameters that cannot be compared."""
     if equation.effects:
         return None
     inputs = tuple(

@@ -1,4 +1,4 @@
-"""Running an implementation on a case: compiled functions, shared between cases that differ only in values."""
+"""Run an implementation on cases, with compiled functions shared between cases that differ only in values."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _MAX_CACHED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one call gave: observables by name, as host arrays."""
+    """The observables of one call by name, as host arrays."""
 
     values: Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """What the forward calls gave."""
+    """The results of the forward calls."""
 
     forward: Result  # the plain call
     residuals: Result | None  # none if no residuals are offered
-    part: Any  # as it was returned; none if no parts are offered
+    part: Any  # as the kernel returned it; none if it offers no parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +59,14 @@ class CompiledCalls:
 
 
 class Executor:
-    """Runs one implementation; keeps the compiled functions of the last few static configurations.
+    """Run one implementation, and keep the compiled functions of its last few static configurations.
 
-    What is asked of an implementation is a function of its executor: `run(function, ...)`. Here it is called. An
-    executor of a kernel in a process of its own (`conformance.sandbox`) has it called there, and gets arrays back.
+    A task is a function of the executor: `run(function, ...)`. This class calls it in this process. The executor of a
+    sandboxed kernel (`conformance.sandbox`) has it called in the kernel's process, and gets arrays back.
     """
 
     def __init__(self, implementation: Implementation, options: Mapping[str, bool | int] | None = None) -> None:
-        """An executor of `implementation`; its programs get these compiler options beside the process's flags."""
+        """Create an executor; its programs get these compiler options beside the process's flags."""
         self.implementation = stored_calls.lower_implementation(implementation)
         self.options = dict(options or {})
         self._compiled: collections.OrderedDict[Hashable, CompiledCalls] = collections.OrderedDict()
@@ -74,25 +74,25 @@ class Executor:
     def run(
         self, function: Callable[Concatenate[Executor, P], Returned], *given: P.args, **named: P.kwargs
     ) -> Returned:
-        """What `function`, one of a module, returns of this executor and of what is `given`: arrays, numbers, words."""
+        """Call a function of a module with this executor and these arguments; it returns arrays, numbers and text."""
         return function(self, *given, **named)
 
     def begin(self, function: Callable[Concatenate[Executor, P], Any], *given: P.args, **named: P.kwargs) -> None:
-        """Start on what will be `run` with the same objects, where that is in another process: here nothing is done."""
+        """Start a task that will be `run` with these arguments, if tasks run in another process; here do nothing."""
 
     def settle(self) -> None:
-        """Wait for what was begun and not asked for, where that is in another process."""
+        """Wait for tasks that were begun and not run, where tasks run in another process."""
 
     def begin_forward(self, problem: Problem) -> None:
-        """Start on the plain call."""
+        """Start the plain call."""
         self.begin(_run_forward, problem)
 
     def begin_calls(self, problem: Problem) -> None:
-        """Start on all forward calls."""
+        """Start all forward calls."""
         self.begin(_run_calls, problem)
 
     def begin_gradients(self, problem: Problem, cotangent: Cotangent) -> None:
-        """Start on the gradients: of the call with residuals, if the cotangent has a part for them."""
+        """Start the gradients, those of the call with residuals if the cotangent has a part for them."""
         if cotangent.logsumexp is None:
             self.begin(_run_gradients, problem, cotangent.out)
         else:
@@ -107,24 +107,24 @@ class Executor:
         """Return an executor of the same call with the same options that has compiled nothing yet."""
         return Executor(self.implementation, self.options)
 
-    def declaring(self, implementation: Implementation) -> Executor:
-        """The executor for the same call with other declarations; compiled functions are shared."""
+    def with_declarations(self, implementation: Implementation) -> Executor:
+        """Return the executor of the same call with other declarations; they share compiled functions."""
         other = Executor(implementation, self.options)
         other._compiled = self._compiled
         return other
 
     def variant(self, name: str) -> Executor:
-        """The executor of one of the other calls that must give the same results. Parts are not what varies."""
+        """Return the executor of a variant, which must give the same results; it offers no parts."""
         return self._with_call(self.implementation.variants[name], parts=None)
 
     @property
     def native(self) -> Executor:
-        """The executor of the call that is lowered for the accelerator's real compiler."""
+        """The executor of the call for the accelerator's own compiler."""
         assert self.implementation.accelerator.native is not None
         return Executor(dataclasses.replace(self.implementation, call=self.implementation.accelerator.native))
 
     def with_call(self, call: Callable[..., Any]) -> Executor:
-        """The executor of another call, declared alike."""
+        """Return the executor of another call with the same declarations."""
         return self._with_call(call)
 
     def _with_call(self, call: Callable[..., Any], **declared: Any) -> Executor:
@@ -132,64 +132,64 @@ class Executor:
 
     @property
     def backend(self) -> str:
-        """The JAX backend that it runs on."""
+        """The JAX backend that calls run on."""
         return jax.default_backend()
 
     @property
     def isolation(self) -> str:
-        """How the kernel's process is kept from what is none of its business; "" where it has no process of its own."""
+        """A description of the kernel's sandbox; empty for a kernel in this process."""
         return ""
 
     @property
     def files(self) -> Mapping[str, str]:
-        """The files that the kernel read as it was loaded, with their digests, where it has a process of its own."""
+        """The files that a sandboxed kernel read as it was loaded, with their digests."""
         return {}
 
     def pop_later_files(self) -> dict[str, str]:
-        """Return the files that it has first read since then, each of them once."""
+        """Return the files that a sandboxed kernel first read since then, each of them once."""
         return {}
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return len(jax.devices())
 
     def forward(self, problem: Problem) -> Result:
-        """`out` of the plain call, without residuals."""
+        """Return `out` of the plain call, without residuals."""
         return Result(self.run(_run_forward, problem))
 
     def calls(self, problem: Problem) -> Calls:
-        """All forward calls that are offered in one compiled program, which costs less than one for each."""
+        """Return the results of all offered forward calls, from one compiled program: that costs less than one each."""
         forward, residuals, part = self.run(_run_calls, problem)
         return Calls(Result(forward), None if residuals is None else Result(residuals), part)
 
     def part(self, problem: Problem) -> Any:
-        """Attention that is not normalised, as it was returned."""
+        """Return the part, attention that is not normalised, as the kernel returned it."""
         return self.run(_run_part, problem)
 
     def residuals(self, problem: Problem) -> Result:
-        """`out` and the residuals of the call with `save_residuals=True`."""
+        """Return `out` and the residuals of the call with `save_residuals=True`."""
         return Result(self.run(_run_residuals, problem))
 
     def gradients(self, problem: Problem, cotangent: Cotangent) -> Result:
-        """`out` and the gradients of the plain call for a cotangent of `out`."""
+        """Return `out` and the gradients of the plain call for a cotangent of `out`."""
         return Result(self.run(_run_gradients, problem, cotangent.out))
 
     def gradients_lse(self, problem: Problem, cotangent: Cotangent) -> Result:
-        """`out`, `logsumexp` and the gradients for cotangents of both."""
+        """Return `out`, `logsumexp` and the gradients for cotangents of both."""
         return Result(self.run(_run_gradients_lse, problem, cotangent.out, cotangent.logsumexp))
 
     def jit(self, function: Callable[..., Any], **how: Any) -> Any:
-        """`jax.jit` with the compiler options of this executor: whatever is compiled to be judged is compiled by it."""
+        """Return `jax.jit` of a function with the compiler options of this executor, as for all judged programs."""
         return jax.jit(function, compiler_options=self.options or None, **how)
 
     def bind(self, problem: Problem) -> tuple[Callable[[Arrays], Any], Arrays]:
-        """The plain call with its static keywords bound, not compiled, and the arrays it takes."""
+        """Return the plain call with its static keywords bound, not compiled, and the arrays that it takes."""
         statics, arrays = self.arguments(problem)
         return functools.partial(call_plain, self.implementation.call, statics), arrays
 
     def compiled(self, problem: Problem) -> tuple[CompiledCalls, Arrays]:
-        """The entry points at the problem's static configuration, and the arrays they take."""
+        """Return the entry points at the problem's static configuration, and the arrays that they take."""
         statics, arrays = self.arguments(problem)
         key = (tuple(sorted(statics.items())), tuple(sorted(arrays)))
         if key not in self._compiled:
@@ -200,11 +200,11 @@ class Executor:
         return self._compiled[key], arrays
 
     def arguments(self, problem: Problem) -> tuple[dict[str, Any], Arrays]:
-        """Static keywords and arrays of the call."""
+        """Return the static keywords and the arrays of the call."""
         batch, q_length, num_q_heads, _ = problem.q.shape
         static, extra = self.implementation.lower_mask(problem.mask, batch, num_q_heads, q_length, problem.k.shape[1])
         values = [(operand, getattr(problem, operand.name)) for operand in OPERANDS]
-        # Who does not offer a function has no parameter for it.
+        # A call without a function operand has no parameter for it.
         numbers = {o.name: x for o, x in values if not o.arrays and not (x is None and o.name in OPT_IN)}
         statics = {**static, **numbers}
         arrays = {operand.name: value for operand, value in values if operand.arrays and value is not None}
@@ -251,7 +251,7 @@ def _run_gradients_lse(executor: Executor, problem: Problem, do: np.ndarray, dls
 
 
 def call_plain(call: Callable[..., Any], statics: Mapping[str, Any], arrays: Arrays) -> Any:
-    """The plain call with its arrays and its static keywords."""
+    """Make the plain call with its arrays and its static keywords."""
     return kernel_errors.check_output(call(**arrays, **statics))
 
 
@@ -272,21 +272,24 @@ def _compile(implementation: Implementation, statics: Mapping[str, Any], jit: Ca
     def calls(arrays: Arrays) -> Any:
         return plain(arrays), with_residuals(arrays) if implementation.residuals else None, part(arrays)
 
+    def pad(arrays: Arrays) -> Arrays:
+        return stored_calls.add_padding(arrays, implementation.storage)
+
     return CompiledCalls(
         forward=jit(plain),
         residuals=jit(with_residuals),
         part=jit(part),
         calls=jit(eliminate_common_subexpressions(calls)),
-        gradients=jit(lambda arrays, do: pull_back(plain, stored_calls.add_padding(arrays), do)),
-        gradients_lse=jit(lambda arrays, do, dlse: pull_back(with_lse, stored_calls.add_padding(arrays), (do, dlse))),
+        gradients=jit(lambda arrays, do: pull_back(plain, pad(arrays), do)),
+        gradients_lse=jit(lambda arrays, do, dlse: pull_back(with_lse, pad(arrays), (do, dlse))),
     )
 
 
 def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any) -> tuple[Any, Arrays]:
-    """The value, and the gradients of the differentiable operands for a cotangent of it.
+    """Return the value, and the gradients of the differentiable operands for a cotangent of it.
 
     A value in another floating-point dtype than it should have is a failure of its own. It is differentiated all the
-    same: the cotangent is given in that dtype. Of padding (`stored_calls.add_padding`) there are gradients too, where it is.
+    same: the cotangent is given in that dtype. Padding (`stored_calls.add_padding`) has gradients too, if there is any.
 
     Raises:
       WrongReturn: if the value has another shape than the cotangent.
@@ -304,7 +307,7 @@ def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any)
 
 
 def _name_outputs(primal: Any) -> Any:
-    """The names of what is differentiated: `out`, or `out` and `logsumexp`."""
+    """Return the names of the differentiated results: `out`, or `out` and `logsumexp`."""
     return ("out", "logsumexp") if isinstance(primal, tuple) else "out"
 
 

@@ -1,4 +1,4 @@
-"""Finding implementations by name: ours, installed ones (entry points), `module:attribute` or `file.py:attribute`."""
+"""Find implementations by name: built-in, an entry point, `module:attribute` or `file.py:attribute`."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from conformance.records import make_printable
 
 ENTRY_POINT_GROUP = "attention_conformance.implementations"
 
-# Where this project lists its own. Imported by name, since nothing in this package depends on an implementation.
+# The catalogue of built-in implementations. It is imported by name, since this package depends on none of them.
 _CATALOGUE = "impls.catalogue"
 
 
 class ImplementationNotFound(Exception):  # noqa: N818 -- a statement, as the message is
-    """No implementation goes by that name; the message says what was tried and what would work."""
+    """There is no implementation of that name; the message says what was tried and what would work."""
 
 
 def list_implementations() -> list[str]:
-    """All registered names, ours first."""
+    """Return all registered names, built-in ones first."""
     ours = _load_catalogue()
     return [*ours, *(point.name for point in _list_entry_points() if point.name not in ours)]
 
 
 def find_implementation(name: str, *, products: Products | None = None, problem: str | None = None) -> Implementation:
-    """The implementation called `name`.
+    """Find the implementation of this name.
 
     Args:
       name: a registered name, `module:attribute`, or `file.py:attribute`; the attribute is an `Implementation` or a
         plain attention function.
       products: for plain functions, how they multiply f32 operands.
-      problem: the named problem (`cases.named_problems`) whose operands the function takes, none for those of attention.
+      problem: the named problem (`cases.named_problems`) whose operands the function takes; None for attention.
 
     Raises:
       ImplementationNotFound: with one line that says why.
@@ -73,24 +73,24 @@ def find_implementation(name: str, *, products: Products | None = None, problem:
 
 
 def is_builtin(name: str) -> bool:
-    """Whether this project has an implementation of this name."""
+    """Return whether this project has an implementation of this name."""
     return name in _load_catalogue()
 
 
 def may_exist(name: str) -> bool:
-    """Whether an implementation could go by this name: a module or file with an attribute, or an installed one."""
+    """Return whether an implementation may have this name: one of a module, of a file, or of an entry point."""
     return ":" in name or any(point.name == name for point in _list_entry_points())
 
 
 def find_entry_point(name: str) -> importlib.metadata.EntryPoint | None:
-    """The entry point by which an implementation of this name is installed; none for ours and for those by path."""
+    """Return the entry point of this name; None for built-in implementations and for those of a module or file."""
     if name in _load_catalogue():
         return None
     return next((point for point in _list_entry_points() if point.name == name), None)
 
 
 def _load_catalogue() -> Mapping[str, str]:
-    """This project's names, each with the module that has it."""
+    """Load the built-in names, each with its module."""
     found: Mapping[str, str] = importlib.import_module(_CATALOGUE).MODULES
     return found
 
@@ -104,7 +104,7 @@ def _load_builtin(name: str, module: str) -> Implementation:
 
 
 def _list_entry_points() -> list[importlib.metadata.EntryPoint]:
-    """What is installed, but for what has a name that is another's: a colon is of modules and files."""
+    """Return the entry points of implementations; names with a colon belong to modules and files."""
     found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     return sorted((point for point in found if ":" not in point.name), key=lambda point: point.name)
 
@@ -158,7 +158,7 @@ def _load_file(path: str) -> ModuleType:
 
 def _build_implementation(found: Any, name: str, products: Products | None, problem: str | None) -> Implementation:
     if isinstance(found, Implementation) and problem is None:
-        # It goes by the name that it is found by: in other processes, and in the command that repeats a judgement.
+        # Other processes and the command that repeats a judgement find it by this name.
         return dataclasses.replace(found, name=name)
     try:
         if problem is not None:

@@ -1,4 +1,4 @@
-"""Find the installed package that a file belongs to, and what its list of files (`RECORD`) says of the file."""
+"""Find the installed package that a file belongs to, and the hash of the file in the package's `RECORD`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from conformance import packages
 
 _DIGITS = 32  # of a digest
 _SHA256 = "sha256="
-# Folders of the system, which change without a kernel's doing. `/usr` is not among them: people keep programs there.
+# Folders of the system, which kernels do not change. `/usr` is not one of them: people keep programs there.
 _SYSTEM_FOLDERS = (
     *("/dev", "/etc", "/proc", "/sys"),
     *("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share"),
@@ -34,26 +34,26 @@ class Package:
 
 
 @functools.cache
-def package_folders() -> tuple[str, ...]:
+def find_package_folders() -> tuple[str, ...]:
     """Return the folders into which packages are installed, as they are named and as they are."""
     named = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
     return _add_real_paths([*named, *site.getsitepackages(), site.getusersitepackages()])
 
 
 @functools.cache
-def trusted_folders() -> tuple[str, ...]:
+def find_trusted_folders() -> tuple[str, ...]:
     """Return the folders of the interpreter, of installed packages, of this project's packages and of the system."""
     named = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")]
     named += [os.path.join(sys.base_prefix, folder) for folder in ("lib", sys.platlibdir)]
     ours = [str(packages.HOME / name) for name in _OWN_PACKAGES]
-    return (*package_folders(), *_add_real_paths([*named, *ours]), *_SYSTEM_FOLDERS)
+    return (*find_package_folders(), *_add_real_paths([*named, *ours]), *_SYSTEM_FOLDERS)
 
 
 def find_package(folder: str, place: str) -> tuple[Package | None, str]:
     """Return the package that a file in a folder of packages belongs to, and the SHA-256 that its list has of the file.
 
     Args:
-      folder: one of `package_folders`.
+      folder: one of `find_package_folders`.
       place: of the file below it, with slashes.
 
     Returns:
@@ -64,7 +64,7 @@ def find_package(folder: str, place: str) -> tuple[Package | None, str]:
 
 @functools.cache
 def _load_file_lists(folder: str, top: str) -> dict[str, tuple[Package, str]]:
-    """The files of the packages that have a module, or a folder, of this name at the top."""
+    """Load the file lists of the packages with a top-level module or folder of this name."""
     found: dict[str, tuple[Package, str]] = {}
     for listed in sorted(Path(folder).glob("*.dist-info/RECORD")):
         try:

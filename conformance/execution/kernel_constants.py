@@ -1,10 +1,10 @@
-"""What a kernel shows of itself: numbers in its source and in its program at which it may do something else.
+"""Find the numbers in a kernel's source and in its program at which it may change its behaviour.
 
-A block, a threshold, a length from which another path is taken: such a number stands in the code of the function, or of
-the functions that it calls, or in the program that it is traced to. Code is read as Python compiled it. So `2**15` and
-`1 << 15` are one number, and what a function has from its surroundings (a closure, a `functools.partial`, a global) is
-seen too. In a program a number counts if it is the same at two sizes of which nothing is the same: what follows from
-the sizes of the operands is no clue.
+Such a number is a block size, a threshold, or a length from which the kernel takes another path. It stands in the code
+of the function, in the functions that it calls, or in the program that it is traced to. Code is read as Python compiled
+it, so `2**15` and `1 << 15` are one number. Values from a closure, a `functools.partial` or a global are seen too. In a
+program, only a number that is the same at two sizes counts: numbers that follow from the sizes of the operands are no
+clue.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _MAX_NUMBERS = {"source": 24, "program": 10}  # integers of each; and as many fl
 _COMMON = frozenset({0, 0.5, 1, 2})
 _MAX_INTEGER = 2**17
 _MIN_PROGRAM_INTEGER = 8  # smaller ones are ranks and axes
-# Packages whose functions say nothing of the kernel. What such a function holds in its closure may be the kernel.
+# Packages whose functions are not the kernel's. Their closures may still hold the kernel.
 _LIBRARY_PACKAGES = frozenset({"jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "conformance", "cases", "functools"})
 _MAX_OBJECTS = 4000  # visited at most
 _DECIDING_OPERATORS = ("%", "//", "&", ">>", "<<")
-# From which number on a narrow type does not have every integer.
+# The first integer that a narrow type cannot hold, or cannot hold with its neighbours.
 _EXACT_INTEGER_LIMITS = {
     "int8": 2**7,
     "uint8": 2**8,
@@ -46,7 +46,7 @@ _EXACT_INTEGER_LIMITS = {
     "bfloat16": 2**8,
     "float16": 2**11,
 }
-_NARROW_INTEGERS = ("int8", "uint8", "int16", "uint16")  # whose very name is a clue; the others are operands' dtypes
+_NARROW_INTEGERS = ("int8", "uint8", "int16", "uint16")  # a clue by name; the other types are dtypes of operands
 
 _FIRST_LENGTH, _SECOND_LENGTH = 256, 640  # lengths of the two sizes; multiples of 128, which most kernels take
 _SIZES: tuple[dict[str, int], ...] = (
@@ -56,7 +56,7 @@ _SIZES: tuple[dict[str, int], ...] = (
 
 
 def find_clues(implementation: Implementation) -> Clues:
-    """The numbers that the implementation shows; the same ones every time."""
+    """Find the numbers in the source and in the programs of an implementation; the same ones every time."""
     told, aside = _find_source_numbers(implementation.call)
     shown = _find_program_numbers(implementation)
     source, program = _deduplicate([*told, *aside]), _deduplicate(shown)
@@ -74,13 +74,13 @@ def find_clues(implementation: Implementation) -> Clues:
 
 
 def report_clues(executor: Executor) -> tuple[list[int], list[float], list[float]]:
-    """The fields of `clues_of` the implementation of an executor, as data."""
+    """Return the fields of `find_clues` as plain data, for the implementation of an executor."""
     clues = find_clues(executor.implementation)
     return list(clues.integers), list(clues.floats), sorted(clues.in_source)
 
 
 def _deduplicate(numbers: Iterable[Any]) -> list[Any]:
-    """Magnitudes that may be clues, each once, in the order in which they come."""
+    """Return the magnitudes that may be clues, each once, in order of appearance."""
     found: dict[Any, None] = {}
     for x in numbers:
         if isinstance(x, (bool, np.bool_)) or not isinstance(x, (int, float, np.integer, np.floating)):
@@ -96,7 +96,7 @@ def _deduplicate(numbers: Iterable[Any]) -> list[Any]:
 
 
 def _find_source_numbers(call: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
-    """Numbers that something is decided by (compared with, divided by, held in a closure), and the others."""
+    """Return the numbers that decide something (compared, divided by, held in a closure), and the other ones."""
     decisive: list[Any] = []
     others: list[Any] = []
     waiting: list[Any] = [call]
@@ -128,7 +128,7 @@ def _parse_number(x: Any) -> Any:
 
 
 def _get_dtype_name(x: Any) -> str:
-    """The name of a dtype, or of a scalar type as NumPy and JAX have them."""
+    """Return the name of a dtype or of a scalar type of NumPy or JAX; empty for anything else."""
     if isinstance(x, np.dtype):
         return x.name
     dtype = getattr(x, "dtype", None) if type(x).__name__ == "_ScalarMeta" else None
@@ -136,7 +136,7 @@ def _get_dtype_name(x: Any) -> str:
 
 
 def _list_referenced(x: Any) -> list[Any]:
-    """What an object leads to."""
+    """Return the objects that an object refers to and that may belong to the kernel."""
     if isinstance(x, functools.partial):
         return [x.func, *x.args, *x.keywords.values()]
     if isinstance(x, types.MethodType):
@@ -192,7 +192,7 @@ def _list_names(code: types.CodeType) -> list[str]:
 
 
 def _find_constants(code: types.CodeType, *, deciding: bool) -> list[Any]:
-    """Numbers in the code: those that the next step compares with or divides by, or the others."""
+    """Return the numbers in code that the next instruction compares with or divides by, or all other ones."""
     found: list[Any] = []
     steps = list(dis.get_instructions(code))
     for step, following in zip(steps, [*steps[1:], None], strict=True):
@@ -212,7 +212,7 @@ def _find_constants(code: types.CodeType, *, deciding: bool) -> list[Any]:
 
 
 def _find_program_numbers(implementation: Implementation) -> list[Any]:
-    """Numbers that programs have at two sizes of which nothing is the same."""
+    """Return the numbers that programs have at two sizes that have no number in common."""
     plain = Case()
     usual = (operand for operand in REMOVABLE if not operand.opt_in)
     rich = {o.field: o.levels[0] for o in usual if implementation.supports(_add_operand(plain, o)) is None}
@@ -227,7 +227,7 @@ def _find_program_numbers(implementation: Implementation) -> list[Any]:
     for pair in asked:
         both = []
         for fields, sizes in zip(pair, _SIZES, strict=True):
-            # Anything may go wrong in somebody's kernel, and then it has no program to show.
+            # A kernel may fail in any way while it is traced; then it has no program to read.
             with contextlib.suppress(Exception):
                 case = dataclasses.replace(plain, **{"q_length": sizes["kv_length"], **sizes, **fields})
                 if implementation.supports(case) is None:
@@ -242,7 +242,7 @@ def _add_operand(case: Case, operand: Any) -> Case:
 
 
 def _trace_numbers(implementation: Implementation, case: Case) -> dict[Any, None]:
-    """Numbers in the program of a call, and of its gradients where there are any."""
+    """Return the numbers in the program of a call, and in that of its gradients where it offers any."""
     plain, arrays = Executor(implementation).bind(draw_problem(case))
     arrays = {name: jax.tree.map(np.asarray, x) for name, x in arrays.items()}
     program: Callable[[Any], Any] = plain
@@ -269,7 +269,7 @@ def _iter_program_numbers(program: Any) -> Iterator[Any]:
 
 
 def _iter_parameter_numbers(value: Any) -> Iterator[Any]:
-    """Numbers in a parameter: in the programs that it has, and in the blocks of a kernel's operands."""
+    """Yield the numbers in a parameter of an equation: in its programs, and in the block shapes of a kernel."""
     if hasattr(value, "eqns"):
         yield from _iter_program_numbers(value)
     elif hasattr(value, "jaxpr"):

@@ -1,8 +1,8 @@
-"""What goes wrong in the user's code, in one line: what was raised and where, or what was returned for an array.
+"""Describe errors of the user's code in one line: the exception and its place, or the value returned for an array.
 
-A message is what an exception says first. The place is the innermost frame in the user's own code: not JAX's, not
-NumPy's, not Python's library, not ours. JAX leaves some frames out of its tracebacks and chains the rest, and what a
-host callback raises arrives as text; all of these are looked through.
+The message is the first line of the exception. The place is the innermost frame in the user's own code: not in JAX,
+NumPy, Python's library or this project. JAX leaves some frames out of its tracebacks and chains the rest. An exception
+of a host callback arrives as text. All of these are searched.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MAX_MESSAGE = 2000
 _MAX_SOURCE_LINE = 160
 _OWN_PACKAGES = ("conformance", "cases", "reports")
 _LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy", "absl", "pytest", "_pytest", "pluggy")
-# What a callback on the host raised, as JAX has it in the text of its own error: frames, then the error itself.
+# JAX's error for a failed host callback has the original traceback in its text: frames, then the exception.
 _TRACEBACK_HEADER = "Traceback (most recent call last):"
 _FRAME_PATTERN = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 _RAISED_PATTERN = re.compile(r"^(?P<raised>[A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILINE)
-# A place as `told` names it, at the end of what was raised.
+# A place as `describe_kernel_error` writes it, at the end of its text.
 _BRACKET_PATTERN = re.compile(r" \(")
 _PLACE_PATTERN = re.compile(r"(?P<file>[^:]+):(?P<line>\d{1,9})\b")
 _REMOTE_MESSAGE = "_told_elsewhere"
@@ -39,7 +39,7 @@ _NO_MESSAGE = "its message cannot be had"
 
 
 class WrongReturn(TypeError):  # noqa: N818 -- a statement, as the message is
-    """The call returned something else than it must; the message says what, and what it must be."""
+    """The call returned something else than it must; the message says what it returned, and what it must return."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Place:
 
 
 def set_remote_message(error: BaseException, words: str) -> None:
-    """Have `told` say `words` of an error that was raised in another process, and stands for itself here."""
+    """Set the description of an error that was raised in another process, for `describe_kernel_error`."""
     vars(error)[_REMOTE_MESSAGE] = words
 
 
 def describe_kernel_error(error: BaseException) -> str:
-    """What was raised, as records have it: type, first line of the message, and the place in the user's code."""
+    """Describe an exception as records do: type, first line of the message, and the place in the user's code."""
     if (elsewhere := vars(error).get(_REMOTE_MESSAGE)) is not None:
         return make_printable(str(elsewhere))
     within = _find_callback_error(error)
@@ -75,12 +75,12 @@ def describe_kernel_error(error: BaseException) -> str:
 
 
 def describe_refusal(error: NotImplementedError) -> str:
-    """What a kernel says that it does not support; empty if it says nothing."""
+    """Return the message with which a kernel refuses a case; empty if it has none."""
     return make_printable(_get_message(error, ""))
 
 
 def find_place(error: BaseException) -> Place | None:
-    """The innermost line of the user's code on the way to the error; none if there is none on it."""
+    """Find the innermost line of the user's code in the traceback of an error; None if there is none."""
     linecache.checkcache()  # a file may have been changed since it was last read
     for one in _iter_causes(error):
         frames = [*_iter_frames(one.__traceback__), *_iter_callback_frames(one)]
@@ -91,20 +91,20 @@ def find_place(error: BaseException) -> Place | None:
 
 
 def parse_place(words: str) -> Place | None:
-    """The place that words of `told` name, if the line there reads as it did; none if they name none."""
+    """Parse the place from a text of `describe_kernel_error`; None without one, or if that line has changed."""
     linecache.checkcache()
     for bracket in _BRACKET_PATTERN.finditer(words):
         if (found := _PLACE_PATTERN.match(words, bracket.end())) is None:
             continue
         place = Place(found["file"], int(found["line"]))
-        # What a message says by itself of some file is not what stands in that line.
+        # The text of a message may look like a place: compare it with the line of the file.
         if Path(place.file).is_file() and words.startswith(make_printable(f"{place})"), bracket.end()):
             return place
     return None
 
 
 def check_output(returned: Any) -> Any:
-    """What a plain call returned, if it is one array.
+    """Return the value of a plain call, if it is one array.
 
     Raises:
       WrongReturn: if it is anything else.
@@ -117,13 +117,13 @@ def check_output(returned: Any) -> Any:
 
 
 def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
-    """What a call with `save_residuals=True` returned, if it is `out` and a mapping of arrays.
+    """Return the value of a call with `save_residuals=True`, if it is `out` and a mapping of arrays.
 
     Raises:
       WrongReturn: if it is anything else.
     """
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-        out, residuals = returned[0], dict(returned[1])  # as they are now: a mapping may say something else each time
+        out, residuals = returned[0], dict(returned[1])  # copied once: a mapping may answer differently each time
         if all(map(_is_array, (out, *residuals.values()))):
             return out, residuals
     raise WrongReturn(
@@ -133,7 +133,7 @@ def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def check_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
-    """What a call that writes pages returned, if it is `out`, the residuals if they are asked for, and the pages.
+    """Return the value of a call that writes pages, if it is `out`, residuals if asked for, and the pages.
 
     Raises:
       WrongReturn: if it is anything else.
@@ -150,7 +150,7 @@ def check_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
 
 
 def check_shape(name: str, returned: Any, shape: tuple[int, ...]) -> None:
-    """Check the shape of what the call returned, where something is computed of it.
+    """Check the shape of an array that the call returned, before something is computed from it.
 
     Raises:
       WrongReturn: if it has another.
@@ -161,7 +161,7 @@ def check_shape(name: str, returned: Any, shape: tuple[int, ...]) -> None:
 
 
 def get_residual(residuals: Mapping[str, Any], name: str) -> Any:
-    """The residual called `name`.
+    """Return the residual of this name.
 
     Raises:
       WrongReturn: if it is not among them.
@@ -173,12 +173,12 @@ def get_residual(residuals: Mapping[str, Any], name: str) -> Any:
 
 
 def _is_array(x: Any) -> bool:
-    """Whether something is an array or a tracer by its type: `isinstance` believes what an object says of itself."""
+    """Return whether the type is an array or a tracer; `isinstance` would believe an object's own `__class__`."""
     return issubclass(type(x), jax.Array | jax.core.Tracer | np.ndarray | np.generic)
 
 
 def _describe_value(returned: Any, *, within: bool = False) -> str:
-    """What something is, for people: two levels deep, and never its own words for itself."""
+    """Describe a value for people, two levels deep, and never by its own `repr`."""
     if returned is None:
         return "None" if within else "None: is there a `return`?"
     if _is_array(returned):
@@ -202,7 +202,7 @@ def _describe_value(returned: Any, *, within: bool = False) -> str:
 
 
 def _get_message(error: BaseException, otherwise: str = "no message") -> str:
-    """The first line of the message. Users' errors may fail to say anything, or do something else when asked."""
+    """Return the first line of the message; the `__str__` of a user's exception may do anything."""
     try:
         text = str(error)
     except BaseException as failed:  # whatever `__str__` does: an error of theirs must not become one of ours
@@ -215,12 +215,12 @@ def _get_message(error: BaseException, otherwise: str = "no message") -> str:
 
 
 def _get_full_message(error: BaseException) -> str:
-    """All of the message, where it can be had."""
+    """Return the whole message; empty if it cannot be had."""
     return "" if _get_message(error) == _NO_MESSAGE else str(error)
 
 
 def _find_callback_error(error: BaseException) -> str | None:
-    """What was raised in a callback on the host, where the error is JAX's own about that."""
+    """Return the exception of a host callback, if the error is JAX's report of one."""
     text = _get_full_message(error)
     if _TRACEBACK_HEADER not in text:
         return None
@@ -231,7 +231,7 @@ def _find_callback_error(error: BaseException) -> str | None:
 
 
 def _iter_causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from, and so on."""
+    """Yield the error, the error that it was raised from, and so on."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -247,7 +247,7 @@ def _iter_frames(trace: types.TracebackType | None) -> Iterator[Place]:
 
 
 def _iter_callback_frames(error: BaseException) -> Iterator[Place]:
-    """The frames in the text of an error about a callback on the host."""
+    """Yield the frames in the text of JAX's report of a failed host callback."""
     text = _get_full_message(error)
     if _TRACEBACK_HEADER in text:
         yield from (Place(match["file"], int(match["line"])) for match in _FRAME_PATTERN.finditer(text))
@@ -266,7 +266,7 @@ def _is_user_code(file: str) -> bool:
 
 @functools.cache
 def _find_library_folders() -> tuple[Path, ...]:
-    """Where this project, JAX, NumPy and what these call lie."""
+    """Find the folders of this project, JAX, NumPy and the libraries that these call."""
     specs = filter(None, map(_find_spec, (*_OWN_PACKAGES, *_LIBRARIES)))
     return tuple(Path(folder) for spec in specs for folder in spec.submodule_search_locations or ())
 
@@ -279,7 +279,7 @@ def _find_spec(name: str) -> Any:
 
 
 def _shorten_path(file: str) -> str:
-    """The path from the current folder, where it lies below that."""
+    """Return the path from the current folder, for a file below it."""
     path = Path(file)
     try:
         return str(path.resolve().relative_to(Path.cwd()))

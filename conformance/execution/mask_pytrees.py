@@ -1,6 +1,6 @@
-"""Masks as trees that JAX can trace: what a kind of mask says is traced (`Mask.traced`) is a child, all else is static.
+"""Register masks as JAX pytrees: the fields in `Mask.traced` are children, all others are static.
 
-Registered when this module is imported.
+Importing this module registers them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _flatten(mask: Mask) -> tuple[tuple[Any, ...], None]:
 
 
 def _unflatten(kind: type[Mask], _: None, children: tuple[Any, ...]) -> Mask:
-    """A mask of whatever a transformation puts in place of its arrays, which need not be any."""
+    """Rebuild a mask from its children; a transformation may put any object in the place of an array."""
     mask = object.__new__(kind)
     for name, child in zip(kind.traced, children, strict=True):
         object.__setattr__(mask, name, child)

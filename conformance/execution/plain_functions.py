@@ -1,17 +1,17 @@
-"""Plain functions as implementations, read by their signature, and by one trace for the residuals.
+"""Build implementations from plain functions: by their signature, and by one trace for their residuals.
 
     def attention(q, k, v, *, causal=False, window=None, mask=None, bias=None, save_residuals=False): ...
 
-A function may have any other optional operand too, by its name (`cases.operand_registry.REMOVABLE`) and as the canonical call
-has it (`conformance.contract`). A parameter that it lacks is a feature that it does not support.
+A function may have any other optional operand too, by its name (`cases.operand_registry.REMOVABLE`) and as the
+canonical call has it (`conformance.contract`). A parameter that it lacks is a feature that it does not support.
 
 `mask` arrives as booleans broadcastable to `[B, N, T, S]`. A function with the parameters gets `causal=True` and
-`window=(left, right)` instead, for a mask that is one of these or the conjunction of both. Of what is left of the mask,
-one with `mask_mod` gets what is a formula of places as a function `(b, n, i, j) -> booleans`. Whatever is left then
-arrives in `mask`. One with `score_mod` gets scores by formula as a function `(score, b, n, i, j) -> score`, and in it
-the soft cap, if it has no parameter for that.
+`window=(left, right)` instead, for a mask that is one of these or the conjunction of both. Of the rest of the mask, a
+function with `mask_mod` gets the formulas of places as a function `(b, n, i, j) -> booleans`. All that is left then
+arrives in `mask`. A function with `score_mod` gets scores by formula as a function `(score, b, n, i, j) -> score`, and
+the soft cap in it, if it has no parameter for that.
 
-A function that takes its operands packed or in pages has parameters of its own (`conformance.execution.plain_storage`).
+A function that takes stored operands has parameters of its own (`cases.storage_forms`).
 
 A function returns `out`, or `(out, {"logsumexp": ..., "max_logits": ...})` with `save_residuals=True`. An entry that is
 missing is a residual that it does not offer.
@@ -31,8 +31,8 @@ from cases.operand_registry import GRADIENT_OF, REMOVABLE, RESIDUALS
 from cases.operand_values import draw_problem
 from cases.quantization import PAGES_HOLD
 from cases.score_functions import ThenCapped
-from cases.storage_forms.storage_layout import SCALES, WHOLE_SCALES
-from cases.storage_forms.storage_spec import IN_PAGES, LATENT, Kind
+from cases.storage_forms.form_registry import FORMS, find_form
+from cases.storage_forms.storage_form import StorageForm
 from conformance.contract import (
     Arithmetic,
     BehindMask,
@@ -56,7 +56,7 @@ class NotAnAttentionFunction(TypeError):  # noqa: N818 -- a statement, as the me
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What a plain function declares beyond its signature; docs/contract.md, section 9, has the defaults."""
+    """The declarations of a plain function beyond its signature; docs/contract.md, section 9, has the defaults."""
 
     arithmetic: Arithmetic = dataclasses.field(default_factory=Arithmetic)
     empty_rows: EmptyRows = "undefined"
@@ -137,7 +137,7 @@ def declare(
 def build_implementation(
     function: Callable[..., Any], name: str, *, products: Products | None = None
 ) -> Implementation:
-    """The implementation that a plain function is.
+    """Build the implementation that a plain function is.
 
     Args:
       function: the function, possibly decorated with `declare`.
@@ -145,55 +145,54 @@ def build_implementation(
       products: overrides how it declares to multiply f32 operands.
 
     Raises:
-      NotAnAttentionFunction: if its signature cannot take `q, k, v`, or needs parameters that nobody can fill.
+      NotAnAttentionFunction: if its signature cannot take its operands, or needs parameters that nobody can fill.
     """
     signature = _get_signature(function, name)
-    kind = _find_storage_form(signature, name)
-    writes = kind == "paged" and plain_storage.is_page_writer(signature)
-    operands = plain_storage.OPERANDS.get(kind, ("q", "k", "v"))
-    known = _OPTIONS if kind is None else plain_storage.OPTIONS[kind]
-    parameters = _find_options(
-        signature, name, plain_storage.list_writer_options(signature) if writes else known, operands
-    )
+    form = _find_storage_form(signature, name)
+    writes = form is FORMS["paged"] and plain_storage.is_page_writer(signature)
+    operands = ("q", "k", "v") if form is None else form.operands
+    known = _OPTIONS if form is None else form.parameters
+    if writes:
+        known = plain_storage.list_writer_options(signature)
+    parameters = _find_options(signature, name, known, operands)
     others = tuple(name for name in list(signature.parameters)[len(operands) :] if name not in parameters)
     declaration = _get_declaration(function)
     has = [operand.name for operand in REMOVABLE if operand.name in parameters]
-    # Pages are a cache, which is read.
-    pulled = () if kind in IN_PAGES else ("q", "k", "v", *has)
+    pulled = () if form is not None and form.is_cache else ("q", "k", "v", *has)
     gradients = frozenset(GRADIENT_OF[name] for name in pulled if name in GRADIENT_OF)
-    stated = _list_explicit_options(signature)
+    explicit = _list_explicit_options(signature)
     narrow = "input" in (declaration.arithmetic.logits, declaration.arithmetic.softmax)
 
-    def by_position(*operands: Any, **options: Any) -> Any:
+    def call_by_position(*operands: Any, **options: Any) -> Any:
         if "score_mod" in parameters and "soft_cap" not in parameters and options.get("soft_cap") is not None:
             options["score_mod"] = ThenCapped(options.get("score_mod"), options.pop("soft_cap"))
-        keep = {n: value for n, value in options.items() if value is not None and value is not False}
-        for option in keep:
+        given = {n: value for n, value in options.items() if value is not None and value is not False}
+        for option in given:
             if option not in parameters:
                 raise NotImplementedError(f"{name} has no parameter {option!r}")
         if writes:
-            return plain_storage.call_page_writer(function, signature, operands, {**stated, **keep})
-        return function(*operands, **{**stated, **keep})
+            return plain_storage.call_page_writer(function, signature, operands, {**explicit, **given})
+        return function(*operands, **{**explicit, **given})
 
     def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
-        return by_position(q, k, v, **options)
+        return call_by_position(q, k, v, **options)
 
-    if kind is not None:
-        call = by_position
-        vars(call)["__signature__"] = signature  # which says whether it is told how many sequences there are
+    if form is not None:
+        call = call_by_position
+        vars(call)["__signature__"] = signature  # by which it is known whether the call gets `num_seqs`
     implementation = Implementation(
         name=name,
         call=call,
         description=(inspect.getdoc(_unwrap_partial(function)) or "").split("\n")[0],
         unsupported={**_list_missing_features(parameters, others), **declaration.unsupported},
-        offers=OPT_IN.intersection(has) | plain_storage.find_scale_features(parameters, kind),
+        offers=OPT_IN.intersection(has) | plain_storage.find_scale_features(parameters, form),
         supports_case=plain_support.PlainSupport(
             parameters,
             declaration.causal,
             narrow,
-            kind,
+            None if form is None else form.name,
             others,
-            scales=plain_storage.find_required_scales(signature, kind),
+            scales=plain_storage.find_required_scales(signature, form),
         ),
         arithmetic=dataclasses.replace(declaration.arithmetic, products=products or declaration.arithmetic.products),
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
@@ -203,9 +202,9 @@ def build_implementation(
         memory=declaration.memory,
         behind_mask=declaration.behind_mask,
         lower_mask=plain_support.build_lowering(parameters, declaration.causal)
-        if kind in (None, "latent")
-        else plain_storage.build_lowering(parameters, kind),
-        storage=kind,
+        if form is None or form.is_dense
+        else plain_storage.build_lowering(parameters, form.name),
+        storage=None if form is None else form.name,
         writes_pages=writes,
         refuses_by_signature=True,
     )
@@ -218,20 +217,20 @@ _PHASES: tuple[dict[str, Any], ...] = ({"phase": "train"}, {"phase": "prefill"},
 
 
 def _find_returned_residuals(implementation: Implementation) -> frozenset[str]:
-    """The residuals in what the call returns, seen by tracing it once on a plain case that is supported.
+    """Find the residuals in what the call returns, by tracing it once on a plain case that is supported.
 
-    If the call raises, or returns something else, all residuals: then the checks say what is wrong.
+    If the call raises, or returns something else, they are all residuals: then the checks say what is wrong.
     """
     import jax  # imported late: reading a signature needs none of it
 
-    kind = implementation.storage
-    storage = {"paged": "paged16", "latent_pages": "latent16"}.get(kind or "", kind)
-    num_kv_heads, v_head_dim = (1, 48) if kind in LATENT else (2, 64)
+    form = None if implementation.storage is None else FORMS[implementation.storage]
+    num_kv_heads, v_head_dim = (1, 48) if form is not None and form.is_tied else (2, 64)
+    storage = None if form is None else form.example
     shape: dict[str, Any] = {"storage": storage, "num_kv_heads": num_kv_heads, "v_head_dim": v_head_dim}
     implementation = stored_calls.lower_implementation(implementation)
-    # What is not for training, or for nothing but steps, is not supported on the first of these.
-    phases = _PHASES if storage is None else _PHASES[1:]
-    caches = PAGES_HOLD if kind == "paged" else (None,)
+    # A kernel that is not for training, or for steps alone, does not support the first of these.
+    phases = _PHASES if form is None else _PHASES[1:]
+    caches = PAGES_HOLD if form is not None and form.scales else (None,)
     asked = itertools.product(caches, phases, ("f32", "bf16", "f16"), ("full", "causal"))
     for cache, phase, dtype, mask in asked:
         case = Case(**phase, **shape, dtype=dtype, mask=mask, kv_cache=cache)
@@ -260,7 +259,7 @@ def _find_returned_residuals(implementation: Implementation) -> frozenset[str]:
 
 
 def _unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that partial application wraps."""
+    """Return the function that partial application wraps."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
@@ -273,15 +272,15 @@ def _get_declaration(function: Callable[..., Any]) -> Declaration:
 
 
 def _list_explicit_options(signature: inspect.Signature) -> dict[str, Any]:
-    """Options to pass although the case has no such operand: leaving them out would mean something else, or raise."""
-    stated: dict[str, Any] = {}
+    """Return the options to pass although the case has none: leaving them out would mean something else, or raise."""
+    explicit: dict[str, Any] = {}
     for p in signature.parameters.values():
         required = p.default is p.empty and p.kind is not p.VAR_KEYWORD
         if p.name in ("causal", "save_residuals") and p.default is not False:
-            stated[p.name] = False
+            explicit[p.name] = False
         elif p.name in _OPTIONS and required:
-            stated[p.name] = None
-    return stated
+            explicit[p.name] = None
+    return explicit
 
 
 def _get_signature(function: Callable[..., Any], name: str) -> inspect.Signature:
@@ -298,17 +297,18 @@ def _strip_annotations(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=bare, return_annotation=signature.empty)
 
 
-def _find_storage_form(signature: inspect.Signature, name: str) -> Kind | None:
+def _find_storage_form(signature: inspect.Signature, name: str) -> StorageForm | None:
     parameters = list(signature.parameters)
-    kind = plain_storage.find_form(parameters)
-    if "latent_pages" in parameters and kind != "latent_pages":
-        raise NotAnAttentionFunction(
-            f"{name}{_strip_annotations(signature)} must take 'latent_pages' as its second argument, behind q: "
-            "wrap it, as docs/contract.md, section 8, does"
-        )
-    if kind is not None and (lacks := plain_storage.describe_missing_parameters(parameters, kind)):
+    form = find_form(parameters)
+    for other in FORMS.values():
+        if not other.marks and not other.is_dense and other.operands[1] in parameters and form is not other:
+            raise NotAnAttentionFunction(
+                f"{name}{_strip_annotations(signature)} must take {other.operands[1]!r} as its second argument, "
+                "behind q: wrap it, as docs/contract.md, section 8, does"
+            )
+    if form is not None and (lacks := plain_storage.describe_missing_parameters(parameters, form)):
         raise NotAnAttentionFunction(f"{name}{_strip_annotations(signature)} {lacks}")
-    return kind
+    return form
 
 
 def _find_options(
@@ -337,8 +337,8 @@ def _find_options(
             )
     named = frozenset(p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        # Who takes whatever there is has not said that it knows these, unless it names them.
-        return named | (frozenset(known) - OPT_IN - {"mask_mod", *SCALES, *WHOLE_SCALES})
+        # A function with **options has not said that it knows these, unless it names them.
+        return named | (frozenset(known) - OPT_IN - {"mask_mod", *plain_storage.SCALE_PARAMETERS})
     return named
 
 

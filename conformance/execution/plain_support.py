@@ -1,4 +1,4 @@
-"""What a plain function supports of a case by its parameters, and how a mask reaches it."""
+"""Decide which cases a plain function supports by its parameters, and how a mask reaches it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 from cases import mask_spec
 from cases.case import Case
 from cases.masks import Causal, Full, Mask, MaskFunction, Window, has_formula, list_conjuncts
-from cases.storage_forms.storage_spec import Kind
+from cases.storage_forms.form_registry import FORMS
 from conformance.contract import CausalFrom
 from conformance.execution import plain_storage
 
 
 def suggest_parameters(name: str, others: Iterable[str]) -> str:
-    """Parameters of other names that may mean `name`, as `is_causal` does, in words; empty if there are none."""
+    """Return a hint at parameters of similar names, as `is_causal` for `causal`; empty if there are none."""
     alike = [repr(other) for other in others if name in other]
     return f" (nothing is passed to its {' and '.join(alike)})" if alike else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlainSupport:
-    """Which masks and values a plain function supports, by what its signature and its declarations say.
+    """The masks and values that a plain function supports, by its signature and its declarations.
 
     Attributes:
       parameters: the options that it has.
@@ -37,15 +37,15 @@ class PlainSupport:
     parameters: frozenset[str]
     causal: CausalFrom
     narrow: bool
-    storage: Kind | None = None
+    storage: str | None = None
     others: tuple[str, ...] = ()
     scales: tuple[str, ...] = ()
 
     def __call__(self, case: Case) -> str | None:
-        """Why the function does not support `case`, or None if it does."""
+        """Return why the function does not support `case`, or None if it does."""
         if self.narrow and case.dtype == "f16" and case.distribution == "huge":
             return "huge: logits beyond 65504, the largest number of f16, in which they are declared to be"
-        if self.storage is not None and self.storage != "latent":
+        if self.storage is not None and not FORMS[self.storage].is_dense:
             return plain_storage.find_unsupported(case, self.parameters, self.storage, needed=self.scales)
         if case.mask == "full" or "mask" in self.parameters:
             return None
@@ -60,14 +60,14 @@ class PlainSupport:
 
 
 def _compute_offset(causal: CausalFrom, q_length: int, kv_length: int) -> int:
-    """The key at which the first query stands for `causal=True` and `window`."""
+    """Return the key at which the first query stands for `causal=True` and `window`."""
     return 0 if causal == "start" else kv_length - q_length
 
 
 def _split_mask(mask: Mask, parameters: frozenset[str], first: int) -> tuple[dict[str, Hashable], Mask | None]:
-    """What of the mask the function has parameters for, by their names, and what is left of it.
+    """Split a mask into the parameters that the function has for it, by name, and the rest.
 
-    They are `causal` and `window` if the mask is made of them, and `mask_mod` for the rest that is a formula.
+    They are `causal` and `window` if the mask is made of them, and `mask_mod` for the formulas in what is left.
     """
     static: dict[str, Hashable] = {}
     functions: Mask | None = None
@@ -91,7 +91,7 @@ def _split_mask(mask: Mask, parameters: frozenset[str], first: int) -> tuple[dic
 def build_lowering(
     parameters: frozenset[str], causal: CausalFrom
 ) -> Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]]:
-    """How a mask reaches a function with these options: `Implementation.lower_mask`."""
+    """Return how a mask reaches a function with these options: `Implementation.lower_mask`."""
 
     def lower(
         mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int

@@ -1,4 +1,4 @@
-"""Where a kernel's code comes from, found without importing it: its package, and a digest of its source."""
+"""Find the package of a kernel and a digest of its source, without importing it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from conformance.execution import implementation_registry
 
 _DIGITS = 12  # of a digest: enough to tell sources apart
-_MAX_FILE_SIZE = 2**26  # bytes of a file that a digest is of: what is larger is weights, and no source
+_MAX_FILE_SIZE = 2**26  # bytes; a larger file holds weights, not source
 
 
 def describe_source(name: str) -> tuple[str, str]:
-    """The package that has an implementation, with its version, and a digest of its source where that is no package.
+    """Return the package and version of an implementation, and a digest of source that is in no package.
 
-    Nothing is imported for it: modules are looked up as Python would.
+    Modules are looked up as Python would look them up, and none is imported.
     """
     if (point := implementation_registry.find_entry_point(name)) is not None:
         dist = point.dist
@@ -29,7 +29,7 @@ def describe_source(name: str) -> tuple[str, str]:
             _list_package_files(point.module)
         )
     if ":" not in name:
-        return "", ""  # ours: the project's own version and digest say it
+        return "", ""  # built-in: the project's own version and digest identify it
     place = name.rpartition(":")[0]
     if place.endswith(".py"):
         return "", compute_digest(_find_imported_files(Path(place)))
@@ -37,7 +37,7 @@ def describe_source(name: str) -> tuple[str, str]:
 
 
 def _find_imported_files(file: Path) -> list[Path]:
-    """A file and what lies beside it that it imports, or names in a text as what it loads, directly or not."""
+    """Return a file and the files beside it that it imports or names in a string, directly or not."""
     found: dict[Path, None] = {}
     waiting = [file]
     while waiting:
@@ -54,12 +54,12 @@ def _find_imported_files(file: Path) -> list[Path]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file() and path.stat().st_size <= _MAX_FILE_SIZE
-    except (OSError, ValueError):  # a text that is no path
+    except (OSError, ValueError):  # the string is no path
         return False
 
 
 def _find_references(file: Path) -> tuple[set[str], set[str]]:
-    """The modules that a file imports, and its texts that may name files beside it."""
+    """Return the modules that a file imports, and its strings that may name files beside it."""
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes())))
     except (SyntaxError, ValueError):
@@ -79,7 +79,7 @@ def _find_installed_package(module: str) -> str:
 
 @functools.cache
 def _list_package_files(module: str) -> tuple[Path, ...]:
-    """The files of the package that a module is in; none of one that is installed, whose version is known."""
+    """Return the files of the package of a module; none if it is installed, since its version identifies it."""
     top = module.partition(".")[0]
     spec = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
     if spec is None:
@@ -91,7 +91,7 @@ def _list_package_files(module: str) -> tuple[Path, ...]:
 
 
 def compute_digest(files: Iterable[Path]) -> str:
-    """A digest of files, empty if there are none that can be read."""
+    """Compute a digest of files; empty if none can be read."""
     found = hashlib.sha256()
     count = 0
     for file in files:

@@ -1,20 +1,11 @@
-"""Calls that take their operands packed or in pages, asked about a dense problem.
+"""Make the canonical call on dense operands by a call that takes them stored (docs/contract.md, section 8).
 
-The dense operands are stored, the call is made in its own convention, and what it returns is put back in its place. All
-of that is traced with the call: programs take the dense operands and the tables, and gradients come back dense. So the
-oracle, the bounds and every check are those of the dense problem (docs/contract.md, section 8).
+The dense operands are gathered to where the tables of a layout say, the call is made in its own convention, and its
+results are put back in their dense places. All of this is traced with the call: programs take the dense operands and
+the tables, and gradients come back dense. So the oracle, the bounds and every check are those of the dense problem.
 
-    paged:  call(q, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None, ...)
-    scaled: call(q, k_pages, v_pages, *, k_scales, v_scales, kv_lens, page_indices, cu_q_lens, num_seqs, ...)
-    whole:  call(q, k_pages, v_pages, *, k_scale, v_scale, kv_lens, page_indices, cu_q_lens, num_seqs, ...)
-    packed: call(q, k, v, *, cu_q_lens, cu_kv_lens, num_seqs, causal=False, window=None, ...)
-
-One that writes pages is `call(q, k, v, k_pages, v_pages, *, kv_lens, ...)`. Here its pages are made for the call and
-dropped behind it; what it wrote into pages that are kept is asked for by `conformance.executor_tasks.page_write_calls`. Those with a
-latent are in `conformance.execution.latent_calls`.
-
-Shapes are q `[total_q, N, H]`, pages `[pages, page_size, K, .]`, scales of pages `[pages, page_size, K]`, packed keys
-and values `[total_kv, K, .]`, and out `[total_q, N, V]`, residuals `[total_q, N]`.
+A call that writes pages is `call(q, k, v, k_pages, v_pages, *, kv_lens, ...)`. Here its pages are made for the call and
+dropped behind it; `conformance.executor_tasks.page_write_calls` judges what it wrote into pages that are kept.
 """
 
 from __future__ import annotations
@@ -22,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,44 +22,45 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases import quantization
+from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.page_writes import clear_written, find_slots
-from cases.storage_forms.storage_layout import NOBODY, SCALES, TABLES, WHOLE_SCALES, Storage
-from cases.storage_forms.storage_spec import Kind
+from cases.storage_forms.storage_form import StorageForm
+from cases.storage_forms.storage_layout import NOBODY, Storage
 from conformance.contract import Accelerator, BehindMask, Implementation
-from conformance.execution import kernel_errors, latent_calls
-from conformance.execution.latent_calls import LatentCall
+from conformance.execution import kernel_errors
 
-# What memory may hold that nothing wrote, where it must be finite.
+# The number in unwritten memory, where it must be finite.
 _FINITE_STALE = 2.0**6
 
 
 def build_storage_arrays(
     storage: Storage, behind_mask: BehindMask, *, writes: bool = False
 ) -> Mapping[str, np.ndarray]:
-    """What a call gets beside the dense operands: the tables, what lies where, and what lies where nothing does.
+    """Build the arrays that a stored call gets beside the dense operands.
 
-    One that writes pages gets also which dense key the token of each packed query is, and pages without these.
+    They are the tables, the places of queries and keys, and the number in memory that holds nothing (`stale`). A call
+    that writes pages also gets the dense key of each packed token (`tokens`), and pages without these keys.
     """
     worst = np.nan if behind_mask == "any" else _FINITE_STALE
     stale = np.array(worst if storage.stale is None else storage.stale, np.float32)
     if not writes:
         return {**storage.arrays, "stale": stale}
-    where = find_slots(storage)
-    return {**storage.arrays, "held": clear_written(storage, where), "tokens": where.key, "stale": stale}
+    slots = find_slots(storage)
+    return {**storage.arrays, "held": clear_written(storage, slots), "tokens": slots.key, "stale": stale}
 
 
 def build_storage_arrays_for(implementation: Implementation, storage: Storage) -> Mapping[str, np.ndarray]:
-    """Likewise, for a call as `implementation` declares it."""
+    """Build the arrays that a stored call gets, as `implementation` declares it."""
     return build_storage_arrays(storage, implementation.behind_mask, writes=implementation.writes_pages)
 
 
-def add_padding(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arrays of a call, and zeros that are added where nobody's operands lie: their gradients are those of padding.
+def add_padding(arrays: Mapping[str, Any], form: str | None) -> Mapping[str, Any]:
+    """Add zeros to stored operands where the problem has none, so that padding has gradients of its own.
 
-    Pages are not differentiated, and dense operands have no such places: they stay as they are.
+    Caches are not differentiated, and dense operands have no such places: their arrays stay as they are.
     """
     storage = arrays.get("storage")
-    if storage is None or "cu_kv_lens" not in storage:
+    if storage is None or form is None or FORMS[form].is_cache:
         return arrays
     held = {"q": storage["q_rows"], "k": storage["held"], "v": storage["held"]}
     zeros = {name: jnp.zeros((*rows.shape, *arrays[name].shape[2:]), arrays[name].dtype) for name, rows in held.items()}
@@ -75,61 +68,87 @@ def add_padding(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def lower_implementation(implementation: Implementation) -> Implementation:
-    """The implementation with each of its calls made on dense operands; itself if it takes no others."""
+    """Return the implementation with each of its calls made on dense operands; itself if it takes no others."""
     if implementation.storage is None or isinstance(implementation.call, StoredCall | LatentCall):
         return implementation
-    made = functools.partial(_lower_call, kind=implementation.storage, writes=implementation.writes_pages)
+    lower = functools.partial(_lower_call, form=implementation.storage, writes=implementation.writes_pages)
     return dataclasses.replace(
         implementation,
-        call=made(implementation.call),
-        variants={name: made(call) for name, call in implementation.variants.items()},
-        accelerator=_lower_accelerator(implementation.accelerator, made),
+        call=lower(implementation.call),
+        variants={name: lower(call) for name, call in implementation.variants.items()},
+        accelerator=_lower_accelerator(implementation.accelerator, lower),
     )
 
 
-def _lower_call(call: Callable[..., Any], kind: Kind, writes: bool) -> StoredCall | LatentCall:
-    return LatentCall(call) if kind == "latent" else StoredCall.of(call, kind, writes=writes)
+def _lower_call(call: Callable[..., Any], form: str, writes: bool) -> StoredCall | LatentCall:
+    return LatentCall(call, FORMS[form]) if FORMS[form].is_dense else StoredCall.of(call, form, writes=writes)
 
 
 def _lower_accelerator(
-    accelerator: Accelerator, made: Callable[[Callable[..., Any]], StoredCall | LatentCall]
+    accelerator: Accelerator, lower: Callable[[Callable[..., Any]], StoredCall | LatentCall]
 ) -> Accelerator:
     native, interpreted = accelerator.native, accelerator.under_interpreter
 
     def under_interpreter(parameters: Any) -> Callable[..., Any]:
         assert interpreted is not None
-        return made(interpreted(parameters))
+        return lower(interpreted(parameters))
 
     return dataclasses.replace(
         accelerator,
-        native=None if native is None else made(native),
+        native=None if native is None else lower(native),
         under_interpreter=None if interpreted is None else under_interpreter,
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredCall:
-    """The canonical call on dense operands, made by one that takes them stored.
+class LatentCall:
+    """The canonical call, made by a call that takes dense operands with one latent in place of keys and values.
+
+    The gradient of the latent comes back as that of k; v gets zeros.
 
     Attributes:
       call: the call in its own convention.
-      kind: how it takes its operands.
-      counts: whether it is told how many sequences there are. Else entries past the last one are those of sequences
+      form: the storage form.
+    """
+
+    call: Callable[..., Any]
+    form: StorageForm
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
+        """Call it on `k [B, S, 1, H]`; of `v [B, S, 1, V]` only the depth counts."""
+        arranged = self.form.arrange({"k": k})
+        return self.call(q, *arranged.values(), **add_latent_options(q, v.shape[-1], options))
+
+
+def add_latent_options(q: Any, value_dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Add `value_dim` to options, and the scale: its default would go by the depth of the expanded heads."""
+    scale = options.get("scale")
+    return {**options, "value_dim": value_dim, "scale": 1 / math.sqrt(q.shape[-1]) if scale is None else scale}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredCall:
+    """The canonical call on dense operands, made by a call that takes them stored.
+
+    Attributes:
+      call: the call in its own convention.
+      form: the storage form.
+      counts: whether it gets the number of sequences. If not, entries past the last sequence are those of sequences
         without queries and keys.
       writes: whether it writes the tokens of its queries into pages.
     """
 
     call: Callable[..., Any]
-    kind: Kind
+    form: StorageForm
     counts: bool
     writes: bool = False
 
     @classmethod
-    def of(cls, call: Callable[..., Any], kind: Kind, *, writes: bool = False) -> StoredCall:
-        """The dense form of `call`, which is asked for what its signature has."""
+    def of(cls, call: Callable[..., Any], form: str, *, writes: bool = False) -> StoredCall:
+        """Return the dense form of `call`, which gets the tables that its signature has."""
         parameters = inspect.signature(call).parameters.values()
         counts = any(p.name == "num_seqs" or p.kind is p.VAR_KEYWORD for p in parameters)
-        return cls(call, kind, counts, writes)
+        return cls(call, FORMS[form], counts, writes)
 
     def __call__(
         self,
@@ -143,43 +162,46 @@ class StoredCall:
         save_residuals: bool = False,
         **options: Any,
     ) -> Any:
-        """`out [B, T, N, V]`, with residuals `[B, N, T]` if asked.
+        """Return `out [B, T, N, V]`, with residuals `[B, N, T]` if asked.
 
         Args:
           q: `[B, T, N, H]`.
           k: `[B, S, K, H]`.
           v: `[B, S, K, V]`.
-          storage: what `given` gives.
-          padding: what `add_padding` adds, if gradients of padding are asked for.
-          kv_scales: those of k and of v, `[B, S, K]`, where pages have scales, or a number of each.
+          storage: the arrays of `build_storage_arrays`.
+          padding: the zeros of `add_padding`, if gradients of padding are asked for.
+          kv_scales: the scales of k and of v, `[B, S, K]` where each token has one, or a number of each.
           save_residuals: whether residuals are returned too.
-          options: whatever else the call gets.
+          options: all other keywords of the call.
 
         Raises:
-          WrongReturn: if the call returns something else than arrays of these shapes.
+          WrongReturn: if the call returns something else than arrays of the right shapes.
         """
         if kv_scales is not None and isinstance(kv_scales[0], float):
             options["kv_scales"], kv_scales = kv_scales, None
-        taken = self.taken(q, k, v, storage, padding, kv_scales)
-        shape = (*taken["q"].shape[:2], v.shape[-1])
-        by_keyword = self.of_depth(v.shape[-1])
+        stored = self.store(q, k, v, storage, padding, kv_scales)
+        *rows, heads, _ = stored["q"].shape
+        call_by_keyword = self.bind_depth(v.shape[-1])
+        places = storage["places"]
         if not save_residuals:
-            out = kernel_errors.check_output(by_keyword(**taken, **options))
-            return _scatter_back(_check_packed_shape("out", out, shape), storage["places"], 0.0)
-        returned = by_keyword(**taken, **options, save_residuals=True)
+            out = kernel_errors.check_output(call_by_keyword(**stored, **options))
+            return self._restore("out", out, (*rows, heads, v.shape[-1]), places, 0.0)
+        returned = call_by_keyword(**stored, **options, save_residuals=True)
         out, residuals = kernel_errors.check_residuals(returned)
-        # A query that is not there is an empty row, of which the contract says what it is.
+        # A query that is not there is an empty row, whose residuals the contract defines.
         sinks = options.get("sinks")
         nothing = {"logsumexp": -jnp.inf if sinks is None else sinks, "max_logits": -jnp.inf}
-        dense = {
-            name: jnp.moveaxis(
-                _scatter_back(_check_packed_shape(name, x, shape[:2]), storage["places"], nothing.get(name, 0.0)), 1, 2
-            )
-            for name, x in residuals.items()
-        }
-        return _scatter_back(_check_packed_shape("out", out, shape), storage["places"], 0.0), dense
+        in_rows = len(rows) > 1
+        shape = (rows[0], heads, *rows[1:]) if in_rows else (*rows, heads)
+        dense = {}
+        for name, x in residuals.items():
+            _check_shape(name, x, shape)
+            moved = jnp.moveaxis(jnp.asarray(x), 1, 2) if in_rows else x
+            restored = self._restore(name, moved, (*rows, heads), places, nothing.get(name, 0.0))
+            dense[name] = jnp.moveaxis(restored, 1, 2)
+        return self._restore("out", out, (*rows, heads, v.shape[-1]), places, 0.0), dense
 
-    def taken(
+    def store(
         self,
         q: Any,
         k: Any,
@@ -188,54 +210,53 @@ class StoredCall:
         padding: Mapping[str, Any] | None = None,
         kv_scales: tuple[Any, Any] | None = None,
     ) -> dict[str, Any]:
-        """What `by_keyword` takes in place of dense operands: the stored ones, and the tables."""
+        """Return the stored operands and the tables, as `call_by_keyword` takes them in place of dense operands."""
         added, stale = padding or {}, storage["stale"]
-        if self.kind == "latent_pages":
-            return {
-                "q": self.packed(q, storage, None),
-                "latent_pages": _gather(k, storage["held"], stale)[..., 0, :],
-                **self.tables(storage),
-            }
-        pages = {"k_pages": (k, "held"), "v_pages": (v, "held")} if self.writes else {}
-        tokens = "tokens" if self.writes else "held"
-        scales = {} if kv_scales is None else dict(zip(SCALES, kv_scales, strict=True))
+        tokens = storage["tokens" if self.writes else "held"]
+        keys = {"k": k} if self.form.is_tied else {"k": k, "v": v}
+        gathered = {name: _gather(x, tokens, stale, added.get(name)) for name, x in keys.items()}
+        pages = {"k_pages": k, "v_pages": v} if self.writes else {}
+        scales = (
+            {} if kv_scales is None else dict(zip(self._find_scale_names(as_numbers=False), kv_scales, strict=True))
+        )
         return {
-            "q": self.packed(q, storage, added.get("q")),
-            "k": _gather(k, storage[tokens], stale, added.get("k")),
-            "v": _gather(v, storage[tokens], stale, added.get("v")),
-            **{name: _gather(x, storage[held], stale) for name, (x, held) in pages.items()},
+            "q": self.pack_queries(q, storage, added.get("q")),
+            **self.form.arrange(gathered),
+            **{name: _gather(x, storage["held"], stale) for name, x in pages.items()},
             **{name: _gather(x[..., None], storage["held"], stale)[..., 0] for name, x in scales.items()},
-            **self.tables(storage),
+            **self.select_tables(storage),
         }
 
-    def packed(self, q: Any, storage: Mapping[str, Any], padding: Any = None) -> jax.Array:
-        """The queries as they are packed, `[total_q, N, H]`."""
+    def _find_scale_names(self, *, as_numbers: bool) -> tuple[str, str]:
+        return next(pair.names for pair in self.form.scales if pair.as_numbers == as_numbers)
+
+    def pack_queries(self, q: Any, storage: Mapping[str, Any], padding: Any = None) -> jax.Array:
+        """Return the queries as they are stored, `[total_q, N, H]` or `[rows, T, N, H]`."""
         return _gather(q, storage["q_rows"], storage["stale"], padding)
 
-    def tables(self, storage: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The tables that it takes."""
-        tables = {name: storage[name] for name in TABLES[self.kind]}
-        return tables if self.counts else _close_tables(tables)
+    def select_tables(self, storage: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the tables that the call takes."""
+        tables = {name: storage[name] for name in self.form.tables}
+        return tables if self.counts or "num_seqs" not in tables else _close_tables(tables)
 
-    def of_depth(self, value_dim: int) -> Callable[..., Any]:
-        """The call in its own convention, with keywords alone, for values of this depth."""
-        if self.kind == "latent_pages":
-            return functools.partial(self._by_latent, value_dim)
-        return self.by_keyword
+    def bind_depth(self, value_dim: int) -> Callable[..., Any]:
+        """Return the call in its own convention, with keywords alone, for values of this depth."""
+        return functools.partial(self._call_tied, value_dim) if self.form.is_tied else self.call_by_keyword
 
-    def by_keyword(self, *, q: Any, k: Any, v: Any, **others: Any) -> Any:
-        """The call of keys and values in its own convention, with keywords alone; without the pages that it returns."""
-        if (numbers := others.pop("kv_scales", None)) is not None:
-            others |= dict(zip(WHOLE_SCALES, numbers, strict=True))
+    def call_by_keyword(self, **arguments: Any) -> Any:
+        """Make the call in its own convention, with keywords alone; pages that it returns are dropped."""
+        if (numbers := arguments.pop("kv_scales", None)) is not None:
+            arguments |= dict(zip(self._find_scale_names(as_numbers=True), numbers, strict=True))
         if not self.writes:
-            return self.call(q, k, v, **others)
-        out, residuals, _ = self.writing(q=q, k=k, v=v, **others)
+            operands = [arguments.pop(name) for name in self.form.operands]
+            return self.call(*operands, **arguments)
+        out, residuals, _ = self.write(**arguments)
         return out if residuals is None else (out, residuals)
 
-    def writing(
+    def write(
         self, *, q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, save_residuals: bool = False, **others: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """What a call that writes pages returns: `out`, the residuals or none, and the pages by name.
+        """Make a call that writes pages, and return `out`, the residuals or None, and the pages by name.
 
         Raises:
           WrongReturn: if it returns something else.
@@ -245,14 +266,30 @@ class StoredCall:
         *first, keys, values = kernel_errors.check_pages(returned, save_residuals=save_residuals)
         return first[0], first[1] if save_residuals else None, {"k_pages": keys, "v_pages": values}
 
-    def _by_latent(self, value_dim: int, *, q: Any, latent_pages: Any, **others: Any) -> Any:
-        return self.call(q, latent_pages, **latent_calls.add_latent_options(q, value_dim, others))
+    def _call_tied(self, value_dim: int, *, q: Any, **arguments: Any) -> Any:
+        return self.call_by_keyword(q=q, **add_latent_options(q, value_dim, arguments))
+
+    def _restore(self, name: str, x: Any, shape: tuple[int, ...], places: Any, absent: Any) -> jax.Array:
+        """Return a result `[*rows, N, ...]` at the places of the dense problem, `[B, T, N, ...]`.
+
+        Args:
+          name: of the result, for messages.
+          x: the result, of the shape of the stored queries.
+          shape: the shape that it must have.
+          places: `[B, T]`, the stored query that each dense one is.
+          absent: the result of dense queries that are not there.
+        """
+        _check_shape(name, x, shape)
+        flat = jnp.asarray(x).reshape(-1, *shape[len(shape) - (2 if name == "out" else 1) :])
+        places = jnp.asarray(places)
+        there = (places != NOBODY).reshape(*places.shape, *(1,) * (flat.ndim - 1))
+        return jnp.where(there, flat[jnp.maximum(places, 0)], jnp.asarray(absent).astype(flat.dtype))
 
 
 def _gather(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
-    """`x [B, L, heads, depth]` where `held [...]` says: `[..., heads, depth]`, with `stale` where nobody is.
+    """Return `x [B, L, heads, depth]` at the places `held [...]`, `[..., heads, depth]`, with `stale` elsewhere.
 
-    `padding [..., heads, depth]` is added there.
+    `padding [..., heads, depth]` is added to `stale`.
     """
     flat = jnp.asarray(x).reshape(-1, *x.shape[2:])
     held = jnp.asarray(held)
@@ -262,7 +299,7 @@ def _gather(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
 
 
 def _cast_stale(stale: jax.Array, dtype: Any) -> jax.Array:
-    """What memory holds in a dtype: the largest number for what a dtype of quantised pages does not have."""
+    """Return the stale number in a dtype: the largest number for what a dtype of quantised pages does not have."""
     top = quantization.find_largest(dtype)
     if top is None:
         return stale.astype(dtype)
@@ -270,31 +307,23 @@ def _cast_stale(stale: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(jnp.isnan(stale), bad, jnp.clip(stale, -top, top)).astype(dtype)
 
 
-def _scatter_back(x: jax.Array, places: Any, otherwise: Any) -> jax.Array:
-    """`x [total_q, N, ...]` at the places of the dense problem, `[B, T, N, ...]`, with `otherwise` where nobody is."""
-    places = jnp.asarray(places)
-    there = (places != NOBODY).reshape(*places.shape, *(1,) * (x.ndim - 1))
-    return jnp.where(there, x[jnp.maximum(places, 0)], jnp.asarray(otherwise).astype(x.dtype))
-
-
-def _check_packed_shape(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
+def _check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
     if np.shape(x) != shape:
         raise kernel_errors.WrongReturn(
-            f"{name} must have the shape {list(shape)} of the packed queries, got {list(x.shape)}"
+            f"{name} must have the shape {list(shape)} of the stored queries, got {list(np.shape(x))}"
         )
-    return jnp.asarray(x)
 
 
 def _close_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables for a call that is not told how many sequences there are: the others have neither queries nor keys."""
+    """Return the tables for a call without the number of sequences: others have neither queries nor keys."""
     count = jnp.asarray(tables["num_seqs"])[0]
-    ended = {}
+    closed = {}
     for name, x in tables.items():
         table = jnp.asarray(x)
         if name.startswith("cu_"):
-            ended[name] = jnp.where(jnp.arange(len(table)) <= count, table, table[count])
+            closed[name] = jnp.where(jnp.arange(len(table)) <= count, table, table[count])
         elif name == "kv_lens":
-            ended[name] = jnp.where(jnp.arange(len(table)) < count, table, 0)
+            closed[name] = jnp.where(jnp.arange(len(table)) < count, table, 0)
         elif name != "num_seqs":
-            ended[name] = table
-    return ended
+            closed[name] = table
+    return closed

@@ -1,8 +1,8 @@
-"""Functions that take the operands of a named problem, as implementations of the canonical call.
+"""Adapt functions that take the operands of a named problem to the canonical call.
 
-A kernel for JAXBench (`cases.named_problems`) is a function `workload` of that benchmark's operands, in its layouts. Operands
-are converted, and nothing is repaired. Where its module has the benchmark's table of sizes, `CONFIG`, the entries that
-it has are set to the sizes of the case, since the benchmark's own functions read them.
+A kernel for JAXBench (`cases.named_problems`) is a function `workload` of that benchmark's operands, in its layouts.
+Operands are converted, and nothing is repaired. If its module has the benchmark's table of sizes, `CONFIG`, the entries
+that it has are set to the sizes of the case, since the benchmark's own functions read them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SIGNS = (1.0, -1.0, 2.0, -0.5)
 def build_workload_implementation(
     found: Any, name: str, problem: str, *, products: Products | None = None
 ) -> Implementation:
-    """The implementation that a function of a problem's operands is.
+    """Build the implementation that a function of a named problem's operands is.
 
     Args:
       found: the function, possibly decorated with `conformance.declare`.
@@ -39,13 +39,14 @@ def build_workload_implementation(
     """
     if not callable(found) or isinstance(found, Implementation):
         raise NotAnAttentionFunction(
-            f"{name} is a {type(found).__name__}: --problem={problem} takes a function of {index_problems()[problem].takes}"
+            f"{name} is a {type(found).__name__}: --problem={problem} takes a function of "
+            f"{index_problems()[problem].takes}"
         )
     attention = _ADAPTERS[problem](found)
     vars(attention).update({key: value for key, value in _get_attributes(found).items() if key != "__wrapped__"})
     attention.__doc__ = found.__doc__
     implementation = build_implementation(attention, name, products=products)
-    # The benchmark asks for results alone: no kernel for it has a backward pass, and none has residuals.
+    # The benchmark asks for the output alone: kernels for it have no backward pass and no residuals.
     declines, takes = index_problems()[problem].declines, implementation.supports_case
     implementation = dataclasses.replace(implementation, gradients=frozenset(), supports_case=declines)
     if problem == "mla_attention":
@@ -57,7 +58,7 @@ def build_workload_implementation(
 def _get_attributes(function: Any) -> Mapping[str, Any]:
     try:
         return vars(function)
-    except TypeError:  # what is callable need not have attributes
+    except TypeError:  # a callable need not have attributes
         return {}
 
 
@@ -68,7 +69,7 @@ def _set_config_sizes(workload: Workload, **sizes: int) -> None:
 
 
 def _collect_sizes(q: Any, k: Any) -> dict[str, int]:
-    """The sizes of dense operands `q [B, T, N, H]`, `k [B, T, K, H]`, by the benchmark's names."""
+    """Return the sizes of dense operands `q [B, T, N, H]`, `k [B, T, K, H]`, by the benchmark's names."""
     batch, length, num_q_heads, head_dim = q.shape
     return {
         "batch": batch,
@@ -86,7 +87,7 @@ def _reject_not_causal(causal: bool) -> None:
 
 
 def _swap_heads(x: Any) -> Any:
-    """`[B, T, N, H]` as `[B, N, T, H]`, and back."""
+    """Turn `[B, T, N, H]` into `[B, N, T, H]`, or back."""
     return jnp.swapaxes(x, 1, 2)
 
 
@@ -133,7 +134,7 @@ def _adapt_flex(workload: Workload) -> Workload:
 
 
 def _collect_page_sizes(k_pages: Any, page_indices: Any) -> dict[str, int]:
-    """The sizes of paged operands, by the benchmark's names."""
+    """Return the sizes of paged operands, by the benchmark's names."""
     _, page_size, num_kv_heads, head_dim = k_pages.shape
     rows, pages_per_seq = page_indices.shape
     return {
@@ -148,7 +149,7 @@ def _collect_page_sizes(k_pages: Any, page_indices: Any) -> dict[str, int]:
 
 
 def _adapt_paged(workload: Workload) -> Workload:
-    """Every row of the benchmark's tables is a sequence with one query: spare rows get one of one key."""
+    """Adapt paged decoding; each row of its tables is a sequence of one query, so spare rows get one key."""
 
     def attention(
         q: Any, k_pages: Any, v_pages: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any
@@ -173,7 +174,7 @@ def _adapt_paged(workload: Workload) -> Workload:
 
 
 def _adapt_ragged(workload: Workload) -> Workload:
-    """Spare rows of the benchmark's tables have no queries and no keys."""
+    """Adapt ragged paged attention; spare rows of its tables have no queries and no keys."""
 
     def attention(
         q: Any, k_pages: Any, v_pages: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any
@@ -197,20 +198,20 @@ def _adapt_ragged(workload: Workload) -> Workload:
 
 
 def _clip_page_indices(page_indices: Any, pages: Any) -> Any:
-    """The table with every entry a page that there is, as the benchmark's are."""
+    """Clip every entry of the table to a page that exists, as all entries of the benchmark are."""
     return jnp.clip(page_indices, 0, pages.shape[0] - 1)
 
 
 def _keep_raw(steps: tuple[str, ...], q: Any, k: Any, v: Any, **_: Any) -> tuple[Any, Any, Any]:
-    """Raw projections as they are: what the front end of a latent kernel does, it does by itself."""
+    """Return raw projections unchanged: a latent kernel has a front end of its own."""
     return q, k, v
 
 
 def _adapt_latent(workload: Workload) -> Workload:
-    """Projections that move each coordinate to another place, with a sign and a power of two: exact in any order.
+    """Adapt latent attention by projections that permute coordinates and scale them by signed powers of two.
 
-    So what reaches attention inside are the raw queries, keys and values of the case. The latent is as wide as the keys
-    and values of all heads together. The last projection moves `out`, and is undone.
+    These are exact in any order of summation. So attention inside gets the raw queries, keys and values of the case.
+    The latent is as wide as the keys and values of all heads together. The last projection moves `out`, and is undone.
     """
 
     def attention(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
@@ -257,7 +258,7 @@ def _adapt_latent(workload: Workload) -> Workload:
 
 
 def _build_permutation(size: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A matrix `[size, size]` with one entry in each row and column, a power of two with a sign, and its inverse."""
+    """Build a matrix `[size, size]` with one signed power of two in each row and column, and its inverse."""
     rng = np.random.default_rng(list(name.encode()))
     factors = rng.choice(_SIGNS, size)
     there = np.zeros((size, size))

@@ -84,7 +84,7 @@ def _find_steering_operands(executor: Executor, problem: Problem) -> dict[str, n
     """Return the operands that decide which blocks are visited: one number per sequence or page."""
     call, (_, arrays) = executor.implementation.call, executor.arguments(problem)
     if isinstance(call, StoredCall) and problem.storage is not None:
-        return {key: np.asarray(x) for key, x in call.tables(arrays["storage"]).items()}
+        return {key: np.asarray(x) for key, x in call.select_tables(arrays["storage"]).items()}
     sizes = (*problem.q.shape[:1], problem.q.shape[2], problem.q.shape[1], problem.k.shape[1])
     _, mask_arrays = executor.implementation.lower_mask(problem.mask, *sizes)
     return {key: np.asarray(x) for key, x in mask_arrays.items() if isinstance(x, np.ndarray) and x.ndim == 1}
@@ -124,9 +124,9 @@ def _build_stored_call(executor: Executor, problem: Problem) -> tuple[Entries, A
     _, arrays = executor.arguments(problem)
     dense = {name: arrays[name] for name in ("q", "k", "v", "storage", "kv_scales") if name in arrays}
     others = {name: x for name, x in arrays.items() if name not in dense}
-    by_keyword = call.of_depth(problem.v.shape[-1])
-    plain = dataclasses.replace(executor.implementation, call=by_keyword, storage=None, writes_pages=False)
-    return Executor(plain).compiled(problem)[0], {**jax.eval_shape(call.taken, **dense), **others}
+    call_by_keyword = call.bind_depth(problem.v.shape[-1])
+    plain = dataclasses.replace(executor.implementation, call=call_by_keyword, storage=None, writes_pages=False)
+    return Executor(plain).compiled(problem)[0], {**jax.eval_shape(call.store, **dense), **others}
 
 
 def _build_shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -140,6 +140,7 @@ def _get_depths(problem: Problem) -> tuple[int, int]:
 def _compile_program(
     target: CompileTarget, name: str, function: Any, operands: tuple[Any, ...], depths: tuple[int, int]
 ) -> CompiledProgram:
+    """Compile one program for one generation, and turn the compiler's errors into an outcome."""
     try:
         return CompiledProgram(target.name, name, "compiled", figures=compile_for(target, function, operands, depths))
     except NoCompiler as error:

@@ -116,9 +116,9 @@ def _call_checked(
     """Call the stored form and check the shapes of its results."""
     storage = arrays["storage"]
     others = {name: x for name, x in arrays.items() if name not in ("q", "storage")}
-    q = call.packed(arrays["q"], storage)
-    out, residuals, after = call.writing(
-        q=q, **tokens, **pools, **call.tables(storage), **others, **statics, save_residuals=save_residuals
+    q = call.pack_queries(arrays["q"], storage)
+    out, residuals, after = call.write(
+        q=q, **tokens, **pools, **call.select_tables(storage), **others, **statics, save_residuals=save_residuals
     )
     kernel_errors.check_shape("out", out, (*q.shape[:2], tokens["v"].shape[-1]))
     if residuals is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from cases.case import Case
 from cases.operand_registry import OPTIONAL, OptionalOperand
+from cases.storage_forms.form_registry import FORMS
 from conformance.contract import Arithmetic, Implementation
 
 # Tried in this order: the first for f32 operands, the second for bf16 and f16.
@@ -76,10 +77,11 @@ def list_lenient_declarations(implementation: Implementation) -> list[str]:
     ]
     if implementation.behind_mask == "finite":
         lenient.append(_format_declaration("behind_mask", "finite"))
-    stored = implementation.storage not in (None, "latent")  # packed or a cache
+    form = None if implementation.storage is None else FORMS[implementation.storage]
+    stored = form is not None and not form.is_dense  # packed or a cache
     reads_a_cache = stored or any(name.startswith("kv_") for name in implementation.offers)
     if not reads_a_cache and "train" not in implementation.unsupported:
-        required = ("dq", "dk") if implementation.storage == "latent" else ("dq", "dk", "dv")
+        required = ("dq", "dk") if form is not None and form.is_tied else ("dq", "dk", "dv")
         optional = tuple(
             operand.gradient for operand in OPTIONAL if operand.gradient and _accepts_operand(implementation, operand)
         )

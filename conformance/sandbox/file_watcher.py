@@ -26,9 +26,9 @@ class FileWatcher:
 
     def __init__(self, scratch: str) -> None:
         """Start to watch. `scratch` is the folder that the process may write to."""
-        folders = (*installed_packages.trusted_folders(), os.path.abspath(scratch), os.path.realpath(scratch))
+        folders = (*installed_packages.find_trusted_folders(), os.path.abspath(scratch), os.path.realpath(scratch))
         self._ignored_folders = tuple(f"{folder}{os.sep}" for folder in folders)
-        self._package_folders = tuple(f"{folder}{os.sep}" for folder in installed_packages.package_folders())
+        self._package_folders = tuple(f"{folder}{os.sep}" for folder in installed_packages.find_package_folders())
         self._modules_before = frozenset(sys.modules)
         self._mapped_before = _list_mapped_files()
         self._may_have_mapped = True  # whether files may have been mapped since the last report

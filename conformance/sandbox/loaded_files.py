@@ -85,7 +85,7 @@ class LoadedFiles:
     def _digest_packages(self, modules: Iterable[str]) -> dict[str, str]:
         """Return digests of the packages of these modules, and of modules that differ from their package's list."""
         found = {}
-        folders = installed_packages.package_folders()
+        folders = installed_packages.find_package_folders()
         for module in modules:
             folder = next((folder for folder in folders if module.startswith(f"{folder}{os.sep}")), None)
             content = _hash_file(module)

@@ -131,7 +131,7 @@ class SandboxedExecutor(Executor):
             )
         return SandboxedExecutor(self.implementation, self._process.create_fresh(), self.options, self._variant)
 
-    def declaring(self, implementation: Implementation) -> Executor:
+    def with_declarations(self, implementation: Implementation) -> Executor:
         """Return an executor for the same call with other declarations."""
         return SandboxedExecutor(implementation, self._process, self.options, self._variant)
 

@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from cases.storage_forms.storage_spec import KINDS
+from cases.storage_forms.form_registry import FORMS
 from conformance.sensitivity.failure_signatures import CHECK_SEPARATOR, Element, KnownBug, Signature
 
 MAX_NAMED = 3
@@ -36,7 +36,7 @@ divided by the root of the number of cases.
 SAME_SIMILARITY = 0.97
 """A bug of this similarity is wrong by the same numbers, except for rounding."""
 # Families that name a storage form and not a mistake: a kernel with such storage is compared with these bugs only.
-_STORAGE_FAMILIES = frozenset({*KINDS, "quantised caches"})
+_STORAGE_FAMILIES = frozenset({*FORMS, "quantised caches"})
 # Families of code around a kernel: how devices share a sequence, which kernel a call is dispatched to, and attempts to
 # cheat the judge. Their numbers are similar to those of the mistake that they cause, and that is the one to name.
 _SURROUNDING_FAMILIES = frozenset({"context parallelism", "dispatch", "gaming"})

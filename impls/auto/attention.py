@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from cases.masks import Full, Mask
 from conformance.contract import validate_operands
@@ -17,18 +18,18 @@ _log = logging.getLogger(__name__)
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Shaped[Array, "B S K H"],
+    v: Shaped[Array, "B S K V"],
     *,
     mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
-    kv_scales: tuple[jax.Array, jax.Array] | None = None,
-    alibi_slopes: jax.Array | None = None,
+    kv_scales: tuple[Float32[Array, "#B #S K"], Float32[Array, "#B #S K"]] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
     score_mod: Callable[..., jax.Array] | None = None,
     save_residuals: bool = False,
     phase: Phase | None = None,

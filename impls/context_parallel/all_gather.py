@@ -11,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int
 
 from cases.masks import Mask
 from impls.context_parallel.device_masks import build_schedule
@@ -19,21 +20,21 @@ from impls.context_parallel.sequence_layout import Layout
 
 
 def all_gather(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T_local N H"],
+    k: Float[Array, "B S_local K H"],
+    v: Float[Array, "B S_local K V"],
     *,
     kernel: Kernel,
     mask: Mask,
     queries: Layout,
     keys: Layout,
     axis_name: str,
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: tuple[Int[Array, "B T_local"], Int[Array, "B S_local"]] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N #T_local s"] | None = None,
     scale: float | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[Float32[Array, "B T_local N V"], dict[str, Float32[Array, "B N T_local"]]]:
     """Attend from this device's queries. Call it inside `shard_map`, over the mesh axis `axis_name`.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from cases.masks import Full, Indexer, Mask, iter_leaves
 from conformance.contract import validate_mask, validate_operands
@@ -40,15 +41,15 @@ class _ContextPlan:
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     kernel: Kernel = block_flash.attention,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32
 
 from cases.masks import Mask
 
@@ -30,9 +31,9 @@ class Operands(NamedTuple):
 class Outputs(NamedTuple):
     """Results of one call."""
 
-    out: jax.Array  # [B, T, N, V] f32
-    logsumexp: jax.Array  # [B, N, T] f32
-    max_logits: jax.Array  # [B, N, T] f32
+    out: Float32[Array, "B T N V"]
+    logsumexp: Float32[Array, "B N T"]
+    max_logits: Float32[Array, "B N T"]
 
 
 Cotangents = Callable[[Outputs], tuple[jax.Array, jax.Array]]

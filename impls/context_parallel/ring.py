@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int
 
 from cases.masks import Mask
 from impls import softmax_merge
@@ -27,21 +28,21 @@ from impls.context_parallel.sequence_layout import Layout
 
 
 def ring(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T_local N H"],
+    k: Float[Array, "B S_local K H"],
+    v: Float[Array, "B S_local K V"],
     *,
     kernel: Kernel,
     mask: Mask,
     queries: Layout,
     keys: Layout,
     axis_name: str,
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: tuple[Int[Array, "B T_local"], Int[Array, "B S_local"]] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N #T_local s"] | None = None,
     scale: float | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[Float32[Array, "B T_local N V"], dict[str, Float32[Array, "B N T_local"]]]:
     """Attend from this device's queries. Call it inside `shard_map`, over the mesh axis `axis_name`.
 
     Steps whose keys no query of the device may attend to compute nothing. Sinks are added once, after the last step.

@@ -1,4 +1,4 @@
-"""Mixture of block attention, as a mask over all logits and block-sparse, each with a gate of its own."""
+"""Mixture of block attention (MoBA): a dense form with all logits, and a block-sparse form; each has its own gate."""
 
 from impls.moba.implementation import IMPLEMENTATIONS
 from impls.moba.moba_dense import attention as dense_attention

@@ -13,8 +13,8 @@ With the logits z of `impls.moba.moba_blocks`:
     (16) dbias = dx, summed over the axes along which the bias is broadcast
     (17) dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
 
-The gate only chooses, and gets no gradient. dk and dv of a bin are summed block after block. A row has one part of dq
-for each of its slots; the part lies where the row's slot went (`Work.places`).
+The gate only selects chunks, and gets no gradient. dk and dv of a bin are summed block after block. A row has one part
+of dq for each of its slots, stored where the slot was placed (`MobaWork.places`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Array = jax.Array
 def backward(
     plan: MobaPlan, operands: Operands, work: MobaWork, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array
 ) -> Operands:
-    """Gradients of the operands, each in its operand's shape and dtype.
+    """Compute the gradient of every operand, in its shape and dtype.
 
     `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
     """
@@ -57,7 +57,7 @@ def backward(
     # (11)
     row_sums = jnp.einsum("btnv,btnv->bnt", out, d_out, precision="highest", preferred_element_type=jnp.float32)
     row_sums = row_sums - d_logsumexp
-    logsumexp = replace_neg_inf(logsumexp)  # of a row without weight, whose logits are all -inf
+    logsumexp = replace_neg_inf(logsumexp)  # -inf in rows whose logits are all -inf
     make = moba_tpu.sum_gradients if plan.backend == "tpu" else _sum_gradients
     sums = make(plan, lanes, work, flatten_rows(plan, d_out), logsumexp.reshape(-1), row_sums.reshape(-1))
     dq = gather_slots(sums.q, work.places, 0).sum(axis=1) * plan.scale  # (14)
@@ -76,7 +76,9 @@ def _sum_gradients(
     def step(number: Array, sums: GradientSums) -> GradientSums:
         block = compute_block(plan, lanes, work, number)
         dtype = block.q.dtype
-        row = jnp.minimum(block.rows, plan.lanes * plan.rows - 1)  # rows to spare take any row: their p is zero
+        row = jnp.minimum(
+            block.rows, plan.lanes * plan.rows - 1
+        )  # padding rows may read any row, since their p is zero
         do = d_outs[row]
         p = jnp.exp(block.logits - lses[row][:, None])  # (8)
         dp = multiply("rv,jv->rj", do, block.v)  # (10)
@@ -105,7 +107,7 @@ def _sum_gradients(
 
 
 def _add_bias(plan: MobaPlan, total: Array, dx: Array, block: RowBlock) -> Array:
-    """`dx [r, chunk]` added where the bias of its rows came from; rows of one bias row add up."""
+    """Add `dx [r, chunk]` to the bias rows that its rows were read from; rows that share a bias row are summed."""
     added = dx if total.shape[2] > 1 or dx.shape[1] == 1 else dx.sum(axis=1, keepdims=True)
     return total.at[locate_bias(plan, total, block.rows, block.bin)].add(added)  # (16)
 
@@ -117,7 +119,7 @@ def _finish_bias_gradient(plan: MobaPlan, total: Array | None, bias: Array | Non
 
 
 def _compute_dsinks(sinks: Array | None, logsumexp: Array, row_sums: Array) -> Array | None:
-    """Gradient `[N]`; `row_sums [B, N, T]` is `D - dlse`."""
+    """Compute the gradient of the sinks from `row_sums = D - dlse`, by (17)."""
     if sinks is None:
         return None
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - logsumexp)

@@ -1,4 +1,4 @@
-"""Forward pass: each block of rows against its chunk, then each row's parts put together.
+"""Forward pass: attend from each block of rows to its chunk, then merge the parts of each row.
 
 From the logits z of `impls.moba.moba_blocks`:
 
@@ -7,8 +7,8 @@ From the logits z of `impls.moba.moba_blocks`:
     (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
 
-First each block has m, l and the sum of (6) over the keys of its chunk alone (`Parts`). Then each row merges the parts
-of the chunks that it took: a part is multiplied by `exp(its m - m_i)`, and the sink joins.
+First each block computes m, l and the sum of (6) over the keys of its chunk (`BlockSoftmax`). Then each row merges the
+parts of its chunks: a part is multiplied by `exp(its m - m_i)`, and the sink is added.
 
 Parts of a softmax over disjoint keys are merged by their maxima and sums (Milakov & Gimelshein 2018,
 arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135), as MoBA's authors do it (arXiv:2502.13189, algorithm 1).
@@ -33,7 +33,7 @@ Array = jax.Array
 
 
 class Outputs(NamedTuple):
-    """What attention returns."""
+    """Results of attention."""
 
     out: Array  # [B, T, N, V]
     logsumexp: Array  # [B, N, T] f32
@@ -41,7 +41,7 @@ class Outputs(NamedTuple):
 
 
 def forward(plan: MobaPlan, operands: Operands, work: MobaWork) -> Outputs:
-    """Attention of `operands`. Memory beyond operands and outputs is linear in the lengths."""
+    """Compute attention. Memory beyond operands and outputs is linear in the lengths."""
     parts = (moba_tpu.compute_parts if plan.backend == "tpu" else _compute_parts)(
         plan, split_lanes(plan, operands), work
     )
@@ -51,7 +51,7 @@ def forward(plan: MobaPlan, operands: Operands, work: MobaWork) -> Outputs:
     if operands.sinks is not None:
         sink = _broadcast_sinks(plan, operands.sinks)
         pivot = jnp.maximum(top, sink)  # (4)
-    # A row that its bias leaves no weight has none of all this: it is zero, and its logsumexp -inf.
+    # A bias of -inf may leave a row without any weight: its output is zero, and its logsumexp -inf.
     some = pivot != -jnp.inf
     pivot = replace_neg_inf(pivot)
     weight = jnp.exp(maximum - pivot[:, None])
@@ -85,19 +85,22 @@ def _compute_parts(plan: MobaPlan, lanes: Lanes, work: MobaWork) -> BlockSoftmax
 
 
 def put_block(x: Array, block: Array, number: Array) -> Array:
-    """`x` with its block `number` replaced; inside a loop XLA does this in place."""
+    """Replace block `number` of `x`. XLA does this in place inside a loop."""
     updated: Array = lax.dynamic_update_index_in_dim(x, block, number, 0)
     return updated
 
 
-def gather_slots(x: Array, places: Array, fill: float) -> Array:
-    """What the slots of each row got, `[L R, slots, ...]`: `x [blocks, block_rows, ...]`, `fill` in empty ones."""
+def gather_slots(x: Array, places: Array, fill: float | int) -> Array:
+    """Gather the values of each row's slots, `[L R, slots, ...]`, from `x [blocks, block_rows, ...]`.
+
+    Empty slots get `fill`.
+    """
     flat = x.reshape(-1, *x.shape[2:])
     found: Array = flat.at[places].get(mode="fill", fill_value=fill)
     return found
 
 
 def _broadcast_sinks(plan: MobaPlan, sinks: Array) -> Array:
-    """`[L R]` of `[N]`."""
+    """Broadcast sinks `[N]` to rows `[L R]`."""
     by_head = jnp.repeat(sinks.astype(jnp.float32), plan.q_length)
     return jnp.tile(by_head, plan.batch)

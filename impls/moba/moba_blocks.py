@@ -1,4 +1,4 @@
-"""Operands in lanes, and the logits of one block of rows and its chunk, which both passes compute.
+"""Split operands into lanes, and compute the logits of one block of rows and its chunk for both passes.
 
 (1)  x_ij = scale <q_i, k_j> + bias_ij
 (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
@@ -19,7 +19,7 @@ Array = jax.Array
 
 
 class Operands(NamedTuple):
-    """Arrays of the canonical call, in its shapes; k, v and bias end with the last query's key."""
+    """Arrays of the canonical call, in its shapes. k, v and bias are truncated after the last query's position."""
 
     q: Array  # [B, T, N, H]
     k: Array  # [B, S, K, H]
@@ -29,7 +29,7 @@ class Operands(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """The same by lane (`impls.moba.moba_plan`)."""
+    """Operands split into lanes (`impls.moba.moba_plan`)."""
 
     q: Array  # [L R, H]
     k: Array  # [bins, chunk, H]
@@ -38,19 +38,19 @@ class Lanes(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """One block of rows, and the logits of its rows and the keys of its bin."""
+    """One block of rows, with the logits of its rows and the keys of its bin."""
 
-    rows: Array  # [r], `L R` for those to spare
+    rows: Array  # [r], `L R` for padding rows
     bin: Array  # []
     q: Array  # [r, H]
     k: Array  # [chunk, H]
     v: Array  # [chunk, V]
     logits: Array  # [r, chunk] f32, -inf where not allowed
-    slope: Array | None  # derivative of (2), same shape, none without a soft cap
+    slope: Array | None  # derivative of (2), same shape; None without a soft cap
 
 
 class BlockSoftmax(NamedTuple):
-    """Softmax of the rows of each block over the keys of one chunk, f32, not normalised."""
+    """Unnormalised softmax of the rows of each block over the keys of its chunk, f32."""
 
     maximum: Array  # [blocks, block_rows]
     total: Array  # [blocks, block_rows]
@@ -58,7 +58,7 @@ class BlockSoftmax(NamedTuple):
 
 
 class GradientSums(NamedTuple):
-    """Gradients so far, f32: dq as parts by block, the others in the shapes of `Lanes`; those of q and k not scaled."""
+    """Accumulated gradients, f32: dq by block, the others in the shapes of `Lanes`. dq and dk are not scaled."""
 
     q: Array  # [blocks, block_rows, H]
     k: Array
@@ -67,7 +67,7 @@ class GradientSums(NamedTuple):
 
 
 def split_lanes(plan: MobaPlan, operands: Operands) -> Lanes:
-    """The operands by lane."""
+    """Split the operands into lanes."""
     return Lanes(
         q=flatten_rows(plan, operands.q),
         k=split_bins(plan, operands.k),
@@ -77,29 +77,29 @@ def split_lanes(plan: MobaPlan, operands: Operands) -> Lanes:
 
 
 def flatten_rows(plan: MobaPlan, x: Array) -> Array:
-    """`[B, T, N, D]` to `[L R, D]`."""
+    """Flatten queries `[B, T, N, D]` to rows `[L R, D]`."""
     return x.transpose(0, 2, 1, 3).reshape(plan.lanes * plan.rows, x.shape[3])
 
 
 def restore_rows(plan: MobaPlan, x: Array) -> Array:
-    """Inverse of `flatten_rows`."""
+    """Invert `flatten_rows`."""
     return x.reshape(plan.batch, plan.num_q_heads, plan.q_length, -1).transpose(0, 2, 1, 3)
 
 
 def split_bins(plan: MobaPlan, x: Array) -> Array:
-    """`[B, S, K, D]` to `[bins, chunk, D]`, the last chunk of a lane filled with zeros."""
+    """Split keys or values `[B, S, K, D]` into bins `[bins, chunk, D]`; the last chunk of a lane is zero-padded."""
     x = jnp.pad(x, ((0, 0), (0, plan.chunks * plan.moba.chunk - plan.kv_length), (0, 0), (0, 0)))
     return x.transpose(0, 2, 1, 3).reshape(plan.bins, plan.moba.chunk, x.shape[3])
 
 
 def join_bins(plan: MobaPlan, x: Array) -> Array:
-    """Inverse of `split_bins`."""
+    """Invert `split_bins`."""
     x = x.reshape(plan.batch, plan.num_kv_heads, plan.chunks * plan.moba.chunk, -1)
     return x[:, :, : plan.kv_length].transpose(0, 2, 1, 3)
 
 
 def compute_block(plan: MobaPlan, lanes: Lanes, work: MobaWork, number: Array) -> RowBlock:
-    """Block `number`."""
+    """Compute the logits of block `number`."""
     rows, which = take_block(work.rows, number), take_block(work.bins, number)
     q, k, v = lanes.q.at[rows].get(mode="fill", fill_value=0), take_block(lanes.k, which), take_block(lanes.v, which)
     logits = multiply("rh,jh->rj", q, k) * plan.scale  # (1)
@@ -110,7 +110,7 @@ def compute_block(plan: MobaPlan, lanes: Lanes, work: MobaWork, number: Array) -
         tanh = jnp.tanh(logits / plan.soft_cap)
         logits, slope = plan.soft_cap * tanh, 1 - tanh * tanh  # (2)
     key = which % plan.chunks * plan.moba.chunk + jnp.arange(plan.moba.chunk, dtype=jnp.int32)
-    # A row to spare has a position too, that of another row; so it is hidden by its number.
+    # A padding row gets the position of another row, so it is hidden by its row index instead.
     position = plan.position[rows % plan.rows]
     allowed = (key <= position[:, None]) & (rows < plan.lanes * plan.rows)[:, None]
     logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
@@ -118,7 +118,7 @@ def compute_block(plan: MobaPlan, lanes: Lanes, work: MobaWork, number: Array) -
 
 
 def locate_bias(plan: MobaPlan, bias: Array, rows: Array, which: Array) -> tuple[Array, Array]:
-    """Where a block finds its rows in `bias [rows of the bias, C or 1, chunk or 1]`; those to spare, anywhere."""
+    """Find a block's rows in `bias [rows of the bias, C or 1, chunk or 1]`; padding rows get any place."""
     assert plan.bias_shape is not None
     batch, heads, queries, _ = plan.bias_shape
     row = jnp.minimum(rows, plan.lanes * plan.rows - 1)
@@ -129,7 +129,7 @@ def locate_bias(plan: MobaPlan, bias: Array, rows: Array, which: Array) -> tuple
 
 
 def _flatten_bias(plan: MobaPlan, bias: Array) -> Array:
-    """`[b, n, t, s]` to `[b n t, C or 1, chunk or 1]`."""
+    """Flatten a bias `[b, n, t, s]` to `[b n t, C or 1, chunk or 1]`."""
     if bias.shape[3] == 1:
         return bias.reshape(-1, 1, 1)
     bias = jnp.pad(bias, ((0, 0), (0, 0), (0, 0), (0, plan.chunks * plan.moba.chunk - plan.kv_length)))
@@ -137,6 +137,6 @@ def _flatten_bias(plan: MobaPlan, bias: Array) -> Array:
 
 
 def restore_bias(plan: MobaPlan, x: Array) -> Array:
-    """Inverse of `_flatten_bias`, for an array of its shape."""
+    """Invert `_flatten_bias`."""
     assert plan.bias_shape is not None
     return x.reshape(*plan.bias_shape[:3], -1)[..., : plan.bias_shape[3]]

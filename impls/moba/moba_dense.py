@@ -1,4 +1,4 @@
-"""The dense form: which chunks a query takes as booleans over all pairs, then plain dot-product attention."""
+"""The dense form: compute the selected chunks as booleans over all pairs, then plain dot-product attention."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int
 
 from cases.masks import Mask
 from cases.moba_mask import Moba
@@ -17,19 +18,19 @@ from impls.moba.moba_operands import validate_moba
 
 @accept_explicit_sharding
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask,
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
 ) -> Any:
-    """Mixture of block attention (Lu et al. 2025, arXiv:2502.13189) with all logits in memory.
+    """Compute mixture of block attention (Lu et al. 2025, arXiv:2502.13189) with all logits in memory.
 
     Arguments, results and errors are those of `impls.moba.attention`.
     """
@@ -51,7 +52,7 @@ def attention(
 
 
 def compute_allowed_pairs(moba: Moba, q: jax.Array, k: jax.Array) -> jax.Array:
-    """Booleans `[B, K, G, T, S]`: `q [B, T, N, H]`, `k [B, S, K, H]`. Nothing is differentiated."""
+    """Compute which pairs may attend, `[B, K, G, T, S]`, for `q [B, T, N, H]` and `k [B, S, K, H]`; no gradients."""
     q, k = (lax.stop_gradient(x).astype(jnp.float32) for x in (q, k))
     batch, q_length, _, depth = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
@@ -64,11 +65,11 @@ def compute_allowed_pairs(moba: Moba, q: jax.Array, k: jax.Array) -> jax.Array:
     def gate(mean: jax.Array) -> jax.Array:
         return jnp.einsum("btkgh,bkh->bkgt", q, mean, precision=lax.Precision.HIGHEST)
 
-    # A product for each chunk, so that equal chunks tie to the bit: in one over all of them the last bit of a gate
-    # depends on its column.
+    # One product per chunk, so that equal chunks tie exactly: in a single product over all chunks the last bit of a
+    # gate depends on its column.
     gates = jnp.moveaxis(lax.map(gate, jnp.moveaxis(compute_chunk_means(k, moba.chunk), 1, 0)), 0, -1)
     gates = jnp.where(earlier, gates, -jnp.inf)
-    # The place of each chunk among the gates, highest first; a stable sort leaves ties in the order of their index.
+    # Rank of each chunk among the gates, highest first. A stable sort keeps ties in the order of their index.
     places = jnp.argsort(jnp.argsort(-gates, axis=-1, stable=True), axis=-1, stable=True)
     taken = own | (earlier & (places < moba.topk - 1))  # [B, K, G, T, C]
 
@@ -77,7 +78,7 @@ def compute_allowed_pairs(moba: Moba, q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def compute_chunk_means(k: jax.Array, chunk: int) -> jax.Array:
-    """Means of the keys of each chunk, over those that it has, f32 `[B, C, K, H]`."""
+    """Compute the mean key of each chunk, f32 `[B, C, K, H]`; the last chunk may have fewer keys."""
     padded = jnp.pad(k.astype(jnp.float32), ((0, 0), (0, -k.shape[1] % chunk), (0, 0), (0, 0)))
     pieces = padded.reshape(k.shape[0], -1, chunk, *k.shape[2:])
     counts = jnp.minimum(chunk, k.shape[1] - chunk * jnp.arange(pieces.shape[1]))

@@ -1,4 +1,4 @@
-"""The gate of the block-sparse form: which chunks each query takes, as indices, in memory linear in the lengths."""
+"""The gate of the block-sparse form: select each query's chunks as indices, in memory linear in the lengths."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Array = jax.Array
 
 
 def choose_chunks(moba: Moba, q: Array, k: Array, position: Array) -> Array:
-    """Chunks that each query takes, int32 `[L, R, slots]`, its own first, `C` in slots that stay empty.
+    """Select the chunks of each query, int32 `[L, R, slots]`: its own first, and `C` in empty slots.
 
     Args:
       moba: the mask.
       q: queries of each key/value head, `[L, R, H]`.
-      k: its keys, `[L, C, chunk, H]`, the last chunk filled with zeros (its mean is never asked for: it is no
-        query's earlier chunk).
-      position: of each query among the keys, `[R]`.
+      k: its keys, `[L, C, chunk, H]`. The last chunk is zero-padded; its mean is never used, since it is no query's
+        earlier chunk.
+      position: position of each query among the keys, `[R]`.
     """
     chunks = k.shape[1]
     own = jnp.broadcast_to((position // moba.chunk)[None, :, None], (*q.shape[:2], 1))
@@ -36,8 +36,8 @@ def choose_chunks(moba: Moba, q: Array, k: Array, position: Array) -> Array:
         def gate(mean: Array) -> Array:
             return jnp.einsum("lrh,lh->lr", queries, mean, precision=lax.Precision.HIGHEST)
 
-        # A product for each chunk, so that equal chunks tie to the bit: in one over all of them the last bit of a
-        # gate depends on its column.
+        # One product per chunk, so that equal chunks tie exactly: in a single product over all chunks the last bit of
+        # a gate depends on its column.
         gates = jnp.moveaxis(lax.map(gate, means.swapaxes(0, 1)), 0, -1)
         gates = jnp.where(jnp.arange(chunks, dtype=jnp.int32) < own, gates, -jnp.inf)
         return lax.top_k(gates, others)[1]  # equal gates in the order of their index
@@ -48,7 +48,7 @@ def choose_chunks(moba: Moba, q: Array, k: Array, position: Array) -> Array:
 
 
 def _split_rows(x: Array, rows: int) -> Array:
-    """`[L, R, D]` to `[blocks, L, rows, D]`."""
+    """Split rows `[L, R, D]` into `[blocks, L, rows, D]`."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % rows), (0, 0)))
     return jnp.moveaxis(x.reshape(x.shape[0], -1, rows, x.shape[2]), 1, 0)
 

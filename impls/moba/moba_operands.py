@@ -1,4 +1,4 @@
-"""What both forms ask of their operands."""
+"""Validation of the operands of both forms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conformance.contract import validate_mask, validate_operands
 
 
 def find_moba(mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> Moba:
-    """The mask, if it is one that this package computes.
+    """Return the mask if it is a `Moba` mask that fits the lengths.
 
     Raises:
       NotImplementedError: it is another mask, or combined with one.
@@ -32,7 +32,7 @@ def find_moba(mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length
 def validate_moba(
     q: Any, k: Any, v: Any, *, mask: Mask, segment_ids: tuple[jax.Array, jax.Array] | None, **options: Any
 ) -> Moba:
-    """Check the operands and give the mask.
+    """Validate the operands and return the mask.
 
     Raises:
       ValueError: an operand or an option is wrong; the message names it.

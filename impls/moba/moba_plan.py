@@ -1,8 +1,9 @@
-"""Which work there is: pairs of a query and a chunk that it takes, sorted by chunk and cut in blocks of rows.
+"""Division of the work: pairs of a query and one of its chunks, sorted by chunk and split into blocks of rows.
 
-Inside, the key/value heads of all batch rows are *lanes* (`L = B K`), each with the queries of its group as *rows*
-(`R = G T`). A chunk of a lane is a *bin*. The queries that take it are the rows of its blocks, as in a grouped matrix
-product: no block has rows of two bins, and the last block of a bin may have rows to spare.
+Internally, the key/value heads of all batch rows are *lanes* (`L = B K`), each with the queries of its group as *rows*
+(`R = G T`). A chunk of a lane is a *bin*. The queries that selected it are the rows of its blocks, as in a grouped
+matrix
+product: no block has rows of two bins, and the last block of a bin may have padding rows.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ Backend = Literal["portable", "tpu"]
 
 @dataclasses.dataclass(frozen=True)
 class MobaPlan:
-    """Everything static about a call."""
+    """Static part of a call."""
 
     moba: Moba
     batch: int
     num_q_heads: int
     num_kv_heads: int
     q_length: int
-    kv_length: int  # up to the last query: nobody attends to what comes after
+    kv_length: int  # up to the last query's position: later keys are never attended to
     scale: float
     soft_cap: float | None
     bias_shape: tuple[int, ...] | None
@@ -40,12 +41,12 @@ class MobaPlan:
 
     @property
     def group(self) -> int:
-        """Query heads of a key/value head."""
+        """Query heads per key/value head."""
         return self.num_q_heads // self.num_kv_heads
 
     @property
     def rows(self) -> int:
-        """Rows of a lane."""
+        """Rows per lane."""
         return self.group * self.q_length
 
     @property
@@ -55,7 +56,7 @@ class MobaPlan:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a lane."""
+        """Chunks per lane."""
         return self.moba.chunks(self.kv_length)
 
     @property
@@ -65,7 +66,7 @@ class MobaPlan:
 
     @property
     def slots(self) -> int:
-        """Chunks that a query takes at most."""
+        """Largest number of chunks per query."""
         return min(self.moba.topk, self.chunks)
 
     @property
@@ -75,13 +76,13 @@ class MobaPlan:
 
     @property
     def block_rows(self) -> int:
-        """Rows of a block, a power of two: about half of what a bin has on average, so that few rows are to spare."""
+        """Rows per block, a power of two: about half of a bin's average, so that there are few padding rows."""
         half = self.pairs // (2 * self.bins)
         return min(self.most_rows, max(16, 1 << max(0, half - 1).bit_length()))
 
     @property
     def most_blocks(self) -> int:
-        """Blocks that there are at most, however queries choose."""
+        """Upper bound of the number of blocks, whatever chunks are selected."""
         in_a_bin = -(-self.rows // self.block_rows)
         return min(self.pairs // self.block_rows + self.bins, self.bins * in_a_bin)
 
@@ -93,26 +94,26 @@ class MobaPlan:
 
 
 class MobaWork(NamedTuple):
-    """The blocks, int32 throughout."""
+    """The blocks of a call, all int32."""
 
-    in_use: Array  # how many blocks have rows, []
-    bins: Array  # of each block, [blocks]
-    rows: Array  # among the rows of all lanes, `L R` where a block has one to spare, [blocks, block_rows]
-    places: Array  # where each slot of each row went among `blocks * block_rows`, that many if nowhere, [L R, slots]
+    in_use: Array  # [], number of blocks with rows
+    bins: Array  # [blocks], bin of each block
+    rows: Array  # [blocks, block_rows], index among the rows of all lanes, `L R` for padding rows
+    places: Array  # [L R, slots], index of each slot among `blocks * block_rows`, which stands for none
 
 
 def divide_work(plan: MobaPlan, chosen: Array) -> MobaWork:
-    """The blocks of rows that take `chosen`, int32 `[L, R, slots]`, chunks of their lane or `C` for an empty slot."""
+    """Divide the rows into blocks by `chosen`, int32 `[L, R, slots]`: chunks of their lane, `C` for an empty slot."""
     lane = jnp.arange(plan.lanes, dtype=jnp.int32)[:, None, None]
     bins = jnp.where(chosen < plan.chunks, lane * plan.chunks + chosen, plan.bins).reshape(-1)
     number = jnp.arange(plan.pairs, dtype=jnp.int32)
     in_order, pair = lax.sort((bins, number), num_keys=1)
-    counts = jnp.zeros(plan.bins, jnp.int32).at[bins].add(1, mode="drop")  # empty slots fall off the end
+    counts = jnp.zeros(plan.bins, jnp.int32).at[bins].add(1, mode="drop")  # empty slots are out of bounds and dropped
     blocks = -(-counts // plan.block_rows)
     pairs_before, blocks_before = lax.cumsum(counts) - counts, lax.cumsum(blocks) - blocks
 
-    # The first pair of a bin goes to the first row of a block, the others of the bin follow it. Empty slots go past the
-    # end.
+    # The first pair of a bin is the first row of a block, and the other pairs of the bin follow. Empty slots are placed
+    # past the end.
     starts = blocks_before * plan.block_rows - pairs_before
     size = plan.most_blocks * plan.block_rows
     place = jnp.where(in_order < plan.bins, number + starts.at[in_order].get(mode="clip"), size)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from cases.masks import Mask
 from impls.derivative_refusals import refuse_derivatives, refuse_reverse_mode
@@ -26,21 +27,21 @@ from impls.moba.moba_tpu import fit_block_rows
 from impls.splash_tpu.block_sizes import LANES
 from impls.varying_axes import find_varying_axes, mark_varying
 
-# Of those of a TPU's kernels see docs/hardware.md.
+# docs/hardware.md explains the choice for TPU.
 _MAX_ROWS: Mapping[Backend, int] = {"portable": 256, "tpu": 512}
 
 
 @accept_explicit_sharding
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask,
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     most_rows: int | None = None,
@@ -48,15 +49,15 @@ def attention(
     keys_together: int = 1024,
     interpret: Any = None,
 ) -> Any:
-    """Mixture of block attention (Lu et al. 2025, arXiv:2502.13189), computing only what queries choose.
+    """Compute mixture of block attention (Lu et al. 2025, arXiv:2502.13189), only for the selected chunks.
 
-    A query attends to the keys up to its own in its own chunk, and to the `topk - 1` earlier chunks of the highest
-    `<q_i, mean of the chunk's keys>`, ties going to the earlier chunk. The gates are computed in f32 and get no
-    gradient. Queries that take a chunk are gathered in blocks, so that work and memory follow `T * topk * chunk`, and
-    memory is linear in the lengths.
+    A query attends to the keys of its own chunk up to its own position. It also attends to the `topk - 1` earlier
+    chunks with the highest gates `<q_i, mean of the chunk's keys>`; ties go to the earlier chunk. The gates are
+    computed in f32 and get no gradient. The queries that selected a chunk are gathered into blocks, so that the work is
+    proportional to `T * topk * chunk`. Memory is linear in the lengths.
 
-    Every operand is differentiable in reverse mode, and `logsumexp` is; `max_logits` has gradient zero. The residuals
-    of the backward are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.
+    Every operand is differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient zero. The residuals of
+    the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.
 
     Args:
       q: queries `[B, T, N, H]`; query `i` is at position `i + mask.offset`, `S - 1` in decode.
@@ -64,24 +65,24 @@ def attention(
       v: values `[B, S, K, V]`.
       mask: a `cases.moba_mask.Moba`.
       segment_ids: must be None.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; the gates have none.
-      sinks: `[N]`, one more logit in each query head's softmax denominator.
-      bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap; the gates have none.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; not applied to the gates.
+      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
+      bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap; not added to the gates.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      most_rows: queries a block at most, a power of two; by default 256, and 512 on a TPU, fewer where VMEM has no
-        room for them.
-      backend: `"tpu"` for kernels in Pallas (`impls.moba.moba_tpu`), which take no bias and no f16.
-      keys_together: of these, how many keys of a chunk are computed at a time, a multiple of 128.
-      interpret: of these, as `pallas_call` takes it; by default wherever the process does not compute on a TPU.
+      most_rows: largest number of queries per block, a power of two. By default 256, or 512 on a TPU, where it is
+        reduced to fit VMEM.
+      backend: `"tpu"` for the Pallas kernels (`impls.moba.moba_tpu`), which support no bias and no f16.
+      keys_together: keys of a chunk that the TPU kernels compute at once, a multiple of 128.
+      interpret: for the TPU kernels, as for `pallas_call`; by default true unless the process runs on a TPU.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
-      ValueError: an operand, the mask or an option is not as above; the message names it.
-      NotImplementedError: segment ids, or another mask than `Moba`; on a TPU's back end, bias, f16, or chunks
-        that VMEM has no room for.
+      ValueError: an operand, the mask or an option is invalid; the message names it.
+      NotImplementedError: there are segment ids, or the mask is not a `Moba`. For the TPU kernels also: there is a
+        bias, operands are f16, or chunks do not fit VMEM.
     """
     moba = validate_moba(
         q, k, v, mask=mask, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale
@@ -94,7 +95,7 @@ def attention(
     if backend == "tpu":
         _reject_tpu_operands(q, bias, keys_together)
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    used = moba.offset + q.shape[1]  # nobody attends to what comes after the last query
+    used = moba.offset + q.shape[1]  # keys after the last query's position are never attended to
     if bias is not None:
         bias = jnp.asarray(bias)
         bias = bias if bias.shape[3] == 1 else bias[..., :used]
@@ -148,7 +149,10 @@ _Residuals = tuple[Operands, MobaWork, jax.Array, jax.Array]
 
 
 def _get_derivative_refusal(plan: MobaPlan) -> Callable[..., Any]:
-    """What refuses second derivatives: JAX interprets no derivative of a kernel whose grid is as long as the work."""
+    """Return the wrapper that refuses second derivatives.
+
+    On TPU it also refuses forward mode, since JAX cannot differentiate a kernel whose grid length is traced.
+    """
     return refuse_derivatives if plan.backend == "tpu" else refuse_reverse_mode
 
 

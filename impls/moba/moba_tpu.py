@@ -1,4 +1,4 @@
-"""Both passes over the blocks on a TPU, in Pallas: a grid step for each block of rows and the chunk that they took.
+"""Both passes in Pallas for TPU, with a grid step for each block of rows and their chunk.
 
 With the formulas of `impls.moba.forward` and `impls.moba.backward`. The grid is as long as there are blocks, and their
 chunks are prefetched to scalar memory. Blocks of one chunk follow one another, so that its keys and values are fetched
@@ -34,20 +34,20 @@ from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_vary
 
 Array = jax.Array
 MIN_ROWS = 64
-"""Queries a block below which there is too little to compute for what a chunk takes to fetch."""
+"""Smallest number of queries per block: with fewer, fetching a chunk takes longer than computing with it."""
 
 
 class _Steps(NamedTuple):
-    """What the kernels read of each block beside arrays, int32; the first three are in scalar memory."""
+    """Schedule of the kernels by block, int32. The first three fields are in scalar memory."""
 
     bins: Array  # [blocks]
-    seen: Array  # how many keys of its chunk every row sees, [blocks]
-    some: Array  # up to which key some row sees any, [blocks]
-    last: Array  # the last key of its chunk that each row sees, [blocks, 1, block_rows]
+    seen: Array  # [blocks], number of keys of the chunk that every row sees
+    some: Array  # [blocks], number of keys of the chunk that some row sees
+    last: Array  # [blocks, 1, block_rows], the last key of the chunk that each row sees
 
 
 def compute_parts(plan: MobaPlan, lanes: Lanes, work: MobaWork) -> BlockSoftmax:
-    """Softmax of the rows of each block over the keys of its chunk; blocks that are not in use hold anything."""
+    """Compute the softmax of each block's rows over its chunk. Blocks that are not in use hold arbitrary values."""
     steps, room = _build_steps(plan, work), _find_room(plan, *_get_sizes(lanes), backward=False)
     q = lanes.q.at[work.rows].get(mode="fill", fill_value=0)  # [blocks, r, H]
     rows, depth = plan.block_rows, lanes.v.shape[-1]
@@ -69,13 +69,13 @@ def compute_parts(plan: MobaPlan, lanes: Lanes, work: MobaWork) -> BlockSoftmax:
 def sum_gradients(
     plan: MobaPlan, lanes: Lanes, work: MobaWork, d_outs: Array, logsumexp: Array, row_sums: Array
 ) -> GradientSums:
-    """Gradients over all blocks, those of q and k not yet scaled.
+    """Sum the gradients over all blocks; dq and dk are not yet scaled.
 
     `d_outs` is `[L R, V]`, `logsumexp` and `row_sums` (`D - dlse`) are f32 `[L R]`.
     """
     steps, room = _build_steps(plan, work), _find_room(plan, *_get_sizes(lanes), backward=True)
     q, do = (x.at[work.rows].get(mode="fill", fill_value=0) for x in (lanes.q, d_outs))
-    # A row to spare has no probability: its logsumexp is infinite.
+    # An infinite logsumexp makes the probabilities of padding rows zero.
     lse = logsumexp.at[work.rows].get(mode="fill", fill_value=jnp.inf)[:, None] / jnp.float32(LOG_2)
     delta = row_sums.at[work.rows].get(mode="fill", fill_value=0)[:, None]
     k, v = room.padded(lanes.k), room.padded(lanes.v)
@@ -93,7 +93,7 @@ def sum_gradients(
     )
     chunk, number = plan.moba.chunk, jnp.where(jnp.arange(plan.most_blocks) < work.in_use, work.bins, plan.bins)
     taken = jnp.zeros(plan.bins, bool).at[number].set(True, mode="drop")[:, None, None]
-    dk, dv = (jnp.where(taken, x[:, :chunk], 0.0) for x in (dk, dv))  # nobody wrote those of a chunk without rows
+    dk, dv = (jnp.where(taken, x[:, :chunk], 0.0) for x in (dk, dv))  # not written for chunks without rows
     return GradientSums(dq, dk, dv, None)
 
 
@@ -102,33 +102,33 @@ def _build_steps(plan: MobaPlan, work: MobaWork) -> _Steps:
     start = work.bins % plan.chunks * chunk
     spare = work.rows == plan.lanes * plan.rows
     last = jnp.minimum(plan.position[work.rows % plan.rows] - start[:, None], chunk - 1)
-    # Rows to spare see what every row may: nothing of them is read.
+    # Padding rows must not restrict what every row sees; their results are never read.
     last = jnp.where(spare, chunk - 1, last)
     some = jnp.where(spare, -1, last).max(axis=1) + 1
     return _Steps(work.bins, last.min(axis=1) + 1, some, last[:, None])
 
 
 def _get_sizes(lanes: Lanes) -> tuple[tuple[int, int], int]:
-    """Depths of keys and values, and bytes of a number."""
+    """Return the depths of keys and values, and bytes per element."""
     return (lanes.k.shape[2], lanes.v.shape[2]), lanes.k.dtype.itemsize
 
 
 class _VmemRoom(NamedTuple):
-    """How many keys of a chunk are computed at a time, and the VMEM to ask for, none if the default is enough."""
+    """Keys of a chunk that are computed at once, and the VMEM to request; None if the default suffices."""
 
     keys: int
     vmem: int | None
 
     def padded(self, x: Array) -> Array:
-        """`[bins, chunk, D]` with whole steps of keys, zeros behind."""
+        """Pad `[bins, chunk, D]` with zeros to whole steps of keys."""
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.keys), (0, 0)))
 
 
 def fit_block_rows(plan: MobaPlan, depths: tuple[int, int], itemsize: int) -> MobaPlan:
-    """`plan` with half as many queries a block, as often as VMEM has no room for both passes.
+    """Halve the queries per block of `plan` until both passes fit VMEM.
 
     Raises:
-      NotImplementedError: there is none for the fewest.
+      NotImplementedError: not even the smallest block fits.
     """
     while True:
         try:
@@ -142,10 +142,10 @@ def fit_block_rows(plan: MobaPlan, depths: tuple[int, int], itemsize: int) -> Mo
 
 
 def _find_room(plan: MobaPlan, depths: tuple[int, int], itemsize: int, *, backward: bool) -> _VmemRoom:
-    """As many keys as are asked for, and half as often as they do not fit.
+    """Find the number of keys at once: the requested number, halved until it fits VMEM.
 
     Raises:
-      NotImplementedError: no number of them fits.
+      NotImplementedError: no number of keys fits.
     """
     limit = find_limit(None)
     keys = min(plan.keys_together, round_up(plan.moba.chunk, LANES))
@@ -161,11 +161,11 @@ def _find_room(plan: MobaPlan, depths: tuple[int, int], itemsize: int, *, backwa
 
 
 def _estimate_vmem(plan: MobaPlan, depths: tuple[int, int], item: int, keys: int, *, backward: bool) -> int:
-    """VMEM in bytes, estimated: blocks twice, since the next are fetched meanwhile, and once what a step computes."""
+    """Estimate the VMEM in bytes: blocks twice, since the next ones are prefetched, and a step's values once."""
     h, v = (round_up(depth, LANES) for depth in depths)
     rows, chunk = plan.block_rows, round_up(plan.moba.chunk, keys)
     fetched = (rows * h + chunk * (h + v)) * item
-    # Operands of an exact product of f32 are split in three parts of bf16.
+    # Operands of exact f32 products are split into three bf16 parts.
     split = 6 * ((rows + keys) * (h + v) + (1 + backward) * rows * keys) if item == 4 else 0
     if backward:
         blocks = fetched + rows * v * item + (rows * h + chunk * (h + v)) * 4
@@ -200,7 +200,7 @@ def _call_kernel(
     shapes: Sequence[tuple[int, ...]],
     name: str,
 ) -> Any:
-    """The kernel over `blocks` blocks; results are f32 in `shapes`."""
+    """Run the kernel over `blocks` blocks; results are f32 in `shapes`."""
     scalars: Any = steps[:3]
     arrays: Any = tuple(x for x, _ in inputs)
     scalars, arrays = mark_varying((scalars, arrays), find_varying_axes((scalars, arrays)))
@@ -303,14 +303,14 @@ def _backward_kernel(
 
 
 def _visit_keys(size: int, seen: Any, some: Any, add: Callable[..., Any], start: Any) -> Any:
-    """Add the keys of a chunk, `size` at a time: those that every row sees without a mask, then those some row sees."""
+    """Add the keys of a chunk, `size` at a time: unmasked those that every row sees, then those that some row sees."""
     every, steps = lax.div(seen, jnp.int32(size)), lax.div(some + (size - 1), jnp.int32(size))
     so_far = lax.fori_loop(jnp.int32(0), every, functools.partial(add, masked=False), start)
     return lax.fori_loop(every, steps, functools.partial(add, masked=True), so_far)
 
 
 def _compute_logits(plan: MobaPlan, q: Array, k: Array, first: Any, last: Array | None) -> tuple[Array, Array | None]:
-    """(1) to (3) in units of log 2, `[r, size]`, and the derivative of (2); nothing is hidden without `last`."""
+    """Compute (1) to (3) in units of log 2, `[r, size]`, and the derivative of (2); unmasked if `last` is None."""
     x = _multiply(plan, q, k, 1, 1)
     slope = None
     if plan.soft_cap is None:
@@ -325,10 +325,10 @@ def _compute_logits(plan: MobaPlan, q: Array, k: Array, first: Any, last: Array 
 
 
 def _multiply(plan: MobaPlan, a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
-    """Sum over one axis of each, in f32."""
+    """Multiply two tiles, contracting one axis of each, in f32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     if plan.interpret and a.dtype == b.dtype == jnp.bfloat16:
-        # The same values: a product of two bf16 is exact in f32. XLA multiplies f32 on a CPU ten times faster.
+        # Same result: a product of two bf16 is exact in f32. XLA multiplies f32 on a CPU ten times faster.
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     axes = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)

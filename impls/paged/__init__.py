@@ -1,4 +1,4 @@
-"""Attention over a cache in pages: prompts, chunks of prompts and single tokens of many sequences in one call."""
+"""Attention over a paged cache: prompts, chunks of prompts and single tokens of many sequences in one call."""
 
 from impls.paged.attention import attention
 from impls.paged.implementation import (

@@ -1,4 +1,4 @@
-"""Attention over a cache in pages: the public call, and what it refuses."""
+"""Attention over a paged cache: the public call, and its validation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from conformance.contract import FLOATS
 from impls import softmax_merge
@@ -21,9 +22,9 @@ from impls.softmax_merge import Part
 
 Backend = Literal["portable", "tpu", "gpu"]
 SCALED_DTYPES = ("int8", "float8_e4m3fn")
-"""The dtypes of pages that have scales."""
+"""Dtypes of pages that need scales."""
 BLOCK_Q = 32
-"""Queries of a tile by default: a prompt's pages are read once for so many of its queries."""
+"""Default queries per tile: the pages of a prompt are read once for this many of its queries."""
 BLOCK_KV = 256
 """Keys that are read together by default, in whole pages. Both sizes are reasoned, not measured. A TPU's follow from
 its memory (`impls.paged.page_blocks`)."""
@@ -32,22 +33,22 @@ BLOCK_KV_GPU = 64
 
 
 def attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    q: Float[Array, "total_q N H"],
+    k_pages: Shaped[Array, "pages page_size K H"],
+    v_pages: Shaped[Array, "pages page_size K V"],
     *,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
-    k_scales: jax.Array | None = None,
-    v_scales: jax.Array | None = None,
-    page_scales: jax.Array | None = None,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
+    k_scales: Float32[Array, "pages page_size K"] | None = None,
+    v_scales: Float32[Array, "pages page_size K"] | None = None,
+    page_scales: Float32[Array, "pages page_size W"] | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
     window: tuple[int | None, int] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     backend: Backend = "portable",
@@ -56,28 +57,28 @@ def attention(
     num_programs: int | None = None,
     interpret: Any = None,
 ) -> Any:
-    """Causal softmax attention of packed queries to keys and values in pages (docs/contract.md, section 8).
+    """Compute causal softmax attention of packed queries over a paged cache (docs/contract.md, section 8).
 
     Query `i` of sequence `b` is at position `kv_lens[b] - q_len + i`, and key `j` is row `j % page_size` of page
     `page_indices[b, j // page_size]`.
 
     Args:
-      q: queries `[total_q, N, H]`, one sequence behind the other.
-      k_pages: keys `[pages, page_size, K, H]`, `N % K == 0`. Whatever no query sees is never looked at.
+      q: queries `[total_q, N, H]`, one sequence after the other.
+      k_pages: keys `[pages, page_size, K, H]`, `N % K == 0`. Keys that no query sees are never read.
       v_pages: values `[pages, page_size, K, V]`.
-      kv_lens: int32 `[max_seqs]`, keys of each sequence, those of its queries among them.
-      page_indices: int32 `[max_seqs, pages_per_seq]`; entries past a sequence's pages may be anything.
+      kv_lens: int32 `[max_seqs]`, number of keys of each sequence, including those of its queries.
+      page_indices: int32 `[max_seqs, pages_per_seq]`. Entries past a sequence's pages may hold any value.
       cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
-      num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
+      num_seqs: int32 `[1]`, the number of sequences. Later entries of the tables may hold any value.
       k_scales: f32 `[pages, page_size, K]`, with pages in int8 or float8_e4m3fn: keys are `k_pages * k_scales`.
       v_scales: likewise of the values. Scales of what no query sees may be anything.
       page_scales: on a TPU in place of both, in the layout of `impls.paged.page_scales.side_by_side`, f32
         `[pages, page_size, W]`.
       k_scale: a number, in place of both with pages in these dtypes: keys are `k_pages * k_scale`.
       v_scale: likewise of the values.
-      window: `(left, 0)`: the keys that a query sees beside its own.
+      window: `(left, 0)`, how many keys a query sees before its own position.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
       backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`.
@@ -93,7 +94,7 @@ def attention(
       past the last sequence.
 
     Raises:
-      ValueError: an operand or an option is not as above; the message names it.
+      ValueError: an operand or an option is invalid; the message names it.
       NotImplementedError: differentiation, float16 on a TPU, scales in another layout than the back end's, or any on a
         GPU.
     """
@@ -154,7 +155,7 @@ def compute_results(
     save_residuals: bool,
     v_scale: float = 1.0,
 ) -> Any:
-    """What the public call returns, of operands that have been checked; values are `v_scale` times the stored ones."""
+    """Compute the results of the public call from validated operands; values are `v_scale` times the stored ones."""
     part = _attend(plan, backend, interpret, operands)
     if v_scale != 1.0:
         part = part._replace(out=part.out * jnp.float32(v_scale))
@@ -177,7 +178,7 @@ def check_paged_operands(
     page_scales: Any = None,
     of_all: tuple[Any, Any] = (None, None),
 ) -> None:
-    """Raise `ValueError` naming an operand or an option that is not as `attention` says; k and v are pages."""
+    """Raise `ValueError` that names an invalid operand or option of `attention`; k and v are pages."""
     for name, x, axes in (
         ("q", q, "[total_q, heads, depth]"),
         ("k_pages", k, "[pages, page_size, heads, depth]"),
@@ -237,7 +238,7 @@ def _check_whole_scales(of_all: tuple[Any, Any], others: tuple[Any, ...]) -> Non
 
 
 def check_options(num_q_heads: int, sinks: Any, window: Any, *blocks: int | None) -> None:
-    """Raise `ValueError` naming an option of a call over pages that is not as `attention` says."""
+    """Raise `ValueError` that names an invalid option of a call over pages."""
     if sinks is not None and sinks.shape != (num_q_heads,):
         raise ValueError(f"sinks must have shape {(num_q_heads,)}, one logit a query head, got {sinks.shape}")
     if window is not None and (window[1] != 0 or (window[0] is not None and window[0] < 0)):
@@ -248,16 +249,16 @@ def check_options(num_q_heads: int, sinks: Any, window: Any, *blocks: int | None
 
 
 def refuse_f16(q: Any) -> None:
-    """Raise `NotImplementedError` where a TPU is asked for float16."""
+    """Raise `NotImplementedError` for float16 operands on a TPU."""
     if q.dtype == jnp.float16:
         raise NotImplementedError("paged on a TPU does not support f16: the matrix unit multiplies no float16")
 
 
 def check_tables(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> None:
-    """Refuse tables that no pages are found by.
+    """Validate the tables of a call.
 
     Raises:
-      ValueError: a table is not as the public call has it; the message names it.
+      ValueError: a table has an invalid shape or dtype; the message names it.
     """
     most = kv_lens.shape[0]
     if page_indices.ndim != 2 or page_indices.shape[0] != most or 0 in page_indices.shape:
@@ -284,7 +285,7 @@ def _check_backend(backend: Backend, block_kv: int | None, num_programs: int | N
 
 
 def _refuse_scales(backend: Backend, k_scales: Any, page_scales: Any, k_scale: Any) -> None:
-    """Scales in a layout that the back end does not read."""
+    """Refuse scales in a layout that the back end does not read."""
     if backend == "tpu" and k_scales is not None:
         raise NotImplementedError("paged on a TPU does not support k_scales: page_scales=side_by_side(...) has both")
     if backend == "gpu" and any(x is not None for x in (k_scales, page_scales, k_scale)):

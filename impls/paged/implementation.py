@@ -1,4 +1,4 @@
-"""What paged attention declares, on each back end."""
+"""Declarations of paged attention, on each back end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
-from cases.case import SCALED_FEATURES, WHOLE_FEATURES, Case
+from cases.case import Case
+from cases.storage_forms.paged_form import SCALED_FEATURES, WHOLE_FEATURES
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import runs_on
 from impls.paged.attention import Backend, attention
@@ -15,8 +16,8 @@ from impls.paged.page_scales import side_by_side
 from impls.paged.paged_latent import latent_attention
 from impls.paged.paged_update import attention_with_update
 
-# Tiles and blocks are small and unlike each other, so that prompts have several tiles, and sequences end before, at and
-# behind the ends of blocks.
+# Tiles and blocks are small and of different sizes, so that prompts have several tiles, and sequences end before, at
+# and after the ends of blocks.
 _JUDGED_SIZES: dict[str, Any] = {"block_q": 8, "block_kv": 48}
 # A GPU's blocks begin and end within pages. Programs are as many as it takes for long sequences to have several shares.
 _JUDGED_SIZES_BY_BACKEND: dict[Backend, dict[str, Any]] = {
@@ -46,7 +47,7 @@ _DESCRIPTIONS: dict[Backend, str] = {
 
 
 def build_implementation(name: str, *, backend: Backend = "portable") -> Implementation:
-    """Paged attention on `backend`, under `name`; interpreted unless the process runs on its platform."""
+    """Declare paged attention on `backend`, under `name`; interpreted unless the process runs on its platform."""
     return Implementation(
         name=name,
         call=functools.partial(attention, backend=backend, **_JUDGED_SIZES_BY_BACKEND[backend]),
@@ -69,7 +70,7 @@ def build_implementation(name: str, *, backend: Backend = "portable") -> Impleme
 
 
 def _build_update_implementation(name: str) -> Implementation:
-    """The same in plain JAX, which writes the new keys and values into pages first."""
+    """Declare paged attention in plain JAX that writes the new keys and values into pages first."""
     return dataclasses.replace(
         build_implementation(name),
         call=functools.partial(attention_with_update, **_JUDGED_SIZES),
@@ -83,7 +84,7 @@ def _build_update_implementation(name: str) -> Implementation:
 
 
 def _build_scaled_implementation(name: str) -> Implementation:
-    """The same in plain JAX over pages with scales, and no others: `paged` is asked for these."""
+    """Declare paged attention in plain JAX over pages with scales only; `paged` covers the others."""
     return dataclasses.replace(
         build_implementation(name),
         description="attention over a cache in int8 or fp8 pages with scales, in plain JAX",
@@ -97,7 +98,7 @@ def _refuse_unscaled(case: Case) -> str | None:
 
 
 def build_quantized_tpu_implementation(name: str) -> Implementation:
-    """The TPU kernel over pages with scales, and no others, under `name`."""
+    """Declare the TPU kernel over pages with scales only, under `name`."""
     return dataclasses.replace(
         build_implementation(name, backend="tpu"),
         call=functools.partial(_attend_with_scales, backend="tpu", **_JUDGED_SIZES),
@@ -115,7 +116,7 @@ def build_quantized_tpu_implementation(name: str) -> Implementation:
 def _attend_with_scales(
     q: Any, k_pages: Any, v_pages: Any, *, k_scales: Any = None, v_scales: Any = None, **options: Any
 ) -> Any:
-    """The call of the contract. A server keeps scales in the kernel's layout: to change it touches all pages."""
+    """Implement the contract's call. Servers store scales in the kernel's layout, as converting touches all pages."""
     if k_scales is None:
         return attention(q, k_pages, v_pages, **options)
     return attention(q, k_pages, v_pages, page_scales=side_by_side(k_scales, v_scales), **options)
@@ -139,7 +140,7 @@ def _interpret_with(call: Callable[..., Any], judged: dict[str, Any], parameters
 
 
 def build_latent_implementation(name: str, *, backend: Literal["portable", "tpu"] = "portable") -> Implementation:
-    """Latent attention over pages on `backend`, under `name`."""
+    """Declare latent attention over pages on `backend`, under `name`."""
     judged = _JUDGED_LATENT_SIZES[backend]
     return dataclasses.replace(
         build_implementation(name, backend=backend),

@@ -1,9 +1,9 @@
-"""How the blocks of keys of a call are shared between the programs of a GPU.
+"""Division of the key blocks of a call between the programs of a GPU.
 
-A tile of a long sequence has many blocks of keys, one of a short sequence few, and both are in one call. So a share is
-so many blocks of one tile, as many for every tile, and how many that is follows from all blocks that there are. A
-program computes one share, whether its tile is a part of a prompt or a single token with the keys of a long cache
-(Dao, Haziza, Massa and Sizov 2023, "Flash-Decoding", for keys of one query that several programs share).
+A call may have tiles of long sequences, with many blocks of keys, and tiles of short ones. So a share is a fixed number
+of blocks of one tile; the number follows from the total of all blocks. A program computes one share, whether its tile
+is a part of a prompt or a single token over a long cache. Sharing one query's keys between programs follows Dao,
+Haziza, Massa and Sizov 2023, "Flash-Decoding".
 
 The list is as long as it can get for the shapes. It is made on the device from tables that may differ in every call.
 """
@@ -20,7 +20,7 @@ from impls.paged.query_tiles import QueryTiles
 
 
 class KeyShares(NamedTuple):
-    """Lists of shares `[W]`, and which of them a tile has `[L]`; int32. An entry past the last share has no block."""
+    """Lists of shares `[W]`, and the shares of each tile `[L]`; int32. Entries past the last share have no block."""
 
     tile: jax.Array  # [W]
     first: jax.Array  # [W], number of the first block in its sequence
@@ -30,7 +30,7 @@ class KeyShares(NamedTuple):
 
 
 def build_shares(plan: PagedPlan, tiles: QueryTiles, *, block: int, programs: int) -> KeyShares:
-    """The shares of a call with blocks of `block` keys: as many as `programs`, and at most one a tile more."""
+    """Build the shares of a call with blocks of `block` keys: about `programs`, plus at most one per tile."""
     number = jnp.arange(len(tiles.row), dtype=jnp.int32)
     first, end = find_block_range(plan, tiles.position, tiles.queries, block)
     first = jnp.broadcast_to(first, number.shape)

@@ -1,8 +1,8 @@
-"""Which pages the TPU kernel copies, and how large its tiles and blocks are.
+"""Blocks of pages that the TPU kernel copies, and default sizes of tiles and blocks.
 
-A block is so many pages of one tile's sequence, one behind the other in its row of the table, beginning with the page
-of the first key that the tile sees. The blocks of all tiles are one list, so that the pages of the next block are on
-their way while one is computed, across the border of two tiles and of two sequences.
+A block is a number of pages that are consecutive in the table of a tile's sequence. The first block begins with the
+page of the first key that the tile sees. The blocks of all tiles are one list. So the pages of the next block are
+copied while a block is computed, also across tiles and sequences.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from impls.splash_tpu.vmem import DEFAULT_SCOPED, find_limit
 LANES = 128
 SUBLANES = 8
 NUM_BUFFERS = 2
-"""Blocks of pages that VMEM holds: one is computed, one is on its way."""
+"""Blocks of pages in VMEM: one is being computed, one is being copied."""
 LATENT_ROWS = 2048
-"""Queries times heads of a tile of latents: from there on its products take longer than its pages to come."""
+"""Queries times heads of a tile of latents. From this number on, its products take longer than copying its pages."""
 
 
 class VmemRoom(NamedTuple):
-    """What fits into the VMEM of a chip."""
+    """Sizes that fit the VMEM of a chip."""
 
     vmem: int  # bytes that the kernel may take
     rows: int  # queries times heads of a tile
@@ -35,7 +35,7 @@ class VmemRoom(NamedTuple):
 
 
 class PageBlocks(NamedTuple):
-    """Lists of what each tile has copied; int32 `[L]`. A tile past the last has nothing."""
+    """Lists of the blocks that each tile copies; int32 `[L]`. Entries past the last tile have no block."""
 
     slot: jax.Array  # entry of its sequence's row of the table with which its first block begins
     end: jax.Array  # one past the last entry
@@ -45,7 +45,7 @@ class PageBlocks(NamedTuple):
 
 
 def build_blocks(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> PageBlocks:
-    """The blocks of a call: pages of which a tile's queries see no key are in none."""
+    """Build the blocks of a call. Pages without a key that the tile's queries see are in no block."""
     slot, end = find_block_range(plan, tiles.position, tiles.queries, operands.k_pages.shape[1])
     number = jnp.arange(len(tiles.row), dtype=jnp.int32)
     pages = jnp.where(number < tiles.total, jnp.maximum(end - slot, 0), 0)
@@ -61,7 +61,7 @@ def build_blocks(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> Page
 
 
 def find_chip_room() -> VmemRoom:
-    """What fits on the chip that is traced for.
+    """Find the sizes that fit the target chip.
 
     At depth 128 a row takes 3.6 KiB beside its logits: accumulators, queries, and results on their way. The more
     queries a tile has, the less often pages are copied and their heads taken apart. By the compiler's schedule, 512
@@ -74,7 +74,7 @@ def find_chip_room() -> VmemRoom:
 
 
 def choose_block_q(total_q: int, heads: int, *, latent: bool = False) -> int:
-    """Queries of a tile by default: as many as VMEM has room for, at most 128.
+    """Choose the default queries per tile: as many as fit VMEM, at most 128.
 
     A row of a latent of 512 + 64 takes 9.3 KiB, less than three times what a row at depth 128 takes.
     """
@@ -83,6 +83,6 @@ def choose_block_q(total_q: int, heads: int, *, latent: bool = False) -> int:
 
 
 def choose_block_kv(num_kv_heads: int, depths: Sequence[int], itemsize: int) -> int:
-    """Keys of a block by default: as many as VMEM has room for, from 16 to 512; of a latent there is but one depth."""
+    """Choose the default keys per block: as many as fit VMEM, from 16 to 512. Latents have a single depth."""
     width = sum(-(-depth // LANES) * LANES for depth in depths)
     return max(16, min(512, find_chip_room().keys // (num_kv_heads * width * itemsize)))

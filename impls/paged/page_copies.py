@@ -1,7 +1,7 @@
-"""Copies between HBM and VMEM: pages to a buffer, ahead of their use, and the rows of a tile back to where they belong.
+"""Async copies between HBM and VMEM: prefetch pages into a buffer, and write the rows of a tile back.
 
-What is started must be waited for, in bytes. So what is copied is said once, and starting and waiting both go through
-it, but for blocks whose pages are all there: one wait for all of their bytes.
+Every started copy must be waited for, in bytes. So starting and waiting iterate over the same description of the
+copies. The exception are whole blocks, for which one wait covers all of their bytes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from impls.paged.page_blocks import NUM_BUFFERS, PageBlocks
 from impls.paged.query_tiles import QueryTiles
 
 PAGES_AT_ONCE = 4
-"""Pages whose copies are started together: the scalars of one are computed while those of another are."""
+"""Pages whose copies are started together, so that their scalar computations overlap."""
 Copy = Any
-"""What `pltpu.make_async_copy` gives."""
+"""The result of `pltpu.make_async_copy`."""
 
 
 class PageCache(NamedTuple):
-    """Refs of the pages, and where a block of them goes: keys, and values where they have pages of their own.
+    """Refs of the pages, and the buffers of a block: of keys, and of values if they have their own pages.
 
     Tokens of a page that has its heads apart lie one behind the other in a buffer, `[BUFFERS, block, K, .]`. A page of
     latents lies there as it is, `[BUFFERS, block_pages, page_size, .]`: tiles hold rows of it, and a copy must begin
@@ -40,18 +40,18 @@ class PageCache(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         size: int = self.pages[0].shape[1]
         return size
 
     @property
     def block(self) -> int:
-        """Tokens of a block."""
+        """Tokens per block."""
         return self.block_pages * self.page_size
 
 
 class Results(NamedTuple):
-    """Refs of what a tile gives, `[block_q, N, .]` in VMEM, and of where it goes, `[total_q, N, .]` in HBM."""
+    """Refs of a tile's results, `[block_q, N, .]` in VMEM, and of their destination, `[total_q, N, .]` in HBM."""
 
     tile: tuple[Any, ...]
     all: tuple[Any, ...]
@@ -59,7 +59,7 @@ class Results(NamedTuple):
 
 
 def find_buffer(blocks: PageBlocks, tile: Any, block: Any) -> Any:
-    """Which buffer holds a block: blocks take turns, counted over all tiles."""
+    """Find the buffer of a block. Blocks alternate between buffers, counted over all tiles."""
     return lax.rem(blocks.before[tile] + block, jnp.int32(NUM_BUFFERS))
 
 
@@ -69,7 +69,7 @@ def start_block(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: A
 
 
 def wait_for_block(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Any, block: Any) -> None:
-    """Wait until all pages of a block have come: at once where it is whole, for a semaphore counts bytes."""
+    """Wait until all pages of a block have arrived. One wait suffices for a whole block: semaphores count bytes."""
     buffer, block_pages = find_buffer(blocks, tile, block), cache.block_pages
     whole = blocks.end[tile] - (blocks.slot[tile] + block * block_pages) >= block_pages
 
@@ -105,7 +105,7 @@ def _for_each_page(
         for n in range(PAGES_AT_ONCE):
             keys_and_values(number * PAGES_AT_ONCE + n, None)
 
-    # Entries past the last page that a query sees may be anything, and are never looked at.
+    # Entries past the last page that a query sees may hold any value, and are never read.
     pages = jnp.minimum(blocks.end[tile] - slot, block_pages)
     together = pages // PAGES_AT_ONCE if block_pages >= PAGES_AT_ONCE else jnp.int32(0)
     lax.fori_loop(jnp.int32(0), together, several, None)
@@ -113,12 +113,12 @@ def _for_each_page(
 
 
 def start_rows(results: Results, tiles: QueryTiles, tile: Any) -> None:
-    """Start the copies of a tile's rows, as many as it has: what is behind them belongs to another sequence."""
+    """Start the copies of a tile's rows. Only valid rows are copied: later rows belong to another sequence."""
     _for_each_row(results, tiles, tile, lambda copy: copy.start())
 
 
 def wait_for_rows(results: Results, tiles: QueryTiles, tile: Any) -> None:
-    """Wait until a tile's rows are where they belong."""
+    """Wait until a tile's rows are written back."""
     _for_each_row(results, tiles, tile, lambda copy: copy.wait())
 
 

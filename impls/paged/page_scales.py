@@ -1,9 +1,9 @@
-"""Scales of pages as the TPU kernel copies them: those of a token's keys and of its values in one row of lanes.
+"""Layout of page scales for the TPU kernel: the scales of a token's keys and values in one row of lanes.
 
-What is copied must be whole tiles of 8 by 128 numbers, and XLA lays out `[pages, page_size, K]` with the pages in the
-lanes, so that the scales of one page lie apart. Pages of `[page_size, 128]` lie row by row. So scales are kept in that
-layout from the start, and a row is written with its token. To change the layout in every call would touch all pages,
-whichever are read.
+Copies must be whole tiles of 8 by 128 numbers. XLA lays out `[pages, page_size, K]` with the pages in the lanes, so the
+scales of one page are not contiguous. Pages of `[page_size, 128]` are contiguous. So scales are stored in that layout
+from the start, and a row is written with its token. Converting the layout in every call would touch all pages, also
+those that are not read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from impls.paged.page_blocks import LANES
 
 
 def side_by_side(k_scales: jax.Array, v_scales: jax.Array) -> jax.Array:
-    """The layout of the TPU kernel for scales `[pages, page_size, K]`.
+    """Convert scales `[pages, page_size, K]` to the layout of the TPU kernel.
 
     Args:
       k_scales: f32, those of the keys.
@@ -32,7 +32,7 @@ def side_by_side(k_scales: jax.Array, v_scales: jax.Array) -> jax.Array:
 
 
 def check_page_scales(page_scales: Any, k_pages: Any) -> None:
-    """Raise `ValueError` saying what is wrong of scales that lie side by side."""
+    """Raise `ValueError` that says what is wrong with scales in the TPU kernel's layout."""
     *rows, num_kv_heads, _ = k_pages.shape
     if page_scales.ndim != 3 or [*page_scales.shape[:2]] != rows or page_scales.shape[2] % LANES:
         wanted = f"[{rows[0]}, {rows[1]}, a multiple of {LANES}]"

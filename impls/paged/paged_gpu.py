@@ -1,4 +1,4 @@
-"""Paged attention for GPUs in Pallas (Triton): a program for each share of a tile's keys, and one that merges them.
+"""Paged attention for GPUs in Pallas (Triton): one program per share of a tile's keys, and one that merges shares.
 
 A program owns a tile of queries, all of one sequence (`impls.paged.query_tiles`), for the heads of one key/value head,
 and a share of the blocks of keys that they see (`impls.paged.key_shares`). It looks the page of each key up in the
@@ -40,7 +40,7 @@ from impls.softmax_merge import Part
 from impls.varying_axes import find_varying_axes, mark_varying
 
 MAX_ROWS = 64
-"""Rows of a tile: as many as keep the accumulator in registers. More heads of a group are other programs."""
+"""Largest number of rows per tile, so that the accumulator stays in registers. Further heads get further programs."""
 
 # Two programs for each multiprocessor of GPUs that have 108 to 148 of them.
 _NUM_PROGRAMS = 256
@@ -50,7 +50,7 @@ Arrays = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Launch:
-    """Sizes of a call. A column is the heads of a tile: those of one key/value head, or a part of them."""
+    """Sizes of a call. A column is a set of query heads of one key/value head: all of its group, or a part of it."""
 
     plan: PagedPlan
     block: int  # keys of a block
@@ -69,7 +69,7 @@ class _Launch:
 
     @property
     def parts(self) -> int:
-        """Columns of a key/value head."""
+        """Columns per key/value head."""
         return -(-self.group // self.heads)
 
     @property
@@ -77,12 +77,12 @@ class _Launch:
         return self.num_kv_heads * self.parts
 
     def place(self, column: Any) -> tuple[Any, Any]:
-        """Key/value head, and part of its heads, of a column."""
+        """Compute the key/value head of a column, and the column's part of its group."""
         return lax.div(column, jnp.int32(self.parts)), lax.rem(column, jnp.int32(self.parts))
 
 
 class _Rows(NamedTuple):
-    """The rows of a tile in one column, `[rows]`: query by query, its heads one behind the other."""
+    """The rows of a tile in one column, `[rows]`: the heads of the first query, then those of the next."""
 
     query: jax.Array  # which of the tile's queries
     there: jax.Array  # whether query and head exist
@@ -90,12 +90,12 @@ class _Rows(NamedTuple):
 
 
 def choose_block_q(total_q: int, num_seqs: int, group: int) -> int:
-    """Queries of a tile by default: as many as fill its rows, or one where every sequence has one."""
+    """Choose the default queries per tile: as many as fill its rows, or one if every sequence has one query."""
     return 1 if total_q <= num_seqs else max(1, MAX_ROWS // group)
 
 
 def attend(plan: PagedPlan, operands: Operands, *, interpret: bool) -> Part:
-    """The part over every key that a query sees, arrays `[total_q, N, .]`; past the last sequence it is empty."""
+    """Attend to every key that each query sees; the part `[total_q, N, .]` is empty past the last sequence."""
     assert operands.v_pages is not None  # there is no kernel for latents yet
     launch = _build_launch(plan, operands, operands.v_pages.shape[3])
     total, heads = operands.q.shape[:2]
@@ -112,7 +112,7 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: bool) -> Part:
         "k": operands.k_pages.reshape(-1, launch.depth),
         "v": operands.v_pages.reshape(-1, launch.v_depth),
     }
-    # `shard_map` checks over which mesh axes arrays differ: outputs must name the operands' axes.
+    # `shard_map` checks over which mesh axes arrays vary: outputs must name the operands' axes.
     arrays = mark_varying(arrays, find_varying_axes(arrays))
     longest = len(shares.tile)
     found = _call_kernel(
@@ -152,7 +152,7 @@ def _build_launch(plan: PagedPlan, operands: Operands, v_depth: int) -> _Launch:
 def _call_kernel(
     launch: _Launch, kernel: Any, name: str, arrays: Arrays, programs: int, rows: int, interpret: bool
 ) -> Arrays:
-    """`out`, `max` and `sum` of `rows` rows, by `programs` programs for each column; every array is seen whole."""
+    """Run a kernel with `programs` programs per column, which see whole arrays. Returns `out`, `max` and `sum`."""
     varying = jax.typeof(next(iter(arrays.values()))).manual_axis_type
 
     def whole(x: Any) -> pl.BlockSpec:
@@ -178,7 +178,7 @@ def _call_kernel(
 
 
 def _share_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
-    """The part over one share of the blocks of one tile."""
+    """Compute the part over one share of the blocks of one tile."""
     plan, (share, column) = launch.plan, (pl.program_id(0), pl.program_id(1))
     tile, first, end = (inputs[name][share] for name in ("tile", "first", "end"))
     sequence, row, position = (inputs[name][tile] for name in ("sequence", "row", "position"))
@@ -192,7 +192,7 @@ def _share_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
 
     def visit(number: Any, old: Part) -> Part:
         j = compute_positions(number * launch.block, launch.block)
-        # Every key of the run is seen by a query, and no other is read: those may be NaN, and 0 * NaN is not 0.
+        # Only keys that some query sees are read: others may be NaN, and 0 * NaN is not 0.
         seen = (j >= low) & (j < high)
         slot = sequence * launch.pages_per_seq + lax.div(j, jnp.int32(launch.page_size))
         page = plt.load(inputs["page_indices"].at[slot], mask=seen, other=0)
@@ -215,7 +215,7 @@ def _share_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
 
 
 def _merge_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
-    """The part over all shares of one tile, written to its rows; empty where it has none."""
+    """Merge the parts of all shares of one tile, and write its rows; they are empty if it has no share."""
     tile, column = pl.program_id(0), pl.program_id(1)
     row, queries, before, count = (inputs[name][tile] for name in ("row", "queries", "before", "own"))
     rows = _locate_rows(launch, column, row, queries)
@@ -241,7 +241,7 @@ def _merge_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
 
 
 def _locate_rows(launch: _Launch, column: Any, row: Any, queries: Any) -> _Rows:
-    """The rows of a tile that begins with the packed query `row`."""
+    """Locate the rows of a tile that begins with the packed query `row`."""
     number = compute_positions(0, launch.rows)
     query, inside = lax.div(number, jnp.int32(launch.heads)), lax.rem(number, jnp.int32(launch.heads))
     head, part = launch.place(column)
@@ -254,7 +254,7 @@ def _locate_rows(launch: _Launch, column: Any, row: Any, queries: Any) -> _Rows:
 
 
 def _locate_share_rows(launch: _Launch, share: Any, column: Any) -> jax.Array:
-    """Where the rows of a share lie, one behind the other."""
+    """Locate the rows of a share, which are contiguous."""
     return compute_positions((share * launch.columns + column) * launch.rows, launch.rows)
 
 
@@ -267,7 +267,7 @@ def _start_part(launch: _Launch) -> Part:
 
 
 def _locate_elements(ref: Any, rows: jax.Array, there: jax.Array, depth: int) -> tuple[Any, jax.Array]:
-    """Rows of `[., depth]` anywhere, as wide as a tile must be, and which of their elements exist."""
+    """Locate arbitrary rows of `[., depth]`, padded to the width of a tile, and find which elements exist."""
     d = compute_positions(0, round_up_to_tile(depth))[None, :]
     return ref.at[rows[:, None], d], there[:, None] & (d < depth)
 
@@ -286,7 +286,7 @@ def _store(outputs: Arrays, rows: jax.Array, there: jax.Array, part: Part, depth
 
 
 def _multiply(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Sum over the last axis of `a` and over `axis` of `b`, in f32."""
+    """Multiply two tiles in f32, contracting the last axis of `a` with `axis` of `b`."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((1,), (axis,)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

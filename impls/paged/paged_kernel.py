@@ -1,4 +1,4 @@
-"""The TPU kernel of paged attention: one step of its grid is one tile of queries, over the blocks of pages it sees.
+"""The TPU kernel of paged attention: each grid step computes one tile of queries over the blocks of pages it sees.
 
     (1)  x_ij = scale <q_i, k_j>
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
@@ -48,13 +48,13 @@ from impls.paged.query_tiles import QueryTiles
 from impls.splash_tpu.splash_tiles import EMPTY_MAXIMUM, LOG_2, repeat_lanes, sum_by_lane
 
 TOGETHER = 32
-"""Tokens whose heads are taken apart at a time."""
+"""Tokens whose heads are split at a time."""
 HEADS = 4
-"""Heads whose products are computed at a time, so that one fills the pauses of another."""
+"""Heads whose products are computed together, to hide latencies."""
 
 
 class HeadRefs(NamedTuple):
-    """Refs in VMEM, head by head."""
+    """Refs in VMEM, with heads as first axis."""
 
     q: Any  # [K, rows, H]
     out: Any  # [K, rows, V] f32, the sum of (6)
@@ -66,7 +66,7 @@ class HeadRefs(NamedTuple):
 
 
 class ComputeUnits(NamedTuple):
-    """What is computed one after the other of a block, each with its keys: heads, or rows of a latent."""
+    """Units of a block that are computed one after the other: heads, or groups of rows of a latent."""
 
     total: int
     rows: int  # of each
@@ -78,7 +78,7 @@ class ComputeUnits(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a step of the grid computes."""
+    """The tile of a grid step."""
 
     number: Any
     queries: Any  # how many it has
@@ -87,7 +87,7 @@ class Tile(NamedTuple):
     group: int  # heads of one key/value head
 
     def sized(self, do: Callable[[int], None]) -> None:
-        """Do something for as many queries as there are room for, or for one, where there is but one."""
+        """Call `do` with the number of queries to compute: 1 for a single query, else the tile's size."""
         pl.when(self.queries == 1)(functools.partial(do, 1))
         if self.most > 1:
             pl.when(self.queries != 1)(functools.partial(do, self.most))
@@ -102,7 +102,7 @@ def compute_tile(
     heads: HeadRefs,
     results: Results,
 ) -> None:
-    """The tile of this step of the grid, and the start of what the next one needs."""
+    """Compute the tile of this grid step, and start the copies for the next one."""
     number, num_kv_heads = pl.program_id(0), heads.q.shape[0]
     most, group = q_ref.shape[0], q_ref.shape[1] // num_kv_heads
     tile = Tile(number, tiles.queries[number], tiles.position[number], most, group)
@@ -115,7 +115,7 @@ def compute_tile(
 
     def with_block(block: Any, _: None) -> None:
         ends = block + 1 == blocks.length[number]
-        # The next block goes where the one before this was, which is computed.
+        # The next block is copied to the buffer of the previous block, which is no longer needed.
         next_tile = jnp.where(ends, blocks.following[number], number)
         next_block = jnp.where(ends, 0, block + 1)
         pl.when(next_tile < tiles.total)(functools.partial(start_block, cache, tiles, blocks, next_tile, next_block))
@@ -129,7 +129,7 @@ def compute_tile(
     tile.sized(take)
     tile.sized(functools.partial(_clear, plan, tile, heads))
     lax.fori_loop(jnp.int32(0), blocks.length[number], with_block, None)
-    # The rows of the tile before must have left the place where those of this one go.
+    # The rows of the previous tile must be written back before this tile reuses their buffer.
     pl.when(number > 0)(lambda: wait_for_rows(results, tiles, jnp.maximum(number - 1, 0)))
     tile.sized(functools.partial(_write_results, tile, heads, results))
     start_rows(results, tiles, number)
@@ -137,20 +137,20 @@ def compute_tile(
 
 
 def _clear(plan: PagedPlan, tile: Tile, heads: HeadRefs, size: int) -> None:
-    """A softmax of no keys, of the rows of `size` queries."""
+    """Initialise the softmax over no keys, for the rows of `size` queries."""
     rows = count_rows(plan, size, tile.group)
     for ref, value in ((heads.out, 0.0), (heads.max, EMPTY_MAXIMUM), (heads.sum, 0.0)):
         ref[:, :rows] = jnp.full((ref.shape[0], rows, ref.shape[2]), value, jnp.float32)
 
 
 def count_rows(plan: PagedPlan, size: int, group: int) -> int:
-    """Rows that are computed for so many queries; those that only fill a register, or a unit, are never given."""
+    """Count the rows that are computed for `size` queries, including padding to registers and units."""
     rows, some = -(-size * group // SUBLANES) * SUBLANES, plan.block_rows
     return -(-rows // some) * some if 0 < some < rows else rows
 
 
 def _split_heads(plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs, buffer: Any, start: Any) -> None:
-    """The keys and values of a block, which come with all heads of a token together; the first is key `start`."""
+    """Split the keys and values of a block, beginning with key `start`, by head; pages interleave heads by token."""
     block = cache.block
     together = TOGETHER if block % TOGETHER == 0 else block
     low, _ = find_key_range(plan, tile.position)
@@ -170,7 +170,7 @@ def _split_heads(plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs,
 
     if heads.scales is not None:
         _transpose_scales(cache, heads, buffer, start, (low, high))
-    # What no query sees may be NaN, and 0 * NaN is not 0. That includes pages that were not copied.
+    # Values that no query sees may be NaN, and 0 * NaN is not 0. They include pages that were not copied.
     seen = (start >= low) & (start + block <= high)
     pl.when(seen)(functools.partial(taken, clear=False))
     pl.when(jnp.logical_not(seen))(functools.partial(taken, clear=True))
@@ -181,7 +181,7 @@ def _cast_like(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _transpose_scales(cache: PageCache, heads: HeadRefs, buffer: Any, start: Any, seen: tuple[Any, Any]) -> None:
-    """The scales of a block, turned so that its tokens are the lanes, as they are of logits and weights."""
+    """Transpose the scales of a block, so that tokens are lanes as in logits and weights."""
     scales = cache.held[2][buffer].reshape(cache.block, -1).T  # [W, block]
     j = start + lax.broadcasted_iota(jnp.int32, scales.shape, 1)
     heads.scales[...] = jnp.where((j >= seen[0]) & (j < seen[1]), scales, 0.0)
@@ -190,7 +190,7 @@ def _transpose_scales(cache: PageCache, heads: HeadRefs, buffer: Any, start: Any
 def _zero_unseen_latents(
     plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs, buffer: Any, start: Any
 ) -> None:
-    """Zeros for the latents of a block that no query sees, as for such values; the others stay where they are."""
+    """Zero the latents of a block that no query sees, in place."""
     del heads
     (held,) = cache.held
     size = cache.page_size
@@ -209,7 +209,7 @@ def _zero_unseen_latents(
 
 
 def _list_units(plan: PagedPlan, cache: PageCache, heads: HeadRefs, buffer: Any, rows: int) -> ComputeUnits:
-    """The heads of a block that was taken apart, or the rows of a tile of latents."""
+    """List the units of a block: its heads, or groups of rows of a tile of latents."""
     if heads.k is not None:
         total = heads.k.shape[0]
         units = ComputeUnits(total, rows, lambda h: (h, slice(rows)), lambda h: (heads.k[h], heads.v[h]))
@@ -232,13 +232,13 @@ def _list_units(plan: PagedPlan, cache: PageCache, heads: HeadRefs, buffer: Any,
 def _add_block(
     plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs, buffer: Any, start: Any, size: int
 ) -> None:
-    """Add the keys of one block, the first of which is key `start`, to the running softmax of `size` queries."""
+    """Add the keys of one block, beginning with key `start`, to the online softmax of `size` queries."""
     rows, block = count_rows(plan, size, tile.group), cache.block
     units = _list_units(plan, cache, heads, buffer, rows)
     shape = (units.rows, block)
 
     def sees(first: Any) -> jax.Array:
-        # Rows past the tile's queries see what its last query sees.
+        # Padding rows see the same keys as the tile's last query.
         i = (first + lax.broadcasted_iota(jnp.int32, shape, 0)) // jnp.int32(tile.group)
         j = start + lax.broadcasted_iota(jnp.int32, shape, 1)
         return compute_allowed(plan, tile.position + jnp.minimum(i, tile.queries - 1), j)
@@ -261,7 +261,7 @@ def _add_block(
 def _add_units(
     plan: PagedPlan, heads: HeadRefs, units: ComputeUnits, block: int, masked: Callable[[Any, jax.Array], jax.Array]
 ) -> None:
-    """The same unit by unit. The products of each are there before the softmax of the one before begins."""
+    """Add a block unit by unit. The products of each are issued before the softmax of the previous one."""
     depth_v = heads.out.shape[2]
     several = HEADS if units.total % HEADS == 0 else 1
 
@@ -270,7 +270,7 @@ def _add_units(
 
     def of_units(number: Any, _: None) -> None:
         these = [number * several + n for n in range(several)]
-        # Values and not references between units: the compiler does not reorder what it stores and loads.
+        # Values, not references, between units: the compiler does not reorder stores and loads.
         softmax = [tuple(ref[units.place(this)] for ref in (heads.max, heads.sum, heads.out)) for this in these]
         coming = products_of(these[0])
         for n, this in enumerate(these):
@@ -294,7 +294,7 @@ def _add_units(
 
 
 def _sum_by_lane(weights: jax.Array) -> jax.Array:
-    """Sums over the keys, `[rows, LANES]`, whose lanes add up to them; keys that fill no registers are in the first."""
+    """Sum over the keys by lane, `[rows, LANES]`; keys that do not fill a register are summed into the first lane."""
     if weights.shape[1] % LANES == 0:
         return sum_by_lane(weights)
     first = lax.broadcasted_iota(jnp.int32, (weights.shape[0], LANES), 1) == 0
@@ -302,7 +302,7 @@ def _sum_by_lane(weights: jax.Array) -> jax.Array:
 
 
 def _write_results(tile: Tile, heads: HeadRefs, results: Results, size: int) -> None:
-    """The part of `size` queries, `max` in the first lane of the second array, and `sum` in the others."""
+    """Write the part of `size` queries. The second array has `max` in the first lane and `sum` in the others."""
     rows = size * tile.group
     top, total = heads.max[:, :rows], heads.sum[:, :rows].sum(axis=-1, keepdims=True)
     top = jnp.where(top == EMPTY_MAXIMUM, -jnp.inf, top * jnp.float32(LOG_2))
@@ -312,20 +312,20 @@ def _write_results(tile: Tile, heads: HeadRefs, results: Results, size: int) -> 
 
 
 def _flatten_queries(q: jax.Array, num_kv_heads: int) -> jax.Array:
-    """`[T, N, H]` to `[K, T * G, H]`."""
+    """Flatten queries `[T, N, H]` to rows `[K, T * G, H]`."""
     queries, heads, depth = q.shape
     grouped = q.reshape(queries, num_kv_heads, heads // num_kv_heads, depth)
     return grouped.transpose(1, 0, 2, 3).reshape(num_kv_heads, -1, depth)
 
 
 def _restore_queries(x: jax.Array, queries: int) -> jax.Array:
-    """`[K, T * G, .]` to `[T, N, .]`."""
+    """Invert `_flatten_queries`: `[K, T * G, .]` to `[T, N, .]`."""
     num_kv_heads, rows, width = x.shape
     split = x.reshape(num_kv_heads, queries, rows // queries, width)
     return split.transpose(1, 0, 2, 3).reshape(queries, -1, width)
 
 
 def _multiply(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Sum over the last axis of `a` and over `axis` of `b`, in f32."""
+    """Multiply two tiles in f32, contracting the last axis of `a` with `axis` of `b`."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)

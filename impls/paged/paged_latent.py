@@ -1,12 +1,12 @@
-"""Multi-head latent attention in its absorbed form over latents in pages: the public call, and what it refuses."""
+"""Absorbed multi-head latent attention over paged latents: the public call, and its validation."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from conformance.contract import FLOATS
 from impls.jax_compat import resolve_interpret
@@ -21,18 +21,18 @@ and 8,077 with 512, which was not compiled for the others."""
 
 
 def latent_attention(
-    q: jax.Array,
-    latent_pages: jax.Array,
+    q: Float[Array, "total_q N H"],
+    latent_pages: Float[Array, "pages page_size H"],
     *,
     value_dim: int,
     scale: float,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
     window: tuple[int | None, int] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     save_residuals: bool = False,
     backend: Literal["portable", "tpu"] = "portable",
     block_q: int | None = None,
@@ -40,7 +40,7 @@ def latent_attention(
     block_rows: int = BLOCK_ROWS,
     interpret: Any = None,
 ) -> Any:
-    """Causal attention of packed queries to one latent for all heads, in pages (docs/contract.md, section 8).
+    """Attend causally from packed queries to paged latents shared by all heads (docs/contract.md, section 8).
 
     Latent `j` of a sequence is its key `j`, and the first `value_dim` coordinates are its value (DeepSeek-AI 2024,
     arXiv:2405.04434, section 2.1, with the up-projections absorbed into q and into what follows `out`). A block of
@@ -48,16 +48,16 @@ def latent_attention(
 
     Args:
       q: queries `[total_q, N, H]`, one sequence behind the other: those of the rank, then those of the rotary part.
-      latent_pages: `[pages, page_size, H]`. Whatever no query sees is never looked at.
+      latent_pages: `[pages, page_size, H]`. Latents that no query sees are never read.
       value_dim: the rank, at most `H`.
-      scale: factor of `<q, latent>`: that of the heads that the latent stands for, whatever `H` is.
-      kv_lens: int32 `[max_seqs]`, latents of each sequence, those of its queries among them.
-      page_indices: int32 `[max_seqs, pages_per_seq]`; entries past a sequence's pages may be anything.
+      scale: factor of `<q, latent>`. It belongs to the heads before absorption, so it does not follow from `H`.
+      kv_lens: int32 `[max_seqs]`, number of latents of each sequence, including those of its queries.
+      page_indices: int32 `[max_seqs, pages_per_seq]`. Entries past a sequence's pages may hold any value.
       cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
-      num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
-      window: `(left, 0)`: the keys that a query sees beside its own.
+      num_seqs: int32 `[1]`, the number of sequences. Later entries of the tables may hold any value.
+      window: `(left, 0)`, how many keys a query sees before its own position.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       save_residuals: also return `logsumexp` and `max_logits`.
       backend: `"portable"` JAX, or the Pallas kernel for `"tpu"`. It reads pages where they lie if they lie row by
         row, as XLA lays them out where `H` is a multiple of 128 and `page_size` one of 8. Others are copied first, all
@@ -72,7 +72,7 @@ def latent_attention(
       `[total_q, N]`; empty rows and rows past the last sequence as `impls.paged.attention` has them.
 
     Raises:
-      ValueError: an operand or an option is not as above; the message names it.
+      ValueError: an operand or an option is invalid; the message names it.
       NotImplementedError: differentiation, or float16 on a TPU.
     """
     _check_operands(q, latent_pages, value_dim, scale, sinks, window, block_q, block_kv)

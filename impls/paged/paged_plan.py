@@ -1,4 +1,4 @@
-"""What is fixed before any value is known, the arrays of a call, and which keys its queries see.
+"""Static plan and arrays of a call, the keys that its queries see, and its logits.
 
 Query `i` of a sequence stands at position `kv_len - q_len + i` of it, and sees key `j` if `j <= position`, and with a
 window if `j >= position - left` too (docs/contract.md, section 8). So a query sees one run of keys, and so do queries
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,32 +46,32 @@ class PagedPlan:
 class Operands(NamedTuple):
     """Arrays of one call."""
 
-    q: jax.Array  # [total_q, N, H]
-    k_pages: jax.Array  # [pages, page_size, K, H]
-    v_pages: jax.Array | None  # [pages, page_size, K, V], none if values are a part of the keys
-    kv_lens: jax.Array  # int32 [max_seqs]
-    page_indices: jax.Array  # int32 [max_seqs, pages_per_seq]
-    cu_q_lens: jax.Array  # int32 [max_seqs + 1]
-    num_seqs: jax.Array  # int32 [1]
-    k_scales: jax.Array | None = None  # f32 [pages, page_size, K], none if pages are what they mean
-    v_scales: jax.Array | None = None
-    page_scales: jax.Array | None = None  # f32 [pages, page_size, W], both side by side (`impls.paged.page_scales`)
+    q: Float[Array, "total_q N H"]
+    k_pages: Shaped[Array, "pages page_size K H"]
+    v_pages: Shaped[Array, "pages page_size K V"] | None  # None if values are a part of the keys
+    kv_lens: Int32[Array, " max_seqs"]
+    page_indices: Int32[Array, "max_seqs pages_per_seq"]
+    cu_q_lens: Int32[Array, " max_seqs+1"]
+    num_seqs: Int32[Array, "1"]
+    k_scales: Float32[Array, "pages page_size K"] | None = None  # None if pages are not quantised
+    v_scales: Float32[Array, "pages page_size K"] | None = None
+    page_scales: Float32[Array, "pages page_size W"] | None = None  # both side by side (`impls.paged.page_scales`)
 
 
 def find_key_range(plan: PagedPlan, position: Any) -> tuple[Any, Any]:
-    """First key that the query at `position` sees, and one past the last; a run that ends before it starts is empty."""
+    """Find the first key that the query at `position` sees, and one past the last; the range may be empty."""
     return 0 if plan.left is None else jnp.maximum(position - plan.left, 0), position + 1
 
 
 def find_block_range(plan: PagedPlan, position: Any, queries: Any, block: int) -> tuple[Any, Any]:
-    """First block of `block` keys that any of `queries` queries from `position` on sees, and one past the last."""
+    """Find the first block of `block` keys that any of `queries` queries from `position` on sees, and the end."""
     low, _ = find_key_range(plan, position)
     _, high = find_key_range(plan, position + (queries - 1))
     return low // block, jnp.maximum(high + (block - 1), 0) // block
 
 
 def compute_allowed(plan: PagedPlan, position: Any, j: Any) -> Any:
-    """Whether the query at `position` sees key `j`."""
+    """Compute whether the query at `position` sees key `j`."""
     low, high = find_key_range(plan, position)
     return (j >= low) & (j < high)
 
@@ -78,7 +79,7 @@ def compute_allowed(plan: PagedPlan, position: Any, j: Any) -> Any:
 def compute_logits(
     plan: PagedPlan, products: jax.Array, unit: float = 1.0, of_keys: Callable[[Any], Any] = lambda scale: scale
 ) -> jax.Array:
-    """Logits of products `<q, k>`, counted in `unit`; `of_keys` multiplies the scale by that of each key."""
+    """Compute logits in units of `unit` from products `<q, k>`; `of_keys` multiplies by the scale of each key."""
     if plan.soft_cap is None:
         return products * of_keys(jnp.float32(plan.scale / unit))  # (1)
     bent = jnp.tanh(products * of_keys(jnp.float32(plan.scale / plan.soft_cap)))

@@ -1,4 +1,4 @@
-"""Paged attention in plain JAX: a loop over tiles of queries, and in each a loop over the blocks of pages they see.
+"""Paged attention in plain JAX: a loop over tiles of queries, and for each a loop over the blocks of pages it sees.
 
     (1)  x_ij = scale <q_i, k_j>
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
@@ -31,9 +31,9 @@ from impls.softmax_merge import Part
 
 
 def attend(plan: PagedPlan, operands: Operands) -> Part:
-    """The part over every key that a query sees, arrays `[total_q, N, .]`; past the last sequence it is empty."""
+    """Attend to every key that each query sees; the part `[total_q, N, .]` is empty past the last sequence."""
     total, heads = operands.q.shape[:2]
-    # As much longer as a tile that begins with the last query: slices are never moved to fit.
+    # Padded for a tile that begins with the last query, so that no slice is shifted to fit.
     rows = (total + plan.block_q, heads)
     depth_v = plan.value_dim if operands.v_pages is None else operands.v_pages.shape[-1]
     nothing = Part(
@@ -54,7 +54,7 @@ def attend(plan: PagedPlan, operands: Operands) -> Part:
 
 
 def _attend_tile(plan: PagedPlan, operands: Operands, tiles: QueryTiles, number: jax.Array, found: Part) -> Part:
-    """What was found, with one more tile: rows that are not the tile's stay as they are."""
+    """Compute one more tile, and write its rows into the results."""
     row, queries, position = tiles.row[number], tiles.queries[number], tiles.position[number]
     num_kv_heads = operands.k_pages.shape[2]
     q = _flatten_queries(lax.dynamic_slice_in_dim(operands.q, row, plan.block_q), num_kv_heads)
@@ -84,8 +84,8 @@ def _add_block(
     number: jax.Array,
     old: Part,
 ) -> Part:
-    """The running softmax of a tile with one more block of pages."""
-    # Entries past the sequence's pages may be any integers; what they name is never seen.
+    """Update the online softmax of a tile with one more block of pages."""
+    # Entries past the sequence's pages may be any integers; no query sees the keys of such pages.
     named = lax.dynamic_slice_in_dim(pages, number * plan.block_pages, plan.block_pages)
     named = jnp.clip(named, 0, len(operands.k_pages) - 1)
     rows = functools.partial(_gather_tokens, named, dtype=q.dtype)
@@ -99,7 +99,7 @@ def _add_block(
     z = jnp.where(sees, z, -jnp.inf)  # (3)
     top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # (4)
     weights, decay = jnp.exp(z - replace_neg_inf(top)), jnp.exp(old.max - replace_neg_inf(top))
-    # What no query sees may be NaN, and 0 * NaN is not 0.
+    # Values that no query sees may be NaN, and 0 * NaN is not 0.
     v = jnp.where(sees.any(axis=0)[:, None, None], v, jnp.zeros_like(v))
     return Part(
         out=old.out * decay + _multiply("krs,skv->krv", weights.astype(v.dtype), v),  # (6)
@@ -109,7 +109,7 @@ def _add_block(
 
 
 def _gather_tokens(named: jax.Array, pages: jax.Array, scales: jax.Array | None, *, dtype: Any) -> jax.Array:
-    """The tokens of the named pages, one behind the other, `[tokens, K, .]`, in `dtype`; with scales in f32."""
+    """Gather the tokens of the named pages, `[tokens, K, .]`, in `dtype`; in f32 if there are scales."""
     rows = pages[named]
     if scales is not None:
         rows = rows.astype(jnp.float32) * scales[named][..., None]
@@ -119,14 +119,14 @@ def _gather_tokens(named: jax.Array, pages: jax.Array, scales: jax.Array | None,
 
 
 def _flatten_queries(q: jax.Array, num_kv_heads: int) -> jax.Array:
-    """`[T, N, H]` to `[K, T * G, H]`: heads of one group are rows that share its keys."""
+    """Flatten queries `[T, N, H]` to rows `[K, T * G, H]`: the heads of a group are rows that share its keys."""
     queries, heads, depth = q.shape
     grouped = q.reshape(queries, num_kv_heads, heads // num_kv_heads, depth)
     return grouped.swapaxes(0, 1).reshape(num_kv_heads, -1, depth)
 
 
 def _restore_queries(x: jax.Array, queries: int) -> jax.Array:
-    """`[K, T * G, .]` to `[T, N, .]`."""
+    """Invert `_flatten_queries`: `[K, T * G, .]` to `[T, N, .]`."""
     split = x.reshape(x.shape[0], queries, -1, x.shape[-1])
     return split.swapaxes(0, 1).reshape(queries, -1, x.shape[-1])
 

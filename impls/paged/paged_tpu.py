@@ -1,4 +1,4 @@
-"""Paged attention for TPUs in Pallas: a grid step for each tile of queries, and pages that the kernel copies ahead.
+"""Paged attention for TPUs in Pallas: a grid step per tile of queries, and pages that the kernel prefetches itself.
 
 Tables, tiles and blocks lie in scalar memory, pages and results in HBM. A step of the grid is one tile of queries, all
 of one sequence (`impls.paged.query_tiles`), be it a part of a prompt or a single token. So the work follows the queries
@@ -28,12 +28,12 @@ from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_vary
 
 
 def attend(plan: PagedPlan, operands: Operands, *, interpret: Any) -> Part:
-    """The part over every key that a query sees, arrays `[total_q, N, .]`; past the last sequence it is empty."""
+    """Attend to every key that each query sees; the part `[total_q, N, .]` is empty past the last sequence."""
     total, heads, depth = operands.q.shape
     depth_v = _get_value_depth(plan, operands)
     tiles = build_tiles(operands, plan.block_q)
     blocks = build_blocks(plan, operands, tiles)
-    # As much longer as a tile that begins with the last query.
+    # Padded for a tile that begins with the last query.
     q = jnp.pad(operands.q, ((0, plan.block_q), (0, 0), (0, 0)))
     scalars = (operands.page_indices.reshape(-1), *tiles[1:], *blocks)
     arrays = (q, *_list_pages(operands))
@@ -78,7 +78,7 @@ def _get_value_depth(plan: PagedPlan, operands: Operands) -> int:
 
 
 def _list_pages(operands: Operands) -> tuple[jax.Array, ...]:
-    """What is copied page by page. A latent has no axis of heads, so that its tokens fill tiles."""
+    """List the arrays that are copied page by page. Latents get no axis of heads, so that their tokens fill tiles."""
     if operands.v_pages is None:
         return (operands.k_pages[:, :, 0],)
     scales = () if operands.page_scales is None else (operands.page_scales,)
@@ -86,7 +86,7 @@ def _list_pages(operands: Operands) -> tuple[jax.Array, ...]:
 
 
 def _build_scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
-    """Memory of the kernel, in the order of `_kernel`."""
+    """Build the scratch memory of the kernel, in the order of `_kernel`."""
     _, heads, depth = operands.q.shape
     _, page_size, num_kv_heads, _ = operands.k_pages.shape
     dtype = operands.q.dtype

@@ -1,4 +1,4 @@
-"""Attention that first writes the keys and values of its queries' tokens into pages, as a server calls it.
+"""Attention that first writes the keys and values of its queries' tokens into pages, as servers do.
 
 The token of query `i` of a sequence is key `kv_len - q_len + i` of it, and lies in row `j % page_size` of page
 `page_indices[b, j // page_size]` for that `j`. Pages are new arrays that differ from those that were given in these
@@ -11,39 +11,40 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from cases.storage_forms.storage_layout import SCALES, WHOLE_SCALES
+from cases.storage_forms.paged_form import SCALES, WHOLE_SCALES
 from impls.paged.attention import attention, check_paged_operands, check_tables
 
-_MAX_INT32 = 2**31 - 1  # of int32: no token is there
+_MAX_INT32 = 2**31 - 1  # beyond every token
 
 
 def attention_with_update(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    q: Float[Array, "total_q N H"],
+    k: Float[Array, "total_q K H"],
+    v: Float[Array, "total_q K V"],
+    k_pages: Float[Array, "pages page_size K H"],
+    v_pages: Float[Array, "pages page_size K V"],
     *,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
     save_residuals: bool = False,
     **options: Any,
 ) -> Any:
     """Write new keys and values into pages, then attend to them and to what was there (docs/contract.md, section 8).
 
     Args:
-      q: queries `[total_q, N, H]`, one sequence behind the other.
+      q: queries `[total_q, N, H]`, one sequence after the other.
       k: keys of the same tokens `[total_q, K, H]`. Tokens past the last sequence are not written.
       v: their values `[total_q, K, V]`.
       k_pages: keys `[pages, page_size, K, H]`.
       v_pages: values `[pages, page_size, K, V]`.
-      kv_lens: int32 `[max_seqs]`, keys of each sequence, the new ones among them.
-      page_indices: int32 `[max_seqs, pages_per_seq]`; entries past a sequence's pages may be anything.
+      kv_lens: int32 `[max_seqs]`, number of keys of each sequence, including the new ones.
+      page_indices: int32 `[max_seqs, pages_per_seq]`. Entries past a sequence's pages may hold any value.
       cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
-      num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
+      num_seqs: int32 `[1]`, the number of sequences. Later entries of the tables may hold any value.
       save_residuals: also return `logsumexp` and `max_logits`.
       options: those of `impls.paged.attention.attention`.
 
@@ -52,7 +53,7 @@ def attention_with_update(
       [total_q, N, V]` and residuals are those of `impls.paged.attention.attention`.
 
     Raises:
-      ValueError: an operand or an option is not as above; the message names it.
+      ValueError: an operand or an option is invalid; the message names it.
       NotImplementedError: differentiation, or pages with scales, which are read alone.
     """
     if any(options.get(name) is not None for name in (*SCALES, *WHOLE_SCALES)):
@@ -75,12 +76,12 @@ def _find_slots(
     total: int,
     k_pages: jax.Array,
     *,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
 ) -> tuple[jax.Array, jax.Array]:
-    """The page and the row of each of `total` tokens, int32 `[total]`; beyond every page for what is not written."""
+    """Find the page and the row of each of `total` tokens, int32 `[total]`; out of bounds for tokens not written."""
     pages, page_size = k_pages.shape[:2]
     most = len(kv_lens)
     token = jnp.arange(total, dtype=jnp.int32)
@@ -94,7 +95,7 @@ def _find_slots(
 
 
 def _write_rows(name: str, x: Any, pool: Any, page: jax.Array, row: jax.Array) -> jax.Array:
-    """The pool with row `row` of page `page` what `x` is, token by token."""
+    """Write the tokens of `x` to row `row` of page `page` of the pool."""
     if x.shape != (len(page), *pool.shape[2:]) or x.dtype != pool.dtype:
         must = f"one token of {name}_pages for each query, {pool.dtype}{[len(page), *pool.shape[2:]]}"
         raise ValueError(f"{name} must be {must}, got {x.dtype}{list(x.shape)}")

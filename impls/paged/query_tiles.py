@@ -1,15 +1,15 @@
 """Tiles of queries: the queries of each sequence, `block_q` at a time, one sequence after the other.
 
-The list is as long as it can get for the shapes, and only the first `total` tiles are computed. So the work follows the
-queries that are there, and not `max_seqs`. It is made on the device from tables that may differ in every call.
+The list has the maximal length for the shapes, and only the first `total` tiles are computed. So the work follows the
+actual queries, and not `max_seqs`. The list is built on the device from tables that may differ in every call.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32
 
 from impls.paged.paged_plan import Operands
 
@@ -17,15 +17,15 @@ from impls.paged.paged_plan import Operands
 class QueryTiles(NamedTuple):
     """Lists of tiles; int32."""
 
-    total: jax.Array  # [], how many there are
-    sequence: jax.Array  # [L]
-    row: jax.Array  # [L], the packed query that a tile begins with
-    queries: jax.Array  # [L], how many it has
-    position: jax.Array  # [L], where the first of them stands in its sequence
+    total: Int32[Array, ""]  # number of tiles
+    sequence: Int32[Array, " L"]
+    row: Int32[Array, " L"]  # the packed query that a tile begins with
+    queries: Int32[Array, " L"]  # number of its queries
+    position: Int32[Array, " L"]  # position of the first of them in its sequence
 
 
 def build_tiles(operands: Operands, block_q: int) -> QueryTiles:
-    """The tiles of a call. Entries of tables past the last sequence may be any integers."""
+    """Build the tiles of a call. Table entries past the last sequence may be any integers."""
     most = len(operands.kv_lens)
     number_of = jnp.arange(most, dtype=jnp.int32)
     q_lens = jnp.where(number_of < operands.num_seqs[0], jnp.diff(operands.cu_q_lens), 0)

@@ -6,27 +6,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from cases.masks import Full, Mask
 from conformance.contract import validate_mask, validate_operands
 from impls.dot_product.attention import attend, compute_allowed_pairs
 from impls.explicit_sharding import accept_explicit_sharding
 
-Scales = tuple[jax.Array, jax.Array]
+Scales = tuple[Float32[Array, "#B #S K"], Float32[Array, "#B #S K"]]
 
 
 @accept_explicit_sharding
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Shaped[Array, "B S K H"],
+    v: Shaped[Array, "B S K V"],
     *,
     kv_scales: Scales | None = None,
     mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     dequantize: bool = False,

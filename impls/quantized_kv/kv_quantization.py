@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Shaped
 
 Kind = Literal["int8", "int4", "fp8"]
 _DTYPES = {"int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
 _MAX_VALUES = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 
 
-def quantize(x: jax.Array, kind: Kind, scales: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def quantize(
+    x: Float[Array, "B S K D"], kind: Kind, scales: Float[Array, "..."] | None = None
+) -> tuple[Shaped[Array, "B S K D"], Float32[Array, "..."]]:
     """Quantise keys or values to few bits, `round(x / scale)`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Decode attention over a padded cache: the public calls, and what they refuse."""
+"""Decode attention over a padded cache: the public calls, and their validation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from cases.masks import Full, Mask
 from conformance.contract import validate_mask, validate_operands
@@ -40,7 +41,7 @@ UNSUPPORTED = {
 
 
 class BackendOptions(NamedTuple):
-    """How a back end runs."""
+    """Options of a back end."""
 
     backend: Backend
     block_kv: int
@@ -50,16 +51,16 @@ class BackendOptions(NamedTuple):
 
 @accept_explicit_sharding
 def compute_parts(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
     lengths: Any = None,
     positions: Any = None,
     segment_ids: Any = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     bias: Any = None,
     scale: float | None = None,
     backend: Backend = "portable",
@@ -67,7 +68,7 @@ def compute_parts(
     num_splits: int | None = None,
     interpret: Any = None,
 ) -> Part:
-    """Attention of a few query tokens over a padded cache, not normalised (docs/contract.md, section 4).
+    """Attend from a few query tokens to a padded cache, without normalising (docs/contract.md, section 4).
 
     `out / sum` is attention over the keys that exist, and parts over disjoint sets of keys merge with
     `impls.softmax_merge`: a prompt's cache with that of what was generated since, or one device's share of a cache with
@@ -78,19 +79,19 @@ def compute_parts(
 
     Args:
       q: queries `[B, T, N, H]`, T of 1 or a few: draft tokens, or a chunk of a prompt.
-      k: keys `[B, S, K, H]`, `N % K == 0`; whatever is at `lengths[b]` and beyond is never looked at.
+      k: keys `[B, S, K, H]`, `N % K == 0`. Keys at `lengths[b]` and beyond are never read.
       v: values `[B, S, K, V]`.
       mask: Causal, Window, Chunked, Lengths, Full and their conjunctions; OwnWindow with Lengths.
-      lengths: int32 `[B]`, how many keys exist, 0 to S; by default S. May be traced, and is clipped to 0 to S then.
+      lengths: int32 `[B]`, number of keys that exist, 0 to S; by default S. If traced, it is clipped to 0 to S.
       positions: int32 `[B]`, position of the first query among the keys; by default 0, so that an offset of the mask is
         the position. For a window that moves with each sequence: `lengths - T`, which is what an OwnWindow gives.
-      segment_ids: refused.
+      segment_ids: not supported.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, one more logit in each query head's sum; for one part of a merge only.
-      bias: refused.
+      sinks: `[N]`, an additional logit in the sum of each query head; only for one part of a merge.
+      bias: not supported.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`.
-      block_kv: keys a block, by default `DEFAULT_BLOCKS`.
+      block_kv: keys per block, by default `DEFAULT_BLOCKS`.
       num_splits: programs that share a sequence on a GPU; by default as many as fill it.
       interpret: as `pallas_call` takes it; by default true unless the process runs on the back end's platform.
 
@@ -98,7 +99,7 @@ def compute_parts(
       f32 `out [B, T, N, V]`, `max [B, T, N, 1]`, `sum [B, T, N, 1]`; zero, -inf and zero where there is no key.
 
     Raises:
-      ValueError: an operand, the mask or an option is not as above; the message names it.
+      ValueError: an operand, the mask or an option is invalid; the message names it.
       NotImplementedError: an operand that is refused, another mask or dtype, too many query tokens for the back end, or
         differentiation.
     """
@@ -134,16 +135,16 @@ def compute_parts(
 
 @accept_explicit_sharding
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
     lengths: Any = None,
     positions: Any = None,
     segment_ids: Any = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     bias: Any = None,
     scale: float | None = None,
     save_residuals: bool = False,
@@ -152,22 +153,22 @@ def attention(
     num_splits: int | None = None,
     interpret: Any = None,
 ) -> Any:
-    """Softmax attention of a few query tokens over a padded cache: `parts`, normalised.
+    """Compute softmax attention of a few query tokens over a padded cache: `compute_parts`, normalised.
 
     Args:
-      q: as for `parts`.
+      q: as for `compute_parts`.
       k: likewise.
       v: likewise.
       mask: likewise.
       lengths: likewise.
       positions: likewise.
-      segment_ids: refused.
-      soft_cap: as for `parts`.
-      sinks: `[N]`, one more logit in each query head's softmax denominator.
-      bias: refused.
-      scale: as for `parts`.
+      segment_ids: not supported.
+      soft_cap: as for `compute_parts`.
+      sinks: `[N]`, an additional logit in the softmax denominator of each query head.
+      bias: not supported.
+      scale: as for `compute_parts`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      backend: as for `parts`.
+      backend: as for `compute_parts`.
       block_kv: likewise.
       num_splits: likewise.
       interpret: likewise.
@@ -177,10 +178,10 @@ def attention(
       that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`.
 
     Raises:
-      ValueError: as `parts`.
+      ValueError: as for `compute_parts`.
       NotImplementedError: likewise.
     """
-    validate_operands(q, k, v, sinks=sinks)  # `parts` is called without them, since they are not in `max_logits`
+    validate_operands(q, k, v, sinks=sinks)  # `compute_parts` gets no sinks, since `max_logits` excludes them
     part = compute_parts(
         q,
         k,
@@ -220,7 +221,7 @@ def _check_options(backend: Backend, block_kv: int | None, num_splits: int | Non
 
 
 def _refuse_unsupported(q: Any, k: Any, segment_ids: Any, bias: Any, options: BackendOptions) -> None:
-    """Refuse what is not supported."""
+    """Refuse operands that are not supported."""
     for name, operand in (("segment_ids", segment_ids), ("bias", bias)):
         if operand is not None:
             raise NotImplementedError(f"ragged does not support {name}: {UNSUPPORTED[name]}")
@@ -245,7 +246,7 @@ def _refuse_unsupported(q: Any, k: Any, segment_ids: Any, bias: Any, options: Ba
 
 
 def _check_vector(name: str, values: Any, batch: int, *, highest: int | None) -> jax.Array | None:
-    """Lengths or positions as int32 `[B]`; their values are checked where they are known."""
+    """Convert lengths or positions to int32 `[B]`, and check their values if they are not traced."""
     if values is None:
         return None
     if np.shape(values) != (batch,):

@@ -1,4 +1,4 @@
-"""What decode attention declares, on each back end."""
+"""Declarations of decode attention, on each back end."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _DESCRIPTIONS: dict[Backend, str] = {
 def lower_mask(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
 ) -> tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]:
-    """Lengths and positions as arrays, the rest of the mask as it is."""
+    """Lower a mask: lengths and positions become arrays, the rest stays a static mask."""
     formula, lengths, positions = lower_lengths(mask, batch, kv_length)
     return {"mask": formula}, {"lengths": lengths, "positions": positions}
 
 
 def build_implementation(name: str, *, backend: Backend) -> Implementation:
-    """Decode attention on `backend`, under `name`; interpreted unless the process runs on its platform."""
+    """Declare decode attention on `backend`, under `name`; interpreted unless the process runs on its platform."""
     options: dict[str, Any] = {"backend": backend, **_JUDGED_SIZES[backend]}
     call = functools.partial(attention, **options)
     refused = UNSUPPORTED | ({"f16": "the matrix unit multiplies no float16"} if backend == "tpu" else {})
@@ -91,7 +91,7 @@ def _interpret_with(parameters: Any) -> Any:
 
 
 def refuse_mixed_windows(case: Case) -> str | None:
-    """Refuses a window that moves with each sequence beside a mask that does not."""
+    """Refuse a window that moves with each sequence together with a mask that does not."""
     kinds = {kind for group in mask_spec.parse_mask_spec(case.mask) for kind, _ in group}
     mixed = "own" in kinds and kinds - {"own", "lengths"}
     return "own_window: combined with another mask than lengths" if mixed else None

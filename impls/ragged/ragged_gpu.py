@@ -47,9 +47,9 @@ from impls.softmax_merge import Part, merge_axis
 from impls.varying_axes import find_varying_axes, mark_varying
 
 MAX_ROWS = 64
-"""Rows of a tile: as many as keep the accumulator in registers. More of them are other programs."""
+"""Largest number of rows per tile, so that the accumulator stays in registers. Further rows get further programs."""
 
-# Two programs for each multiprocessor of GPUs that have 108 to 148 of them.
+# About two programs per multiprocessor, of which GPUs have 108 to 148.
 _NUM_PROGRAMS = 256
 
 Arrays = dict[str, Any]
@@ -73,19 +73,19 @@ class _Launch:
 
     @property
     def kv_tail(self) -> int:
-        """Keys, the last block's missing ones included."""
+        """Number of keys, padded to whole blocks."""
         return -(-self.plan.kv_length // self.block) * self.block
 
     def place(self, number: Any) -> tuple[Any, Any]:
-        """Split, and tile of rows, of a program."""
+        """Compute the split and the tile of rows of a program."""
         return lax.div(number, jnp.int32(self.row_tiles)), lax.rem(number, jnp.int32(self.row_tiles))
 
     def of_keys(self, columns: int) -> pl.BlockSpec:
-        """All keys of the program's head, of an array `[B, S, K, .]`."""
+        """Select all keys of the program's head, of an array `[B, S, K, .]`."""
         return pl.BlockSpec((None, self.kv_tail, None, columns), lambda i, h, b: (b, jnp.int32(0), h, jnp.int32(0)))
 
     def of_parts(self, *columns: int) -> pl.BlockSpec:
-        """The program's rows of its split, of an array `[B, K, splits, R, (.)]`."""
+        """Select the program's rows of its split, of an array `[B, K, splits, R, (.)]`."""
 
         def index(i: Any, h: Any, b: Any) -> tuple[Any, ...]:
             split, rows = self.place(i)
@@ -95,12 +95,12 @@ class _Launch:
 
 
 def attend(plan: RaggedPlan, operands: Operands, *, block_kv: int, num_splits: int | None, interpret: bool) -> Part:
-    """The part over every key that exists, arrays `[B, K, R, .]`.
+    """Attend to every key that exists; the part has arrays `[B, K, R, .]`.
 
     Args:
-      plan: what is fixed.
-      operands: of the call.
-      block_kv: keys a tile, a power of two of at least 16; cut to the cache.
+      plan: static part of the call.
+      operands: arrays of the call.
+      block_kv: keys per tile, a power of two of at least 16; clipped to the cache.
       num_splits: programs that share a sequence; by default as many as fill the GPU.
       interpret: run in Pallas's interpreter.
     """
@@ -114,7 +114,7 @@ def attend(plan: RaggedPlan, operands: Operands, *, block_kv: int, num_splits: i
         lambda i, h, b: (b, h, jnp.int32(0), jnp.int32(0)),
     )
     keys = {"k": launch.of_keys(round_up_to_tile(launch.depth)), "v": launch.of_keys(round_up_to_tile(launch.v_depth))}
-    # `shard_map` checks over which mesh axes arrays differ: outputs must name the operands' axes.
+    # `shard_map` checks over which mesh axes arrays vary: outputs must name the operands' axes.
     arrays = mark_varying(arrays, find_varying_axes(arrays))
     varying = jax.typeof(arrays["q"]).manual_axis_type
     parts = (batch, num_kv_heads, launch.splits, launch.rows)
@@ -157,7 +157,7 @@ def _build_launch(plan: RaggedPlan, operands: Operands, block_kv: int, num_split
 
 
 def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
-    """The part over one split's share of the blocks of one sequence."""
+    """Compute the part over one split's share of the blocks of one sequence."""
     plan, tile = launch.plan, launch.tile
     (split, row_tile), batch = launch.place(pl.program_id(0)), pl.program_id(2)
     length, position = inputs["lengths"][batch], inputs["positions"][batch]
@@ -166,7 +166,7 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     begin, end = split * share, jnp.minimum((split + 1) * share, count)
     start = row_tile * tile
     q = load_rows(inputs["q"], start, tile, launch.rows, launch.depth)
-    # Rows that only fill the tile see what the last query sees, and so no key that none does.
+    # Padding rows see the same keys as the last query, and so no key that no query sees.
     t = jnp.minimum(lax.div(compute_positions(start, tile), jnp.int32(plan.group)), plan.q_length - 1)
     i = (position + t)[:, None]
 
@@ -179,7 +179,7 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
         top = jnp.maximum(old.max, jnp.max(z, axis=1))  # (4)
         shift = replace_neg_inf(top)
         weights, decay = compute_exp(z - shift[:, None]), compute_exp(old.max - shift)
-        # What no query sees may be NaN, and 0 * NaN is not 0.
+        # Values that no query sees may be NaN, and 0 * NaN is not 0.
         out = _multiply(weights.astype(v.dtype), zero_hidden_rows(v, find_seen_keys(found)), 0)
         return Part(
             out=old.out * decay[:, None] + out,  # (6)
@@ -199,7 +199,7 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
 
 
 def _multiply(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Sum over the last axis of `a` and over `axis` of `b`, in f32."""
+    """Multiply two tiles in f32, contracting the last axis of `a` with `axis` of `b`."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((1,), (axis,)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""What is fixed before any value is known, the arrays of a call, which keys its queries can see, and the logits.
+"""Static plan and arrays of a call, the keys that its queries see, and its logits.
 
     (1)  x_ij = scale <q_i, k_j>
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int32
 
 from cases.masks import Causal, Chunked, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
 from impls.softmax_merge import Part
@@ -35,15 +36,15 @@ class RaggedPlan:
 class Operands(NamedTuple):
     """Arrays of one call."""
 
-    q: jax.Array  # [B, K, R, H]
-    k: jax.Array  # [B, S, K, H]
-    v: jax.Array  # [B, S, K, V]
-    lengths: jax.Array  # int32 [B], keys that exist
-    positions: jax.Array  # int32 [B], position of the first query
+    q: Float[Array, "B K R H"]
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K V"]
+    lengths: Int32[Array, " B"]  # keys that exist
+    positions: Int32[Array, " B"]  # position of the first query
 
 
-def flatten_queries(q: jax.Array, num_kv_heads: int) -> jax.Array:
-    """`[B, T, N, H]` to `[B, K, R, H]`."""
+def flatten_queries(q: Float[Array, "B T N H"], num_kv_heads: int) -> Float[Array, "B K R H"]:
+    """Flatten queries `[B, T, N, H]` to rows `[B, K, R, H]`."""
     batch, q_length, num_q_heads, depth = q.shape
     group = num_q_heads // num_kv_heads
     split = q.reshape(batch, q_length, num_kv_heads, group, depth).transpose(0, 2, 1, 3, 4)
@@ -51,7 +52,7 @@ def flatten_queries(q: jax.Array, num_kv_heads: int) -> jax.Array:
 
 
 def restore_queries(part: Part, q_length: int) -> Part:
-    """Arrays `[B, K, R, .]` to `[B, T, N, .]`."""
+    """Invert `flatten_queries` for the arrays of a part: `[B, K, R, .]` to `[B, T, N, .]`."""
 
     def join(x: jax.Array) -> jax.Array:
         batch, num_kv_heads, rows, depth = x.shape
@@ -62,17 +63,19 @@ def restore_queries(part: Part, q_length: int) -> Part:
 
 
 def lower_lengths(mask: Mask, batch: int, kv_length: int) -> tuple[Mask, np.ndarray, np.ndarray]:
-    """A mask as a formula that is static, and int32 `[B or 1]` lengths and positions that are not.
+    """Split a mask into a static formula, and int32 `[B or 1]` lengths and positions, which may be traced.
 
-    Whatever changes from one token to the next is in the arrays, so that a decoder compiles once: an offset that all
-    parts of the mask have is the position of the first query.
+    Everything that changes from token to token is in the arrays, so that a decoder compiles once. An offset that all
+    parts of the mask share becomes the position of the first query.
 
     Raises:
       NotImplementedError: the mask is no conjunction of lengths, causal masks, windows and chunks, or of lengths and a
         window that moves with each batch row.
     """
     parts = [part for part in list_conjuncts(mask) if not isinstance(part, Full)]
-    rows = batch if isinstance(batch, int) else 1  # a size that an exported program leaves open has one row for all
+    rows = (
+        batch if isinstance(batch, int) else 1
+    )  # a batch size that is symbolic in an exported program gets one row for all
     lengths = np.full(rows, kv_length, np.int32)
     for part in parts:
         if isinstance(part, Lengths):
@@ -106,9 +109,10 @@ UNSUPPORTED_MASKS = "only those that leave each query one run of keys"
 
 
 def find_key_range(plan: RaggedPlan, length: Any, position: Any) -> tuple[Any, Any]:
-    """First key that the query at `position` sees, and one past the last; int32, any shapes that broadcast.
+    """Find the first key that the query at `position` sees, and one past the last; int32, broadcasting.
 
-    Under a conjunction of lengths, causal masks, windows and chunks that is one run, empty if it ends before it starts.
+    Under a conjunction of lengths, causal masks, windows and chunks the visible keys are one run. The run is empty if
+    it ends before it starts.
     """
     low, high = position * 0, jnp.clip(length, 0, plan.kv_length)
     for part in list_conjuncts(plan.mask):
@@ -126,7 +130,7 @@ def find_key_range(plan: RaggedPlan, length: Any, position: Any) -> tuple[Any, A
 
 
 def find_block_range(plan: RaggedPlan, lengths: Any, positions: Any, block: int) -> tuple[Any, Any]:
-    """First block that holds a key that any query of a batch row sees, and how many do. int32 `[B]`."""
+    """Find the first block with a key that any query of a batch row sees, and the number of blocks, int32 `[B]`."""
     low, _ = find_key_range(plan, lengths, positions)
     _, high = find_key_range(plan, lengths, positions + (plan.q_length - 1))
     first = low // block
@@ -134,13 +138,13 @@ def find_block_range(plan: RaggedPlan, lengths: Any, positions: Any, block: int)
 
 
 def compute_allowed(plan: RaggedPlan, length: Any, position: Any, j: Any) -> Any:
-    """Whether the query at `position` sees key `j` of a row with `length` keys."""
+    """Compute whether the query at `position` sees key `j` of a row with `length` keys."""
     low, high = find_key_range(plan, length, position)
     return (j >= low) & (j < high)
 
 
 def compute_logits(plan: RaggedPlan, products: jax.Array, unit: float = 1.0) -> jax.Array:
-    """Logits of products `<q, k>`, counted in `unit`."""
+    """Compute logits in units of `unit` from products `<q, k>`."""
     if plan.soft_cap is None:
         return products * jnp.float32(plan.scale / unit)  # (1)
     x = products * jnp.float32(plan.scale)  # (1)
@@ -148,5 +152,5 @@ def compute_logits(plan: RaggedPlan, products: jax.Array, unit: float = 1.0) -> 
 
 
 def replace_neg_inf(x: jax.Array) -> jax.Array:
-    """-inf replaced by 0, so that `exp(-inf - x)` is 0 and no NaN."""
+    """Replace -inf by 0, so that `exp(-inf - x)` is 0 and not NaN."""
     return jnp.where(x == -jnp.inf, 0.0, x)

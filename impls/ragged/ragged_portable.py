@@ -1,4 +1,4 @@
-"""Decode attention in plain JAX: a loop over key blocks as far as the longest sequence goes.
+"""Decode attention in plain JAX: a loop over key blocks up to the end of the longest sequence.
 
 With (1) and (2) from `impls.ragged.ragged_plan`, and with no sink and no division, since the result is a part
 (`impls.softmax_merge` has both):
@@ -36,7 +36,7 @@ from impls.varying_axes import find_varying_axes, mark_varying
 
 
 def attend(plan: RaggedPlan, operands: Operands, *, block_kv: int) -> Part:
-    """The part over every key that exists, arrays `[B, K, R, .]`."""
+    """Attend to every key that exists; the part has arrays `[B, K, R, .]`."""
     block = min(block_kv, plan.kv_length)
     first, count = find_block_range(plan, operands.lengths, operands.positions, block)
     end = jnp.max(first + count, initial=0, where=count > 0)
@@ -53,8 +53,8 @@ def attend(plan: RaggedPlan, operands: Operands, *, block_kv: int) -> Part:
 
 
 def _add_block(plan: RaggedPlan, operands: Operands, block: int, number: Any, old: Part) -> Part:
-    """The running softmax with one more block of keys."""
-    # The last block starts early enough to be whole; keys that were there before are not counted again.
+    """Update the online softmax with one more block of keys."""
+    # The last block starts early enough to be whole; keys of the block before are not counted again.
     start = jnp.minimum(number * block, plan.kv_length - block)
     k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (operands.k, operands.v))
     j = start + jnp.arange(block, dtype=jnp.int32)
@@ -65,7 +65,7 @@ def _add_block(plan: RaggedPlan, operands: Operands, block: int, number: Any, ol
     z = jnp.where(found[:, None], z, -jnp.inf)  # (3)
     top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # (4)
     weights, decay = jnp.exp(z - replace_neg_inf(top)), jnp.exp(old.max - replace_neg_inf(top))
-    # What no query sees may be NaN, and 0 * NaN is not 0.
+    # Values that no query sees may be NaN, and 0 * NaN is not 0.
     v = jnp.where(found.any(axis=1)[:, :, None, None], v, jnp.zeros_like(v))
     out = _multiply("bkrs,bskv->bkrv", weights.astype(v.dtype), v)
     return Part(

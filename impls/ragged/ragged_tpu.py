@@ -1,4 +1,4 @@
-"""Decode attention for TPUs in Pallas: one grid step for each block that holds a key, and none for any other.
+"""Decode attention for TPUs in Pallas, with a grid step for each block with a visible key and no other.
 
 With (1) and (2) from `impls.ragged.ragged_plan`, and with no sink and no division, since the result is a part
 (`impls.softmax_merge` has both):
@@ -44,7 +44,7 @@ from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_vary
 LANES = 128
 SUBLANES = 8
 MAX_ROWS = 1024
-"""Rows (query tokens times query heads a key/value head) whose logits fit VMEM beside a block of keys."""
+"""Largest number of rows (query tokens times query heads per key/value head) whose logits fit VMEM."""
 
 # Of the 16 MiB that a kernel may take by default; the rest is for values between loads and stores.
 _VMEM_BUDGET = 8 * 2**20
@@ -62,15 +62,15 @@ def attend(
     interpret: Any,
     schedule: BuildSteps = build_steps,
 ) -> Part:
-    """The part over every key that exists, arrays `[B, K, R, .]`.
+    """Attend to every key that exists; the part has arrays `[B, K, R, .]`.
 
     Args:
-      plan: what is fixed.
-      operands: of the call; with `heads_first`, k and v are `[B, K, S, .]`.
-      block_kv: keys a block, a multiple of 8; cut to the cache.
-      heads_first: the order of the cache.
-      interpret: as `pallas_call` takes it.
-      schedule: makes the steps.
+      plan: static part of the call.
+      operands: arrays of the call; with `heads_first`, k and v are `[B, K, S, .]`.
+      block_kv: keys per block, a multiple of 8; clipped to the cache.
+      heads_first: whether the cache has heads before keys.
+      interpret: as for `pallas_call`.
+      schedule: builds the steps.
     """
     k, v = (x if heads_first else x.swapaxes(1, 2) for x in (operands.k, operands.v))
     batch, num_kv_heads, given, depth = operands.q.shape
@@ -117,9 +117,9 @@ def attend(
 
 
 def choose_num_heads(num_kv_heads: int, rows: int, block: int, depths: tuple[int, int], itemsize: int) -> int:
-    """Key/value heads a step: as many as fit, so that a step has enough to do for what it costs to start it.
+    """Choose the key/value heads per step: as many as fit VMEM, to amortise the cost of starting a step.
 
-    Where cores share a call, each has some of the heads, if there are so many.
+    If several cores share a call, each gets some of the heads, where there are enough.
     """
     h, v = (-(-depth // LANES) * LANES for depth in depths)
     fetched = 2 * (block * (h + v) + rows * h) * itemsize
@@ -157,7 +157,7 @@ def _kernel(
 
 
 def _clear_softmax(kept: Part) -> None:
-    """A softmax of no keys."""
+    """Initialise the softmax over no keys."""
     kept.out[...] = jnp.zeros(kept.out.shape, jnp.float32)
     kept.max[...] = jnp.full(kept.max.shape, EMPTY_MAXIMUM, jnp.float32)
     kept.sum[...] = jnp.zeros(kept.sum.shape, jnp.float32)
@@ -166,18 +166,18 @@ def _clear_softmax(kept: Part) -> None:
 def _add_block(
     plan: RaggedPlan, q_ref: Any, k_ref: Any, v_ref: Any, kept: Part, *, start: Any, length: Any, position: Any
 ) -> None:
-    """Add the keys of one block, the first of which is key `start`, to the running softmax."""
+    """Add the keys of one block, beginning with key `start`, to the online softmax."""
     rows, block, last = q_ref.shape[1], k_ref.shape[1], position + (plan.q_length - 1)
 
     def seen_in_part() -> None:
         shape = (rows, block)
         i = jnp.full(shape, position, jnp.int32)
         if plan.q_length > 1:
-            # Rows that only fill the block see what the last query sees, and so no key that none does.
+            # Padding rows see the same keys as the last query, and so no key that no query sees.
             t = lax.div(lax.broadcasted_iota(jnp.int32, shape, 0), jnp.int32(plan.group))
             i = i + jnp.minimum(t, plan.q_length - 1)
         sees = compute_allowed(plan, length, i, start + lax.broadcasted_iota(jnp.int32, shape, 1))
-        # What no query sees may be NaN, and 0 * NaN is not 0. Runs of queries that follow one another leave no gap.
+        # Values that no query sees may be NaN, and 0 * NaN is not 0. The key ranges of consecutive queries have no gap.
         low, high = find_key_range(plan, length, position)[0], find_key_range(plan, length, last)[1]
         j = start + lax.broadcasted_iota(jnp.int32, v_ref.shape[1:], 0)
         dead = (j < low) | (j >= high)
@@ -202,9 +202,9 @@ def _add_heads(
     masked: Callable[[jax.Array], jax.Array],
     alive: Callable[[jax.Array], jax.Array],
 ) -> None:
-    """The same, each step for all heads before the next, so that one head fills the pauses of another.
+    """Add a block for all heads, interleaving the operations of the heads to hide latencies.
 
-    One head after the other, as many rows would have it, takes 1,214 cycles on 7x where this takes 859.
+    One head after the other takes 1,214 cycles on 7x; interleaved they take 859.
     """
     q_ref, k_ref, v_ref = given
     heads, block = k_ref.shape[:2]
@@ -224,7 +224,7 @@ def _add_heads(
 
 
 def _sum_by_lane(weights: jax.Array) -> jax.Array:
-    """Sums over the keys, `[rows, LANES]`, whose lanes add up to them; keys that fill no registers are in the first."""
+    """Sum over the keys by lane, `[rows, LANES]`; keys that do not fill a register are summed into the first lane."""
     if weights.shape[1] % LANES == 0:
         return sum_by_lane(weights)
     first = lax.broadcasted_iota(jnp.int32, (weights.shape[0], LANES), 1) == 0
@@ -232,7 +232,7 @@ def _sum_by_lane(weights: jax.Array) -> jax.Array:
 
 
 def _multiply(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Sum over the last axis of `a` and over `axis` of `b`, in f32."""
+    """Multiply two tiles in f32, contracting the last axis of `a` with `axis` of `b`."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from cases.case import SCALED_FEATURES, Case
+from cases.case import Case
+from cases.storage_forms.paged_form import SCALED_FEATURES
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import get_default_products, resolve_interpret, runs_on, use_tpu_interpreter
 from impls.upstream.mask_flags import ONLY_CAUSAL
@@ -116,7 +117,7 @@ def _find_case_limit(platform: str, case: Case) -> str | None:
         return "needs a key for each query"
     if platform == "gpu" and case.head_dim & (case.head_dim - 1):
         return f"needs a head depth that is a power of two; H is {case.head_dim}"
-    page_size = case.stored.page_size if case.stored is not None else None
+    page_size = case.stored.size if case.stored is not None else None
     if platform == "gpu" and page_size and page_size & (page_size - 1):
         return f"needs pages of a power of two of keys; they have {page_size}"
     return None

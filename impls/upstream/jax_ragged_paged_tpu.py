@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged
 from jaxtyping import Array, Float, Int, Shaped
 
-from cases.case import WHOLE_FEATURES, Case
+from cases.case import Case
+from cases.storage_forms.paged_form import WHOLE_FEATURES
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import get_default_products, runs_on
 

@@ -217,7 +217,7 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _find_case_limit(case: Case) -> str | None:
-    page_size = (case.stored and case.stored.page_size) or 1
+    page_size = (case.stored and case.stored.size) or 1
     packing = 1 if case.dtype == "f32" else 2
     if page_size % packing:
         return f"needs a page size that is a multiple of {packing} in {case.dtype}; it is {page_size}"

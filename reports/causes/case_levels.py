@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cases.operand_registry import OPTIONAL
+from cases.storage_forms.form_registry import FORMS, read_storage
 from reports.matrix_columns import FEATURE_KINDS
 
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
 _SIZES = ("batch", "q_length", "kv_length", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim")
-_STORAGE = re.compile(r"(packed|paged|shared|latentshared|latent)(\d*)")
-_STORED = {"packed": "operands are packed", "paged": "operands are paged", "latent": "values are a part of the keys"}
 _TERM = re.compile(r"_and_|_or_")
 _WINDOW = re.compile(r"(?:window-l(\d+|inf)-r(\d+|inf)|own-l(\d+|inf))")
 
@@ -114,7 +113,7 @@ def parse_fields(case: str) -> Mapping[str, str] | None:
     found = {"phase": phase, "dtype": dtype, "mask": mask, "distribution": distribution, "seed": seed}
     found |= dict(zip(_SIZES, sizes.groups(), strict=True))
     for option in options:
-        other = "storage" if _STORAGE.match(option) else "front_end"
+        other = "front_end" if read_storage(option) is None else "storage"
         name = next((operand.field for operand in OPTIONAL if operand.read(option) is not None), other)
         found[name] = option
     return found
@@ -160,14 +159,15 @@ def _iter_kind_levels(fields: Mapping[str, str]) -> Iterator[Level]:
         yield _create_level("cache", "in prefill and in decode", "phase", *LENGTHS, odds=_RARER)
     if values != "normal":
         yield _create_level(f"{values} values", f"with the values of `{values}`", "distribution", odds=_RARE)
-    if (storage := fields.get("storage")) is not None and (found := _STORAGE.match(storage)) is not None:
-        kind = "paged" if found[1] == "shared" else found[1].removesuffix("shared")
-        yield _create_level(kind, f"where {_STORED[kind]}", "storage", odds=_RARER)
-        if found[2]:
-            yield _create_level(f"pages of {found[2]}", f"with pages of {found[2]}", "storage", odds=_RARE)
-        if found[1].endswith("shared"):
+    if (storage := read_storage(fields.get("storage", ""))) is not None:
+        form = FORMS[storage.form]
+        yield _create_level(form.level, f"where {form.condition}", "storage", odds=_RARER)
+        if storage.size is not None:
+            sized = f"{form.unit} of {storage.size}"
+            yield _create_level(sized, f"with {sized}", "storage", odds=_RARE)
+        if storage.shared:
             yield _create_level("shared pages", "where sequences share pages", "storage")
-        if "-q" in storage:
+        if storage.q_lengths:
             yield _create_level(
                 "ragged queries", "where sequences have unequal numbers of queries", "storage", odds=_RARER
             )

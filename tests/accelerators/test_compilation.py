@@ -191,8 +191,7 @@ def test_of_a_stored_call_the_call_itself_is_compiled_by_shapes() -> None:
     assert storage is not None
     assert arrays["q"].shape == (len(storage.q_rows), 64, 128)
     assert arrays["k"].shape == arrays["v"].shape == (*storage.held.shape, 8, 128)
-    assert storage.page_indices is not None
-    assert arrays["page_indices"].shape == storage.page_indices.shape
+    assert arrays["page_indices"].shape == storage.tables["page_indices"].shape
     assert not {"storage", "places", "held"} & set(arrays)
 
 

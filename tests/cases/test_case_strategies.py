@@ -15,8 +15,8 @@ from cases.case_space.case_strategies import LONGEST, draw_cases
 from cases.moba_mask import depends_on_data
 from cases.operand_registry import BIASES, SEGMENTS
 from cases.operand_values import draw_problem
-from cases.storage_forms.storage_spec import KINDS, Kind
-from cases.storage_forms.stored_case_rules import find_refusal
+from cases.storage_forms.form_registry import FORMS
+from cases.storage_forms.stored_cases import find_refusal
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 PLAINEST = "train/f32/B1.T1.S1.N1.K1.H8.V8/full/normal/s0"
@@ -89,7 +89,7 @@ def test_operands_can_be_drawn_for_a_drawn_case(case: Case) -> None:
 def test_every_part_of_the_space_is_reached() -> None:
     found = drawn(50, draw_cases())
     features = {feature for case in found for feature in case.features}
-    assert features == set(FEATURES) - set(KINDS)  # drawn only for those who take no others, below
+    assert features == set(FEATURES) - set(FORMS)  # drawn only for those who take no others, below
     for field, values in (("distribution", DISTRIBUTIONS), ("segments", SEGMENTS), ("bias", BIASES)):
         assert set(values) <= {getattr(case, field) for case in found}
     for part in ("_and_", "_or_", "-o-", "inf"):
@@ -169,8 +169,8 @@ def test_a_space_with_nothing_in_it_says_why() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_stored_cases_are_drawn_for_those_who_take_no_others(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", FORMS)
+def test_stored_cases_are_drawn_for_those_who_take_no_others(kind: str) -> None:
     found = drawn(30, draw_cases(lambda case: find_refusal(case, kind)))
     assert {case.storage is not None for case in found} == {True}
     assert {kind} <= {feature for case in found for feature in case.features}

@@ -12,14 +12,14 @@ from cases.case import Case, parse_case_id
 from cases.grid import build_grid
 from cases.operand_values import Problem
 from cases.storage_forms import server_traces
-from cases.storage_forms.page_write_grids import WRITTEN
 from cases.storage_forms.page_writes import PAGE_ARRAYS, build_writing, find_slots, view_bits
+from cases.storage_forms.paged_cases import WRITE_MODELS
 from cases.storage_forms.storage_layout import NOBODY, Storage
-from cases.storage_forms.stored_case_rules import find_refusal
+from cases.storage_forms.stored_cases import find_refusal
 
 MIXED = parse_case_id("prefill/f32/B4.T13.S45.N4.K2.H16.V8/own-linf-45-32-33-9/paged16-q13-1-1-9/normal/s0")
 SHARED = dataclasses.replace(MIXED, storage="shared16-q13-1-1-9")
-GRIDS = [build_grid("quick", 0, lambda case: find_refusal(case, "paged", writes=True), model) for model in WRITTEN]
+GRIDS = [build_grid("quick", 0, lambda case: find_refusal(case, "paged", writes=True), model) for model in WRITE_MODELS]
 
 
 def stored(case: Case) -> tuple[Problem, Storage]:
@@ -40,10 +40,11 @@ def test_no_case_writes_a_page_that_sequences_share() -> None:
     assert shared
     for case in {case.program: case for case in shared}.values():
         storage = stored(case)[1]
-        assert storage.page_indices is not None
-        assert storage.kv_lens is not None
         where, size = find_slots(storage), storage.held.shape[1]
-        owners = [set(storage.page_indices[b, : -(-storage.kv_lens[b] // size)].tolist()) for b in range(case.batch)]
+        owners = [
+            set(storage.tables["page_indices"][b, : -(-storage.tables["kv_lens"][b] // size)].tolist())
+            for b in range(case.batch)
+        ]
         assert all(sum(page in pages for pages in owners) == 1 for page in where.page[where.there].tolist())
 
 
@@ -100,9 +101,8 @@ def test_a_life_writes_what_later_steps_read() -> None:
         what = build_writing(step.problem, 0, finite=False, before=before)
         storage = step.problem.storage
         assert storage is not None
-        assert storage.page_indices is not None
         for name, x in zip(PAGE_ARRAYS, (step.problem.k, step.problem.v), strict=True):
             for n, (row, _, stop) in enumerate(step.queries):
                 j, size = np.arange(stop), storage.held.shape[1]
-                assert (what.after[name][storage.page_indices[n, j // size], j % size] == x[row, :stop]).all()
+                assert (what.after[name][storage.tables["page_indices"][n, j // size], j % size] == x[row, :stop]).all()
         before = what.after

@@ -12,17 +12,12 @@ from cases import operand_values
 from cases.case import Case, CaseIdError, parse_case_id
 from cases.grid import build_grid
 from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window
-from cases.storage_forms import latent_grids, storage_layout, storage_spec
+from cases.storage_forms import storage_layout
+from cases.storage_forms.form_cases import load_form_cases
+from cases.storage_forms.form_registry import FORMS, find_form
+from cases.storage_forms.mask_sides import Sides, find_sides
 from cases.storage_forms.server_traces import LENGTHS, STEPS, build_traces, iter_steps
-from cases.storage_forms.storage_spec import Sides, find_sides
-from cases.storage_forms.stored_case_rules import (
-    FURTHER_SEQUENCES,
-    find_refusal,
-    list_other_masks,
-    lower_sides,
-    with_length,
-)
-from cases.storage_forms.stored_grids import MODELS
+from cases.storage_forms.stored_cases import find_refusal, list_other_masks, lower_sides, with_length
 
 MIXED = parse_case_id("prefill/f32/B4.T21.S64.N4.K2.H16.V16/own-linf-53-16-17-8/paged16-q21-1-1-8/normal/s0")
 SHARED = dataclasses.replace(MIXED, storage="shared4-q21-1-1-8")
@@ -31,7 +26,7 @@ LATENT = dataclasses.replace(MIXED, num_kv_heads=1, head_dim=24, scale=0.3, stor
 
 
 def of(case: Case) -> storage_layout.Storage:
-    found = storage_layout.draw_storage(case)
+    found = operand_values.draw_problem(case).storage
     assert found is not None
     return found
 
@@ -58,6 +53,23 @@ def test_storage_that_does_not_fit_is_named(written: str, message: str) -> None:
         dataclasses.replace(MIXED, storage=written)
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_has_cases_that_its_kernels_can_be_asked_for(name: str) -> None:
+    plain = load_form_cases(name).plain
+    assert parse_case_id(plain.id) == plain
+    assert plain.stored is not None
+    assert plain.stored.form == name
+    assert find_refusal(plain, name) is None
+    assert dataclasses.replace(plain, storage=FORMS[name].example).stored is not None
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_is_found_by_the_parameters_that_it_needs(name: str) -> None:
+    form = FORMS[name]
+    assert find_form([*form.operands, *form.required]) is form
+    assert find_form([*form.operands[:1], "k", "v", "causal"]) is None
+
+
 def test_pages_are_not_trained_from() -> None:
     with pytest.raises(CaseIdError, match="is a cache"):
         dataclasses.replace(PACKED, storage="paged4")
@@ -78,22 +90,20 @@ def test_features_say_what_a_kernel_must_have() -> None:
 @pytest.mark.parametrize("case", [MIXED, SHARED], ids=str)
 def test_the_table_leads_to_every_key(case: Case) -> None:
     found, problem = of(case), operand_values.draw_problem(case)
-    assert found.page_indices is not None
-    assert found.kv_lens is not None
     size = found.held.shape[1]
     keys = problem.k.reshape(-1, *problem.k.shape[2:])
-    assert tuple(found.kv_lens[: case.batch]) == case.kv_lengths
+    assert tuple(found.tables["kv_lens"][: case.batch]) == case.kv_lengths
     for b, length in enumerate(case.kv_lengths):
         for j in range(length):
-            held = found.held[found.page_indices[b, j // size], j % size]
+            held = found.held[found.tables["page_indices"][b, j // size], j % size]
             assert (keys[held] == problem.k[b, j]).all()
 
 
 @pytest.mark.parametrize("case", [MIXED, SHARED, PACKED], ids=str)
 def test_packed_queries_are_the_last_of_each_sequence(case: Case) -> None:
     found = of(case)
-    assert found.num_seqs.tolist() == [case.batch]
-    for b, (start, stop) in enumerate(itertools.pairwise(found.cu_q_lens[: case.batch + 1])):
+    assert found.tables["num_seqs"].tolist() == [case.batch]
+    for b, (start, stop) in enumerate(itertools.pairwise(found.tables["cu_q_lens"][: case.batch + 1])):
         rows = b * case.q_length + np.arange(case.q_length - case.q_lengths[b], case.q_length)
         assert found.q_rows[start:stop].tolist() == rows.tolist()
         assert found.places.ravel()[rows].tolist() == list(range(start, stop))
@@ -102,8 +112,7 @@ def test_packed_queries_are_the_last_of_each_sequence(case: Case) -> None:
 
 def test_pages_are_shuffled_and_some_are_nobodys() -> None:
     found = of(MIXED)
-    assert found.page_indices is not None
-    used = [page for b, n in enumerate(MIXED.kv_lengths) for page in found.page_indices[b, : -(-n // 16)]]
+    used = [page for b, n in enumerate(MIXED.kv_lengths) for page in found.tables["page_indices"][b, : -(-n // 16)]]
     assert len(set(used)) == len(used)
     assert used != sorted(used)
     assert (found.held[sorted(set(range(len(found.held))) - set(used))] == storage_layout.NOBODY).all()
@@ -112,18 +121,22 @@ def test_pages_are_shuffled_and_some_are_nobodys() -> None:
 
 def test_what_is_not_used_is_no_page() -> None:
     found = of(MIXED)
-    assert found.page_indices is not None
-    unused = [*found.page_indices[1, 1:], *found.page_indices[2, 2:], *found.page_indices[4:].ravel()]
+    unused = [
+        *found.tables["page_indices"][1, 1:],
+        *found.tables["page_indices"][2, 2:],
+        *found.tables["page_indices"][4:].ravel(),
+    ]
     assert min(unused) < 0
     assert max(unused) >= len(found.held)
 
 
 def test_sequences_that_share_begin_alike() -> None:
     found, problem = of(SHARED), operand_values.draw_problem(SHARED)
-    assert found.page_indices is not None
     assert found.shares
     assert not of(MIXED).shares
-    assert found.page_indices[0, 0] == found.page_indices[1, 0] == found.page_indices[3, 0]
+    assert (
+        found.tables["page_indices"][0, 0] == found.tables["page_indices"][1, 0] == found.tables["page_indices"][3, 0]
+    )
     assert (problem.k[1, :8] == problem.k[0, :8]).all()
     assert (problem.k[1, 8:16] != problem.k[0, 8:16]).all()
 
@@ -180,12 +193,12 @@ def test_sides_of_masks(mask: Mask, seen: Sides | None) -> None:
 
 def test_how_masks_reach_stored_calls() -> None:
     own = OwnWindow(6, (1, -1)) & Lengths((5, 3))
-    assert lower_sides(own, 2, 1, 4, 7, kind="paged")[0] == {"window": (6, 0)}
-    assert lower_sides(Causal(3), 2, 1, 4, 7, kind="paged")[0] == {}
-    assert lower_sides(Causal(3), 2, 1, 4, 7, kind="packed")[0] == {"causal": True}
-    assert lower_sides(Full(), 2, 1, 4, 7, kind="packed")[0] == {}
+    assert lower_sides(own, 2, 1, 4, 7, form="paged")[0] == {"window": (6, 0)}
+    assert lower_sides(Causal(3), 2, 1, 4, 7, form="paged")[0] == {}
+    assert lower_sides(Causal(3), 2, 1, 4, 7, form="packed")[0] == {"causal": True}
+    assert lower_sides(Full(), 2, 1, 4, 7, form="packed")[0] == {}
     with pytest.raises(NotImplementedError, match="paged"):
-        lower_sides(Full(), 2, 1, 4, 7, kind="paged")
+        lower_sides(Full(), 2, 1, 4, 7, form="paged")
 
 
 def test_what_no_stored_call_is_asked_for() -> None:
@@ -204,15 +217,16 @@ def test_what_no_stored_call_is_asked_for() -> None:
 def test_a_case_of_another_length_is_stored_alike(case: Case) -> None:
     longer = parse_case_id(with_length(case, 512).id)
     assert (longer.batch, longer.q_length, longer.kv_lengths) == (1, 512, (512,))
-    kinds = [None if x.stored is None else (x.stored.kind, x.stored.page_size) for x in (longer, case)]
+    kinds = [None if x.stored is None else (x.stored.form, x.stored.size) for x in (longer, case)]
     assert kinds[0] == kinds[1]
     assert case.storage is not None or longer.mask == case.mask
 
 
-@pytest.mark.parametrize("kind", [kind for kind in storage_spec.KINDS if FURTHER_SEQUENCES[kind]])
-def test_further_sequences_are_what_they_say(kind: storage_spec.Kind) -> None:
+@pytest.mark.parametrize("kind", ["paged", "packed", "latent_pages"])
+def test_further_sequences_are_what_they_say(kind: str) -> None:
     base = {"paged": MIXED, "packed": PACKED, "latent_pages": LATENT}[kind]
-    cases = {name: dataclasses.replace(base, **changes) for name, changes in FURTHER_SEQUENCES[kind].items()}
+    further = load_form_cases(kind).further_sequences
+    cases = {name: dataclasses.replace(base, **changes) for name, changes in further.items()}
     assert all(parse_case_id(case.id) == case and find_refusal(case, kind) is None for case in cases.values())
     assert cases["forty"].batch == 40
     if kind != "packed":
@@ -220,22 +234,22 @@ def test_further_sequences_are_what_they_say(kind: storage_spec.Kind) -> None:
         return
     chunk, alike = cases["one_chunk"], cases["as_many_in_all"]
     assert find_sides(operand_values.draw_problem(chunk).mask, chunk.q_length, chunk.kv_length) == Sides(None, 3)
-    counts = storage_spec.parse_storage(alike.storage or "", alike.batch, alike.q_length).q_lengths
+    counts = alike.q_lengths
     assert sum(counts) == sum(alike.kv_lengths)
     assert all(q != kv for q, kv in zip(counts, alike.kv_lengths, strict=True))
 
 
-@pytest.mark.parametrize("kind", storage_spec.KINDS)
+@pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("place", [0, 1])
 def test_grids_cover_all_pairs_and_their_ids_parse(kind: str, place: int) -> None:
-    found = build_grid("quick", 0, model={**MODELS, **latent_grids.MODELS}[kind][place])
+    found = build_grid("quick", 0, model=load_form_cases(kind).models[place])
     assert found.coverage.covered == found.coverage.feasible
     assert all(parse_case_id(case.id) == case for case in found.cases)
     assert {case.storage is not None for case in found.cases} == {True}
 
 
 def test_the_paged_grid_has_what_serving_has() -> None:
-    cases = [case for model in MODELS["paged"] for case in build_grid("quick", 0, model=model).cases]
+    cases = [case for model in load_form_cases("paged").models for case in build_grid("quick", 0, model=model).cases]
     sizes = {of(case).held.shape[1] for case in cases}
     assert {1, 5, 16, 32, 64, 128, 256} <= sizes
     assert any(of(case).shares for case in cases)
@@ -243,14 +257,14 @@ def test_the_paged_grid_has_what_serving_has() -> None:
     assert {0, 1} <= borders
     assert any(0 in case.kv_lengths for case in cases)
     assert any(1 in case.q_lengths and max(case.q_lengths) > 1 for case in cases)
-    assert any(len(of(case).cu_q_lens) - 1 > case.batch for case in cases)
-    assert any(len(of(case).cu_q_lens) - 1 == case.batch for case in cases)
+    assert any(len(of(case).tables["cu_q_lens"]) - 1 > case.batch for case in cases)
+    assert any(len(of(case).tables["cu_q_lens"]) - 1 == case.batch for case in cases)
 
 
 def test_the_packed_grid_has_what_training_has() -> None:
     cases = [
         case
-        for model in MODELS["packed"]
+        for model in load_form_cases("packed").models
         for case in build_grid("quick", 0, model=model).cases
         if case.phase == "train"
     ]
@@ -258,8 +272,11 @@ def test_the_packed_grid_has_what_training_has() -> None:
     assert any(0 in q and 0 in kv for _, q, kv in lengths)
     assert any(1 in q and 1 in kv for _, q, kv in lengths)
     assert any(max(kv) > 10 * np.median(kv) for _, _, kv in lengths)
-    assert any(np.abs(stored.cu_q_lens - stored.cu_kv_lens)[: len(q)].max() > 128 for stored, q, _ in lengths)
-    assert any(len(stored.cu_q_lens) - 1 > len(q) for stored, q, _ in lengths)
+    assert any(
+        np.abs(stored.tables["cu_q_lens"] - stored.tables["cu_kv_lens"])[: len(q)].max() > 128
+        for stored, q, _ in lengths
+    )
+    assert any(len(stored.tables["cu_q_lens"]) - 1 > len(q) for stored, q, _ in lengths)
     assert any((stored.q_rows == storage_layout.NOBODY).any() for stored, _, _ in lengths)
 
 
@@ -274,9 +291,8 @@ def test_in_a_life_sequences_take_pages_of_others() -> None:
     for step in life:
         stored = step.problem.storage
         assert stored is not None
-        assert stored.page_indices is not None
         for n, (row, _, stop) in enumerate(step.queries):
-            for page in stored.page_indices[n, : -(-stop // stored.held.shape[1])]:
+            for page in stored.tables["page_indices"][n, : -(-stop // stored.held.shape[1])]:
                 owners.setdefault(int(page), set()).add(row)
     assert any(len(rows) > 1 for rows in owners.values())
 
@@ -285,8 +301,7 @@ def test_what_a_page_held_before_is_still_behind_the_length() -> None:
     case = build_traces()[0]
     stored = list(iter_steps(case, operand_values.draw_problem(case)))[5].problem.storage
     assert stored is not None
-    assert stored.page_indices is not None
-    page = stored.held[stored.page_indices[1, 1]]  # of the fourth, with four of its own tokens
+    page = stored.held[stored.tables["page_indices"][1, 1]]  # of the fourth, with four of its own tokens
     assert set(page[:4] // case.kv_length) == {3}
     assert set(page[4:] // case.kv_length) == {1}
 

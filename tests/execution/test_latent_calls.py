@@ -18,8 +18,8 @@ from conformance import declare
 from conformance.contract import Implementation
 from conformance.execution import implementation_registry, stored_calls
 from conformance.execution.executor import Executor
-from conformance.execution.latent_calls import LatentCall
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
+from conformance.execution.stored_calls import LatentCall
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings

@@ -167,7 +167,7 @@ def taken(case: str, *, stale: float) -> tuple[operand_values.Problem, dict[str,
     storage = {**arrays["storage"], "stale": np.float32(stale)}
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
-    found = call.taken(arrays["q"], arrays["k"], arrays["v"], storage, None, arrays["kv_scales"])
+    found = call.store(arrays["q"], arrays["k"], arrays["v"], storage, None, arrays["kv_scales"])
     return problem, {name: np.asarray(x) for name, x in found.items()}
 
 

@@ -149,7 +149,7 @@ def test_an_array_of_another_shape_is_named() -> None:
 
     (record,) = judge(attention, FULL)
     assert record.verdict == ERROR
-    assert "out must have the shape [72, 4, 16] of the packed queries" in record.reason
+    assert "out must have the shape [72, 4, 16] of the stored queries" in record.reason
 
 
 def test_an_implementation_says_how_it_takes_its_operands() -> None:
@@ -158,7 +158,7 @@ def test_an_implementation_says_how_it_takes_its_operands() -> None:
     assert made.supports(parse_case_id(MIXED)) is None
     executor = Executor(made)
     assert isinstance(executor.implementation.call, stored_calls.StoredCall)
-    assert executor.declaring(executor.implementation).implementation.call is executor.implementation.call
+    assert executor.with_declarations(executor.implementation).implementation.call is executor.implementation.call
     out = executor.forward(operand_values.draw_problem(parse_case_id(MIXED))).values["out"]
     assert out.shape == (4, 21, 4, 16)
     assert (out[1, :20] == 0).all()

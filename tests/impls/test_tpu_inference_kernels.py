@@ -17,7 +17,7 @@ import pytest
 from cases.case import parse_case_id
 from cases.operand_values import draw_problem
 from cases.storage_forms.page_writes import build_writing, view_bits
-from cases.storage_forms.storage_layout import TABLES
+from cases.storage_forms.paged_form import TABLES
 from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.execution.stored_calls import StoredCall, build_storage_arrays_for, lower_implementation
@@ -90,8 +90,8 @@ def test_pages_come_back_as_they_were_but_for_the_new_tokens(case_id: str) -> No
     problem = draw_problem(parse_case_id(case_id))
     assert problem.storage is not None
     what = build_writing(problem, 0, finite=True)
-    tables: dict[str, Any] = {name: jnp.asarray(problem.storage.arrays[name]) for name in TABLES["paged"]}
-    q = StoredCall.of(adapters.attention, "paged", writes=True).packed(
+    tables: dict[str, Any] = {name: jnp.asarray(problem.storage.arrays[name]) for name in TABLES}
+    q = StoredCall.of(adapters.attention, "paged", writes=True).pack_queries(
         problem.q, build_storage_arrays_for(RAGGED, problem.storage)
     )
     given = (jnp.asarray(x[name]) for x, names in ((what.tokens, "kv"), (what.before, None)) for name in names or x)

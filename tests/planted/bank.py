@@ -53,6 +53,7 @@ from tests.planted.serving import (
     paged,
     paged_queries,
     paged_softmax,
+    ring,
 )
 
 _MODULES = (
@@ -98,6 +99,7 @@ _MODULES = (
     packed,
     packed_gradients,
     latent,
+    ring,
     splash_tpu,
     refusing,
 )

@@ -228,7 +228,7 @@ def test_an_installed_module_that_is_not_as_its_package_lists_it_is_told_by_itse
     empty = "sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU"
     (tmp_path / "theirs-1.0.dist-info" / "RECORD").write_text(f"listed.py,{empty},0\naltered.py,{empty},0\n")
     (tmp_path / "altered.py").write_text("VALUE = 1\n")
-    monkeypatch.setattr(installed_packages, "package_folders", lambda: (str(tmp_path),))
+    monkeypatch.setattr(installed_packages, "find_package_folders", lambda: (str(tmp_path),))
     found = loaded_files.LoadedFiles("theirs:attention")
     found.record_reported({"files": {"installed": [str(tmp_path / "listed.py"), str(tmp_path / "altered.py")]}})
     assert set(found.files_at_load) == {"package theirs", str(tmp_path / "altered.py")}

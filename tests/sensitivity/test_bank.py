@@ -16,7 +16,7 @@ from conformance.sensitivity.examination import iter_red_records, shows_as_decla
 from tests.kernels import pallas_flash
 from tests.planted.bank import BANK, SEEN
 from tests.planted.features import caches
-from tests.planted.planting import flex, latent, moba, page_writes, served
+from tests.planted.planting import flex, latent, moba, page_writes, ring_cache, served
 from tests.planted.planting.blockwise import implementation
 from tests.planted.planting.steps import BlockSteps
 from tests.sensitivity.nightly_bugs import sample_by_kind
@@ -57,6 +57,7 @@ CORRECT = {
     "functions": flex.implementation("correct"),
     "latent": latent.dense_latent("correct"),
     "latent-pages": latent.paged_latent("correct"),
+    "ring": ring_cache.build_implementation("correct"),
 }
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cases.case import SCALED_FEATURES, WHOLE_FEATURES, Case
+from cases.case import Case
+from cases.storage_forms.paged_form import SCALED_FEATURES, WHOLE_FEATURES
 from conformance.contract import Implementation
 
 Array = jax.Array

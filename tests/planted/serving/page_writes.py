@@ -96,7 +96,7 @@ def _many(case: Case) -> bool:
 
 def _chunks(case: Case) -> bool:
     """Several tokens of a sequence, and several rows in a page."""
-    return in_pages(case) and case.phase == "prefill" and case.stored is not None and case.stored.page_size != 1
+    return in_pages(case) and case.phase == "prefill" and case.stored is not None and case.stored.size != 1
 
 
 def _not_bf16(case: Case) -> bool:

@@ -1,7 +1,7 @@
-"""The models of calls that write pages: those of paged calls, with sequences that such a call can have.
+"""The models of kernels that write pages: those of paged kernels, with sequences that such a kernel can have.
 
-The tokens of the queries are among the keys, so none has more queries than keys. And none writes into pages that
-sequences share: those that begin alike have whole pages of a prefix before their own tokens, as a server keeps them.
+The tokens of the queries are among the keys, so no sequence has more queries than keys. No call writes into pages that
+sequences share: sequences that begin alike have whole pages of a prefix before their own tokens, as servers keep them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from cases.covering_model import Model
-from cases.storage_forms.stored_grids import MODELS, Lengths, Shape
+from cases.storage_forms.sequence_shapes import SequenceLengths, Shape
 
 
-def _mix_lengths(p: int) -> Lengths:
-    """A chunk that begins a page, one token that ends a page, one that begins a page, and a short prompt."""
+def _mix_lengths(p: int) -> SequenceLengths:
+    """Return a chunk that begins a page, a token that ends a page, one that begins a page, and a short prompt."""
     short = min(9, p - 1)
     return (13, 13 + 2 * p), (1, 2 * p), (1, 2 * p + 1), (short, short) if short else (2, 4)
 
@@ -26,21 +26,29 @@ _SHAPES = (
     # Whole pages, from the border of one to that of another.
     Shape("whole", lambda p: ((min(p, 32), 3 * p), (2 * min(p, 16), 4 * p), (1, p + 2))),
     Shape("chunk", lambda p: ((16, 17 + 2 * p),)),
-    # One that waits, one that has come to nothing, and the first token of another page.
+    # A sequence that waits, one that has ended, and the first token of another page.
     Shape("idle", lambda p: ((1, p + 2), (0, 2 * p), (5, 5 + 2 * p), (0, 0), (1, 2))),
     Shape("alike", lambda p: ((4, 4 * p + 4), (1, 4 * p), (7, 4 * p + 9))),
 )
 # Chunks in place of prompts, so that what is before them can be shared.
-_OTHER_LENGTHS: Mapping[str, Lengths] = {
+_OTHER_LENGTHS: Mapping[str, SequenceLengths] = {
     "borders": ((128, 256), (127, 255), (1, 129), (129, 257)),
     "heads": ((17, 49), (1, 40)),
     "odd_heads": ((6, 38), (3, 50), (1, 9)),
 }
 
 
-def _replace_shapes(model: Model, changed: Callable[[tuple[Shape, ...]], tuple[Shape, ...]]) -> Model:
+def build_write_models(paged: tuple[Model, Model]) -> tuple[Model, Model]:
+    """Build the models of features and of sizes from those of paged kernels."""
+    features, sizes = paged
+    return _replace_shapes(features, lambda shapes: _SHAPES), _replace_shapes(
+        sizes, lambda shapes: tuple(map(_replace_lengths, shapes))
+    )
+
+
+def _replace_shapes(model: Model, change: Callable[[tuple[Shape, ...]], tuple[Shape, ...]]) -> Model:
     axes = (
-        dataclasses.replace(axis, levels=changed(axis.levels)) if axis.name == "shape" else axis for axis in model.axes
+        dataclasses.replace(axis, levels=change(axis.levels)) if axis.name == "shape" else axis for axis in model.axes
     )
     return dataclasses.replace(model, axes=tuple(axes))
 
@@ -48,10 +56,3 @@ def _replace_shapes(model: Model, changed: Callable[[tuple[Shape, ...]], tuple[S
 def _replace_lengths(shape: Shape) -> Shape:
     lengths = _OTHER_LENGTHS.get(shape.name)
     return shape if lengths is None else dataclasses.replace(shape, lengths=lambda p: lengths)
-
-
-WRITTEN: tuple[Model, Model] = (
-    _replace_shapes(MODELS["paged"][0], lambda shapes: _SHAPES),
-    _replace_shapes(MODELS["paged"][1], lambda shapes: tuple(map(_replace_lengths, shapes))),
-)
-"""The models of features and of sizes."""

@@ -1,0 +1,74 @@
+"""The storage forms that exist, and how a case id names one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cases.storage_forms.latent_form import LATENT
+from cases.storage_forms.latent_pages_form import LATENT_PAGES
+from cases.storage_forms.packed_form import PACKED
+from cases.storage_forms.paged_form import PAGED
+from cases.storage_forms.ring_form import RING
+from cases.storage_forms.storage_form import MAX_SIZE, StorageForm, StorageSpec
+
+FORMS: dict[str, StorageForm] = {form.name: form for form in (PACKED, PAGED, LATENT, LATENT_PAGES, RING)}
+"""The storage forms by name, in the order of lists and columns."""
+FEATURES: dict[str, str] = {form.name: form.description for form in FORMS.values()}
+"""The features that cases of the forms need, each with a description."""
+SYNTAX = "|".join(form.syntax for form in FORMS.values()) + "[-qL-...]"
+"""How a case id writes a storage, in messages."""
+
+
+def read_storage(part: str) -> StorageSpec | None:
+    """Read the storage that a part of a case id names, without a look at sizes; None if it names none."""
+    for form in FORMS.values():
+        if found := form.pattern.fullmatch(part):
+            lengths = tuple(int(n) for n in found[3].split("-")) if found[3] else ()
+            return StorageSpec(
+                form.name, int(found[2]) if found[2] else None, found[1] != form.prefixes[False], lengths
+            )
+    return None
+
+
+def parse_storage(text: str, batch: int, q_length: int) -> StorageSpec:
+    """Parse the part of a case id that names the storage.
+
+    Args:
+      text: the part of the id.
+      batch: how many sequences there are.
+      q_length: the largest number of queries of a sequence.
+
+    Raises:
+      ValueError: if the text names no storage, or one that does not fit these sizes.
+    """
+    spec = read_storage(text)
+    if spec is None:
+        raise ValueError(f"storage {text!r} is not of the form {SYNTAX}")
+    form, lengths = FORMS[spec.form], spec.q_lengths
+    if lengths and (len(lengths) != batch or max(lengths) > q_length or not any(lengths)):
+        raise ValueError(
+            f"storage {text!r} needs a number of queries for each of {batch} sequences: at most {q_length}, not all 0"
+        )
+    if lengths and min(lengths) == q_length:
+        raise ValueError(f"storage {text!r} has T={q_length} queries for every sequence: leave them out")
+    if spec.size is not None and spec.size > MAX_SIZE:
+        raise ValueError(f"storage {text!r} has {form.unit} of more than {MAX_SIZE} tokens")
+    if lengths and not form.has_q_lengths:
+        raise ValueError(f"storage {text!r} has all T={q_length} queries in every row: only packed ones have lengths")
+    return spec
+
+
+def find_form(parameters: Sequence[str]) -> StorageForm | None:
+    """Return the form in which a plain function takes its operands; None if they are dense.
+
+    A function with a latent is recognised by its second parameter. Any other one is recognised by its keywords: the
+    fewer keywords mark a form, the more they say.
+
+    Args:
+      parameters: the names of the function's parameters, in order.
+    """
+    for form in FORMS.values():
+        if not form.marks and parameters[1:2] == [form.operands[1]]:
+            return form
+    marked = (form for form in FORMS.values() if set(form.marks) & set(parameters[3:]))
+    return min(marked, key=lambda form: len(form.marks), default=None)

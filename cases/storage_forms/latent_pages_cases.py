@@ -1,0 +1,174 @@
+"""The cases of latents in pages: those of pages, with latents in place of keys and values.
+
+Depths are those of a latent: its rank and its rotary part together, of which the rank is the values. The scale goes by
+the heads that the latent stands for: 0.144 is that of 32 + 16 dimensions, 0.072 that of 128 + 64. One shape of the
+model of sizes has the rank and the heads of DeepSeek V3 (arXiv:2412.19437). Kernels that take no others are asked about
+that one alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from cases.case import Case
+from cases.covering_model import Axis, Model
+from cases.storage_forms import paged_cases
+from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, build_case
+from cases.storage_forms.sequence_shapes import FORTY, Shape, fix_lengths
+
+
+class Sizes(NamedTuple):
+    """A level of heads `(N, K)` or depths `(H, V)`."""
+
+    first: int
+    second: int
+    instead_of: Any = None  # a level that only kernels without support for that other one are asked about
+
+
+DEEPSEEK_DEPTHS = (576, 512)
+DEPTHS = Axis(
+    "depths",
+    (Sizes(80, 64), Sizes(192, 128), Sizes(40, 32), Sizes(64, 64), Sizes(576, 512, Sizes(80, 64))),
+    rich=Sizes(80, 64),
+)
+HEADS = Axis(
+    "heads",
+    (Sizes(4, 1), Sizes(16, 1), Sizes(1, 1), Sizes(6, 1), Sizes(128, 1, Sizes(4, 1))),
+    rich=Sizes(4, 1),
+)
+SCALE = Axis("scale", (0.144, 0.072, 0.3), rich=0.072)
+# Without `cancel`: two keys that are all but the same have values that are, too, so nothing cancels.
+VALUES = Axis("distribution", ("normal", "large", "dominant", "heavy", "small", "ties", "knee"), cheap=True)
+
+
+def convert_to_latents(case: Case) -> Case:
+    """Return a case of keys and values in pages with latents in their place."""
+    assert case.storage is not None
+    pages = case.storage.replace("paged", "latent", 1).replace("shared", "latentshared", 1)
+    return dataclasses.replace(case, storage=pages)
+
+
+def _build_model(usual: Model, *changed: Axis) -> Model:
+    """Build a model from that of pages of keys and values, with some of its axes changed."""
+    axes = {**{axis.name: axis for axis in usual.axes}, **{axis.name: axis for axis in (*changed, SCALE, VALUES)}}
+
+    def assemble(levels: Mapping[str, Any], seed: int) -> Case:
+        return convert_to_latents(usual.assemble(levels, seed))
+
+    return Model(tuple(axes.values()), usual.compatible, assemble, usual.strongest)
+
+
+_SIZES = (
+    Shape("borders", fix_lengths((128, 128), (127, 255), (1, 129)), heads=(2, 1), depths=(40, 32)),
+    Shape("long", fix_lengths((1, 1), (4, 1030), (1, 3)), heads=(8, 1), depths=(80, 64)),
+    Shape("real", fix_lengths((1, 70), (2, 33), (1, 1)), heads=(128, 1), depths=DEEPSEEK_DEPTHS),
+    Shape("odd", fix_lengths((6, 20), (3, 50), (1, 9)), heads=(10, 1), depths=(104, 88)),
+    Shape("many", lambda p: tuple((1, 1 + 7 * n % 90) for n in range(17)), "decode", heads=(4, 1), depths=(80, 64)),
+)
+
+DRAWN_HEADS = (1, 2, 4, 8, 16, 20)
+DRAWN_RANKS = (8, 16, 32, 64, 72, 128)
+DRAWN_ROTARY = (0, 8, 16, 24, 64)
+DRAWN_SCALES = (0.072, 0.144, 0.3, 1.0)
+
+
+def _draw_cases(phases: tuple[str, ...], caches: Caches) -> st.SearchStrategy[Case]:
+    own = tuple(phase for phase in ("prefill", "decode") if phase in phases)
+    return _draw_latents(own) if own else st.nothing()
+
+
+@st.composite
+def _draw_latents(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
+    """Draw a case of pages of keys and values, and put latents of any rank and rotary part in their place."""
+    case = draw(paged_cases.draw_paged_cases(phases))
+    rank = draw(st.sampled_from(DRAWN_RANKS))
+    return convert_to_latents(
+        dataclasses.replace(
+            case,
+            num_q_heads=draw(st.sampled_from(DRAWN_HEADS)),
+            num_kv_heads=1,
+            head_dim=rank + draw(st.sampled_from(DRAWN_ROTARY)),
+            v_head_dim=rank,
+            scale=draw(st.sampled_from(DRAWN_SCALES)),
+        )
+    )
+
+
+def _build_compiled() -> tuple[Case, ...]:
+    """Build latents of the rank and the heads of DeepSeek V3 too, as wide as they are and in whole lanes."""
+    real: dict[str, Any] = {"heads": (128, 1), "scale": 0.072}
+    return (
+        build_case(
+            (1, 4096), depths=(576, 512), mask="causal-o4095", batch=64, phase="decode", storage="latent16", **real
+        ),
+        build_case(
+            (256, 2048),
+            depths=(640, 512),
+            mask="window-l511-r0-o1792",
+            batch=2,
+            phase="prefill",
+            storage="latent64-q256-1",
+            soft_cap=50.0,
+            sinks=True,
+            **real,
+        ),
+        build_case(
+            (64, 512), (8, 1), (80, 64), "causal-o448", dtype="f32", batch=2, phase="prefill", storage="latent32"
+        ),
+        build_case((4, 2000), (10, 1), (80, 48), "causal-o1996", batch=3, phase="prefill", storage="latent5-q4-1-4"),
+    )
+
+
+def _build_interpreted() -> tuple[tuple[Case, ...], ...]:
+    latents: dict[str, Any] = {"depths": (80, 64), "scale": 0.144}
+    return (
+        (build_case(**paged_cases.MIXED_LENGTHS, heads=(6, 1), storage="latent16-q20-1-1-0-1", **latents),),
+        (build_case(**paged_cases.WINDOW_LENGTHS, heads=(4, 1), storage="latentshared16-q1-9-9", **latents),),
+    )
+
+
+_MIXED = "B4.T13.S45.N4.K1.H80.V64"
+
+
+CASES = FormCases(
+    models=(
+        _build_model(paged_cases.MODELS[0], HEADS, DEPTHS),
+        _build_model(paged_cases.MODELS[1], Axis("shape", _SIZES)),
+    ),
+    plain=Case(mask="own-linf-128", num_kv_heads=1, v_head_dim=48, scale=0.144, storage="latent16", phase="prefill"),
+    draw_cases=_draw_cases,
+    further_sequences={
+        "forty": {
+            "phase": "decode",
+            "batch": 40,
+            "q_length": 1,
+            "kv_length": 13,
+            "mask": f"own-linf-{FORTY}",
+            "storage": "latent1",
+        },
+        "border": {**paged_cases.BORDER, "storage": "latent16-q2-4-1"},
+        "room": {**paged_cases.ROOM, "storage": "latent16-q0-2-0-1-0-0"},
+        # A rank and a rotary part that no vector divides.
+        "uneven": {**paged_cases.BORDER, "storage": "latent16-q2-4-1", "head_dim": 45, "v_head_dim": 35},
+    },
+    trace_fields=(
+        {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 80, "v_head_dim": 64, "scale": 0.144},
+        {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "scale": 0.072},
+    ),
+    trace_sizes=paged_cases.TRACE_SIZES,
+    trace_windows=paged_cases.TRACE_WINDOWS,
+    iter_trace_layouts=paged_cases.iter_trace_layouts,
+    build_compiled=_build_compiled,
+    build_interpreted=_build_interpreted,
+    signature_cases=(
+        (f"prefill/f32/{_MIXED}/own-linf-45-16-17-9/scale0.144/latent16-q13-1-1-9/normal", BEHIND_MASK),
+        ("decode/f32/B3.T1.S48.N4.K1.H80.V64/own-linf-48-33-15/scale0.144/latent16/normal", SAVED),
+        (f"prefill/f32/{_MIXED}/own-l7-45-16-17-9/softcap2/scale0.3/latent16-q13-1-1-9/normal", ()),
+        (f"prefill/f32/{_MIXED}/own-linf-45-16-17-9/sinks/scale0.3/latentshared16-q13-1-1-9/normal", SAVED),
+        (f"prefill/bf16/{_MIXED}/own-linf-45-16-17-9/scale0.144/latent16-q13-1-1-9/normal", ()),
+    ),
+)

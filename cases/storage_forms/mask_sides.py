@@ -1,0 +1,62 @@
+"""Masks of stored sequences, reduced to how far a query sees to each side of its own position."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
+
+
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """How many keys a query sees to the left and to the right of its own position; None for all."""
+
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query sees a later key."""
+        return self.right == 0
+
+
+def find_kv_lengths(mask: Mask, batch: int, kv_length: int) -> tuple[int, ...]:
+    """Return how many keys each sequence has: the lengths in the mask, or all `kv_length`."""
+    found = [part.lengths for part in list_conjuncts(mask) if isinstance(part, Lengths)]
+    return found[0] if found else (kv_length,) * batch
+
+
+def find_sides(mask: Mask, q_length: int, kv_length: int) -> Sides | None:
+    """Return the sides of `mask` for sequences whose last query stands at their own last key; None if it has none.
+
+    A mask that counts along the axes means the same for all sequences only if all have the same length.
+
+    Args:
+      mask: the mask of the dense problem.
+      q_length: T of the dense problem.
+      kv_length: S of the dense problem.
+    """
+    parts = list_conjuncts(mask)
+    lengths = next((part.lengths for part in parts if isinstance(part, Lengths)), None)
+    found = Sides()
+    for part in parts:
+        if isinstance(part, Full | Lengths):
+            continue
+        if isinstance(part, OwnWindow):
+            ends = (kv_length,) * len(part.positions) if lengths is None else lengths
+            if tuple(n - q_length for n in ends) != part.positions:
+                return None
+            found = _intersect(found, Sides(part.left, 0))
+        elif lengths is None and isinstance(part, Causal | Window) and part.offset == kv_length - q_length:
+            found = _intersect(found, Sides(None, 0) if isinstance(part, Causal) else Sides(part.left, part.right))
+        else:
+            return None
+    return found
+
+
+def _intersect(one: Sides, other: Sides) -> Sides:
+    return Sides(_find_least(one.left, other.left), _find_least(one.right, other.right))
+
+
+def _find_least(one: int | None, other: int | None) -> int | None:
+    return min((n for n in (one, other) if n is not None), default=None)

@@ -1,0 +1,81 @@
+"""Storage form `packed`: queries, keys and values of all sequences behind each other, with cumulative lengths.
+
+    attention(q, k, v, *, cu_q_lens, cu_kv_lens, num_seqs, causal=False, window=None, ...)
+
+`q` is `[total_q, N, H]`, `k` `[total_kv, K, H]` and `v` `[total_kv, K, V]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cases.storage_forms.storage_form import STORED_OPERANDS, StorageForm, StorageSpec, StoredCase
+from cases.storage_forms.storage_layout import NOBODY, Request, Storage, draw_junk, list_own_keys, pack_queries
+
+TABLES = ("cu_q_lens", "cu_kv_lens", "num_seqs")
+
+
+def compute_padding(case: StoredCase) -> int:
+    """Return how many packed tokens past the last sequence the case has."""
+    return (0, 3, 13)[(case.q_length + case.kv_length) % 3]
+
+
+def compute_max_seqs(case: StoredCase) -> int:
+    """Return how many sequences the tables of the case have room for."""
+    return case.batch + (case.batch + case.q_length) % 3
+
+
+def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
+    """Draw the layout of a case; shapes depend on the case alone, entries on its seed."""
+    q_lengths = spec.get_q_lengths(case.batch, case.q_length)
+    rows = [Request(row=b, queries=q, keys=n) for b, (q, n) in enumerate(zip(q_lengths, case.kv_lengths, strict=True))]
+    return build_layout(rows, case, compute_max_seqs(case), compute_padding(case))
+
+
+def build_layout(requests: Sequence[Request], case: StoredCase, max_seqs: int, padding: int) -> Storage:
+    """Return the layout of `requests`, with as much padding behind their queries as behind their keys."""
+    queries = pack_queries(
+        requests,
+        case.batch,
+        case.q_length,
+        max_seqs=max_seqs,
+        total_q=sum(request.queries for request in requests) + padding,
+        seed=case.seed,
+    )
+    held = [np.arange(request.keys) + request.row * case.kv_length for request in requests]
+    starts = draw_junk(case.seed, "cu_kv_lens", (max_seqs + 1,))
+    starts[: len(requests) + 1] = np.cumsum([0, *(request.keys for request in requests)])
+    # A tensor without any keys would be no tensor.
+    end = np.full(max(padding, 1 if not sum(map(len, held)) else 0), NOBODY)
+    return Storage(
+        form="packed",
+        q_rows=queries.q_rows,
+        places=queries.places,
+        held=np.concatenate([*held, end]).astype(np.int32),
+        owner=list_own_keys(case.batch, case.kv_length),
+        tables={"cu_q_lens": queries.cu_q_lens, "cu_kv_lens": starts, "num_seqs": queries.num_seqs},
+    )
+
+
+PACKED = StorageForm(
+    name="packed",
+    description="sequences packed behind each other, with cumulative lengths",
+    prefixes={False: "packed"},
+    is_cache=False,
+    draw_layout=draw_layout,
+    describe_layout=lambda storage: f"{len(storage.held)} packed keys",
+    tables=TABLES,
+    parameters=(*TABLES, "causal", "window", *STORED_OPERANDS, "save_residuals"),
+    required={
+        "cu_q_lens": "where the queries of each sequence begin, [max_seqs + 1]",
+        "cu_kv_lens": "where the keys of each sequence begin, [max_seqs + 1]",
+    },
+    # Any table marks a packed function, those of paged ones too: it is then told which tables it lacks.
+    marks=(*TABLES, "kv_lens"),
+    noun="packed sequences",
+    example="packed",
+    level="packed",
+    condition="operands are packed",
+)

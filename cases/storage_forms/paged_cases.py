@@ -1,0 +1,368 @@
+"""The cases of pages: steps of a server, with whole prompts, chunks of them and single tokens.
+
+A shape gives lengths for a page of `p` tokens: one token more than a page, exactly as many, none at all. The model of
+sizes has more heads and sequences, and lengths around blocks of 128. Kernels that take quantised pages have one axis
+more, and kernels that write pages have shapes of their own (`cases.storage_forms.page_write_cases`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from cases.case import KV_FEATURES, Case
+from cases.counter_rng import draw_integers
+from cases.covering_model import Axis, Model
+from cases.quantization import PAGED_CACHES, PAGES_HOLD, WHOLE_CACHES
+from cases.storage_forms import paged_form
+from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, TraceStep, build_case
+from cases.storage_forms.page_write_cases import build_write_models
+from cases.storage_forms.sequence_shapes import (
+    FORTY,
+    HEAD_AXES,
+    LARGE_GROUP,
+    MANY_KEY_HEADS,
+    MAX_DRAWN_LENGTH,
+    VALUE_AXES,
+    Shape,
+    build_model,
+    draw_sequences,
+    fix_lengths,
+)
+from cases.storage_forms.storage_layout import NOBODY, Request, Storage
+
+# A chunk of a prompt, two single tokens at the end of a page and just behind it, and a whole prompt.
+_MIXED = Shape("mixed", lambda p: ((13, 13 + 2 * p), (1, p), (1, p + 1), (9, 9)))
+_SHAPES = (
+    _MIXED,
+    Shape("decode", lambda p: ((1, 3 * p), (0, p), (1, 2 * p + 1), (1, max(1, p - 1))), phase="decode"),
+    Shape("prompts", lambda p: ((23, 23), (1, 1), (p + 1 if p < 60 else 40, p + 1))),
+    Shape("chunk", lambda p: ((16, 17 + 2 * p),)),
+    # A sequence that has ended, one that waits, and one without keys.
+    Shape("idle", lambda p: ((1, p + 2), (0, 2 * p), (5, 5 + p), (0, 0), (1, 0))),
+    # Sequences that begin alike, of which some keep whole pages.
+    Shape("alike", lambda p: ((4, 4 * p + 4), (1, 4 * p), (7, 4 * p + 9))),
+)
+_SIZES = (
+    Shape("borders", fix_lengths((128, 128), (127, 255), (1, 129), (129, 129)), heads=(2, 1), depths=(32, 32)),
+    Shape("long", fix_lengths((1, 1), (1, 2), (4, 1030), (1, 3)), heads=(8, 1)),
+    Shape("heads", fix_lengths((17, 33), (1, 40)), heads=(32, 4), depths=(32, 32)),
+    Shape("odd_heads", fix_lengths((6, 20), (3, 50), (1, 9)), heads=(10, 2), depths=(80, 80)),
+    Shape("many", lambda p: tuple((1, 1 + 7 * n % 90) for n in range(17)), phase="decode", heads=(4, 4)),
+    Shape("deep", fix_lengths((5, 21), (1, 64)), heads=(3, 1), depths=(192, 128)),
+)
+# Keys beside the query's own: none, within a page, exactly pages of 16 with the query's own, more than a page.
+_WINDOWS: tuple[Any, ...] = ("inf", 5, 15, 40, 0)
+_PAGE_SIZES = (16, 1, 5, 64, 256)
+_SHARED = Axis("shared", (False, True), rich=True)
+MODELS: tuple[Model, Model] = (
+    build_model(
+        "paged",
+        Axis("shape", _SHAPES),
+        Axis("page", _PAGE_SIZES),
+        Axis("window", _WINDOWS, rich=15),
+        *HEAD_AXES,
+        *VALUE_AXES,
+        _SHARED,
+    ),
+    build_model(
+        "paged",
+        Axis("shape", _SIZES),
+        Axis("page", (16, 32, 128)),
+        Axis("window", ("inf", 31, 130)),
+        *VALUE_AXES,
+        _SHARED,
+        strongest=2,
+    ),
+)
+"""The models of features and of sizes, for pages in the dtype of the operands."""
+
+
+def _add_caches(*caches: str | None) -> tuple[Model, Model]:
+    """Return the models with what pages hold as one more axis, for kernels that offer it alone."""
+
+    def add(model: Model) -> Model:
+        def assemble(levels: Mapping[str, Any], seed: int) -> Case:
+            return dataclasses.replace(model.assemble(levels, seed), kv_cache=levels["kv_cache"])
+
+        return dataclasses.replace(model, axes=(*model.axes, Axis("kv_cache", caches, rare=True)), assemble=assemble)
+
+    features, sizes = MODELS
+    return add(features), add(sizes)
+
+
+WRITE_MODELS = build_write_models(MODELS)
+"""The models of kernels that write pages."""
+TOKEN_SCALE_MODELS = _add_caches(None, *PAGED_CACHES)
+"""The models of kernels that take a scale for each token and head."""
+WHOLE_SCALE_MODELS = _add_caches(None, *WHOLE_CACHES)
+"""The models of kernels that take one scale for all keys and one for all values."""
+BOTH_SCALE_MODELS = _add_caches(*PAGES_HOLD)
+"""The models of kernels that take both sorts of scales."""
+
+
+def find_models(writes_pages: bool, offers: frozenset[str]) -> tuple[Model, Model]:
+    """Return the models of a kernel that writes pages or not, and that offers these features."""
+    if writes_pages:
+        return WRITE_MODELS
+    if not offers & KV_FEATURES:
+        return MODELS
+    if "kv_tensor_scales" not in offers:
+        return TOKEN_SCALE_MODELS
+    return BOTH_SCALE_MODELS if "kv_token_scales" in offers else WHOLE_SCALE_MODELS
+
+
+_DRAWN_PAGE_SIZES = (1, 2, 8, 16, 32, 64, 128, 256)
+_MAX_DRAWN_QUERIES = 40
+
+
+def draw_paged_cases(phases: tuple[str, ...], caches: Caches = (None,)) -> st.SearchStrategy[Case]:
+    """Return the strategy for paged cases of these phases, whose pages hold what one of `caches` does."""
+    own = tuple(phase for phase in ("prefill", "decode") if phase in phases)
+    if not own:
+        return st.nothing()
+    sizes = st.sampled_from(_DRAWN_PAGE_SIZES) | st.integers(1, 48)
+    drawn = draw_sequences("paged", own, sizes, _draw_lengths)
+    return drawn if caches == (None,) else _draw_caches(drawn, caches)
+
+
+@st.composite
+def _draw_caches(draw: st.DrawFn, drawn: st.SearchStrategy[Case], caches: Caches) -> Case:
+    return dataclasses.replace(draw(drawn), kv_cache=draw(st.sampled_from(caches)))
+
+
+@st.composite
+def _draw_lengths(draw: st.DrawFn, phase: str, size: int | None) -> tuple[int, int]:
+    """Draw queries and keys of a sequence, keys often around whole pages."""
+    ways: list[Any] = [st.integers(0, MAX_DRAWN_LENGTH), st.integers(1, 24)]
+    if size is not None and size <= MAX_DRAWN_LENGTH:
+        whole = st.integers(0, MAX_DRAWN_LENGTH // size).map(lambda n: n * size)
+        ways += [whole, whole.map(lambda n: n + 1), whole.map(lambda n: max(0, n - 1))]
+    keys = draw(st.one_of(*ways))
+    if phase == "decode":
+        return draw(st.sampled_from((1, 1, 1, 0))), keys
+    return draw(st.integers(0, min(keys, _MAX_DRAWN_QUERIES))), keys
+
+
+_BUCKET = 32  # packed queries of a step of a trace, with padding
+_TRACE_SEQUENCES = 4  # rows of its tables
+
+
+def iter_trace_layouts(case: Case, steps: Sequence[TraceStep], sizes: tuple[int, int, int]) -> Iterator[Storage]:
+    """Yield the layout of each step: requests take pages as they grow, and give them back when they end.
+
+    A page that is taken anew still holds what it held before, behind the length of its new owner.
+    """
+    assert case.stored is not None
+    assert case.stored.size is not None
+    size = case.stored.size
+    last = {row: stop for step in steps for row, _, stop in step}
+    width = -(-case.kv_length // size) + 1
+    pool = 3 * width + 2
+    # The pages that were given back last are taken first.
+    free = np.argsort(draw_integers(case.seed, "life", (pool,), 2**32), kind="stable").tolist()
+    held = np.full((pool, size), NOBODY, np.int32)
+    pages: dict[int, tuple[int, ...]] = {}
+    for step in steps:
+        requests = []
+        for row, start, stop in step:
+            own = pages.get(row, ())
+            own = (*own, *(free.pop() for _ in range(-(-stop // size) - len(own))))
+            pages[row] = own
+            request = Request(row=row, queries=stop - start, keys=stop, pages=own)
+            paged_form.place_keys(held, request, case.kv_length, start)
+            requests.append(request)
+        yield paged_form.build_layout(
+            requests,
+            sizes,
+            held.copy(),
+            max_seqs=_TRACE_SEQUENCES,
+            total_q=_BUCKET,
+            pages_per_seq=width,
+            seed=case.seed,
+            form=case.stored.form,
+        )
+        for row, _, stop in step:
+            if stop == last[row]:
+                free.extend(pages.pop(row))
+
+
+TRACE_SIZES = (8, 16, 32)
+TRACE_WINDOWS = ("inf", "7")
+# Of two and of four queries, whose windows begin on both sides of a page's first row.
+BORDER: dict[str, Any] = {
+    **{"phase": "prefill", "batch": 3, "q_length": 4, "kv_length": 80},
+    **{"mask": "own-l31-48-64-80", "soft_cap": None},  # each key has some weight
+}
+# Three queries in all, two of them of one sequence, in tables with room for more sequences than there are queries.
+ROOM: dict[str, Any] = {
+    **{"phase": "prefill", "batch": 6, "q_length": 2, "kv_length": 40},
+    **{"mask": "own-linf-17-40-8-33-1-24", "soft_cap": None},
+}
+
+
+def _build_compiled() -> tuple[Case, ...]:
+    """Build caches in pages of 16 to 128 tokens, with single tokens of many sequences, prompts and both."""
+    served: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128)}
+    return (
+        build_case((1, 4096), **served, mask="causal-o4095", batch=64, phase="decode", storage="paged16"),
+        build_case((1, 4096), **served, mask="causal-o4095", batch=64, phase="decode", storage="paged128"),
+        build_case(
+            (512, 4096),
+            **served,
+            mask="window-l1023-r0-o3584",
+            batch=4,
+            phase="prefill",
+            storage="paged32-q512-1-1-1",
+            soft_cap=50.0,
+            sinks=True,
+        ),
+        build_case(
+            (256, 1024), (8, 8), (64, 64), "causal-o768", dtype="f32", batch=2, phase="prefill", storage="paged64"
+        ),
+        build_case((4, 2000), (10, 1), (80, 48), "causal-o1996", batch=3, phase="prefill", storage="paged5-q4-1-4"),
+        *_build_compiled_scales(),
+    )
+
+
+def _build_compiled_scales() -> tuple[Case, ...]:
+    """Build cases of pages with scales.
+
+    Each has a sequence of several queries: kernels of one query a sequence have cases of their own.
+    """
+    grouped: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128), "phase": "prefill"}
+    served: dict[str, Any] = {"batch": 2, "phase": "prefill", "storage": "paged32-q16-1"}
+    token, token8 = "kvint8-token", "kvfp8-token"
+    return (
+        build_case((4, 4096), **grouped, mask="causal-o4092", batch=4, storage="paged16-q4-1-1-1", kv_cache=token),
+        build_case(
+            (256, 2048),
+            **grouped,
+            mask="window-l511-r0-o1792",
+            batch=2,
+            storage="paged64-q256-1",
+            soft_cap=50.0,
+            sinks=True,
+            kv_cache=token8,
+        ),
+        build_case(
+            (64, 512),
+            (8, 2),
+            (64, 64),
+            "causal-o448",
+            dtype="f32",
+            batch=2,
+            phase="prefill",
+            storage="paged32",
+            kv_cache=token8,
+        ),
+        build_case(
+            (4, 2000),
+            (10, 1),
+            (80, 48),
+            "causal-o1996",
+            batch=3,
+            phase="prefill",
+            storage="paged5-q4-1-4",
+            kv_cache=token,
+        ),
+        *(build_case((16, 512), (8, 8), (128, 128), "causal-o496", **served, kv_cache=cache) for cache in WHOLE_CACHES),
+    )
+
+
+# Prompts, single tokens and a sequence without queries; then windows that begin within a page. Pages are copied ahead
+# over several blocks of them, and over the borders of sequences.
+MIXED_LENGTHS: dict[str, Any] = {
+    **{"lengths": (20, 120), "mask": "own-linf-120-16-33-50-1", "dtype": "f32", "batch": 5, "phase": "prefill"},
+    "sinks": True,
+}
+WINDOW_LENGTHS: dict[str, Any] = {
+    **{"lengths": (9, 130), "mask": "own-l60-130-77-9", "batch": 3, "phase": "prefill", "soft_cap": 30.0},
+}
+
+
+def _build_interpreted() -> tuple[tuple[Case, ...], ...]:
+    mixed: dict[str, Any] = {**MIXED_LENGTHS, "heads": (4, 2), "depths": (64, 64), "storage": "paged16-q20-1-1-0-1"}
+    window: dict[str, Any] = {**WINDOW_LENGTHS, "depths": (64, 64), "storage": "shared16-q1-9-9"}
+    return (
+        (build_case(**mixed),),
+        (build_case(**window, heads=(4, 1)),),
+        (build_case(**mixed, kv_cache="kvint8-token"),),
+        (build_case(**window, heads=(4, 2), kv_cache="kvfp8-token"),),
+    )
+
+
+_SIGNATURE_SIZES = "B4.T13.S45.N4.K2.H64.V64"
+
+
+CASES = FormCases(
+    models=MODELS,
+    find_models=find_models,
+    plain=Case(mask="own-linf-128", storage="paged16", phase="prefill"),
+    draw_cases=draw_paged_cases,
+    caches=PAGES_HOLD,
+    further_sequences={
+        # Forty sequences, and more than 255 pages.
+        "forty": {
+            "phase": "decode",
+            "batch": 40,
+            "q_length": 1,
+            "kv_length": 13,
+            "mask": f"own-linf-{FORTY}",
+            "storage": "paged1",
+        },
+        "border": {**BORDER, **MANY_KEY_HEADS, "storage": "paged16-q2-4-1"},
+        "room": {**ROOM, **LARGE_GROUP, "storage": "paged16-q0-2-0-1-0-0"},
+        # More than 4,096 keys.
+        "long": {
+            "phase": "decode",
+            "batch": 1,
+            "q_length": 1,
+            "kv_length": 4233,
+            "mask": "own-linf-4233",
+            "storage": "paged64",
+            "soft_cap": None,
+        },
+    },
+    trace_fields=(
+        {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "v_head_dim": 32},
+        {"num_q_heads": 2, "num_kv_heads": 2},
+        {"num_q_heads": 2, "num_kv_heads": 2, "head_dim": 128, "v_head_dim": 128, "dtype": "bf16"},
+    ),
+    trace_sizes=TRACE_SIZES,
+    trace_windows=TRACE_WINDOWS,
+    iter_trace_layouts=iter_trace_layouts,
+    build_compiled=_build_compiled,
+    build_interpreted=_build_interpreted,
+    signature_cases=(
+        # In pages: steps that are mixed, single tokens, windows and operands, sequences that have come to nothing.
+        (f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/paged16-q13-1-1-9/normal", BEHIND_MASK),
+        ("decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/paged16/normal", SAVED),
+        (f"prefill/f32/{_SIGNATURE_SIZES}/own-l7-45-16-17-9/softcap2/paged16-q13-1-1-9/normal", ()),
+        (f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/sinks/scale0.3/shared16-q13-1-1-9/normal", SAVED),
+        ("prefill/f32/B5.T5.S32.N2.K2.H64.V64/own-linf-18-32-21-0-0/paged16-q1-0-5-0-1/normal", SAVED),
+        ("prefill/f32/B2.T40.S300.N2.K1.H64.V64/own-linf-300-40/paged64/normal", ()),
+        (f"prefill/bf16/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/paged16-q13-1-1-9/normal", ()),
+        # Pages with scales.
+        (f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/kvint8-token/paged16-q13-1-1-9/normal", BEHIND_MASK),
+        ("decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/kvint8-token/paged16/normal", SAVED),
+        (f"prefill/f32/{_SIGNATURE_SIZES}/own-l7-45-16-17-9/softcap2/kvfp8-token/paged16-q13-1-1-9/normal", ()),
+        (
+            f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/sinks/scale0.3/kvint8-token/shared16-q13-1-1-9/normal",
+            (),
+        ),
+        ("prefill/f32/B5.T5.S32.N2.K2.H64.V64/own-linf-18-32-21-0-0/kvfp8-token/paged16-q1-0-5-0-1/normal", SAVED),
+        ("prefill/f32/B2.T40.S300.N2.K1.H64.V64/own-linf-300-40/kvint8-token/paged64/normal", ()),
+        (f"prefill/bf16/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/kvint8-token/paged16-q13-1-1-9/normal", ()),
+        # One scale for all keys and one for all values.
+        (f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/kvint8-tensor/paged16-q13-1-1-9/normal", BEHIND_MASK),
+        ("decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/softcap2/kvfp8-tensor/paged16/normal", SAVED),
+        # Pages that are written, some of them whole, some of them others' too.
+        (f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-32-33-9/paged16-q13-1-1-9/normal", SAVED),
+        ("prefill/f32/B2.T17.S49.N4.K2.H64.V64/own-linf-49-40/sinks/shared16-q17-1/normal", ()),
+    ),
+)

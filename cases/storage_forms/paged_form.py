@@ -1,0 +1,182 @@
+"""Storage form `paged`: packed queries, and keys and values in pages that a table names.
+
+    attention(q, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None, ...)
+
+`q` is `[total_q, N, H]`, `k_pages` `[pages, page_size, K, H]` and `v_pages` `[pages, page_size, K, V]`. Pages may be
+quantised: then a function gets `k_scales` and `v_scales`, f32 `[pages, page_size, K]`, or the numbers `k_scale` and
+`v_scale`. A function that writes pages is described in `cases.storage_forms.page_writes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cases.counter_rng import draw_integers
+from cases.storage_forms.packed_form import compute_max_seqs, compute_padding
+from cases.storage_forms.storage_form import (
+    STORED_OPERANDS,
+    ScaleParameters,
+    StorageForm,
+    StorageSpec,
+    StoredCase,
+)
+from cases.storage_forms.storage_layout import NOBODY, Request, Storage, draw_junk, list_own_keys, pack_queries
+
+TABLES = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
+SCALES = ("k_scales", "v_scales")
+"""Scales of each row of a page and head, f32 `[pages, page_size, K]`."""
+WHOLE_SCALES = ("k_scale", "v_scale")
+"""One scale of all keys and one of all values, Python numbers."""
+SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
+"""Features of pages with scales of each token and head (`cases.quantization.PAGED_CACHES`)."""
+WHOLE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_tensor_scales"})
+"""Features of pages with one scale for all keys and one for all values (`cases.quantization.WHOLE_CACHES`)."""
+REQUIRED = {
+    "page_indices": "the table of pages, [max_seqs, pages_per_seq]",
+    "kv_lens": "how many keys each sequence has, [max_seqs]",
+    "cu_q_lens": "where the queries of each sequence begin, [max_seqs + 1]",
+}
+_UNUSED_PAGES = 3  # pages to which no table refers
+
+
+def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
+    """Draw the layout of a case; shapes depend on the case alone, pages and entries on its seed."""
+    assert spec.size is not None
+    q_lengths, kv_lengths, size = spec.get_q_lengths(case.batch, case.q_length), case.kv_lengths, spec.size
+    counts = [-(-n // size) for n in kv_lengths]
+    alike = count_shared_pages(spec, kv_lengths)
+    pool = sum(counts) + _UNUSED_PAGES
+    order = np.argsort(draw_integers(case.seed, "pages", (pool,), 2**32), kind="stable").tolist()
+    first = tuple(order.pop() for _ in range(counts[0]))
+    pages = [first] + [
+        (*first[:same], *(order.pop() for _ in range(count - same)))
+        for count, same in zip(counts[1:], alike[1:], strict=True)
+    ]
+    requests = [
+        Request(row=b, queries=q, keys=n, pages=own)
+        for b, (q, n, own) in enumerate(zip(q_lengths, kv_lengths, pages, strict=True))
+    ]
+    held = np.full((pool, size), NOBODY, np.int32)
+    for request in reversed(requests):  # the first sequence owns what is shared
+        place_keys(held, request, case.kv_length)
+    return build_layout(
+        requests,
+        (case.batch, case.q_length, case.kv_length),
+        held,
+        max_seqs=compute_max_seqs(case),
+        total_q=sum(q_lengths) + compute_padding(case),
+        pages_per_seq=max(1, -(-case.kv_length // size)) + (size + case.kv_length) % 3,
+        seed=case.seed,
+        form=spec.form,
+    )
+
+
+def count_shared_pages(spec: StorageSpec, kv_lengths: tuple[int, ...]) -> list[int]:
+    """Return how many pages each sequence has in common with the first one: half of the whole ones of both."""
+    size = spec.size or 1
+    return [(min(n, kv_lengths[0]) // size + 1) // 2 if spec.shared and b else 0 for b, n in enumerate(kv_lengths)]
+
+
+def place_keys(held: np.ndarray, request: Request, kv_length: int, start: int = 0) -> None:
+    """Write the keys of a request from `start` on into its pages; `held [pages, page_size]` is changed."""
+    size = held.shape[1]
+    for j in range(start, request.keys):
+        held[request.pages[j // size], j % size] = request.row * kv_length + j
+
+
+def build_layout(
+    requests: Sequence[Request],
+    sizes: tuple[int, int, int],
+    held: np.ndarray,
+    *,
+    max_seqs: int,
+    total_q: int,
+    pages_per_seq: int,
+    seed: int,
+    form: str,
+) -> Storage:
+    """Return the layout of `requests` in pages.
+
+    Args:
+      requests: the rows of the tables, in order.
+      sizes: B, T and S of the dense problem.
+      held: the dense key in each place of each page, `[pages, page_size]`.
+      max_seqs: the number of rows of the tables.
+      total_q: the number of packed queries, with padding.
+      pages_per_seq: the number of entries in a row of the table of pages.
+      seed: of entries that no kernel may use.
+      form: the name of the storage form.
+    """
+    batch, q_length, kv_length = sizes
+    size = held.shape[1]
+    kv_lens = draw_junk(seed, "kv_lens", (max_seqs,))
+    indices = draw_junk(seed, "page_indices", (max_seqs, pages_per_seq))
+    # Some entries that no kernel may use name a page that there is.
+    there = draw_integers(seed, "stale", indices.shape, 3) == 0
+    indices = np.where(there, draw_integers(seed, "stale_pages", indices.shape, len(held)), indices).astype(np.int32)
+    owner = list_own_keys(batch, kv_length)
+    for n, request in enumerate(requests):
+        kv_lens[n] = request.keys
+        indices[n, : len(request.pages)] = request.pages
+        j = np.arange(request.keys)
+        owner[request.row, : request.keys] = held[np.array(request.pages, int)[j // size], j % size]
+    queries = pack_queries(requests, batch, q_length, max_seqs=max_seqs, total_q=total_q, seed=seed)
+    return Storage(
+        form=form,
+        q_rows=queries.q_rows,
+        places=queries.places,
+        held=held,
+        owner=owner,
+        tables={
+            "kv_lens": kv_lens,
+            "page_indices": indices,
+            "cu_q_lens": queries.cu_q_lens,
+            "num_seqs": queries.num_seqs,
+        },
+    )
+
+
+def describe_layout(storage: Storage) -> str:
+    """Describe how many pages there are, of which size, and whether sequences share some."""
+    pages, size = storage.held.shape
+    shared = "some of them shared" if storage.shares else "none of them shared"
+    return f"{pages} pages of {size}, {shared}; a table of {storage.tables['page_indices'].shape[1]} pages a sequence"
+
+
+PAGED = StorageForm(
+    name="paged",
+    description="packed queries, and keys and values in pages that a table names",
+    prefixes={False: "paged", True: "shared"},
+    unit="pages",
+    is_cache=True,
+    maps_over_batch=False,
+    draw_layout=draw_layout,
+    describe_layout=describe_layout,
+    tables=TABLES,
+    parameters=(*TABLES, *SCALES, *WHOLE_SCALES, "causal", "window", *STORED_OPERANDS, "save_residuals"),
+    required=REQUIRED,
+    marks=("page_indices",),
+    noun="pages",
+    scales=(
+        ScaleParameters(
+            names=SCALES,
+            descriptions=(
+                "the scales of k_pages, [pages, page_size, K]",
+                "the scales of v_pages, [pages, page_size, K]",
+            ),
+            features=SCALED_FEATURES,
+            as_numbers=False,
+        ),
+        ScaleParameters(
+            names=WHOLE_SCALES,
+            descriptions=("the scale of all k_pages, a number", "the scale of all v_pages, a number"),
+            features=WHOLE_FEATURES,
+            as_numbers=True,
+        ),
+    ),
+    example="paged16",
+    level="paged",
+    condition="operands are paged",
+)

@@ -1,0 +1,118 @@
+"""Storage form `ring`: a head-major cache whose slots are a ring buffer, as sliding-window decode caches are.
+
+    attention(q, k_cache, v_cache, *, cache_seqlens, window=None, ...)
+
+`q` is `[rows, T, N, H]`, `k_cache` `[rows, K, slots, H]`, `v_cache` `[rows, K, slots, V]` and `cache_seqlens` int32
+`[rows]`, with the names of flash-attention's `flash_attn_with_kvcache`. Token `p` of a sequence lies in slot
+`p % slots` of its row. A sequence of `cache_seqlens[b]` tokens has the last `slots` of them in the cache; its `T`
+queries are its last tokens, so query `i` stands at position `cache_seqlens[b] - T + i`.
+
+A case id writes `ring16` for 16 slots. Every sequence has all `T` queries; those before its first token see nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cases.storage_forms.mask_sides import Sides
+from cases.storage_forms.storage_form import STORED_OPERANDS, StorageForm, StorageSpec, StoredCase
+from cases.storage_forms.storage_layout import NOBODY, Request, Storage, list_own_keys
+
+TABLES = ("cache_seqlens",)
+
+
+def find_mask_refusal(case: StoredCase, spec: StorageSpec, sides: Sides) -> str | None:
+    """Return why a ring cannot hold all keys that the queries of a case see, or None if it can."""
+    assert spec.size is not None
+    longest = max(case.kv_lengths)
+    seen = None if sides.left is None else sides.left + case.q_length
+    if longest <= spec.size or (seen is not None and seen <= spec.size):
+        return None
+    shown = "all" if seen is None else f"up to {seen}"
+    return f"mask: {case.q_length} queries see {shown} of {longest} tokens, and {spec.size} slots have lost some"
+
+
+def find_widest_left(storage: Storage) -> int | None:
+    """Return the left side of the widest window for which a ring holds all keys; None if it has not gone around."""
+    (_, q_length), slots = storage.q_rows.shape, storage.held.shape[1]
+    return slots - q_length if storage.tables["cache_seqlens"].max() > slots else None
+
+
+def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
+    """Return the layout of a case, with a row past the last sequence in every second case."""
+    assert spec.size is not None
+    requests = [Request(row=b, queries=case.q_length, keys=n) for b, n in enumerate(case.kv_lengths)]
+    held = np.full((case.batch + (case.batch + case.q_length) % 2, spec.size), NOBODY, np.int32)
+    for row, request in enumerate(requests):
+        place_keys(held[row], request, case.kv_length)
+    return build_layout(requests, (case.batch, case.q_length, case.kv_length), held)
+
+
+def place_keys(slots: np.ndarray, request: Request, kv_length: int, start: int = 0) -> None:
+    """Write the keys of a request from `start` on into the slots of its row, each over the one that lay there before.
+
+    `slots [slots]` is changed.
+    """
+    for p in range(start, request.keys):
+        slots[p % len(slots)] = request.row * kv_length + p
+
+
+def build_layout(requests: Sequence[Request | None], sizes: tuple[int, int, int], held: np.ndarray) -> Storage:
+    """Return the layout of requests, one for each row of the cache, or None for a row without a sequence.
+
+    Args:
+      requests: the sequences, row by row; rows past them have none.
+      sizes: B, T and S of the dense problem.
+      held: the dense key in each slot, `[rows, slots]`.
+    """
+    batch, q_length, kv_length = sizes
+    rows = len(held)
+    q_rows, places = np.full((rows, q_length), NOBODY, np.int32), np.full((batch, q_length), NOBODY, np.int32)
+    lengths = np.zeros(rows, np.int32)
+    for row, request in enumerate(requests):
+        if request is None:
+            continue
+        i = np.arange(q_length - request.queries, q_length)
+        q_rows[row, i], places[request.row, i] = request.row * q_length + i, row * q_length + i
+        lengths[row] = request.keys
+    return Storage(
+        form="ring",
+        q_rows=q_rows,
+        places=places,
+        held=held,
+        owner=list_own_keys(batch, kv_length),
+        tables={"cache_seqlens": lengths},
+    )
+
+
+def describe_layout(storage: Storage) -> str:
+    """Describe how many rows and slots there are, and how many sequences have more tokens than slots."""
+    rows, slots = storage.held.shape
+    longer = int((storage.tables["cache_seqlens"] > slots).sum())
+    return f"{rows} rows of {slots} slots, {longer} of them with more tokens than slots"
+
+
+RING = StorageForm(
+    name="ring",
+    description="a head-major cache whose slots are a ring buffer, with the length of each sequence",
+    prefixes={False: "ring"},
+    unit="rings",
+    has_q_lengths=False,
+    is_cache=True,
+    find_mask_refusal=find_mask_refusal,
+    find_widest_left=find_widest_left,
+    draw_layout=draw_layout,
+    describe_layout=describe_layout,
+    operands=("q", "k_cache", "v_cache"),
+    tables=TABLES,
+    parameters=(*TABLES, "causal", "window", *STORED_OPERANDS, "save_residuals"),
+    required={"cache_seqlens": "how many tokens each sequence has, those of its queries among them, [rows]"},
+    marks=TABLES,
+    noun="a ring buffer",
+    arrange=lambda arrays: {"k_cache": arrays["k"].swapaxes(1, 2), "v_cache": arrays["v"].swapaxes(1, 2)},
+    example="ring128",
+    level="ring",
+    condition="the cache is a ring buffer",
+)

@@ -1,0 +1,88 @@
+"""Decide which cases a call of a storage form can be asked for, and derive cases of stored sequences from others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from cases import mask_spec
+from cases.case import Case
+from cases.masks import Mask
+from cases.operand_registry import OPTIONAL
+from cases.quantization import PAGES_HOLD
+from cases.storage_forms.form_cases import load_form_cases
+from cases.storage_forms.form_registry import FORMS
+from cases.storage_forms.mask_sides import Sides, find_sides
+from cases.storage_forms.page_writes import find_write_refusal
+
+
+def lower_sides(
+    mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int, *, form: str
+) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
+    """Lower a mask to `causal` or `window`, which count from each query's own position.
+
+    A call that reads a cache is always causal, so it gets a `window` at most.
+
+    Returns:
+      The static keywords and the arrays of the call.
+
+    Raises:
+      NotImplementedError: for any other mask.
+    """
+    del batch, num_q_heads
+    sides, is_cache = find_sides(mask, q_length, kv_length), FORMS[form].is_cache
+    if sides is None or (is_cache and not sides.is_causal):
+        raise NotImplementedError(f"mask: a {form} call has no such mask")
+    if sides == Sides() or (is_cache and sides.left is None):
+        return {}, {}
+    return ({"causal": True} if sides == Sides(None, 0) else {"window": (sides.left, sides.right)}), {}
+
+
+def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
+    """Return why no call of a storage form can be asked for `case`, or None if one can.
+
+    Args:
+      case: the case.
+      form: the name of the storage form.
+      writes: whether the call also writes the new tokens of each sequence into pages.
+    """
+    if case.stored is None:
+        return f"dense operands: the call takes {form} ones"
+    if case.stored.form != form:
+        return f"{case.stored.form} operands: the call takes {form} ones"
+    described = FORMS[form]
+    if described.is_dense:  # it may have all that a dense call has
+        return None
+    for operand in OPTIONAL:
+        scaled = described.scales and operand.name == "kv_scales"
+        if not operand.stored and not scaled and getattr(case, operand.field) != operand.absent:
+            return f"{operand.name}: a {form} call has no such operand"
+    if case.kv_cache not in PAGES_HOLD:
+        return f"kv_scales: pages are int8 or fp8 with scales of each token and head or of all, not {case.kv_cache}"
+    if case.kv_cache is not None and writes:
+        return "kv_scales: no call that writes pages is asked for those with scales"
+    mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    sides = find_sides(mask, case.q_length, case.kv_length)
+    if sides is None or (described.is_cache and not sides.is_causal):
+        return f"{case.mask}: no mask that a {form} call is asked for, which goes by the place in a sequence"
+    return described.find_mask_refusal(case, case.stored, sides) or (find_write_refusal(case) if writes else None)
+
+
+def with_length(case: Case, length: int) -> Case:
+    """Return a case with a single sequence of this length, stored as `case` is."""
+    changed: dict[str, Any] = {"batch": 1, "q_length": length, "kv_length": length}
+    if (spec := case.stored) is not None and not FORMS[spec.form].is_dense:
+        size = length if load_form_cases(spec.form).has_sized_sequences else spec.size
+        storage = FORMS[spec.form].format(size, (length,), shared=spec.shared)
+        changed |= {"storage": storage, "mask": f"own-linf-{length}"}
+    return dataclasses.replace(case, **changed)
+
+
+def list_other_masks(case: Case) -> tuple[str, ...]:
+    """Return masks of the same stored sequences: windows of several sizes, causal, and no mask."""
+    assert case.stored is not None
+    if (masks := load_form_cases(case.stored.form).other_masks) is not None:
+        return masks
+    ends = "-".join(map(str, case.kv_lengths))
+    return *(f"own-l{left}-{ends}" for left in (9, 2, "inf")), f"lengths-{ends}"
