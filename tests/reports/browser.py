@@ -14,7 +14,6 @@ import select
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,19 +55,16 @@ class Tab:
 
     def open(
         self, path: Path, *, width: int = 1280, height: int = 900, script: bool = True, fragment: str = ""
-    ) -> float:
-        """Open a file, and return the seconds from the start of loading until it is drawn."""
+    ) -> None:
+        """Open a file, and wait until it is drawn."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Emulation.setScriptExecutionDisabled", value=not script)
-        began = time.monotonic()
         self.call("Page.navigate", url="about:blank")
         self._wait_for("Page.loadEventFired")
-        began = time.monotonic()
         self.call("Page.navigate", url=path.resolve().as_uri() + fragment)
         self._wait_for("Page.loadEventFired")
         self.call("Page.captureScreenshot", format="jpeg", quality=1)  # waits for a frame
-        return time.monotonic() - began
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression, that of a promise once it is resolved."""

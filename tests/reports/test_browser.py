@@ -194,8 +194,9 @@ def test_further_records_are_one_click_away(tab: Tab, page: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_page_of_20000_records_is_drawn_in_two_seconds(tab: Tab, tmp_path: Path) -> None:
+def test_of_20000_records_few_are_drawn_at_first(tab: Tab, tmp_path: Path) -> None:
     html_page.save_page(tmp_path / "report.html", build_summary(make_many(20_000), make_run_info()))
-    assert tab.open(tmp_path / "report.html") < 2
+    tab.open(tmp_path / "report.html")
     assert tab.evaluate(MATCH_COUNT) == "20,000 records"
+    assert tab.evaluate(ROWS) == 50
     assert tab.errors == []
