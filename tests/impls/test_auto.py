@@ -1,4 +1,4 @@
-"""The choice of a kernel: which one and why, and that nothing of a call is lost on the way to it."""
+"""The automatic choice of a kernel, its reason, and that every argument reaches the chosen kernel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORCED = {impl.name: impl for impl in auto.IMPLEMENTATIONS if impl.name != "auto
 
 
 def shapes(case: Case) -> dict[str, Any]:
-    """Operands that have nothing but a shape: choosing computes nothing."""
+    """Make abstract operands: choosing a kernel computes nothing."""
     problem = draw_problem(case)
     q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (problem.q, problem.k, problem.v))
     options = {name: getattr(problem, name) for name in ("segment_ids", "soft_cap", "sinks", "bias", "scale")}
