@@ -117,8 +117,8 @@ def divide_work(plan: MobaPlan, chosen: Array) -> MobaWork:
     starts = blocks_before * plan.block_rows - pairs_before
     size = plan.most_blocks * plan.block_rows
     place = jnp.where(in_order < plan.bins, number + starts.at[in_order].get(mode="clip"), size)
-    nobody = jnp.full(size, plan.lanes * plan.rows, jnp.int32)
-    rows = nobody.at[place].set(pair // plan.slots, mode="drop")
+    padding = jnp.full(size, plan.lanes * plan.rows, jnp.int32)
+    rows = padding.at[place].set(pair // plan.slots, mode="drop")
     places = jnp.zeros(plan.pairs, jnp.int32).at[pair].set(place, unique_indices=True)
     begins = jnp.zeros(plan.most_blocks, jnp.int32).at[blocks_before].add(1, mode="drop")
     return MobaWork(

@@ -65,7 +65,7 @@ def test_decode_goes_to_kernels_without_gradients_only_where_the_caller_says_so(
         assert auto.find_route(**shapes(case), platform=platform, phase="decode")[0].kernel == kernel
         guessed, _ = auto.find_route(**shapes(case), platform=platform)
         assert guessed.kernel == "dot_product"
-        assert dict(guessed.passed_over)[kernel] == "has no gradients, and nobody said that this is decode"
+        assert "no gradients" in dict(guessed.passed_over)[kernel]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_fallback_says_what_was_passed_over_and_why(
 
 def test_a_kernel_asked_for_by_name_is_taken_or_refuses() -> None:
     found, _ = auto.find_route(**shapes(parse_case_id(PLAIN)), kernel="block_flash")
-    assert found == Route("block_flash", "asked for by name")
+    assert found == Route("block_flash", "requested by name")
     biased = shapes(dataclasses.replace(parse_case_id(PLAIN), bias="bias"))
     with pytest.raises(NotImplementedError, match="splash_tpu does not support bias"):
         auto.find_route(**biased, kernel="splash_tpu")
