@@ -9,13 +9,14 @@ product: no block has rows of two bins, and the last block of a bin may have pad
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from cases.moba_mask import Moba
+from impls.jax_compat import Interpret
 
 Array = jax.Array
 Backend = Literal["portable", "tpu"]
@@ -37,7 +38,7 @@ class MobaPlan:
     most_rows: int
     backend: Backend = "portable"
     keys_together: int = 1024  # of a TPU's kernels, a multiple of 128
-    interpret: Any = False  # of a TPU's kernels, as `pallas_call` takes it
+    interpret: Interpret = False  # of a TPU's kernels, as `pallas_call` takes it
 
     @property
     def group(self) -> int:
