@@ -69,7 +69,9 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class RatioShift:
-    """Ratios that moved: of one judgement, or in the median over the `cases` of a check, result and dtype.
+    """Ratios that moved.
+
+    They are of one judgement, or in the median over the `cases` of a check, result and dtype.
 
     Attributes:
       contender, check, observable, dtype: what the judgements share.
@@ -123,7 +125,7 @@ class Comparison:
         counted = Counter(change.kind for change in self.changes)
         return {kind: counted[kind] for kind in KINDS if counted[kind]}
 
-    def of_kind(self, kind: str) -> list[Change]:
+    def list_changes(self, kind: str) -> list[Change]:
         """Return the changes of a kind."""
         return [change for change in self.changes if change.kind == kind]
 
@@ -237,7 +239,10 @@ def _align_records(old: Sequence[Record], new: Sequence[Record]) -> tuple[dict[K
 
 
 def _compute_share(record: Record) -> float | None:
-    """Return the ratio of a pass as a share of its limit; none if it has no finite ratio or no limit."""
+    """Return the ratio of a pass as a share of its limit.
+
+    The result is none if it has no finite ratio or no limit.
+    """
     if record.verdict != PASS or record.ratio is None or not record.limit or not math.isfinite(record.ratio):
         return None
     return record.ratio / record.limit
@@ -280,7 +285,10 @@ def _find_common_shifts(both: Iterable[tuple[Record, Record]]) -> list[RatioShif
 
 
 def list_reported_changes(found: Comparison) -> list[tuple[ChangeKey, list[Change]]]:
-    """Group the changes that are reported one by one: all but those that do not concern the kernel."""
+    """Group the changes that are reported one by one.
+
+    Left out are changes of what was asked, which do not concern the kernel.
+    """
     return group_changes(change for change in found.changes if change.kind not in (NOT_ASKED_AGAIN, NEWLY_JUDGED))
 
 

@@ -49,7 +49,7 @@ def render_changes_page(found: Comparison, old: Side, new: Side) -> str:
         regressions=REGRESSIONS,
         format_transition=format_transition,
         format_kind_count=format_kind_count,
-        standings=[_list_standings(*old), _list_standings(*new)],
+        verdicts=[_list_verdicts(*old), _list_verdicts(*new)],
         totals=count_totals(old[0], new[0]),
         environments=compare_environments(old[1], new[1]),
         notes=[*old[1].notes, *new[1].notes],
@@ -107,6 +107,6 @@ def format_shift(shift: RatioShift) -> str:
     return f"moved: {what}, in the median of {shift.cases:,} cases {change}; furthest in {shift.example}"
 
 
-def _list_standings(records: Sequence[Record], run: RunInfo) -> list[tuple[str, str]]:
+def _list_verdicts(records: Sequence[Record], run: RunInfo) -> list[tuple[str, str]]:
     """List the label of each contender, and whether it conforms in words."""
     return [(one.contender.label, one.text) for one in summarize_contenders(group_by_contender(records), run)]

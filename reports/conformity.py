@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from conformance.records import (
@@ -53,6 +53,7 @@ class ContenderSummary:
       extent: how much of what was planned was asked.
       text: the conformity as a sentence goes on, with all that qualifies it.
       declared: what it declares that asks less of it than the defaults; empty unless it conforms.
+      reason: the commonest reason why it could not be judged; empty if it was.
     """
 
     contender: Contender
@@ -64,11 +65,29 @@ class ContenderSummary:
     extent: Extent
     text: str
     declared: str
+    reason: str
 
     @property
     def is_of_one_check(self) -> bool:
         """Whether a single check judged something: one question answered is no conformity."""
         return len(self.checks) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSummary:
+    """What the records of a run say as a whole.
+
+    Attributes:
+      contenders: whether each contender conforms.
+      headline: the whole run in one sentence.
+      state: whether the run is complete, and to what it was narrowed.
+      shortfall: a warning that not all that was planned was judged; empty if it was.
+    """
+
+    contenders: tuple[ContenderSummary, ...]
+    headline: str
+    state: str
+    shortfall: str
 
 
 def compute_conformity(records: Iterable[Record]) -> str:
@@ -86,6 +105,12 @@ def _compute_conformity(counts: Counts) -> str:
     if not counts.judged:
         return NOT_JUDGED
     return KNOWN_FAILURES if counts[EXPECTED_FAIL] else CONFORMS
+
+
+def summarize_run(groups: Mapping[Contender, Sequence[Record]], run: RunInfo) -> RunSummary:
+    """Summarize the records of a run, grouped by contender."""
+    contenders = summarize_contenders(groups, run)
+    return RunSummary(contenders, format_headline(contenders), format_state(run), format_shortfall(run))
 
 
 def summarize_contenders(groups: Mapping[Contender, Sequence[Record]], run: RunInfo) -> tuple[ContenderSummary, ...]:
@@ -109,22 +134,8 @@ def _summarize_contender(contender: Contender, records: Sequence[Record], run: R
         extent=extent,
         text=_format_conformity(contender, conformity, records, counts, checks, extent, run),
         declared=", ".join(_find_entry(run.declared, contender) or ()) if conforms else "",
+        reason=_find_commonest_reason(records) if conformity == NOT_JUDGED else "",
     )
-
-
-def find_not_judged_reasons(groups: Mapping[Contender, Sequence[Record]]) -> Iterator[tuple[Contender, str]]:
-    """Yield the contenders that could not be judged, with the commonest reason.
-
-    Reasons of unjudged records come before those of unsupported ones.
-    """
-    for contender, records in groups.items():
-        if compute_conformity(records) != NOT_JUDGED:
-            continue
-        for verdict in (UNJUDGED, UNSUPPORTED):
-            reasons = Counter(record.reason for record in records if record.verdict == verdict and record.reason)
-            if reasons:
-                yield contender, reasons.most_common(1)[0][0]
-                break
 
 
 def format_headline(contenders: Sequence[ContenderSummary]) -> str:
@@ -140,7 +151,10 @@ def format_headline(contenders: Sequence[ContenderSummary]) -> str:
 
 
 def format_state(run: RunInfo) -> str:
-    """Format whether a run, or all that are merged, ended with all that was planned, and to what it was narrowed."""
+    """Format whether a run is complete, and to what it was narrowed.
+
+    Merged runs are complete if all of them are.
+    """
     extents = run.extents.values() or (Extent(level=run.level, narrowed=run.narrowed),)
     if run.interrupted:
         return "interrupted"
@@ -166,6 +180,15 @@ def format_shortfall(run: RunInfo) -> str:
         return ""
     done, planned = sum(extent.done for extent in partly), sum(extent.planned or 0 for extent in partly)
     return f"Not all that was planned was judged: {done:,} of {planned:,} jobs."
+
+
+def _find_commonest_reason(records: Sequence[Record]) -> str:
+    """Return the commonest reason of unjudged records, or of unsupported ones if none is unjudged."""
+    for verdict in (UNJUDGED, UNSUPPORTED):
+        reasons = Counter(record.reason for record in records if record.verdict == verdict and record.reason)
+        if reasons:
+            return reasons.most_common(1)[0][0]
+    return ""
 
 
 def _format_conformity(
@@ -205,7 +228,10 @@ def _format_conformity(
 
 
 def _format_narrowing(extent: Extent) -> str:
-    """Format to what the run was narrowed; empty if it was not, or if only a stop is why not all was asked."""
+    """Format to what the run was narrowed.
+
+    The text is empty if the run was not narrowed. A stop alone is no narrowing.
+    """
     parts = ["smoke"] if extent.level == "smoke" else []
     if extent.narrowed:
         is_part = extent.planned is not None and extent.whole is not None and extent.planned < extent.whole
@@ -217,7 +243,10 @@ def _format_narrowing(extent: Extent) -> str:
 
 
 def _format_declined_cases(coverage: Mapping[str, Any]) -> str:
-    """Format in how many cases a contender was judged and how many it declines; empty if it declines none."""
+    """Format in how many cases a contender was judged, and how many it declines.
+
+    The text is empty if it declines none.
+    """
     judged, declined = coverage.get("cases judged"), coverage.get("declined")
     if not (isinstance(judged, int) and isinstance(declined, int) and declined):
         return ""
@@ -225,7 +254,9 @@ def _format_declined_cases(coverage: Mapping[str, Any]) -> str:
 
 
 def _format_declined_pairs(coverage: Mapping[str, Any]) -> str:
-    """Format how many pairs of operands and masks a contender declines though it takes each of both alone.
+    """Format how many pairs of operands and masks a contender declines.
+
+    The contender takes each of them alone.
 
     The coverage states the pairs only where most of them are declined.
     """
@@ -249,7 +280,10 @@ def _format_refused(records: Sequence[Record], counts: Counts) -> str:
 
 
 def _list_refused_checks(records: Iterable[Record]) -> list[str]:
-    """List the checks that the call refused as a whole, by raising, in most of the supported cases."""
+    """List the checks that the call refused in most of the supported cases.
+
+    It refused them as a whole, by raising `NotImplementedError`.
+    """
     cases: dict[str, dict[str, bool]] = {}
     for record in records:
         refused = REFUSED in record.figures and record.observable == "all"

@@ -1,4 +1,7 @@
-"""Build the section on what the gate catches: planted bugs by family and by check, and the smallest visible error."""
+"""Build the section on what the gate catches.
+
+It has planted bugs by family and by check, and the smallest visible error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Draw where a result is wrong: the mask, and rows or keys by head, shaded by how far beyond the limit they are."""
+"""Draw where a result is wrong.
+
+The mask, and rows or keys by head, are shaded by how far beyond the limit they are.
+"""
 
 from __future__ import annotations
 
@@ -68,13 +71,19 @@ def render_error_map(error_map: ErrorMap, level: int = 4) -> Markup:
 
 
 def _build_legend(used: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the shades that occur with their meaning; of those beyond the limit, the palest and the darkest."""
+    """Return the shades that occur, with their meaning.
+
+    Of those beyond the limit, only the palest and the darkest are in the legend.
+    """
     red = [shade for shade in _BEYOND_LIMIT if shade in used]
     return [(shade, text) for shade, text in _SHADE_TEXT.items() if shade in used and shade not in red[1:-1]]
 
 
 def _render_mask(error_map: ErrorMap, level: int) -> str:
-    """Render pairs of query and key that may attend, shaded by the error of their query or of their key."""
+    """Render the pairs of query and key that may attend.
+
+    They are shaded by the error of their query or of their key.
+    """
     by_key = error_map.along == "S"
     marks = error_map.marks
     lines = [

@@ -15,7 +15,10 @@ from reports.record_groups import Contender, get_contender, group_by
 from reports.text_format import shorten_text
 
 MAX_ANNOTATIONS = 10
-"""Annotations of a kind that GitHub shows of a step; the last states how many more there are."""
+"""Annotations of a kind that GitHub shows of a step.
+
+The last states how many more there are.
+"""
 ERROR_LEVEL, WARNING_LEVEL = "error", "warning"
 _MAX_REASON = 300
 _TITLE = "Attention conformance"
@@ -67,7 +70,7 @@ def annotate_changes(found: Comparison, find_place: FindPlace, *, without_failur
       find_place: as for `annotate_records`.
       without_failures: leave out new failures, which `annotate_records` annotates already.
     """
-    new = [change.new for change in found.of_kind(NEW_FAILURE) if change.new is not None]
+    new = [change.new for change in found.list_changes(NEW_FAILURE) if change.new is not None]
     failures = [] if without_failures else annotate_records(new, find_place)
     annotations = [dataclasses.replace(one, title=f"new: {one.title}") for one in failures]
     others = (change for change in found.regressions if change.kind != NEW_FAILURE)

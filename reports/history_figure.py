@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_RUNS = 60
-"""Runs in a chart, the newest: more of them cannot be told apart."""
+"""Runs in a chart, the newest: more of them cannot be distinguished."""
 _MAX_NAMES = 2
 _MAX_LABELS = 24  # numbers below the axis
 _COLORS = {
@@ -105,7 +105,10 @@ def _draw_verdicts(axes: Axes, points: Sequence[RunPoint]) -> None:
 
 
 def _draw_mark(axes: Axes, place: int, y: float, point: RunPoint, marker: str, colour: str, *, size: float) -> None:
-    """Draw the mark of a run: of one that was not whole it is hollow, and a pass there has no colour of its own."""
+    """Draw the mark of a run.
+
+    The mark of a run that was not whole is hollow, and muted unless it is red.
+    """
     colour = colour if point.is_whole or colour == BAD else MUTED
     inside = colour if point.is_whole else "none"
     axes.plot([place], [y], marker=marker, markersize=size, mfc=inside, mec=colour, mew=1.1, linestyle="none", zorder=3)
@@ -127,7 +130,10 @@ def _draw_largest(axes: Axes, points: Sequence[RunPoint]) -> None:
 
 
 def _is_comparable(before: RunPoint, point: RunPoint) -> bool:
-    """Return whether figures of two runs can be compared: both whole, of one level, with no run between them."""
+    """Return whether figures of two runs can be compared.
+
+    Both runs must be whole, of one level, with no run between them.
+    """
     return before.is_whole and point.is_whole and before.level == point.level and before.number + 1 == point.number
 
 

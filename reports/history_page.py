@@ -75,7 +75,7 @@ def format_history_markdown(tracks: Sequence[RunTrack], entries: Sequence[RunEnt
 def print_history(
     tracks: Sequence[RunTrack], entries: Sequence[RunEntry], notes: Sequence[str], console: Console
 ) -> None:
-    """Print a line for each run of each implementation, what changed between them, and the sentence that sums it up."""
+    """Print a line for each run, what changed between runs, and a summary."""
     for track in tracks:
         console.print(Text(track.contender.label, style="bold"), soft_wrap=True)
         print_uncut(_build_table(track.points[-MAX_LINES:]), console)

@@ -1,4 +1,4 @@
-"""Follow contenders through many runs: how each fared from one run to the next, and what else changed."""
+"""Follow contenders through many runs, and list what changed between them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ class RunPoint:
 
     @property
     def verdict(self) -> str:
-        """The conformity in a word or two: only a whole run of several checks says that something conforms."""
+        """The conformity in a word or two.
+
+        Only a whole run of several checks says that something conforms.
+        """
         if self.summary is None:
             return NO_RECORD
         is_narrow = not self.is_whole or self.summary.is_of_one_check
@@ -195,7 +198,7 @@ def build_tracks(
 
 
 def _has_no_record(contender: Contender, entry: RunEntry) -> bool:
-    """Return whether a run was to judge an implementation and left no record of it, on any platform."""
+    """Return whether a run planned to judge an implementation and left no record of it."""
     name = contender.implementation
     return name in entry.planned and not any(one.contender.implementation == name for one in entry.contenders)
 
@@ -220,7 +223,10 @@ def find_failing_since(track: RunTrack) -> RunPoint | None:
 
 
 def format_since(track: RunTrack) -> str:
-    """Format how a contender stands in the last run, since when it fails or failed last, and when it last conformed."""
+    """Format the last verdict of a contender, and since when it holds.
+
+    The text names the run since which a contender fails, or that failed last, and the last whole run that conformed.
+    """
     last = track.points[-1]
     parts = [f"{last.text} in run {last.number}"]
     red = [point for point in track.points if point.conformity == DOES_NOT_CONFORM]

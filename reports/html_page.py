@@ -77,7 +77,10 @@ MARGIN_BUCKETS = tuple(
 
 
 def save_page(path: Path, summary: Summary, measurements: Sequence[Measurement] = ()) -> None:
-    """Render the page of a run and write it to `path`; its commands name the records beside it, if there are any."""
+    """Render the page of a run and write it to `path`.
+
+    Its commands name the records beside it, if there are any.
+    """
     beside = path.with_suffix(".jsonl")
     file = shlex.quote(beside.name) if beside.exists() else "*.jsonl"
     output_files.write_text(path, render_page(build_page(summary, measurements, file)))

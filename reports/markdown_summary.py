@@ -1,4 +1,7 @@
-"""Format a short Markdown summary for the page of a CI job: findings first, then verdicts and counts."""
+"""Format a short Markdown summary for the page of a CI job.
+
+Findings come first, then verdicts and counts.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,10 @@ import re
 
 
 def escape_inline(text: str) -> str:
-    """Escape text for one line of Markdown, so that no markup of Markdown or HTML in it takes effect."""
+    """Escape text for one line of Markdown.
+
+    No markup of Markdown or HTML in the text takes effect.
+    """
     return re.sub(r"([\\`*_|\[\]~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 

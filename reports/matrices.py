@@ -51,7 +51,9 @@ class MatrixCell:
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        """The sort key within a column, the worst first: state, largest share of a limit, number of red records.
+        """The sort key within a column, the worst first.
+
+        It has the state, the largest share of a limit, and the number of red records.
 
         A red cell without a figure, such as one where each call raised, ranks worse than any figure.
         """
@@ -98,7 +100,10 @@ def build_matrices(groups: RecordGroups) -> tuple[Matrix, Matrix]:
 
 
 def rank_for_table(record: Record) -> tuple[int, float, tuple[str, ...]]:
-    """Return a sort key: red first, then what else did not pass, then what is closest to its limit."""
+    """Return a sort key of records, those that did not pass first.
+
+    Red records come first, then what else did not pass, then passes, the closest to their limits first.
+    """
     others = {EXPECTED_FAIL: 1, UNJUDGED: 2, PASS: 4}
     return 0 if record.verdict in RED else others.get(record.verdict, 3), -rank_record(record), record.key
 

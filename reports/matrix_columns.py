@@ -37,7 +37,10 @@ OTHERS = "others"
 
 
 def group_columns(found: Iterable[str], kinds: Mapping[str, tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Group the columns that were found by kind; columns of no kind come last, in the order in which they came."""
+    """Group the columns that were found by kind.
+
+    Columns of no kind come last, in the order in which they came.
+    """
     there = dict.fromkeys(found)
     known = {name for names in kinds.values() for name in names}
     groups = [(kind, tuple(name for name in names if name in there)) for kind, names in kinds.items()]

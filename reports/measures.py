@@ -14,7 +14,10 @@ from reports.record_groups import Contender, RecordGroups
 
 DTYPES = ("f32", "bf16", "f16")
 MARGIN_EDGES = (1.0, 10.0, 100.0, 1e4)
-"""Below 1 a null result would pass; the rest are decades that tell a close call from an obvious one."""
+"""Below 1 a null result would pass.
+
+The rest are decades that tell a close call from an obvious one.
+"""
 _MAX_GRADIENT_ROWS = 200
 _QUANTILES = (0.05, 0.5, 0.95, 0.99)
 
@@ -65,7 +68,10 @@ class Distribution:
 
 @dataclasses.dataclass(frozen=True)
 class GradientCell:
-    """One gradient of one contender in one dtype: the judged ratio and the same figure against the flash backward."""
+    """One gradient of one contender in one dtype.
+
+    `ratio` is judged; `ratio_flash` is the same figure against the flash backward pass, and not judged.
+    """
 
     count: int
     over: int

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from conformance.records import EXPECTED_FAIL, JUDGED, RED, VERDICTS, Record
+from conformance.records import ERROR, EXPECTED_FAIL, FAIL, JUDGED, RED, VERDICTS, Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,10 @@ def count_verdicts(records: Iterable[Record]) -> Counts:
 
 
 def list_metrics(record: Record) -> tuple[Metric, ...]:
-    """Return the judged figures of a record: the largest ratio, and the rms where that has a limit."""
+    """Return the judged figures of a record.
+
+    These are the largest ratio, and the rms where that has a limit.
+    """
     found = []
     if record.ratio is not None:
         found.append(Metric("max", record.ratio, record.limit))
@@ -102,6 +105,16 @@ def rank_record(record: Record) -> float:
     """Return the sort key of the decisive figure of a record."""
     metric = find_decisive_metric(record)
     return rank_share(metric.share if metric else None)
+
+
+def rank_failure(record: Record) -> tuple[float, tuple[str, ...]]:
+    """Return a sort key of failures, the worst first.
+
+    What raised or has no figure is worst of all.
+    """
+    metric = find_decisive_metric(record)
+    crashed = record.verdict == ERROR or (record.verdict == FAIL and metric is None)
+    return (-math.inf if crashed else -rank_share(metric.share if metric else None), record.key)
 
 
 def find_worst_metric(records: Iterable[Record]) -> Metric | None:

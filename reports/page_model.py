@@ -14,23 +14,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from conformance.measurements import Measurement
-from conformance.records import ERROR, EXPECTED_FAIL, FAIL, FLAGS_DIFFER, JUDGED, Record, RunInfo
+from conformance.records import EXPECTED_FAIL, FLAGS_DIFFER, JUDGED, Record, RunInfo
 from reports.causes.finding import classify_record
 from reports.causes.finding_text import FindingText, describe_finding, list_evidence
 from reports.causes.root_causes import find_contender_causes
 from reports.compiled_section import CompiledSection, build_compiled_section
 from reports.conformity import (
     ContenderSummary,
-    find_not_judged_reasons,
-    format_headline,
-    format_shortfall,
-    format_state,
-    summarize_contenders,
+    summarize_run,
 )
 from reports.detection_section import Detection, build_detection
 from reports.matrices import Matrix, build_matrices
 from reports.measures import Measures, build_measures
-from reports.metrics import Counts, count_verdicts, find_decisive_metric, rank_share
+from reports.metrics import Counts, count_verdicts, rank_failure
 from reports.record_groups import Contender, RecordGroups, group_by_contender, group_by_result, group_records
 from reports.record_query import RecordFiles
 from reports.speed_section import SpeedPanel, build_speed_panels
@@ -44,14 +40,6 @@ MAX_ROWS = 200
 MAX_CASES = 3_000
 """Cases that have an address on the page."""
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K\d+\.H(\d+)\.V\d+")
-
-
-@dataclasses.dataclass(frozen=True)
-class NotJudged:
-    """A contender that could not be judged, and the commonest reason."""
-
-    contender: Contender
-    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +94,6 @@ class Summary:
       state: whether the run is complete, and to what it was narrowed.
       shortfall: a warning that not all that was planned was judged; empty if it was.
       contenders: whether each contender conforms, in the order of their names.
-      not_judged: why contenders could not be judged.
       findings: the causes of all red records.
       undecided_rows: rows that no record judges.
       flag_differences: judgements that the compiler's flags decide.
@@ -119,7 +106,6 @@ class Summary:
     state: str
     shortfall: str
     contenders: tuple[ContenderSummary, ...]
-    not_judged: tuple[NotJudged, ...]
     findings: tuple[FindingText, ...]
     undecided_rows: tuple[UndecidedRows, ...]
     flag_differences: tuple[FlagDifference, ...]
@@ -187,7 +173,10 @@ class CaseCounts:
 
 @dataclasses.dataclass(frozen=True)
 class FreeTable:
-    """A list of dictionaries as a table: the union of their keys, and which columns hold only numbers."""
+    """A list of dictionaries as a table.
+
+    Its columns are the union of the keys; `numeric` names those that hold only numbers.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[Mapping[str, Any], ...]
@@ -240,17 +229,16 @@ class Page:
 def build_summary(records: Sequence[Record], run: RunInfo) -> Summary:
     """Build what every report of a run shows from its records."""
     groups = group_records(records)
-    contenders = summarize_contenders(groups.by_contender, run)
+    found = summarize_run(groups.by_contender, run)
     causes = find_contender_causes(groups.by_contender, group_by_contender(run.probes))
     return Summary(
         run=run,
         groups=groups,
         total=count_verdicts(records),
-        headline=format_headline(contenders),
-        state=format_state(run),
-        shortfall=format_shortfall(run),
-        contenders=contenders,
-        not_judged=tuple(NotJudged(*found) for found in find_not_judged_reasons(groups.by_contender)),
+        headline=found.headline,
+        state=found.state,
+        shortfall=found.shortfall,
+        contenders=found.contenders,
         findings=tuple(describe_finding(number, finding) for number, finding in enumerate(causes, 1)),
         undecided_rows=_find_undecided_rows(groups),
         flag_differences=_find_flag_differences(groups),
@@ -299,7 +287,7 @@ def build_failure_groups(
 
     The cap is shared out evenly, so that one noisy check cannot push the others out of the report.
     """
-    ranked = {key: sorted(groups[key], key=_rank_failure) for key in sorted(groups)}
+    ranked = {key: sorted(groups[key], key=rank_failure) for key in sorted(groups)}
     quotas = _distribute_quota(list(ranked.values()), cap)
     return tuple(
         FailureGroup(*key, tuple(records), quota, _find_common_features(records), tuple(list_evidence(records[0])))
@@ -315,7 +303,10 @@ def build_free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MAX_ROWS) 
 
 
 def _build_panel(text: FindingText) -> FindingPanel:
-    """Build a finding with all of its records, those of its own kind first; each group shows a few."""
+    """Build a finding with all of its records, those of its own kind first.
+
+    Each group shows a few.
+    """
     records = text.finding.records
     groups = [
         dataclasses.replace(group, shown=min(group.shown, SHOWN_PER_GROUP))
@@ -365,16 +356,12 @@ def _find_flag_differences(groups: RecordGroups) -> tuple[FlagDifference, ...]:
 
 
 def _compute_size(case: str) -> float:
-    """Return the product of B, T, S, N and H of a case; infinity if its id names none."""
+    """Return the product of B, T, S, N and H of a case.
+
+    The result is infinity if its id names none.
+    """
     shape = _SHAPE.search(case)
     return math.prod(map(int, shape.groups())) if shape else math.inf
-
-
-def _rank_failure(record: Record) -> tuple[float, tuple[str, ...]]:
-    """Return a sort key of failures, the worst first; what raised or has no figure is worst of all."""
-    metric = find_decisive_metric(record)
-    crashed = record.verdict == ERROR or (record.verdict == FAIL and metric is None)
-    return (-math.inf if crashed else -rank_share(metric.share if metric else None), record.key)
 
 
 def _find_common_features(records: Sequence[Record]) -> tuple[str, ...]:
@@ -383,8 +370,11 @@ def _find_common_features(records: Sequence[Record]) -> tuple[str, ...]:
 
 
 def _distribute_quota(groups: Sequence[Sequence[Record]], cap: int) -> list[int]:
-    """Return how many records of each group to show: one of each in turn, groups with the worst record first."""
-    order = sorted(range(len(groups)), key=lambda place: _rank_failure(groups[place][0]))
+    """Return how many records of each group to show.
+
+    Groups take turns, one record each, the group with the worst record first.
+    """
+    order = sorted(range(len(groups)), key=lambda place: rank_failure(groups[place][0]))
     quotas = [0] * len(groups)
     while cap > 0 and (unfilled := [place for place in order if quotas[place] < len(groups[place])]):
         for place in unfilled[:cap]:

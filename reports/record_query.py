@@ -34,7 +34,10 @@ class RecordFiles:
         return self.by_label.get(contender.label) or self.default
 
     def format_runs(self, contender: Contender) -> str:
-        """Return the runs of a contender as arguments of `IN` in `jq`; empty if its files have no others."""
+        """Return the runs of a contender as arguments of `IN` in `jq`.
+
+        The result is empty if its files have no others.
+        """
         return ",".join(map(_quote_json, self.runs.get(contender.label, ())))
 
 

@@ -108,7 +108,10 @@ def _serialize_row(record: Record, names: Mapping[str, _NumberedValues], finding
 
 
 def _round_share(share: float | None) -> float | str | None:
-    """Round a share to four digits; a share that would round to 1 keeps its side of the limit."""
+    """Round a share to four digits.
+
+    A share that would round to 1 keeps its side of the limit.
+    """
     if share is None:
         return None
     if not math.isfinite(share):

@@ -15,7 +15,10 @@ _MIN_SPAN = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class SpeedBar:
-    """Where the quartiles of a speed lie on the logarithmic axis of its case, in percent of the width."""
+    """Where the quartiles of a speed lie on an axis, in percent of its width.
+
+    The axis is logarithmic.
+    """
 
     lower: float
     median: float

@@ -54,7 +54,7 @@ def clip_share(share: float | None) -> float:
 
 
 def _inline_svg(svg: str, *, label: str) -> str:
-    """Remove what an SVG file needs and an inline drawing does not, and put in the page's colours."""
+    """Turn an SVG file into an inline drawing in the page's colours."""
     svg = svg[svg.index("<svg") :]
     for block in (r"<metadata>.*?</metadata>", r"<style[^>]*>.*?</style>", r"<!--.*?-->", r"<defs>\s*</defs>"):
         svg = re.sub(block, "", svg, flags=re.DOTALL)

@@ -73,7 +73,10 @@ def format_findings(summary: Summary, page: str = "") -> list[str]:
 
 
 def print_measurements(measurements: Sequence[Measurement], console: Console) -> None:
-    """Print implementations side by side: a table for each case and phase, in the order in which they took turns."""
+    """Print implementations side by side, in a table for each case and phase.
+
+    Rows stand in the order in which the implementations took turns.
+    """
     for panel in build_speed_panels(measurements):
         title = Text(f"{panel.phase} ", style="bold")
         title.append(panel.case, style="")
@@ -102,12 +105,13 @@ def print_uncut(table: Table, console: Console) -> None:
 
 def _print_remarks(summary: Summary, console: Console) -> None:
     """Print what a reader must know beside the counts, such as what was not judged."""
-    for one in summary.not_judged:
-        reason = shorten_text(one.reason, longest=_MAX_REASON)
-        console.print(Text(f"{one.contender.label}: {reason}", style="dim"), soft_wrap=True)
-    for contender in summary.contenders if len(summary.contenders) > 1 else ():
-        if contender.declared:
-            text = f"{contender.contender.label} declares {contender.declared}"
+    for one in summary.contenders:
+        if one.reason:
+            reason = shorten_text(one.reason, longest=_MAX_REASON)
+            console.print(Text(f"{one.contender.label}: {reason}", style="dim"), soft_wrap=True)
+    for one in summary.contenders if len(summary.contenders) > 1 else ():
+        if one.declared:
+            text = f"{one.contender.label} declares {one.declared}"
             console.print(Text(text, style="dim"), soft_wrap=True)
     for difference in summary.flag_differences:
         text = f"{difference.contender.label}: {difference.text}"

@@ -50,7 +50,10 @@ def format_number(value: float | None, *, digits: int = 3) -> str:
 
 
 def format_share(value: float | None) -> str:
-    """Format a multiple of a limit, with enough digits to show on which side of 1 it is."""
+    """Format a multiple of a limit.
+
+    It has enough digits to show on which side of 1 it is.
+    """
     if value is None:
         return "no limit"
     if not math.isfinite(value):

@@ -60,13 +60,13 @@ def kill_on_exit(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[st
 
 
 def wait_until(
-    so: Callable[[], object], process: subprocess.Popen[str] | None = None, seconds: float = STOP_TIMEOUT
+    condition: Callable[[], object], process: subprocess.Popen[str] | None = None, seconds: float = STOP_TIMEOUT
 ) -> None:
     """Wait until a condition holds; `process`, if given, must live until then."""
     deadline = time.monotonic() + seconds
-    while not so():
+    while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s"
-        assert process is None or process.poll() is None or so(), "the command ended before"
+        assert process is None or process.poll() is None or condition(), "the command ended before"
         time.sleep(0.02)
 
 

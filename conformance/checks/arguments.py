@@ -48,9 +48,9 @@ def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _widen_window(problem: Problem, storage: Storage) -> Problem:
-    """Return the problem without a window, or with the widest one that its storage allows: the lengths stay.
+    """Return the problem without its window, or with the widest window whose keys are all stored.
 
-    A window that is the widest already becomes the narrowest.
+    A window that is the widest already becomes the narrowest. The lengths stay.
     """
     widest = FORMS[storage.form].find_widest_left(storage)
 

@@ -159,12 +159,14 @@ class _Moved:
 
 
 def _move_operand(subject: Subject, operand: str, by: np.ndarray) -> Problem:
+    """Return the problem with one operand moved, and rounded to its dtype."""
     value = getattr(subject.problem, operand)
     changed: dict[str, Any] = {operand: (value.astype(np.float64) + by).astype(value.dtype)}
     return dataclasses.replace(subject.problem, **changed)
 
 
 def _run_moved(subject: Subject, operand: str, problem: Problem) -> _Moved:
+    """Run the plain call on a problem with a moved operand, with zeros in unjudged rows."""
     out = subject.run_forward(problem).values["out"].astype(np.float64)
     return _Moved(getattr(problem, operand).astype(np.float64), np.where(subject.judged_out, out, 0.0))
 
@@ -191,6 +193,7 @@ def _compute_gradients(subject: Subject, cotangent: Cotangent) -> Mapping[str, n
 
 
 def _scale_cotangent(cotangent: Cotangent, factor: float) -> Cotangent:
+    """Return the cotangent times a factor."""
     lse = cotangent.logsumexp
     scaled = (cotangent.out * np.asarray(factor, cotangent.out.dtype)).astype(cotangent.out.dtype)
     return dataclasses.replace(cotangent, out=scaled, logsumexp=None if lse is None else lse * np.float32(factor))

@@ -143,6 +143,7 @@ def list_reseeded_cases(case: Case) -> list[Case]:
 
 
 def _run_case(subject: Subject) -> Result:
+    """Run the backward pass if there are gradients, else the plain call."""
     if "random" in subject.cotangents:
         return subject.gradients("random")
     return subject.executor.forward(subject.problem)
@@ -159,12 +160,14 @@ def judge_statistics(name: str, computed: Statistics, dtype: str) -> Iterator[Ju
 
 
 def _describe_bias(bias: float) -> str:
+    """Describe the direction of a bias and its likely cause."""
     side = "towards" if bias < 0 else "away from"
     cause = "truncation instead of rounding" if -1.1 < bias < -0.9 else "an error below one rounding, but always there"
     return f"errors lean {side} zero by {abs(bias):.2g} of half a spacing: {cause}"
 
 
 def _judge_statistic(observable: str, value: float, limit: float, reason: str) -> Judgement:
+    """Judge the absolute value of a statistic by its limit; `reason` explains a failure."""
     passes = abs(value) <= limit
     if not np.isfinite(value):
         reason = "some results are not finite"

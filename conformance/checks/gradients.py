@@ -56,6 +56,7 @@ def check_gradients_part(subject: Subject) -> Iterator[Judgement]:
 
 
 def _judge_if_drawn(subject: Subject, cotangent: str, *, saved: bool = False) -> Iterator[Judgement]:
+    """Judge the gradients for a cotangent if the case has it; `saved` adds the flash ratio."""
     if cotangent not in subject.cotangents:
         return
     result = subject.gradients(cotangent)

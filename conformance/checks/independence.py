@@ -114,7 +114,7 @@ def _change_elsewhere(problem: Problem, part: _Part, *, keys: bool) -> Problem |
         v_kept[part.batch, :, part.kv_head] = attended
         k_kept[part.batch, :, part.kv_head] = attended | problem.choosing[0, 0, part.rows].any(axis=0)
         if problem.storage is not None:  # stored tokens of the part may be shared with other sequences
-            v_kept, k_kept = problem.storage.spread_over_shared(v_kept), problem.storage.spread_over_shared(k_kept)
+            v_kept, k_kept = map(problem.storage.spread_over_shared, (v_kept, k_kept))
     if q_kept.all() and v_kept.all():
         return None
     if problem.kv_scales is not None and not problem.has_whole_scales:
@@ -130,6 +130,7 @@ def _change_elsewhere(problem: Problem, part: _Part, *, keys: bool) -> Problem |
 
 
 def _change_cotangent_elsewhere(cotangent: Cotangent, part: _Part) -> Cotangent:
+    """Return the cotangent with other values outside the part's batch row and heads."""
     out = _replace_values(cotangent.out)
     out[part.batch, :, part.heads] = cotangent.out[part.batch, :, part.heads]
     if cotangent.logsumexp is None:
@@ -193,6 +194,7 @@ def _judge_bits(subject: Subject, part: _Part, name: str, before: np.ndarray, af
 
 
 def _describe_change(problem: Problem, part: _Part, name: str, count: int) -> str:
+    """Describe which inputs were changed and how many results changed with them."""
     batch, _, num_q_heads, _ = problem.q.shape
     changed: Mapping[str, bool] = {
         "another batch row": batch > 1,
@@ -206,6 +208,7 @@ def _describe_change(problem: Problem, part: _Part, name: str, count: int) -> st
 
 
 def _describe_part(part: _Part, name: str) -> str:
+    """Describe the batch row, heads and queries of the part that a result covers."""
     place = f"batch {part.batch}, query heads {part.heads.start} to {part.heads.stop - 1}"
     if name in ("out", "logsumexp", "max_logits"):
         place += f", queries {part.rows.start} to {part.rows.stop - 1}"

@@ -80,6 +80,7 @@ def _compute_expectation(subject: Subject) -> Mapping[str, Bounded]:
 
 
 def _judge_part(subject: Subject, how: str, part: Any, expected: Mapping[str, Bounded]) -> Iterator[Judgement]:
+    """Judge the three promised results of a part, named by how it was computed."""
     malformation = _find_malformation(subject.problem, part)
     values: dict[str, np.ndarray] = {}
     if not malformation:

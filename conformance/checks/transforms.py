@@ -172,6 +172,7 @@ def _check_x64_residuals(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_x64_dtypes(pair: ProblemPair, problem: Problem) -> Iterator[Judgement]:
+    """Check that the dtypes of one problem's residuals are the same with and without x64."""
     usual, with_x64 = (
         pair.subject.executor.run(transformed_calls.find_residual_dtypes, problem, doubles=doubles)
         for doubles in (False, True)

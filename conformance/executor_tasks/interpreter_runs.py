@@ -49,6 +49,7 @@ def run_programs(
 
 
 def _run_program(executor: Executor, program: Program, problem: Problem, cotangent: Cotangent | None) -> Result:
+    """Run one program of the kernel."""
     if program == "forward":
         return executor.forward(problem)
     if program == "residuals":

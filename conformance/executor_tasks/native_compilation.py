@@ -140,6 +140,7 @@ def _get_depths(problem: Problem) -> tuple[int, int]:
 def _compile_program(
     target: CompileTarget, name: str, function: Any, operands: tuple[Any, ...], depths: tuple[int, int]
 ) -> CompiledProgram:
+    """Compile one program for one generation, and turn the compiler's errors into an outcome."""
     try:
         return CompiledProgram(target.name, name, "compiled", figures=compile_for(target, function, operands, depths))
     except NoCompiler as error:

@@ -58,6 +58,7 @@ def _iter_operations(programs: Iterable[Any]) -> Iterator[Any]:
 
 
 def _iter_programs(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the programs among the parameters of an operation."""
     for value in values:
         if isinstance(value, (tuple, list)):
             yield from _iter_programs(value)
@@ -66,12 +67,14 @@ def _iter_programs(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _is_f32_product(operation: Any) -> bool:
+    """Return whether an operation multiplies two f32 operands."""
     if operation.primitive.name != "dot_general":
         return False
     return all(getattr(x.aval, "dtype", None) == np.float32 for x in operation.invars[:2])
 
 
 def _describe_product(operation: Any) -> tuple[bool, str, str]:
+    """Return whether a product is exact to f32, its precision by name, and its place in the source."""
     precision = operation.params.get("precision")
     requested = precision if isinstance(precision, tuple) else (precision,)
     exact = all(_is_exact(one) for one in requested)

@@ -93,13 +93,19 @@ class Level:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The features to declare unsupported so that no case has the level; empty if no declaration does that."""
+        """The features to declare unsupported so that no case has the level.
+
+        The result is empty if no declaration does that.
+        """
         return _DECLARED_FEATURES.get(self.name, (self.name,) if self.name in _FEATURES else ())
 
 
 @functools.lru_cache(maxsize=1 << 15)
 def parse_fields(case: str) -> Mapping[str, str] | None:
-    """Parse the fields that a case id names, as it writes them; none if it is no case id."""
+    """Parse the fields that a case id names, as it writes them.
+
+    The result is none if it is no case id.
+    """
     parts = case.split("/")
     if len(parts) < 6 or not (sizes := _SHAPE.fullmatch(parts[2])):
         return None
@@ -203,7 +209,10 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
 
 
 def _find_offset_mask(kind: str) -> dict[str, str] | None:
-    """Return a mask of the kind with an offset, which masks without offset can be told from; none if it has none."""
+    """Return a mask of the kind with an offset, to distinguish levels with and without offset.
+
+    The result is none if the kind takes no offset.
+    """
     masks = {"causal": "causal-o5", "window": "window-l31-r0-o5"}
     return {"mask": masks[kind]} if kind in masks else None
 
@@ -294,7 +303,10 @@ def _iter_depth_levels(sizes: Mapping[str, int]) -> Iterator[Level]:
 
 @functools.lru_cache(maxsize=1 << 15)
 def find_oddities(case: str) -> frozenset[str]:
-    """Find the fields of a case that are out of the ordinary; all sizes if its id is no case id."""
+    """Find the fields of a case that are out of the ordinary.
+
+    All sizes count as such if its id is no case id.
+    """
     fields = parse_fields(case)
     if fields is None:
         return frozenset(_SIZES)
@@ -306,7 +318,10 @@ def find_oddities(case: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1 << 15)
 def rank_plainness(case: str) -> tuple[int, int, str]:
-    """Return a sort key of cases, the plainest first: by how many fields are out of the ordinary, then by size."""
+    """Return a sort key of cases, the plainest first.
+
+    Cases are ranked by how many fields are out of the ordinary, then by size.
+    """
     fields = parse_fields(case)
     if fields is None:
         return len(_SIZES), 0, case

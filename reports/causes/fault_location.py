@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 MAX_COMBINATIONS = 12
-"""Combinations that are sought: more faults at once cannot be told apart."""
+"""Combinations that are sought: more faults at once cannot be distinguished."""
 _PASSES = 2  # how often each is sought again among what the others leave
 
 # Beta distributions of the rate of red. With a combination, rows are red unless chance hides the fault. Without it,
@@ -51,7 +51,12 @@ class Signal:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A level: the rows that have it, and how much less likely than others it is to matter, in nats."""
+    """A level that may explain red rows.
+
+    Attributes:
+      rows: the rows that have it.
+      odds: how much less likely than others it is to matter, in nats.
+    """
 
     rows: int
     odds: float = 0.0
@@ -75,7 +80,7 @@ class Combination:
 def locate(
     levels: Sequence[Candidate], signals: Mapping[str, Signal], found: Sequence[Combination] = ()
 ) -> list[Combination]:
-    """Find the fewest combinations that explain the red rows of all signals, as far as rows distinguish them.
+    """Find the fewest combinations that explain the red rows of all signals.
 
     Args:
       levels: those that a row may have.
@@ -110,7 +115,10 @@ def explains(combination: Combination, signal: Signal) -> bool:
 
 
 def find_clearest_signal(combination: Combination, signals: Mapping[str, Signal]) -> str:
-    """Find the signal that shows a combination best: the first of those that gain nearly as much as any."""
+    """Find the signal that shows a combination best.
+
+    It is the first of those that gain nearly as much as any.
+    """
     gains = {name: _compute_gain(combination.rows, signal) for name, signal in signals.items()}
     most = max(gains.values())  # below zero where no signal is as the combination would make it
     return next(name for name, gain in gains.items() if gain >= min(most, most / 2))
@@ -186,7 +194,10 @@ def _join_red(signals: Sequence[Signal]) -> int:
 def _iter_combinations(
     levels: Sequence[Candidate], seen: int, cost: float, red: int
 ) -> Iterator[tuple[float, tuple[int, ...], int]]:
-    """Yield the cost, levels and rows of each combination: no level, one, or two whose rows neither alone has."""
+    """Yield the cost, levels and rows of each combination.
+
+    A combination has no level, one, or two whose common rows neither has alone.
+    """
     yield 0.0, (), seen
     single = [(cost + level.odds, number, level.rows & seen) for number, level in enumerate(levels)]
     single = [one for one in single if one[2] & red]
@@ -199,7 +210,10 @@ def _iter_combinations(
 
 
 def _compute_gain(rows: int, signal: Signal) -> float:
-    """Compute how much likelier a signal is, in nats, if these rows decide it than if nothing does."""
+    """Compute the gain of explaining a signal by these rows, in nats.
+
+    It is the log likelihood of the signal if the rows decide it, less that if nothing does.
+    """
     red, green = (rows & signal.red).bit_count(), (rows & signal.green).bit_count()
     other_red, other_green = signal.red.bit_count() - red, signal.green.bit_count() - green
     if red * other_green < other_red * green:  # red is more frequent without
@@ -215,7 +229,10 @@ def _compute_gain_of_counts(red: int, green: int, other_red: int, other_green: i
 
 @functools.lru_cache(maxsize=1 << 16)
 def _compute_evidence(red: int, green: int, a: float, b: float) -> float:
-    """Compute the log likelihood of so many red and green rows, in one order, under a beta-distributed rate of red."""
+    """Compute the log likelihood of so many red and green rows, in one order.
+
+    Their rate of red is beta-distributed with the parameters `a` and `b`.
+    """
     return _compute_log_beta(red + a, green + b) - _compute_log_beta(a, b)
 
 

@@ -90,7 +90,7 @@ class Finding:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the same case was seen to fail with the levels, and to pass without each of them."""
+        """Whether a case fails with the levels, and passes without each of them."""
         return bool(self.levels) and bool(self.without) and all(self.without)
 
     @property
@@ -139,7 +139,10 @@ def classify_record(record: Record) -> str:
 
 
 def is_wrong_form(record: Record) -> bool:
-    """Return whether a result has another dtype or shape than asked, so that nothing is known of its numbers."""
+    """Return whether a result has another dtype or shape than expected.
+
+    Then its values cannot be compared.
+    """
     return record.verdict == FAIL and record.worst is None and _WRONG_FORM.match(record.reason) is not None
 
 

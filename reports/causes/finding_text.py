@@ -109,7 +109,10 @@ def list_facts(finding: Finding) -> list[str]:
 
 
 def list_evidence(record: Record) -> list[str]:
-    """List the figures of a record, the pattern of its error, and its reason if that says more, a line each."""
+    """List the figures, error pattern and reason of a record, a line each.
+
+    The reason is left out if it only repeats the figures.
+    """
     facts = (format_judged(record), format_worst(record), format_pattern(record))
     lines = [line for line in facts if line]
     reason = _LIMIT_REASON.sub("", record.reason)
@@ -117,7 +120,10 @@ def list_evidence(record: Record) -> list[str]:
 
 
 def format_shares(finding: Finding) -> str:
-    """Format how many cases fail with the levels of a finding, and without; empty if there is only one case."""
+    """Format how many cases fail with the levels of a finding, and without.
+
+    The result is empty if there is only one case.
+    """
     inside, outside = finding.inside, finding.outside
     if finding.kind in (BEHIND_MASK, UNEXPECTED) or inside.asked + outside.asked < 2:
         return ""
@@ -135,7 +141,10 @@ def format_shares(finding: Finding) -> str:
 
 
 def format_alternatives(finding: Finding) -> str:
-    """Format which other levels may be the cause, as far as cases distinguish them; empty if there are none."""
+    """Format which other levels may be the cause, as far as cases distinguish them.
+
+    The result is empty if there are none.
+    """
     if not finding.others:
         return ""
     more = f", or {len(finding.others) - _MAX_OTHERS} more" if len(finding.others) > _MAX_OTHERS else ""
@@ -167,7 +176,7 @@ def format_explained(finding: Finding) -> str:
 
 
 def format_difference(fails: str, passes: str, names: Iterable[str]) -> str:
-    """Format what the case `passes` has in place of some fields of the case `fails`, as a sentence goes on.
+    """Format how a passing case differs from a failing one, as a sentence goes on.
 
     Args:
       fails: id of the case that fails.
@@ -209,7 +218,10 @@ def format_remedies(finding: Finding) -> list[str]:
 
 
 def format_refusal(finding: Finding) -> str:
-    """Format how to declare unsupported what always raises; empty if it does not always, or not by a level."""
+    """Format how to declare unsupported what always raises.
+
+    The text is empty if the call does not always raise, or no level decides whether it raises.
+    """
     if finding.kind != RAISES or not finding.levels or finding.inside.red < finding.inside.asked:
         return ""
     if is_wrong_form(finding.smallest):
@@ -224,7 +236,7 @@ def format_refusal(finding: Finding) -> str:
 
 
 def _is_remedy(remedy: Remedy, finding: Finding) -> bool:
-    """Return whether a declaration mends the smallest case, or most of several failures that it was tried on.
+    """Return whether a declaration mends the smallest case, or most failures.
 
     Declarations are tried on few failures, and any declaration mends some failure in hundreds.
     """
@@ -278,7 +290,10 @@ def _format_fault(finding: Finding) -> str:
 
 
 def _list_questions(finding: Finding) -> list[str]:
-    """List the questions of its checks that are red: `no_sinks` of `out.no_sinks`; none where one has no name."""
+    """List the red questions of a finding's checks: `no_sinks` of `out.no_sinks`.
+
+    The list is empty if one has no name.
+    """
     names = [record.observable.rpartition(".") for record in finding.own]
     return [] if any(not name[1] for name in names) else list(dict.fromkeys(name[2] for name in names))
 

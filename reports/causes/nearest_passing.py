@@ -1,4 +1,7 @@
-"""Find the cases that confirm a cause: the same case fails with a level, and passes without it."""
+"""Find the cases that confirm a cause.
+
+The same case fails with a level, and passes without it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ def find_nearest_passing(
 
 
 def _find_same_without(case: str, level: Level, right: Iterable[str]) -> str:
-    """Find a passing case that lacks the level and differs only in the fields that decide it; empty if none does."""
+    """Find a passing case that lacks the level and differs only in the fields that decide it.
+
+    The result is empty if none does.
+    """
     wanted = _drop_fields(parse_fields(case) or {}, level.fields)
     for other in right:
         if level not in find_levels(other) and _drop_fields(parse_fields(other) or {}, level.fields) == wanted:
@@ -60,7 +66,10 @@ def _drop_fields(fields: Mapping[str, str], names: Iterable[str]) -> dict[str, s
 
 
 def _find_plain_passing(levels: Sequence[Level], right: Iterable[str]) -> str:
-    """Find a passing case with all the levels and nothing else out of the ordinary; empty if there is none."""
+    """Find a passing case with all the levels and nothing else out of the ordinary.
+
+    The result is empty if there is none.
+    """
     wanted, deciding = set(levels), {name for level in levels for name in level.fields}
     found = [case for case in right if wanted <= find_levels(case) and find_oddities(case) <= deciding]
     return min(found, key=rank_plainness, default="") if levels else ""

@@ -121,7 +121,10 @@ class _ContenderEvidence:
         return {level: Candidate(rows[level], level.odds) for level in sorted(rows) if rows[level] != everywhere}
 
     def _locate_roots(self) -> list[_RootCause]:
-        """Locate the combinations of each kind in turn; a later kind does not seek what an earlier one explains."""
+        """Locate the combinations of each kind in turn.
+
+        A later kind does not seek what an earlier one explains.
+        """
         found: list[_RootCause] = []
         candidates = list(self._levels.values())
         for kind in (RAISES, FORWARD, GRADIENTS, CHECK):
@@ -173,7 +176,10 @@ class _ContenderEvidence:
         return _join_rows(self._signals[signal].red for signal in OUT if signal in self._signals)
 
     def _find_explaining(self, name: str) -> tuple[_RootCause, ...]:
-        """Find the root causes that explain what is red in a signal, each by what the others leave of it."""
+        """Find the root causes that explain what is red in a signal.
+
+        Each must explain something that the others leave.
+        """
         signal, kind = self._get_unexplained(name), _classify_signal(name)
         able = [
             root
@@ -299,7 +305,10 @@ class _ContenderEvidence:
         return bool(self._rows[record.case] & root.combination.rows)
 
     def _count_shares(self, root: _RootCause) -> tuple[Share, Share, int]:
-        """Count the cases that fail with the levels, those that fail without, and those that other causes explain."""
+        """Count the cases that fail with the levels, and without, and the others.
+
+        The others are cases that other causes explain.
+        """
         signal, rows = self._counted.get(root.signal, Signal(0, 0)), root.combination.rows
         others = (
             _join_rows(x.combination.rows for x in self._explained[root.signal] if x is not root) & ~rows & signal.red
@@ -316,7 +325,10 @@ class _ContenderEvidence:
 
 
 def _name_signal(record: Record) -> str:
-    """Return the name of the signal of a record: a check and a result, or the line that raises."""
+    """Return the name of the signal of a record.
+
+    It is a check and a result, or the line that raises.
+    """
     if record.verdict == ERROR or is_wrong_form(record):
         line = find_raising_line(record.reason)
         return f"{RAISES} {line['place'] if line else _CASE_DETAILS.sub('#', record.reason)}"
@@ -348,7 +360,10 @@ def _get_result(signal: str) -> str:
 
 
 def _join_signals(signals: Mapping[str, Signal]) -> dict[str, Signal]:
-    """Join the signals of a check, or of all other results, into one that is red where any of them is."""
+    """Join the signals of each check, and those of all other results.
+
+    A joined signal is red where any of its signals is.
+    """
     groups: dict[str, list[Signal]] = {}
     for name, signal in signals.items():
         groups.setdefault(_get_check(name) if _classify_signal(name) == CHECK else "", []).append(signal)

@@ -28,7 +28,7 @@ class CallEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class CallChart:
-    """A program of a case: the targets that it is compiled for, and the estimate of each implementation."""
+    """The estimates of a program of a case, by implementation and target."""
 
     case: str
     program: str

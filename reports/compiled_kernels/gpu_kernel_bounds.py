@@ -1,4 +1,7 @@
-"""Build the table of lower bounds of GPU kernels, as the check `compiles` counted them in their machine code."""
+"""Build the table of lower bounds of GPU kernels.
+
+The check `compiles` counts them in the machine code.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _PAIRS = 1e3  # cycles for 1,000 pairs become kilocycles for a million of them
 
 @dataclasses.dataclass(frozen=True)
 class KernelBound:
-    """A lower bound of a kernel's cycles on one GPU, and the part of a multiprocessor that it takes.
+    """A lower bound of a kernel's cycles on one GPU, and what it occupies.
 
     Attributes:
       least: cycles for 1,000 pairs of query and key in a full block.
@@ -57,7 +60,7 @@ class BoundRow:
 
 @dataclasses.dataclass(frozen=True)
 class BoundTable:
-    """A row for each kernel, a column for each GPU, and charts of the same program side by side."""
+    """Bounds of kernels (rows) by GPU (columns), and charts of programs side by side."""
 
     targets: tuple[str, ...]
     rows: tuple[BoundRow, ...]

@@ -277,7 +277,7 @@
     });
     return heads;
   };
-  for (const matrix of document.querySelectorAll("table.matrix")) rove(matrix, ["a.cell", "thead button"], sortable(matrix));
+  for (const matrix of document.querySelectorAll("table.sortable")) rove(matrix, ["a.cell", "thead button"], sortable(matrix));
   rove(table, ["summary"]);
 
   // Make a region a tab stop only if it scrolls and nothing in it is one, and show that there is more to the right.

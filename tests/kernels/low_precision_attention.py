@@ -92,6 +92,7 @@ def _compute_logits(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _forward(roundings: Roundings, q: Any, k: Any, v: Any) -> Any:
+    """Compute `out` and what the backward pass needs."""
     dtype, queries = q.dtype, _group_heads(q, k.shape[2])
     shape = queries.shape[:-1]
     m, total, acc = jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1]))
@@ -107,6 +108,7 @@ def _forward(roundings: Roundings, q: Any, k: Any, v: Any) -> Any:
 
 
 def _backward(roundings: Roundings, saved: Any, do: Any) -> Any:
+    """Compute `dq dk dv` from the saved `out` and `logsumexp`."""
     q, k, v, out, lse = saved
     dtype, scale, kv_heads = q.dtype, q.shape[-1] ** -0.5, k.shape[2]
     queries, cotangents = _group_heads(q, kv_heads), _group_heads(do, kv_heads)

@@ -21,11 +21,13 @@ Order = Callable[[Any], Any]
 
 
 def _sum_sequentially(terms: Any, *, reverse: bool = False) -> Any:
+    """Sum over the first axis one by one."""
     total, _ = jax.lax.scan(lambda total, term: (total + term, None), jnp.zeros_like(terms[0]), terms, reverse=reverse)
     return total
 
 
 def _sum_as_tree(terms: Any) -> Any:
+    """Sum over the first axis as a binary tree."""
     while terms.shape[0] > 1:
         if terms.shape[0] % 2:
             terms = jnp.concatenate([terms, jnp.zeros_like(terms[:1])])
@@ -48,6 +50,7 @@ _multiply.defvjp(lambda order, a, b: (_multiply(order, a, b), (a, b)), _pull_bac
 
 
 def _attend(order: Order, q: Any, k: Any, v: Any, mask: Any, bias: Any, soft_cap: Any, scale: Any, save: bool) -> Any:
+    """Attend with all sums in the given order."""
     dtype, group = q.dtype, q.shape[2] // k.shape[2]
     q, k, v = (x.astype(_F32).swapaxes(1, 2) for x in (q, k, v))
     k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))

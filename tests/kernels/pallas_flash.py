@@ -90,6 +90,7 @@ def attention(
 
 
 def _run_kernel(q: Any, k: Any, v: Any, factor: float, causal: bool, options: Options, interpret: Any) -> Any:
+    """Call the Pallas kernel on operands with heads before lengths."""
     batch, heads, q_length, depth = q.shape
     _, kv_heads, kv_length, _ = k.shape
     v_depth = v.shape[3]
@@ -141,6 +142,7 @@ def _run_kernel(q: Any, k: Any, v: Any, factor: float, causal: bool, options: Op
 
 
 def _kernel(*refs: Any, factor: float, causal: bool, kv_blocks: int, options: Options, inputs: int) -> None:
+    """Process one key block of one query block."""
     q_ref, k_ref, v_ref, *ahead = refs[:inputs]
     out_ref = refs[inputs]
     largest, total, weighted = refs[-3:]

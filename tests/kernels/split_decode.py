@@ -174,12 +174,14 @@ def _not_differentiable(q: Array) -> Array:
 
 @_not_differentiable.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
+    """Raise: the kernel has no backward pass."""
     raise NotImplementedError("passes no gradient")
 
 
 def _build_operands(
     q: Array, k: Array, v: Array, mask: Mask, lengths: Array, positions: Array, soft_cap: Any, scale: Any
 ) -> tuple[RaggedPlan, Operands]:
+    """Lower the mask and bring the operands into the kernel's layout."""
     batch, q_length, num_q_heads, depth = q.shape
     formula, own, moved = lower_lengths(mask, batch, k.shape[1])
     plan = RaggedPlan(
@@ -224,6 +226,7 @@ def attention(
 
 
 def _finish_call(steps: DecodeSteps, plan: RaggedPlan, part: Part, top: Array, dtype: Any, save_residuals: bool) -> Any:
+    """Normalise the part; return `out`, with residuals if asked."""
     found = steps.normalise(restore_queries(part, plan.q_length))
     out = steps.round_out(found.out, dtype)
     if not save_residuals:

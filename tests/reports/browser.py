@@ -1,4 +1,6 @@
-"""Drive headless Chromium by its DevTools protocol over a pipe: messages are JSON, each ended by a NUL byte.
+"""Drive headless Chromium by its DevTools protocol over a pipe.
+
+Messages are JSON, each ended by a NUL byte.
 
 https://chromedevtools.github.io/devtools-protocol documents the methods. Only the browser has to be installed.
 """
@@ -126,7 +128,10 @@ class Tab:
 
 @contextlib.contextmanager
 def open_tab(folder: Path) -> Iterator[Tab]:
-    """Open a tab of a browser with a profile of its own in `folder`; the browser ends with the block."""
+    """Open a tab of a browser with a profile of its own in `folder`.
+
+    The browser ends with the block.
+    """
     browser = find_browser()
     assert browser is not None
     (to_read, to), (back, to_write) = os.pipe(), os.pipe()

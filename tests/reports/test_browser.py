@@ -15,6 +15,7 @@ from reports.record_groups import get_contender, group_records
 from tests.reports import browser
 from tests.reports.browser import Tab
 from tests.reports.report_samples import make_failure, make_many, make_record, make_run_info
+from tests.reports.test_compiled_section import make_compilation
 from tests.reports.test_html_page import make_some, run_query, save_two_runs
 
 pytestmark = pytest.mark.skipif(
@@ -126,8 +127,8 @@ def test_a_matrix_is_sorted_by_a_column_by_keys_alone(tab: Tab, page: Path) -> N
     tab.open(page)
     by_name = tab.evaluate(NAMES)
     matrix = build_matrices(group_records(RECORDS))[0]
-    ranks = [[matrix.ranks.get((x, column), 99) for x in matrix.contenders] for column in matrix.columns]
-    number = next(n for n, each in enumerate(ranks) if each != sorted(each))
+    places = [[matrix.ranks.get((x, column), 99) for x in matrix.contenders] for column in matrix.columns]
+    number = next(n for n, each in enumerate(places) if each != sorted(each))
     column = matrix.columns[number]
     cells = {x.implementation: matrix.cells.get((x, column)) for x in matrix.contenders}
     assert by_name == list(cells)
@@ -154,6 +155,18 @@ def test_a_matrix_is_sorted_by_a_column_by_keys_alone(tab: Tab, page: Path) -> N
         tab.press(key)
     assert tab.evaluate(NAMES) == by_name
     assert tab.evaluate("document.querySelectorAll('table.matrix [aria-sort]').length") == 1
+    assert tab.errors == []
+
+
+def test_a_page_with_tables_of_compiled_programs_has_its_table_of_records(tab: Tab, tmp_path: Path) -> None:
+    figures = {"kernel.full_block_cycles": 900.0, "kernel.mxu_share": 0.5}
+    records = [make_compilation(figures=figures), make_compilation(observable="v4.forward")]
+    path = tmp_path / "report.html"
+    html_page.save_page(path, build_summary(records, make_run_info()))
+    tab.open(path)
+    assert tab.evaluate(MATCH_COUNT) == "2 records"
+    assert tab.evaluate(ROWS) == 2
+    assert tab.evaluate("document.querySelectorAll('#compiled ~ .scroll thead button').length") == 0
     assert tab.errors == []
 
 

@@ -169,7 +169,7 @@ def test_merged_runs_of_one_kernel_are_asked_for_by_their_files() -> None:
 
 
 def save_two_runs(folder: Path) -> tuple[Path, list[Record], RunInfo]:
-    """Save a page of two runs of a kernel under two versions of JAX, and the one file that has both."""
+    """Save a page of two runs of a kernel, and the one file that has both."""
     one = Run(
         started="2026-01-01T00:00:00+00:00",
         command="run",

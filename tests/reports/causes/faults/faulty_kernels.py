@@ -37,7 +37,13 @@ _KEPT = "F32), kf, vf, sinks, bias, ok, soft_cap, scale)\n"
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A fault as a finding should name it: its kind, a result that is wrong by it, and the levels that it needs."""
+    """A fault as a finding should name it.
+
+    Attributes:
+      kind: of the finding.
+      result: one that is wrong.
+      levels: those that a case needs to fail.
+    """
 
     kind: str
     result: str

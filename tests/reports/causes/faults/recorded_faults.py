@@ -31,7 +31,10 @@ def load_records() -> dict[str, RunRecords]:
 
 
 def save_records(records: Mapping[str, RunRecords]) -> None:
-    """Save records: each case once, and for each result of a kernel a number whose bits are its cases."""
+    """Save records compactly.
+
+    Each case is written once. Each result of a kernel has a number whose bits are its cases.
+    """
     numbers: dict[str, int] = {}
     kernels = {}
     for name, pair in sorted(records.items()):
