@@ -39,7 +39,7 @@ def refuse_reverse_mode(kernel: str, function: Callable[..., Any], *operands: An
     Forward mode is allowed. This suits loops whose number of steps is only known at run time.
 
     Args:
-      kernel: as for `once`.
+      kernel: as for `refuse_derivatives`.
       function: likewise.
       operands: likewise.
     """

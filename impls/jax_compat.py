@@ -21,6 +21,13 @@ from jax.experimental.pallas import triton as plt
 
 from conformance.contract import Products
 
+Ref = Any
+"""A reference to memory inside a Pallas kernel; JAX's type of it is private."""
+Scalar = Any
+"""An integer inside a kernel: a traced int32 scalar, or an int where it is static."""
+Interpret = Any
+"""The `interpret` of `pallas_call`: a bool, or the parameters of an interpreter."""
+
 
 def load_pallas_gpu_attention() -> ModuleType:
     """Load `jax.experimental.pallas.ops.gpu.attention`, without its deprecation warning of jax 0.11."""
@@ -30,7 +37,7 @@ def load_pallas_gpu_attention() -> ModuleType:
         return importlib.import_module(name)
 
 
-def use_tpu_interpreter(interpret: Any) -> contextlib.AbstractContextManager[None]:
+def use_tpu_interpreter(interpret: Interpret) -> contextlib.AbstractContextManager[None]:
     """Return a context that traces Pallas TPU kernels with this `interpret=`; it does nothing if `interpret` is false.
 
     `True` selects the fast interpreter although `force_tpu_interpret_mode` is annotated for `InterpretParams` only: its
@@ -77,7 +84,7 @@ def build_mosaic_call(
     outputs: tuple[Any, ...],
     scratch: Mapping[str, Any],
     approximate: bool,
-    interpret: Any,
+    interpret: Interpret,
 ) -> Callable[..., tuple[Any, ...]]:
     """Build a Mosaic GPU kernel that runs `body(*inputs, *outputs, **scratch)` in every warpgroup of every program.
 
@@ -145,7 +152,7 @@ def get_cuda_version() -> int:
     return 0 if versions is None else int(versions.cuda_runtime_get_version())
 
 
-def resolve_interpret(interpret: Any, platform: str) -> Any:
+def resolve_interpret(interpret: Interpret, platform: str) -> Any:
     """Return `interpret`, or by default True unless the process computes on `platform`."""
     return not runs_on(platform) if interpret is None else interpret
 

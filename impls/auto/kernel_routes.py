@@ -47,9 +47,9 @@ class Candidate:
         if phase not in self.phases:
             return f"is not for {phase}"
         if not (said or self.special or self.kernel.gradients):
-            return f"has no gradients, and nobody said that this is {phase}"
+            return f"has no gradients, and the caller did not declare the phase {phase}"
         if self.up_to_logits is not None and logits > self.up_to_logits:
-            return f"keeps all logits, {logits} of them; up to {self.up_to_logits} are worth it"
+            return f"keeps all {logits} logits in memory, which is only worth it up to {self.up_to_logits}"
         return self.lacks(features)
 
     def lacks(self, features: tuple[str, ...]) -> str | None:
@@ -162,4 +162,4 @@ def _force_route(kernel: str, features: tuple[str, ...], candidates: tuple[Candi
         raise ValueError(f"kernel must be one of {', '.join(by_name)}, got {kernel!r}")
     if (reason := by_name[kernel].lacks(features)) is not None:
         raise NotImplementedError(f"{kernel} {reason}")
-    return Route(kernel, "asked for by name"), by_name[kernel]
+    return Route(kernel, "requested by name"), by_name[kernel]

@@ -21,7 +21,7 @@ from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs
 from impls.flash_gpu.flash_gpu_passes import run_backward, run_forward
 from impls.flash_gpu.pallas_backends import Backend, choose_mosaic_kernels, fit_rings
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
-from impls.jax_compat import get_device_kind, resolve_interpret
+from impls.jax_compat import Interpret, get_device_kind, resolve_interpret
 from impls.varying_axes import find_varying_axes, mark_varying
 
 Products = Literal["exact", "tf32"]
@@ -45,7 +45,7 @@ def attention(
     block_sizes: BlockSizes | None = None,
     products: Products = "exact",
     backend: Backend | None = None,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Any:
     """Compute softmax attention on a GPU, skipping tiles that the mask hides.
 

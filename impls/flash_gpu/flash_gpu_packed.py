@@ -15,7 +15,7 @@ from impls.flash_gpu.flash_gpu_arrays import Operands
 from impls.flash_gpu.packed_block_sizes import look_up_packed
 from impls.flash_gpu.packed_visits import compute_ranges
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
-from impls.jax_compat import get_device_kind, resolve_interpret
+from impls.jax_compat import Interpret, get_device_kind, resolve_interpret
 from impls.packed_sequences import Side, build_tables, check_packed_operands, resolve_window
 from impls.varying_axes import find_varying_axes, mark_varying
 
@@ -36,7 +36,7 @@ def packed_attention(
     save_residuals: bool = False,
     block_sizes: BlockSizes | None = None,
     products: Products = "exact",
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Any:
     """Compute softmax attention of concatenated sequences on a GPU (docs/contract.md, section 8).
 

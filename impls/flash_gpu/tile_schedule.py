@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from cases.masks import EMPTY, FULL, PARTIAL, Dense, Lengths, Mask, iter_leaves
 from impls.flash_gpu.block_sizes import Axis, BlockSizes, Kernel, Tiles, round_up_to_tile
+from impls.jax_compat import Interpret
 
 BlockKind = Literal["full", "partial"]
 BLOCK_KINDS: tuple[BlockKind, BlockKind] = ("full", "partial")
@@ -35,7 +36,7 @@ class FlashGpuPlan:
     segmented: bool
     exact: bool
     sizes: BlockSizes
-    interpret: Any
+    interpret: Interpret
     packed: bool = False
     mosaic: frozenset[Kernel] = frozenset()
 

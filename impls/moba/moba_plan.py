@@ -9,13 +9,14 @@ product: no block has rows of two bins, and the last block of a bin may have pad
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from cases.moba_mask import Moba
+from impls.jax_compat import Interpret
 
 Array = jax.Array
 Backend = Literal["portable", "tpu"]
@@ -37,7 +38,7 @@ class MobaPlan:
     most_rows: int
     backend: Backend = "portable"
     keys_together: int = 1024  # of a TPU's kernels, a multiple of 128
-    interpret: Any = False  # of a TPU's kernels, as `pallas_call` takes it
+    interpret: Interpret = False  # of a TPU's kernels, as `pallas_call` takes it
 
     @property
     def group(self) -> int:
@@ -117,8 +118,8 @@ def divide_work(plan: MobaPlan, chosen: Array) -> MobaWork:
     starts = blocks_before * plan.block_rows - pairs_before
     size = plan.most_blocks * plan.block_rows
     place = jnp.where(in_order < plan.bins, number + starts.at[in_order].get(mode="clip"), size)
-    nobody = jnp.full(size, plan.lanes * plan.rows, jnp.int32)
-    rows = nobody.at[place].set(pair // plan.slots, mode="drop")
+    padding = jnp.full(size, plan.lanes * plan.rows, jnp.int32)
+    rows = padding.at[place].set(pair // plan.slots, mode="drop")
     places = jnp.zeros(plan.pairs, jnp.int32).at[pair].set(place, unique_indices=True)
     begins = jnp.zeros(plan.most_blocks, jnp.int32).at[blocks_before].add(1, mode="drop")
     return MobaWork(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from cases.masks import Mask
 from impls.derivative_refusals import refuse_derivatives, refuse_reverse_mode
 from impls.explicit_sharding import accept_explicit_sharding
-from impls.jax_compat import resolve_interpret
+from impls.jax_compat import Interpret, resolve_interpret
 from impls.moba.backward import backward
 from impls.moba.forward import Outputs, forward
 from impls.moba.moba_blocks import Operands, flatten_rows, split_bins
@@ -47,7 +47,7 @@ def attention(
     most_rows: int | None = None,
     backend: Backend = "portable",
     keys_together: int = 1024,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Any:
     """Compute mixture of block attention (Lu et al. 2025, arXiv:2502.13189), only for the selected chunks.
 

@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from impls.jax_compat import Ref, Scalar
 from impls.moba.moba_blocks import BlockSoftmax, GradientSums, Lanes
 from impls.moba.moba_plan import MobaPlan, MobaWork
 from impls.splash_tpu.block_sizes import LANES, round_up
@@ -222,21 +223,21 @@ def _call_kernel(
 def _forward_kernel(
     plan: MobaPlan,
     size: int,
-    bins_ref: Any,
-    seen_ref: Any,
-    some_ref: Any,
-    q_ref: Any,
-    last_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    out_ref: Any,
-    max_ref: Any,
-    sum_ref: Any,
+    bins_ref: Ref,
+    seen_ref: Ref,
+    some_ref: Ref,
+    q_ref: Ref,
+    last_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    out_ref: Ref,
+    max_ref: Ref,
+    sum_ref: Ref,
 ) -> None:
     number, rows = pl.program_id(0), q_ref.shape[0]
     last = make_column(last_ref[...])
 
-    def add(step: Any, so_far: tuple[Array, Array, Array], *, masked: bool) -> tuple[Array, Array, Array]:
+    def add(step: Scalar, so_far: tuple[Array, Array, Array], *, masked: bool) -> tuple[Array, Array, Array]:
         out, top, total = so_far
         keys = pl.ds(pl.multiple_of(step * size, size), size)
         z, _ = _compute_logits(plan, q_ref[...], k_ref[keys, :], step * size, last if masked else None)
@@ -261,19 +262,19 @@ def _forward_kernel(
 def _backward_kernel(
     plan: MobaPlan,
     size: int,
-    bins_ref: Any,
-    seen_ref: Any,
-    some_ref: Any,
-    q_ref: Any,
-    do_ref: Any,
-    lse_ref: Any,
-    delta_ref: Any,
-    last_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    dq_ref: Any,
-    dk_ref: Any,
-    dv_ref: Any,
+    bins_ref: Ref,
+    seen_ref: Ref,
+    some_ref: Ref,
+    q_ref: Ref,
+    do_ref: Ref,
+    lse_ref: Ref,
+    delta_ref: Ref,
+    last_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    dq_ref: Ref,
+    dk_ref: Ref,
+    dv_ref: Ref,
 ) -> None:
     number = pl.program_id(0)
     opens = (number == 0) | (bins_ref[jnp.maximum(number - 1, 0)] != bins_ref[number])
@@ -285,7 +286,7 @@ def _backward_kernel(
 
     last, lse, delta = (make_column(ref[...]) for ref in (last_ref, lse_ref, delta_ref))
 
-    def add(step: Any, dq: Array, *, masked: bool) -> Array:
+    def add(step: Scalar, dq: Array, *, masked: bool) -> Array:
         keys = pl.ds(pl.multiple_of(step * size, size), size)
         q, k, v, do = q_ref[...], k_ref[keys, :], v_ref[keys, :], do_ref[...]
         z, slope = _compute_logits(plan, q, k, step * size, last if masked else None)
@@ -302,14 +303,16 @@ def _backward_kernel(
     dq_ref[...] = _visit_keys(size, seen_ref[number], some_ref[number], add, dq)
 
 
-def _visit_keys(size: int, seen: Any, some: Any, add: Callable[..., Any], start: Any) -> Any:
+def _visit_keys(size: int, seen: Any, some: Any, add: Callable[..., Any], start: Scalar) -> Any:
     """Add the keys of a chunk, `size` at a time: unmasked those that every row sees, then those that some row sees."""
     every, steps = lax.div(seen, jnp.int32(size)), lax.div(some + (size - 1), jnp.int32(size))
     so_far = lax.fori_loop(jnp.int32(0), every, functools.partial(add, masked=False), start)
     return lax.fori_loop(every, steps, functools.partial(add, masked=True), so_far)
 
 
-def _compute_logits(plan: MobaPlan, q: Array, k: Array, first: Any, last: Array | None) -> tuple[Array, Array | None]:
+def _compute_logits(
+    plan: MobaPlan, q: Array, k: Array, first: Scalar, last: Array | None
+) -> tuple[Array, Array | None]:
     """Compute (1) to (3) in units of log 2, `[r, size]`, and the derivative of (2); unmasked if `last` is None."""
     x = _multiply(plan, q, k, 1, 1)
     slope = None

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 from conformance.contract import FLOATS
 from impls import softmax_merge
 from impls.flash_gpu.block_sizes import MIN_TILE
-from impls.jax_compat import resolve_interpret
+from impls.jax_compat import Interpret, resolve_interpret
 from impls.paged import page_scales as side_by_side
 from impls.paged import paged_gpu, paged_portable, paged_tpu
 from impls.paged.page_blocks import choose_block_kv, choose_block_q
@@ -55,7 +55,7 @@ def attention(
     block_q: int | None = None,
     block_kv: int | None = None,
     num_programs: int | None = None,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Any:
     """Compute causal softmax attention of packed queries over a paged cache (docs/contract.md, section 8).
 
@@ -148,7 +148,7 @@ def attention(
 def compute_results(
     plan: PagedPlan,
     backend: Backend,
-    interpret: Any,
+    interpret: Interpret,
     operands: Operands,
     sinks: Any,
     *,
@@ -295,7 +295,7 @@ def _refuse_scales(backend: Backend, k_scales: Any, page_scales: Any, k_scale: A
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _run_backend(plan: PagedPlan, backend: Backend, interpret: Any, operands: Operands) -> Part:
+def _run_backend(plan: PagedPlan, backend: Backend, interpret: Interpret, operands: Operands) -> Part:
     if backend == "portable":
         return paged_portable.attend(plan, operands)
     if backend == "tpu":
@@ -304,7 +304,7 @@ def _run_backend(plan: PagedPlan, backend: Backend, interpret: Any, operands: Op
 
 
 @_run_backend.defjvp
-def _refuse_derivative(plan: PagedPlan, backend: Backend, interpret: Any, primals: Any, tangents: Any) -> Any:
+def _refuse_derivative(plan: PagedPlan, backend: Backend, interpret: Interpret, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError("paged does not support train: pages are read and pass no gradient")
 
 

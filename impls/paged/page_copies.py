@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from impls.jax_compat import Scalar
 from impls.paged.page_blocks import NUM_BUFFERS, PageBlocks
 from impls.paged.query_tiles import QueryTiles
 
@@ -58,17 +59,17 @@ class Results(NamedTuple):
     written: Any  # semaphores, one for each
 
 
-def find_buffer(blocks: PageBlocks, tile: Any, block: Any) -> Any:
+def find_buffer(blocks: PageBlocks, tile: Scalar, block: Scalar) -> Any:
     """Find the buffer of a block. Blocks alternate between buffers, counted over all tiles."""
     return lax.rem(blocks.before[tile] + block, jnp.int32(NUM_BUFFERS))
 
 
-def start_block(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Any, block: Any) -> None:
+def start_block(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Scalar, block: Scalar) -> None:
     """Start the copies of a block's pages, all at once."""
     _for_each_page(cache, tiles, blocks, tile, block, lambda copy: copy.start())
 
 
-def wait_for_block(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Any, block: Any) -> None:
+def wait_for_block(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Scalar, block: Scalar) -> None:
     """Wait until all pages of a block have arrived. One wait suffices for a whole block: semaphores count bytes."""
     buffer, block_pages = find_buffer(blocks, tile, block), cache.block_pages
     whole = blocks.end[tile] - (blocks.slot[tile] + block * block_pages) >= block_pages
@@ -87,21 +88,21 @@ def wait_for_block(cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile
 
 
 def _for_each_page(
-    cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Any, block: Any, do: Callable[[Copy], None]
+    cache: PageCache, tiles: QueryTiles, blocks: PageBlocks, tile: Scalar, block: Scalar, do: Callable[[Copy], None]
 ) -> None:
     size, block_pages = cache.page_size, cache.block_pages
     buffer = find_buffer(blocks, tile, block)
     slot = blocks.slot[tile] + block * block_pages
     entry = tiles.sequence[tile] * cache.pages_per_seq + slot
 
-    def keys_and_values(number: Any, _: None) -> None:
+    def keys_and_values(number: Scalar, _: None) -> None:
         page = cache.page_indices[entry + number]
         for n, (pages, held) in enumerate(zip(cache.pages, cache.held, strict=True)):
             whole = len(held.shape) > len(pages.shape)
             place = held.at[buffer, number] if whole else held.at[buffer, pl.ds(number * size, size)]
             do(pltpu.make_async_copy(pages.at[page], place, cache.arrived.at[n, buffer]))
 
-    def several(number: Any, _: None) -> None:
+    def several(number: Scalar, _: None) -> None:
         for n in range(PAGES_AT_ONCE):
             keys_and_values(number * PAGES_AT_ONCE + n, None)
 
@@ -112,20 +113,20 @@ def _for_each_page(
     lax.fori_loop(together * PAGES_AT_ONCE, pages, keys_and_values, None)
 
 
-def start_rows(results: Results, tiles: QueryTiles, tile: Any) -> None:
+def start_rows(results: Results, tiles: QueryTiles, tile: Scalar) -> None:
     """Start the copies of a tile's rows. Only valid rows are copied: later rows belong to another sequence."""
     _for_each_row(results, tiles, tile, lambda copy: copy.start())
 
 
-def wait_for_rows(results: Results, tiles: QueryTiles, tile: Any) -> None:
+def wait_for_rows(results: Results, tiles: QueryTiles, tile: Scalar) -> None:
     """Wait until a tile's rows are written back."""
     _for_each_row(results, tiles, tile, lambda copy: copy.wait())
 
 
-def _for_each_row(results: Results, tiles: QueryTiles, tile: Any, do: Callable[[Copy], None]) -> None:
+def _for_each_row(results: Results, tiles: QueryTiles, tile: Scalar, do: Callable[[Copy], None]) -> None:
     row = tiles.row[tile]
 
-    def every(number: Any, _: None) -> None:
+    def every(number: Scalar, _: None) -> None:
         for n, (from_tile, to_all) in enumerate(zip(results.tile, results.all, strict=True)):
             do(pltpu.make_async_copy(from_tile.at[number], to_all.at[row + number], results.written.at[n]))
 

@@ -31,7 +31,7 @@ from impls.flash_gpu.block_sizes import round_up_to_tile
 from impls.flash_gpu.exponentials import compute_exp
 from impls.flash_gpu.flash_gpu_arrays import make_shape
 from impls.flash_gpu.triton.triton_tiles import compute_positions
-from impls.jax_compat import build_triton_call
+from impls.jax_compat import Ref, Scalar, build_triton_call
 from impls.paged.key_shares import build_shares
 from impls.paged.paged_plan import Operands, PagedPlan, compute_allowed, compute_logits, find_key_range
 from impls.paged.query_tiles import build_tiles
@@ -76,7 +76,7 @@ class _Launch:
     def columns(self) -> int:
         return self.num_kv_heads * self.parts
 
-    def place(self, column: Any) -> tuple[Any, Any]:
+    def place(self, column: Scalar) -> tuple[Any, Any]:
         """Compute the key/value head of a column, and the column's part of its group."""
         return lax.div(column, jnp.int32(self.parts)), lax.rem(column, jnp.int32(self.parts))
 
@@ -190,7 +190,7 @@ def _share_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     low, _ = find_key_range(plan, position)
     _, high = find_key_range(plan, position + queries - 1)
 
-    def visit(number: Any, old: Part) -> Part:
+    def visit(number: Scalar, old: Part) -> Part:
         j = compute_positions(number * launch.block, launch.block)
         # Only keys that some query sees are read: others may be NaN, and 0 * NaN is not 0.
         seen = (j >= low) & (j < high)
@@ -220,7 +220,7 @@ def _merge_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     row, queries, before, count = (inputs[name][tile] for name in ("row", "queries", "before", "own"))
     rows = _locate_rows(launch, column, row, queries)
 
-    def add(number: Any, old: Part) -> Part:
+    def add(number: Scalar, old: Part) -> Part:
         place = _locate_share_rows(launch, before + number, column)
         new = Part(
             out=_gather(inputs["out"], place, rows.there, launch.v_depth),
@@ -240,7 +240,7 @@ def _merge_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     )
 
 
-def _locate_rows(launch: _Launch, column: Any, row: Any, queries: Any) -> _Rows:
+def _locate_rows(launch: _Launch, column: Scalar, row: Scalar, queries: Scalar) -> _Rows:
     """Locate the rows of a tile that begins with the packed query `row`."""
     number = compute_positions(0, launch.rows)
     query, inside = lax.div(number, jnp.int32(launch.heads)), lax.rem(number, jnp.int32(launch.heads))
@@ -253,7 +253,7 @@ def _locate_rows(launch: _Launch, column: Any, row: Any, queries: Any) -> _Rows:
     )
 
 
-def _locate_share_rows(launch: _Launch, share: Any, column: Any) -> jax.Array:
+def _locate_share_rows(launch: _Launch, share: Scalar, column: Scalar) -> jax.Array:
     """Locate the rows of a share, which are contiguous."""
     return compute_positions((share * launch.columns + column) * launch.rows, launch.rows)
 
@@ -266,13 +266,13 @@ def _start_part(launch: _Launch) -> Part:
     )
 
 
-def _locate_elements(ref: Any, rows: jax.Array, there: jax.Array, depth: int) -> tuple[Any, jax.Array]:
+def _locate_elements(ref: Ref, rows: jax.Array, there: jax.Array, depth: int) -> tuple[Any, jax.Array]:
     """Locate arbitrary rows of `[., depth]`, padded to the width of a tile, and find which elements exist."""
     d = compute_positions(0, round_up_to_tile(depth))[None, :]
     return ref.at[rows[:, None], d], there[:, None] & (d < depth)
 
 
-def _gather(ref: Any, rows: jax.Array, there: jax.Array, depth: int) -> jax.Array:
+def _gather(ref: Ref, rows: jax.Array, there: jax.Array, depth: int) -> jax.Array:
     at, exist = _locate_elements(ref, rows, there, depth)
     found: jax.Array = plt.load(at, mask=exist, other=0)
     return found

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from impls.jax_compat import Ref, Scalar
 from impls.paged.page_blocks import LANES, SUBLANES, PageBlocks
 from impls.paged.page_copies import (
     PageCache,
@@ -80,9 +81,9 @@ class ComputeUnits(NamedTuple):
 class Tile(NamedTuple):
     """The tile of a grid step."""
 
-    number: Any
-    queries: Any  # how many it has
-    position: Any  # of the first
+    number: Scalar
+    queries: Scalar  # how many it has
+    position: Scalar  # of the first
     most: int  # how many it has at most
     group: int  # heads of one key/value head
 
@@ -97,7 +98,7 @@ def compute_tile(
     plan: PagedPlan,
     tiles: QueryTiles,
     blocks: PageBlocks,
-    q_ref: Any,
+    q_ref: Ref,
     cache: PageCache,
     heads: HeadRefs,
     results: Results,
@@ -113,7 +114,7 @@ def compute_tile(
     def take(size: int) -> None:
         heads.q[:, : size * group] = _flatten_queries(q_ref[:size], num_kv_heads)
 
-    def with_block(block: Any, _: None) -> None:
+    def with_block(block: Scalar, _: None) -> None:
         ends = block + 1 == blocks.length[number]
         # The next block is copied to the buffer of the previous block, which is no longer needed.
         next_tile = jnp.where(ends, blocks.following[number], number)
@@ -149,7 +150,7 @@ def count_rows(plan: PagedPlan, size: int, group: int) -> int:
     return -(-rows // some) * some if 0 < some < rows else rows
 
 
-def _split_heads(plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs, buffer: Any, start: Any) -> None:
+def _split_heads(plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs, buffer: Scalar, start: Scalar) -> None:
     """Split the keys and values of a block, beginning with key `start`, by head; pages interleave heads by token."""
     block = cache.block
     together = TOGETHER if block % TOGETHER == 0 else block
@@ -157,7 +158,7 @@ def _split_heads(plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs,
     _, high = find_key_range(plan, tile.position + (tile.queries - 1))
 
     def taken(clear: bool) -> None:
-        def some(number: Any, _: None) -> None:
+        def some(number: Scalar, _: None) -> None:
             at = pl.ds(pl.multiple_of(number * together, together), together)
             # Stored numbers with scales are exact in the dtype of q: int8 and fp8 have fewer bits than bf16.
             k, v = (_cast_like(held[buffer, at], heads.k.dtype) for held in cache.held[:2])  # [together, K, .]
@@ -180,7 +181,7 @@ def _cast_like(x: jax.Array, dtype: Any) -> jax.Array:
     return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
 
 
-def _transpose_scales(cache: PageCache, heads: HeadRefs, buffer: Any, start: Any, seen: tuple[Any, Any]) -> None:
+def _transpose_scales(cache: PageCache, heads: HeadRefs, buffer: Scalar, start: Scalar, seen: tuple[Any, Any]) -> None:
     """Transpose the scales of a block, so that tokens are lanes as in logits and weights."""
     scales = cache.held[2][buffer].reshape(cache.block, -1).T  # [W, block]
     j = start + lax.broadcasted_iota(jnp.int32, scales.shape, 1)
@@ -188,7 +189,7 @@ def _transpose_scales(cache: PageCache, heads: HeadRefs, buffer: Any, start: Any
 
 
 def _zero_unseen_latents(
-    plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs, buffer: Any, start: Any
+    plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs, buffer: Scalar, start: Scalar
 ) -> None:
     """Zero the latents of a block that no query sees, in place."""
     del heads
@@ -199,7 +200,7 @@ def _zero_unseen_latents(
 
     @pl.when((start < low) | (start + cache.block > high))
     def cleared() -> None:
-        def page(number: Any, _: None) -> None:
+        def page(number: Scalar, _: None) -> None:
             latent = held[buffer, number]  # [page_size, H]
             j = start + number * size + lax.broadcasted_iota(jnp.int32, latent.shape, 0)
             seen = (j >= low) & (j < high)
@@ -208,7 +209,7 @@ def _zero_unseen_latents(
         lax.fori_loop(jnp.int32(0), jnp.int32(cache.block_pages), page, None)
 
 
-def _list_units(plan: PagedPlan, cache: PageCache, heads: HeadRefs, buffer: Any, rows: int) -> ComputeUnits:
+def _list_units(plan: PagedPlan, cache: PageCache, heads: HeadRefs, buffer: Scalar, rows: int) -> ComputeUnits:
     """List the units of a block: its heads, or groups of rows of a tile of latents."""
     if heads.k is not None:
         total = heads.k.shape[0]
@@ -221,7 +222,7 @@ def _list_units(plan: PagedPlan, cache: PageCache, heads: HeadRefs, buffer: Any,
         )
     some = min(rows, plan.block_rows)
 
-    def latents(number: Any) -> tuple[jax.Array, jax.Array]:
+    def latents(number: Scalar) -> tuple[jax.Array, jax.Array]:
         del number
         k = cache.held[0][buffer].reshape(cache.block, -1)
         return k, k[:, : plan.value_dim]
@@ -230,14 +231,14 @@ def _list_units(plan: PagedPlan, cache: PageCache, heads: HeadRefs, buffer: Any,
 
 
 def _add_block(
-    plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs, buffer: Any, start: Any, size: int
+    plan: PagedPlan, tile: Tile, cache: PageCache, heads: HeadRefs, buffer: Scalar, start: Scalar, size: int
 ) -> None:
     """Add the keys of one block, beginning with key `start`, to the online softmax of `size` queries."""
     rows, block = count_rows(plan, size, tile.group), cache.block
     units = _list_units(plan, cache, heads, buffer, rows)
     shape = (units.rows, block)
 
-    def sees(first: Any) -> jax.Array:
+    def sees(first: Scalar) -> jax.Array:
         # Padding rows see the same keys as the tile's last query.
         i = (first + lax.broadcasted_iota(jnp.int32, shape, 0)) // jnp.int32(tile.group)
         j = start + lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -246,7 +247,7 @@ def _add_block(
     def seen_in_part() -> None:
         of_all = sees(0) if units.rows == rows else None
 
-        def masked(number: Any, z: jax.Array) -> jax.Array:
+        def masked(number: Scalar, z: jax.Array) -> jax.Array:
             return jnp.where(sees(number * units.rows) if of_all is None else of_all, z, -jnp.inf)  # (3)
 
         _add_units(plan, heads, units, block, masked)
@@ -265,10 +266,10 @@ def _add_units(
     depth_v = heads.out.shape[2]
     several = HEADS if units.total % HEADS == 0 else 1
 
-    def products_of(number: Any) -> jax.Array:
+    def products_of(number: Scalar) -> jax.Array:
         return _multiply(heads.q[units.place(number)], units.keys(number)[0], 1)  # [rows, block]
 
-    def of_units(number: Any, _: None) -> None:
+    def of_units(number: Scalar, _: None) -> None:
         these = [number * several + n for n in range(several)]
         # Values, not references, between units: the compiler does not reorder stores and loads.
         softmax = [tuple(ref[units.place(this)] for ref in (heads.max, heads.sum, heads.out)) for this in these]

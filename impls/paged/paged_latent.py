@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from conformance.contract import FLOATS
-from impls.jax_compat import resolve_interpret
+from impls.jax_compat import Interpret, resolve_interpret
 from impls.paged.attention import BLOCK_KV, BLOCK_Q, check_options, check_tables, compute_results, refuse_f16
 from impls.paged.page_blocks import choose_block_kv, choose_block_q
 from impls.paged.paged_plan import Operands, PagedPlan
@@ -38,7 +38,7 @@ def latent_attention(
     block_q: int | None = None,
     block_kv: int | None = None,
     block_rows: int = BLOCK_ROWS,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Any:
     """Attend causally from packed queries to paged latents shared by all heads (docs/contract.md, section 8).
 

@@ -64,11 +64,11 @@ def _attend_tile(plan: PagedPlan, operands: Operands, tiles: QueryTiles, number:
     pages = operands.page_indices[tiles.sequence[number]]
     add = functools.partial(_add_block, plan, operands, pages, q, position, queries)
     part: Part = lax.fori_loop(jnp.int32(first), jnp.int32(end), add, nothing)
-    mine = (jnp.arange(plan.block_q, dtype=jnp.int32) < queries)[:, None, None]
+    is_own = (jnp.arange(plan.block_q, dtype=jnp.int32) < queries)[:, None, None]
 
     def put(x: jax.Array, of_tile: jax.Array) -> jax.Array:
-        here = lax.dynamic_slice_in_dim(x, row, plan.block_q)
-        new = jnp.where(mine, _restore_queries(of_tile, plan.block_q), here)
+        old = lax.dynamic_slice_in_dim(x, row, plan.block_q)
+        new = jnp.where(is_own, _restore_queries(of_tile, plan.block_q), old)
         return lax.dynamic_update_slice_in_dim(x, new, row, axis=0)
 
     return Part(*map(put, found, part))

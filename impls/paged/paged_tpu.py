@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from impls.jax_compat import Interpret, Ref
 from impls.paged.page_blocks import LANES, NUM_BUFFERS, PageBlocks, build_blocks, find_chip_room
 from impls.paged.page_copies import PageCache, Results
 from impls.paged.paged_kernel import HeadRefs, compute_tile, count_rows
@@ -27,7 +28,7 @@ from impls.softmax_merge import Part
 from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_varying
 
 
-def attend(plan: PagedPlan, operands: Operands, *, interpret: Any) -> Part:
+def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret) -> Part:
     """Attend to every key that each query sees; the part `[total_q, N, .]` is empty past the last sequence."""
     total, heads, depth = operands.q.shape
     depth_v = _get_value_depth(plan, operands)
@@ -115,7 +116,7 @@ def _build_scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
     ]
 
 
-def _kernel(plan: PagedPlan, pages_per_seq: int, copied: int, page_indices: Any, *refs: Any) -> None:
+def _kernel(plan: PagedPlan, pages_per_seq: int, copied: int, page_indices: Any, *refs: Ref) -> None:
     scalars, (q, *arrays) = refs[: _NUM_TILE_LISTS + _NUM_BLOCK_LISTS], refs[_NUM_TILE_LISTS + _NUM_BLOCK_LISTS :]
     pages, (out, statistics, *scratch) = arrays[:copied], arrays[copied:]
     held, (arrived, *heads, tile_out, tile_statistics, written) = scratch[:copied], scratch[copied:]

@@ -16,7 +16,7 @@ from conformance.contract import validate_mask, validate_operands
 from impls import softmax_merge
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.flash_gpu.block_sizes import MIN_TILE
-from impls.jax_compat import resolve_interpret
+from impls.jax_compat import Interpret, resolve_interpret
 from impls.ragged import ragged_gpu, ragged_portable, ragged_tpu
 from impls.ragged.ragged_plan import Operands, RaggedPlan, flatten_queries, lower_lengths, restore_queries
 from impls.softmax_merge import Part
@@ -46,7 +46,7 @@ class BackendOptions(NamedTuple):
     backend: Backend
     block_kv: int
     num_splits: int | None
-    interpret: Any
+    interpret: Interpret
 
 
 @accept_explicit_sharding
@@ -66,7 +66,7 @@ def compute_parts(
     backend: Backend = "portable",
     block_kv: int | None = None,
     num_splits: int | None = None,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Part:
     """Attend from a few query tokens to a padded cache, without normalising (docs/contract.md, section 4).
 
@@ -151,7 +151,7 @@ def attention(
     backend: Backend = "portable",
     block_kv: int | None = None,
     num_splits: int | None = None,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Any:
     """Compute softmax attention of a few query tokens over a padded cache: `compute_parts`, normalised.
 

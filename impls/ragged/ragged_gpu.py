@@ -34,7 +34,7 @@ from impls.flash_gpu.triton.triton_tiles import (
     store_values,
     zero_hidden_rows,
 )
-from impls.jax_compat import build_triton_call
+from impls.jax_compat import Scalar, build_triton_call
 from impls.ragged.ragged_plan import (
     Operands,
     RaggedPlan,
@@ -76,7 +76,7 @@ class _Launch:
         """Number of keys, padded to whole blocks."""
         return -(-self.plan.kv_length // self.block) * self.block
 
-    def place(self, number: Any) -> tuple[Any, Any]:
+    def place(self, number: Scalar) -> tuple[Any, Any]:
         """Compute the split and the tile of rows of a program."""
         return lax.div(number, jnp.int32(self.row_tiles)), lax.rem(number, jnp.int32(self.row_tiles))
 
@@ -87,7 +87,7 @@ class _Launch:
     def of_parts(self, *columns: int) -> pl.BlockSpec:
         """Select the program's rows of its split, of an array `[B, K, splits, R, (.)]`."""
 
-        def index(i: Any, h: Any, b: Any) -> tuple[Any, ...]:
+        def index(i: Scalar, h: Scalar, b: Scalar) -> tuple[Any, ...]:
             split, rows = self.place(i)
             return (b, h, split, rows, *(jnp.int32(0) for _ in columns))
 
@@ -170,7 +170,7 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     t = jnp.minimum(lax.div(compute_positions(start, tile), jnp.int32(plan.group)), plan.q_length - 1)
     i = (position + t)[:, None]
 
-    def visit(number: Any, old: Part) -> Part:
+    def visit(number: Scalar, old: Part) -> Part:
         kv_start = (first + number) * launch.block
         k = load_rows(inputs["k"], kv_start, launch.block, plan.kv_length, launch.depth)
         v = load_rows(inputs["v"], kv_start, launch.block, plan.kv_length, launch.v_depth)

@@ -17,12 +17,12 @@ How many blocks the loop visits is known at run time only. The work follows the 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from impls.jax_compat import Scalar
 from impls.ragged.ragged_plan import (
     Operands,
     RaggedPlan,
@@ -52,7 +52,7 @@ def attend(plan: RaggedPlan, operands: Operands, *, block_kv: int) -> Part:
     return found
 
 
-def _add_block(plan: RaggedPlan, operands: Operands, block: int, number: Any, old: Part) -> Part:
+def _add_block(plan: RaggedPlan, operands: Operands, block: int, number: Scalar, old: Part) -> Part:
     """Update the online softmax with one more block of keys."""
     # The last block starts early enough to be whole; keys of the block before are not counted again.
     start = jnp.minimum(number * block, plan.kv_length - block)

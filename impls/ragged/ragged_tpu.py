@@ -34,7 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from impls.jax_compat import count_tpu_cores
+from impls.jax_compat import Interpret, Ref, Scalar, count_tpu_cores
 from impls.ragged.ragged_plan import Operands, RaggedPlan, compute_allowed, compute_logits, find_key_range
 from impls.ragged.ragged_schedule import RaggedSteps, build_steps
 from impls.softmax_merge import Part
@@ -59,7 +59,7 @@ def attend(
     *,
     block_kv: int,
     heads_first: bool = False,
-    interpret: Any,
+    interpret: Interpret,
     schedule: BuildSteps = build_steps,
 ) -> Part:
     """Attend to every key that exists; the part has arrays `[B, K, R, .]`.
@@ -86,7 +86,7 @@ def attend(
         return pl.BlockSpec((None, heads, rows, width), lambda h, s, row, *_: (row[s], h, 0, 0))
 
     def of_block(width: int) -> pl.BlockSpec:
-        def index(h: Any, s: Any, row: Any, kv_row: Any, kv_block: Any, *_: Any) -> tuple[Any, ...]:
+        def index(h: Scalar, s: Any, row: Scalar, kv_row: Scalar, kv_block: Scalar, *_: Any) -> tuple[Any, ...]:
             return kv_row[s], h, kv_block[s], 0
 
         return pl.BlockSpec((None, heads, block, width), index)
@@ -131,18 +131,18 @@ def choose_num_heads(num_kv_heads: int, rows: int, block: int, depths: tuple[int
 
 def _kernel(
     plan: RaggedPlan,
-    row_ref: Any,
-    kv_row_ref: Any,
-    kv_block_ref: Any,
-    blocks_ref: Any,
-    lengths_ref: Any,
-    positions_ref: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    out_ref: Any,
-    max_ref: Any,
-    sum_ref: Any,
+    row_ref: Ref,
+    kv_row_ref: Ref,
+    kv_block_ref: Ref,
+    blocks_ref: Ref,
+    lengths_ref: Ref,
+    positions_ref: Ref,
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    out_ref: Ref,
+    max_ref: Ref,
+    sum_ref: Ref,
 ) -> None:
     step = pl.program_id(1)
     row = row_ref[step]
@@ -164,7 +164,7 @@ def _clear_softmax(kept: Part) -> None:
 
 
 def _add_block(
-    plan: RaggedPlan, q_ref: Any, k_ref: Any, v_ref: Any, kept: Part, *, start: Any, length: Any, position: Any
+    plan: RaggedPlan, q_ref: Ref, k_ref: Ref, v_ref: Ref, kept: Part, *, start: Scalar, length: Scalar, position: Scalar
 ) -> None:
     """Add the keys of one block, beginning with key `start`, to the online softmax."""
     rows, block, last = q_ref.shape[1], k_ref.shape[1], position + (plan.q_length - 1)

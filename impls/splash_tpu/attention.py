@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from cases.masks import Full, Indexer, Mask, iter_leaves
 from conformance.contract import validate_mask, validate_operands
 from impls.explicit_sharding import accept_explicit_sharding
+from impls.jax_compat import Interpret
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts
 from impls.splash_tpu.splash_kernel import Splash, make_splash, make_splash_dynamic
 from impls.splash_tpu.splash_plan import Precision
@@ -40,7 +41,7 @@ def attention(
     block_sizes: BlockSizes | None = None,
     layouts: Layouts = Layouts(),  # noqa: B008  a frozen value
     precision: Precision = "exact",
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Any:
     """Compute softmax attention on a TPU, skipping blocks that the mask hides.
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from impls.jax_compat import Scalar
 from impls.splash_tpu.block_sizes import LANES
 from impls.splash_tpu.diagonal_bands import BlockPart
 from impls.splash_tpu.splash_launch import Inputs, Outputs, launch
@@ -132,7 +133,7 @@ def _add(
         _add_in_place(call, masking.step, outputs, scratch, dq_parts)
 
 
-def _copy_dq_in(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch, number: Any) -> Any:
+def _copy_dq_in(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch, number: Scalar) -> Any:
     """Make the copy of a query block of dq from HBM to the buffer of block `number`."""
     buffer = number % 2
     return pltpu.make_async_copy(
@@ -140,7 +141,7 @@ def _copy_dq_in(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch
     )
 
 
-def _copy_dq_out(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch, number: Any) -> Any:
+def _copy_dq_out(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch, number: Scalar) -> Any:
     """Make the copy from that buffer back to HBM."""
     buffer = number % 2
     return pltpu.make_async_copy(
@@ -148,7 +149,7 @@ def _copy_dq_out(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratc
     )
 
 
-def _wait_for_copy_out(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch, number: Any) -> None:
+def _wait_for_copy_out(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch, number: Scalar) -> None:
     """Wait for a copy out, possibly of an earlier step: waiting depends on the buffer and the size only."""
     _copy_dq_out(call, step, outputs, scratch, number).wait()
 

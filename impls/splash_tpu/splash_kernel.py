@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from cases.masks import Full, Mask
 from impls.derivative_refusals import refuse_derivatives
-from impls.jax_compat import resolve_interpret
+from impls.jax_compat import Interpret, resolve_interpret
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts
 from impls.splash_tpu.splash_launch import Outputs
 from impls.splash_tpu.splash_passes import StepLists, run_backward, run_forward
@@ -181,7 +181,7 @@ def make_splash(
     downcast_smem_data: bool = True,
     checkpoint_name: str | None = None,
     vmem_limit_bytes: int | None = None,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Splash:
     """Build a kernel for a static mask.
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from impls.jax_compat import Ref, Scalar
 from impls.splash_tpu.block_sizes import LANES, Layout
 from impls.splash_tpu.splash_plan import KernelCall
 from impls.splash_tpu.splash_schedule import Steps
@@ -72,9 +73,9 @@ class _Scalars(NamedTuple):
 class _GridPlace(NamedTuple):
     """Grid indices of a program: head among those of all batch rows, step, head in the group."""
 
-    row: Any
-    step: Any
-    in_group: Any
+    row: Scalar
+    step: Scalar
+    in_group: Scalar
 
 
 Body = Callable[[Step, Any, Inputs, Outputs, Any], None]
@@ -122,7 +123,7 @@ def launch(
     counts = [len(leaves) for leaves, _ in trees]
     ends = np.cumsum(counts)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         split = [refs[end - count : end] for count, end in zip(counts, ends, strict=True)]
         own, ins, outs, kept = (tree.unflatten(part) for (_, tree), part in zip(trees, split, strict=True))
         grid = _GridPlace(pl.program_id(0), pl.program_id(1), place.program_in_group())
@@ -260,7 +261,7 @@ class _IndexMaps:
     def _spec(
         self, block: tuple[int | None, ...], index: Callable[[_GridPlace, _Scalars], tuple[Any, ...]]
     ) -> pl.BlockSpec:
-        def index_map(row: Any, step: Any, *rest: Any) -> tuple[Any, ...]:
+        def index_map(row: Scalar, step: Scalar, *rest: Any) -> tuple[Any, ...]:
             in_group, scalars = (rest[0], rest[1:]) if self.inner > 1 else (0, rest)
             return index(_GridPlace(row, step, in_group), self._named(scalars))
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from impls.jax_compat import resolve_interpret
+from impls.jax_compat import Interpret, resolve_interpret
 from impls.packed_sequences import (
     SequenceTables,
     Side,
@@ -43,7 +43,7 @@ def packed_attention(
     save_residuals: bool = False,
     block_sizes: BlockSizes = BlockSizes(),  # noqa: B008  a frozen value
     precision: Precision = "exact",
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Any:
     """Compute softmax attention of concatenated sequences on a TPU (docs/contract.md, section 8).
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.masks import Mask
+from impls.jax_compat import Interpret
 from impls.splash_tpu.block_sizes import Blocks, BlockSizes, Layouts, round_up
 from impls.splash_tpu.splash_schedule import StepKinds
 
@@ -55,7 +56,7 @@ class SplashPlan:
     save_max_logits: bool
     checkpoint_name: str | None
     vmem_limit_bytes: int | None
-    interpret: Any
+    interpret: Interpret
     forward: StepKinds
     dq: StepKinds
     dkv: StepKinds

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float32, Shaped
 
+from impls.jax_compat import Ref, Scalar
 from impls.splash_tpu.block_sizes import LANES, Layout
 from impls.splash_tpu.diagonal_bands import (
     BlockPart,
@@ -45,7 +46,7 @@ class Step(NamedTuple):
 
     q: Any  # block of queries; None where no position is needed
     kv: Any  # block of keys, likewise
-    row: Any  # query head among those of all batch rows
+    row: Scalar  # query head among those of all batch rows
     first: Any  # whether it is the first of its result block, counting the heads of a group
     last: Any
     computes: Any  # whether the pair of blocks contributes
@@ -117,7 +118,7 @@ def add_block(call: KernelCall, step: Step, add: Callable[[tuple[BlockPart, ...]
             when(step.computes, step.masked, step.part(number))(functools.partial(add, (part,)))
 
 
-def read_tile(ref: Any, layout: Layout, start: int = 0, size: int | None = None) -> tuple[jax.Array, int]:
+def read_tile(ref: Ref, layout: Layout, start: int = 0, size: int | None = None) -> tuple[jax.Array, int]:
     """Read rows of an operand's block. Returns the tile and the axis of its depth."""
     if layout == "head_dim_minor":
         return (ref[...] if size is None else ref[start : start + size, :]), 1

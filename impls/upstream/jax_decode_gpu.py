@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from cases.case import FEATURES, Case
 from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from impls.jax_compat import get_default_products, resolve_interpret, runs_on
+from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
 from impls.upstream.adapter_refusals import forbid_gradients, refuse_unsupported
 from impls.upstream.mask_flags import build_case_mask
 
@@ -64,7 +64,7 @@ def attention(
     bias: Any = None,
     scale: float | None = None,
     save_residuals: bool = False,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Any:
     """Implement the canonical call (`conformance.contract`) for one query per sequence.
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from cases.case import Case
 from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from impls.jax_compat import get_default_products, resolve_interpret, runs_on, use_tpu_interpreter
+from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on, use_tpu_interpreter
 from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
 from impls.upstream.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
 
@@ -57,7 +57,7 @@ def attention(
     bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Any:
     """Implement the canonical call (`conformance.contract`).
 
@@ -93,7 +93,7 @@ def attention(
     return (out, {}) if save_residuals else out
 
 
-def _make_interpretable(kernel: Callable[..., Any], interpret: Any) -> Callable[..., Any]:
+def _make_interpretable(kernel: Callable[..., Any], interpret: Interpret) -> Callable[..., Any]:
     """Trace `kernel` and its backward pass in the interpreter.
 
     The library selects the interpreter by a context, not an argument. JAX traces the backward pass after the forward

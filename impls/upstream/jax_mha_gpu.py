@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from cases.case import Case
 from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation, Products
-from impls.jax_compat import load_pallas_gpu_attention, resolve_interpret, runs_on
+from impls.jax_compat import Interpret, load_pallas_gpu_attention, resolve_interpret, runs_on
 from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
 from impls.upstream.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
 
@@ -61,7 +61,7 @@ def attention(
     scale: float | None = None,
     save_residuals: bool = False,
     backward: str = "triton",
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Any:
     """Implement the canonical call (`conformance.contract`).
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 from cases.case import Case
 from cases.storage_forms.paged_form import SCALED_FEATURES
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from impls.jax_compat import get_default_products, resolve_interpret, runs_on, use_tpu_interpreter
+from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on, use_tpu_interpreter
 from impls.upstream.mask_flags import ONLY_CAUSAL
 
 PAGES_TOGETHER = 2
@@ -52,7 +52,7 @@ def attention(
     soft_cap: float | None = None,
     scale: float | None = None,
     platform: str = "tpu",
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> jax.Array:
     """Implement the paged call (docs/contract.md, section 8) for at most one query per sequence.
 

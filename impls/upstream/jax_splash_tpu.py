@@ -24,7 +24,7 @@ from cases.case import Case, parse_case_id
 from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable, report_no_traffic
-from impls.jax_compat import get_default_products, resolve_interpret, runs_on
+from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
 from impls.upstream.adapter_refusals import refuse_because, refuse_unsupported
 from impls.upstream.mask_flags import build_case_mask
 from impls.upstream.splash_masks import BLOCK, build_library_mask, find_length_limit
@@ -49,7 +49,7 @@ def attention(
     fused_backward: bool = False,
     largest_block: int = BLOCK,
     block_sizes: BlockSizes | None = None,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Any:
     """Implement the canonical call (`conformance.contract`).
 
@@ -128,7 +128,7 @@ def _build_kernel(
     soft_cap: float | None,
     save_residuals: bool,
     block_sizes: BlockSizes,
-    interpret: Any,
+    interpret: Interpret,
 ) -> Callable[..., Any]:
     """Build a kernel for one mask and shape. Cached, since it holds the processed mask and jit compares identities."""
     make = splash.make_splash_mqa_single_device if is_mqa else splash.make_splash_mha_single_device

@@ -28,7 +28,7 @@ from cases.case import Case, parse_case_id
 from cases.masks import Indexer, Mask, iter_leaves
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
-from impls.jax_compat import get_default_products, resolve_interpret, runs_on
+from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
 from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
 from impls.upstream.mask_flags import build_case_mask
 from impls.upstream.splash_masks import BLOCK, build_library_mask, find_length_limit
@@ -54,7 +54,7 @@ def attention(
     scale: float | None = None,
     save_residuals: bool = False,
     config: Any = None,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Any:
     """Implement the canonical call (`conformance.contract`).
 
@@ -139,7 +139,7 @@ def _attend_selected(
 
 
 def _build_options(
-    library: ModuleType, *, soft_cap: float | None, save_residuals: bool, config: Any, interpret: Any
+    library: ModuleType, *, soft_cap: float | None, save_residuals: bool, config: Any, interpret: Interpret
 ) -> dict[str, Any]:
     """Build the options of both kinds of kernels: a config with soft cap and interpreter, and the residuals."""
     config = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Plain and blocked attention against the float64 oracle, and what the oracle does not see."""
+"""Plain and blocked attention against the float64 oracle, and properties that the oracle does not cover."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def compiled(f: Callable[..., Any]) -> Any:
 
 
 def operands(problem: Problem) -> dict[str, Any]:
-    """The differentiable operands that the problem has."""
+    """List the differentiable operands of a problem."""
     found = {name: getattr(problem, name) for name in ("q", "k", "v", "sinks", "bias")}
     return {name: jnp.asarray(x) for name, x in found.items() if x is not None}
 
 
 def bind(impl: Implementation, problem: Problem) -> Callable[..., Any]:
-    """The call as a function of the differentiable operands only, with residuals."""
+    """Bind the call as a function of the differentiable operands, with residuals."""
     return lambda x: impl.call(
         **x,
         mask=problem.mask,
@@ -69,7 +69,7 @@ def bind(impl: Implementation, problem: Problem) -> Callable[..., Any]:
 
 
 def run(impl: Implementation, problem: Problem, cotangent: Cotangent) -> dict[str, np.ndarray]:
-    """Forward observables and gradients by name."""
+    """Compute forward observables and gradients by name."""
 
     @compiled
     def both(x: dict[str, jax.Array], do: jax.Array, dlse: jax.Array) -> dict[str, jax.Array]:

@@ -1,4 +1,4 @@
-"""The choice of a kernel: which one and why, and that nothing of a call is lost on the way to it."""
+"""The automatic choice of a kernel, its reason, and that every argument reaches the chosen kernel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORCED = {impl.name: impl for impl in auto.IMPLEMENTATIONS if impl.name != "auto
 
 
 def shapes(case: Case) -> dict[str, Any]:
-    """Operands that have nothing but a shape: choosing computes nothing."""
+    """Make abstract operands: choosing a kernel computes nothing."""
     problem = draw_problem(case)
     q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (problem.q, problem.k, problem.v))
     options = {name: getattr(problem, name) for name in ("segment_ids", "soft_cap", "sinks", "bias", "scale")}
@@ -65,7 +65,7 @@ def test_decode_goes_to_kernels_without_gradients_only_where_the_caller_says_so(
         assert auto.find_route(**shapes(case), platform=platform, phase="decode")[0].kernel == kernel
         guessed, _ = auto.find_route(**shapes(case), platform=platform)
         assert guessed.kernel == "dot_product"
-        assert dict(guessed.passed_over)[kernel] == "has no gradients, and nobody said that this is decode"
+        assert "no gradients" in dict(guessed.passed_over)[kernel]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_fallback_says_what_was_passed_over_and_why(
 
 def test_a_kernel_asked_for_by_name_is_taken_or_refuses() -> None:
     found, _ = auto.find_route(**shapes(parse_case_id(PLAIN)), kernel="block_flash")
-    assert found == Route("block_flash", "asked for by name")
+    assert found == Route("block_flash", "requested by name")
     biased = shapes(dataclasses.replace(parse_case_id(PLAIN), bias="bias"))
     with pytest.raises(NotImplementedError, match="splash_tpu does not support bias"):
         auto.find_route(**biased, kernel="splash_tpu")

@@ -1,4 +1,4 @@
-"""Blocked attention in plain JAX: its blocks, its memory, and what transforms make of it."""
+"""Blocked attention in plain JAX: its blocks, its memory, and its behaviour under transformations."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_named_residuals_spare_the_forward_pass_under_remat() -> None:
 
 
 def count_scans(jaxpr: Any) -> int:
-    """Scans in `jaxpr` and in all that it calls."""
+    """Count the scans in `jaxpr` and in all jaxprs that it calls."""
     inner = [getattr(value, "jaxpr", value) for eqn in jaxpr.eqns for value in eqn.params.values()]
     own = sum(eqn.primitive.name == "scan" for eqn in jaxpr.eqns)
     return own + sum(count_scans(x) for x in inner if hasattr(x, "eqns"))

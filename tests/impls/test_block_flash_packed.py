@@ -1,4 +1,4 @@
-"""Packed attention of `block_flash`, beyond what the gate asks of every kernel: ranges, work, padded form, errors."""
+"""Packed attention of `block_flash` beyond the checks of every kernel: ranges, work, padded form, errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Lengths = list[tuple[int, int]]
 
 
 def tables(lengths: Lengths, most: int, junk: int = -7) -> SequenceTables:
-    """Tables of some sequences with room for `most`; what lies past them is `junk`."""
+    """Build tables of some sequences with room for `most`, filled up with `junk`."""
     past = [junk] * (most - len(lengths))
     starts = [[*np.cumsum([0, *column]).tolist(), *past] for column in zip(*lengths, strict=True)]
     return SequenceTables(*(jnp.asarray(x, jnp.int32) for x in (*starts, [len(lengths)])))
@@ -44,7 +44,7 @@ def plan(total_q: int, total_kv: int, left: int | None = None, right: int | None
 
 
 def pairs(lengths: Lengths, left: int | None, right: int | None, shape: tuple[int, int]) -> np.ndarray:
-    """Which query of a pack sees which key, sequence by sequence."""
+    """Compute which query sees which key, sequence by sequence."""
     seen = np.zeros(shape, bool)
     q_start = kv_start = 0
     for q_len, kv_len in lengths:
@@ -61,12 +61,12 @@ def pairs(lengths: Lengths, left: int | None, right: int | None, shape: tuple[in
 
 
 def on_host(ranges: KeyRanges) -> Any:
-    """The same as arrays of NumPy, which are looked at one by one."""
+    """Convert the ranges to NumPy arrays."""
     return jax.tree.map(np.asarray, ranges)
 
 
 def blocks_of(seen: np.ndarray) -> np.ndarray:
-    """Which pairs of blocks hold a pair."""
+    """Find the pairs of blocks with an allowed pair."""
     whole = np.pad(seen, [(0, -size % BLOCK) for size in seen.shape])
     return np.asarray(whole.reshape(len(whole) // BLOCK, BLOCK, -1, BLOCK).any(axis=(1, 3)))
 
@@ -97,7 +97,7 @@ def test_ranges_are_what_each_query_sees(lengths: Lengths, left: int | None, rig
 
 
 def computed(monkeypatch: pytest.MonkeyPatch, lengths: Lengths, **options: Any) -> Counter[str]:
-    """How many pairs of blocks are computed in each pass, counted as they are."""
+    """Count the pairs of blocks that each pass computes at run time."""
     counted: Counter[str] = Counter()
     for name in ("add_block", "compute_pair_gradients"):
         step = getattr(packed_passes, name)

@@ -1,4 +1,4 @@
-"""Context parallelism: who holds what, which masks that makes, and that results are those of one device."""
+"""Context parallelism: the distribution of a sequence, the masks of devices, and results equal to one device's."""
 
 from __future__ import annotations
 

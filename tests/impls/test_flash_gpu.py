@@ -1,4 +1,4 @@
-"""Flash attention for GPUs, beyond what the gate asks of every kernel: schedule, tails, back ends, lowering."""
+"""Flash attention for GPUs beyond the checks of every kernel: schedule, last blocks, back ends, lowering."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ MASKS = {
 
 
 def lowered(dtype: Any, mask: Mask, **options: Any) -> int:
-    """How many kernels forward and gradient are, lowered for CUDA with every feature; no GPU is needed."""
+    """Count the kernels of forward and gradient, lowered for CUDA with every feature; this needs no GPU."""
 
     def loss(x: dict[str, Any], ids: jax.Array) -> jax.Array:
         out, residuals = flash_gpu.attention(

@@ -104,7 +104,7 @@ def _loop(start: Any, stop: Any, body: Callable[[int, Any], Any], carry: Any) ->
 
 
 def programs(plan: FlashGpuPlan, operands: Operands) -> tuple[list[list[Events]], Arrivals]:
-    """What each warpgroup of each program of the forward kernel does with its barriers."""
+    """Record the barrier events of each warpgroup of each program of the forward kernel."""
     machine = Machine()
     found: list[list[Events]] = []
     arrivals: Arrivals = {}
@@ -147,7 +147,7 @@ def programs(plan: FlashGpuPlan, operands: Operands) -> tuple[list[list[Events]]
 
 
 def stuck(warpgroups: Sequence[Events], arrivals: Arrivals) -> str | None:
-    """Of all orders of events the first that goes wrong, in words: one waits for ever, or a phase passes unseen."""
+    """Describe the first order of events that fails: a warpgroup waits forever, or misses a phase of a barrier."""
     copies = [[n for n, event in enumerate(events) if event.kind == "copy"] for events in warpgroups]
     start = (tuple(0 for _ in warpgroups), frozenset[tuple[int, int]]())
     todo, known = [start], {start}
@@ -184,7 +184,7 @@ def stuck(warpgroups: Sequence[Events], arrivals: Arrivals) -> str | None:
 
 
 def _running(events: Events, kind: str) -> list[collections.Counter[tuple[str, int]]]:
-    """How many of these events each barrier has had before each place."""
+    """Count the events of this kind at each barrier before each index."""
     found = [collections.Counter[tuple[str, int]]()]
     for event in events:
         found.append(found[-1] + collections.Counter([event.barrier] if event.kind == kind else []))
@@ -197,7 +197,7 @@ def _seen(barrier: tuple[str, int], phases: int, warpgroups: Sequence[Events]) -
 
 
 def asked(mask: Mask, ring: flash_gpu.Ring, lengths: tuple[int, int], batch: int = 1) -> tuple[list[list[Events]], Any]:
-    """The schedule of a call with one head."""
+    """Record the schedule of a call with one head."""
     q_length, kv_length = lengths
     sizes = dataclasses.replace(flash_gpu.block_sizes.TABLE[0].sizes, mosaic_forward=ring)
     plan = FlashGpuPlan(
@@ -277,7 +277,7 @@ def test_a_slot_that_one_warpgroup_keeps_is_noticed() -> None:
 
 
 def turns_of(mine: int, tiles: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> Events:
-    """What a warpgroup does with the barriers of turns, if its tiles have so many steps."""
+    """Record the barrier events of a warpgroup's turns, for tiles with these numbers of steps."""
     machine = Machine()
     for name, stand_in in machine.modules().items():
         if hasattr(tensor_core_turns, name):

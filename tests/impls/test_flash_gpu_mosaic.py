@@ -1,4 +1,4 @@
-"""The kernels for Hopper: when it is taken, and what JAX's interpreter of such kernels says of it."""
+"""The kernels for Hopper: when they are chosen, and their results in JAX's interpreter."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MOSAIC, TRITON = "mosaic_gpu_v2", "__gpu$xla.gpu.triton"
 
 @pytest.fixture(autouse=True)
 def _fresh_traces() -> Iterator[None]:
-    """What was traced with a bug, or without one, must not be found by the other."""
+    """Clear JAX's caches, so that traces with and without a planted bug are not confused."""
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -61,7 +61,7 @@ def tracing_for(kind: str) -> Iterator[None]:
 def kernels(
     kind: str, mask: Mask = CAUSAL, dtype: str = "bfloat16", depth: int = 64, v_depth: int | None = None, **options: Any
 ) -> list[int]:
-    """How many Mosaic and how many Triton kernels a gradient is, lowered for a GPU of this kind."""
+    """Count the Mosaic and the Triton kernels of a gradient, lowered for a GPU of this kind."""
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         out = flash_gpu.attention(q, k, v, mask=mask, interpret=False, **options)
@@ -81,7 +81,7 @@ def kernels(
 
 @pytest.fixture
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table in which somebody measured every Mosaic kernel to be right and faster, at any depth."""
+    """Install a table in which every Mosaic kernel was measured to be correct and faster, at any depth."""
     ring = flash_gpu.Ring(preferred=True)
     sizes = dataclasses.replace(OF_ANY.sizes, mosaic_forward=ring, mosaic_dq=ring, mosaic_dkv=ring)
     entry = dataclasses.replace(OF_ANY, max_depth=256, max_itemsize=4, sizes=sizes)
@@ -156,7 +156,7 @@ def test_what_it_does_not_support_it_refuses_when_forced(kind: str, options: dic
 
 
 def judged(case: Case) -> dict[str, Record]:
-    """Records of the check `interpreter`, by observable."""
+    """Run the check `interpreter`, and return its records by observable."""
     jobs = run_plan.plan_case(
         implementation_registry.find_implementation("flash_gpu_mosaic"), case, [CHECKS_BY_NAME["interpreter"]]
     ).jobs

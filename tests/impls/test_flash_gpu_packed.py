@@ -1,4 +1,4 @@
-"""Packed attention of `flash_gpu`: which blocks are visited, tiles, lowering, and several blocks judged."""
+"""Packed attention of `flash_gpu`: visited blocks, tiles, lowering, and results over several blocks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def visits_in(where: Any, sides: Any, tiles: Tiles, axis: Any) -> PackedVisits:
 
 
 def in_blocks(seen: np.ndarray, block_q: int, block_kv: int, beyond: bool) -> np.ndarray:
-    """`[q blocks, kv blocks, pairs]`; pairs that do not exist count as `beyond`."""
+    """Split pairs into `[q blocks, kv blocks, pairs]`; padding counts as `beyond`."""
     whole = np.pad(seen, [(0, -len(seen) % block_q), (0, -seen.shape[1] % block_kv)], constant_values=beyond)
     return (
         whole.reshape(len(whole) // block_q, block_q, -1, block_kv)

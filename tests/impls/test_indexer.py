@@ -1,4 +1,4 @@
-"""A selection of keys that is known at run time only: traced, one compiled program for any."""
+"""Traced selections of keys: one compiled program serves all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IMPLEMENTATIONS = (
 
 
 def selections() -> list[np.ndarray]:
-    """Different in every batch row; one has a batch row without any key and rows without some, one allows nothing."""
+    """Make selections that differ by batch row; one leaves a batch row without keys, and one allows nothing."""
     drawn = np.random.default_rng(0).random((2, 3, 1, 40, 56)) < 0.3
     drawn[0, 1] = False
     drawn[0, :, :, 5:9] = False

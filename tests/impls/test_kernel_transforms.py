@@ -1,4 +1,4 @@
-"""What ours take beside the gate's calls: explicit shardings, checked shard_maps, open batch sizes, and derivatives."""
+"""Our kernels with explicit shardings, in checked shard_maps, with symbolic batch sizes, and under derivatives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KERNELS = ("dot_product", "block_flash", "moba", "moba_dense", "splash_tpu", "fl
 
 
 def problem_of(name: str, **sizes: Any) -> Problem:
-    """A small causal problem that the kernel takes."""
+    """Draw a small causal problem that the kernel supports."""
     mask = "moba-8-2" if name.startswith("moba") else "causal"
     sizes = {"batch": 4, "q_length": 32, "kv_length": 32, "num_q_heads": 4, "num_kv_heads": 4, "head_dim": 16} | sizes
     phase = "prefill" if name == "ragged" else "train"
@@ -95,7 +95,7 @@ def test_tpu_kernels_lower_in_a_shard_map_that_checks_over_which_axes_values_dif
 
 
 def squared(name: str) -> Callable[[Any], Any]:
-    """A scalar of the queries alone."""
+    """Build a scalar function of the queries alone."""
     problem = problem_of(name, batch=1, num_q_heads=1, num_kv_heads=1)
     call = call_of(name)
     return lambda q: (call(q, jnp.asarray(problem.k), jnp.asarray(problem.v)) ** 2).sum()

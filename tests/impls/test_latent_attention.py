@@ -1,4 +1,4 @@
-"""Latent attention of ours: right on a few cases of the gate at real sizes too, what it costs, what it refuses."""
+"""Our latent attention: results on a few cases, also at real sizes, its cost, and its refusals."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_latents_live_as_pages_do() -> None:
 
 
 def call(**changed: Any) -> Any:
-    """Two sequences of one query each over a cache of six pages."""
+    """Build a call with two sequences of one query each over a cache of six pages."""
     given: dict[str, Any] = {
         "q": jnp.ones((2, 4, 8)),
         "latent_pages": jnp.ones((6, 4, 8)),

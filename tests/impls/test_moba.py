@@ -37,7 +37,7 @@ ON_A_TPU = functools.partial(attention, backend="tpu", keys_together=128)
 
 
 def by_definition(mask: Moba, q: np.ndarray, k: np.ndarray, b: int, n: int, i: int) -> set[int]:
-    """Keys that query `i` of head `n` attends to, word by word from the contract."""
+    """Compute the keys that query `i` of head `n` attends to, literally by the contract."""
     keys = k[b, :, n // (q.shape[2] // k.shape[2])]
     position = i + mask.offset
     own = position // mask.chunk
@@ -49,7 +49,7 @@ def by_definition(mask: Moba, q: np.ndarray, k: np.ndarray, b: int, n: int, i: i
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Moba, np.ndarray, np.ndarray]:
-    """Small integers, so that gates are exact and often tie."""
+    """Draw small integers, so that gates are exact and often tie."""
     batch, group, num_kv_heads, kv_length = (draw(st.integers(1, n)) for n in (2, 2, 2, 9))
     q_length = draw(st.integers(1, kv_length))
     offset = draw(st.integers(0, kv_length - q_length))

@@ -1,4 +1,4 @@
-"""Paged attention, beyond what the gate asks of every kernel: work by what is there, memory, and what is refused."""
+"""Paged attention beyond the checks of every kernel: work, memory, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from impls.paged.query_tiles import build_tiles
 
 
 def operands(q_lens: list[int], kv_lens: list[int], most: int, junk: int) -> Operands:
-    """Tables of some sequences with room for `most`; what lies past them is `junk`."""
+    """Build tables of some sequences with room for `most`, filled up with `junk`."""
     past = [junk] * (most - len(q_lens))
     ends = np.cumsum([0, *q_lens]).tolist()
     return Operands(
@@ -41,7 +41,7 @@ def operands(q_lens: list[int], kv_lens: list[int], most: int, junk: int) -> Ope
 
 
 def on_host(lists: Any) -> Any:
-    """The same lists as arrays of NumPy, which are looked at one by one."""
+    """Convert the lists to NumPy arrays."""
     return jax.tree.map(np.asarray, lists)
 
 
@@ -148,7 +148,7 @@ TABLES: dict[str, Any] = {
 
 
 def call(page_size: int = 4, pages_per_seq: int = 2, **changed: Any) -> Any:
-    """Two sequences of one query each over a cache of six pages."""
+    """Build a call with two sequences of one query each over a cache of six pages."""
     given: dict[str, Any] = {
         "q": jnp.ones((2, 4, 8)),
         "k_pages": jnp.ones((6, page_size, 2, 8)),

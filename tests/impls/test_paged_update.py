@@ -1,4 +1,4 @@
-"""Paged attention that writes pages, beyond what the gate asks: memory that is reused, and what is refused."""
+"""Paged attention that writes pages, beyond the checks of every kernel: donated memory, and refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from impls import paged
 
 
 def given(**changed: Any) -> dict[str, Any]:
-    """Two sequences, of two queries and of one, over a cache of six pages of four; the last token is padding."""
+    """Build a call with sequences of two queries and of one, over six pages of four; the last token is padding."""
     return {
         "q": jnp.ones((4, 4, 8)),
         "k": 2 * jnp.ones((4, 2, 8)),

@@ -1,4 +1,4 @@
-"""Quantised caches of keys and values: what is stored, what it costs, and attention over it."""
+"""Quantised caches of keys and values: stored numbers, memory, and attention over them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASE = "prefill/f32/B2.T8.S40.N4.K2.H16.V8/causal-o32/{}/normal/s3"
 
 
 def keys(seed: int, size: int) -> np.ndarray:
-    """`[B, S, K, D]`, now and then zeros, of magnitudes that differ from token to token."""
+    """Draw `[B, S, K, D]`, sometimes zeros, with magnitudes that differ from token to token."""
     numbers = np.random.default_rng(seed)
     x = numbers.standard_normal((2, 3, 2, 5)) * 2.0 ** numbers.integers(-size, size + 1, (2, 3, 2, 1))
     return np.where(numbers.random((2, 3, 2, 1)) < 0.2, 0.0, x).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Decode attention, beyond what the gate asks of every kernel: work by length, positions, decoding, what is refused."""
+"""Decode attention beyond the checks of every kernel: work by length, positions, decoding, refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EVERY = Full()
 
 
 class Traffic(NamedTuple):
-    """What a schedule does for one group of heads: steps, blocks that are computed, and fetched to VMEM."""
+    """Work of a schedule for one group of heads: steps, computed blocks, and blocks fetched to VMEM."""
 
     steps: int
     computed: int
@@ -51,7 +51,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(steps: RaggedSteps) -> Traffic:
-    """Counted from the lists; a block is fetched when it is another one than in the step before."""
+    """Count the work from the lists. A block is fetched when it differs from that of the step before."""
     total = int(steps.total)
     blocks = list(zip(steps.kv_row[:total].tolist(), steps.kv_block[:total].tolist(), strict=True))
     fetched = sum(number == 0 or block != blocks[number - 1] for number, block in enumerate(blocks))
@@ -161,7 +161,7 @@ def test_the_interpreter_fetches_and_computes_what_the_schedule_says(monkeypatch
 
 
 def per_row(mask: Mask, lengths: list[int], positions: list[int], queries: int, kv_length: int) -> Dense:
-    """What each batch row sees, as booleans."""
+    """Compute what each batch row sees, as booleans."""
     rows = []
     for length, position in zip(lengths, positions, strict=True):
         i, j = position + np.arange(queries)[:, None], np.arange(kv_length)[None, :]

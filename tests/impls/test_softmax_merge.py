@@ -24,7 +24,7 @@ NOTHING = Part(*(jnp.full((QUERIES, n), x, np.float32) for n, x in ((DEPTH, 0.0)
 
 
 def part_of(logits: np.ndarray, values: np.ndarray) -> Part:
-    """Over keys with `logits [T, S]`, -inf for those that are not seen, and `values [S, V]`."""
+    """Build a part over keys with `logits [T, S]`, -inf for hidden ones, and `values [S, V]`."""
     top = logits.max(axis=1, keepdims=True, initial=-np.inf)
     weights = np.exp(logits - np.where(np.isfinite(top), top, 0.0))
     found = Part(weights @ values, top, weights.sum(axis=1, keepdims=True))
@@ -57,7 +57,7 @@ def attention(logits: np.ndarray, values: np.ndarray, cotangent: Cotangent | Non
 
 
 def row(expected: dict[str, Bounded], number: int = 0) -> dict[str, Bounded]:
-    """Of one batch row."""
+    """Select one batch row."""
     return {name: Bounded(x.value[number], x.bound[number]) for name, x in expected.items()}
 
 
@@ -77,7 +77,7 @@ def assert_normalised(found: Normalised, expected: dict[str, Bounded]) -> None:
 
 @st.composite
 def keys(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Logits of any size, hidden ones among them, and values."""
+    """Draw logits of any magnitude, some hidden, and values."""
     finite = st.floats(-1, 1, width=32, allow_subnormal=False)  # XLA counts subnormals as zero on a CPU
     logit = st.one_of(finite, st.just(-np.inf), st.sampled_from([-3e4, -200.0, 0.0, 90.0, 3e4]))
     logits = np.array(draw(st.lists(logit, min_size=QUERIES * KEYS, max_size=QUERIES * KEYS)), np.float32)

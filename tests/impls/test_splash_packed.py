@@ -1,4 +1,4 @@
-"""Splash attention over packed sequences: which blocks are visited, and several of them judged."""
+"""Splash attention over packed sequences: visited blocks, and results over several of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def steps_of(where: Any, sides: Any, blocks: Blocks, order: Order) -> Steps:
 
 
 def in_blocks(seen: np.ndarray, q: int, kv: int) -> np.ndarray:
-    """`[q blocks, kv blocks, q * kv]`, false beyond the ends."""
+    """Split pairs into `[q blocks, kv blocks, q * kv]`, False beyond the ends."""
     whole = np.pad(seen, [(0, -size % IN_PARTS.q) for size in seen.shape])[: -(-len(seen) // q) * q]
     whole = whole[:, : -(-seen.shape[1] // kv) * kv]
     return whole.reshape(len(whole) // q, q, -1, kv).swapaxes(1, 2).reshape(len(whole) // q, -1, q * kv)

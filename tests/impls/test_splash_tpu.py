@@ -1,4 +1,4 @@
-"""Pallas TPU splash attention: its schedule, the kernel object, what it refuses. What it computes, the gate judges."""
+"""Pallas TPU splash attention: its schedule, the kernel object, and its refusals; checks cover the results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MASKS = [Causal(), Causal(-200), Window(100, 0), Window(3, 200), Chunked(130), L
 def problem_of(
     mask: Mask, heads: int = 2, kv_heads: int = 1, length: int = 512, batch: int = 1
 ) -> tuple[Problem, Cotangent]:
-    """Operands, and a cotangent of `out` alone."""
+    """Draw operands, and a cotangent of `out` alone."""
     case = Case(
         batch=batch,
         q_length=length,
@@ -62,7 +62,7 @@ def problem_of(
 
 
 def heads_first(*arrays: np.ndarray) -> tuple[jax.Array, ...]:
-    """`[B, T, N, H]` as the kernel object takes it, `[B, N, T, H]`."""
+    """Transpose `[B, T, N, H]` to the kernel object's `[B, N, T, H]`."""
     return tuple(jnp.asarray(x).swapaxes(1, 2) for x in arrays)
 
 
@@ -72,7 +72,7 @@ def operands(heads: int = 2, kv_heads: int = 1, length: int = 512, batch: int = 
 
 
 def assert_right(problem: Problem, cotangent: Cotangent, out: jax.Array, gradients: Iterable[jax.Array]) -> None:
-    """Judge results that have heads before lengths."""
+    """Compare results that have heads before lengths with the oracle."""
     found = {"out": out, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
     assert_attention({name: np.asarray(x).swapaxes(1, 2) for name, x in found.items()}, problem, cotangent)
 
@@ -322,7 +322,7 @@ def test_the_limit_is_that_of_the_chip_that_is_traced_for(kind: str, mib: int) -
 
 
 def kernels_of(call: Any, dtype: Any, mask: Mask, depth: int = 64, length: int = 256, **options: Any) -> set[str]:
-    """What the backward pass of a call is made of."""
+    """List the kernels of a call's backward pass."""
     x = jnp.zeros((1, length, 2, depth), dtype)
     traced = jax.make_jaxpr(jax.grad(lambda q: call(q, x, x, mask=mask, **options).astype(jnp.float32).sum()))(x)
     return set(re.findall(r"splash_mha_(d\w+)", str(traced)))

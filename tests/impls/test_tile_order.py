@@ -1,4 +1,4 @@
-"""The order in which the tiles of the Mosaic GPU kernels begin, and what multiprocessors wait for at its end."""
+"""The order in which tiles of the Mosaic GPU kernels start, and the idle time of multiprocessors at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TILE = 128
 
 
 def causal(length: int) -> np.ndarray:
-    """Steps of the tiles of a head, `[1, blocks]`."""
+    """Compute the steps of a head's tiles under a causal mask, `[1, blocks]`."""
     return np.arange(1, length // TILE + 1)[None]
 
 

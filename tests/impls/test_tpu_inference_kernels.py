@@ -42,7 +42,7 @@ _FOR_KERNELS = ("d_block_sizes", "m_block_sizes", "vmem_limit_bytes", "num_kv_pa
 
 @pytest.fixture
 def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package's references where its kernels are called, with zeros past the last sequence."""
+    """Call the package's references in place of its kernels, with zeros past the last sequence."""
     if not INSTALLED:
         pytest.skip(adapters.ABSENT)
     kept = adapters._load_module

@@ -71,19 +71,19 @@ CASES = {
 
 @functools.cache
 def adapters() -> dict[str, Implementation]:
-    """All adapters by name."""
+    """Load all adapters by name."""
     names = (name for name, module in MODULES.items() if module.startswith("impls.upstream."))
     return {name: implementation_registry.find_implementation(name) for name in names}
 
 
 def operands(problem: Problem) -> dict[str, Any]:
-    """The operands of a problem that carry gradients."""
+    """List the differentiable operands of a problem."""
     names = ("q", "k", "v", "sinks", "bias")
     return {name: jnp.asarray(x) for name in names if (x := getattr(problem, name)) is not None}
 
 
 def statics(problem: Problem) -> dict[str, Any]:
-    """The other arguments."""
+    """List the other arguments."""
     return {
         "mask": problem.mask,
         "segment_ids": problem.segment_ids,

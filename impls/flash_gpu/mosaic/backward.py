@@ -45,6 +45,7 @@ from impls.flash_gpu.mosaic.mosaic_tiles import (
     zero_unseen_rows,
 )
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.jax_compat import Scalar
 
 
 def _build_inputs(plan: FlashGpuPlan, shape: KernelShape, operands: Operands, rows: QueryRows) -> dict[str, jax.Array]:
@@ -83,7 +84,7 @@ def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys:
     return scratch
 
 
-def _copy_queries(place: ProgramTile, start: Any, size: int, head: Any, slot: Any) -> None:
+def _copy_queries(place: ProgramTile, start: Scalar, size: int, head: Scalar, slot: Scalar) -> None:
     """Start async copies of the tiles of a block of queries of one head."""
     inputs, scratch, arrived = place.inputs, place.scratch, place.scratch["q_arrived"].at[slot]
     rows = pl.ds(start, size)
@@ -139,7 +140,7 @@ def _compute_dq(place: ProgramTile) -> jax.Array:
     q, d_out = scratch["q_tile"].at[warpgroup], scratch["d_out_tile"].at[warpgroup]
     shift, row_sums = scratch["shift_tile"].at[warpgroup][...], scratch["row_sums_tile"].at[warpgroup][...]
 
-    def visit(masked: bool, at: Any, dq: jax.Array) -> jax.Array:
+    def visit(masked: bool, at: Scalar, dq: jax.Array) -> jax.Array:
         slot = place.slot(at)
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
         k = scratch["k_tile"].at[slot]
@@ -193,7 +194,7 @@ def _run_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, An
     group = jnp.int32(place.plan.group)
     total = place.total
 
-    def copy_step(at: Any, slot: Any) -> None:
+    def copy_step(at: Scalar, slot: Scalar) -> None:
         head = place.head * group + lax.div(at, total)
         _copy_queries(place, place.visited(lax.rem(at, total)), place.shape.visited, head, slot)
 
@@ -235,7 +236,7 @@ def _sum_over_group(place: ProgramTile, group: Any, total: Any) -> tuple[jax.Arr
     scratch, plan, warpgroup = place.scratch, place.plan, place.warpgroup
     k, v = scratch["k_tile"].at[warpgroup], scratch["v_tile"].at[warpgroup]
 
-    def visit(masked: bool, base: Any, at: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def visit(masked: bool, base: Any, at: Scalar, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         slot = place.slot(base + at)
         plgpu.barrier_wait(scratch["q_arrived"].at[slot])
         q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
@@ -258,7 +259,7 @@ def _sum_over_group(place: ProgramTile, group: Any, total: Any) -> tuple[jax.Arr
         place.release_slot(slot, read_as_values=True)  # shift and row_sums were read as values
         return dk, dv
 
-    def visit_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def visit_head(head: Scalar, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         base = head * total
         if "full" in place.kinds:
             sums = lax.fori_loop(jnp.int32(0), place.full, functools.partial(visit, False, base), sums)
@@ -274,7 +275,7 @@ def _sum_over_group(place: ProgramTile, group: Any, total: Any) -> tuple[jax.Arr
     return found
 
 
-def _compute_allowed(place: ProgramTile, at: Any, slot: Any) -> jax.Array:
+def _compute_allowed(place: ProgramTile, at: Scalar, slot: Scalar) -> jax.Array:
     """Compute which positions of a tile of this warpgroup's keys may attend, `[keys, queries]`."""
     span = PairSpan(place.batch, place.visited(at), place.start, place.shape.visited, ROWS)
     ids = None

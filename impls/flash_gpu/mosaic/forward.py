@@ -45,6 +45,7 @@ from impls.flash_gpu.mosaic.mosaic_tiles import (
 )
 from impls.flash_gpu.mosaic.tensor_core_turns import TensorCoreTurns
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.jax_compat import Scalar
 
 
 def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
@@ -138,7 +139,7 @@ def _attend(inputs: dict[str, Any], outputs: Any, turns: TensorCoreTurns, place:
     plgpu.copy_smem_to_gmem(scratch["max_tile"].at[warpgroup], max_out.at[batch, head, rows])
 
 
-def copy_keys(place: ProgramTile, at: Any, slot: Any) -> None:
+def copy_keys(place: ProgramTile, at: Scalar, slot: Scalar) -> None:
     """Start async copies of one step's tiles of k and v, and of its segment ids."""
     inputs, scratch = place.inputs, place.scratch
     keys, head = pl.ds(place.visited(at), place.shape.visited), lax.div(place.head, jnp.int32(place.plan.group))
@@ -149,7 +150,7 @@ def copy_keys(place: ProgramTile, at: Any, slot: Any) -> None:
     plgpu.copy_gmem_to_smem(inputs["v"].at[place.batch, keys, head], scratch["v_tile"].at[slot], v_arrived)
 
 
-def prepare_allowed(place: ProgramTile, at: Any, slot: Any) -> Callable[[bool], jax.Array]:
+def prepare_allowed(place: ProgramTile, at: Scalar, slot: Scalar) -> Callable[[bool], jax.Array]:
     """Return a function that computes which positions of a tile of this warpgroup's queries may attend.
 
     Its argument says whether keys come first in the result.
@@ -179,7 +180,7 @@ def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftm
         plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[warpgroup], q_arrived)
     plgpu.barrier_wait(q_arrived)
 
-    def visit(masked: bool, at: Any, softmax: RunningSoftmax) -> RunningSoftmax:
+    def visit(masked: bool, at: Scalar, softmax: RunningSoftmax) -> RunningSoftmax:
         slot = place.slot(at)
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
         products = multiply(plan, q, scratch["k_tile"].at[slot], transposed=True, issued=turns.give)  # (1)

@@ -36,7 +36,7 @@ from impls.flash_gpu.flash_gpu_arrays import Operands
 from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, OWNED_ROWS, ROWS, KernelShape, round_up
 from impls.flash_gpu.mosaic.tile_order import TileOrder, deal_tiles
 from impls.flash_gpu.tile_schedule import BLOCK_KINDS, FlashGpuPlan, Visits
-from impls.jax_compat import build_mosaic_call, count_multiprocessors
+from impls.jax_compat import Scalar, build_mosaic_call, count_multiprocessors
 from impls.varying_axes import find_varying_axes, mark_varying
 
 INTERPRETED_PROGRAMS = 3
@@ -139,11 +139,11 @@ class ProgramTile:
     inputs: dict[str, Any]
     scratch: dict[str, Any]
     order: TileOrder
-    program: Any
-    warpgroup: Any
-    batch: Any
-    head: Any
-    block: Any
+    program: Scalar
+    warpgroup: Scalar
+    batch: Scalar
+    head: Scalar
+    block: Scalar
     base: Any | None = None
 
     @property
@@ -166,7 +166,7 @@ class ProgramTile:
         """Number of visited blocks."""
         return self._line(2)
 
-    def visited(self, at: Any) -> Any:
+    def visited(self, at: Scalar) -> Any:
         """Find the first row of the other axis in the block that is visited at this step."""
         return self.inputs["blocks"][self._line(0) + at] * self.shape.visited
 
@@ -174,11 +174,11 @@ class ProgramTile:
         table = self.inputs["table"]
         return table[self.batch if table.shape[0] > 1 else 0, 0, self.block, column]
 
-    def count_steps_to(self, at: Any) -> Any:
+    def count_steps_to(self, at: Scalar) -> Any:
         """Count the steps of the program before this step of the tile."""
         return at if self.base is None else self.base + at
 
-    def slot(self, at: Any) -> Any:
+    def slot(self, at: Scalar) -> Any:
         """Compute the ring slot of a step."""
         slots, at = self.shape.slots, self.count_steps_to(at)
         return at & jnp.int32(slots - 1) if slots & (slots - 1) == 0 else lax.rem(at, jnp.int32(slots))
@@ -190,7 +190,7 @@ class ProgramTile:
             return self.total
         program_tiles = self.inputs["program_tiles"]
 
-        def one(at: Any, base: Any) -> Any:
+        def one(at: Scalar, base: Any) -> Any:
             batch, head, block = self.order.at(program_tiles[self.program, 1 + at])
             place = dataclasses.replace(self, batch=batch, head=head, block=block, base=base)
             compute(place)
@@ -205,7 +205,7 @@ class ProgramTile:
             return
 
         def of_tile(place: ProgramTile) -> None:
-            def step(at: Any, _: None) -> None:
+            def step(at: Scalar, _: None) -> None:
                 place.wait_for_slot(at)
                 copy_step(place, at, place.slot(at))
 
@@ -217,7 +217,7 @@ class ProgramTile:
     def fetch(self, total: Any, copy_step: Callable[[Any, Any], None]) -> None:
         """Call `copy_step(step, slot)` for each step of the only tile."""
 
-        def step(at: Any, _: None) -> None:
+        def step(at: Scalar, _: None) -> None:
             self.wait_for_slot(at)
 
             @pl.when(at < total)
@@ -227,14 +227,14 @@ class ProgramTile:
         # The last iterations only wait, so that every barrier is back in its first state when the program ends.
         lax.fori_loop(jnp.int32(0), total + self.shape.slots, step, None)
 
-    def wait_for_slot(self, at: Any) -> None:
+    def wait_for_slot(self, at: Scalar) -> None:
         """Wait until both computing warpgroups have released the slot of a step."""
 
         @pl.when(self.count_steps_to(at) >= self.shape.slots)
         def _free() -> None:
             plgpu.barrier_wait(self.scratch["free"].at[self.slot(at)])
 
-    def release_slot(self, slot: Any, *, read_as_values: bool = False) -> None:
+    def release_slot(self, slot: Scalar, *, read_as_values: bool = False) -> None:
         """Release a slot that this warpgroup has read.
 
         The next copy into the slot must not overtake pending reads. Reads by `wgmma` have ended, but reads as values

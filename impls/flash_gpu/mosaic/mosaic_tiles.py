@@ -32,6 +32,7 @@ from jaxtyping import Array, Float32, Shaped
 from cases.masks import And, Lengths, Mask, Or
 from impls.flash_gpu.exponentials import LOG2_E, replace_neg_inf
 from impls.flash_gpu.tile_schedule import FlashGpuPlan, name_leaf
+from impls.jax_compat import Scalar
 
 SUM_COLUMNS = 8
 """Number of partial sums of a row, one for every eighth column. Of every 8 columns that `wgmma` computes, a thread has
@@ -49,15 +50,15 @@ class RunningSoftmax(NamedTuple):
 class PairSpan(NamedTuple):
     """Start and sizes of a tile of query/key pairs of one batch row."""
 
-    batch: Any
-    q_start: Any
-    kv_start: Any
+    batch: Scalar
+    q_start: Scalar
+    kv_start: Scalar
     queries: int
     keys: int
 
 
 def multiply(
-    plan: FlashGpuPlan, a: Any, b: Any, *, transposed: bool = False, issued: Callable[[], None] = lambda: None
+    plan: FlashGpuPlan, a: Any, b: Scalar, *, transposed: bool = False, issued: Callable[[], None] = lambda: None
 ) -> jax.Array:
     """Compute `a @ b`, or `a @ b.T`, in f32; `a` in shared memory or in registers, `b` in shared memory.
 
@@ -77,7 +78,7 @@ def multiply(
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
-def accumulate(plan: FlashGpuPlan, total: jax.Array, a: Any, b: Any) -> jax.Array:
+def accumulate(plan: FlashGpuPlan, total: jax.Array, a: Any, b: Scalar) -> jax.Array:
     """Compute `total + a @ b` in f32."""
     if plan.interpret:
         return total + _multiply_values(a, b, transposed=False)
@@ -89,7 +90,7 @@ def accumulate(plan: FlashGpuPlan, total: jax.Array, a: Any, b: Any) -> jax.Arra
     return pl.run_state(multiply)(start)
 
 
-def _multiply_values(a: Any, b: Any, transposed: bool) -> jax.Array:
+def _multiply_values(a: Any, b: Scalar, transposed: bool) -> jax.Array:
     left = a if isinstance(a, jax.Array) else a[...]
     dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
     return lax.dot_general(left, b[...], dimensions, preferred_element_type=jnp.float32)
@@ -134,7 +135,9 @@ def compute_allowed(
     return found
 
 
-def _evaluate_mask(mask: Mask, inputs: dict[str, Any], span: PairSpan, i: Any, j: Any, places: Iterator[int]) -> Any:
+def _evaluate_mask(
+    mask: Mask, inputs: dict[str, Any], span: PairSpan, i: Scalar, j: Scalar, places: Iterator[int]
+) -> Any:
     """Evaluate `mask` on a tile; `places` counts the leaves in the order of `cases.masks.leaves`."""
     if isinstance(mask, And | Or):
         left = _evaluate_mask(mask.left, inputs, span, i, j, places)

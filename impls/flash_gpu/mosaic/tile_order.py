@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from impls.jax_compat import Scalar
+
 MAX_CACHED_BYTES = 32 << 20
 """Bytes of rows that concurrent programs may visit: Hopper's cache of 50 MB, less the rows that the programs own."""
 
@@ -55,7 +57,7 @@ class TileOrder:
         """Number of tiles."""
         return self.batch * self.heads * self.blocks
 
-    def at(self, tile: Any) -> tuple[Any, Any, Any]:
+    def at(self, tile: Scalar) -> tuple[Any, Any, Any]:
         """Compute batch row, head and block of a tile, all int32."""
         together, blocks = jnp.int32(self.together), jnp.int32(self.blocks)
         rest = lax.div(tile, together)

@@ -49,6 +49,7 @@ from impls.flash_gpu.triton.triton_tiles import (
     visit_blocks,
     zero_hidden_rows,
 )
+from impls.jax_compat import Scalar
 
 
 def _build_inputs(launch: Launch, operands: Operands, rows: QueryRows) -> tuple[Arrays, Specs]:
@@ -72,7 +73,7 @@ class _QueryBlock(NamedTuple):
 
 
 def _load_queries(
-    plan: FlashGpuPlan, inputs: Arrays, start: Any, size: int, head: Any, at: Any, there: Any = None
+    plan: FlashGpuPlan, inputs: Arrays, start: Scalar, size: int, head: Scalar, at: Scalar, there: Any = None
 ) -> _QueryBlock:
     length = plan.q_length
     return _QueryBlock(
@@ -125,7 +126,7 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     q_start = row * block_q
     rows = _load_queries(plan, inputs, q_start, block_q, 0, at=0)
 
-    def visit(masked: bool, block: Any, dq: jax.Array) -> jax.Array:
+    def visit(masked: bool, block: Scalar, dq: jax.Array) -> jax.Array:
         pair = TilePair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
         k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
         v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
@@ -169,7 +170,9 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     k = load_rows(inputs["k"], kv_start, block_kv, plan.kv_length, plan.head_dim, at=0)
     v = load_rows(inputs["v"], kv_start, block_kv, plan.kv_length, plan.v_head_dim, at=0)
 
-    def visit(head: Any, masked: bool, block: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def visit(
+        head: Scalar, masked: bool, block: Scalar, sums: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         pair = TilePair(batch, head, block * block_q, kv_start, block_q, block_kv, keys_first=True)
         there = None
         if plan.packed and masked:
@@ -186,7 +189,7 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         dv = dv + multiply(plan, p.astype(rows.d_out.dtype), rows.d_out, over=(1, 0))  # (9)
         return dk, dv
 
-    def visit_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def visit_head(head: Scalar, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return visit_blocks(launch, inputs, head, functools.partial(visit, head), sums)
 
     sums = tuple(jnp.zeros((block_kv, columns), jnp.float32) for columns in (plan.head_tile, plan.v_head_tile))
@@ -237,7 +240,7 @@ def _dbias_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     q_start = row * block_q
     rows = _load_queries(plan, inputs, q_start, block_q, 0, at=0)
 
-    def visit(masked: bool, block: Any, carry: Any) -> Any:
+    def visit(masked: bool, block: Scalar, carry: Any) -> Any:
         pair = TilePair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
         k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
         v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)

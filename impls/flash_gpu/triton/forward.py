@@ -17,7 +17,7 @@ Dao 2023, arXiv:2307.08691 (blocks, normalisation once at the end).
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ from impls.flash_gpu.triton.triton_tiles import (
     visit_blocks,
     zero_hidden_rows,
 )
+from impls.jax_compat import Scalar
 
 
 class RunningSoftmax(NamedTuple):
@@ -88,7 +89,7 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     q = load_rows(inputs["q"], q_start, block_q, plan.q_length, plan.head_dim, head=0, at=0)
     unit = get_logit_unit(plan, inputs)
 
-    def visit(masked: bool, block: Any, running: RunningSoftmax) -> RunningSoftmax:
+    def visit(masked: bool, block: Scalar, running: RunningSoftmax) -> RunningSoftmax:
         pair = TilePair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
         k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
         v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)

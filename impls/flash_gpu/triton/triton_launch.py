@@ -22,7 +22,7 @@ from impls.flash_gpu.block_sizes import Axis, Tiles
 from impls.flash_gpu.flash_gpu_arrays import Operands, make_shape
 from impls.flash_gpu.packed_visits import KeyRanges, compute_visits
 from impls.flash_gpu.tile_schedule import BLOCK_KINDS, BlockKind, FlashGpuPlan
-from impls.jax_compat import build_triton_call
+from impls.jax_compat import Scalar, build_triton_call
 from impls.varying_axes import find_varying_axes, mark_varying
 
 Arrays = dict[str, Any]
@@ -84,15 +84,15 @@ class Launch:
         """Keys that a program sees."""
         return self.tiles.block_kv if self.axis == "kv" else self.kv_tail
 
-    def q_block(self, i: Any) -> Any:
+    def q_block(self, i: Scalar) -> Any:
         """Select the block of `q_seen` queries that the program with block `i` of its axis sees."""
         return i if self.axis == "q" else jnp.int32(0)
 
-    def kv_block(self, i: Any) -> Any:
+    def kv_block(self, i: Scalar) -> Any:
         """Select the block of `kv_seen` keys that the program with block `i` of its axis sees."""
         return i if self.axis == "kv" else jnp.int32(0)
 
-    def kv_head(self, head: Any) -> Any:
+    def kv_head(self, head: Scalar) -> Any:
         """Compute the key/value head of a program."""
         return lax.div(head, jnp.int32(self.plan.group)) if self.axis == "q" else head
 
@@ -166,7 +166,7 @@ class Launch:
             1 if shape[3] == 1 else self.kv_seen,
         )
 
-        def index(i: Any, n: Any, b: Any) -> Any:
+        def index(i: Scalar, n: Scalar, b: Scalar) -> Any:
             at = (b, n, self.q_block(i), self.kv_block(i))
             return tuple(place if size > 1 else jnp.int32(0) for place, size in zip(at, shape, strict=True))
 
@@ -180,7 +180,7 @@ class Launch:
     def _see_program_line(self, shape: tuple[int, ...]) -> Any:
         """Select the program's row of the table of visits."""
 
-        def index(i: Any, n: Any, b: Any) -> Any:
+        def index(i: Scalar, n: Scalar, b: Scalar) -> Any:
             zero = jnp.int32(0)
             return b if shape[0] > 1 else zero, n if shape[1] > 1 else zero, i, zero
 

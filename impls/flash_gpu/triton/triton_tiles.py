@@ -27,6 +27,7 @@ from jax.experimental.pallas import triton as plt
 from cases.masks import And, Dense, Lengths, Mask, Or
 from impls.flash_gpu.tile_schedule import BLOCK_KINDS, FlashGpuPlan, name_leaf
 from impls.flash_gpu.triton.triton_launch import Arrays, Launch
+from impls.jax_compat import Ref, Scalar
 
 Carry = TypeVar("Carry")
 
@@ -38,10 +39,10 @@ class TilePair(NamedTuple):
     `[keys, queries]` (`keys_first`): the product of this sum then needs no transpose.
     """
 
-    batch: Any
-    head: Any  # among the program's heads
-    q_start: Any
-    kv_start: Any
+    batch: Scalar
+    head: Scalar  # among the program's heads
+    q_start: Scalar
+    kv_start: Scalar
     block_q: int
     block_kv: int
     keys_first: bool
@@ -70,13 +71,20 @@ def get_program_ids() -> tuple[Any, Any, Any]:
     return pl.program_id(0), pl.program_id(1), pl.program_id(2)
 
 
-def compute_positions(start: Any, size: int) -> jax.Array:
+def compute_positions(start: Scalar, size: int) -> jax.Array:
     """Compute `start, ..., start + size - 1`, int32."""
     return start + jnp.arange(size, dtype=jnp.int32)
 
 
 def load_rows(
-    ref: Any, start: Any, size: int, length: int, depth: int, head: Any = None, at: Any = None, there: Any = None
+    ref: Ref,
+    start: Scalar,
+    size: int,
+    length: int,
+    depth: int,
+    head: Scalar = None,
+    at: Scalar = None,
+    there: Any = None,
 ) -> jax.Array:
     """Load a tile `[size, depth of the tile]` of rows `start, ...` of an array `[length, (heads,) depth]`.
 
@@ -91,13 +99,13 @@ def load_rows(
     return plt.load(rows) if mask is None else plt.load(rows, mask=mask, other=0)
 
 
-def store_rows(ref: Any, start: Any, tile: jax.Array, length: int, depth: int) -> None:
+def store_rows(ref: Ref, start: Scalar, tile: jax.Array, length: int, depth: int) -> None:
     """Store rows `start, ...` of an array `[length, depth]`, of which `ref` is a block."""
     mask = find_existing(start, tile.shape[0], length, tile.shape[1], depth)
     plt.store(ref, tile.astype(ref.dtype), mask=mask)
 
 
-def find_existing(start: Any, size: int, length: int, columns: int, depth: int) -> jax.Array | None:
+def find_existing(start: Scalar, size: int, length: int, columns: int, depth: int) -> jax.Array | None:
     """Find which elements of a tile exist, booleans `[size, columns]`; None if all always do."""
     if length % size == 0 and columns == depth:
         return None
@@ -105,7 +113,7 @@ def find_existing(start: Any, size: int, length: int, columns: int, depth: int) 
     return rows & (jnp.arange(columns, dtype=jnp.int32)[None, :] < depth)
 
 
-def load_values(ref: Any, start: Any, size: int, length: int, head: Any = None, at: Any = None) -> jax.Array:
+def load_values(ref: Ref, start: Scalar, size: int, length: int, head: Scalar = None, at: Scalar = None) -> jax.Array:
     """Load a tile `[size]` of values `start, ...` of an array `[(heads,) length]`, at `at` in `ref`."""
     at = start if at is None else at
     values = ref.at[pl.ds(at, size)] if head is None else ref.at[jnp.int32(head), pl.ds(at, size)]
@@ -114,13 +122,13 @@ def load_values(ref: Any, start: Any, size: int, length: int, head: Any = None, 
     return plt.load(values, mask=compute_positions(start, size) < length, other=0)
 
 
-def store_values(ref: Any, start: Any, values: jax.Array, length: int) -> None:
+def store_values(ref: Ref, start: Scalar, values: jax.Array, length: int) -> None:
     """Store values `start, ...` of an array `[length]`, of which `ref` is a block."""
     size = values.shape[0]
     plt.store(ref, values, mask=None if length % size == 0 else compute_positions(start, size) < length)
 
 
-def load_pairs(ref: Any, plan: FlashGpuPlan, pair: TilePair) -> jax.Array:
+def load_pairs(ref: Ref, plan: FlashGpuPlan, pair: TilePair) -> jax.Array:
     """Load a tile of an array over pairs `[heads or 1, T or 1, S or 1]`, which broadcasts to the tile of `pair`."""
     heads, q_length, kv_length = ref.shape
     rows, row = (pair.block_q, pair.q_at) if q_length > 1 else (1, 0)
@@ -133,7 +141,7 @@ def load_pairs(ref: Any, plan: FlashGpuPlan, pair: TilePair) -> jax.Array:
 
 
 def visit_blocks(
-    launch: Launch, inputs: Arrays, head: Any, step: Callable[[bool, Any, Carry], Carry], carry: Carry
+    launch: Launch, inputs: Arrays, head: Scalar, step: Callable[[bool, Any, Carry], Carry], carry: Carry
 ) -> Carry:
     """Fold `step(masked, block, carry)` over the blocks that this program visits.
 
@@ -150,7 +158,7 @@ def visit_blocks(
     return carry
 
 
-def _visit(step: Callable[[Any, Carry], Carry], first: Any, listed: Any, t: Any, carry: Carry) -> Carry:
+def _visit(step: Callable[[Any, Carry], Carry], first: Scalar, listed: Any, t: Any, carry: Carry) -> Carry:
     return step(first + t if listed is None else listed[first + t], carry)
 
 
@@ -182,7 +190,7 @@ def load_key_ranges(plan: FlashGpuPlan, inputs: Arrays, pair: TilePair) -> tuple
 
 
 def _evaluate_mask(
-    mask: Mask, plan: FlashGpuPlan, inputs: Arrays, pair: TilePair, i: Any, j: Any, places: Iterator[int]
+    mask: Mask, plan: FlashGpuPlan, inputs: Arrays, pair: TilePair, i: Scalar, j: Scalar, places: Iterator[int]
 ) -> Any:
     """Evaluate `mask` on a tile; `places` counts the leaves in the order of `cases.masks.leaves`."""
     if isinstance(mask, And | Or):
