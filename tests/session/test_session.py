@@ -112,7 +112,7 @@ def test_a_stopped_run_is_continued_and_compared(folder: Path) -> None:
     values = {**vars(FEW), "resume": "r.jsonl", "baseline": "before.jsonl"}
     session = Session(RunOptions(**values), implementations=declare(right, "given"))
     assert session.find_finished(number) == list(found)
-    assert any("were not judged again" in note for note in session.notes)
+    assert len(session.notes) == 1
     with interrupts.record_signals():
         result = session.compare_with_baseline(session.run_to_end())
     assert {r.key: r.verdict for r in result.records} == {r.key: r.verdict for r in whole.records}
