@@ -4,8 +4,8 @@ Every logit, weight and probability rounds by itself, up to `u` of the operands'
 backward pass. Added by magnitude, hundreds of such roundings would hide a result of zeros. They are independent from
 one pair to the next, so they are added in quadrature: `Q(x) = sqrt(2 sum x^2)`. That is 3.3 standard deviations if
 every rounding is as large as it can be. Errors that a whole row shares (of the rounded sum, and of D) are added by
-magnitude to dq, and in quadrature over the rows to dk and dv. With the notation of `conformance.truth.rounding_bounds` and
-`k' = sum_j p k`:
+magnitude to dq, and in quadrature over the rows to dk and dv. With the notation of
+`conformance.truth.rounding_bounds` and `k' = sum_j p k`:
 
     off   = g u (2 |x - bias| + |x| (with a bias) + 4 |z| (capped)) + u (|z| + |z - m| + 1)             of one logit
     share = 2u + Q(p off) + p_sink u (2 |sink| + |sink - m| + 1)                                     of the row's sum
