@@ -1,10 +1,10 @@
 """Bound the error of sums of equal terms, whose roundings all go in the same direction.
 
-The random walk of `gamma(n)` (`conformance.truth.rounding_bounds`) assumes that partial sums round independently. Equal terms do
-not. While the sum stays between two powers of two, it is a multiple of its last place, and each equal term leaves the
-same remainder. So `m` equal terms may be off by `m / 2` unit roundoffs of their sum: each partial sum rounds by a unit
-of itself, the worst case (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). 365 equal terms were
-measured to be off by 34 unit roundoffs; a random walk allows 4.8.
+The random walk of `gamma(n)` (`conformance.truth.rounding_bounds`) assumes that partial sums round independently. Equal
+terms do not. While the sum stays between two powers of two, it is a multiple of its last place, and each equal term
+leaves the same remainder. So `m` equal terms may be off by `m / 2` unit roundoffs of their sum: each partial sum rounds
+by a unit of itself, the worst case (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). 365 equal
+terms were measured to be off by 34 unit roundoffs; a random walk allows 4.8.
 
 Such a sum is dq for a cotangent of `logsumexp` alone: `dx = p dlse` is equal wherever the weights of a row are equal,
 and many keys may share a coordinate.

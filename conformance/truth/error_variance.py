@@ -1,7 +1,7 @@
 """Compute the expected variance of a correct kernel's errors in bf16 or f16, element by element.
 
-The bounds of `conformance.truth.rounding_bounds` let errors pass that are smaller than one rounding of the output dtype. Such
-errors still show over many elements, since their mean square has an expected value. This module derives it.
+The bounds of `conformance.truth.rounding_bounds` let errors pass that are smaller than one rounding of the output
+dtype. Such errors still show over many elements, since their mean square has an expected value. This module derives it.
 
 Rounding a value to nearest errs by up to half of the spacing `ulp`, uniformly and independently from one value to the
 next. So its variance is `ulp^2 / 12`. For a result, the spacing is that of the element's own binade. For the many terms

@@ -1,4 +1,4 @@
-"""Kernels through the real compiler of an accelerator that is not there: what it catches, and what is said without."""
+"""Compile TPU kernels by the real compiler without a TPU: what it catches, and what is reported without it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ needs_compiler = pytest.mark.skipif(TPU.missing is not None, reason=str(TPU.miss
 
 
 def natively(native: Callable[..., Any] | None) -> Implementation:
-    """The small kernel with another call for the compiler."""
+    """Build the small kernel with another call for the compiler."""
     kernel = pallas_flash.build_pallas_implementation("kernel")
     return dataclasses.replace(kernel, accelerator=dataclasses.replace(kernel.accelerator, native=native))
 
 
 def judge(implementation: Implementation, case: Case = CASE) -> list[Record]:
-    """The records of the check."""
+    """Return the records of the check `compiles`."""
     return Runner(Settings()).run(run_plan.plan_case(implementation, case, [COMPILES]).jobs)
 
 

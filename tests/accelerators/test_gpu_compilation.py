@@ -1,4 +1,4 @@
-"""GPU kernels through the real compiler of GPUs that are not there: what it catches, and what is told of them."""
+"""Compile GPU kernels by the real compiler without a GPU: what it catches, and which figures it gives."""
 
 from __future__ import annotations
 

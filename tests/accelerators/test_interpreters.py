@@ -1,4 +1,4 @@
-"""TPU kernels under JAX's interpreter: what it catches that the fast interpreter does not, and that it recovers."""
+"""Run TPU kernels in JAX's simulating interpreter: what only it catches, and that it recovers from failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No kernel of ours gets slower unseen, by its code: what is recorded holds for the compiler that is here."""
+"""No kernel of ours is slower than its recorded static cycles, for the compiler that is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops, pairs and bounds of GPU kernels, out of their machine code: of written ones, and of ours if tools are here."""
+"""Loops, pairs and bounds from machine code: of hand-written code, and of our kernels if the tools are installed."""
 
 from __future__ import annotations
 

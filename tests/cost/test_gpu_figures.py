@@ -1,4 +1,4 @@
-"""What the kernels of a GPU program take, out of what compiler and assembler write and print."""
+"""Figures of GPU programs, read from the output of compiler and assembler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing side by side: statistics on an injected clock, work counted from the mask, wrong results shown as such."""
+"""Timing side by side: statistics with a fake clock, operations counted from the mask, wrong results marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing without the accelerator: by cycles that are told, a refused candidate never, the same each time."""
+"""Static tuning: chooses by given cycles, never a refused candidate, and the same each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tuning: the choice follows from times alone, the table is data with its provenance, and kernels read it."""
+"""Tuning by time: only times decide, the table has provenance, and kernels read it."""
 
 from __future__ import annotations
 

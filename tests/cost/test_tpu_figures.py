@@ -1,4 +1,4 @@
-"""Whole calls of TPU kernels: scalar code run over the grid, the lists that steer it, and what crosses to HBM."""
+"""Cycles of whole calls of TPU kernels: simulated scalar code, scalar operands, and HBM traffic."""
 
 from __future__ import annotations
 

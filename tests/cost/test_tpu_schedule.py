@@ -1,4 +1,4 @@
-"""Cycles of a TPU kernel's parts, read from schedules: written ones here, and those of the compiler if it is there."""
+"""Cycles of a TPU kernel's parts, from hand-written schedules, and from the compiler's if it is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The terms of a bound: all that rounds is among them, they add up, and an error is told by its own."""
+"""The terms of a bound: every source of rounding has one, they add up, and errors resemble their own."""
 
 from __future__ import annotations
 

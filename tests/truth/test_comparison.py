@@ -1,4 +1,4 @@
-"""Comparing: what passes, what never may, and where the worst element is said to be."""
+"""Comparison with the oracle: what passes, what never passes, and which element is reported as the worst."""
 
 from __future__ import annotations
 

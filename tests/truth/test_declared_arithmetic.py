@@ -1,4 +1,4 @@
-"""Bounds of declared arithmetic: correct kernels of it stay within the limit, and what it does not explain does not."""
+"""Bounds of declared arithmetic: correct kernels stay within the limit, and other errors exceed it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept on disk is what would be computed, for as long as nothing that it was computed from changes."""
+"""The disk cache returns what would be computed, as long as no input and no code changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of equal terms: roundings that all go the same way are allowed for, and only where terms are equal."""
+"""Sums of equal terms: bounds allow roundings that all go in one direction, only if terms are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle against three independent routes: autodiff, finite differences, and loops in 50 digits; and identities."""
+"""Compare the oracle with autodiff, finite differences and loops in 50 digits, and check identities."""
 
 from __future__ import annotations
 

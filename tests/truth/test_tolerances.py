@@ -1,4 +1,4 @@
-"""The tolerance table: complete, sourced, and never near what correct kernels reach; and how its figures are made."""
+"""The tolerance table is complete, has sources, and keeps its distance from what correct kernels reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Right results of real cases, and errors planted into them."""
+"""Take right results of real cases and plant errors in them."""
 
 from __future__ import annotations
 

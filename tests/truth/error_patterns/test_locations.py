@@ -1,4 +1,4 @@
-"""Each place of the list, planted into right results, is named, and nothing is named where there is none."""
+"""Every kind of location is found if it is planted in right results, and none is found otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of any error: nothing is said of errors at random, and what is said of a planted one is so."""
+"""Properties of descriptions: random errors get none, and the description of a planted error is true."""
 
 from __future__ import annotations
 

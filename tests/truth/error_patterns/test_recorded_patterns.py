@@ -1,4 +1,4 @@
-"""Records of wrong kernels have the pattern and the picture; those of right ones, and of other questions, do not."""
+"""Records of wrong kernels have a description and a picture of the error; other records have neither."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each form of the list, planted into right results, is named, and none where it does not fit."""
+"""Every kind of wrong value is described if it is planted in right results, and none otherwise."""
 
 from __future__ import annotations
 
