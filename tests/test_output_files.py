@@ -167,7 +167,7 @@ def test_a_second_run_into_one_file_is_refused_and_told_which_is_the_first(
     kept: dict[int, tuple[Record, ...]], folder: Path
 ) -> None:
     first = Journal([folder / "r.jsonl"], RUN, kept)
-    first.add([record()])
+    first.add_records([record()])
     before = (folder / "r.jsonl").read_bytes()
     for again in ({}, kept):
         with pytest.raises(JournalWriteError) as raised:

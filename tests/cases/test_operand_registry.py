@@ -20,7 +20,7 @@ from conformance.contract import validate_operands
 from conformance.truth import oracle
 from tests.comparison_asserts import assert_right, compute_expected
 
-SIZES = {"batch": 2, "q_length": 12, "kv_length": 15, "num_q_heads": 4, "num_kv_heads": 2}
+SIZES: dict[str, Any] = {"batch": 2, "q_length": 12, "kv_length": 15, "num_q_heads": 4, "num_kv_heads": 2}
 
 
 def draw_with(operand: OptionalOperand, level: Any) -> Problem:

@@ -6,6 +6,7 @@ import pytest
 
 from cases.case import Case
 from conformance.check_api.scopes import ImplementationGrids
+from conformance.checks import CHECKS as ALL_CHECKS
 from conformance.execution.implementation_registry import find_implementation
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan, runner, settings
@@ -21,7 +22,7 @@ RICH = Case(mask="causal", q_length=40, kv_length=40, num_q_heads=4, soft_cap=30
 @pytest.mark.parametrize("name", ["dot_product", "tempered"])
 def test_a_right_kernel_passes(name: str, case: Case) -> None:
     kernel = build_implementation(tempered.attention, name) if name == "tempered" else find_implementation(name)
-    checks = [check for check in run_plan.CHECKS if check.name in CHECKS]
+    checks = [check for check in ALL_CHECKS if check.name in CHECKS]
     found = runner.Runner(settings.Settings()).run(run_plan.plan_case(kernel, case, checks).jobs)
     assert [record for record in found if record.verdict in RED] == []
     passed = {record.observable for record in found if record.verdict == PASS}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import operand_registry
+from cases.optional_operands import bias_operand
 from conformance.truth.error_patterns.failure import build_failure
 from conformance.truth.error_patterns.locations import find_location
 from conformance.truth.error_patterns.map_drawing import draw_error_map
@@ -150,7 +150,7 @@ def test_whatever_came_something_can_be_said_or_nothing(case: str, observable: s
     [
         *(
             f"train/f32/B3.T32.S40.N4.K2.H8.V8/causal_and_lengths-9-0-40/seg/{bias}/normal/s0"
-            for bias in operand_registry.BIASES
+            for bias in bias_operand.BIASES
         ),
         "train/f32/B1.T40.S40.N4.K1.H8.V16/densehead-d40/segpad/sinks/normal/s0",
         "train/f16/B3.T24.S24.N2.K2.H8.V8/densebatch-d40/segwild/softcap30/normal/s0",
