@@ -3,6 +3,7 @@
 [tool.attention_conformance]
 implementations = ["my_kernels.flash:attention"]     # what plain `pytest` judges
 bank = "tests.planted.bank:BANK"                      # planted bugs, for `sensitivity`
+expected_failure_files = ["known/*.toml"]             # files of [[expected_failures]], one for each library
 
 [tool.attention_conformance.groups]                   # names for several, as in `--impl=upstream`
 upstream = ["jax_nn_xla", "jax_splash_tpu"]
@@ -20,6 +21,16 @@ jax = ">=0.11"                                        # versions it holds for; a
 platform = "gpu"                                      # where it holds, as the report says it; everywhere if left out
 reason = "..."
 link = "..."
+
+A file of expected failures has `library`, `link` and `versions` (those that were judged), then its entries:
+
+library = "jax"
+link = "https://github.com/jax-ml/jax"
+versions = ["jax 0.10.2"]
+
+[[expected_failures]]
+implementation = "jax_nn_xla"
+reason = "..."
 """
 
 from __future__ import annotations
@@ -42,6 +53,8 @@ from conformance.truth import tolerances
 from conformance.truth.tolerances import Tolerances
 
 TABLE = "attention_conformance"
+_TABLE_KEYS = ("implementations", "groups", "tolerances", "expected_failures", "expected_failure_files", "bank")
+_FILE_KEYS = ("library", "link", "versions", "expected_failures")
 
 
 class SettingsError(ValueError):
@@ -167,21 +180,56 @@ def load_settings(start: Path) -> Settings:
 def _parse_table(table: Any, file: Path) -> Settings:
     """Parse the table of settings. Raises `SettingsError`."""
     try:
-        _reject_unknown("the table", table, ("implementations", "groups", "tolerances", "expected_failures", "bank"))
+        _reject_unknown("the table", table, _TABLE_KEYS)
         names = table.get("implementations", [])
         _require(_is_string_list(names), f"implementations must be a list of names, got {names!r}")
         groups = _parse_groups(table.get("groups", {}))
         limits = tolerances.override_limits(
             tolerances.load_default_tolerances(), _parse_tolerances(table.get("tolerances", {})), file.name
         )
-        entries = table.get("expected_failures", [])
-        _require(isinstance(entries, list), f"expected_failures must be a list of tables, got {entries!r}")
-        expected = tuple(_parse_expected_failure(entry) for entry in entries)
+        expected = _parse_expected_failures(table)
+        patterns = table.get("expected_failure_files", [])
+        _require(_is_string_list(patterns), f"expected_failure_files must be a list of patterns, got {patterns!r}")
+        for path in _find_files(file.parent, patterns):
+            expected += _load_expected_failures(path)
         bank = table.get("bank", "")
         _require(isinstance(bank, str), f"bank must be a string module:attribute, got {bank!r}")
     except ValueError as error:
         raise SettingsError(f"{file}: [tool.{TABLE}]: {error}") from error
     return Settings(tuple(names), expected, limits, bank, groups)
+
+
+def _find_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """Return the files that match the patterns, relative to `folder`. Raises `ValueError` for one without a match."""
+    found: list[Path] = []
+    for pattern in patterns:
+        _require(bool(pattern) and not Path(pattern).is_absolute(), f"a relative pattern is needed, got {pattern!r}")
+        paths = sorted(folder.glob(pattern))
+        _require(bool(paths), f"expected_failure_files: no file matches {pattern!r}")
+        found += paths
+    return found
+
+
+def _load_expected_failures(path: Path) -> tuple[ExpectedFailure, ...]:
+    """Load a file of the expected failures of one library. Raises `ValueError`."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        _reject_unknown("the file", table, _FILE_KEYS)
+        for name in ("library", "link"):
+            _require(isinstance(table.get(name), str), f"{name} must be a string, got {table.get(name)!r}")
+        versions = table.get("versions")
+        _require(_is_string_list(versions), f"versions must be a list of strings, got {versions!r}")
+        return _parse_expected_failures(table)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _parse_expected_failures(table: Mapping[str, Any]) -> tuple[ExpectedFailure, ...]:
+    entries = table.get("expected_failures", [])
+    _require(isinstance(entries, list), f"expected_failures must be a list of tables, got {entries!r}")
+    return tuple(_parse_expected_failure(entry) for entry in entries)
 
 
 def _parse_groups(table: Any) -> dict[str, tuple[str, ...]]:

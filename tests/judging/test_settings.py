@@ -32,7 +32,10 @@ def write_entry(text: str) -> str:
     [
         ("[tool", "is not TOML"),
         ("[tool]\nattention_conformance = 3", "the table must be a table, got 3"),
-        (write_table("implementatons = []"), "unknown keys ['implementatons'], known are ['bank', 'expected_failures'"),
+        (
+            write_table("implementatons = []"),
+            "unknown keys ['implementatons'], known are ['bank', 'expected_failure_files', 'expected_failures'",
+        ),
         (write_table('implementations = "x"'), "implementations must be a list of names, got 'x'"),
         (write_table("implementations = [1]"), "implementations must be a list of names, got [1]"),
         (write_table("tolerances = 4"), "tolerances must be a table"),
@@ -153,3 +156,42 @@ def test_an_entry_is_not_stale_where_it_fails_was_not_judged_or_is_about_another
     assert not build_settings(platform="gpu").find_stale_entries([build_record(PASS, platform="cpu")], JAX)
     assert build_settings(platform="gpu").find_stale_entries([build_record(PASS, platform="gpu")], JAX)
     assert not build_settings().find_stale_entries([build_record(UNJUDGED, check="hardware")], JAX)
+
+
+FILE = 'library = "x"\nlink = "https://example.org"\nversions = ["x 1"]\n'
+LISTED = '[[expected_failures]]\nimplementation = "a"\nreason = "known"\n'
+
+
+def load_file(folder: Path, text: str, pattern: str = "known/*.toml") -> Settings:
+    (folder / "known").mkdir()
+    (folder / "known" / "x.toml").write_text(text)
+    return load_text(folder, write_table(f'expected_failure_files = ["{pattern}"]'))
+
+
+def test_expected_failures_are_read_from_files_too(tmp_path: Path) -> None:
+    (found,) = load_file(tmp_path, FILE + LISTED).expected_failures
+    assert (found.implementation, found.reason) == ("a", "known")
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern", "named"),
+    [
+        (FILE + LISTED, "none/*.toml", ["none/*.toml"]),
+        (FILE + LISTED, "/known/x.toml", ["relative", "/known/x.toml"]),
+        ("[x", "known/*.toml", ["x.toml"]),
+        (LISTED, "known/*.toml", ["x.toml", "library"]),
+        (FILE + LISTED.replace("reason", "reasn"), "known/*.toml", ["x.toml", "reasn"]),
+        (FILE.replace("versions", "version") + LISTED, "known/*.toml", ["x.toml", "version"]),
+    ],
+)
+def test_a_file_of_expected_failures_that_cannot_be_used_is_named(
+    text: str, pattern: str, named: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_file(tmp_path, text, pattern)
+    assert all(name in str(caught.value) for name in named)
+
+
+def test_this_project_lists_what_upstream_kernels_do_wrong() -> None:
+    found = settings.load_settings(Path(__file__).parent).expected_failures
+    assert {"jax_nn_xla", "tokamax_splash_tpu"} <= {entry.implementation for entry in found}
