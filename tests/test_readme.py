@@ -30,8 +30,6 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in sorted((ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / ".github").rglob("*.md")))
 }
-# What a person takes in at once. The lines of the longest section of a well-kept README are about as many.
-SCREEN = 50
 
 
 def blocks(page: str, *languages: str) -> list[str]:
@@ -196,11 +194,6 @@ def test_the_commands_to_set_up_are_these_two() -> None:
         ". && .venv/bin/python -m conformance run --impl=dot_product --impl=block_flash --report=report.html",
         '-e ".[dev]" && .venv/bin/pytest -n auto --conformance-level=smoke',
     ]
-
-
-def test_each_topic_of_the_readme_fits_a_screen() -> None:
-    long = {topic.splitlines()[0]: topic.count("\n") for topic in re.split(r"^## ", README, flags=re.MULTILINE)}
-    assert {title: lines for title, lines in long.items() if lines > SCREEN} == {}
 
 
 def test_the_readme_names_no_check_that_is_none() -> None:

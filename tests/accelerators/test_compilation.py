@@ -228,7 +228,7 @@ def test_a_message_is_told_in_one_line_without_the_instruction_it_quotes() -> No
 def test_splash_attention_has_no_more_temporaries_than_that_of_jax(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one generation and at one length; the README has the table of what was measured at others."""
     for module in (compiles, native_compilation):
-        monkeypatch.setattr(module, "targets_of", lambda platform: tuple(t for t in TPUS if t.name == "v6e"))
+        monkeypatch.setattr(module, "list_targets", lambda platform: tuple(t for t in TPUS if t.name == "v6e"))
     case = parse_case_id(f"train/bf16/B1.T2048.S2048.N2.K1.H128.V128/{mask}/normal/s0")
     figures = {}
     for name in ("splash_tpu", "jax_splash_tpu"):
@@ -243,7 +243,7 @@ def test_where_compiling_is_slow_one_program_is_compiled_once(monkeypatch: pytes
     slow = Toolchain(platform="gpu", topologies="", modules=(), install="", slow=True)
     target = CompileTarget(name="chip", toolchain=slow, topology={})
     for module in (compiles, native_compilation):
-        monkeypatch.setattr(module, "targets_of", lambda platform: (target,))
+        monkeypatch.setattr(module, "list_targets", lambda platform: (target,))
     monkeypatch.setattr(native_compilation, "compile_for", lambda *program: {})
     plain = implementation_registry.find_implementation("dot_product")
     gpu = Accelerator(platform="gpu", native=plain.call)

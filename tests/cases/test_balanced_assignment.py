@@ -313,6 +313,14 @@ def jobs_of(name: str, level: str = "quick", **narrowed: Any) -> dict[Case, Rota
 def test_the_plan_has_these_turns_and_asks_the_plainest_case_everything() -> None:
     found, turns = turned("dot_product")
     jobs = jobs_of("dot_product")
+    # Operands with cases of their own have grids of their own, whose rotations are assigned in the same way.
+    implementation = SUPPORTS["dot_product"]
+    own: dict[Case, Rotation] = {}
+    for grid in ImplementationGrids(implementation, "quick", 0).operand_grids:
+        own |= assign_rotations(implementation, grid, 0)
+    assert own
+    assert {case: turn for case, turn in jobs.items() if case in own} == own
+    jobs = {case: turn for case, turn in jobs.items() if case not in own}
     beside = {case: turn for case, turn in jobs.items() if case not in turns and case != found.singles[0]}
     assert jobs == {found.singles[0]: FULL_ROTATION, **turns, **beside}
     assert FULL_ROTATION not in turns.values()

@@ -9,7 +9,7 @@ import pytest
 from cases.case import Case, parse_case_id
 from cases.grid import build_grid
 from cases.mask_spec import KINDS
-from cases.operand_registry import OPTIONAL
+from cases.operand_registry import OPTIONAL, WITH_OWN_CASES
 from cases.size_model import MODEL
 from conformance.checks import CHECKS
 from reports.causes import root_causes
@@ -47,7 +47,8 @@ def test_fields_are_those_of_the_case() -> None:
 
 def test_every_operand_and_kind_of_mask_is_a_level() -> None:
     found = {level.name for level in ALL}
-    assert {operand.name for operand in OPTIONAL} <= found
+    assert {operand.name for operand in OPTIONAL if not operand.has_own_cases} <= found
+    assert {operand.name for operand in WITH_OWN_CASES} <= name_levels(Case(logit_scale=True))
     assert {kind.name for kind in KINDS} <= found
 
 
