@@ -34,7 +34,7 @@ class _InclusiveSpans(Bidirectional):
 class _UnpairedChunks(LoadBalancedCausal):
     """The order made with `cp_size` chunks instead of twice as many."""
 
-    def position(self, i: Any) -> Any:
+    def compute_position(self, i: Any) -> Any:
         half = dataclasses.replace(self, cp_size=max(1, self.cp_size // 2))
         return LoadBalancedCausal.compute_position(half, i)
 

@@ -140,13 +140,13 @@ def _beyond_capacity(plan: MobaPlan, chosen: Array) -> MobaWork:
 
 
 def _stored_instead_of_added(*operands: Any) -> Any:
-    with mock.patch.object(sparse_backward, "take", lambda x, index: jnp.zeros_like(x[0])):
+    with mock.patch.object(sparse_backward, "take_block", lambda x, index: jnp.zeros_like(x[0])):
         return sparse_backward.backward(*operands)
 
 
 def _only_first_slot_of_dq(*operands: Any) -> Any:
-    slots = sparse_backward.slots
-    with mock.patch.object(sparse_backward, "slots", lambda x, places, fill: slots(x, places[:, :1], fill)):
+    slots = sparse_backward.gather_slots
+    with mock.patch.object(sparse_backward, "gather_slots", lambda x, places, fill: slots(x, places[:, :1], fill)):
         return sparse_backward.backward(*operands)
 
 
