@@ -43,7 +43,8 @@ _HEADS = ((4, 2), (2, 2))
 def cut_case(case: Case, start: int, stop: int) -> Case:
     """Return the case of the queries `start` to `stop - 1` alone, at their positions.
 
-    A mask that is an array is not in the id; `cut_problem` has its rows.
+    The mask is shifted to these positions. A case id does not hold the values of an array mask: `cut_problem` selects
+    its rows.
     """
     placed = any(getattr(case, operand.field) != operand.absent for operand in OPTIONAL if operand.is_positional)
     return dataclasses.replace(
@@ -62,7 +63,7 @@ def cut_problem(whole: Problem, start: int, stop: int, *, stale: float) -> Probl
       whole: all queries, of which each sees no key behind its piece.
       start: the first query.
       stop: one past the last query.
-      stale: what lies behind the last key. Memory that holds integers gets its largest number instead.
+      stale: the value of unfilled cache entries after the last key. Integer caches get their largest integer instead.
     """
     cut = whole.map_along("T", lambda x, axis: x.take(range(start, stop), axis))
     mask = whole.mask.select_queries(start, stop, (whole.q.shape[1], whole.k.shape[1]))

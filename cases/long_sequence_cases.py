@@ -1,9 +1,13 @@
-"""Sequences longer than small integers and 16-bit floats can count: few cases, long on one axis and short on the other.
+"""Select cases with sequences so long that indices overflow small integers and lose precision in 16-bit floats.
 
-There are more query blocks than int8 and uint8 can number, in blocks of 64 and of 128. Query positions exceed int16,
-and key positions exceed what bf16 and f16 tell apart. There are not more keys, since kernels that unroll their loop
-over keys would compile for minutes; one case of decoding has 33,024 (`cases.size_model`). The border of the window lies
-at the far end, so that a position that is off by one there hides a key or shows one.
+Each case is long on one axis and short on the other. With blocks of 64 or 128, the index of a query block exceeds int8
+and uint8. Query positions exceed int16. Key positions are too large for bf16 and f16 to represent each one exactly.
+
+The number of keys is limited: kernels that unroll their loop over keys would compile for minutes with more. One
+decoding case has 33,024 keys (`cases.size_model`).
+
+The edge of the window lies at the far end of the long axis. So an off-by-one error in a position there hides or exposes
+a key.
 """
 
 from __future__ import annotations
@@ -13,9 +17,10 @@ from cases.grid import Supports
 
 # Queries are 65 blocks of 512, 260 of 128 and 520 of 64; keys are 9, 36 and 72.
 _QUERIES, _KEYS = 33_280, 4_608
-# The last rows lose one key each, and none loses all; likewise the last keys.
+# How far the window falls short of the long axis. Each of the last rows sees one key fewer than the row before it, but
+# every row still sees a key. Likewise, each of the last keys is hidden from one more row.
 _SHORT_OF = 124
-# Of each line the first supported case is used. The short axis has 128 elements, or 512 for kernels with blocks of 512.
+# The first supported case of each line is used. The short axis has 128 elements, or 512 for kernels with blocks of 512.
 # A causal mask stands in for the window where windows are unsupported.
 _LINES = (
     tuple((_QUERIES, thin, mask) for mask in (f"window-l{_QUERIES - _SHORT_OF}-r0", "causal") for thin in (128, 512)),

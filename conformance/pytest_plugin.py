@@ -363,7 +363,10 @@ class _Gate:
 
 
 def _build_test_id(job: Job) -> str:
-    """Return the id of a job's test: implementation, platform, checks beyond the grid's, case."""
+    """Return the pytest id of a job: implementation, platform, checks, case.
+
+    The checks are left out if they are those that every case of the grid gets.
+    """
     from conformance.judging.runner import find_platform
 
     name = job.implementation.name
@@ -378,13 +381,13 @@ def _get_job(item: pytest.Item) -> Job | None:
 
 
 def _set_job(item: pytest.Item, job: Job) -> None:
-    """Have a test of the gate judge another job."""
+    """Replace the job that a pytest item judges."""
     item.callspec.params["conformance_job"] = job  # type: ignore[attr-defined] # as `_get_job` has seen
 
 
 @pytest.fixture
 def conformance_judge(request: pytest.FixtureRequest) -> Callable[[Job], list[Record]]:
-    """Return what judges a job of the plan and keeps its records for the report."""
+    """Return a function that judges a planned job and keeps its records for the report."""
     gate = request.config.pluginmanager.get_plugin(_PLUGIN_NAME)
     assert isinstance(gate, _Gate)
     return lambda job: gate.judge(request.node, job)

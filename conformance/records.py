@@ -176,9 +176,9 @@ class Extent:
       narrowed: the options that narrowed the run, as they were written; empty if none did.
       planned: the number of planned jobs; None where it is not known.
       done: the number of judged jobs.
-      whole: the number of jobs of the level, where a query of cases narrowed them.
+      whole: the number of all jobs of the level, if the run selected only some of its cases.
       stopped: whether the run was stopped before its end.
-      known: whether a run record says all this.
+      known: whether a run record holds these values.
     """
 
     level: str = ""
@@ -196,7 +196,7 @@ class Extent:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all jobs of a level were judged, as far as it is known."""
+        """Whether every job of the level was judged; False if unknown, and always False for the level `smoke`."""
         return self.known and not (self.narrowed or self.is_partial or self.stopped or self.level == "smoke")
 
 

@@ -25,7 +25,7 @@ KnobSettings = Mapping[str, Setting]
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes between HBM and a device that the blocks of a kernel do not show.
+    """Bytes moved to and from HBM besides the blocks of a kernel's block specs.
 
     Attributes:
       within: bytes of copies that the kernel makes while it computes; they add to the least time of its call.
@@ -38,7 +38,7 @@ class Traffic:
 
 
 def report_no_traffic(_case: Case, _setting: Setting) -> Traffic:
-    """Report no traffic, for a kernel whose blocks show all bytes that are moved."""
+    """Return no extra traffic, for a kernel that only moves the blocks of its block specs to and from HBM."""
     return Traffic()
 
 
@@ -70,7 +70,7 @@ class Knob:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tunable:
-    """What of an implementation may be tuned.
+    """Settings of an implementation that can be tuned, and the table that stores them.
 
     Attributes:
       knobs: the knobs, in the order in which they are tuned.

@@ -1,6 +1,6 @@
-"""Scales of a quantised cache: k and v hold small numbers, which stand for themselves times their scales.
+"""Scales of a quantised cache: k and v hold low-precision numbers, to be multiplied by these scales.
 
-The scales belong to the stored numbers, so both are drawn together (`cases.operand_values.draw_problem`).
+Quantising a tensor gives both its numbers and its scales, so `cases.operand_values.draw_problem` draws both together.
 """
 
 from __future__ import annotations

@@ -47,13 +47,13 @@ CALLS: dict[str, dict[str, Any]] = {
     "biased": {"mask": "full", "bias": "biaspair", **_with_length(127)},
     # The window reaches more than one block of 64 ahead of the query, and no whole number of blocks.
     "ahead": {"phase": "prefill", "mask": "window-l65-r65", "batch": 1, **_with_length(257)},
-    # The window is open to the right, and keys outnumber queries by more than a block.
+    # The window has no limit on its right, and there are 120 more keys than queries, which is more than a block of 64.
     "open": {"phase": "prefill", "mask": "window-l9-rinf", "batch": 1, "q_length": 40, "kv_length": 160},
     # Positions that f16 cannot represent exactly, and bf16 even less.
     "far": {"phase": "prefill", "mask": "causal-o2176", "batch": 1, "q_length": 128, "kv_length": 2304},
     # More than sixteen blocks of 128 along both axes, and positions that f16 cannot represent exactly.
     "long": {"phase": "prefill", "mask": "causal", "batch": 1, **_ONE_HEAD, **_with_length(2176)},
-    # A label that returns more than a block of 128 later, in a block that begins with a larger label.
+    # A segment label occurs again more than 128 keys later, in a block of 128 whose first key has a larger label.
     "returning": {
         "phase": "prefill",
         "mask": "causal",

@@ -25,13 +25,15 @@ from conformance.truth.rounding_bounds import Bounded
 _HIGH_CAP = 2.0**20
 # The finite value that models use for "no sink". Its exponential is zero, like that of minus infinity.
 _LOW_SINK = -1e30
-# The distance above the largest logit: more than exp can represent in f32.
+# Distance of a sink above the largest logit. exp of this distance overflows f32.
 _HIGH_SINK = 150.0
-# The distance below the logits. All other probabilities sum to 1 in f32, so the sink's cannot be their complement.
+# Distance of a sink below the largest logit. The keys' probabilities sum to 1 within f32 rounding, so a kernel that
+# computes the sink's probability as 1 minus this sum gets only rounding error.
 _FAINT_SINK = 30.0
 # Makes logits so large that `exp(2 logit / cap)` overflows in f32.
 _LOGIT_FACTOR = 2.0**8
-# Below the finite values that kernels use as minus infinity. Logits still keep four bits of their fraction.
+# More negative than some finite values that kernels use as minus infinity. Logits this large still have several
+# fraction bits in f32, so the softmax of the row still depends on them.
 _LOW_BIAS = -(2.0**20)
 # More than 1e4, and representable as a product in every dtype.
 _LOW_LOGIT = 2.0**14

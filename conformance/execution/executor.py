@@ -41,7 +41,7 @@ class Result:
 class Calls:
     """The results of the forward calls."""
 
-    forward: Result  # the plain call
+    forward: Result  # of the call without residuals
     residuals: Result | None  # none if no residuals are offered
     part: Any  # as the kernel returned it; none if it offers no parts
 
@@ -84,15 +84,15 @@ class Executor:
         """Wait for tasks that were begun and not run, where tasks run in another process."""
 
     def begin_forward(self, problem: Problem) -> None:
-        """Start the plain call."""
+        """Start the call without residuals, if tasks run in another process (`begin`)."""
         self.begin(_run_forward, problem)
 
     def begin_calls(self, problem: Problem) -> None:
-        """Start all forward calls."""
+        """Start all forward calls of `calls`, if tasks run in another process."""
         self.begin(_run_calls, problem)
 
     def begin_gradients(self, problem: Problem, cotangent: Cotangent) -> None:
-        """Start the gradients, those of the call with residuals if the cotangent has a part for them."""
+        """Start the gradients; those of the call with residuals if the cotangent includes `logsumexp`."""
         if cotangent.logsumexp is None:
             self.begin(_run_gradients, problem, cotangent.out)
         else:
@@ -155,7 +155,7 @@ class Executor:
         return len(jax.devices())
 
     def forward(self, problem: Problem) -> Result:
-        """Return `out` of the plain call, without residuals."""
+        """Return `out` of the call without residuals."""
         return Result(self.run(_run_forward, problem))
 
     def calls(self, problem: Problem) -> Calls:
@@ -164,7 +164,7 @@ class Executor:
         return Calls(Result(forward), None if residuals is None else Result(residuals), part)
 
     def part(self, problem: Problem) -> Any:
-        """Return the part, attention that is not normalised, as the kernel returned it."""
+        """Return partial attention as the kernel returned it: its output is not normalised yet."""
         return self.run(_run_part, problem)
 
     def residuals(self, problem: Problem) -> Result:
@@ -172,7 +172,7 @@ class Executor:
         return Result(self.run(_run_residuals, problem))
 
     def gradients(self, problem: Problem, cotangent: Cotangent) -> Result:
-        """Return `out` and the gradients of the plain call for a cotangent of `out`."""
+        """Return `out` and the operands' gradients, for a cotangent of `out`, from the call without residuals."""
         return Result(self.run(_run_gradients, problem, cotangent.out))
 
     def gradients_lse(self, problem: Problem, cotangent: Cotangent) -> Result:
@@ -184,7 +184,7 @@ class Executor:
         return jax.jit(function, compiler_options=self.options or None, **how)
 
     def bind(self, problem: Problem) -> tuple[Callable[[Arrays], Any], Arrays]:
-        """Return the plain call with its static keywords bound, not compiled, and the arrays that it takes."""
+        """Return the uncompiled call without residuals, its static keywords bound, and the arrays that it takes."""
         statics, arrays = self.arguments(problem)
         return functools.partial(call_plain, self.implementation.call, statics), arrays
 
@@ -251,7 +251,7 @@ def _run_gradients_lse(executor: Executor, problem: Problem, do: np.ndarray, dls
 
 
 def call_plain(call: Callable[..., Any], statics: Mapping[str, Any], arrays: Arrays) -> Any:
-    """Make the plain call with its arrays and its static keywords."""
+    """Call an implementation without residuals, and check the type of its output."""
     return kernel_errors.check_output(call(**arrays, **statics))
 
 

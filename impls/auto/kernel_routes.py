@@ -22,13 +22,13 @@ under a causal mask: blocks took 0.84 of the time at 2**16 logits, 0.64 at 2**18
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A kernel, and the calls that it is chosen for. It can be requested by name for any call.
+    """A kernel, and the calls for which it is chosen automatically. It can be requested by name for any call.
 
     Attributes:
       kernel: the implementation.
       platform: platform of the process; None for any.
-      phases: phases that it is written for.
-      special: whether it is only for calls with its opt-in features.
+      phases: phases that it is chosen for.
+      special: whether it is chosen only for calls that use one of the opt-in features it offers.
       up_to_logits: largest `B * N * T * S` that it is chosen for; None for any.
     """
 

@@ -87,7 +87,7 @@ def backward(
     """
     blocks = cut_operands(plan, operands)
     shift = replace_neg_inf(logsumexp)
-    # (11)
+    # D - dlse, with D from (11)
     row_sums = jnp.einsum("btnv,btnv->bnt", out, d_out, precision="highest", preferred_element_type=jnp.float32)
     row_sums = row_sums - d_logsumexp
     d_outs, shifts, rows = cut_queries(plan, d_out), cut_rows(plan, shift), cut_rows(plan, row_sums)
@@ -176,7 +176,7 @@ def _add_bias(
         return None
     start, size = locate_pair(plan, total, pair)
     broadcast = tuple(axis for axis, (n, m) in enumerate(zip(size, dx.shape, strict=True)) if n < m)
-    update = lax.dynamic_slice(total, start, size) + dx.sum(axis=broadcast, keepdims=True)  # (16)
+    update = lax.dynamic_slice(total, start, size) + dx.sum(axis=broadcast, keepdims=True)  # dbias, (16)
     return lax.dynamic_update_slice(total, update, start)
 
 
@@ -194,4 +194,4 @@ def compute_dsinks(
     if sinks is None:
         return None
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - shift)
-    return -(p * row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # (17)
+    return -(p * row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # dsinks, (17)

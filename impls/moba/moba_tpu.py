@@ -295,9 +295,9 @@ def _backward_kernel(
         if slope is not None:
             dx = dx * slope  # (13)
         rounded = dx.astype(q.dtype)
-        dk_ref[keys, :] += _multiply(plan, rounded, q, 0, 0)  # (15), not scaled
+        dk_ref[keys, :] += _multiply(plan, rounded, q, 0, 0)  # dk, (15), not yet scaled
         dv_ref[keys, :] += _multiply(plan, p.astype(q.dtype), do, 0, 0)  # (9)
-        return dq + _multiply(plan, rounded, k, 1, 0)  # (14), not scaled
+        return dq + _multiply(plan, rounded, k, 1, 0)  # dq, (14) of `impls.moba.backward`, not yet scaled
 
     dq = jnp.zeros(dq_ref.shape, jnp.float32)
     dq_ref[...] = _visit_keys(size, seen_ref[number], some_ref[number], add, dq)

@@ -31,16 +31,19 @@ class VmemRoom(NamedTuple):
 
     vmem: int  # bytes that the kernel may take
     rows: int  # queries times heads of a tile
-    keys: int  # bytes of the keys and values of a block, of which there are three: two buffers and heads apart
+    keys: int  # bytes of keys and values per block; VMEM has three: two buffers, and a copy split by head
 
 
 class PageBlocks(NamedTuple):
-    """Lists of the blocks that each tile copies; int32 `[L]`. Entries past the last tile have no block."""
+    """Page blocks that each query tile copies, int32 `[L]`, with one entry per tile.
 
-    slot: jax.Array  # entry of its sequence's row of the table with which its first block begins
-    end: jax.Array  # one past the last entry
-    length: jax.Array  # how many blocks it has
-    before: jax.Array  # how many all tiles before it have
+    `L` is the largest possible number of tiles. Entries past the last tile in use have no blocks.
+    """
+
+    slot: jax.Array  # where its first block begins, as an index into its sequence's row of the page table
+    end: jax.Array  # one past the last such index that it needs
+    length: jax.Array  # number of its blocks
+    before: jax.Array  # number of blocks of all earlier tiles
     following: jax.Array  # the next tile that has a block; L if none has
 
 

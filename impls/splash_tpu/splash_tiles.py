@@ -47,8 +47,8 @@ class Step(NamedTuple):
     q: Any  # block of queries; None where no position is needed
     kv: Any  # block of keys, likewise
     row: Scalar  # query head among those of all batch rows
-    first: Any  # whether it is the first of its result block, counting the heads of a group
-    last: Any
+    first: Any  # whether it is the first step of its result block, over all query heads that add to this block
+    last: Any  # likewise the last step
     computes: Any  # whether the pair of blocks contributes
     masked: Any  # whether the mask hides some of its positions
     part: Callable[[int], Any]  # reads the flag of a part, or of a diagonal, by its number
@@ -175,11 +175,11 @@ class MaskInputs(NamedTuple):
 
     step: Step
     q_offset: Callable[[], Any]
-    stored: Any
+    stored: Any  # stored mask of the pair of blocks; None if the mask is computed from a formula
     ids: Any  # [n, 128], of the tile's row axis
     other_ids: Any  # [1, m], of its column axis
-    low: Any = None  # of the queries, `[n, 128]` if they are the rows of the tile, else `[1, n]`
-    high: Any = None  # likewise
+    low: Any = None  # first key that each query sees; `[n, 128]` if queries are the rows of the tile, else `[1, n]`
+    high: Any = None  # one past the last key that each query sees; same shape
 
 
 def compute_allowed(call: KernelCall, masking: MaskInputs, rows: slice, keys: KeySpan) -> jax.Array | None:

@@ -172,7 +172,7 @@ class _ContenderEvidence:
 
     @functools.cached_property
     def _wrong_out(self) -> int:
-        """The cases whose `out` is wrong."""
+        """The cases whose `out` is wrong, as a bit mask."""
         return _join_rows(self._signals[signal].red for signal in OUT if signal in self._signals)
 
     def _find_explaining(self, name: str) -> tuple[_RootCause, ...]:

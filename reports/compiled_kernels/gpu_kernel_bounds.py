@@ -23,17 +23,19 @@ _PAIRS = 1e3  # cycles for 1,000 pairs become kilocycles for a million of them
 
 @dataclasses.dataclass(frozen=True)
 class KernelBound:
-    """A lower bound of a kernel's cycles on one GPU, and what it occupies.
+    """Lower bounds on a kernel's cycles on one GPU, and the registers and warps that it uses.
+
+    All cycles are for 1,000 pairs of query and key.
 
     Attributes:
-      least: cycles for 1,000 pairs of query and key in a full block.
-      unit: the unit of the multiprocessor that takes them.
-      masked: the same for a masked block.
-      issue, masked_issue: cycles of the schedulers alone, in a full and in a masked block.
-      registers: of a thread.
-      spilled: bytes of registers that are spilled.
-      spill_slots: instructions of the loop that load or store what is spilled.
-      occupancy: the part of a multiprocessor's warps that fit at once.
+      least: lower bound for a block in which no pair is masked.
+      unit: the unit of the multiprocessor that needs the most cycles.
+      masked: lower bound for a masked block.
+      issue, masked_issue: cycles to issue the instructions, for an unmasked and for a masked block.
+      registers: registers per thread.
+      spilled: bytes of spilled registers per thread.
+      spill_slots: instructions in the loop that load or store spilled registers.
+      occupancy: resident warps, as a fraction of the most that a multiprocessor can hold.
     """
 
     least: float
@@ -49,7 +51,7 @@ class KernelBound:
 
 @dataclasses.dataclass(frozen=True)
 class BoundRow:
-    """One kernel of a program, in the case where it takes most cycles a pair."""
+    """One kernel of a program, in the case where it takes the most cycles per pair of query and key."""
 
     contender: Contender
     case: str

@@ -28,7 +28,7 @@ from conformance.session.failures import CannotJudge
 from conformance.tunable import Knob, TableEntry, Tunable
 
 STATIC_CYCLES = "static cycles"
-"""Field of an entry's provenance with the cycles of every candidate, by knob."""
+"""Key in the provenance of a table entry. Its value maps each knob to the cycles of all its candidates."""
 
 
 def choose_targets(names: Sequence[str]) -> list[CompileTarget]:
@@ -123,14 +123,14 @@ def _build_entry(
 
 
 def _collect_cycles(choice: StaticChoice) -> dict[str, float]:
-    """Collect the cycles of each candidate, other traffic included, as far as they are known."""
+    """Return the cycles of each candidate that has an estimate, including its HBM traffic outside the call."""
     return {
         format_setting(choice.knob, one.setting): round(one.whole) for one in choice.estimates if one.cycles is not None
     }
 
 
 def _format_choice(choice: StaticChoice) -> str:
-    """Format the figures of the chosen setting and of the one that it replaces, and how many were tried."""
+    """Format the cycles of the chosen and the replaced setting, and count the tried and the refused settings."""
     now, before = choice.of(choice.setting), choice.of(choice.before)
     refused = sum(one.cycles is None for one in choice.estimates)
     before_it = f"where {format_setting(choice.knob, choice.before)} has {_format_cycles(before)}"

@@ -56,7 +56,7 @@ def compute_gpu_figures(
     gpu: Gpu,
     depths: tuple[int, int] | None,
 ) -> dict[str, float]:
-    """Compute the figures of a GPU program: the largest of all kernels, and those of each kernel with matrix products.
+    """Compute measurements of a GPU program: maxima over all kernels, and those of each kernel with matrix products.
 
     Args:
       folder: the folder that XLA wrote to.
@@ -64,7 +64,7 @@ def compute_gpu_figures(
       shared: shared memory of each Mosaic GPU kernel of the program, in bytes, by its name.
       programs: NVIDIA's assembler and disassembler.
       gpu: the GPU that the program was compiled for.
-      depths: depths of keys and of values, if the program is attention.
+      depths: head dims of keys and of values, if the program is attention; else None.
 
     Returns:
       `shared_bytes` of a block, and `registers` and `spilled_bytes` of a thread, as far as they are known. Then, for
@@ -87,7 +87,7 @@ def compute_gpu_figures(
 
 
 def _number_names(kernels: Iterable[tuple[str, dict[str, float]]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Give kernels with different figures different names: the second of a name becomes `<name>_2`."""
+    """Make kernel names unique: a second kernel of the same name, measured differently, becomes `<name>_2`."""
     known: dict[str, list[dict[str, float]]] = {}
     for name, told in kernels:
         alike = known.setdefault(name, [])
@@ -140,15 +140,15 @@ def _iter_kernel_figures(
     gpu: Gpu,
     depths: tuple[int, int] | None,
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield each kernel of a PTX file that has loops with matrix products, with its figures.
+    """Yield the name and measurements of each kernel whose loops contain matrix products.
 
     Args:
-      text: the PTX.
-      heard: the assembler's output.
-      code: the disassembly.
-      shared: shared memory of kernels in bytes, by name.
-      gpu: the GPU.
-      depths: depths of keys and of values, if the program is attention.
+      text: a PTX file.
+      heard: output lines of `ptxas --verbose` for this file.
+      code: the disassembly of this file.
+      shared: shared memory in bytes, by kernel name.
+      gpu: the GPU that the program was compiled for.
+      depths: head dims of keys and of values, if the program is attention; else None.
     """
     threads = {name: _count_threads(rest) for name, rest in _ENTRY.findall(text)}
     for name, loops in sass_loops.iter_kernels_with_loops(sass_loops.parse_sass(code)):

@@ -1,1 +1,1 @@
-"""Choose block sizes by static cycles, and compare kernels with recorded ones."""
+"""Choose block sizes by cycles estimated from compiler output, and compare kernels with recorded estimates."""

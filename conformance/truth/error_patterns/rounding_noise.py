@@ -55,7 +55,7 @@ def describe_rounded(found: Sample) -> str:
 def describe_scattered(found: Sample) -> str:
     """Describe errors that scatter like rounding; empty if they do not.
 
-    They are about as large in all rows, go in both directions, and have no large outliers.
+    Such errors have a similar size in all rows, occur in both directions, and have no large outliers.
     """
     error, right = found.got - found.right, found.right
     if found.failure.letters[-1] not in DEPTH_LETTERS:  # residuals have one error in each row, which is too few
@@ -78,7 +78,7 @@ def describe_scattered(found: Sample) -> str:
 
 
 def _is_even(found: Sample) -> bool:
-    """Check whether the errors of all rows are about as large."""
+    """Check whether all rows have errors of similar size, relative to their error bounds."""
     failure = found.failure
     flat = np.unique(np.ravel_multi_index(found.index[:-1], failure.got.shape[:-1]))
     rows = np.unravel_index(flat[:: len(flat) // _MAX_ROWS | 1], failure.got.shape[:-1])
