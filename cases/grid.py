@@ -69,7 +69,7 @@ class Grid:
     parted: tuple[int, int]
 
     def count_covered_by(self, cases: Collection[Case]) -> int:
-        """Count the combinations that those of `cases` cover which are cases of the grid."""
+        """Count the combinations of levels that the given cases cover. Cases outside of the grid are ignored."""
         rows = (row for case, row in zip(self.cases, self.rows, strict=True) if case in cases)
         chosen = (tuple((axis, row[axis]) for axis in self.varied) for row in rows)
         return len({found for row in chosen for found in itertools.combinations(row, self.coverage.strength)})
@@ -108,7 +108,10 @@ def build_grid(
 
 
 def _count_unsupported_pairs(excluded: Matrix, model: Model) -> tuple[int, int]:
-    """Count the pairs of operands that are not supported together, and all pairs (`Grid.parted`)."""
+    """Count the pairs of levels that are not supported together, and all pairs, as in `Grid.parted`.
+
+    Only levels of operands, masks and storage forms count, and only those that are supported singly.
+    """
     axes_of_operands = [a for a, name in enumerate(model.names) if name in _OPERAND_AXES]
     items = [(a, level) for a in axes_of_operands for level in range(1, model.sizes[a])]
     asked = [item for item in items if (item, item) not in excluded]

@@ -92,21 +92,24 @@ def _format_causal(shape: Shape) -> str:
 
 
 def _format_window(shape: Shape) -> str:
-    """Return a window of several blocks, but not of all where there are as many."""
+    """Return a window of about 5/8 of the keys: it spans several blocks of a long sequence, but not all."""
     return f"window-l{max(3, 5 * shape.kv // 8) - 1}-r0{_compute_end_offset(shape)}"
 
 
 def _format_causal_and_window(shape: Shape) -> str:
-    """Return a causal mask combined with a window, which both matter.
+    """Return a causal mask combined with a window.
 
-    They count from the first key in training, and from the end in decoding.
+    In training, both align the first query with the first key. Otherwise they align the last query with the last key.
     """
     first = "" if shape.phase == "train" else _compute_end_offset(shape)
     return f"causal{first}_and_window-l{min(200, shape.kv // 4)}-r9{first}"
 
 
 def _format_lengths(shape: Shape) -> str:
-    """Return key lengths at and beside the border of a block, and zero for one row."""
+    """Return a mask term with one key length per batch row, in this order as far as there are rows.
+
+    The lengths are: one that ends just after a block border, one at a border, all keys, one key and no key.
+    """
     borders = (max(65, shape.kv - 127), 128, shape.kv, 1, 0)
     return "-".join(("lengths", *(str(min(shape.kv, n)) for n in borders[: shape.heads[0]])))
 
@@ -151,7 +154,10 @@ def _resolve_stand_in(shape: Shape) -> Shape:
 
 
 def are_compatible(levels: Mapping[str, Any]) -> bool:
-    """Return False if the levels given so far cannot stand in one case, or cost more than they can show."""
+    """Return whether one case may have all these levels; axes that are not chosen yet are missing.
+
+    Levels are incompatible if they contradict each other, or if testing them together is not worth the cost.
+    """
     shape, mask = levels.get("shape"), levels.get("mask")
     if levels.get("kv_cache") is not None and shape is not None and shape.phase == "train":
         return False  # a cache is read, not differentiated
@@ -161,7 +167,7 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
     if elsewhere and (mask not in (None, *_MASKS_ELSEWHERE) or levels.get("bias") not in _BIASES_ELSEWHERE):
         return False
     if levels.get("bias") == "biasinf":
-        # The bias might hide all that a segment or a narrow mask leaves to a row.
+        # The bias might hide every key that a segment or a narrow mask leaves visible to a query.
         hides_few = mask in (None, "full", "causal_end", "unbounded", "wider")
         if not hides_few or levels.get("segments") is not None or levels.get("soft_cap") is not None:
             return False

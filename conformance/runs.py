@@ -57,15 +57,15 @@ class Kernel:
     Attributes:
       package: the package that installed it, with the version; empty for a file or a module of no package.
       source: a digest of its source, where the version does not identify it.
-      declared: its declarations that are data, arithmetic included.
-      asks_less: those that are weaker than the defaults, as they are written.
-      block_lengths: the lengths of blocks that its sequences must have, if it takes no others.
-      arrays: the covering arrays whose cases it is judged by.
+      declared: its declarations that can be stored as data, including its arithmetic.
+      asks_less: its declarations that are weaker than the defaults, as they are written in code.
+      block_lengths: the block lengths that its sequences must have, if it takes no others.
+      arrays: the sizes of the covering arrays that it is judged with.
       declined: the number of cases that it does not support.
-      parted: the number of pairs of operand and mask that it supports only apart, and the number that it supports
-        apart.
-      place: where it ran, as the end of a sentence. Empty for the usual place: a confined process of its own, or the
-        judge's process for an implementation of this project.
+      parted: two counts over pairs of operands and masks that it supports singly: the pairs that it does not support
+        together, and all pairs.
+      place: where it ran, as a phrase that ends a sentence. Empty for the usual place: a confined process of its own,
+        or the judge's process for an implementation of this project.
       files: the files that its process read while it was loaded, with their digests, and the packages that it imported.
     """
 

@@ -43,16 +43,18 @@ class CheckPower:
 
 @dataclasses.dataclass(frozen=True)
 class Detection:
-    """What the gate catches.
+    """Which planted bugs and how small errors the gate detects.
 
     Attributes:
-      level: of the grids that the bugs were judged on.
-      environment: names and versions of what was used.
-      bugs: rows of the measured table, one for each planted bug; `survivors` are those that no check sees.
-      families: bugs by what they are about.
-      checks: bugs by the checks that see them; `idle` are the checks that no bug needs.
-      dtypes: the columns of `resolution`.
-      resolution: the smallest visible error, by perturbation and observable, and within these by dtype.
+      level: level of the grids on which the bugs were judged.
+      environment: names and versions of the software that was used.
+      bugs: rows of the measured table, one for each planted bug.
+      survivors: the rows of bugs that no check detects.
+      families: how many bugs of each family there are, and how many are detected.
+      checks: how many bugs each check detects, and at what cost.
+      idle: checks that detect only bugs that other checks detect too.
+      dtypes: the dtypes that `resolution` has, as columns of a table.
+      resolution: the smallest detected error, by `(perturbation, observable)` and then by dtype.
     """
 
     level: str

@@ -14,7 +14,7 @@ from conformance.error_maps import ErrorMap
 from reports.text_format import TIMES
 
 _CELL = 10
-_LONG_SIDE = 240  # as long as a side of 24 cells; shorter axes have wider cells, up to _MAX_CELL
+_LONG_SIDE = 240  # the length that an axis should have: cells are between _CELL and _MAX_CELL wide to reach it
 _MAX_CELL = 24
 _LEFT, _TOP = 46, 18
 _AXIS_NAMES = {

@@ -69,7 +69,7 @@ class UndecidedRows:
 
 @dataclasses.dataclass(frozen=True)
 class FlagDifference:
-    """Judgements of a contender that the compiler's flags decide; those under JAX's own flags stand."""
+    """Judgements of a contender that change with the compiler's flags. Those under JAX's own flags count."""
 
     contender: Contender
     count: int
@@ -139,7 +139,7 @@ class FailureGroup:
 
     @property
     def common_reason(self) -> str:
-        """The reason that all records of the group give, empty where they differ or are alone."""
+        """The reason that all records of the group share; empty if reasons differ or there is only one record."""
         reasons = {record.reason for record in self.records}
         return self.records[0].reason if len(reasons) == 1 and len(self.records) > 1 else ""
 

@@ -41,7 +41,7 @@ class SpeedPanel:
 
     @property
     def rounds(self) -> int:
-        """Rounds of the round robin."""
+        """Number of timing rounds. Each round times every implementation in turn."""
         return max((len(row.samples) for row in self.rows), default=0)
 
     @property

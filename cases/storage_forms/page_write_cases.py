@@ -14,7 +14,11 @@ from cases.storage_forms.sequence_shapes import SequenceLengths, Shape
 
 
 def _mix_lengths(p: int) -> SequenceLengths:
-    """Return a chunk that begins a page, a token that ends a page, one that begins a page, and a short prompt."""
+    """Return `(queries, keys)` of four sequences, for pages of `p` tokens.
+
+    They are a chunk that starts on a page border, a token that fills a page, a token that starts a page, and a prompt
+    shorter than a page. Pages of one token have a chunk in place of that prompt.
+    """
     short = min(9, p - 1)
     return (13, 13 + 2 * p), (1, 2 * p), (1, 2 * p + 1), (short, short) if short else (2, 4)
 

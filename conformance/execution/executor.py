@@ -119,7 +119,7 @@ class Executor:
 
     @property
     def native(self) -> Executor:
-        """The executor of the call for the accelerator's own compiler."""
+        """Executor of the call that is lowered for the accelerator's real compiler, never interpreted."""
         assert self.implementation.accelerator.native is not None
         return Executor(dataclasses.replace(self.implementation, call=self.implementation.accelerator.native))
 
@@ -146,7 +146,7 @@ class Executor:
         return {}
 
     def pop_later_files(self) -> dict[str, str]:
-        """Return the files that a sandboxed kernel first read since then, each of them once."""
+        """Return the files that a sandboxed kernel first read since the last call, with their digests."""
         return {}
 
     @property

@@ -64,10 +64,12 @@ def run_steps(
 def find_written_operands(
     executor: Executor, problem: Problem, tokens: Values, before: Values, *, compiled: bool
 ) -> tuple[list[str], str]:
-    """Find the given pages and tokens that one call modifies.
+    """Find out which of the given pages and tokens one call modifies in place.
+
+    The call gets NumPy arrays, or JAX arrays if it refuses those.
 
     Returns:
-      The names of modified arrays; and why only JAX arrays were given, if NumPy arrays were refused.
+      The names of the modified arrays, and why the call got JAX arrays; the reason is empty if it took NumPy arrays.
     """
     program, arrays = _bind_call(executor, problem, save_residuals=False)
     call = executor.jit(program) if compiled else program

@@ -154,7 +154,10 @@ def _read_processor_time(process: int) -> bytes:
 
 
 def _measure_proportional(process: int) -> int:
-    """Return the memory of a process without shared memory, each page divided by the processes that share it."""
+    """Return the proportional set size of a process in bytes, without shared memory (`Pss_Shmem`).
+
+    A page that several processes map counts in equal parts for each of them.
+    """
     try:
         fields = dict(
             line.split()[:2]

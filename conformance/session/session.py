@@ -83,7 +83,7 @@ class ProgressDisplay(Protocol):
 
 
 ShowProgress: TypeAlias = Callable[[int, Sequence[Sequence[Record]]], AbstractContextManager[ProgressDisplay]]
-"""Shows the progress of so many jobs, of which some are done, with these records."""
+"""Opens a progress display, given the total number of jobs and the records of the jobs already done."""
 Say: TypeAlias = Callable[[str], None]
 """Tells the user one line."""
 
@@ -107,21 +107,22 @@ def say_nothing(line: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionResult:
-    """What came of a session.
+    """The result of a session: its records, its reports and its exit code.
 
     Attributes:
       how: how the run ended, `complete`, `interrupted` or `failed`.
-      reason: why it ended, if not by itself.
-      recorded: the run as its file has it.
-      records: its records, merged.
-      info: what a report says beside them.
-      summary: what every report shows of the run.
-      stale: records of known failures that did not fail.
-      flag_excess: records of kernels that go by the compiler's flags.
-      shrunk: lines on the smallest cases of findings.
+      reason: why the run was interrupted or failed; otherwise empty.
+      recorded: the run as it is stored in its file.
+      records: the records of the run, merged.
+      info: what a report says besides the records.
+      summary: the content of every report of the run.
+      stale: records of expected failures that no longer fail.
+      flag_excess: failures of kernels that pass too often only under some compiler flags (`judging.flag_share`).
+      shrunk: lines of text on the smallest failing case of each finding.
       lacks_platform: whether nothing was judged on the required platform.
-      exit_code: 0 if all conforms, 1 if not, 2 if it could not be judged, 128 plus the signal that stopped it.
-      comparison: what changed since the baseline, if there is one.
+      exit_code: 0 if every implementation conforms, 1 if one does not, 2 if the run could not judge. A run that a
+        signal stopped has 128 plus the number of the signal.
+      comparison: what changed since the baseline; None without a baseline.
     """
 
     how: str

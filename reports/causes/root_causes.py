@@ -92,9 +92,10 @@ class _ContenderEvidence:
         self._explained = {name: self._find_explaining(name) for name in self._signals}
 
     def _gather_signals(self, judged: Iterable[Record]) -> dict[str, Signal]:
-        """Gather the cases where each signal is red, and those where it is green.
+        """Collect the cases where each signal fails (red), and those where it passes (green).
 
-        A signal of an error is green in each case that returned something.
+        A signal is a check with a result, or a line that raises. An error has no passing record of its own, so it
+        passes in each case that returned something and did not raise there.
         """
         red: dict[str, int] = {}
         green: dict[str, int] = {}
@@ -164,7 +165,10 @@ class _ContenderEvidence:
         return found
 
     def _get_unexplained(self, name: str) -> Signal:
-        """Return a signal without the cases whose `out` is wrong, where all else is right by chance only."""
+        """Return a signal without the cases whose `out` is wrong: other results are right there only by chance.
+
+        Signals of errors and of wrong forward results are returned as they are.
+        """
         signal = self._signals[name]
         if _classify_signal(name) in (RAISES, FORWARD):
             return signal
@@ -207,7 +211,7 @@ class _ContenderEvidence:
                 wrong = record.verdict == FAIL and self._rows[record.case] & self._wrong_out
                 left.setdefault((FORWARD, "") if wrong else _name_unexplained(record), []).append(record)
         for place, found in list(explained.items()):
-            # All records that would show this cause belong to other causes, so it is none.
+            # No record left to this cause is of its own kind, so drop it and list its records as unexplained.
             if not any(classify_record(record) == self._roots[place].kind for record in found):
                 for record in explained.pop(place):
                     left.setdefault(_name_unexplained(record), []).append(record)
@@ -305,9 +309,9 @@ class _ContenderEvidence:
         return bool(self._rows[record.case] & root.combination.rows)
 
     def _count_shares(self, root: _RootCause) -> tuple[Share, Share, int]:
-        """Count the cases that fail with the levels, and without, and the others.
+        """Return the share of failing cases with the cause's levels, the share without, and how many are left out.
 
-        The others are cases that other causes explain.
+        Cases that other causes explain are left out.
         """
         signal, rows = self._counted.get(root.signal, Signal(0, 0)), root.combination.rows
         others = (

@@ -52,11 +52,11 @@ class SampledRows:
     """Some queries of a problem with their exact results, computed once for each declared arithmetic."""
 
     def __init__(self, case: Case, problem: Problem, cotangent: np.ndarray, tolerances: Tolerances) -> None:
-        """Select the queries of a problem.
+        """Choose the queries that are compared with the oracle.
 
         Args:
-          case: the case.
-          problem: its operands.
+          case: the case; its seed chooses the queries.
+          problem: the operands of the case.
           cotangent: cotangent of `out`, `[B, T, N, V]`.
           tolerances: limits of the checks.
         """

@@ -27,7 +27,7 @@ class Pattern:
 
 
 def find_pattern(failure: Failure) -> Pattern:
-    """Find the description of a wrong result."""
+    """Describe where a result is wrong and what it holds there. The description is empty if nothing fits."""
     with np.errstate(all="ignore"):  # wrong results may be huge, infinite or NaN
         return _find_pattern(failure)
 

@@ -183,7 +183,8 @@ def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftm
     def visit(masked: bool, at: Scalar, softmax: RunningSoftmax) -> RunningSoftmax:
         slot = place.slot(at)
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
-        products = multiply(plan, q, scratch["k_tile"].at[slot], transposed=True, issued=turns.give)  # (1)
+        # <q, k> of (1). The scale is applied in `compute_logits` or in the exponential.
+        products = multiply(plan, q, scratch["k_tile"].at[slot], transposed=True, issued=turns.give)
         z, _ = compute_logits(plan, products)  # (2)
         may = prepare_allowed(place, at, slot) if masked else None
         if may is not None:

@@ -185,7 +185,7 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         )
         dk, dv = sums
         # k and v are no factors of these two products, and p and dx of hidden keys are 0. So NaN does not spread.
-        dk = dk + multiply(plan, dx.astype(rows.q.dtype), rows.q, over=(1, 0))  # (15), not scaled
+        dk = dk + multiply(plan, dx.astype(rows.q.dtype), rows.q, over=(1, 0))  # (15); scaled when stored
         dv = dv + multiply(plan, p.astype(rows.d_out.dtype), rows.d_out, over=(1, 0))  # (9)
         return dk, dv
 

@@ -85,11 +85,11 @@ class Launch:
         return self.tiles.block_kv if self.axis == "kv" else self.kv_tail
 
     def q_block(self, i: Scalar) -> Any:
-        """Select the block of `q_seen` queries that the program with block `i` of its axis sees."""
+        """Return which block of `q_seen` queries program `i` sees: `i` if it owns queries, else 0, as it sees all."""
         return i if self.axis == "q" else jnp.int32(0)
 
     def kv_block(self, i: Scalar) -> Any:
-        """Select the block of `kv_seen` keys that the program with block `i` of its axis sees."""
+        """Return which block of `kv_seen` keys program `i` sees: `i` if it owns keys, else 0, as it sees all."""
         return i if self.axis == "kv" else jnp.int32(0)
 
     def kv_head(self, head: Scalar) -> Any:
@@ -97,7 +97,10 @@ class Launch:
         return lax.div(head, jnp.int32(self.plan.group)) if self.axis == "q" else head
 
     def inputs(self, operands: Operands) -> tuple[Arrays, Specs]:
-        """Build the inputs by name: operands, mask or ranges, and schedule, with the part that a program sees."""
+        """Return the kernel's input arrays and their `BlockSpec`s, both by name.
+
+        The inputs are the operands, the mask or the key ranges, and the schedule.
+        """
         plan = self.plan
         arrays: Arrays = {"q": operands.q, "k": operands.k, "v": operands.v}
         specs: Specs = {
@@ -144,13 +147,13 @@ class Launch:
         )
 
     def see_query_rows(self, columns: int) -> Any:
-        """Select rows of the queries and heads that a program sees, of an array `[B, T, N, .]`."""
+        """Return the `BlockSpec` of an array `[B, T, N, .]`: the queries and heads that a program sees."""
         return pl.BlockSpec(
             (None, self.q_seen, self.heads, columns), lambda i, n, b: (b, self.q_block(i), n, jnp.int32(0))
         )
 
     def see_query_scalars(self) -> Any:
-        """Select a value per query and head that a program sees, of an array `[B, N, T]`."""
+        """Return the `BlockSpec` of an array `[B, N, T]`: the heads and queries that a program sees."""
         return pl.BlockSpec((None, self.heads, self.q_seen), lambda i, n, b: (b, n, self.q_block(i)))
 
     def see_head_scalars(self) -> Any:
@@ -158,7 +161,10 @@ class Launch:
         return pl.BlockSpec((self.heads,), lambda i, n, b: (n,))
 
     def pairs(self, shape: tuple[int, ...]) -> Any:
-        """Select a value per pair of query and key, of an array `[B or 1, N or 1, T or 1, S or 1]`."""
+        """Return the `BlockSpec` of an array `[B or 1, N or 1, T or 1, S or 1]`: the pairs that a program sees.
+
+        Axes of size 1 are broadcast.
+        """
         block = (
             None,
             1 if shape[1] == 1 else self.heads,
