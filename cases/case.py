@@ -101,7 +101,7 @@ class Case:
 
     @property
     def stored(self) -> StorageSpec | None:
-        """How the operands are stored, None if they are dense."""
+        """The storage of the operands; None if they are dense."""
         if self.storage is None:
             return None
         spec = form_registry.parse_storage(self.storage, self.batch, self.q_length)

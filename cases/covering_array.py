@@ -28,7 +28,7 @@ Feasible = Callable[[Partial], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """How many feasible combinations there are, and how many of them some row contains."""
+    """Counts of the feasible combinations, and of those that some row contains."""
 
     strength: int
     feasible: int

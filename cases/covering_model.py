@@ -42,7 +42,7 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """What a covering array covers. There are few models, and each is equal only to itself.
+    """Axes with levels, to be covered by an array. There are few models, and each is equal only to itself.
 
     Attributes:
       axes: the axes, exactly one of them cheap.

@@ -177,7 +177,7 @@ def _has_supported_level(axis: int, excluded: Matrix, model: Model) -> bool:
 
 
 class _Support:
-    """What an implementation supports, found by cases that differ from the base in one or two levels."""
+    """The levels that an implementation supports, found by cases that differ from the base in one or two levels."""
 
     def __init__(self, supports: Supports, seed: int, model: Model) -> None:
         self._supports = supports

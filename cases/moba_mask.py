@@ -76,7 +76,7 @@ class Moba(OffsetMask):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chosen(Dense):
-    """What a `Moba` mask allows once q and k are known, `[B, N, T, S]`.
+    """The pairs that a `Moba` mask allows once q and k are known, `[B, N, T, S]`.
 
     Attributes:
       decided: rows whose choice the rounding of f32 gates cannot change, `[B, N, T]`.

@@ -37,7 +37,7 @@ class NothingToDraw(ValueError):  # noqa: N818 -- a statement, as the message is
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Space:
-    """What to draw from; every tuple has the plainest alternative first.
+    """The alternatives to draw cases from; every tuple has the plainest one first.
 
     Attributes:
       phases, dtypes, masks, distributions: as in `Case`.

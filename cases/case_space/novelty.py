@@ -77,7 +77,7 @@ def pair_marks(found: Iterable[str]) -> frozenset[Pair]:
 
 
 class Novelty:
-    """Which pairs of marks occurred in the grids, and which since."""
+    """The pairs of marks that occurred in the grids, and those that occurred since."""
 
     def __init__(self, grid: Iterable[Case], clues: Clues) -> None:
         """Start with the pairs of the cases of `grid`."""
@@ -107,7 +107,7 @@ class Novelty:
 
     @property
     def beyond(self) -> int:
-        """How many pairs occurred since that the grids do not have."""
+        """The number of pairs that occurred since and that the grids do not have."""
         return len(self._met - self._gridded)
 
 

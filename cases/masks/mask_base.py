@@ -46,12 +46,12 @@ class Mask:
 
     @property
     def is_computed(self) -> bool:
-        """Whether `allowed` is a formula, the same for every batch row and head."""
+        """True if `allowed` is one formula for every batch row and head."""
         return self.computed
 
     @property
     def at_run_time(self) -> bool:
-        """Whether the mask is unknown until run time: an `Indexer` whose array is not NumPy's."""
+        """True if the mask is unknown until run time: an `Indexer` whose array is not NumPy's."""
         return False
 
     @property
