@@ -17,6 +17,7 @@ from conformance.session.failures import CannotJudge, RunStopped
 from conformance.session.run_options import RunOptions, parse_query, parse_shard
 from conformance.session.session import ProgressDisplay, Session, run_session, show_no_progress
 from tests.kernels import naive
+from tests.process_helpers import restore_signal_handlers
 
 CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
 FEW = RunOptions(implementations=("given",), cases="train/f32/*.T1.*", checks=("forward",))
@@ -93,11 +94,12 @@ def test_a_signal_stops_the_run_and_is_its_exit_code() -> None:
         signal.raise_signal(signal.SIGTERM)
         return show_no_progress(total, ())
 
-    before = signal.getsignal(signal.SIGTERM)
-    result = run_session(FEW, implementations=declare(right, "given"), show_progress=show)  # type: ignore[arg-type]
+    with restore_signal_handlers():
+        before = signal.getsignal(signal.SIGTERM)
+        result = run_session(FEW, implementations=declare(right, "given"), show_progress=show)  # type: ignore[arg-type]
+        assert signal.getsignal(signal.SIGTERM) == before
     assert (result.how, result.exit_code) == (INTERRUPTED, 143)
     assert "SIGTERM" in result.reason
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_stopped_run_is_continued_and_compared(folder: Path) -> None:

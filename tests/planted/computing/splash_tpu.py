@@ -88,7 +88,7 @@ BUGS: tuple[PlantedBug, ...] = (
         Change("splash_launch", "return Step(q=q, kv=kv,", "return Step(q=q, kv=g.step,"),
         kind="blocks.shrunk-offset",
         reference="jax splash_attention_kernel.py (shrunk grid, `data_next`); tokamax 9ddc1b0",
-        shows=("out", "logsumexp", "dq_kernel", "dk", "dv"),
+        shows=("out", "logsumexp", "dq", "dk", "dv"),
         trigger="shrunk",
     ),
     _bug(
@@ -107,7 +107,7 @@ BUGS: tuple[PlantedBug, ...] = (
         ),
         kind="heads.interleaved",
         reference="inferred from issues on grouped heads (contract, section 1)",
-        shows=("out", "dq_kernel"),
+        shows=("out", "dq"),
         trigger="groups",
     ),
     _bug(
@@ -143,7 +143,7 @@ BUGS: tuple[PlantedBug, ...] = (
         Change("splash_tiles", "if plan.kv_length % blocks.kv:", "if plan.kv_length < 0:"),
         kind="tails.padding-attended",
         reference="tokamax f896356 (padded keys attended)",
-        shows=("out", "logsumexp", "dq_kernel"),
+        shows=("out", "logsumexp", "dq"),
         trigger="tail",
     ),
     _bug(
@@ -159,7 +159,7 @@ BUGS: tuple[PlantedBug, ...] = (
         Change("dq_kernel", " - repeat_lanes(scratch.row_sums[rows, :], keys.size))", ")"),
         kind="backward.no-row-sums",
         reference="inferred from Dao 2023, section 3.1.2",
-        shows=("dq_kernel",),
+        shows=("dq",),
         trigger="gradients",
     ),
     _bug(
@@ -197,7 +197,7 @@ BUGS: tuple[PlantedBug, ...] = (
         ),
         kind="blocks.skip-partial",
         reference="inferred from tokamax 620ac16 (skip list)",
-        shows=("out", "logsumexp", "dq_kernel", "dk", "dv"),
+        shows=("out", "logsumexp", "dq", "dk", "dv"),
         trigger="parts",
         in_parts=True,
     ),
@@ -206,7 +206,7 @@ BUGS: tuple[PlantedBug, ...] = (
         Change("splash_schedule", "dead=not seen.all(),", "dead=False,"),
         kind="padding",
         reference="inferred from the contract, section 3 (what may lie behind the mask)",
-        shows=("out", "dq_kernel"),
+        shows=("out", "dq"),
         trigger="dead keys",
     ),
 )
