@@ -1,7 +1,7 @@
 """Conformance and gradient testing for attention in JAX.
 
-Importing this package is cheap: public names load JAX when they are first asked for. Type checkers read them from
-`__init__.pyi`.
+Importing this package is cheap: a public name, and with it JAX, is loaded when the name is first used. Type checkers
+read the public names from `__init__.pyi`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`python -m conformance`, and the console script."""
+"""Start the command line, for `python -m conformance` and for the console script.
+
+Stop signals are recorded from the first line on, since loading the command line takes a while.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from conformance import interrupts
 
 
 def main() -> None:
-    """Record signals first of all, then load the command line and carry out the command."""
+    """Start recording stop signals, then load the command line and run the command."""
     with interrupts.record_signals():
         try:
-            from conformance.cli import run_main  # imported late: a signal while it loads must not be lost
-        except Exception as error:  # a library that is missing, or a file that cannot be read
+            from conformance.cli import run_main  # imported late: signals are recorded by now
+        except Exception as error:  # for example a missing library, or an unreadable file
             line = f"error: the command line does not load: {type(error).__name__}: {error}".replace("\n", " ")
             os.write(2, f"{line}\n".encode(errors="backslashreplace"))
             os._exit(interrupts.resolve_exit_code(2))

@@ -1,6 +1,7 @@
-"""The command line: arguments, and which command they mean.
+"""Define the command line: parse its arguments, prepare the process, and run the command that they name.
 
-Nothing here imports JAX: flags must be set before that, and `--help` should be quick.
+The commands themselves are in `conformance.commands`. This module does not import JAX: XLA's flags must be set before
+JAX is imported, and `--help` should be quick.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
         "expect", help=about, description=_format_sentence(about), epilog=help_texts.EXPECT_EXAMPLES
     )
     expect.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run` or the pytest gate wrote")
-    expect.add_argument("--impl", action="append", default=[], metavar="NAME", help="only of this; may be repeated")
+    expect.add_argument(
+        "--impl", action="append", default=[], metavar="NAME", help="only for this implementation; may be repeated"
+    )
     _add_sensitivity(commands)
     _add_calibrate(commands)
     for extension in load_extensions():
@@ -83,16 +86,16 @@ def _add_sensitivity(commands: argparse._SubParsersAction[CommandParser]) -> Non
     )
     adding.add_argument("--bank", metavar="MODULE:ATTRIBUTE", help="the bank (the one in pyproject.toml)")
     adding.add_argument("--bug", action="append", default=[], metavar="NAME", help="only this bug; may be repeated")
-    adding.add_argument("--new", action="store_true", help="only bugs without kept figures that are still valid")
+    adding.add_argument("--new", action="store_true", help="only bugs without a saved, up-to-date measurement")
     adding.add_argument("--level", choices=LEVELS, help="the level at which each bug is judged (quick)")
     adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
     adding.add_argument("--report", metavar="FILE.html", help="write the page here")
-    adding.add_argument("--save", action="store_true", help="keep the figures: reports of every later run show them")
-    about = "measure which bugs a second, independent case sees; continues where it was stopped"
+    adding.add_argument("--save", action="store_true", help="save the measurements: later reports show them")
+    about = "measure which bugs a second, independent case detects; continues where it was stopped"
     adding.add_argument("--twice", action="store_true", help=about)
     about = "measure how wrong each bug is on the cases of a diagnosis; continues where it was stopped"
     adding.add_argument("--signatures", action="store_true", help=about)
-    about = "with --twice: processor seconds for each bug, after which no case is begun (60)"
+    about = "with --twice: processor seconds for each bug, after which no further case is judged (60)"
     adding.add_argument("--seconds", type=float, default=60.0, metavar="N", help=about)
 
 
@@ -111,11 +114,11 @@ def _add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     adding.add_argument("--seed", action="append", default=[], type=int, metavar="N", help="base seed; may be repeated")
     adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
     adding.add_argument("--out", metavar="FILE.json", help="write the table here (where the limits are read from)")
-    adding.add_argument("--add", action="store_true", help="keep the larger of each figure and the kept one")
+    adding.add_argument("--add", action="store_true", help="merge with the saved table: the larger of each two numbers")
 
 
 def _needs_default_flags(arguments: argparse.Namespace) -> bool:
-    """Check whether a command must run under JAX's default flags, as commands that time programs do."""
+    """Check whether the command must run under JAX's default flags, for example because it times programs."""
     commands = [command for extension in load_extensions() for command in extension.commands]
     return any(command.needs_default_flags(arguments) for command in commands if command.name == arguments.command)
 
@@ -140,7 +143,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     what.add_argument(
         "--level",
         choices=LEVELS,
-        help="every pair (quick), triple or quadruple of levels; smoke: ten seconds of quick, which say most",
+        help="every pair (quick), triple or quadruple of levels; smoke: the most revealing ten seconds of quick",
     )
     what.add_argument("--case", metavar="ID", help="one case by its id")
     what.add_argument(
@@ -154,7 +157,9 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
         metavar="NAME",
         help="the cases of a named problem, whose operands --impl takes (see `list problems`)",
     )
-    what.add_argument("--full-size", action="store_true", help="with --problem: at the sizes that it has elsewhere")
+    what.add_argument(
+        "--full-size", action="store_true", help="with --problem: at the problem's original, unreduced sizes"
+    )
     what.add_argument("--check", action="append", default=[], metavar="NAME", help="only this check; may be repeated")
     what.add_argument(
         "--pullback",
@@ -181,7 +186,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     output.add_argument(
         "--baseline", metavar="FILE.jsonl", help="compare with this earlier run, and exit with 1 on a regression"
     )
-    how = run.add_argument_group("how")
+    how = run.add_argument_group("how to run")
     how.add_argument(
         "--jobs", type=int, metavar="N", help="worker processes (one a core on CPU, up to 8 on a GPU, 1 on TPUs)"
     )
@@ -200,13 +205,13 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "--confirm-seconds",
         type=float,
         metavar="N",
-        help="for cases that confirm findings (a part of a tenth of the run; 0 for none)",
+        help="time for cases that confirm findings (default: part of a tenth of the run's time; 0 for none)",
     )
     how.add_argument(
         "--diagnose-seconds",
         type=float,
         metavar="N",
-        help="for comparing a failing kernel with planted bugs (the rest of that tenth; 0 for none)",
+        help="time to compare a failing kernel with planted bugs (default: the rest of that tenth; 0 for none)",
     )
     how.add_argument(
         "--shrink", action="store_true", help="then search for the smallest case of each finding, a minute each at most"
@@ -272,9 +277,9 @@ def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
     _add_sandbox_options(explore)
     limits = explore.add_argument_group("how far to go")
     limits.add_argument("--profile", choices=("explore", "ci"), default="explore", help="see below (explore)")
-    limits.add_argument("--seconds", type=float, metavar="N", help="for drawing (explore: 60, ci: no limit)")
+    limits.add_argument("--seconds", type=float, metavar="N", help="time for drawing cases (explore: 60, ci: no limit)")
     limits.add_argument("--examples", type=int, metavar="N", help="most cases to judge (explore: no limit, ci: 50)")
-    limits.add_argument("--seed", type=int, metavar="N", help="where drawing starts (explore: drawn, ci: 0)")
+    limits.add_argument("--seed", type=int, metavar="N", help="seed for drawing cases (explore: random, ci: 0)")
     output = explore.add_argument_group("output")
     output.add_argument("--report", metavar="FILE.html", help="write the page here, and its records beside it (.jsonl)")
     output.add_argument("--json", metavar="FILE", help="write the records here, one JSON object a line")
@@ -311,16 +316,16 @@ def _add_list(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def _uses_workers(arguments: argparse.Namespace) -> bool:
-    """Tell whether the command will start worker processes, as far as its arguments say."""
+    """Predict from its arguments whether the command will start worker processes."""
     return getattr(arguments, "jobs", 1) != 1 and getattr(arguments, "case", None) is None
 
 
 def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
-    """Carry out a parsed command, and return its exit code.
+    """Run a parsed command, and return its exit code.
 
     Args:
       arguments: the parsed arguments.
-      last: whether the process ends with this command.
+      last: whether the process ends after this command.
     """
     with interrupts.record_signals():
         code = _execute(arguments, last=last)
@@ -328,11 +333,11 @@ def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
 
 
 def _execute(arguments: argparse.Namespace, *, last: bool) -> int:
-    """Load what the command needs and run it; an error is printed on one line and is exit code 2."""
+    """Load the command and run it. An error is printed as one line and gives exit code 2."""
     try:
         _reject_missing_folder()
         if last:
-            # JAX takes seconds to load, and must not be interrupted meanwhile.
+            # JAX takes seconds to load, and an exception in the middle would be lost. So a signal ends the process.
             interrupts.set_early_exit(_report_early_signal)
         judging = arguments.command in _JUDGING_COMMANDS
         prepare_process(timing=_needs_default_flags(arguments), judging=judging, alone=last)
@@ -375,7 +380,7 @@ def _reject_missing_folder() -> None:
 
 
 def run_main(argv: Sequence[str] | None = None) -> None:
-    """Parse the command line, carry out the command, and end the process with its exit code."""
+    """Parse the command line, run the command, and end the process with its exit code."""
     try:
         standard_streams.open_closed_streams()
         standard_streams.guard_streams()
@@ -393,7 +398,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse_and_execute(argv: Sequence[str] | None) -> int:
-    """Parse and carry out; return the exit code, also where parsing or absl ends the process."""
+    """Parse the command line, run the command, and return its exit code; catch `SystemExit` of argparse and absl."""
     logging.set_verbosity(logging.WARNING)
     logging.use_absl_handler()
     python_logging.getLogger("jax").setLevel(python_logging.ERROR)

@@ -1,4 +1,7 @@
-"""What an implementation is: the canonical call, what it declares, and validation of operands.
+"""Define an implementation under test: its call, its declarations, and the validation of its operands.
+
+Every kernel reaches the judge as an `Implementation`: a function with the signature below and what the kernel declares
+about it.
 
 The canonical call (docs/contract.md, section 1):
 
@@ -6,17 +9,18 @@ The canonical call (docs/contract.md, section 1):
 
 Its operands are those of `cases.operand_registry`, which has their shapes, and `mask` is a `cases.masks.Mask`. It
 returns `out [B, T, N, V]` in q's dtype, or `(out, residuals)` with `save_residuals=True`. Residuals map `"logsumexp"`
-and `"max_logits"` to f32 `[B, N, T]`. An opt-in operand is a parameter only where it is offered: `kv_scales` with k and
-v in int8, int4 or float8_e4m3fn, `alibi_slopes`, `logit_scale`, and `score_mod`, a function `(score, b, n, i, j) ->
+and `"max_logits"` to f32 `[B, N, T]`. An opt-in operand is a parameter only of calls that offer it: `kv_scales` with k
+and v in int8, int4 or float8_e4m3fn, `alibi_slopes`, `logit_scale`, and `score_mod`, a function `(score, b, n, i, j) ->
 score`.
 
-An implementation may also offer attention that is not normalised, as a part to be merged with others (contract, section
-4):
+An implementation may also offer `parts`: attention over some of the keys that is not normalised, to be merged with
+parts over the other keys (docs/contract.md, section 4):
 
     parts(q, k, v, *, mask, soft_cap=None, sinks=None, scale=None) -> (out, max, sum)
 
-These are f32 `[B, T, N, V]`, `[B, T, N, 1]` and `[B, T, N, 1]`. `out / sum` is attention. `max` is the logit that the
-others were shifted by: the largest, the sink among them. Without keys they are zero, -inf and zero.
+These are f32 `[B, T, N, V]`, `[B, T, N, 1]` and `[B, T, N, 1]`. `out / sum` is attention. `max` is
+the logit that was subtracted from all others: the largest one, the sink included. Without keys, `out`, `max` and `sum`
+are zero, -inf and zero.
 """
 
 from __future__ import annotations
@@ -46,10 +50,10 @@ CausalFrom = Literal["start", "end"]
 
 
 def reject_unknown_choices(declared: object) -> None:
-    """Refuse a declaration with a word that is not among its choices.
+    """Check the fields of a dataclass that are annotated as `Literal`.
 
     Raises:
-      ValueError: a field of the dataclass whose values are a few words has another value.
+      ValueError: if the value of such a field is not one of its choices.
     """
     for name, choices in _list_choices(type(declared)).items():  # type: ignore[arg-type] # classes can be hashed
         if (value := getattr(declared, name)) not in choices:
@@ -58,7 +62,7 @@ def reject_unknown_choices(declared: object) -> None:
 
 @functools.cache
 def _list_choices(declaring: type) -> dict[str, tuple[Any, ...]]:
-    """List the fields whose values are a few words, or such a word or None, with the choices."""
+    """Map each field that is annotated as `Literal`, or as a union with one, to its allowed values."""
     found = {}
     for name, hint in get_type_hints(declaring).items():
         parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
@@ -69,17 +73,17 @@ def _list_choices(declaring: type) -> dict[str, tuple[Any, ...]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """How an implementation computes; error bounds follow from it (contract, section 6).
+    """The declared arithmetic of an implementation, from which error bounds follow (docs/contract.md, section 6).
 
     Attributes:
       products: how f32 operands are multiplied. bf16 and f16 operands always multiply exactly into f32.
       logits: dtype of the logits between the two products, `"f32"` or `"input"`.
-      softmax: dtype of the softmax, `"f32"` or `"input"`: of the logits and all that happens to them, of the weights,
-        their sum and the probabilities, and of the same on the way back. A sum is still accumulated in f32 and rounded
-        at its end.
+      softmax: dtype of the softmax, `"f32"` or `"input"`. With `"input"`, the logits and every operation on them, the
+        weights, their sum and the probabilities have the operands' dtype, and so do their gradients. A sum is still
+        accumulated in f32 and rounded at its end.
       group_sums: dtype in which dk and dv are summed over the query heads of a group, `"f32"` or `"input"`.
-      block_sums: how many keys (of `out` and dq) or queries (of dk and dv) are summed in f32 before the sum so far is
-        rounded to the operands' dtype; None if sums stay in f32 to their end.
+      block_sums: number of keys (for `out` and dq) or queries (for dk and dv) that are summed in f32 before the sum so
+        far is rounded to the operands' dtype; None if the whole sum is in f32.
       probabilities: dtype in which probabilities and their gradient enter a product, `"input"` or `"f32"`.
       scaled_q: True if `q * scale` is rounded to the operands' dtype before the product.
       residuals: dtype of the returned residuals, `"f32"` or `"input"`.
@@ -124,9 +128,9 @@ def structured_mask(
 def mask_function(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
 ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
-    """Lower a mask for calls that take `mask_mod(b, n, i, j) -> booleans` (contract, section 3).
+    """Lower a mask for calls that take `mask_mod(b, n, i, j) -> booleans` (docs/contract.md, section 3).
 
-    A full mask gives no `mask_mod`. A mask that is no formula of positions is unsupported.
+    A full mask gives no `mask_mod`. A mask that is not a formula of positions is unsupported.
     """
     del batch, num_q_heads, q_length, kv_length
     return ({} if isinstance(mask, Full) else {"mask_mod": MaskFunction(mask)}), {}
@@ -134,19 +138,22 @@ def mask_function(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """The accelerator that a kernel is written for, and how to run and compile it without one; by default, none.
+    """The accelerator that a kernel is written for, and how to run and compile the kernel without it.
+
+    The defaults describe portable code.
 
     Attributes:
       platform: `"tpu"` or `"gpu"`; None for portable code.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
-      absent: why this process cannot run the kernel; None if it can. Its accelerator may be missing with nothing to
-        interpret it, or its library may not be installed. Its cases are then unjudged, for this reason.
+      absent: why this process cannot run the kernel; None if it can. For example, the accelerator is missing and no
+        interpreter runs the kernel, or a library is not installed. The kernel's cases are then unjudged, with this
+        reason.
       native: the canonical call lowered for `platform`'s real compiler, never interpreted; None if there is no such
-        call. It is compiled for every generation of the accelerator, on machines without one too.
+        call. The judge compiles it for every generation of the accelerator, also on machines without an accelerator.
       under_interpreter: `parameters -> call`: the canonical call run by JAX's interpreter of TPU kernels, or of Mosaic
         GPU kernels, with these `InterpretParams` or `InterpretGPUParams`. It gets cases with one batch row only, since
-        the interpreter of TPU kernels has no `vmap`. Exceptions are one case of decode with lengths, where the kernel
-        has a batch axis of its own, and stored operands, of several sequences.
+        the interpreter of TPU kernels has no `vmap`. There are two exceptions: one decode case with lengths, where the
+        kernel has a batch axis of its own, and stored operands, which hold several sequences.
     """
 
     platform: str | None = None
@@ -166,34 +173,37 @@ class Implementation:
       description: one line for `list`.
       unsupported: feature name (`cases.case.FEATURES`) to the reason why it is not supported. A call that asks for such
         a feature must raise `NotImplementedError`.
-      offers: which of `cases.case.OPT_IN` it has; the others are unsupported without being named.
-      supports_case: further limits, as `case -> reason or None`.
-      arithmetic: how it computes.
-      residuals: which of `cases.operand_registry.RESIDUALS` it returns.
-      differentiable_residuals: which of them carry gradients.
-      gradients: which of `cases.operand_registry.GRADIENTS` it offers. Gradients of optional operands that it does not
-        take do not count.
+      offers: the features of `cases.case.OPT_IN` that it supports. Those not listed here are unsupported.
+      supports_case: a function `case -> reason or None` for further limits: why a case is not supported.
+      arithmetic: the dtypes and roundings of its computation.
+      residuals: the names in `cases.operand_registry.RESIDUALS` that it returns.
+      differentiable_residuals: the returned residuals that carry gradients.
+      gradients: the names in `cases.operand_registry.GRADIENTS` that it offers. Gradients of optional operands that it
+        does not take are ignored.
       empty_rows: `out` of a query that may attend to nothing: `"zero"` (then `logsumexp` is -inf or the sink, and
         `max_logits` -inf), `"mean"` of v over all keys, or `"undefined"`.
-      behind_mask: `"any"` if nothing in keys and values that no query may attend to can matter, `"finite"` if they must
-        be finite.
-      validates: True if wrong operands raise `ValueError` or `TypeError` naming the operand (contract, section 7).
+      behind_mask: `"any"` if keys and values that no query may attend to may hold anything, NaN included; `"finite"` if
+        they must be finite.
+      validates: True if wrong operands raise `ValueError` or `TypeError` naming the operand (docs/contract.md, section
+        7).
       lower_mask: `(mask, B, N, T, S) -> (static keywords, array keywords)`: how the mask reaches `call`.
       storage: the name of a storage form (`cases.storage_forms.form_registry`), if `call` takes its operands in that
-        form (contract, section 8) and in no other; none for dense operands. The mask reaches stored calls as `causal`
-        or `window`, except for dense latents. The gradient of a latent is `dk`.
+        form (docs/contract.md, section 8) and in no other; None for dense operands. The mask reaches stored calls as
+        `causal` or `window`, except for dense latents. The gradient of a latent is `dk`.
       writes_pages: True if a `"paged"` call is `call(q, k, v, k_pages, v_pages, ...)`, and returns the pages as well.
       accelerator: the accelerator that the kernel is written for, and how it is run without one.
-      tunable: block sizes and the like that `python -m conformance tune` may choose.
-      variants: other calls that must give the same results, by name: other block sizes, other schedules.
-      memory: `"linear"` if the temporary memory of forward and backward grows no faster than the lengths.
-      parts: the call that gives a part (module docstring); the mask reaches it as `lower_mask` makes it.
-      merge: a sequence of parts to the part over the keys of all; None if it offers none of its own.
+      tunable: settings such as block sizes that `python -m conformance tune` may choose.
+      variants: by name, other calls that must give the same results, for example with other block sizes or schedules.
+      memory: `"linear"` if the temporary memory of forward and backward pass grows at most linearly with the lengths.
+      parts: the call that returns a part (module docstring). Its mask is lowered by `lower_mask`, as for `call`.
+      merge: a function that merges a sequence of parts into the part over all their keys; None if it has none of its
+        own.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
-      refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
+      refuses_by_signature: True if the signature has no parameter for unsupported features, so no call can request
+        them.
       front_end: a model's own front end in place of `conformance.reference.front_end_reference.apply_front_end`, with
         the same signature.
-      devices: how many devices a call takes; with fewer it is not judged.
+      devices: the number of devices that a call needs. With fewer devices the implementation is not judged.
     """
 
     name: str
@@ -241,7 +251,7 @@ class Implementation:
                 raise ValueError(f"{self.name}: {field} names {unknown}, known are {sorted(known)}")
 
     def _apply_storage(self, name: str | None) -> None:
-        """Refuse declarations that do not fit the storage, and set those that follow from it."""
+        """Refuse declarations that contradict the storage form, and set those that follow from it."""
         if name is not None and name not in FORMS:
             raise ValueError(f"storage must be one of {', '.join(map(repr, (*FORMS, None)))}, got {name!r}")
         if self.writes_pages and name != "paged":
@@ -283,14 +293,14 @@ def validate_operands(q: Any, k: Any, v: Any, *, dtypes: Collection[str] = FLOAT
 
     Args:
       q: queries.
-      k: keys, as a cache stores them if `operands` has `kv_scales`.
-      v: values, likewise.
+      k: keys, in the dtype of a quantised cache if `operands` has `kv_scales`.
+      v: values, in the same dtype as the keys.
       dtypes: names of the dtypes that floating-point operands may have.
       **operands: optional operands by name (`cases.operand_registry.OPTIONAL`); None for one that is not given.
 
     Raises:
-      TypeError: an operand is no array, or no number that is known before tracing; the message says what to do.
-      ValueError: an operand is wrong; the message names it, says what it is and what it must be.
+      TypeError: an operand is not an array, or a number is not known before tracing; the message says what to do.
+      ValueError: an operand is wrong. The message names the operand, what it is and what it must be.
     """
     given = {name: value for name, value in operands.items() if value is not None}
     if unknown := sorted(set(operands) - {operand.name for operand in OPTIONAL}):
@@ -337,12 +347,12 @@ def _validate_stored_dtypes(k: Any, v: Any) -> None:
 def validate_mask(
     mask: Any, batch: int, num_q_heads: int, q_length: int, kv_length: int, *, offers: Collection[str] = ()
 ) -> None:
-    """Check that `mask` fits the operands; `offers` are the opt-in features of masks that are offered.
+    """Check that `mask` fits the operands; `offers` names the opt-in mask features that the implementation supports.
 
     Raises:
-      ValueError: naming the mask, what it is and what it must be.
-      NotImplementedError: the mask needs a kernel of its own and is not offered: it depends on q and k, or is a window
-        that moves with each batch row.
+      ValueError: if the mask does not fit. The message says what the mask is and what it must be.
+      NotImplementedError: if the mask needs a special kernel and `offers` does not name it. Such a mask depends on q
+        and k, or is a window that moves with each batch row.
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")

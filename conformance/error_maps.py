@@ -1,32 +1,37 @@
-"""Error maps: coarse pictures of where a result is wrong, small enough for one line of a file of records."""
+"""Define error maps: coarse pictures in text of where a result is wrong.
+
+The judge adds an error map to the record of a failure, and reports draw it. A map is small enough for one line of a
+file of records.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
 MAX_CELLS = 24
-"""The most cells along either side: as many as a thumbnail can show."""
+"""The largest number of cells along either axis of a map, chosen so that a thumbnail can show them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ErrorMap:
     """The largest ratio of a result in each cell of a coarse grid.
 
-    A cell is one character. `-` means that nothing is judged there. `0` is a ratio up to a tenth of the limit, `1` one
-    up to the limit, `2` one up to ten times the limit, and so on by powers of ten to `8`, which is any larger one. `9`
-    is NaN or infinity.
+    A cell is one character. `-` means that no element of the cell is judged. `0` is a ratio up to a tenth of the limit,
+    `1` a ratio up to the limit, `2` a ratio up to ten times the limit, and so on by powers of ten. `8` is any larger
+    ratio, and `9` is NaN or infinity.
 
     Attributes:
-      axes: the axes of lines and columns, in letters of the contract; `BN` is all heads of the first batch row, then
-        those of the next.
-      shape: the number of indices along each axis.
-      cells: the cells, one line for each part of the first axis.
-      at: the batch row and the query head that `mask` and `marks` show, those of the worst element.
-      mask: `0` where no pair of query and key of a cell may attend, `2` where all may, `1` else; or empty.
-      mask_shape: the numbers of queries and keys of the mask.
-      marks: cells of the result along one axis of the mask.
-      along: that axis, `T` for queries or `S` for keys.
-      blocks: the sizes of query and key blocks at whose borders the error changes; 0 where none is known.
+      axes: the axes along lines and along columns, in the letters of docs/contract.md. `BN` is the flattened pair of
+        axes: all heads of the first batch row, then all heads of the next.
+      shape: the size of the result along each of the two axes.
+      cells: lines of cells; each line covers a range of the first axis.
+      at: the batch row and the query head of the worst element, which `mask` and `marks` show.
+      mask: the mask as lines of cells: `0` if no pair of query and key in the cell may attend, `2` if all may, `1` if
+        some may; empty without a picture of the mask.
+      mask_shape: the number of queries and of keys of the mask.
+      marks: cells of the result along one axis of the mask, to be drawn beside the mask.
+      along: the axis of `marks`, `T` for queries or `S` for keys.
+      blocks: the sizes of the query and key blocks at whose borders the error changes; 0 for an unknown size.
     """
 
     axes: tuple[str, str]

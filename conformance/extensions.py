@@ -1,10 +1,11 @@
-"""Find optional packages, which add commands and figures to the core without the core importing them by name.
+"""Find optional packages, which add commands and measurements to the core without the core importing them by name.
 
 A package in `conformance` is optional if it has a module `extension` that defines `EXTENSION`. The core lists its own
-folder to find such packages. So removing a package's folder removes its commands and figures, and changes nothing else.
+folder to find such packages. So removing a package's folder removes its commands and measurements, and
+changes nothing else.
 
-Every process imports the module `extension`, before JAX, so it must import nothing heavy. An extension names whatever
-is heavy as `"module:attribute"`, and the core loads that when it is needed.
+Every process imports the module `extension`, before JAX, so it must import nothing heavy. An extension names a
+heavy function as `"module:attribute"`, and the core loads the function when it is needed.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ class Command:
 
     Attributes:
       name: what the user types.
-      add_parser: adds the command's parser to those of the command line.
+      add_parser: a function that adds the command's parser to the sub-parsers of the command line.
       function: `"module:attribute"` of the function that takes the parsed arguments and returns the exit code.
-      needs_default_flags: whether the command, called with these arguments, must run under JAX's default flags.
+      needs_default_flags: a function of the parsed arguments that says whether the command must run under JAX's default
+        flags.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Command:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extension:
-    """What one optional package adds to the core.
+    """The additions of one optional package to the core.
 
     Attributes:
       commands: sub-commands of the command line, in the order of its help.
@@ -51,7 +53,7 @@ class Extension:
 
 @functools.cache
 def load_extensions() -> tuple[Extension, ...]:
-    """Import the `extension` module of every optional package that is there, in alphabetical order."""
+    """Import the module `extension` of each optional package, in alphabetical order, and return what they define."""
     packages = [path.parent.name for path in sorted(Path(__file__).parent.glob("*/extension.py"))]
     return tuple(importlib.import_module(f"conformance.{name}.extension").EXTENSION for name in packages)
 

@@ -1,12 +1,12 @@
 """Stop a command on SIGINT, SIGTERM or SIGHUP, without losing the signal.
 
-`KeyboardInterrupt` alone gets lost: Python drops it in callbacks of the garbage collector and of imports, and JAX and
-the `except` clauses of many kernels turn it into another error. So a handler records the first signal, and nothing
-resets it while the command runs. Inside `raise_on_signal` the handler also raises `KeyboardInterrupt`, and a thread
-sends the signal again until the block has ended. Outside of it signals are only recorded. `resolve_exit_code` reports
-them at the end.
+Raising `KeyboardInterrupt` is not enough, since the exception can get lost. Python drops it in callbacks of the garbage
+collector and of imports. JAX and the `except` clauses of many kernels turn it into another error. So a handler records
+the first signal, and nothing resets it while the command runs. Inside `raise_on_signal` the handler also raises
+`KeyboardInterrupt`, and a thread sends the signal again until the block has ended. Outside of such a block signals are
+only recorded. `resolve_exit_code` turns a recorded signal into the exit code.
 
-Every command does it this way: `run`, `explore`, `sensitivity`, their workers, and the pytest gate.
+These use it: the commands `run`, `explore` and `sensitivity`, their workers, and the pytest gate.
 """
 
 from __future__ import annotations
@@ -24,12 +24,21 @@ from types import FrameType, TracebackType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DEFAULT_HANDLERS = (signal.default_int_handler, signal.SIG_DFL)
-_REPEAT_SECONDS = 2.0  # seconds after which a signal that has stopped nothing is raised again
+_REPEAT_SECONDS = 2.0  # a signal without effect is raised again after this time
 
 
 @dataclasses.dataclass
 class _HandlerState:
-    """State of the signal handler: what it has received, and what it does then."""
+    """State of the signal handler: the received signal, and how the handler reacts to signals.
+
+    Attributes:
+      received: the number of the first stop signal; 0 before one has arrived.
+      listening: whether `record_signals` has installed the handler.
+      raising: whether the handler raises `KeyboardInterrupt`, as in `raise_on_signal`.
+      held: the number of nested `delay_signals` blocks; above 0 nothing is raised.
+      leave: a function that the handler calls before it ends the process (`set_early_exit`); None to go on.
+      raised_at: the time, by `time.monotonic`, when the handler last raised.
+    """
 
     received: int = 0
     listening: bool = False
@@ -40,16 +49,16 @@ class _HandlerState:
 
 
 _state = _HandlerState()
-_repeating = threading.Lock()  # held while a signal is sent again, so that none is sent after `record_signals`
+_repeating = threading.Lock()  # held while a signal is sent again, so that `record_signals` can wait for that
 
 
 @contextlib.contextmanager
 def record_signals() -> Iterator[None]:
     """Record stop signals within the block, and restore the handlers after it.
 
-    Signals that are ignored, or that somebody else handles, are left alone. An inner block leaves the handlers in
-    place, and restores what the outer block does about signals. Outside the main thread nothing is done, since signals
-    arrive in the main thread alone.
+    A signal that is ignored, or that another library handles, is left alone. A nested block leaves the handlers in
+    place, and at its end restores how the outer block reacts to signals. Outside the main thread the block does
+    nothing, since signals arrive only in the main thread.
     """
     global _state
     if not _is_main_thread():
@@ -59,7 +68,7 @@ def record_signals() -> Iterator[None]:
         raising, leave = _state.raising, _state.leave
         try:
             yield
-        finally:  # a test under the gate may run a command, and the gate goes on after it
+        finally:  # a test under the gate may run a command, and the gate continues after that
             _state.raising, _state.leave = raising, leave
         return
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -74,7 +83,7 @@ def record_signals() -> Iterator[None]:
     sys.unraisablehook = on_unraisable
     for number in ours:
         signal.signal(number, _handle_signal)
-    # Where no thread can be started, a lost signal waits for `raise_if_stopped`.
+    # If no thread can be started, a lost signal has its effect at the next `raise_if_stopped`.
     with contextlib.suppress(RuntimeError):
         threading.Thread(target=_resend_signal, args=(ended,), daemon=True).start()
     try:
@@ -92,10 +101,10 @@ def record_signals() -> Iterator[None]:
 
 
 def set_early_exit(leave: Callable[[], None] | None) -> None:
-    """Have a stop signal outside `raise_on_signal` call `leave` and end the process; None has it recorded only.
+    """Make a stop signal outside `raise_on_signal` call `leave` and end the process; None makes it only record.
 
-    This is for a process that still loads its modules: that takes seconds and must not be interrupted, and there is
-    nothing to write yet.
+    This is for a process that still loads its modules. Loading takes seconds, an exception must not interrupt it, and
+    there are no results to write yet.
     """
     _state.leave = leave
     if leave is not None and _state.received:
@@ -104,7 +113,7 @@ def set_early_exit(leave: Callable[[], None] | None) -> None:
 
 
 class _Raising:
-    """Makes the handler raise within the block."""
+    """Context manager that makes the signal handler raise `KeyboardInterrupt` within the block."""
 
     def __init__(self) -> None:
         self._before = False
@@ -113,8 +122,11 @@ class _Raising:
         self._before, _state.raising = _state.raising, True
 
 
-class raise_on_signal(_Raising):  # noqa: N801 -- a context manager, as those of contextlib are
-    """Raise `KeyboardInterrupt` in the block when a stop signal arrives; if one came before, at `raise_if_stopped`."""
+class raise_on_signal(_Raising):  # noqa: N801 -- a context manager in lower case, like those of contextlib
+    """Raise `KeyboardInterrupt` in the block when a stop signal arrives.
+
+    If a signal arrived before the block, `raise_if_stopped` raises it.
+    """
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -122,7 +134,7 @@ class raise_on_signal(_Raising):  # noqa: N801 -- a context manager, as those of
         _state.raising = self._before
 
 
-class end_on_signal(_Raising):  # noqa: N801 -- as above
+class end_on_signal(_Raising):  # noqa: N801 -- a context manager in lower case, like those of contextlib
     """End the block when a stop signal arrives, and continue after it."""
 
     def __exit__(
@@ -134,7 +146,7 @@ class end_on_signal(_Raising):  # noqa: N801 -- as above
 
 @contextlib.contextmanager
 def delay_signals() -> Iterator[None]:
-    """Delay `KeyboardInterrupt` to the end of the block, which must be short and not be cut."""
+    """Delay `KeyboardInterrupt` to the end of the block. The block should be short, and is never interrupted."""
     if not _is_main_thread():
         yield
         return
@@ -161,7 +173,7 @@ def raise_if_stopped() -> None:
 
 
 def stop_raising() -> None:
-    """Only record signals until the next `raise_on_signal`, so that results are written whole."""
+    """From here to the next `raise_on_signal`, only record signals, so that writing results is not interrupted."""
     _state.raising, _state.leave = False, None
 
 
@@ -171,12 +183,12 @@ def get_received_signal() -> signal.Signals | None:
 
 
 def resolve_exit_code(code: int) -> int:
-    """Return 128 and the number of the signal that stopped the command, or `code` if none did."""
+    """Return 128 plus the number of the signal that stopped the command, or `code` if none did."""
     return 128 + _state.received if _state.received else code
 
 
 def describe_signal() -> str:
-    """Say in a few words what stopped the command."""
+    """Return a short phrase that names the signal that stopped the command."""
     found = get_received_signal()
     return f"stopped by {found.name}" if found is not None else "it was stopped"
 
@@ -193,7 +205,7 @@ def _handle_signal(number: int, frame: FrameType | None) -> None:
     if _state.leave is not None and not _state.raising and not _state.held:
         _state.leave()
         os._exit(128 + _state.received)
-    # Two signals in a row, as a CI service sends them, must not cut off what handles the first.
+    # A CI service sends two signals in a row. The second must not interrupt the code that handles the first.
     if _state.raising and not _state.held and time.monotonic() - _state.raised_at >= _REPEAT_SECONDS:
         _state.raised_at = time.monotonic()
         raise KeyboardInterrupt

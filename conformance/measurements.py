@@ -1,8 +1,9 @@
-"""Measurements: what one implementation costs on one case, as plain data for reports.
+"""Define measurements: time and memory of one implementation on one case, as plain data for reports.
 
-Timing (`conformance.cost`) writes them, and reports read them; neither imports the other. Files of measurements are
-JSON lines, to which lines can be appended. Files of several machines can be merged. A speed is relative to a baseline
-that was timed in the same rounds. It is stored as measured, and never computed from samples of two files.
+Timing (`conformance.cost`) writes measurements, and reports read them; neither imports the other. A file of
+measurements has one JSON object per line. Lines can be appended, and files of several machines can be merged. A speed
+is relative to a baseline that was timed in the same rounds. The speed is stored as it was measured, and is never
+computed from samples of two files.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from conformance.records import ERROR, UNJUDGED, UNSUPPORTED, RecordFileError, m
 FORWARD = "forward"
 BACKWARD = "forward+backward"
 PHASES = (FORWARD, BACKWARD)
-"""What is timed: the call; the call with its gradients, in one program."""
+"""The two timed programs: the call; and one program with the call and its gradients."""
 
 AGREES = "agrees"
 DIFFERS = "differs"
 OUTCOMES = (AGREES, DIFFERS, ERROR, UNSUPPORTED, UNJUDGED)
-"""Whether the timed program agrees with the float64 oracle where they were compared; or why it was not timed."""
+"""The outcomes of a measurement. A timed program agrees with the float64 oracle or differs from it. The other outcomes
+say why a program was not timed.
+"""
 TIMED = frozenset({AGREES, DIFFERS})
 """Outcomes of programs that were timed. A program whose results have a wrong shape differs and is not timed."""
 
@@ -56,28 +59,29 @@ class Quartiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one implementation costs on one case in one phase, or why it was not timed.
+    """Time and memory of one implementation on one case in one phase, or the reason why it was not timed.
 
     Attributes:
       implementation: name of the implementation.
-      platform: the JAX backend that it ran on; if it cannot run here, the one that it is written for.
+      platform: the JAX backend that it ran on. If it cannot run here, the backend that it is written for.
       device: kind of the device, as JAX names it.
       case: id of the case.
       phase: `"forward"` or `"forward+backward"`.
       outcome: one of `OUTCOMES`.
-      reason: why it was not timed, or what differs.
+      reason: why it was not timed, or which results differ from the oracle.
       baseline: name of the implementation that `speed` is relative to.
-      samples: seconds per call, one for each round.
-      calls: number of successive calls that each sample is the mean of.
-      speed: quartiles of the baseline's seconds over its own, paired round by round; 2 means twice as fast.
+      samples: seconds per call, one number for each round.
+      calls: the number of successive calls in a round; a sample is their mean time.
+      speed: quartiles over the rounds of the baseline's seconds divided by this implementation's; 2 means twice as
+        fast.
       flops: floating-point operations that the case requires, the same for every implementation
         (`conformance.cost.timing.attention_flops`).
       ceiling: median FLOP/s of a large matrix product in the case's dtype in the same rounds.
-      error: the largest error over the limit of the checks, among the elements that were compared.
+      error: the largest error, divided by the limit of the checks, among the elements that were compared.
       compile_seconds: time of tracing, lowering and compiling.
-      memory: bytes. `temporary` and `peak` are from the compiler: temporaries, and these with operands and results.
-        `device_peak` is the allocator's high-water mark over what was allocated before, if the device reports it and
-        this program set it.
+      memory: bytes by name. The compiler reports `temporary`, the temporary buffers, and `peak`, which also counts
+        operands and results. `device_peak` is the allocator's high-water mark minus the bytes allocated before. It is
+        missing if the device reports no mark, or if an earlier program set the mark.
       jax: version of JAX.
       schema: name and version of the format.
     """
@@ -113,7 +117,7 @@ class Measurement:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What identifies the measurement; of two with the same key, the later one counts."""
+        """The identity of the measurement. Of two measurements with the same key, the later one counts."""
         return (self.device, self.case, self.phase, self.implementation)
 
     @property
@@ -134,7 +138,7 @@ class Measurement:
 
 
 def serialize_measurement(measurement: Measurement) -> str:
-    """Serialize as one line of strict JSON; an infinite error becomes the string `inf`."""
+    """Serialize a measurement to one line of strict JSON; an infinite error becomes the string `inf`."""
     data = dataclasses.asdict(measurement)
     if data["error"] == float("inf"):
         data["error"] = "inf"
@@ -145,7 +149,7 @@ def parse_measurement(line: str) -> Measurement:
     """Parse a line that `serialize_measurement` wrote.
 
     Raises:
-      ValueError: if the line is no measurement.
+      ValueError: if the line is not a measurement.
     """
     fields = msgspec.structs.asdict(decode_measurement(line))
     fields["speed"] = None if fields["speed"] is None else Quartiles(*fields["speed"])
@@ -164,7 +168,7 @@ def read_measurements(path: Path) -> list[Measurement]:
 
     Raises:
       OSError: if the file cannot be read.
-      RecordFileError: if a line is no measurement.
+      RecordFileError: if a line is not a measurement.
     """
     found = []
     try:
@@ -181,10 +185,10 @@ def read_measurements(path: Path) -> list[Measurement]:
 
 
 def write_measurements(path: Path, measurements: Iterable[Measurement]) -> None:
-    """Write measurements in the order given: that of the round robin, the baseline first."""
+    """Write measurements to a file in the given order: as they were timed in each round, the baseline first."""
     output_files.write_text(path, "".join(serialize_measurement(measurement) + "\n" for measurement in measurements))
 
 
 def merge_measurements(*groups: Iterable[Measurement]) -> list[Measurement]:
-    """All measurements, the last one winning where two have one key, in the order of first appearance."""
+    """Merge measurements in the order of first appearance. Of two with the same key, keep the last one."""
     return list({measurement.key: measurement for group in groups for measurement in group}.values())

@@ -1,4 +1,7 @@
-"""Write output files: overwrite only our own, write whole files or none, and let one run write at a time."""
+"""Check, write and lock the files that a command writes: records, pages, summaries and tables.
+
+Only files of this project are overwritten. A file is written whole or not at all. Only one run at a time writes a file.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ _HEAD_LENGTH = 4096  # characters of a file that are read to recognise a page or
 _MAX_COMMAND_LENGTH = 200
 
 
-class OutputRefused(Exception):  # noqa: N818 -- a statement, as the message is
-    """A file must not, or cannot, be written; the message is one line that names the file and the remedy."""
+class OutputRefused(Exception):  # noqa: N818 -- the name says what happened
+    """An output file cannot be written, or must not be overwritten; the message is one line with the remedy."""
 
 
 def _is_records(path: Path) -> bool:
     with path.open(encoding="utf-8", errors="replace") as file:
         line = file.readline()
     if not line.endswith("\n") and line.startswith(f'{{"schema": "{_SCHEMA_PREFIX}run/'):
-        return True  # its process was killed while it wrote the first line
+        return True  # a run record that is cut off: its process was killed while it wrote the first line
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):
@@ -71,10 +74,10 @@ def check_output(path: Path, kind: str | None) -> None:
 
     Args:
       path: where the output goes.
-      kind: `RECORDS`, `PAGE`, `SUMMARY` or `TABLE`; None for a file that is appended to, of any kind.
+      kind: `RECORDS`, `PAGE`, `SUMMARY` or `TABLE`; None if the output is appended to a file of any kind.
 
     Raises:
-      OutputRefused: with the reason and the remedy, without the file's name.
+      OutputRefused: if not. The message has the reason and the remedy, and does not name the file.
     """
     try:
         try:
@@ -93,14 +96,14 @@ def check_output(path: Path, kind: str | None) -> None:
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
         if kind and stat.S_ISREG(found.st_mode) and found.st_size and not _RECOGNIZERS[kind](path):
             raise OutputRefused(f"is no {kind}, and would be overwritten: give another name, or delete it first")
-    except (OSError, ValueError) as error:  # a zero byte in a path is the latter
+    except (OSError, ValueError) as error:  # a zero byte in a path raises ValueError
         raise OutputRefused(f"cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a whole file or none: the old file stays until the new text is on the disk.
 
-    A symbolic link stays a link. A path that is no regular file, such as /dev/stdout, is written to directly.
+    A symbolic link stays a link. A path that is not a regular file, such as /dev/stdout, is written to directly.
 
     Raises:
       OSError: with the file's name, if it cannot be written.
@@ -143,7 +146,7 @@ def lock_file(descriptor: int, path: Path) -> None:
 
 
 def _describe_writer(path: Path) -> str:
-    """Say that another run writes a file, and name that run if the file's first line does."""
+    """Return a sentence that another run writes the file, with its command if the file's first line has it."""
     try:
         with path.open(encoding="utf-8") as file:
             command = str(json.loads(file.readline())["command"])

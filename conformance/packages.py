@@ -1,11 +1,12 @@
 """Make `cases`, `impls` and `reports` mean this project's packages in a process that judges.
 
-These are top-level packages with everyday names. A user may well have a module `cases` in the folder that they judge
-from, or a package `reports` in their repository, and Python looks there first. There are two cases:
+These top-level packages have everyday names. A user may have a module `cases` in the current folder, or a package
+`reports` in their repository, and Python looks there first. There are two situations:
 
 - The user's module is not loaded yet. `claim_names` loads our packages from where they are, before anything asks for
-  them by name. The user's module is hidden from then on. A kernel that imports it gets an error that names both, by an
-  import finder and by `__getattr__` of our packages; without these, Python would only say that a name is missing.
+  them by name. The user's module is hidden from then on. A kernel that imports it gets an error that names both
+  modules. An import finder and `__getattr__` of our packages raise that error; Python by itself would only say that a
+  name is missing.
 - The user's module is loaded already. Then nothing can be judged, and `NameTaken` says which module to rename.
 """
 
@@ -25,19 +26,20 @@ from types import ModuleType
 HOME = Path(__file__).resolve().parent.parent
 _EVERYDAY_NAMES = ("cases", "impls", "reports")
 NAMES = (*_EVERYDAY_NAMES, "conformance")
-# Modules that Python loads without being asked.
+# Modules that Python loads by itself when it starts.
 _LOADED_BY_PYTHON = frozenset({"sitecustomize", "usercustomize", *sys.stdlib_module_names})
 
 
-class NameTaken(ImportError):  # noqa: N818 -- a statement, as the message is
+class NameTaken(ImportError):  # noqa: N818 -- the name says what happened
     """A user's module has the name of one of our packages, and was loaded first."""
 
 
 def claim_names(*, alone: bool = False) -> None:
-    """Make `cases`, `impls` and `reports` mean ours in this process, before anything imports them.
+    """Load our packages `cases`, `impls` and `reports` in this process, before anything imports modules of these names.
 
     Args:
-      alone: whether this process runs nothing but this project; then a customization module of this folder ends it.
+      alone: whether this process runs only this project. Then a customization module from the current folder ends the
+        process (`exit_if_customized`).
 
     Raises:
       NameTaken: with one line that names the module which was loaded first.
@@ -59,10 +61,10 @@ def claim_names(*, alone: bool = False) -> None:
 
 
 def exit_if_customized() -> None:
-    """End the process if Python loaded a customization module, such as `sitecustomize`, from this folder.
+    """End the process if Python loaded a customization module, such as `sitecustomize`, from the current folder.
 
     A `sitecustomize.py` beside a kernel runs in every process that finds it, the judge's too. It may have registered
-    functions for the end of the process, so the process ends here without calling them.
+    functions with `atexit`, so the process ends here without calling them.
     """
     if (place := _find_customization()) is None:
         return
@@ -87,7 +89,7 @@ def _find_customization() -> str | None:
 
 @contextlib.contextmanager
 def prefer_own_packages() -> Iterator[None]:
-    """Have imports look in the folder of our packages first, also in processes that are started in the block."""
+    """Make imports look in the folder of our packages first, also in processes that are started in the block."""
     sys.path.insert(0, str(HOME))
     try:
         yield
@@ -96,28 +98,32 @@ def prefer_own_packages() -> Iterator[None]:
 
 
 def format_missing_attribute(package: str, name: str) -> str:
-    """Say that a package of ours has no such attribute, and which module of the user it hides, if any."""
+    """Return the message that our package has no such attribute, with the user's module that it hides, if any."""
     message = f"module {package!r} has no attribute {name!r}"
     return f"{message}: {why}" if (why := find_hidden_module(package)) else message
 
 
 def find_hidden_module(name: str) -> str | None:
-    """Say in one line which module of the user our package hides, for a name in it; None if it hides none."""
+    """Return a line that names the user's module hidden by our package; None if no module is hidden.
+
+    Args:
+      name: the full name of a module in our package, such as `cases.masks`.
+    """
     package = name.partition(".")[0]
     if package not in NAMES:
         return None
-    # A user does not mean a copy of this project, neither this one nor another that is installed too.
+    # Skip copies of this project, this one and any other installed one: their packages are not the user's.
     elsewhere = [entry for entry in sys.path if not os.path.isfile(Path(entry, "conformance", "contract.py"))]
     place = _find_location(PathFinder.find_spec(package, elsewhere))
     return place and f"{package!r} is a package of attention-conformance here, and hides {place}: rename that one"
 
 
 class _HiddenModuleFinder:
-    """An import finder that finds nothing: it comes last, and names the hidden module that was meant."""
+    """Import finder that explains failed imports: it comes last, finds nothing, and names the hidden module."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Find nothing. Raises `ImportError` if one of our packages hides a module of the user."""
+        """Return None, or raise `ImportError` if one of our packages hides a module of the user."""
         if why := find_hidden_module(name):
             raise ImportError(f"no module {name!r}: {why}", name=name)
 

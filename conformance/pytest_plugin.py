@@ -1,10 +1,11 @@
-"""The pytest gate: one test for each implementation and case.
+"""Define the pytest plugin of the gate: one test for each job, which is one implementation on one case.
 
-    pytest                                                   # what pyproject.toml lists
+    pytest                                                   # the implementations that pyproject.toml lists
     pytest --pyargs conformance --impl=my.module:attention   # your own kernel, from your own repository
     pytest -k "block_flash and softcap" -n auto
 
-This module is loaded in every pytest run where the package is installed, so it imports nothing heavy by itself.
+The plugin plans jobs with a `Session`, as the command line does, and collects their records in the main process. pytest
+loads this module in every run where the package is installed, so it imports nothing heavy when it is loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _JUDGED: pytest.StashKey[tuple[int | None, list[Record]]] = pytest.StashKey()
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Add the options of the gate, and the plugins that must come before any `conftest.py`."""
     gate_options.add_options(parser)
-    # Any `conftest.py` is imported before the hooks that follow this one.
+    # These plugins must be registered here: pytest imports every `conftest.py` before it calls the next hook.
     pluginmanager.register(exit_guard.ExitGuard(_PLUGIN_NAME), exit_guard.PLUGIN_NAME)
     pluginmanager.register(stop_signals.StopSignals(), stop_signals.PLUGIN_NAME)
     pluginmanager.register(plugin_warnings.PluginWarnings())
@@ -47,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the gate, and refuse options that cannot be carried out."""
     gate = _Gate(config)
     config.pluginmanager.register(gate, _PLUGIN_NAME)
-    if not hasattr(config, "workerinput"):  # what the main process accepts, its workers need not check again
+    if not hasattr(config, "workerinput"):  # the main process; workers rely on its check
         gate.check_options()
     elif gate.is_requested():  # a worker imports the gate's module before it plans
         packages.claim_names()
@@ -56,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Gate:
-    """The session as pytest runs it: plans the tests, and gathers the records of all processes in the main one."""
+    """The gate of one pytest process: plans and judges jobs, and in the main process collects the records of all."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -68,9 +69,9 @@ class _Gate:
         self._said: list[str] = []
         self._records: list[Record] = []
         self._tests: set[str] = set()
-        self._judged: set[int] = set()  # jobs that were judged under all of their checks
-        self._selected: set[str] = set()  # tests of jobs that are to be run
-        self._skipped: set[str] = set()  # tests that others have skipped
+        self._judged: set[int] = set()  # numbers of the jobs that were judged by all of their checks
+        self._selected: set[str] = set()  # ids of the selected tests that judge jobs
+        self._skipped: set[str] = set()  # ids of tests that something else than the gate has skipped
 
     def check_options(self) -> None:
         """Refuse options that cannot be carried out, before anything is collected or judged."""
@@ -86,17 +87,17 @@ class _Gate:
             self._plan()
 
     def is_requested(self) -> bool:
-        """Whether this run is to judge, as far as its arguments say."""
+        """Return whether the arguments of pytest ask for any judgement."""
         option = self._config.getoption
         return exit_guard.is_requested(self._config.args, option("--impl"), option("--conformance-cases"))
 
     @property
     def found(self) -> list[Record]:
-        """The records of all processes that have come so far."""
+        """The records received so far from all processes."""
         return self._records
 
     def _plan(self) -> Session:
-        """Return the session, which plans the jobs when it is first asked for."""
+        """Return the session. The first call creates it, and so plans the jobs."""
         if self._session is None:
             with stop_signals.leave_on_signals(self._config):
                 gate_options.prepare_gate(self._config)
@@ -127,7 +128,7 @@ class _Gate:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Select the checks that `-k` names: `-k forward` asks `forward` of every case that has it, and no more."""
+        """Select checks by `-k`: `-k forward` runs only the check `forward`, on every case that has this check."""
         expression = self._config.option.keyword
         if not expression or self._session is None:
             return
@@ -150,7 +151,7 @@ class _Gate:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Give the workers of pytest-xdist the fork server of this process, and what kernels declared here."""
+        """Pass this process's fork server, and the declarations that kernels made here, to a worker of pytest-xdist."""
         if self._shared_address is None:
             self._shared_address = shared_server.share_server()
         node.workerinput[_PLUGIN_NAME] = self._shared_address
@@ -159,7 +160,7 @@ class _Gate:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Iterable[str]) -> None:
-        """Note which tests workers are to run: this process collects none."""
+        """Note the tests that workers collected; the main process collects none itself."""
         if self._session is not None:
             known = {_build_test_id(job) for job in self._session.plan.jobs}
             self._selected.update(test for test in ids if test.partition("[")[2].removesuffix("]") in known)
@@ -173,7 +174,10 @@ class _Gate:
             environment.collect_garbage_rarely()
 
     def judge(self, item: pytest.Item, job: Job) -> list[Record]:
-        """Judge a job for the test `item`; its records travel with the test's report."""
+        """Judge a job for the test `item`, and attach its records to the test's report.
+
+        A job that the file of `--conformance-resume` has finished is not judged again.
+        """
         from conformance.gate.gate_summary import list_test_properties
 
         session = self._plan()
@@ -194,7 +198,7 @@ class _Gate:
             from conformance.records import serialize_record
 
             number, found = item.stash[_JUDGED]
-            # A plain attribute of strings: pytest-xdist carries it to the process that reports.
+            # pytest-xdist sends this attribute to the main process, since it is a plain list of strings.
             setattr(report, _RECORDS_ATTRIBUTE, [json.dumps(number), *map(serialize_record, found)])
         return report
 
@@ -224,7 +228,7 @@ class _Gate:
             kept = "; what was judged before is in it" if had_begun else ""
             pytest.exit(f"{error}{kept}", returncode=pytest.ExitCode.INTERRUPTED)
         except ValueError as error:
-            pytest.exit(f"a report has a record that none can be: {error}", returncode=pytest.ExitCode.INTERRUPTED)
+            pytest.exit(f"a report has an impossible record: {error}", returncode=pytest.ExitCode.INTERRUPTED)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -248,14 +252,14 @@ class _Gate:
             self._end_incomplete(session)
 
     def _find_missing_tests(self) -> set[str]:
-        """Return the tests of jobs that were to be run and left no records."""
+        """Return the selected tests of jobs that were not skipped and yet produced no records."""
         option = self._config.option
         if option.collectonly or option.setuponly or option.setupplan:
             return set()
         return self._selected - self._tests - self._skipped
 
     def _describe_incompleteness(self, session: pytest.Session, reason: str) -> str:
-        """Say in a sentence what was to be judged and was not; empty if all was, or the run was stopped."""
+        """Return a sentence on planned jobs that were not judged; empty without any, or if the run was stopped."""
         required = self._options.require_platform
         if not (self._records or required or self._session is not None):
             return ""
@@ -268,14 +272,14 @@ class _Gate:
         return completeness.find_omitted_jobs(self._config, self._session, self._judged, self._records)
 
     def _end_incomplete(self, session: pytest.Session) -> None:
-        """End a run that lacks a job as one that could not be judged, unless what it has is wrong."""
+        """Set the exit status of a run that lacks records: interrupted, unless its records have failures."""
         from conformance.records import RED
 
         if not any(record.verdict in RED for record in self._records):
             session.exitstatus = pytest.ExitCode.INTERRUPTED
 
     def _finish(self, session: pytest.Session, how: str, reason: str) -> None:
-        """Follow up on findings, end the files, and add failures of the run as a whole."""
+        """Follow up on findings, complete the output files, and add failures of the run as a whole."""
         from conformance.gate import gate_summary
         from conformance.judging.journal import JournalWriteError
         from conformance.runs import FAILED
@@ -303,7 +307,10 @@ class _Gate:
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     def _can_follow_up(self, session: Session) -> bool:
-        """Tell whether this process can judge more, which workers that hold an accelerator prevent, and say so."""
+        """Return whether this process can judge further cases: not while workers hold the accelerator.
+
+        If it cannot and the run is red, add a line about this to the summary.
+        """
         import jax
 
         from conformance.records import RED
@@ -318,7 +325,7 @@ class _Gate:
         return False
 
     def _add_run_failures(self, session: pytest.Session, result: SessionResult) -> None:
-        """Add a failure for each known failure that did not fail, and for each kernel that goes by compiler flags."""
+        """Add a failure for each known failure that passed, and each kernel whose results depend on compiler flags."""
         for record in result.stale:
             self._add_failure(f"expectations[{record.implementation}-{record.case}]", record.reason)
         for record in result.flag_excess:
@@ -328,7 +335,7 @@ class _Gate:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _add_failure(self, name: str, reason: str) -> None:
-        """Add a failure of the run as a whole: it is counted, summed up and written to files like one of a test."""
+        """Add a failure of the run as a whole. pytest counts and reports it like the failure of a test."""
         module = min(self._tests, default=_GATE_MODULE).partition("::")[0]
         report = pytest.TestReport(
             nodeid=f"{module}::{name}",
@@ -365,7 +372,7 @@ class _Gate:
 def _build_test_id(job: Job) -> str:
     """Return the pytest id of a job: implementation, platform, checks, case.
 
-    The checks are left out if they are those that every case of the grid gets.
+    The id leaves out the checks if they are the usual ones, which every case of the grid gets.
     """
     from conformance.judging.runner import find_platform
 
@@ -374,7 +381,7 @@ def _build_test_id(job: Job) -> str:
 
 
 def _get_job(item: pytest.Item) -> Job | None:
-    """Return the job that a test judges; None if it is no test of the gate."""
+    """Return the job that a test judges; None for a test that is not of the gate."""
     callspec = getattr(item, "callspec", None)
     found: Job | None = callspec.params.get("conformance_job") if callspec is not None else None
     return found
@@ -382,7 +389,7 @@ def _get_job(item: pytest.Item) -> Job | None:
 
 def _set_job(item: pytest.Item, job: Job) -> None:
     """Replace the job that a pytest item judges."""
-    item.callspec.params["conformance_job"] = job  # type: ignore[attr-defined] # as `_get_job` has seen
+    item.callspec.params["conformance_job"] = job  # type: ignore[attr-defined] # `_get_job` found it there
 
 
 @pytest.fixture

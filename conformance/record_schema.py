@@ -1,9 +1,10 @@
-"""The lines of files of records and of measurements: their fields and types, and how a line is decoded.
+"""Define and decode the lines of files of records and of measurements: their fields and types.
 
-A file has one JSON object a line. The field `schema` names the kind of line. Unknown fields, missing fields and fields
-of another type are refused. `conformance.records` and `conformance.runs` check what the values mean.
+A file has one JSON object per line. The field `schema` names the kind of line. A line with unknown fields, missing
+fields or fields of another type is refused. `conformance.records`, `conformance.runs` and `conformance.measurements`
+build their objects from decoded lines, and check that the values make sense.
 
-JSON has no infinities and no NaN, so figures that may be one are then the strings `inf`, `-inf` and `nan`.
+JSON has no infinities and no NaN. A `Figure` is a number that may be one of them, written as `inf`, `-inf` or `nan`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ MEASUREMENT_SCHEMA = "attention-conformance/measurement/1"
 
 Figure: TypeAlias = int | float | Literal["inf", "-inf", "nan"]
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
-# No axis is longer than 2**40.
+# The length of an axis. The limit of 2**40 only keeps absurd values out.
 Size: TypeAlias = Annotated[int, Meta(ge=0, lt=2**40)]
 Cells: TypeAlias = Annotated[str, Meta(max_length=MAX_CELLS, pattern=r"^[-0-9]*\Z")]
 CellLines: TypeAlias = Annotated[tuple[Cells, ...], Meta(max_length=MAX_CELLS)]
 Axis: TypeAlias = Annotated[str, Meta(pattern=r"^[BTSNKHV]{1,2}\Z")]
-# One character for each varied axis of a covering array.
+# A row of a covering array: one character for each varied axis.
 Row: TypeAlias = Annotated[str, Meta(max_length=256)]
 
 
@@ -107,7 +108,10 @@ class KernelFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class JobFields(Struct, array_like=True, forbid_unknown_fields=True):
-    """A planned job: its places among the run's kernels and its `asked`, a case, and the case's rows of the arrays."""
+    """A planned job, as a list: indices into the run line's `kernels` and `asked`, the case, its covering-array rows.
+
+    `asked` lists the distinct tuples of checks. A case has one row in each covering array, or none.
+    """
 
     kernel: Count
     checks: Count
@@ -117,7 +121,7 @@ class JobFields(Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class QueryFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """The query of a run: the options of `run` by name, or the arguments of pytest."""
+    """The query of a run: the options of the command `run` by name, or the arguments of pytest."""
 
     impl: list[str] | UnsetType = UNSET
     all: bool | UnsetType = UNSET
@@ -138,7 +142,7 @@ class QueryFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RunLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag=RUN_SCHEMA):
-    """The fields of `runs.Run`; jobs name kernels and checks by their places in `kernels` and `asked`."""
+    """The fields of `runs.Run`. Jobs name kernels and checks by their indices in `kernels` and `asked`."""
 
     started: str
     command: str
@@ -158,7 +162,7 @@ class RunLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="schem
 
 
 class JobLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag=JOB_SCHEMA):
-    """The end of a finished job: its place among the planned ones, and the number of its records before this line."""
+    """The end of a finished job: its index among the planned jobs, and the number of its records before this line."""
 
     job: Count
     records: Count
@@ -212,7 +216,7 @@ def decode_line(text: str) -> Line:
     """Decode a line of a file of records.
 
     Raises:
-      ValueError: in one sentence that names the field, for a line that fits no schema.
+      ValueError: if the line fits no schema. The message is one sentence that names the field.
     """
     try:
         return _LINE_DECODER.decode(text)
@@ -224,7 +228,7 @@ def decode_measurement(text: str) -> MeasurementLine:
     """Decode a line of a file of measurements.
 
     Raises:
-      ValueError: in one sentence that names the field, for a line that is no measurement.
+      ValueError: if the line is not a measurement. The message is one sentence that names the field.
     """
     try:
         return _MEASUREMENT_DECODER.decode(text)

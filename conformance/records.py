@@ -1,9 +1,9 @@
-"""Records: one judged observable each, and the only data that cross from judging to reporting.
+"""Define records, and read and write files of them. A record holds the verdict on one judged observable.
 
-A record is plain data. Files of records are JSON lines. They can be appended to, and merged from any number of
-processes and machines. Lines of other schemas stand between the records: the run record, which jobs are done, and how
-the run ended (`conformance.runs`). A `RunInfo` is what a report says of one or several runs, built from these lines
-alone.
+Records are plain data, and the only data that pass from judging to reporting. A file of records has one JSON object per
+line. Lines can be appended, and files of several processes and machines can be merged. Between the records are lines of
+other schemas: the run record, the finished jobs, and the end of the run (`conformance.runs`). From all these lines a
+`RunInfo` is built, which holds everything else that a report shows of one or several runs.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ ERROR = "error"
 UNJUDGED = "unjudged"
 VERDICTS = (PASS, FAIL, UNSUPPORTED, EXPECTED_FAIL, UNEXPECTED_PASS, ERROR, UNJUDGED)
 RED = frozenset({FAIL, UNEXPECTED_PASS, ERROR})
-"""Verdicts that make a run not conform."""
+"""Verdicts with which a run does not conform."""
 RATIO_FAST_COMPILE = "ratio_fast_compile"
-"""A figure of a result that was judged again: its ratio under the process's flags, which make compiling cheap."""
+"""Name of a figure of a result that was judged twice: its ratio under the flags that make compiling cheap."""
 FLAGS_DIFFER = "flags_differ"
-"""A figure, 1, of a result that is right under one of these sets of flags and wrong under the other."""
+"""Name of a figure, always 1: the verdict differs between the flags that make compiling cheap and JAX's own flags."""
 DECLARATIONS_TRIED = "declarations_tried"
-"""A figure, 1, of a failure for which weaker declarations were tried, whether one explains it or not."""
+"""Name of a figure, always 1: weaker declarations were tried on this failure, with or without success."""
 IN_PROCESS = "in_process"
-"""A figure, 1, of a user's kernel that ran in the judge's own process, which it could alter."""
+"""Name of a figure, always 1: a user's kernel ran in the judge's own process, and could have altered the judge."""
 REFUSED = "refused"
-"""A figure, 1, of a check that was refused by an exception of the call, and not by a declaration."""
+"""Name of a figure, always 1: the call raised `NotImplementedError`, and no declaration says that it would."""
 JUDGED = frozenset({PASS, FAIL, EXPECTED_FAIL, UNEXPECTED_PASS})
 """Verdicts that rest on a comparison with the oracle."""
 _WORST_FIRST = (FAIL, ERROR, UNEXPECTED_PASS, EXPECTED_FAIL, PASS, UNJUDGED, UNSUPPORTED)
 
 _NUMERIC_FIELDS = ("ratio", "rms", "ratio_flash", "limit", "rms_limit", "margin")
-# The fields of a record whose text others may have written.
+# Fields of a record with text that may come from a kernel or its author.
 _TEXT_FIELDS = ("implementation", "case", "check", "observable", "reason", "remedy", "pattern", "reproduce")
 
 
@@ -56,7 +56,7 @@ _MAX_MESSAGE_LENGTH = 500
 
 
 class RecordFileError(ValueError):
-    """A file is no file of records. The message is one line that names the file, the line and the field."""
+    """A file is not a valid file of records. The message is one line that names the file, the line and the field."""
 
     def __init__(self, message: str) -> None:
         line = make_printable(message)
@@ -64,10 +64,10 @@ class RecordFileError(ValueError):
 
 
 def make_printable(text: str) -> str:
-    """Return text on one line in which every character can be printed.
+    """Return the text as one line of printable characters.
 
-    White space becomes a space. A character that does not show becomes its Python escape: part of an escape sequence, a
-    mark that turns the direction of writing, half a surrogate pair.
+    White space becomes a space. Any other unprintable character becomes its Python escape, such as part of a terminal
+    escape sequence, a mark that changes the direction of writing, or half a surrogate pair.
     """
     if text.isprintable():
         return text
@@ -93,38 +93,38 @@ class Record:
     """One judged observable of one case, or the reason why it was not judged.
 
     Attributes:
-      implementation: its name.
-      platform: where it was judged.
-      case: the case's id.
+      implementation: the name of the implementation.
+      platform: the JAX backend on which it was judged.
+      case: the id of the case.
       check: the name of the check.
       observable: the name of the result that was judged.
       verdict: one of `VERDICTS`.
-      dtype: of the operands.
+      dtype: the dtype of the operands.
       features: the features of the case.
       ratio: the largest `|got - expected| / bound` over the elements, judged against `limit`. For the check `ensemble`,
-        the size of a statistic over many elements, `bias` or `spread` as `observable` says.
-      rms: the root mean square of these quotients, judged against `rms_limit` where that is set.
-      ratio_flash: for gradients, the same figure as `ratio` against the backward pass recomputed from the
-        implementation's own saved `out` and `logsumexp`.
+        the size of a statistic over many elements instead: `bias` or `spread`, which `observable` names.
+      rms: the root mean square of `|got - expected| / bound`, judged against `rms_limit` if that is set.
+      ratio_flash: for gradients, the largest ratio if the expected value is the backward pass recomputed from the
+        implementation's own saved `out` and `logsumexp`. It is shown and not judged.
       limit: the limit of `ratio`.
       rms_limit: the limit of `rms`.
-      margin: how well the case discriminates: the ratio of the least visible wrong result, in units of the limit.
+      margin: how well the case discriminates. Of all simple wrong results, the smallest ratio, in units of the limit.
       worst: the element with the largest ratio.
-      reason: why this is the verdict.
-      remedy: the declaration under which the check passes on this case, which was tried; for failures.
-      pattern: where the error is and what form it has, in words; for failures, empty where no known form fits.
-      error_map: the same as a coarse picture; for failures of results that are judged as they are.
-      reproduce: the command that judges this alone.
-      seconds: the time that judging took.
-      figures: numbers that were measured and not judged (`compile_seconds`, `temporary_bytes`, ...). Where rounding
-        could change which keys some rows choose, `undecided_rows` of the case's `rows` were left out of the judgement.
-        A result that failed under the process's flags and was judged again has that ratio as `ratio_fast_compile`, and
-        `flags_differ` if the verdict under JAX's own flags differs. A user's kernel that was judged with `--in-process`
-        has `in_process`.
-      files: files that the kernel read for the first time during this judgement, with their digests. The run record has
-        those that it read when it was loaded.
-      run: a label of its run, where merged runs differ; else empty. It is not written, since the record's place in a
-        file says of which run it is.
+      reason: the reason for the verdict, in words.
+      remedy: for failures, a weaker declaration with which the check was seen to pass on this case.
+      pattern: for failures, where the error is and which known form it has, in words; empty if no known form fits.
+      error_map: for failures, a coarse picture of where the error is. Only results that are compared directly have one.
+      reproduce: the command that repeats only this judgement.
+      seconds: the time of judging, in seconds.
+      figures: numbers that were measured and not judged (`compile_seconds`, `temporary_bytes`, ...). If rounding
+        could change which keys some queries select, `undecided_rows` of the case's `rows` were left out of the
+        judgement. A result that failed under the flags that make compiling cheap is judged again under JAX's own
+        flags. Then `ratio_fast_compile` is the first ratio, and `flags_differ` is present if the verdicts differ. A
+        user's kernel that was judged with `--in-process` has `in_process`.
+      files: digests of the files that the kernel read for the first time during this judgement. The run record has the
+        files that the kernel read when it was loaded.
+      run: a label of the record's run if runs that differ were merged; else empty. The label is not written to files,
+        since the record's position in a file shows its run.
       schema: the schema of the line that the record is written as.
     """
 
@@ -163,17 +163,17 @@ class Record:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The identity of the judgement: records with the same key answer the same question."""
+        """The identity of the judgement. Records with the same key are judgements of the same observable."""
         return (self.implementation, self.platform, self.case, self.check, self.observable, self.run)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extent:
-    """How many of an implementation's planned jobs were judged, and whether that is all of a level.
+    """The number of planned and judged jobs of an implementation, and whether these are all jobs of a level.
 
     Attributes:
       level: the level of its grid.
-      narrowed: the options that narrowed the run, as they were written; empty if none did.
+      narrowed: the options that selected only a part of the level, as the user wrote them; empty if none did.
       planned: the number of planned jobs; None where it is not known.
       done: the number of judged jobs.
       whole: the number of all jobs of the level, if the run selected only some of its cases.
@@ -191,7 +191,7 @@ class Extent:
 
     @property
     def is_partial(self) -> bool:
-        """Whether no run judged some planned jobs."""
+        """Whether some planned jobs were not judged."""
         return self.planned is not None and self.done < self.planned
 
     @property
@@ -202,28 +202,28 @@ class Extent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What a report says beside its records, of one run or of several merged runs.
+    """Everything that a report shows besides records, for one run or several merged runs.
 
-    Mappings are by the label of a contender, or by the name of an implementation.
+    Keys of mappings are labels of contenders (an implementation on a platform) or names of implementations.
 
     Attributes:
       command: the command that repeats the run.
-      level: the level of the grid, where there are no `extents`.
+      level: the level of the grid, if `extents` is empty.
       environment: versions, devices and flags.
-      tolerances: the limits in force, a row each.
+      tolerances: the limits in force, one row for each.
       coverage: what the cases of each grid cover.
-      seconds: the time that judging took.
-      interrupted: whether the run was stopped, where there are no `extents`.
+      seconds: the time of judging, in seconds.
+      interrupted: whether the run was stopped, if `extents` is empty.
       notes: lines for the reader.
-      detection: what the gate is known to catch (`sensitivity.detection_table`).
+      detection: the planted bugs that each check detects (`sensitivity.detection_table`).
       declared: declarations that are weaker than the defaults.
-      few_blocks: how few blocks the judged lengths have (`judging.block_coverage`).
+      few_blocks: warnings that the judged lengths span too few blocks (`judging.block_coverage`).
       extents: how many of the planned jobs were judged.
-      narrowed: the options that narrowed the run, where there are no `extents`.
+      narrowed: the options that selected only a part of the level, if `extents` is empty.
       probes: records that confirm findings; they are not counted.
       diagnoses: which planted bugs the failures resemble, in words.
-      files: the files of contenders that several runs judged.
-      runs: what tells those runs from others of the same file (`Run.identity_mark`).
+      files: for contenders that several runs judged, the files of these runs.
+      runs: for the same contenders, the marks that identify these runs within their files (`Run.identity_mark`).
       unsandboxed: whether the kernel ran without a complete sandbox.
     """
 
@@ -271,11 +271,11 @@ def parse_record(line: str) -> Record:
     """Read the record in a line written by `serialize_record`.
 
     Raises:
-      ValueError: for a line that is no record, and for a record that contradicts itself.
+      ValueError: if the line is not a record, or if the record's fields contradict each other.
     """
     decoded = decode_line(line)
     if not isinstance(decoded, RecordLine):
-        raise ValueError(f"the line is of the schema {decoded.__struct_config__.tag!r}, must be of {RECORD_SCHEMA!r}")
+        raise ValueError(f"the line has the schema {decoded.__struct_config__.tag!r}, must have {RECORD_SCHEMA!r}")
     return build_record(decoded)
 
 
@@ -283,7 +283,7 @@ def build_record(line: RecordLine) -> Record:
     """Build a record from a decoded line.
 
     Raises:
-      ValueError: for an unknown verdict, and for a record that contradicts itself.
+      ValueError: if the verdict is unknown, or if the record's fields contradict each other.
     """
     fields = msgspec.structs.asdict(line)
     for name in _NUMERIC_FIELDS:
@@ -301,11 +301,11 @@ def build_record(line: RecordLine) -> Record:
 
 
 def _reject_contradictions(record: Record) -> None:
-    """Raise `ValueError` for a record whose fields contradict each other, which the judge cannot have written."""
+    """Raise `ValueError` if fields of the record contradict each other: the judge cannot have written such a record."""
     for name, value, limit in (("ratio", record.ratio, record.limit), ("rms", record.rms, record.rms_limit)):
         most = sys.float_info.max if limit is None else limit
-        if record.verdict == PASS and value is not None and not value <= most:  # NaN is not
-            raise ValueError(f"a pass whose {name} is {value:g}, where at most {most:g} is one")
+        if record.verdict == PASS and value is not None and not value <= most:  # NaN is a contradiction too
+            raise ValueError(f"a pass with the {name} {value:g}, but the limit is {most:g}")
     if (drawn := record.error_map) is not None:
         for name, lines in (("cells", drawn.cells), ("mask", drawn.mask)):
             if len(set(map(len, lines))) > 1:
@@ -313,7 +313,7 @@ def _reject_contradictions(record: Record) -> None:
 
 
 def write_jsonl(path: Path, records: Iterable[Record]) -> None:
-    """Write records in the order of their keys."""
+    """Write records to a file, one line each, in the order of their keys."""
     output_files.write_text(
         path, "".join(serialize_record(record) + "\n" for record in sorted(records, key=lambda r: r.key))
     )
@@ -324,7 +324,7 @@ def read_jsonl(path: Path) -> list[Record]:
 
     Raises:
       OSError: if the file cannot be read.
-      RecordFileError: for a line that no version of this project wrote.
+      RecordFileError: if a line is not one that this project writes.
     """
     lines, _ = read_lines(path)
     return [record for _, record in lines if isinstance(record, Record)]
@@ -337,7 +337,7 @@ def read_lines(path: Path) -> tuple[list[tuple[int, Record | RunLine | JobLine |
 
     Raises:
       OSError: if the file cannot be read.
-      RecordFileError: for any other line that no version of this project wrote.
+      RecordFileError: if any other line is not one that this project writes.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -363,9 +363,10 @@ def read_lines(path: Path) -> tuple[list[tuple[int, Record | RunLine | JobLine |
 
 
 def merge_records(*groups: Iterable[Record]) -> list[Record]:
-    """Merge records in the order of their keys; of two with the same key, keep the worse one.
+    """Merge records in the order of their keys; of two with the same key, keep the worse verdict.
 
-    Two runs of the same kernel under the same conditions should agree. If they do not, a pass proves nothing.
+    Two runs of the same kernel under the same conditions should agree. If one of them fails, the pass of the other
+    proves nothing.
     """
     merged: dict[tuple[str, ...], Record] = {}
     for record in itertools.chain(*groups):
@@ -382,7 +383,7 @@ def _encode_value(value: Any) -> Any:
         return [_encode_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, str):  # half a surrogate pair, as of a path that is not UTF-8, is no Unicode
+    if isinstance(value, str):  # a path that is not UTF-8 has lone surrogates, which UTF-8 cannot encode
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     return value
 

@@ -1,8 +1,8 @@
-"""Runs: the run record, the finished jobs and the end of a run, as lines of a file of records.
+"""Define runs, and read and write them as lines of a file of records: run record, finished jobs, end of the run.
 
-A file of records begins with a `Run`: the conditions of the run and its planned jobs. The records of a job follow in
-one piece, closed by a line that names the job. The last line is an `End`; without it, the run was killed. Older files
-have records alone. What they lack is unknown, and never assumed.
+A file of records begins with a run record (`Run`): the conditions of the run and its planned jobs. The records of each
+finished job follow as one block, and a line that names the job closes the block. The last line is an `End`; if it is
+missing, the run was killed. Older files have only records. What they do not say is treated as unknown.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from conformance.records import Record, RecordFileError
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
-"""How a run ends: complete, stopped from outside or by `--fail-fast`, or failed by an error of this project."""
+"""The three ways in which a run ends: complete; stopped by a signal or by `--fail-fast`; or failed by our own error."""
 OWN_PROCESS = "ran in a process of its own that was "
-"""The beginning of `Kernel.place` for a kernel in a process of its own; how it was confined follows."""
+"""The start of `Kernel.place` for a kernel in its own process. The rest of the phrase says how it was confined."""
 DIGEST_OF = "digest of "
-"""The beginning of a file's name in the provenance of a run."""
-# Checks of records that say why a job has no record of its own checks.
+"""The prefix of the key of a file's digest in `Run.provenance`."""
+# Names of checks in records that stand in place of a job's own checks, and say why those did not run.
 _SUBSTITUTE_CHECKS = ("support", "discrimination", "devices", "hardware")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoveringArraySize:
-    """The size of a covering array: so many feasible combinations of `strength` levels."""
+    """The size of a covering array: the number of feasible combinations of `strength` levels that it covers."""
 
     strength: int
     combinations: int
@@ -52,21 +52,21 @@ class CoveringArraySize:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What a run record says of one implementation.
+    """The entry of one implementation in a run record.
 
     Attributes:
-      package: the package that installed it, with the version; empty for a file or a module of no package.
-      source: a digest of its source, where the version does not identify it.
+      package: the package that installed the implementation, with the version; empty if no package did.
+      source: a digest of its source, if the version does not identify the source.
       declared: its declarations that can be stored as data, including its arithmetic.
       asks_less: its declarations that are weaker than the defaults, as they are written in code.
-      block_lengths: the block lengths that its sequences must have, if it takes no others.
+      block_lengths: the usual block lengths (64 to 1024) that it accepts as sequence lengths; empty if it accepts all.
       arrays: the sizes of the covering arrays that it is judged with.
-      declined: the number of cases that it does not support.
-      parted: two counts over pairs of operands and masks that it supports singly: the pairs that it does not support
-        together, and all pairs.
+      declined: the number of cases of its grids that it does not support.
+      parted: two counts of pairs of operands and masks, where each member of a pair is supported by itself. The first
+        is the number of pairs that are not supported together, the second is the number of all pairs.
       place: where it ran, as a phrase that ends a sentence. Empty for the usual place: a confined process of its own,
         or the judge's process for an implementation of this project.
-      files: the files that its process read while it was loaded, with their digests, and the packages that it imported.
+      files: digests of the files that its process read while loading it, and versions of the packages it imported.
     """
 
     package: str = ""
@@ -82,16 +82,16 @@ class Kernel:
 
     @property
     def is_unsandboxed(self) -> bool:
-        """Tell whether a user's kernel ran without being confined by both Landlock and seccomp."""
+        """Whether a user's kernel ran without being confined by both Landlock and seccomp."""
         return bool(self.place) and not self.place.startswith(f"{OWN_PROCESS}confined")
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedJob:
-    """A planned job by names: an implementation, a case and checks.
+    """A planned job: the names of an implementation, a case and checks.
 
-    `rows` are the rows of the case in the covering arrays, empty if it is in none. A row has one character for each
-    varied axis, which stands for the level.
+    `rows` are the case's rows of the covering arrays; empty if the case is in none. A row is a string with one
+    character for each varied axis. The character stands for the level on that axis.
     """
 
     implementation: str
@@ -101,28 +101,28 @@ class PlannedJob:
 
     @property
     def key(self) -> tuple[str, str, tuple[str, ...]]:
-        """The identity of the job among those of one provenance."""
+        """The identity of the job among the jobs of runs with the same provenance."""
         return (self.implementation, self.case, self.checks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """The run record: what holds for all records of a run. It is written before any of them.
+    """The run record: the facts that hold for all records of a run. It is the first line of their file.
 
     Attributes:
-      started: the time, in UTC.
+      started: the time when the run began, in UTC.
       command: the command that repeats the run.
-      level: the level of the grid, or what is judged in place of one.
+      level: the level of the grid, or the name of what is judged instead of a grid.
       seeds: base seeds of the grid.
-      narrowed: the options that narrow it, as they were written; empty if none does.
-      query: what was asked for, by option.
-      shard: for example `2/3`, where two other runs judge the rest.
+      narrowed: the options that select only a part of the level, as the user wrote them; empty if none does.
+      query: the options that say what to judge, by name.
+      shard: this run's share of the jobs, such as `2/3` if two other runs judge the rest; empty for all jobs.
       environment: versions, commit, devices, flags.
       tolerances: the limits in force.
       kernels: facts on each implementation, by name.
       jobs: the planned jobs, those of other shards included.
-      whole: the number of jobs that each implementation has without the query of cases, where it is known.
-      resumed: the times when it was continued.
+      whole: for each implementation, the number of all jobs of the level, without the selection of cases, if known.
+      resumed: the times when the run was continued.
       id: a random name that tells runs of one file apart; empty in older files.
     """
 
@@ -143,11 +143,11 @@ class Run:
 
     @property
     def identity_mark(self) -> str:
-        """What tells the run from the others of its file: its id, or in older files its start."""
+        """The mark that distinguishes the run from others of its file: its id, or in older files its start."""
         return self.id or self.started
 
     def provenance(self, implementation: str) -> dict[str, str]:
-        """Return all that two runs must share for their records of an implementation to be comparable."""
+        """Return, by name, the facts in which two runs must agree to compare their records of an implementation."""
         kernel = self.kernels.get(implementation, Kernel())
         known = {
             "declared": records.serialize_strict_json(kernel.declared),
@@ -165,11 +165,11 @@ class End:
     """How a run ended.
 
     Attributes:
-      ended: the time.
+      ended: the time when the run ended, in UTC.
       how: `COMPLETE`, `INTERRUPTED` or `FAILED`.
-      reason: why, if it did not complete.
-      jobs: number of finished jobs.
-      seconds: how long it took.
+      reason: why the run did not complete; empty if it did.
+      jobs: the number of finished jobs.
+      seconds: the duration of the run.
     """
 
     ended: str
@@ -181,15 +181,15 @@ class End:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """A run as its file has it.
+    """A run, as it is read from its file.
 
     Attributes:
       source: the file's name; empty for the run of this process.
       run: the run record; None in older files.
-      done: the records of each finished job, by its place among the planned ones.
-      others: records of no job: of an unfinished job, or of the run as a whole.
-      probes: records that confirm findings. They are no records of the run, and are not counted.
-      end: the end; None if the run was killed, or goes on.
+      done: the records of each finished job, by the job's index among the planned jobs.
+      others: records that belong to no finished job: of an unfinished job, or of the run as a whole.
+      probes: records that confirm findings. They do not count as records of the run.
+      end: the end of the run; None if the run was killed, or is still going on.
       note: what is wrong with the file, if anything.
     """
 
@@ -203,7 +203,7 @@ class RecordedRun:
 
     @property
     def records(self) -> list[Record]:
-        """All records, in the order in which they came."""
+        """All records: those of the finished jobs, in the order of their ends, then the others."""
         return [*itertools.chain.from_iterable(self.done.values()), *self.others]
 
     @property
@@ -213,12 +213,12 @@ class RecordedRun:
 
 
 def serialize_run(run: Run) -> str:
-    """Serialize a run record to the first line of a file; jobs name kernels and checks by numbers."""
+    """Serialize a run record to the first line of a file. Jobs name kernels and lists of checks by index."""
     names, asked = list(run.kernels), list(dict.fromkeys(job.checks for job in run.jobs))
     numbers = {checks: number for number, checks in enumerate(asked)}
     jobs = [[names.index(job.implementation), numbers[job.checks], job.case, *job.rows] for job in run.jobs]
     data = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
-    if not run.id:  # as in older files, where a reader takes what it lacks for none
+    if not run.id:  # a run from an older file stays without one
         del data["id"]
     kernels = {name: dataclasses.asdict(kernel) for name, kernel in run.kernels.items()}
     return records.serialize_strict_json(
@@ -227,14 +227,14 @@ def serialize_run(run: Run) -> str:
 
 
 def serialize_job(number: int, found: Iterable[Record]) -> str:
-    """Serialize a finished job to lines: its records, then its number and how many they are."""
+    """Serialize a finished job to lines: its records, then a line with the job's index and the number of records."""
     lines = [records.serialize_record(record) for record in found]
     closing = records.serialize_strict_json({"schema": JOB_SCHEMA, "job": number, "records": len(lines)})
     return "".join(f"{line}\n" for line in (*lines, closing))
 
 
 def serialize_probe(probe: Record) -> str:
-    """Serialize a record that is to confirm a finding to a line."""
+    """Serialize a probe to a line; a probe is a record that confirms or refutes a finding."""
     return records.serialize_strict_json({"schema": PROBE_SCHEMA, "record": records.to_plain_data(probe)}) + "\n"
 
 
@@ -244,13 +244,13 @@ def serialize_end(end: End) -> str:
 
 
 def read_runs(path: Path) -> list[RecordedRun]:
-    """Read the runs of a file: one, or several where files were joined.
+    """Read the runs of a file: usually one, or several if files were concatenated.
 
-    Records without a run record, as older files have them, are a run without a `Run`.
+    Records without a run record, as in older files, become a `RecordedRun` whose `run` is None.
 
     Raises:
       OSError: if the file cannot be read.
-      RecordFileError: for a line that no version of this project wrote, or that contradicts the lines before it.
+      RecordFileError: if a line is not one that this project writes, or contradicts the lines before it.
     """
     lines, note = records.read_lines(path)
     found: list[RecordedRun] = []
@@ -273,7 +273,7 @@ def read_runs(path: Path) -> list[RecordedRun]:
 
 
 class _RunReader:
-    """Reads a run line by line."""
+    """Builds a `RecordedRun` from the lines of a file, one line at a time."""
 
     def __init__(self, source: str, run: Run | None = None) -> None:
         self._source = source
@@ -298,13 +298,13 @@ class _RunReader:
         if self._run is None or number >= len(self._run.jobs):
             raise ValueError(f"there is no job {number}")
         if count > len(self._open):
-            raise ValueError(f"job {number} has {count} records, and {len(self._open)} stand before it")
+            raise ValueError(f"job {number} has {count} records, but only {len(self._open)} come before its line")
         first = len(self._open) - count
         self._others += self._open[:first]
         theirs = self._open[first:]
         for record in theirs:
             _reject_foreign_record(record, self._run.jobs[number])
-        # A plugin may run failing tests again. Such a job has the records of both runs, and the worse ones count.
+        # A pytest plugin may repeat a failing test. Then the job has the records of both attempts, and the worse count.
         self._done[number] = (*self._done.get(number, ()), *theirs)
         self._open = []
 
@@ -323,7 +323,7 @@ class _RunReader:
 
 
 def _reject_foreign_record(record: Record, job: PlannedJob) -> None:
-    """Raise `ValueError` for a record that does not belong to the job which it is said to be of."""
+    """Raise `ValueError` if a record in the block of a job does not belong to that job."""
     if record.implementation != job.implementation:
         raise ValueError(f"a job of {job.implementation} has a record of {record.implementation}")
     if record.case != job.case:
@@ -363,15 +363,15 @@ def _build_planned_job(
     name = names[job.kernel]
     rows = tuple(row for row in (job.row, job.row_of_sizes) if row is not msgspec.UNSET)
     if 0 < len(rows) < len(kernels[name].arrays):
-        raise ValueError(f"a job of {name} has {len(rows)} rows, and its arrays are {len(kernels[name].arrays)}")
+        raise ValueError(f"a job of {name} has {len(rows)} rows for {len(kernels[name].arrays)} covering arrays")
     return PlannedJob(name, job.case, asked[job.checks], rows)
 
 
 def list_differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """List the parts of their provenance in which two runs differ, the most telling ones first."""
+    """List the names of the facts in which two provenances (`Run.provenance`) differ, the most important first."""
     names = dict.fromkeys((*_MOST_TELLING, *one, *other))
     return [name for name in names if one.get(name) != other.get(name)]
 
 
-# Parts of a provenance, the most telling ones for a reader first.
+# The facts of a provenance that matter most to a reader, the most important first.
 _MOST_TELLING = ("declared", "package", "source", "place", "attention-conformance", "commit", "jax", "jaxlib", "libtpu")

@@ -1,4 +1,9 @@
-"""The gate as a test module: `pytest --pyargs conformance --impl=my.module:attention`."""
+"""Define the one test of the pytest gate, which judges one job.
+
+Run it with `pytest --pyargs conformance --impl=my.module:attention`.
+
+`conformance.pytest_plugin` parametrizes the test with the planned jobs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from conformance.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED,
 
 
 def test_conforms(conformance_job: Job, conformance_judge: Callable[[Job], list[Record]]) -> None:
-    """Judge a job: every observable is within its bound, and what is not supported is refused."""
+    """Judge a job, and fail if an observable exceeds its limit or an unsupported feature is not refused."""
     found = conformance_judge(conformance_job)
     red = [record for record in found if record.verdict in RED]
     if red:

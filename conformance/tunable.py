@@ -1,7 +1,7 @@
-"""The part of the contract on tuning: what an implementation lets be tuned, and the table that tuning fills.
+"""Define how an implementation declares its tunable settings, and read and write its table of tuned settings.
 
-An implementation's block sizes, warps and stages are data: a JSON file beside the kernel. The kernel reads it, and
-`python -m conformance tune` writes it. Each entry says where it comes from.
+Block sizes, warps and stages of an implementation are data: a JSON file beside the kernel. The kernel reads the file,
+and `python -m conformance tune` writes it. Each entry of the file records how it was measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCHEMA = "attention-conformance/tuned/1"
 Setting = Mapping[str, int]
 """The setting of one knob, as plain data: `{"block_q": 128, "block_kv": 64, "num_warps": 4}`."""
 KnobSettings = Mapping[str, Setting]
-"""The settings of all knobs."""
+"""The settings of several knobs, by the name of the knob."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +28,10 @@ class Traffic:
     """Bytes moved to and from HBM besides the blocks of a kernel's block specs.
 
     Attributes:
-      within: bytes of copies that the kernel makes while it computes; they add to the least time of its call.
-      beside: bytes that are moved before and after the call, and in copies that the kernel only waits for. They take a
-        time of their own.
+      within: bytes of copies that overlap with the kernel's computation. They count towards the memory time of the
+        call, which is a lower limit of its time.
+      beside: bytes that are moved before or after the call, or in copies that the kernel waits for. Their time is added
+        to the time of the call.
     """
 
     within: int = 0
@@ -38,25 +39,27 @@ class Traffic:
 
 
 def report_no_traffic(_case: Case, _setting: Setting) -> Traffic:
-    """Return no extra traffic, for a kernel that only moves the blocks of its block specs to and from HBM."""
+    """Return zero extra traffic, for a kernel that moves only the blocks of its block specs to and from HBM."""
     return Traffic()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Knob:
-    """One independent choice: the tile and launch of one kernel, while all others are held.
+    """One independently tuned choice, such as tile and launch of one kernel, while other knobs stay fixed.
 
     Attributes:
       name: its key in `KnobSettings`.
       phase: the program that it affects, `"forward"` or `"forward+backward"`.
-      candidates: the settings to try for a case. Those that do not compile or fit are skipped, and shown. None to try
-        means that there is no choice for this case, or on this machine, so the setting stays.
-      kernel: the end of the kernel's name, by which its cycles are found without the accelerator; or empty.
-      given: settings of other knobs while this one is timed. They switch off every kernel that could run in place of
-        this knob's.
-      traffic: the further bytes that its kernel moves, for a case and a setting.
-      ways: for a knob that chooses among kernels, its candidates in order, each with the names of the knobs whose
-        kernels run then. Without the accelerator the first is taken, unless another takes clearly fewer cycles in all.
+      candidates: a function from a case to the settings to try. Settings that do not compile or fit are reported and
+        skipped. Without any settings there is no choice for this case or on this machine, and the old setting stays.
+      kernel: the end of the kernel's name, which identifies the kernel when its cycles are counted from machine code
+        without the accelerator; or empty.
+      given: settings of other knobs while this one is timed. They switch off every kernel that could run instead of
+        this knob's kernel.
+      traffic: a function from a case and a setting to the extra bytes that the kernel moves.
+      ways: for a knob that chooses among kernels, its candidates in order. Each comes with the names of the knobs whose
+        kernels then run. Without the accelerator, the first candidate is chosen, unless the kernels of another take
+        clearly fewer cycles in total.
     """
 
     name: str
@@ -74,12 +77,14 @@ class Tunable:
 
     Attributes:
       knobs: the knobs, in the order in which they are tuned.
-      settings: returns the settings in force for a case on this machine.
-      call: returns the canonical call with given settings.
-      native: returns the same for the accelerator's compiler (`Accelerator.native`); or None.
-      key: returns what an entry of the table for a case is valid for, as the kernel reads it: `{"max_depth": 64}`.
-      cases: returns the cases to tune on, unless others are named.
-      table: the file; None if none is read, so that the settings never change.
+      settings: a function that returns the settings in force for a case on this machine.
+      call: a function that returns the canonical call with the given settings.
+      native: a function that returns the call with the given settings for the accelerator's real compiler
+        (`Accelerator.native`); or None.
+      key: a function from a case to the key of its table entry, such as `{"max_depth": 64}`. The kernel looks entries
+        up by this key.
+      cases: a function that returns the cases to tune on if the user names none.
+      table: the path of the table; None if the kernel reads no table, so that its settings never change.
     """
 
     knobs: tuple[Knob, ...]
@@ -93,13 +98,14 @@ class Tunable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableEntry:
-    """One entry of a table.
+    """One entry of a table of tuned settings.
 
     Attributes:
       device: the kind of device that it was measured on, as JAX names it.
-      key: what it is valid for.
-      settings: the settings.
-      provenance: its origin: case, date, version of JAX, command, and how it compared with what it replaced.
+      key: the cases that the entry is valid for, as `Tunable.key` returns it.
+      settings: the tuned settings.
+      provenance: how the entry was measured: case, date, version of JAX, command, and comparison with the settings that
+        it replaced.
     """
 
     device: str
@@ -117,7 +123,7 @@ def read_table(path: Path) -> tuple[TableEntry, ...]:
     """Read the entries of a table; none if there is no such file.
 
     Raises:
-      ValueError: if the file is no such table.
+      ValueError: if the file is not a table of tuned settings.
     """
     if not path.exists():
         return ()
