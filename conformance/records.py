@@ -305,7 +305,7 @@ def _reject_contradictions(record: Record) -> None:
     for name, value, limit in (("ratio", record.ratio, record.limit), ("rms", record.rms, record.rms_limit)):
         most = sys.float_info.max if limit is None else limit
         if record.verdict == PASS and value is not None and not value <= most:  # NaN is a contradiction too
-            raise ValueError(f"a pass with the {name} {value:g}, but the limit is {most:g}")
+            raise ValueError(f"a pass whose {name} is {value:g}, which must be at most {most:g}")
     if (drawn := record.error_map) is not None:
         for name, lines in (("cells", drawn.cells), ("mask", drawn.mask)):
             if len(set(map(len, lines))) > 1:

@@ -1,4 +1,7 @@
-"""Define what a check reports about one observable, before it becomes a record."""
+"""Define judgements: the verdicts that checks yield, before the runner turns them into records.
+
+Also turn comparisons with the oracle, and exceptions of a kernel, into judgements.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,14 @@ class Judgement:
       verdict: one of the verdicts of `conformance.records`.
       ratio: the largest error in units of its bound.
       rms: the root mean square of these ratios.
-      ratio_flash: the same ratio against the flash backward pass from the implementation's own residuals.
+      ratio_flash: for gradients, the largest ratio if the expected value is the flash backward pass recomputed from the
+        implementation's own residuals. It is shown and not judged.
       limit: the largest `ratio` that passes.
-      rms_limit: the largest `rms` that passes; none if there are too few elements.
+      rms_limit: the largest `rms` that passes; None if there are too few elements to judge it.
       worst: the element with the largest ratio.
-      reason: why it is not a pass, or what a user should know.
-      remedy: what the user can declare or change.
-      figures: numbers that are shown and not judged.
+      reason: the reason for a verdict other than `pass`, or a note for the user.
+      remedy: a declaration or a change with which the user can make it pass.
+      figures: measured numbers by name, which are shown and not judged.
       failure: the failed comparison, from which patterns of the error are derived.
     """
 
@@ -63,13 +67,14 @@ def judge_comparison(
     """Judge a comparison with the oracle by the table of limits.
 
     Args:
-      observable: which limit applies.
+      observable: the name under which the table has the limit.
       comparison: the result compared with the oracle.
       dtype: the dtype of the operands.
       tolerances: the table of limits.
       label: the name in the record, if it differs from `observable`.
-      flash: the same result compared with the flash backward pass from the implementation's own residuals. It shows how
-        an error arises and is not judged, since the residuals are judged separately.
+      flash: the same gradient compared with the flash backward pass recomputed from the implementation's own residuals.
+        It is shown and not judged, since the residuals are judged separately. A small ratio here means that the error
+        comes from the residuals.
     """
     limit = tolerances.limit(dtype, observable)
     use_rms = comparison.count >= RMS_MIN_ELEMENTS
@@ -101,7 +106,7 @@ def judge_comparison(
 
 
 def format_distinct(value: float, limit: float) -> tuple[str, str]:
-    """Format two numbers with three digits, or with as many as make them differ."""
+    """Format two numbers with three digits, or with as many digits as it takes to show that they differ."""
     digits = 3
     while digits < 17 and value != limit and f"{value:.{digits}g}" == f"{limit:.{digits}g}":
         digits += 1
@@ -109,7 +114,7 @@ def format_distinct(value: float, limit: float) -> tuple[str, str]:
 
 
 def build_unsupported(observable: str, reason: str) -> Judgement:
-    """Build the judgement of something that the implementation does not offer."""
+    """Build the judgement of an observable that the implementation does not offer."""
     return Judgement(observable=observable, verdict=records.UNSUPPORTED, reason=reason)
 
 
@@ -133,7 +138,7 @@ def catch_errors(observable: str, judge: Callable[[], Iterable[Judgement]]) -> I
         )
         yield dataclasses.replace(refused, figures={records.REFUSED: 1.0})
     except BaseException as error:  # an implementation may raise any type
-        # The consumer of the judgements may close this generator, which is no error of the implementation.
+        # The caller may close this generator, which raises GeneratorExit here. That is no error of the implementation.
         is_closed = isinstance(error, GeneratorExit) and kernel_errors.find_place(error) is None
         if is_closed or isinstance(error, KeyboardInterrupt | ProcessLost):
             raise
@@ -141,7 +146,7 @@ def catch_errors(observable: str, judge: Callable[[], Iterable[Judgement]]) -> I
 
 
 def run_subcheck(name: str, judge: Callable[[], Iterable[Judgement]]) -> Iterator[Judgement]:
-    """Run one subcheck: label its judgements with `name`, and confine what it raises to it."""
+    """Run one subcheck: label its judgements with `name`, and turn its exception into a judgement."""
     selected = _SELECTED.get()
     if selected is not None and name not in selected:
         return iter(())
@@ -150,7 +155,7 @@ def run_subcheck(name: str, judge: Callable[[], Iterable[Judgement]]) -> Iterato
 
 @contextlib.contextmanager
 def select_subchecks(names: Collection[str] | None) -> Iterator[None]:
-    """Run only the subchecks of these names within the block; all of them if `names` is none."""
+    """Run only the subchecks of these names within the block; all of them if `names` is None."""
     before = _SELECTED.set(names)
     try:
         yield

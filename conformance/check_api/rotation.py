@@ -1,6 +1,7 @@
-"""Choose which of the rotating questions a case is asked.
+"""Define rotations: the selection of costly parts of checks that run on one case.
 
-Some questions cost compilation. At `quick` they rotate over the cases of the grid: each case is asked some of them.
+Some parts of checks need programs of their own to be compiled, for example the gradients for another cotangent. At the
+level `quick` such parts rotate over the cases of the grid: each case gets some of them.
 `conformance.judging.rotation_assignment` assigns them.
 """
 
@@ -13,13 +14,13 @@ from cases.case import Case
 from conformance.contract import Implementation
 
 Pullback = Literal["plain", "residuals"]
-"""Which of the two calls is differentiated: the plain one, or the one with residuals."""
+"""The call that is differentiated: the one that returns only `out`, or the one that also returns the residuals."""
 PartialCotangent = Literal["row", "head", "lse"]
-"""A cotangent that reaches one row, one head, or `logsumexp` alone."""
+"""A cotangent that is nonzero only in one row of `out`, in one head of `out`, or in `logsumexp`."""
 Law = Literal["independence", "linearity"]
-"""A check that compares two results of the implementation, without the oracle."""
+"""A check that compares results of the implementation with each other, without the oracle."""
 Poison = Literal["nan", "inf"]
-"""The non-finite value that is put behind the mask."""
+"""The non-finite value that the check `poison` puts into keys and values that the mask hides."""
 
 PULLBACKS: tuple[Pullback, ...] = get_args(Pullback)
 PARTIAL_COTANGENTS: tuple[PartialCotangent, ...] = get_args(PartialCotangent)
@@ -29,14 +30,14 @@ POISONS: tuple[Poison, ...] = get_args(Poison)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """The rotating questions that one case is asked; by default all of them.
+    """The costly parts of checks that run on one case; by default all of them.
 
     Attributes:
       pullbacks: the calls that are differentiated.
-      cotangents: the partial cotangents that are pulled back, among those of `list_partial_cotangents`.
-      laws: the laws that are checked.
-      poisons: the non-finite values that are put behind the mask; huge numbers always are.
-      merges: whether parts over pieces of the cache are merged.
+      cotangents: the partial cotangents that are pulled back, if the case has them (`list_partial_cotangents`).
+      laws: the law checks that run.
+      poisons: the non-finite values that the check `poison` uses. It always uses huge numbers too.
+      merges: whether parts over pieces of the cache are merged and compared.
     """
 
     pullbacks: tuple[Pullback, ...] = PULLBACKS
@@ -50,7 +51,7 @@ FULL_ROTATION = Rotation()
 
 
 def list_pullbacks(implementation: Implementation, case: Case) -> tuple[Pullback, ...]:
-    """List the calls that can be differentiated; only the plain one if `logsumexp` carries no gradient."""
+    """List the calls that can be differentiated; without the call with residuals if `logsumexp` carries no gradient."""
     if case.phase != "train" or not implementation.gradients:
         return ()
     return PULLBACKS if "logsumexp" in implementation.differentiable_residuals else ("plain",)

@@ -1,7 +1,8 @@
-"""Define scopes: which cases each check runs on.
+"""Define scopes. The scope of a check selects the cases that the check runs on.
 
-A scope holds all that planning, running and measuring need to know: its cases, how expensive they are, and which call
-replaces the kernel's own where its accelerator is missing. `SCOPES` lists them, the most revealing first.
+A scope holds its cases, whether they are cheap, and the call that replaces the kernel's own if the accelerator is
+missing. The planning of runs and the measurement of planted bugs use it. `SCOPES` lists all scopes, the most revealing
+first.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ class ImplementationGrids:
 
     @property
     def declined(self) -> tuple[Case, ...]:
-        """One case for each level of the two main grids, and each operand with its own cases, that is not supported."""
+        """Cases that the implementation must refuse: one for each unsupported level and operand.
+
+        The levels are those of the grids of features and of sizes. The operands are those with their own cases.
+        """
         plainest = self.grid.singles[:1] if self.implementation.storage is None else ()
         declined = [case for grid in (self.grid, self.sizes) for case in grid.declined]
         for operand in WITH_OWN_CASES:
@@ -87,19 +91,21 @@ def select_models(implementation: Implementation) -> tuple[Model, Model]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scope:
-    """The cases that a check runs on.
+    """The selection of cases that a check runs on.
 
     Attributes:
-      name: its name in `list checks` and in messages.
-      about: its cases in a few words.
-      cases: lists the cases of one implementation, at a level and with a base seed.
-      contains: whether a case belongs to the scope. A case that the user names gets the checks of all such scopes.
-      accepts_any_case: whether a check that the user names may run on any supported case of this implementation.
-      short: whether a case needs only a few programs.
-      supported: whether its cases are supported. If not, the implementation must refuse them.
-      seeded: whether operand values matter. If not, one seed is enough.
-      without_accelerator: returns the call to judge where the implementation's accelerator is missing, or none if
-        nothing can be judged there.
+      name: the name of the scope in `list checks` and in messages.
+      about: a short description of its cases.
+      cases: a function that lists its cases for one implementation, level and base seed.
+      contains: a function that says whether a case belongs to the scope. A case that the user names gets the checks of
+        all scopes that contain it.
+      accepts_any_case: a function that says whether a check may run on every supported case of an implementation, if
+        the user names the check.
+      short: whether few programs have to be compiled for a case.
+      supported: whether the implementation supports the cases. If not, it must refuse them.
+      seeded: whether results depend on the values of operands. If not, the cases of one seed are enough.
+      without_accelerator: a function that returns the call to judge if the implementation's accelerator is missing, or
+        None if nothing can be judged without it.
     """
 
     name: str
@@ -123,7 +129,7 @@ def _build_scope(
 def _list_grid_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
     """List the supported cases of all grids.
 
-    Beyond `quick`, very long sequences and the named regressions are added.
+    At levels above `quick`, very long sequences and the named regressions are added.
     """
     gridded = [case for grid in grids.all_grids for case in grid.cases]
     if grids.level == "quick":
@@ -134,9 +140,9 @@ def _list_grid_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
 
 
 def _list_compiled_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
-    """List a few long cases for platforms that have a compiler here.
+    """List a few long cases for kernels of a platform whose compiler is installed here.
 
-    An implementation that declares no native call gets one case, so that the report says so.
+    An implementation without a declared native call gets one case, so that the report mentions that it has none.
     """
     implementation = grids.implementation
     if not list_targets(implementation.accelerator.platform):
@@ -148,7 +154,8 @@ def _list_compiled_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
 def _list_interpreted_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
     """List cases for kernels that JAX can interpret.
 
-    A TPU kernel that declares no call for the interpreter gets one case, so that the report says so.
+    A TPU kernel without a declared call for the interpreter gets one case, so that the report mentions that it has
+    none.
     """
     implementation = grids.implementation
     if not _has_interpreter(implementation):
@@ -158,7 +165,7 @@ def _list_interpreted_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
 
 
 def _has_interpreter(implementation: Implementation) -> bool:
-    """Return whether JAX can interpret the kernel: TPU kernels, and GPU kernels that declare a call for it."""
+    """Return whether JAX can interpret the kernel: any TPU kernel, or a GPU kernel with a call for the interpreter."""
     accelerator = implementation.accelerator
     return accelerator.platform == "tpu" or (
         accelerator.platform == "gpu" and accelerator.under_interpreter is not None
@@ -166,7 +173,7 @@ def _has_interpreter(implementation: Implementation) -> bool:
 
 
 def _accept_any(implementation: Implementation) -> bool:
-    """Accept every case."""
+    """Return True: a check of the scope may run on every supported case."""
     return True
 
 
@@ -241,4 +248,4 @@ FEATURE = _build_scope(
 )
 
 SCOPES = (GRID, RICH, BASE, DECODED, FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE)
-"""All scopes, in the order in which jobs are planned and planted bugs are searched for."""
+"""All scopes, in the order in which their cases are planned in a run, and tried on planted bugs."""

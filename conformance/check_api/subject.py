@@ -1,4 +1,4 @@
-"""Define `Subject`: one implementation on one case, with cached results and expectations."""
+"""Define `Subject`, which checks get: one implementation on one case, with cached results and expectations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from conformance.truth.oracle import EmptyRows
 from conformance.truth.rounding_bounds import Bounded, Expectation, OperandErrors, compute_expectation
 from conformance.truth.tolerances import Tolerances
 
-# Cached values by origin: drawn operands, expectations of the oracle, results of the implementation.
+# Names of the cached properties of `Subject` to keep when the subject is copied: those that depend on the case only,
+# those that also depend on the implementation's declarations, and those that also depend on the compiled call.
 _OPERAND_CACHE = frozenset({"problem"})
 _EXPECTATION_CACHE = _OPERAND_CACHE | {
     "expectation",
@@ -38,15 +39,15 @@ _RESULT_CACHE = _OPERAND_CACHE | {"forward", "residuals", "part", "_calls"}
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """One implementation on one case: what checks run on.
+    """One implementation on one case. Checks run on subjects.
 
-    Results of the implementation and expectations of the oracle are computed once and cached.
+    The results of the implementation and the expectations of the oracle are computed on first use, and cached.
 
     Attributes:
       executor: runs the implementation, here or in its sandbox.
       case: the attention problem.
       tolerances: the table of limits.
-      rotation: which of the rotating questions the case is asked.
+      rotation: the costly parts of checks that run on this case.
     """
 
     executor: Executor
@@ -60,7 +61,7 @@ class Subject:
         return self.executor.implementation
 
     def with_executor(self, executor: Executor) -> Subject:
-        """Return the subject with another executor, which compiles differently, and keep cached expectations."""
+        """Return the subject with another executor, for example one with other compiler flags; keep expectations."""
         return self._replace_executor(executor, _EXPECTATION_CACHE)
 
     def with_declarations(self, implementation: Implementation) -> Subject:
@@ -91,17 +92,17 @@ class Subject:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the case asks for gradients and the implementation offers any."""
+        """Whether gradients are judged: the case is of training, and the implementation offers gradients."""
         return self.case.phase == "train" and bool(self.implementation.gradients)
 
     @property
     def empty_rows(self) -> EmptyRows:
-        """The value that the oracle returns for rows that may attend to nothing."""
+        """The output that the oracle computes for queries that may attend to nothing."""
         return "mean" if self.implementation.empty_rows == "mean" else "zero"
 
     @functools.cached_property
     def expectation(self) -> Expectation:
-        """Exact results and bounds; gradients in the order of `cotangents`."""
+        """The exact results and bounds of the case, with gradients in the order of `cotangents`."""
         return compute_expectation(
             self.problem,
             self.implementation.arithmetic,
@@ -111,7 +112,7 @@ class Subject:
 
     @functools.cached_property
     def expectation_before_storing(self) -> Expectation | None:
-        """The expectation for the keys and values before they were quantised; none without a quantised cache.
+        """The expectation for the keys and values before they were quantised; None without a quantised cache.
 
         The bounds include the error of quantisation.
         """
@@ -132,9 +133,10 @@ class Subject:
     def cotangents(self) -> dict[str, Cotangent]:
         """The cotangents to pull back, by name.
 
-        `random` and `random_lse` reach every judged row. `row` and `head` reach a single one. `lse` is zero for `out`.
-        `empty` reaches only rows that may attend to nothing. Rows with undefined output get a zero cotangent, as from a
-        loss that ignores them.
+        `random` and `random_lse` are nonzero in every judged row; only `random_lse` includes `logsumexp`. `row` and
+        `head` are nonzero in a single row or head of `out`. `lse` is nonzero only for `logsumexp`. `empty` is nonzero
+        only in rows that may attend to nothing. Rows with undefined output get a zero cotangent, as from a loss that
+        ignores them.
         """
         if not self.has_gradients:
             return {}
@@ -164,12 +166,12 @@ class Subject:
 
     @property
     def _pullbacks(self) -> tuple[Pullback, ...]:
-        """The calls to differentiate, among those that can be."""
+        """The differentiable calls that the rotation selects."""
         return tuple(call for call in list_pullbacks(self.implementation, self.case) if call in self.rotation.pullbacks)
 
     @property
     def full_cotangent(self) -> str:
-        """The name of a cotangent that reaches every judged row: `random` or `random_lse`."""
+        """The name of the cotangent that is nonzero in every judged row: `random` or `random_lse`."""
         return "random" if "plain" in self._pullbacks else "random_lse"
 
     @property
@@ -180,40 +182,40 @@ class Subject:
 
     @functools.cached_property
     def judged_out(self) -> np.ndarray:
-        """Which rows of `out` are judged, `[B, T, N, 1]`."""
+        """Booleans `[B, T, N, 1]`, true for the rows of `out` that are judged."""
         return self.find_judged_rows(self.problem)
 
     def find_judged_rows(self, problem: Problem) -> np.ndarray:
-        """Return which rows of `out` are judged on another problem, `[B, T, N, 1]`."""
+        """Return booleans `[B, T, N, 1]`, true for the rows of `out` that are judged on a problem."""
         keep = ~problem.empty_rows | (self.implementation.empty_rows != "undefined")
-        keep = keep & problem.decided  # if rounding may choose other keys, there are several right results
+        keep = keep & problem.decided  # if rounding can change which keys a row selects, it has several right results
         return keep.transpose(0, 2, 1)[..., None]
 
     @functools.cached_property
     def judged_residuals(self) -> np.ndarray:
-        """Which rows of the residuals are judged, `[B, N, T]`; empty rows only if they are declared zero."""
+        """Booleans `[B, N, T]`, true for the judged rows of residuals; empty rows only if they are declared `zero`."""
         return (~self.problem.empty_rows | (self.implementation.empty_rows == "zero")) & self.problem.decided
 
     def begin_forward(self) -> None:
-        """Start the forward calls ahead of time if they run in another process."""
+        """Start the forward calls ahead of time, if the executor runs them in another process."""
         if self._has_other_calls:
             self.executor.begin_calls(self.problem)
         else:
             self.executor.begin_forward(self.problem)
 
     def begin_gradients(self, cotangent: str) -> None:
-        """Start computing the gradients for the named cotangent ahead of time, if the case has it."""
+        """Start computing the gradients for the named cotangent ahead of time, if the case has this cotangent."""
         if cotangent in self.cotangents:
             self.executor.begin_gradients(self.problem, self.cotangents[cotangent])
 
     @property
     def _has_other_calls(self) -> bool:
-        """Whether there are other forward calls than the plain one."""
+        """Whether the implementation has forward calls besides the plain one: with residuals, or for parts."""
         return bool(self.implementation.residuals or self.implementation.parts)
 
     @functools.cached_property
     def forward(self) -> Result:
-        """The result of the plain call."""
+        """The result of the plain call: the call on the case's own operands that returns only `out`."""
         return self._calls.forward if self._calls else self.executor.forward(self.problem)
 
     @functools.cached_property
@@ -224,25 +226,25 @@ class Subject:
 
     @functools.cached_property
     def part(self) -> Any:
-        """The unnormalised part `(out, max, sum)`, exactly as it was returned."""
+        """The unnormalised part `(out, max, sum)`, exactly as the implementation returned it."""
         return self._calls.part if self._calls else self.executor.part(self.problem)
 
     @functools.cached_property
     def _calls(self) -> Calls | None:
-        """The results of all forward calls in one program; none if one of them raises."""
+        """The results of all forward calls from one program; None if there is only one call, or if it raises."""
         if not self._has_other_calls:
             return None
         try:
             return self.executor.calls(self.problem)
-        except Exception:  # the separate calls raise it again where it is judged
+        except Exception:  # the separate calls raise the error again, in the checks that judge them
             return None
 
     def run_forward(self, problem: Problem) -> Result:
-        """Run the plain call on other values of the same shapes, by an already compiled program."""
+        """Run the plain call on other values of the same shapes, with the program that is compiled already."""
         return self.executor.calls(problem).forward if self._calls else self.executor.forward(problem)
 
     def run_residuals(self, problem: Problem) -> Result:
-        """Run the call with residuals on other values of the same shapes, by an already compiled program."""
+        """Run the call with residuals on other values of the same shapes, with the compiled program."""
         together = self._calls and self.executor.calls(problem).residuals
         return together or self.executor.residuals(problem)
 
@@ -254,12 +256,12 @@ class Subject:
         return run(problem).values
 
     def require_shapes(self, result: Result) -> Result:
-        """Return the result if it has the shapes of the case.
+        """Return the result unchanged, after checking that it has the shapes of the case.
 
-        For checks that compute with a result before they compare it.
+        Checks call this before they compute with a result.
 
         Raises:
-          WrongReturn: if it has another shape.
+          WrongReturn: if an array of the result has another shape.
         """
         case = self.case
         out = case.batch, case.q_length, case.num_q_heads, case.v_head_dim
@@ -269,7 +271,7 @@ class Subject:
         return result
 
     def expect(self, problem: Problem, cotangents: Sequence[Cotangent] = ()) -> Expectation:
-        """Return exact results and bounds on another problem."""
+        """Return exact results and bounds on a problem other than the case's own."""
         return compute_expectation(problem, self.implementation.arithmetic, cotangents, empty_rows=self.empty_rows)
 
     def judge(
@@ -285,13 +287,13 @@ class Subject:
         """Judge a result by its expectation and the limit of `observable`.
 
         Args:
-          observable: which limit applies.
-          got: the result.
-          expected: exact values and bounds.
-          judged: booleans broadcastable to the shape; false elements are ignored.
+          observable: the name under which the table of limits has the limit.
+          got: the result of the implementation.
+          expected: the exact values and their bounds.
+          judged: booleans broadcastable to the shape of the result; false elements are ignored. None judges all.
           label: the name in the record, if it differs from `observable`.
-          flash: gradients by the flash backward pass from the implementation's own residuals. Their ratio is shown
-            only.
+          flash: the gradient that the flash backward pass computes from the implementation's own residuals. The ratio
+            against it is shown and not judged.
         """
         comparison = compare(got, expected, judged)
         against_flash = None if flash is None else compare(got, dataclasses.replace(expected, value=flash), judged)
@@ -304,7 +306,7 @@ class Subject:
         return dataclasses.replace(judgement, failure=failure)
 
     def _find_results(self, expected: Bounded) -> Mapping[str, Bounded]:
-        """Return all results that were expected together with `expected`; none if it is of another problem."""
+        """Return all expected results that were computed with `expected`; empty if it is of another problem."""
         if "expectation" not in vars(self):
             return {}
         forward = self.expectation.forward
@@ -312,7 +314,7 @@ class Subject:
         return next((found for found in together if any(one is expected for one in found.values())), {})
 
     def judge_malformed(self, observable: str, problem: str, *, label: str | None = None) -> Judgement:
-        """Judge a result that cannot be compared at all, such as one of the wrong shape."""
+        """Build the failing judgement of a result that cannot be compared, for example because its shape is wrong."""
         return self._judge_comparison(observable, Comparison.malformed(problem), label, None)
 
     def _judge_comparison(
@@ -336,7 +338,7 @@ class Subject:
         return {}
 
     def run_gradients(self, problem: Problem, cotangent: Cotangent) -> Result:
-        """Pull a cotangent back on other values of the same shapes, by an already compiled program."""
+        """Pull a cotangent back on other values of the same shapes, with the program that is compiled already."""
         if cotangent.logsumexp is None and "plain" in self._pullbacks:
             return self.executor.gradients(problem, cotangent)
         if cotangent.logsumexp is None:
@@ -346,7 +348,7 @@ class Subject:
 
 
 def _keep_index(cotangent: np.ndarray, *, axis: int, index: int) -> np.ndarray:
-    """Return the cotangent with zeros everywhere but at one index of one axis."""
+    """Return a copy of the cotangent that is zero except at one index of one axis."""
     kept = np.zeros_like(cotangent)
     place = (slice(None),) * axis + (index,)
     kept[place] = cotangent[place]

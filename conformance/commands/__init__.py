@@ -1,1 +1,1 @@
-"""The sub-commands of the command line, one module each."""
+"""Implement the sub-commands of `python -m conformance`, one module each, and the code that they share."""

@@ -1,4 +1,4 @@
-"""Build from a command's arguments what the commands share: kernel options, outputs, the command line itself."""
+"""Turn parsed arguments into objects that several commands need: kernel options, output files, the command line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from conformance.session.run_outputs import Outputs
 
 
 def format_command_line() -> str:
-    """Return the command line as it can be repeated."""
+    """Return the command line of this process as text, quoted so that it can be repeated in a shell."""
     words = " ".join(["python -m conformance", *map(shlex.quote, sys.argv[1:])])
-    return words.encode(errors="backslashreplace").decode()  # a path may have bytes that are no text
+    return words.encode(errors="backslashreplace").decode()  # a path may have bytes that are not UTF-8
 
 
 def build_kernel_options(arguments: argparse.Namespace) -> KernelOptions:
@@ -34,7 +34,7 @@ def build_kernel_options(arguments: argparse.Namespace) -> KernelOptions:
 
 
 def check_outputs(arguments: argparse.Namespace) -> Outputs:
-    """Check the files that a command is to write, before any work is done. Raises `CannotJudge`."""
+    """Check, before any work is done, that a command can write its output files. Raises `CannotJudge`."""
     markdown = getattr(arguments, "markdown", None)
     return run_outputs.check_outputs(report=arguments.report, json=getattr(arguments, "json", None), markdown=markdown)
 

@@ -1,4 +1,7 @@
-"""Show the terms of the bound where an implementation is furthest off on a case, result by result."""
+"""Explain the error of an implementation on a case, for `explain --impl`.
+
+For each result, list the terms of the error bound at the worst element, and say which term the error resembles.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from reports import text_format
 from reports.metrics import Metric
 
 _MAX_ROUNDING_TIMES = 8.0
-"""A rounding error is at most so many times its term. A larger error is no rounding of that size."""
+"""The largest plausible ratio of a rounding error to its term. A larger error does not come from that rounding."""
 
 _MAX_NAMED_TERMS = 3
 _WHOLE_BOUND = "the whole bound"
@@ -28,7 +31,7 @@ _TERM_NAMES = {**bound_sources.SOURCES, _WHOLE_BOUND: "the bound as a whole, no 
 
 
 def explain_bounds(implementation: Implementation, case: Case, tolerances: Tolerances) -> str:
-    """Describe how far each result is off at its worst element, and the terms of the bound there.
+    """Describe the error of each result at its worst element, and the terms of the bound there.
 
     Raises:
       CannotJudge: if the implementation cannot run here, or does not support the case.
@@ -47,7 +50,7 @@ def explain_bounds(implementation: Implementation, case: Case, tolerances: Toler
         by_source = bound_sources.compute_expectation_by_source(
             subject.problem, implementation.arithmetic, list(cotangents.values()), empty_rows=subject.empty_rows
         )
-    lines = [f"{implementation.name} on {case.id}: of what the bound consists at the worst element of each result"]
+    lines = [f"{implementation.name} on {case.id}: the terms of the bound at the worst element of each result"]
     for name, result, bounded, judged, pick in _iter_results(subject):
         lines += [
             "",
@@ -90,7 +93,7 @@ def _format_terms(
 ) -> list[str]:
     try:
         values = result().values
-    except Exception as error:  # whatever a kernel raises is what there is to say of this result
+    except Exception as error:  # a kernel may raise anything; show it in place of the terms
         return [f"{name}: raised {type(error).__name__}: {text_format.shorten_text(str(error), longest=300)}"]
     if name not in values:
         return [f"{name}: was not returned"]
@@ -107,7 +110,7 @@ def _format_terms(
         lines.append(f"  {text_format.format_number(size):>9}  {part}  {bound_sources.SOURCES[source]}")
     rest = worst.bound - sum(size for _, size in found)
     if worst.bound and abs(rest) >= 0.01 * worst.bound:
-        why = "more, since errors are not small here" if rest > 0 else "less, since not all are largest at once"
+        why = "more, since errors are not small here" if rest > 0 else "less, since not all are largest together"
         lines.append(f"  {text_format.format_number(rest):>9}  {rest / worst.bound:>4.0%}  {why}")
     if not worst.bound:
         lines.append("  nothing rounds here: the bound is zero, and the value must be exact")
@@ -118,7 +121,10 @@ def _format_terms(
 def _describe_resemblance(
     got: np.ndarray, bounded: Bounded, judged: np.ndarray, by_source: dict[str, np.ndarray], passes: bool
 ) -> str:
-    """Say which term the errors of all elements resemble; for a result that passes, only terms of its size."""
+    """Return a sentence on the term that the errors of all elements resemble.
+
+    For a result that passes, only terms that are not much smaller than the errors are considered.
+    """
     error = np.abs(got.astype(np.float64) - bounded.value)
     counts = np.broadcast_to(judged, error.shape)
     off = int((error[counts] > 0).sum())

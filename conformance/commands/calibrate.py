@@ -1,4 +1,4 @@
-"""`calibrate`: tabulate what correct implementations reach, from which the limits follow."""
+"""Implement `calibrate`: tabulate the largest ratios of correct implementations. The limits are derived from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from conformance.truth import calibration, tolerances
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
-    """Judge correct implementations, or read their records, and write the table."""
+    """Judge correct implementations, or read their records, and write the table of their largest ratios."""
     path = check_writable(arguments.out, "out") if arguments.out is not None else tolerances.CALIBRATION
     if not arguments.records and not arguments.impl:
         raise CannotJudge("nothing to calibrate by: give records of correct implementations, or --impl=NAME")
@@ -33,7 +33,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
         found += input_files.read_records(name)
     if arguments.impl:
         found += _judge_grids(arguments)
-    # Records do not say what grid they are of, nor which JAX they were made with.
+    # Records do not contain the level of their grid or the version of JAX, so the table of read records has neither.
     judged_here = not arguments.records
     level = arguments.level or ("standard" if judged_here else "")
     try:
@@ -50,7 +50,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _judge_grids(arguments: argparse.Namespace) -> list[Record]:
-    """Judge whole grids, and return the records. Raises `CannotJudge` if the run does not come to its end."""
+    """Judge the implementations on whole grids, and return the records. Raises `CannotJudge` if the run is stopped."""
     options = RunOptions(
         implementations=tuple(arguments.impl),
         level=arguments.level or "standard",

@@ -1,4 +1,4 @@
-"""Describe a case: the problem, the wrong results that it must expose, and its tolerances with their origin."""
+"""Describe a case as text, for `explain`: the problem, its tolerances and their origin, how well it discriminates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DISTRIBUTIONS = {
     "levels": "logits around 80, 90, 105, 130, 1100 and 1.1e4, high and low; queries of zeros and equal keys",
     "huge": "logits beyond the float16 range, high for one query and low for the next",
 }
-# Operands that have a line of their own.
+# Operands that have their own line in the description.
 _DESCRIBED_OPERANDS = {"segment_ids", "soft_cap", "sinks", "bias", "scale"}
 
 
@@ -60,7 +60,7 @@ def _describe_problem(case: Case, problem: Problem) -> list[str]:
         f"Mask        {case.mask} ({', '.join(FEATURES[name] for name in mask_spec.list_mask_features(case.mask))})",
         f"            with segment ids, {share:.1%} of all pairs are allowed, "
         f"{int(problem.empty_rows.sum())} rows may attend to nothing, "
-        f"{int(problem.dead_keys.sum())} keys are seen by nobody",
+        f"{int(problem.dead_keys.sum())} keys are hidden from every query",
         f"Scale       {problem.effective_scale:.6g}{' (1/sqrt(H))' if case.scale is None else ''}",
     ]
     if problem.tied:
@@ -70,9 +70,9 @@ def _describe_problem(case: Case, problem: Problem) -> list[str]:
     if problem.segment_ids is not None:
         kinds = {
             "segpad": ", with padding on both sides",
-            "segwild": ", with ids from -1 to 2**31 - 1 that come back",
+            "segwild": ", with ids from -1 to 2**31 - 1, and ids that recur",
             "segmany": ", of one to twelve positions each",
-            "segamid": ": text of one label, with pictures amid it",
+            "segamid": ": text under one id, with pictures in between under other ids",
         }
         padding = kinds.get(case.segments or "", "")
         lines.append(f"Segments    packed sequences, ids not monotone{padding}")
@@ -91,7 +91,7 @@ def _describe_problem(case: Case, problem: Problem) -> list[str]:
 
 
 def _describe_storage(case: Case, stored: Storage) -> list[str]:
-    """Describe where the operands of a stored case lie."""
+    """Describe how the operands of a stored case are laid out in memory."""
     sequences = ", ".join(f"{q} of {n}" for q, n in zip(case.q_lengths, case.kv_lengths, strict=True))
     form, total = FORMS[stored.form], stored.q_rows.size
     where = "" if form.describe_layout is None else form.describe_layout(stored)
@@ -105,7 +105,7 @@ def _describe_storage(case: Case, stored: Storage) -> list[str]:
 
 
 def _describe_tolerances(case: Case, tolerances: Tolerances) -> list[str]:
-    lines = ["Judged by the largest |got - expected| / bound over the elements, and where there are enough by the"]
+    lines = ["Judged by the largest |got - expected| / bound over the elements, and if there are enough of them by the"]
     lines.append(
         "root mean square. The bound is the first-order rounding error of each element "
         "(conformance/truth/rounding_bounds.py)."
@@ -123,8 +123,8 @@ def _describe_margins(case: Case, tolerances: Tolerances) -> list[str]:
     declared = Implementation(name="oracle", call=never, arithmetic=Arithmetic(), empty_rows="zero")
     margins = discrimination.compute_margins(Subject(Executor(declared), case, tolerances))
     lines = [
-        "Wrong results that must fail it, and how many times over the limit "
-        f"({discrimination.REQUIRED_MARGIN:g} needed):"
+        "Simple wrong results that must fail this case, with their ratio in units of the limit "
+        f"(at least {discrimination.REQUIRED_MARGIN:g} is required):"
     ]
     lines += [f"  {name:<22} {margin:.3g}" for name, margin in sorted(margins.items(), key=lambda item: item[1])]
     return lines

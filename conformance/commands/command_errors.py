@@ -1,4 +1,4 @@
-"""Errors that end a command with one line and exit code 2."""
+"""End a command with an error: print one line, with exit code 2."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from conformance.commands import standard_streams
 from conformance.session.failures import CannotJudge
 
 TRACEBACK_VARIABLE = "CONFORMANCE_TRACEBACK"
-"""The environment variable that makes an unexpected error print its traceback."""
+"""Name of the environment variable that makes an unexpected error print its traceback."""
 _UNKNOWN_ARGUMENTS = "unrecognized arguments: "
 
 
 class Parser(argparse_flags.ArgumentParser):
-    """Parses the whole command line."""
+    """The parser of the whole command line."""
 
     def error(self, message: str) -> NoReturn:
-        """End with one line and exit code 2."""
-        # The commonest unknown argument is a kernel without --impl.
+        """Print the error in one line, and end the process with exit code 2."""
+        # The most common unknown argument is a kernel without --impl before it.
         words = message.removeprefix(_UNKNOWN_ARGUMENTS).split() if message.startswith(_UNKNOWN_ARGUMENTS) else []
         kernel = next((word for word in words if not word.startswith("-") and (".py" in word or ":" in word)), None)
         refuse_arguments(self, f"{message}; a kernel is named by --impl={kernel}" if kernel else message)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parses a sub-command. It refuses abbreviated options: a misspelt option must not weaken the gate."""
+    """The parser of a sub-command. It refuses abbreviated options, so that a misspelt option cannot weaken the gate."""
 
     def __init__(self, **options: Any) -> None:
-        """Create a parser with the options of argparse's own."""
+        """Create a parser from the options of `argparse.ArgumentParser`."""
         super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        """End with one line and exit code 2."""
+        """Print the error in one line, and end the process with exit code 2."""
         refuse_arguments(self, message)
 
 
 def refuse_arguments(refusing: argparse.ArgumentParser, message: str) -> NoReturn:
-    """End with one line that says what is wrong, and where help is."""
+    """Print one line with the error and how to get help, and end the process with exit code 2."""
     refusing.exit(2, f"error: {message} (see {refusing.prog} --help)\n")
 
 
 def describe_error(error: Exception) -> str:
-    """Say in one line why a command ended; for an unexpected error, also how to see and report it."""
-    lookup = sys.modules.get("conformance.execution.implementation_registry")  # it loads NumPy
+    """Return a line on why a command ended; for an unexpected error, also how to report it with its traceback."""
+    lookup = sys.modules.get("conformance.execution.implementation_registry")  # not imported here, since it loads NumPy
     expected: tuple[type[Exception], ...] = (CannotJudge, packages.NameTaken, standard_streams.OutputFailed)
     if lookup is not None:
         expected += (lookup.ImplementationNotFound,)

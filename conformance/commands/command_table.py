@@ -1,4 +1,7 @@
-"""The sub-commands by name. Each is loaded when it is asked for, since loading all takes half a second."""
+"""Load the function of a sub-command by its name.
+
+Only the module of that command is imported, since importing all of them takes half a second.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _COMMAND_PLACES = {
 
 
 def load_command(name: str) -> Callable[[argparse.Namespace], int]:
-    """Load the function that carries out a command."""
+    """Load the function of a command, which takes the parsed arguments and returns the exit code."""
     places = {name: f"conformance.commands.{place}" for name, place in _COMMAND_PLACES.items()}
     places |= {command.name: command.function for extension in load_extensions() for command in extension.commands}
     found: Callable[[argparse.Namespace], int] = load_attribute(places[name])

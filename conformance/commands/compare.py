@@ -1,4 +1,4 @@
-"""`compare`: report what changed between two runs, or two sets of shards."""
+"""Implement `compare`: report what changed between two runs, or two sets of shards."""
 
 from __future__ import annotations
 

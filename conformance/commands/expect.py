@@ -1,4 +1,4 @@
-"""`expect`: print known-failure entries for what fails now, with reasons to be filled in."""
+"""Implement `expect`: print a known-failure entry for each group of current failures, with the reason left blank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conformance.session.failures import CannotJudge
 
 
 def expect(arguments: argparse.Namespace) -> int:
-    """Print an entry for each group of failures, to be pasted into `pyproject.toml`."""
+    """Print a known-failure entry for each group of failures, to be pasted into `pyproject.toml`."""
     recorded = [one for name in arguments.records for one in input_files.read_recorded_runs(name)]
     found, _ = aggregate_runs(recorded, command="expect")
     known = sorted({record.implementation for record in found})

@@ -1,4 +1,4 @@
-"""`explore`: search for a wrong case beyond the grid."""
+"""Implement `explore`: draw cases beyond the grid until the implementation is wrong on one, and shrink that case."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from reports.page_model import build_summary
 
 
 def explore(arguments: argparse.Namespace) -> int:
-    """Judge drawn cases until one is wrong or the time is up, and shrink a wrong one."""
-    from conformance.judging import explorer as exploring  # imported late: only this and `--shrink` need Hypothesis
+    """Judge drawn cases until the implementation is wrong on one or the time is up; shrink a wrong case."""
+    from conformance.judging import explorer as exploring  # imported late, since it loads Hypothesis
 
     if arguments.seed is not None:
         run_options.reject_bad_seed(arguments.seed)
@@ -52,7 +52,7 @@ def explore(arguments: argparse.Namespace) -> int:
         limits=chosen.tolerances.rows(),
         kernels=kernels,
     )
-    interrupts.stop_raising()  # from here on a signal ends in a summary and a page
+    interrupts.stop_raising()  # from here on, a signal ends the search, and the results so far are written
     console = Console(stderr=True)
     console.print(f"seed {budget.seed}", highlight=False)
     try:
@@ -64,7 +64,7 @@ def explore(arguments: argparse.Namespace) -> int:
 
             def on_case(seen: exploring.JudgedCase) -> None:
                 if not (seen.shrinking or any(record.verdict in RED for record in seen.records)):
-                    journal.add_records(seen.records)  # of wrong cases, only the smallest stays
+                    journal.add_records(seen.records)  # of the wrong cases, only the smallest is recorded, below
                 progress.advance(seen.records, shrinking=seen.shrinking)
 
             try:
@@ -97,6 +97,6 @@ def explore(arguments: argparse.Namespace) -> int:
 
 
 def _end_journal(journal: Journal, reason: str) -> CannotJudge:
-    """End the files of a run that cannot go on, and return the exception that says why."""
+    """Write the end of a run that cannot continue, and return the exception with the reason."""
     journal.end(FAILED, reason=reason)
     return CannotJudge(reason)

@@ -1,4 +1,4 @@
-"""The texts of the commands' help: descriptions, examples, exit codes."""
+"""Hold the longer help texts of the command line: descriptions, examples, exit codes."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ example:
   python -m conformance explain train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
   python -m conformance explain train/f32/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0 --impl=kernel.py:attention
 
-exit codes: 0 explained, 2 not a case id, or the implementation cannot be asked
+exit codes: 0 explained, 2 not a case id, or the implementation cannot run or does not support the case
 """
 
 REPORT_EXAMPLES = """\
 example:
   python -m conformance report cpu.jsonl gpu.jsonl --report=all.html
 
-Runs of the same kernel by the same versions are one, shards too: where two of them answer the same question, the worse
-answer counts. Runs of another kernel, version or declaration stand beside each other.
+Runs of the same kernel with the same versions and declarations are merged, shards too. If two of them judge the same
+result, the worse verdict counts. Runs that differ in kernel, version or declaration are shown side by side.
 exit codes: 0 written, 2 a file cannot be read or written
 """
 
@@ -73,12 +73,12 @@ examples:
   python -m conformance sensitivity --report=sensitivity.html
   python -m conformance sensitivity --bank=my_tests.planted:BANK
   python -m conformance sensitivity --bug=returns-zeros --level=standard
-  python -m conformance sensitivity --new --save                # bugs added since the figures were kept
-  python -m conformance sensitivity --twice --seconds=30        # and by a second case?
+  python -m conformance sensitivity --new --save                # only bugs without a saved, valid measurement
+  python -m conformance sensitivity --twice --seconds=30        # does a second case detect each bug?
 
-A bank is a sequence of conformance.sensitivity.PlantedBug. Each bug is judged until two checks have seen it,
-beginning with the cases nearest to its trigger, and on the whole grid if none has.
-exit codes: 0 every bug is seen and every check is needed, 1 not so, 2 could not be measured
+A bank is a sequence of conformance.sensitivity.PlantedBug. Each bug is judged until two checks have detected it,
+beginning with the cases nearest to its trigger. If no check detects it, it is judged on the whole grid.
+exit codes: 0 every bug is detected and every check is needed, 1 otherwise, 2 could not be measured
 """
 
 CALIBRATE_EXAMPLES = """\
@@ -96,8 +96,9 @@ examples:
   python -m conformance compare before.jsonl after.jsonl --report=changes.html
   python -m conformance compare 1.jsonl,2.jsonl,3.jsonl new1.jsonl,new2.jsonl,new3.jsonl
 
-A regression is a new failure, something newly unsupported or unjudged, and a judgement that is gone though its case was
-asked. Ratios that moved further than other values move them are shown, and are no regression.
+A regression is a new failure, a result that is newly unsupported or unjudged, or a judgement that is missing although
+its case was planned. Ratios that changed more than other operand values would change them are shown, and are no
+regression.
 exit codes: 0 no regression, 1 a regression, 2 a file cannot be read or written
 """
 
@@ -106,8 +107,8 @@ examples:
   python -m conformance history monday.jsonl tuesday.jsonl wednesday.jsonl --report=history.html
   python -m conformance history runs --report=history.html      # every .jsonl file in the folder and below
 
-Runs are ordered by when they began. Shards of one run are found by themselves, or joined by commas. Only whole runs are
-drawn as such. What changed from one run to the next, such as a version, is named there.
+Runs are ordered by the time when they began. Shards of one run are recognised, or can be joined by commas. Partial runs
+are marked as partial. Changes from one run to the next, such as of a version, are listed.
 exit codes: 0 shown, 2 a file cannot be read or written, or there is no run
 """
 
@@ -115,7 +116,8 @@ EXPECT_EXAMPLES = """\
 example:
   python -m conformance expect report.jsonl >> pyproject.toml
 
-Each entry matches as few judgements as one pattern can that matches all failures of a check and result; where it also
-matches what passes, it says `some = true`. The reason is yours to fill in: until then the entry is refused.
+There is one entry for the failures of each check and result. Its pattern matches all of them, and as little else as
+possible. If the pattern also matches results that pass, the entry has `some = true`. You must fill in the reason: an
+entry without one is refused.
 exit codes: 0 printed, or nothing fails, 2 a file cannot be read
 """

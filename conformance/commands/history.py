@@ -1,4 +1,4 @@
-"""`history`: show how each implementation fared over many runs, from the oldest to the newest."""
+"""Implement `history`: show the results of each implementation over many runs, from the oldest to the newest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from reports.record_groups import group_by_contender
 
 
 def show_history(arguments: argparse.Namespace) -> int:
-    """Print a table of each implementation's runs, and write a page with a chart of each."""
+    """Print a table of the runs of each implementation, and write a page with a chart for each."""
     page = check_writable(arguments.report, "report") if arguments.report is not None else None
     text = check_writable(arguments.markdown, "markdown") if arguments.markdown is not None else None
     if page is not None and text is not None and page.resolve() == text.resolve():
@@ -56,7 +56,7 @@ def show_history(arguments: argparse.Namespace) -> int:
 
 
 def _find_files(names: Sequence[str]) -> tuple[list[list[Path]], list[str]]:
-    """Find the named files, and return notes on those that are skipped. Names joined by commas are one group."""
+    """Find the named files, and return notes on skipped files. Files joined by commas form one group, of one run."""
     found: list[list[Path]] = []
     notes = []
     for name in names:
@@ -81,7 +81,7 @@ def _holds_measurements(path: Path) -> bool:
 
 
 def _read_runs(given: Sequence[Sequence[Path]]) -> tuple[list[PastRun], list[str]]:
-    """Read the runs of files in order of time; a run that is in two files counts once."""
+    """Read the runs of the files, ordered by time. A run that is in two files counts once."""
     groups: list[list[RunPiece]] = []
     notes = []
     seen: list[object] = []
@@ -90,10 +90,10 @@ def _read_runs(given: Sequence[Sequence[Path]]) -> tuple[list[PastRun], list[str
         for path in paths:
             found = run_history.list_pieces(path, input_files.read_recorded_runs(str(path)))
             if not found:
-                notes.append(f"{path}: nothing is in it")
+                notes.append(f"{path}: the file has no run")
             for one in found:
                 if one.identity in seen:
-                    notes.append(f"{path}: its run is in another file too, and counts once")
+                    notes.append(f"{path}: its run is also in another file, and counts once")
                 else:
                     seen.append(one.identity)
                     ones.append(one)
@@ -105,7 +105,7 @@ def _read_runs(given: Sequence[Sequence[Path]]) -> tuple[list[PastRun], list[str
 
 
 def _build_entry(one: PastRun) -> RunEntry:
-    """Build the entry of a run as reports take it. Raises `CannotJudge` if its files are no one run."""
+    """Build the entry of a run for reports. Raises `CannotJudge` if its files hold runs that differ."""
     recorded = [input_files.read_recorded_runs(str(piece.path))[piece.place] for piece in one.pieces]
     records, info = aggregate_runs(recorded, command=format_command_line())
     for record in records:
@@ -120,7 +120,7 @@ def _build_entry(one: PastRun) -> RunEntry:
 
 
 def _collect_notes(entries: Sequence[RunEntry]) -> list[str]:
-    """Collect the notes on single runs, each with the numbers of its runs."""
+    """Collect the notes on runs, each note once, with the numbers of the runs that it applies to."""
     said: dict[str, list[int]] = {}
     for number, entry in enumerate(entries, 1):
         for note in entry.info.notes:

@@ -1,4 +1,4 @@
-"""`list` and `explain`: list implementations, cases and checks, and describe a case."""
+"""Implement `list` and `explain`: list implementations, cases, checks and so on, and describe a case."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _describe_implementation(implementation: Implementation) -> str:
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    """Describe a case and its tolerances, or the terms of an implementation's bounds on it."""
+    """Print the description of a case, or with `--impl` the errors of an implementation and the terms of its bounds."""
     case, tolerances = project_lookup.parse_case(arguments.case), project_lookup.load_project_settings().tolerances
     if arguments.impl is None:
         print(explain_case(case, tolerances))

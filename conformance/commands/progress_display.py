@@ -1,6 +1,6 @@
-"""Show the progress of a long run: how much is done, how many failures there are, how long it will take.
+"""Show the progress of a long command: how much is done, how many failures there are, how long it will take.
 
-Each display moves in a terminal. Elsewhere it prints a line every quarter of a minute.
+In a terminal, a display is a moving bar or status line. Elsewhere, it prints a line every 15 seconds.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rich.text import Text
 
 from conformance.records import RED, Record
 
-_LINE_INTERVAL_SECONDS = 15.0  # seconds between lines where there is no terminal
+_LINE_INTERVAL_SECONDS = 15.0  # seconds between printed lines if there is no terminal
 _MAX_NAMED_RED = 5  # red cases named while the run goes on; the summary lists more
 
 
 class _LiveDisplay(Protocol):
-    """What rich draws in a terminal."""
+    """The interface of a bar or status line of rich, which moves in a terminal."""
 
     def start(self) -> None: ...
 
@@ -30,7 +30,7 @@ class _LiveDisplay(Protocol):
 
 
 class _Display:
-    """Starts and stops what moves in a terminal; elsewhere prints a line from time to time."""
+    """Base of the displays: shows a bar or status line in a terminal, and elsewhere prints a line from time to time."""
 
     def __init__(self, console: Console, moving: _LiveDisplay) -> None:
         self._console = console
@@ -52,25 +52,31 @@ class _Display:
         return time.monotonic() - self._started
 
     def _print_occasionally(self, text: str) -> None:
-        """Print a line where there is no terminal, unless one was printed shortly before."""
+        """Print a line if there is no terminal and the last line was printed at least 15 seconds ago."""
         now = time.monotonic()
         if not self._console.is_terminal and now - self._last > _LINE_INTERVAL_SECONDS:
             self._last = now
             self._print(text)
 
     def _print_red_case(self, red: Record) -> None:
-        """Print a red case at once, so that nobody waits for the end to learn of it."""
+        """Print a red case at once, so that the user learns of it before the run ends."""
         self._print(f"{red.verdict} {red.implementation} {red.check} {red.observable}: {red.case}")
 
     def _print(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)  # names are no markup
+        self._console.print(Text(text), soft_wrap=True)  # a plain Text, since names may look like rich's markup
 
 
 class RunProgress(_Display):
-    """The progress of a run with a known number of jobs: a bar."""
+    """Progress bar of a run with a known number of jobs."""
 
     def __init__(self, total: int, console: Console, before: Sequence[Sequence[Record]] = ()) -> None:
-        """Show `total` jobs, of which an earlier part of the run has judged those of `before`."""
+        """Show the progress of `total` jobs.
+
+        Args:
+          total: the number of jobs.
+          console: where to print.
+          before: for a continued run, the records of each job that was judged before.
+        """
         columns = (
             TextColumn("judging"),
             BarColumn(),
@@ -89,13 +95,13 @@ class RunProgress(_Display):
         super().__init__(console, self._bar)
 
     def advance(self, judged: Sequence[Record]) -> None:
-        """Count one more job, with its records."""
+        """Count one more job, which has these records."""
         self._done += 1
         red = [record for record in judged if record.verdict in RED]
         if red and self._named < _MAX_NAMED_RED:
             self._named += 1
             self._print_red_case(red[0])
-        self._red |= {record.key for record in red}  # a question asked twice is one record of the summary
+        self._red |= {record.key for record in red}  # a set of keys, since the summary counts a repeated judgement once
         self._bar.update(self._task, advance=1, red=len(self._red))
         left = self._elapsed * (self._total - self._done) / (self._done - self._before)
         records = "record" if len(self._red) == 1 else "records"
@@ -104,7 +110,7 @@ class RunProgress(_Display):
 
 
 class ExplorationProgress(_Display):
-    """The progress of an exploration, which ends at a time: a status line."""
+    """Status line of an exploration, which runs for a given time."""
 
     def __init__(self, seconds: float | None, console: Console) -> None:
         self._status = console.status("exploring")
@@ -113,7 +119,12 @@ class ExplorationProgress(_Display):
         super().__init__(console, self._status)
 
     def advance(self, judged: Sequence[Record], *, shrinking: bool) -> None:
-        """Count one more case, with its records."""
+        """Count one more judged case, which has these records.
+
+        Args:
+          judged: the records of the case.
+          shrinking: whether the case is a smaller variant of a wrong case.
+        """
         if shrinking:
             self._smaller += 1
         else:
@@ -135,13 +146,13 @@ class ExplorationProgress(_Display):
 
 
 class StepProgress(_Display):
-    """The progress of work in named steps: a status line."""
+    """Status line of work that proceeds in named steps."""
 
     def __init__(self, console: Console) -> None:
         self._status = console.status("starting")
         super().__init__(console, self._status)
 
     def say(self, text: str) -> None:
-        """Show what happens now."""
+        """Show the name of the current step."""
         self._status.update(Text(text))
         self._print_occasionally(text)

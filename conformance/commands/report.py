@@ -1,4 +1,4 @@
-"""`report`: render records and measurements of earlier runs, merged, as one page."""
+"""Implement `report`: merge records and measurements of earlier runs, and render them as one HTML page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reports.page_model import build_summary
 
 
 def render_report(arguments: argparse.Namespace) -> int:
-    """Merge records and measurements of earlier runs, and write one page."""
+    """Merge records and measurements of earlier runs, and write one HTML page."""
     path = check_writable(arguments.report, "report")
     if path.resolve() in [input_files.parse_input_path(name).resolve() for name in arguments.records]:
         raise CannotJudge(f"--report={arguments.report} is one of the files to be read: give the page its own file")

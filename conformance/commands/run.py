@@ -1,4 +1,4 @@
-"""`run`: judge implementations, report, and say by the exit code whether all conform."""
+"""Implement `run`: judge implementations, print and write the results, and return whether all conform as exit code."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from conformance.session.run_options import RunOptions, draw_seeds, has_query, p
 from conformance.session.session import FIRST_FAILURE, Session, SessionResult
 from reports import changes_page, terminal
 
-# Arguments by the names of the options that they are; all others have the same name.
+# Command-line arguments whose field in `RunOptions` has another name: argument to field.
 _FIELDS = {"impl": "implementations", "all": "judge_all", "check": "checks", "seed": "seeds"}
 _NOT_OPTIONS = frozenset({"command"})
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Judge, report, and return 0 if all conform, 1 if not, 2 if it cannot be judged."""
+    """Judge and report; return 0 if all implementations conform, 1 if not, 2 if they could not be judged."""
     options, notes = build_options(arguments)
     session = Session(options)
     console = Console(stderr=True)
@@ -58,12 +58,12 @@ def _print_result(session: Session, result: SessionResult, notes: list[str], con
 
 
 def build_options(arguments: argparse.Namespace) -> tuple[RunOptions, list[str]]:
-    """Build the options of the run, with notes for the user on how they came about.
+    """Build the options of the run, and notes for the user, such as on randomly drawn seeds.
 
-    A run that continues a file takes what to judge from it, unless the arguments say that too.
+    With `--resume`, the file of the earlier run says what to judge, unless the arguments say that themselves.
 
     Raises:
-      CannotJudge: if the options cannot be carried out.
+      CannotJudge: if the options are invalid.
     """
     values: dict[str, Any] = {
         _FIELDS.get(name, name): tuple(value) if isinstance(value, list) else value
@@ -77,7 +77,7 @@ def build_options(arguments: argparse.Namespace) -> tuple[RunOptions, list[str]]
 
 
 def _read_resumed_options(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return what to judge as the file to continue has it; nothing if `values` say it already."""
+    """Return the options in the file to continue that say what to judge; empty if `values` already say that."""
     found = [one.run for one in read_recorded_runs(name)]
     if len(found) != 1 or found[0] is None:
         what = f"{len(found)} runs" if len(found) > 1 else "no run record"

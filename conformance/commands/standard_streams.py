@@ -1,7 +1,7 @@
-"""Guard the standard streams, so that they cannot end a command with a traceback.
+"""Guard the standard streams, so that a failing write does not end a command with a traceback.
 
-A character that the encoding lacks is escaped. If standard output takes no more text, as on a full disk or a pipe
-without a reader, `OutputFailed` ends the command with one line.
+A character that the encoding lacks is escaped. If standard output accepts no more text, because the disk is full or its
+pipe has no reader, `OutputFailed` ends the command with one line.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from conformance.session.failures import RunStopped
 
 
 class OutputFailed(RunStopped):
-    """A standard stream takes no more text; the message says which and why."""
+    """A standard stream accepts no more text; the message names the stream and the reason."""
 
 
 class _GuardedStream:
-    """A text stream that raises `OutputFailed`, or drops its failures if nobody could be told of them."""
+    """A text stream whose failed writes raise `OutputFailed`.
+
+    With `drops`, meant for standard error, failures are ignored instead, except that of a pipe without a reader.
+    """
 
     def __init__(self, stream: TextIO, name: str, *, drops: bool) -> None:
         self._stream, self._name, self._drops = stream, name, drops
@@ -35,7 +38,7 @@ class _GuardedStream:
         return len(text)
 
     def flush(self) -> None:
-        """Hand the text to the system. Raises `OutputFailed`."""
+        """Flush the stream. Raises `OutputFailed`."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
@@ -58,11 +61,11 @@ class _GuardedStream:
 def open_closed_streams() -> None:
     """Open stdin, stdout and stderr if they are closed.
 
-    Otherwise the next files to be opened get their numbers, and text for the streams ends up in those files: a file of
-    records, or the pipe of the fork server.
+    Otherwise the next opened files would get the descriptors 0, 1 and 2. Text for the streams would then be written to
+    those files, for example to a file of records or the socket of the fork server.
 
     Raises:
-      OSError: if the process may open no file at all.
+      OSError: if the process cannot open any file.
     """
     while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(opened, True)
@@ -88,7 +91,7 @@ def print_error(line: str) -> None:
 
 
 def _discard_output(stream: TextIO) -> None:
-    """Redirect a stream to nowhere, since Python flushes it when the process ends."""
+    """Redirect a stream to the null device, so that Python's flush at the end of the process does not fail."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -96,7 +99,7 @@ def _discard_output(stream: TextIO) -> None:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Say in one line what the system refused, and for which file."""
+    """Return a line with the error of the system and the file that it concerns."""
     place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
     words = f"{place}{error.strerror or error}"
     if error.errno in (errno.EMFILE, errno.ENFILE):

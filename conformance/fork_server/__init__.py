@@ -1,1 +1,1 @@
-"""Start processes quickly: fork them from a server process that has loaded JAX once and computes nothing itself."""
+"""Start processes quickly, by forking them from a server process that has loaded JAX and never computes anything."""

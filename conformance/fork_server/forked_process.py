@@ -1,9 +1,9 @@
-"""Request processes from the fork server, and signal, wait for and release them.
+"""Request processes from the fork server, and signal, wait for and release them. This is the client side.
 
-The fork server is a process that has loaded JAX and this project. This process starts one when it first needs it. The
-processes that the server forks may use the same server, if their specification says so.
+The fork server is a process that has loaded JAX and this project. The first request starts a server. A forked process
+may use the same server, if its specification says so (`ProcessSpec.may_fork`).
 
-The server reports how each process ended. It ends a process when the process that requested it releases it or ends.
+The server reports how each process ended. It ends a process when the requester releases the process, or itself ends.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from conformance import packages
 from conformance.fork_server import visible_environment
 
 INT32 = struct.Struct("<i")
-"""A message of the fork server about a process: first its process id, later its exit code."""
-# Variables that modules read when they are imported. A server that was started under other values cannot be used.
+"""The format of the server's two messages about a process: first the process id, later the exit code."""
+# Prefixes of variables that modules read when they are imported. A server that has imported JAX under other values of
+# these variables cannot be used.
 _IMPORT_VARIABLE_PREFIXES = ("JAX_", "XLA_", "NPY_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON")
-# A user's module may be called `conformance` too. So our folder comes first, and `-P` leaves out the current folder.
+# A user's module may also be called `conformance`. So our folder comes first on the path, and the interpreter's option
+# `-P` keeps the current folder off it.
 _SERVER_CODE = (
     "import sys; sys.path.insert(0, {home!r}); "
     "from conformance.fork_server.server import serve; serve(int(sys.argv[1]))"
@@ -40,14 +42,15 @@ _SERVER_CODE = (
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSpec:
-    """A request for a process: what it runs, and where.
+    """The specification of a requested process, which is pickled and sent to the server.
 
     Attributes:
-      function: a function that can be pickled. It gets the descriptors that are passed on, then `arguments`.
-      arguments: its other arguments.
+      function: the function to run, which must be picklable. Its arguments are the passed file descriptors, then
+        `arguments`.
+      arguments: the further arguments of `function`.
       environ: the environment of the process.
       folder: the current folder of the process.
-      may_fork: whether the process may use the fork server itself.
+      may_fork: whether the process itself may request processes from the fork server.
     """
 
     function: Callable[..., None]
@@ -75,12 +78,13 @@ class ForkedProcess:
         """Request the process, without waiting until it has begun.
 
         Args:
-          function: what it runs. It gets the descriptors that are passed on, then `arguments`.
+          function: the function that the process runs. Its arguments are the descriptors of `pass_fds`, renumbered,
+            then `arguments`.
           *arguments: further arguments of `function`.
-          pass_fds: descriptors to pass on. They stay open in this process.
-          environ: its environment; by default that of this process.
-          output: the descriptor for its stdout and stderr; by default it shares those of this process.
-          may_fork: whether it may use the fork server itself.
+          pass_fds: file descriptors to pass to the process. They also stay open in this process.
+          environ: the environment of the process; by default that of this process.
+          output: a descriptor for the stdout and stderr of the process; by default those of this process.
+          may_fork: whether the process itself may request processes from the fork server.
         """
         spec = ProcessSpec(function, arguments, dict(os.environ if environ is None else environ), os.getcwd(), may_fork)
         self._connection, server_end = socket.socketpair()
@@ -96,21 +100,21 @@ class ForkedProcess:
 
     @property
     def sentinel(self) -> socket.socket:
-        """Return a socket to select on: it becomes readable when the process begins and when it ends."""
+        """A socket to select on. It becomes readable when the process begins, and when it ends."""
         return self._connection
 
     @property
     def pid(self) -> int:
-        """Wait until the process has begun and return its id; zero if it could not be forked."""
+        """The process id; waits until the process has begun. Zero if the process could not be forked."""
         while len(self._received) < INT32.size and self._receive(None):
             pass
         return int(INT32.unpack_from(self._received)[0]) if len(self._received) >= INT32.size else 0
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait until the process has ended and return its exit code, which is negative for a signal.
+        """Wait until the process has ended and return its exit code. A signal's number is returned as negative.
 
         Args:
-          seconds: how long to wait; None for as long as it takes.
+          seconds: the longest time to wait; None for no limit.
 
         Returns:
           The exit code, or None if the process has not ended in time.
@@ -126,19 +130,19 @@ class ForkedProcess:
         return int(INT32.unpack_from(self._received, INT32.size)[0])
 
     def signal(self, number: signal.Signals) -> None:
-        """Send the process a signal. SIGKILL goes to its whole session."""
+        """Send the process a signal. SIGKILL is sent to all processes of its session."""
         with contextlib.suppress(OSError):  # the process has ended
             self._connection.send(bytes([number]))
 
     def release(self) -> None:
-        """Let go of the process. If it still runs, the fork server ends it and reports nothing."""
+        """Release the process. If it still runs, the fork server ends it, and its exit code is lost."""
         self._connection.close()
 
     def _receive(self, seconds: float | None) -> bool | None:
         """Receive the next part of a message about the process.
 
         Returns:
-          True if something was received, False at the end of the connection, None after so many seconds.
+          True if something was received, False at the end of the connection, None if `seconds` have passed.
         """
         if not connection.wait([self._connection], seconds):
             return None
@@ -159,12 +163,13 @@ class _ServerConnection:
 
 
 _server: _ServerConnection | None = None
-# Servers with the id of the process that started them. A forked process inherits this list and must end none of them.
+# Each server that was started, with the id of the process that started it. A forked process inherits this list, and
+# must not end the servers of other processes.
 _started_servers: list[tuple[int, subprocess.Popen[bytes]]] = []
 
 
 def start_server() -> None:
-    """Start a fork server if there is none for the current environment. It loads JAX while this process goes on."""
+    """Start a fork server if there is none for the current environment, without waiting until it has loaded JAX."""
     global _server
     if _server is not None and _server.import_environment != read_import_environment():
         _disconnect()
@@ -190,7 +195,7 @@ def has_server() -> bool:
 
 
 def export_connection() -> tuple[int, Mapping[str, str]]:
-    """Return the arguments with which `adopt_connection` connects another process to this one's fork server."""
+    """Return the arguments of `adopt_connection` that connect another process to this process's fork server."""
     start_server()
     assert _server is not None
     return _server.requests.fileno(), _server.import_environment
@@ -202,18 +207,18 @@ def read_import_environment() -> dict[str, str]:
 
 
 def adopt_connection(requests: int, import_environment: Mapping[str, str]) -> None:
-    """Use the fork server of another process from here on.
+    """Use the fork server of another process from now on.
 
     Args:
-      requests: a descriptor of the socket through which requests are sent.
-      import_environment: the variables that the server's imports have read.
+      requests: a file descriptor of the socket for requests.
+      import_environment: the environment variables that the server's imports have read.
     """
     global _server
     _server = _ServerConnection(socket.socket(fileno=requests), import_environment)
 
 
 def _disconnect() -> None:
-    """Close the connection to the fork server. Processes that it has forked for this one go on."""
+    """Close the connection to the fork server. Processes that it has forked for this process keep running."""
     global _server
     if _server is not None:
         _server.requests.close()
@@ -236,7 +241,7 @@ def _send_request(files: Sequence[int]) -> None:
         assert _server is not None
         try:
             socket.send_fds(_server.requests, [b"+"], [_server.requests.fileno(), *files])
-        except OSError:  # the server has ended unexpectedly: start another one, once
+        except OSError:  # the server has ended unexpectedly: retry once with another server
             _disconnect()
             if not is_first_try:
                 raise
@@ -247,13 +252,13 @@ def _send_request(files: Sequence[int]) -> None:
 def _create_memory_file() -> IO[bytes]:
     """Create a file without a name.
 
-    It is in memory where the system allows it, since a disk may be full.
+    The file is in memory if the system supports that, since a disk may be full.
     """
     return open(os.memfd_create("process-spec"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
 def _open_or_null(closing: contextlib.ExitStack, number: int) -> int:
-    """Return a descriptor if it is open, or else one of the null device, which `closing` closes."""
+    """Return the descriptor if it is open. Else open the null device, which `closing` closes later."""
     try:
         os.fstat(number)
     except OSError:

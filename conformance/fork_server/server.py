@@ -1,11 +1,11 @@
 """Run the fork server: load JAX and this project once, then fork a process for each request.
 
-The server computes nothing and starts no threads, so forking it is safe. It knows nothing of what its processes do. It
-forwards signals to them, reports how each ended, and ends those whose requesters have released them.
+The server computes nothing and starts no threads, so forking it is safe. It forwards signals to its processes, reports
+how each process ended, and ends a process whose requester has released it.
 
-A request is one byte with descriptors: a request socket, the process's connection, its specification, its stdout, its
-stderr, and what is passed on. The connection carries the process id and the exit code to the requester, and signals to
-the server.
+A request is one byte with file descriptors, in this order: a socket for requests by the process itself, the process's
+connection to its requester, its pickled specification, its stdout, its stderr, and the descriptors passed to its
+function. The connection carries the process id and the exit code to the requester, and signals to the server.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from conformance import environment, packages
 from conformance.fork_server import forked_process
 
 _PRELOADED_MODULES = ("conformance.judging.parallel_judging", "conformance.sandbox.kernel_server")
-_MAX_FILES = 16
+_MAX_FILES = 16  # file descriptors in one request
 _PR_SET_PDEATHSIG = 1
-_TERMINATION_SECONDS = 10.0  # from SIGTERM to SIGKILL, for a process that was released
+_TERMINATION_SECONDS = 10.0  # time from SIGTERM to SIGKILL for a released process
 
 
 def serve(requests: int) -> None:
     """Serve requests until all clients have disconnected and all processes have ended.
 
-    In each forked process, this runs the function of its specification instead, and returns.
+    A forked process returns here too, after it has run the function of its specification.
 
     Args:
-      requests: the descriptor of the socket that requests come from.
+      requests: the file descriptor of the socket from which requests are received.
     """
     del sys.argv[1:]
-    # The process that starts the server may ignore or block signals. Both are inherited, and the server needs them.
+    # The process that starts the server may ignore or block signals. The server inherits that, and needs the signals.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -65,12 +65,12 @@ class _ForkServer:
         self._requests, self._import_environment = requests, import_environment
         self._pid = os.getpid()
         self._has_clients = True
-        self._connections: dict[int, socket.socket] = {}  # by process id
-        self._kill_deadlines: dict[int, float] = {}  # of released processes, by process id
+        self._connections: dict[int, socket.socket] = {}  # connections to requesters, by process id
+        self._kill_deadlines: dict[int, float] = {}  # times of SIGKILL for released processes, by process id
         self._wakeup_read, self._wakeup_write = socket.socketpair()
 
     def serve(self) -> Callable[[], None] | None:
-        """Serve requests; return None in the server at the end, and in each forked process what it has to run."""
+        """Serve requests. Return None at the end of the server, but in a forked process the function to run."""
         for end in (self._wakeup_read, self._wakeup_write):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, _wake_up)
@@ -106,7 +106,7 @@ class _ForkServer:
         try:
             requests_fd, connection_fd, spec_fd, *other_fds = fds
             pid = os.fork()
-        except (ValueError, OSError):  # too many files, or too little memory: the client sees a closed connection
+        except (ValueError, OSError):  # wrong number of files, or no memory: the client sees a closed connection
             for fd in fds:
                 os.close(fd)
             return None
@@ -151,9 +151,9 @@ class _ForkServer:
     def _set_up_child(
         self, child_connection: socket.socket, requests_fd: int, spec_fd: int, fds: Sequence[int]
     ) -> Callable[[], None]:
-        """Prepare a forked process, and return what it has to run.
+        """Prepare a forked process, and return the function that it has to run.
 
-        Nothing of the server or of other processes stays open in it.
+        No file descriptor of the server or of other processes stays open in it.
         """
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -183,10 +183,10 @@ class _ForkServer:
         passed = [_renumber(fd) for fd in fds[2:]]
         os.environ.clear()
         os.environ.update(spec.environ)
-        tempfile.tempdir = None  # so that it is found again, in the new environment
+        tempfile.tempdir = None  # makes `tempfile` find the folder again, from the new environment
         environment.set_flags()
         os.chdir(spec.folder)
-        for generator in (random, sys.modules.get("numpy.random")):  # all processes inherit the same state
+        for generator in (random, sys.modules.get("numpy.random")):  # forked processes inherit the same state
             if generator is not None:
                 generator.seed()
         return lambda: spec.function(*passed, *spec.arguments)
@@ -195,7 +195,7 @@ class _ForkServer:
 def _renumber(fd: int) -> int:
     """Duplicate a descriptor to the lowest free number, and close the original.
 
-    The original number depends on how many processes the server has, which a kernel must not learn.
+    The original number depends on how many processes the server has. A kernel must not learn that.
     """
     lowest = os.dup(fd)
     os.close(fd)
@@ -203,7 +203,7 @@ def _renumber(fd: int) -> int:
 
 
 def _wake_up(number: int, frame: FrameType | None) -> None:
-    """Do nothing: Python writes to the wakeup descriptor when a signal has a handler, and that ends the wait."""
+    """Do nothing. Python writes to the wakeup descriptor for a signal with a handler, and that ends the wait."""
 
 
 def _send_integer(child_connection: socket.socket, value: int) -> None:

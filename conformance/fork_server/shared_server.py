@@ -1,7 +1,8 @@
-"""Share the fork server with processes that were started in another way: the workers of pytest-xdist.
+"""Share the fork server with child processes that it did not fork: the workers of pytest-xdist.
 
-This process passes the server's socket on through an abstract Unix socket. It answers only processes that it has
-started itself. A kernel's process is not among them, so no kernel can reach the fork server.
+The main process sends the server's socket to its children through an abstract Unix socket. It answers only its own
+children. The fork server, not the main process, is the parent of a kernel's process. So no kernel can reach the fork
+server this way.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from pathlib import Path
 from conformance.fork_server import forked_process
 
 _IS_LINUX = sys.platform.startswith("linux")
-_PEER_CREDENTIALS = struct.Struct("3i")  # process id, user and group of the process at the other end
-_ANSWER_TIMEOUT = 5.0  # seconds; an answer comes at once
+_PEER_CREDENTIALS = struct.Struct("3i")  # process id, user id and group id of the peer process
+_ANSWER_TIMEOUT = 5.0  # seconds; normally the answer comes at once
 
 
 def share_server() -> str:
     """Offer this process's fork server to its children, until this process ends.
 
     Returns:
-      The address for `join_server`; empty where there is no server, or where the system does not name the children.
+      The address for `join_server`; empty if there is no server, or if the system cannot identify the peer of a socket.
     """
     if not (forked_process.has_server() and _IS_LINUX):
         return ""
@@ -48,7 +49,7 @@ def _serve_clients(listening: socket.socket) -> None:
 
 
 def join_server(address: str) -> None:
-    """Use the fork server that is offered at an address. If that fails, this process starts one of its own."""
+    """Use the fork server that is shared at an address. If that fails, this process later starts its own."""
     with contextlib.suppress(OSError, ValueError, EOFError, pickle.UnpicklingError):
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(_ANSWER_TIMEOUT)
@@ -59,8 +60,8 @@ def join_server(address: str) -> None:
 
 
 def _find_parent(client: socket.socket) -> int:
-    """Return the id of the process that started the one at the other end."""
+    """Return the id of the parent of the process at the other end of the socket."""
     peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     pid, _, _ = _PEER_CREDENTIALS.unpack(peer)
-    # The name of the program stands in brackets and may contain any character, brackets too.
+    # In `stat`, the name of the program is in parentheses, and may itself contain parentheses.
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

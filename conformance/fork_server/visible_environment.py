@@ -1,6 +1,7 @@
-"""Decide which environment variables a kernel's process gets: settings of libraries, and no secrets of a CI job.
+"""Define which environment variables a kernel's process gets: settings of libraries, and no secrets of a CI job.
 
-The fork server starts with the same variables. A forked process shows them in its `/proc/self/environ`.
+The fork server itself starts with only these variables, since every forked process can read the server's variables in
+its `/proc/self/environ`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def filter_environment(environment: Mapping[str, str], more: Iterable[str] = ())
     """Return the variables that a kernel's process may read.
 
     Args:
-      environment: all variables.
-      more: names to keep besides the known settings of libraries.
+      environment: all variables by name.
+      more: names of variables to keep besides the allow-list.
     """
     names = {*_VARIABLES, *more}
     return {name: value for name, value in environment.items() if name in names or name.startswith(_VARIABLE_PREFIXES)}

@@ -1,1 +1,1 @@
-"""The pytest gate: its options, what it tells pytest and JUnit files, and whether all that was planned was judged."""
+"""Parts of the pytest gate: its options, its output for the terminal and JUnit files, and its test of completeness."""

@@ -1,4 +1,7 @@
-"""Say what a run of the gate was to judge and did not: a run of skips alone is no success."""
+"""Find jobs that a run of the gate should have judged and did not.
+
+Otherwise a run in which pytest skips or deselects every test would count as a success.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import pytest
 from conformance.records import JUDGED, Record
 from conformance.session.session import Session
 
-# Options of pytest and of common plugins that leave out no test of a run that ends in success; ours are counted.
+# Prefixes of options, of pytest and common plugins, that leave out no test of a successful run. Options of the gate are
+# among them: jobs that they leave out are not planned.
 _SELECTING_NOTHING = (
     *("--conformance-", "--impl", "--require-platform", "--pyargs", "-n", "--numprocesses", "--maxprocesses", "--dist"),
     *("-q", "--quiet", "-v", "--verbose", "-s", "--capture", "-r", "--show", "-l", "--tb", "--color", "--full-trace"),
@@ -20,9 +24,9 @@ _SELECTING_NOTHING = (
 
 
 def find_missing_judgements(records: Iterable[Record], required: str | None) -> str:
-    """Say in a sentence that nothing was judged, at all or on the required platform; empty if something was.
+    """Return a sentence if nothing was judged, at all or on the required platform; otherwise an empty string.
 
-    A run without any record is not judged here: `find_omitted_jobs` is about it.
+    `find_omitted_jobs` reports a run without any record.
     """
     found = list(records)
     judged = {record.platform for record in found if record.verdict in JUDGED}
@@ -36,15 +40,16 @@ def find_missing_judgements(records: Iterable[Record], required: str | None) -> 
 def find_omitted_jobs(
     config: pytest.Config, session: Session | None, judged: Collection[int], records: Collection[Record]
 ) -> str:
-    """Say in a sentence that jobs were planned and not judged, though no argument asks for that; empty if none were.
+    """Return a sentence if planned jobs were not judged although no argument deselects any; otherwise an empty string.
 
-    Settings, a plugin or a `conftest.py` may have left out their tests, skipped them, or withheld their records.
+    Settings, a plugin or a `conftest.py` may have left out or skipped the tests of such jobs, or withheld their
+    records.
 
     Args:
-      config: of pytest.
-      session: the session that planned the jobs, if one did.
-      judged: the numbers of the jobs that were judged under all of their checks.
-      records: all records that came.
+      config: the configuration of pytest.
+      session: the session that planned the jobs; None if none were planned.
+      judged: the numbers of the jobs that were judged by all of their checks.
+      records: all records of the run.
     """
     arguments = [str(argument) for argument in config.invocation_params.args]
     if session is None or {"--collect-only", "--collectonly", "--co"} & set(arguments):
@@ -62,7 +67,7 @@ def find_omitted_jobs(
 
 
 def _may_select(argument: str) -> bool:
-    """Tell whether an argument may leave out tests, as an option that is not known here may."""
+    """Return whether a command-line argument may leave out tests. Unknown options count as such."""
     if not argument.startswith("-"):
         return "::" in argument
     return not argument.startswith(_SELECTING_NOTHING)

@@ -1,4 +1,7 @@
-"""Options of the pytest gate. They are loaded in every pytest run, so nothing heavy is imported here."""
+"""Define and read the command-line options of the pytest gate.
+
+Every pytest run loads this module, so it imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -15,48 +18,55 @@ from conformance.session.process_setup import prepare_process, start_fork_server
 from conformance.session.run_options import RunOptions, parse_shard
 
 PREFIX = "--conformance-"
-"""How the names of the gate's options begin, but for `--impl` and `--require-platform`."""
+"""The prefix of the gate's options, except `--impl` and `--require-platform`."""
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Add the options of the gate; all but `--impl` and `--require-platform` carry its name."""
+    """Add the options of the gate to pytest's parser."""
     group = parser.getgroup("attention conformance")
     group.addoption(
-        "--impl", action="append", default=[], metavar="NAME", help="judge this one, or this group; may be repeated"
+        "--impl",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="judge this implementation or group; may be repeated",
     )
     group.addoption("--conformance-level", default="quick", choices=LEVELS, help="how much is judged (quick)")
-    group.addoption("--conformance-cases", metavar="QUERY", help="only cases that match")
+    group.addoption("--conformance-cases", metavar="QUERY", help="judge only cases whose id matches")
     group.addoption("--conformance-seed", type=int, default=0, metavar="N", help="base seed of the grid (0)")
     group.addoption(
         "--conformance-timeout",
         type=float,
         metavar="SECONDS",
-        help="the most that one call of a kernel of yours may take (300)",
+        help="time limit for one call of your kernel (300)",
     )
     group.addoption(
-        "--conformance-memory", type=float, metavar="GIB", help="the most memory of its process (half of the machine's)"
+        "--conformance-memory",
+        type=float,
+        metavar="GIB",
+        help="memory limit of your kernel's process (half of the machine's)",
     )
     group.addoption(
-        "--conformance-in-process", action="store_true", help="run it in the judge's process, for debugging"
+        "--conformance-in-process", action="store_true", help="run your kernel in the judge's process, for debugging"
     )
     group.addoption(
         "--conformance-sandbox-read",
         action="append",
         default=[],
         metavar="PATH",
-        help="let a kernel of yours read this file or folder too",
+        help="let your kernel read this file or folder too",
     )
     group.addoption(
         "--conformance-sandbox-env",
         action="append",
         default=[],
         metavar="NAME",
-        help="give a kernel of yours this environment variable too",
+        help="give your kernel this environment variable too",
     )
     group.addoption(
         "--conformance-require-sandbox",
         action="store_true",
-        help="judge nothing where the sandbox of a kernel of yours is not complete",
+        help="judge nothing if the sandbox of your kernel is not complete",
     )
     group.addoption("--conformance-shard", metavar="K/N", help="judge the Kth of N parts; `report` merges them")
     group.addoption(
@@ -66,7 +76,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--conformance-resume",
         metavar="FILE",
-        help="continue this file of records: what is in it is not judged again",
+        help="continue this file of records: its finished jobs are not judged again",
     )
     group.addoption(
         "--conformance-baseline", metavar="FILE", help="compare with these records, and fail on a regression"
@@ -76,7 +86,7 @@ def add_options(parser: pytest.Parser) -> None:
             f"--conformance-{name}-seconds",
             type=float,
             metavar="N",
-            help=f"for {what}, at the end of a run that is red (of a tenth of it both; 0 for none)",
+            help=f"time for {what}, at the end of a red run (both together: a tenth of the run's time; 0 for none)",
         )
     group.addoption(
         "--require-platform", choices=("cpu", "gpu", "tpu"), help="fail if nothing was judged on this platform"
@@ -87,7 +97,7 @@ def read_options(config: pytest.Config) -> RunOptions:
     """Build the options of the run from those of pytest.
 
     Raises:
-      pytest.UsageError: with one line, for options that cannot be carried out.
+      pytest.UsageError: if the options are invalid. The message is one line.
     """
     arguments = [str(argument) for argument in config.invocation_params.args]
     seed, shard = config.getoption("--conformance-seed"), config.getoption("--conformance-shard")
@@ -128,7 +138,10 @@ def read_options(config: pytest.Config) -> RunOptions:
 
 
 def describe_keyword(expression: str) -> str:
-    """Return the option `-k` if it narrows which checks are run; what it leaves out by case is counted instead."""
+    """Return the option `-k` as text if its expression names checks; otherwise an empty string.
+
+    A run with some of the checks is reported as narrowed. If `-k` only leaves out cases, the number of jobs shows it.
+    """
     if not expression:
         return ""
     from conformance.judging.keyword_selection import mentions_checks  # imported late: it loads JAX
@@ -137,7 +150,7 @@ def describe_keyword(expression: str) -> str:
 
 
 def prepare_gate(config: pytest.Config) -> None:
-    """Prepare this process for planning, before JAX is loaded. Raises `pytest.UsageError`."""
+    """Prepare this process for planning jobs, before JAX is loaded. Raises `pytest.UsageError`."""
     try:
         prepare_process()
     except (packages.NameTaken, CannotJudge) as error:
@@ -147,16 +160,16 @@ def prepare_gate(config: pytest.Config) -> None:
 
 
 def list_configured(root: Path) -> list[str]:
-    """List the implementations in a project's `pyproject.toml`, without loading JAX; none if it cannot be read."""
+    """List the implementations in a project's `pyproject.toml`, without loading JAX; empty if it cannot be read."""
     try:
         table = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["attention_conformance"]
         return [name for name in table["implementations"] if isinstance(name, str)]
     except (OSError, ValueError, KeyError, TypeError):
-        return []  # a session says what is wrong with it
+        return []  # the session reports what is wrong with the file
 
 
 def format_reminder(root: Path) -> list[str]:
-    """Say in a run without judgement that the project lists implementations, and what judges them."""
+    """Return a line for a pytest run that judges nothing: which listed implementations it did not judge, and how to."""
     names = list_configured(root)
     if not names:
         return []

@@ -1,4 +1,4 @@
-"""What the gate tells the terminal and JUnit files."""
+"""Format the results of the pytest gate for the terminal and for JUnit files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reports.changes import Comparison
 
 
 def list_test_properties(job: Job, judged: Iterable[Record]) -> list[tuple[str, object]]:
-    """List what JUnit files say of one test: its job, the verdicts, and the largest ratio."""
+    """List the properties of one test for JUnit files: its job, the verdicts, and the largest ratio."""
     found = list(judged)
     counts = Counter(record.verdict for record in found)
     ratios = [record.ratio / record.limit for record in found if record.ratio is not None and record.limit]
@@ -32,7 +32,7 @@ def list_test_properties(job: Job, judged: Iterable[Record]) -> list[tuple[str, 
 
 
 def find_suite_property(config: pytest.Config) -> Callable[[str, str], None] | None:
-    """Return what adds a property to the suite of the JUnit file of this process; None if it writes none."""
+    """Return the function that adds a property to the test suite in this process's JUnit file; None without a file."""
     from _pytest.junitxml import xml_key  # as pytest's own fixture `record_testsuite_property` does
 
     xml = config.stash.get(xml_key, None)
@@ -40,7 +40,7 @@ def find_suite_property(config: pytest.Config) -> Callable[[str, str], None] | N
 
 
 def list_suite_properties(result: SessionResult) -> list[tuple[str, str]]:
-    """List what JUnit files say of the run as a whole; a name in brackets is that of an implementation."""
+    """List the properties of the whole run for JUnit files. A name in brackets is the name of an implementation."""
     run, summary = result.recorded.run, result.summary
     assert run is not None
     facts = {
@@ -74,15 +74,15 @@ def format_terminal_summary(
     said: Sequence[str],
     notes: Sequence[str],
 ) -> list[str]:
-    """Return the lines of the terminal's summary: findings, counts, places, the verdict, annotations.
+    """Return the lines of the terminal's summary: findings, counts, places of kernels, the verdict, annotations for CI.
 
     Args:
-      records: all records that came.
+      records: all records of the run.
       run: the run record.
-      result: that of the session, if it came to its end.
-      report: the page that is written, if one is.
-      said: what was said while findings were confirmed.
-      notes: how the run came about.
+      result: the result of the session; None if the session did not finish.
+      report: the path of the HTML page; empty if none is written.
+      said: lines that were printed while findings were confirmed.
+      notes: notes on how the run was planned.
     """
     counted = [*_format_counts(records), *_format_places(run)]
     if result is None:
@@ -98,7 +98,7 @@ def format_terminal_summary(
 
 
 def format_regressions(comparison: Comparison) -> str:
-    """Describe what became worse than in the baseline, a group a line; empty if nothing did."""
+    """Describe the regressions against the baseline, one line for each group; empty without regressions."""
     if not comparison.regressions:
         return ""
     groups = [
@@ -109,7 +109,7 @@ def format_regressions(comparison: Comparison) -> str:
 
 
 def _format_counts(records: Iterable[Record]) -> list[str]:
-    """Return the counts of verdicts by implementation and platform, as aligned lines."""
+    """Return one aligned line for each implementation and platform, with its counts of verdicts."""
     counts: dict[str, Counter[str]] = {}
     for record in records:
         counts.setdefault(f"{record.implementation} ({record.platform})", Counter())[record.verdict] += 1
@@ -121,5 +121,5 @@ def _format_counts(records: Iterable[Record]) -> list[str]:
 
 
 def _format_places(run: Run) -> list[str]:
-    """Say where kernels ran that were neither ours nor confined in a process of their own, a line each."""
+    """Return one line for each kernel that ran in an unusual place, such as without a complete sandbox."""
     return [f"{name} {kernel.place}" for name, kernel in run.kernels.items() if kernel.place]

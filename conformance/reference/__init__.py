@@ -1,1 +1,1 @@
-"""Reference code in JAX to start from: attention with two backward passes, and the front end of a model."""
+"""Slow, readable reference code in JAX for users: attention with two backward passes, and the front end of a model."""

@@ -43,16 +43,16 @@ def reference_attention(
       q: `[B, T, N, H]`.
       k: `[B, S, K, H]`, `N % K == 0`.
       v: `[B, S, K, V]`.
-      mask: which pairs are allowed; all by default.
+      mask: the pairs of query and key that are allowed; all by default.
       segment_ids: int32 `[B, T]` and `[B, S]`. A query attends only to keys with the same id.
       soft_cap: logits become `soft_cap * tanh(x / soft_cap)`.
       sinks: `[N]`, one logit for each query head that joins the softmax denominator.
       bias: broadcastable to `[B, N, T, S]`, added after scaling.
       scale: factor of the logits, `1 / sqrt(H)` by default.
       alibi_slopes: `[N]`, constants: logits lose `slope * |i + S - T - j|` after scaling.
-      mask_mod: `(b, n, i, j) -> booleans`. Pairs must be allowed by both it and the mask; `n` is a query head.
-      score_mod: `(score, b, n, i, j) -> score`, applied to each scaled logit before the soft cap. Neither function may
-        capture an array that is traced.
+      mask_mod: `(b, n, i, j) -> booleans`, with `n` a query head. A pair must be allowed by both `mask_mod` and `mask`.
+      score_mod: `(score, b, n, i, j) -> score`, applied to each scaled logit before the soft cap. Neither `mask_mod`
+        nor `score_mod` may capture a traced array.
       save_residuals: also return `{"logsumexp", "max_logits"}`, both `[B, N, T]`; only `logsumexp` is differentiable.
       backward: `"vanilla"` differentiates the forward pass; `"flash"` recomputes the probabilities from the saved
         `logsumexp` and takes `D = <out, do>` from the saved, rounded `out` (arXiv:2205.14135, appendix B).
@@ -98,7 +98,7 @@ def _build_positions(shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
 
 
 def _get_accumulator_dtype(x: jax.Array) -> Any:
-    """Return the dtype to compute in: at least f32."""
+    """Return the dtype to compute in: f32, or f64 for f64 operands."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -122,7 +122,7 @@ def _dot(spec: str, *operands: jax.Array) -> jax.Array:
 def _compute_logits(
     operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float, score_mod: ScoreMod | None
 ) -> tuple[jax.Array, Any]:
-    """Compute capped logits `[B, N, T, S]`, not masked, and their derivative by the scaled logits."""
+    """Compute capped, unmasked logits `[B, N, T, S]`, and their derivative with respect to the scaled logits."""
     q, k, _, _, bias, slopes = operands
     dtype = _get_accumulator_dtype(q)
     x = scale * _dot("bkgth,bskh->bkgts", _split_heads(q.astype(dtype), k.shape[2]), k.astype(dtype))
@@ -135,7 +135,7 @@ def _compute_logits(
     slope: Any = 1.0
     if score_mod is not None:
         score = functools.partial(score_mod, **dict(zip("bnij", _build_positions(x.shape), strict=True)))
-        # Hidden logits may be NaN, and a derivative of NaN times 0 would still be NaN.
+        # A hidden logit may be NaN. Its derivative would be NaN, and stay NaN when multiplied by 0. So it is zeroed.
         x, pullback = jax.vjp(lambda x: jnp.asarray(score(x), dtype), jnp.where(allowed, x, 0))
         (slope,) = pullback(jnp.ones_like(x))
     if soft_cap is None:
@@ -150,14 +150,14 @@ def _attend(
     """Compute `out`, `logsumexp` and `max_logits`; JAX differentiates this function."""
     q, k, v, sinks, bias, slopes = operands
     allowed = jnp.broadcast_to(allowed, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
-    # When this is differentiated, hidden NaN would reach dq as 0 * NaN.
+    # Without this, NaN in a hidden key or value would reach dq as 0 * NaN when JAX differentiates this function.
     k, v = _zero_hidden(k, allowed), _zero_hidden(v, allowed)
     z, _ = _compute_logits((q, k, v, sinks, bias, slopes), allowed, soft_cap, scale, score_mod)
     top = jnp.max(z, axis=-1, where=allowed, initial=-jnp.inf)
     sink = None if sinks is None else sinks.astype(z.dtype)[:, None]
     pivot = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
     pivot = jnp.where(jnp.isfinite(pivot), pivot, 0)
-    # The inner select keeps exp and its derivative away from hidden logits.
+    # The inner `where` keeps hidden logits, which may be infinite or NaN, out of `exp` and its derivative.
     weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, z - pivot[..., None], 0)), 0)
     total = weights.sum(axis=-1)
     if sink is not None:
@@ -171,7 +171,7 @@ def _attend(
 
 
 def _zero_hidden(x: jax.Array, allowed: jax.Array) -> jax.Array:
-    """Set keys or values `[B, S, K, D]` that no query may attend to to zero."""
+    """Zero the keys or values `[B, S, K, D]` that no query may attend to."""
     batch, length, kv_heads, _ = x.shape
     seen = allowed.any(axis=2).reshape(batch, kv_heads, -1, length).any(axis=2)  # [B, K, S]
     return jnp.where(seen.transpose(0, 2, 1)[..., None], x, 0)
@@ -196,7 +196,7 @@ def _attend_flash_forward(
 def _attend_flash_backward(
     soft_cap: float | None, scale: float, score_mod: ScoreMod | None, saved: Any, cotangents: Any
 ) -> Any:
-    """Compute the gradients, with probabilities from `logsumexp` and D from `out`, as saved."""
+    """Compute the gradients: probabilities from the saved `logsumexp`, and `D = <out, do>` from the saved `out`."""
     operands, allowed, out, lse = saved
     do, dlse, _ = cotangents
     q, k, v, sinks, bias, _ = operands

@@ -1,4 +1,8 @@
-"""Compute the front ends of `cases.front_ends` in JAX: for checks, and for use in your own code."""
+"""Compute in JAX the front ends of `cases.front_ends`.
+
+A front end is what a model does to raw projections before attention, such as norms and rotary embedding. The check
+`front_end` uses this, unless an implementation brings its own. You can use it in your own code too.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +40,11 @@ def apply_front_end(
       steps: names of steps (`cases.front_ends.STEPS`), in order.
       q: raw queries `[B, T, N, H]`.
       k: raw keys `[B, S, K, H]`.
-      v: raw values `[B, S, K, V]`; None if they are the raw keys.
+      v: raw values `[B, S, K, V]`; None if the raw keys are the values.
       q_positions: position streams of the queries, int32 `[3, T]`.
       kv_positions: position streams of the keys, int32 `[3, S]`.
-      q_norm: weights `[H]` of the norm of q.
-      k_norm: weights `[H]` of the norm of k.
+      q_norm: weights `[H]` of the norm of q; None without weights.
+      k_norm: weights `[H]` of the norm of k; None without weights.
 
     Returns:
       q, k and v for attention, in the shapes and the dtype of the projections.

@@ -1,1 +1,1 @@
-"""Commands that measure the bank of planted bugs: what the gate catches, how often, and by which signatures."""
+"""Implement `sensitivity`, which measures the gate on a bank of planted bugs, with `--twice` and `--signatures`."""

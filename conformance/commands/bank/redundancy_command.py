@@ -1,4 +1,4 @@
-"""`sensitivity --twice`: measure which planted bugs a second, independent case sees."""
+"""Implement `sensitivity --twice`: measure which planted bugs a second, independent case detects."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from conformance.session.failures import CannotJudge
 
 
 def measure_redundancy(bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace) -> int:
-    """Continue the measurement and print its state; return 0 if two cases see every measured bug, 1 if not."""
+    """Continue the measurement and print its state; return 0 if two cases detect every measured bug, 1 if not."""
     given = {"--new": arguments.new, "--save": arguments.save, "--report": arguments.report, "--jobs": arguments.jobs}
     if wrong := [name for name, value in given.items() if value]:
-        raise CannotJudge(f"--twice keeps what it finds and runs in one process: give it without {wrong[0]}")
+        raise CannotJudge(f"--twice saves its results by itself and runs in one process: give it without {wrong[0]}")
     last = detection_table.load_table()
     level = arguments.level or "quick"
     if last is None or last["level"] != level:
@@ -32,7 +32,7 @@ def measure_redundancy(bugs: Mapping[str, PlantedBug], arguments: argparse.Names
     redundancy.save_sightings(list(found.values()), level)
     asked = arguments.bug or [name for name in kills if name not in found]
     asked = [name for name in asked if name in kills and bugs[name].unmeasurable() is None]
-    asked.sort(key=lambda name: len(kills[name]))  # what few checks saw first: there a second case is least sure
+    asked.sort(key=lambda name: len(kills[name]))  # bugs that few checks detect come first
     with RunProgress(len(asked), Console(stderr=True)) as progress:
         try:
             for name in asked:
@@ -41,7 +41,7 @@ def measure_redundancy(bugs: Mapping[str, PlantedBug], arguments: argparse.Names
                     redundancy.save_sightings(list(found.values()), level)
                 progress.advance([])
         except KeyboardInterrupt:
-            interrupts.stop_raising()  # what was found is written already
+            interrupts.stop_raising()  # the results so far are saved already
     _print_results(list(found.values()), kills)
     return 0 if all(len(each.seen) > 1 for each in found.values()) else 1
 
@@ -53,7 +53,7 @@ def _print_results(found: Sequence[redundancy.BugSightings], kills: Collection[s
     for each in sorted(found, key=lambda each: (each.whole, each.bug)):
         if len(each.seen) == 1:
             (only,) = each.seen
-            asked = "all was asked" if each.whole else "time ran out"
+            asked = "no case is left to try" if each.whole else "time ran out"
             text = f"one case ({asked}): {each.bug}, by {only.check} {only.observable} on {only.case}"
             console.print(text, style="red" if each.whole else "yellow", highlight=False)
     if left := len(kills) - len(found):

@@ -1,4 +1,4 @@
-"""`sensitivity`: measure what the gate catches of a bank of planted bugs, and the smallest error that it sees."""
+"""Implement `sensitivity`: measure which planted bugs of a bank the gate detects, and the smallest error it detects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from reports.page_model import build_summary
 
 
 def measure_sensitivity(arguments: argparse.Namespace) -> int:
-    """Judge every planted bug; return 0 if all are seen and every check is needed, 1 if not, 2 if it was stopped."""
+    """Judge every planted bug; return 0 if all are detected and every check is needed, 1 if not, 2 if stopped."""
     started = time.perf_counter()
     level = arguments.level or "quick"
     argument_lookup.reject_bad_job_count(arguments.jobs)
@@ -47,9 +47,9 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
     unmeasured = {name: reason for name in asked if (reason := bugs[name].unmeasurable()) is not None}
     names = [name for name in asked if name not in unmeasured]
     if arguments.save and level == "smoke":
-        raise CannotJudge("--save keeps what reports show, which is what a grid catches: give it without --level=smoke")
+        raise CannotJudge("--save is for results of a whole grid, which reports show: give it without --level=smoke")
     whole = not (arguments.bug or arguments.new)
-    weighed = whole and level != "smoke"  # a part of the checks is no measure of what each of them is worth
+    weighed = whole and level != "smoke"  # `smoke` runs too little to tell which checks are needed
     described = environment.describe_environment()
     if arguments.save and not whole:
         _reject_other_conditions(last, level, described)
@@ -72,9 +72,9 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
             raise CannotJudge(str(error)) from error
         except KeyboardInterrupt:
             interrupted = True
-    interrupts.stop_raising()  # what was examined gets written whole
+    interrupts.stop_raising()  # writing the results must not be interrupted
     complete = bool(names) and len(examined) == len(names)
-    stands = last if last is not None and last["level"] == level else None  # what another level saw says nothing here
+    stands = last if last is not None and last["level"] == level else None  # results of another level do not apply
     kept = detection_table.parse_examinations(stands, set(bugs) - set(names) if arguments.save else unmeasured)
     examined += kept
     table = detection_table.build_table(examined, resolutions, level=level, environment=described)
@@ -112,7 +112,7 @@ def _load_bugs(bank: str) -> dict[str, PlantedBug]:
 def _select_bugs(
     bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace, level: str, last: Mapping[str, Any] | None
 ) -> list[str]:
-    """Select the bugs to examine: those named, those without kept figures that are still valid, or all."""
+    """Select the bugs to examine: the named ones, with `--new` those without a saved, valid measurement, or all."""
     for name in arguments.bug:
         if name not in bugs:
             raise CannotJudge(f"the bank has no bug {name!r}")
@@ -123,17 +123,17 @@ def _select_bugs(
     known = {examined.bug: examined.kills for examined in detection_table.parse_examinations(last, bugs)}
     if found := [name for name in bugs if not (name in known and is_still_asked(bugs[name], level, known[name]))]:
         return found
-    raise CannotJudge("every bug of the bank has kept figures of what is asked today: nothing is new")
+    raise CannotJudge("every bug of the bank has a saved measurement that is still valid: nothing is new")
 
 
 def _reject_other_conditions(last: Mapping[str, Any] | None, level: str, described: Mapping[str, str]) -> None:
-    """Raise `CannotJudge` if the kept figures of the rest of the bank were measured under other conditions."""
+    """Raise `CannotJudge` if the saved measurements of the other bugs are of another level or version of JAX."""
     if last is None:
-        raise CannotJudge("--save of a part of the bank needs kept figures of the rest: measure the whole bank first")
+        raise CannotJudge("--save of a part of the bank needs saved results of the rest: measure the whole bank first")
     kept = {"level": last["level"], "jax": last["environment"]["jax"]}
     here = {"level": level, "jax": described["jax"]}
     if kept != here:
-        raise CannotJudge(f"--save of a part: the kept figures are of {kept}, these of {here}; measure the whole bank")
+        raise CannotJudge(f"--save of a part: the saved results are of {kept}, these of {here}; measure the whole bank")
 
 
 def _print_results(
@@ -146,7 +146,7 @@ def _print_results(
         _print_powers(console, ranked)
         _print_resolution(console, resolutions)
     if times := [e.first_red for e in examined if e.first_red is not None]:
-        text = f"first red after {text_format.format_time(statistics.median(times))} of judging (median of those seen)"
+        text = f"first red after {text_format.format_time(statistics.median(times))} of judging (median of bugs seen)"
         console.print(text, highlight=False)
     survivors = [e.bug for e in examined if e.survives]
     console.print(f"{len(examined) - len(survivors)} of {len(examined)} planted bugs are seen", highlight=False)
@@ -158,15 +158,15 @@ def _print_results(
 
 
 def _print_unmeasured(unmeasured: Mapping[str, str], kept: Collection[str]) -> None:
-    """Print the bugs that this machine cannot measure; for them the last measurement stands, if there is one."""
+    """Print the bugs that this machine cannot measure, and whether an earlier measurement of them remains valid."""
     console = Console(soft_wrap=True)
     for name, reason in unmeasured.items():
-        figures = "the last measurement stands" if name in kept else "never measured at this level"
+        figures = "the last measurement remains" if name in kept else "never measured at this level"
         console.print(f"not measured here: {name} ({figures}): {reason}", style="yellow", highlight=False)
 
 
 def _print_matrix(console: Console, examined: Sequence[Examination], ranked: Sequence[CheckPower]) -> None:
-    """Print a line for each bug, with a letter for each check that sees it; a capital if no other does."""
+    """Print one line for each bug, with a letter for each check that detects it; a capital if only one check does."""
     letters = {power.check: chr(ord("a") + n) for n, power in enumerate(ranked)}
     console.print("  ".join(f"{letter} {check}" for check, letter in letters.items()), highlight=False)
     for e in sorted(examined, key=lambda e: (e.family, e.bug)):

@@ -1,4 +1,7 @@
-"""`sensitivity --signatures`: measure how wrong each planted bug is on the cases of a signature, and keep it."""
+"""Implement `sensitivity --signatures`: measure and save the signature of each planted bug.
+
+A signature is how wrong each result is on a fixed set of cases. A diagnosis compares a failing kernel with signatures.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def measure_signatures(bank: str, bugs: Mapping[str, PlantedBug], arguments: arg
     """Continue the measurement; return 0 if every bug that can be measured here has its signature, else 1."""
     given = {"--new": arguments.new, "--save": arguments.save, "--report": arguments.report, "--twice": arguments.twice}
     if wrong := [name for name, value in given.items() if value]:
-        raise CannotJudge(f"--signatures keeps what it finds, as it finds it: give it without {wrong[0]}")
+        raise CannotJudge(f"--signatures saves each result at once, by itself: give it without {wrong[0]}")
     if unknown := [name for name in arguments.bug if name not in bugs]:
         raise CannotJudge(f"the bank has no bug {unknown[0]!r}")
     found = {each.name: each for each in failure_signatures.load_signatures() if each.name in bugs}
@@ -42,10 +45,10 @@ def measure_signatures(bank: str, bugs: Mapping[str, PlantedBug], arguments: arg
         except BugKilledProcess as error:
             raise CannotJudge(str(error)) from error
         except KeyboardInterrupt:
-            interrupts.stop_raising()  # what was found is written already
+            interrupts.stop_raising()  # the results so far are saved already
     left = [name for name in bugs if name not in found and bugs[name].unmeasurable() is None]
     blind = sum(not each.signature.wrong for each in found.values())
-    text = f"{len(found)} of {len(bugs)} planted bugs have signatures; {blind} of them are right on all of its cases"
+    text = f"{len(found)} of {len(bugs)} planted bugs have signatures; {blind} are right on all cases of the signature"
     Console(soft_wrap=True).print(text, highlight=False)
     _print_confusions(list(found.values()))
     if left:
@@ -67,7 +70,7 @@ def _print_confusions(bank: list[KnownBug]) -> None:
 
 
 def order_kinds_first(bugs: Mapping[str, PlantedBug], names: list[str]) -> list[str]:
-    """Put one bug of each kind before all others, since a diagnosis names kinds."""
+    """Sort one bug of each kind before all others: a diagnosis names kinds, so each kind should be measured early."""
     first = {bugs[name].kind: name for name in reversed(names)}
     ahead = set(first.values())
     return sorted(names, key=lambda name: name not in ahead)
