@@ -147,7 +147,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     )
     what.add_argument("--case", metavar="ID", help="one case by its id")
     what.add_argument(
-        "--cases", metavar="QUERY", help="only cases that match: a prefix of whole parts, * is a wildcard"
+        "--cases", metavar="QUERY", help="only cases whose id matches: a prefix of whole parts, * is a wildcard"
     )
     what.add_argument(
         "--regressions", action="store_true", help="the named regressions instead of the grid (see `list regressions`)"
@@ -172,7 +172,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
         default=[],
         type=_parse_seed,
         metavar="N",
-        help="base seed of the grid (0), or random, for cases that nobody can predict; may be repeated",
+        help="base seed of the grid (0), or `random` for unpredictable cases; may be repeated",
     )
     declared = run.add_argument_group("what a plain function declares")
     declared.add_argument(
@@ -194,12 +194,12 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "--shard",
         type=_parse_shard,
         metavar="K/N",
-        help="judge the Kth of N parts; `report` merges them and misses none",
+        help="judge the Kth of N parts; `report` merges the parts",
     )
     how.add_argument(
         "--resume",
         metavar="FILE.jsonl",
-        help="continue this file of a run that was stopped; it says what to judge",
+        help="continue the stopped run in this file, which says what to judge",
     )
     how.add_argument(
         "--confirm-seconds",
@@ -243,20 +243,28 @@ def _add_products_option(command: argparse._ActionsContainer) -> None:
 
 
 def _add_sandbox_options(command: argparse.ArgumentParser) -> None:
-    where = command.add_argument_group("where a kernel of yours runs: in a process of its own, apart from the judge")
-    where.add_argument("--timeout", type=float, metavar="SECONDS", help="the most that one call may take (300)")
+    where = command.add_argument_group("where your own kernel runs: in a separate process, in a sandbox")
+    where.add_argument("--timeout", type=float, metavar="SECONDS", help="time limit for one call (300)")
     where.add_argument(
-        "--memory", type=float, metavar="GIB", help="the most memory that it may take (half of the machine's)"
+        "--memory", type=float, metavar="GIB", help="memory limit of its process (half of the machine's)"
     )
     where.add_argument("--in-process", action="store_true", help="run it in the judge's process, for debugging")
     where.add_argument(
-        "--sandbox-read", action="append", default=[], metavar="PATH", help="let it read this file or folder too"
+        "--sandbox-read",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="let the kernel read this file or folder too",
     )
     where.add_argument(
-        "--sandbox-env", action="append", default=[], metavar="NAME", help="give it this environment variable too"
+        "--sandbox-env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="give the kernel this environment variable too",
     )
     where.add_argument(
-        "--require-sandbox", action="store_true", help="judge nothing (exit code 2) where the sandbox is not complete"
+        "--require-sandbox", action="store_true", help="judge nothing (exit code 2) if the sandbox is not complete"
     )
 
 
@@ -272,7 +280,7 @@ def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
         metavar="NAME",
         help="a registered name (see `list`), module:attribute or file.py:attribute",
     )
-    what.add_argument("--cases", metavar="QUERY", help="draw only cases that match")
+    what.add_argument("--cases", metavar="QUERY", help="draw only cases whose id matches")
     _add_products_option(what)
     _add_sandbox_options(explore)
     limits = explore.add_argument_group("how far to go")
@@ -311,7 +319,7 @@ def _add_list(commands: argparse._SubParsersAction[CommandParser]) -> None:
     )
     listing.add_argument("--impl", metavar="NAME", help="cases: only those that this implementation is judged by")
     listing.add_argument("--level", choices=GRID_LEVELS, help="cases: of this grid (quick)")
-    listing.add_argument("--cases", metavar="QUERY", help="cases: only those that match")
+    listing.add_argument("--cases", metavar="QUERY", help="cases: only those whose id matches")
     listing.add_argument("--seed", type=int, metavar="N", help="cases: with this base seed (0)")
 
 
@@ -337,7 +345,7 @@ def _execute(arguments: argparse.Namespace, *, last: bool) -> int:
     try:
         _reject_missing_folder()
         if last:
-            # JAX takes seconds to load, and an exception in the middle would be lost. So a signal ends the process.
+            # JAX takes seconds to load, and an exception in the middle could get lost. So a signal ends the process.
             interrupts.set_early_exit(_report_early_signal)
         judging = arguments.command in _JUDGING_COMMANDS
         prepare_process(timing=_needs_default_flags(arguments), judging=judging, alone=last)

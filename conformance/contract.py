@@ -18,9 +18,9 @@ parts over the other keys (docs/contract.md, section 4):
 
     parts(q, k, v, *, mask, soft_cap=None, sinks=None, scale=None) -> (out, max, sum)
 
-These are f32 `[B, T, N, V]`, `[B, T, N, 1]` and `[B, T, N, 1]`. `out / sum` is attention. `max` is
-the logit that was subtracted from all others: the largest one, the sink included. Without keys, `out`, `max` and `sum`
-are zero, -inf and zero.
+These are f32 `[B, T, N, V]`, `[B, T, N, 1]` and `[B, T, N, 1]`. `out / sum` is attention. `max` is the logit that was
+subtracted from all others: the largest one, the sink included. Without keys, `out`, `max` and `sum` are zero, -inf and
+zero.
 """
 
 from __future__ import annotations

@@ -21,17 +21,17 @@ from pathlib import Path
 from packaging.version import Version
 
 # Compiling dominates on CPU. These flags cut a forward plus VJP of a new shape from 150 to 80 ms, and keep several
-# processes from competing for cores. They should not change results. But XLA has computed correct programs
-# wrongly under these flags, and rightly under JAX's own flags. So they never decide a verdict: a result that fails
-# under them is judged again under JAX's own flags (`build_default_options`, `build_default_flags`,
+# processes from competing for cores. They should not change results. But XLA has computed correct programs wrongly
+# under these flags, and rightly under JAX's own flags. So they never decide a verdict: a result that fails under them
+# is judged again under JAX's own flags (`build_default_options`, `build_default_flags`,
 # `conformance.judging.rejudgement`).
 _FAST_COMPILE = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_multi_thread_eigen=false",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
-# For each flag above, the value of the compiler option that undoes it for one program: XLA's default, as its dump of
-# debug options shows it.
+# For each flag, the value of the compiler option that undoes it for one program: XLA's default, as its dump of debug
+# options shows it.
 _DEFAULT_OPTIONS: dict[str, bool | int] = {
     "--xla_backend_optimization_level=0": 3,
     "--xla_cpu_multi_thread_eigen=false": True,
@@ -40,9 +40,9 @@ _DEFAULT_OPTIONS: dict[str, bool | int] = {
     "--xla_gpu_autotune_level=0": 4,
 }
 # On x86, use no fused multiply-add. Without optimisation XLA fuses a product and a sum in some loops of a program and
-# not in others. Then two computations of one value can differ. The gradient of a maximum looks for the
-# elements equal to the maximum, finds none, and divides by zero. No option of one program undoes this flag; another
-# process can do without it (`build_default_flags`).
+# not in others. Then two computations of one value can differ. The gradient of a maximum looks for the elements equal
+# to the maximum, finds none, and divides by zero. No option of one program undoes this flag; another process can do
+# without it (`build_default_flags`).
 _NO_FMA = ("--xla_cpu_max_isa=AVX",)
 _X86 = ("x86_64", "AMD64")
 # XLA's YNN fusions compute some programs wrongly on CPU: jax-ml/jax#39103 from jaxlib 0.10.2 on, and in 0.12.0.1 a sum

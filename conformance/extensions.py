@@ -1,11 +1,11 @@
 """Find optional packages, which add commands and measurements to the core without the core importing them by name.
 
 A package in `conformance` is optional if it has a module `extension` that defines `EXTENSION`. The core lists its own
-folder to find such packages. So removing a package's folder removes its commands and measurements, and
-changes nothing else.
+folder to find such packages. So removing a package's folder removes its commands and measurements, and changes nothing
+else.
 
-Every process imports the module `extension`, before JAX, so it must import nothing heavy. An extension names a
-heavy function as `"module:attribute"`, and the core loads the function when it is needed.
+Every process imports the module `extension`, before JAX, so it must import nothing heavy. An extension names a heavy
+function as `"module:attribute"`, and the core loads the function when it is needed.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ These top-level packages have everyday names. A user may have a module `cases` i
 `reports` in their repository, and Python looks there first. There are two situations:
 
 - The user's module is not loaded yet. `claim_names` loads our packages from where they are, before anything asks for
-  them by name. The user's module is hidden from then on. A kernel that imports it gets an error that names both
-  modules. An import finder and `__getattr__` of our packages raise that error; Python by itself would only say that a
-  name is missing.
+them by name. The user's module is hidden from then on. A kernel that imports it gets an error that names both modules.
+An import finder and `__getattr__` of our packages raise that error; Python by itself would only say that a name is
+missing.
 - The user's module is loaded already. Then nothing can be judged, and `NameTaken` says which module to rename.
 """
 
@@ -63,8 +63,8 @@ def claim_names(*, alone: bool = False) -> None:
 def exit_if_customized() -> None:
     """End the process if Python loaded a customization module, such as `sitecustomize`, from the current folder.
 
-    A `sitecustomize.py` beside a kernel runs in every process that finds it, the judge's too. It may have registered
-    functions with `atexit`, so the process ends here without calling them.
+    Python runs a `sitecustomize.py` in a kernel's folder in every process that finds it, the judge's process included.
+    It may have registered functions with `atexit`, so the process ends here without calling them.
     """
     if (place := _find_customization()) is None:
         return

@@ -239,7 +239,7 @@ class _Gate:
         if missing:
             from conformance import runs
 
-            what = f"{len(missing):,} of {len(self._selected):,} jobs have no records, as {min(missing)}"
+            what = f"{len(missing):,} of {len(self._selected):,} jobs have no records, such as {min(missing)}"
             how, reason = runs.INTERRUPTED, f"{what}: the process that judged it died, or its test was not run"
             self._add_failure("every_job_has_records", reason)
         if self._session is not None and self._session.has_begun:
@@ -394,7 +394,7 @@ def _set_job(item: pytest.Item, job: Job) -> None:
 
 @pytest.fixture
 def conformance_judge(request: pytest.FixtureRequest) -> Callable[[Job], list[Record]]:
-    """Return a function that judges a planned job and keeps its records for the report."""
+    """Return the function with which a test judges a planned job, and stores its records for the report."""
     gate = request.config.pluginmanager.get_plugin(_PLUGIN_NAME)
     assert isinstance(gate, _Gate)
     return lambda job: gate.judge(request.node, job)

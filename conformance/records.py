@@ -116,11 +116,11 @@ class Record:
       error_map: for failures, a coarse picture of where the error is. Only results that are compared directly have one.
       reproduce: the command that repeats only this judgement.
       seconds: the time of judging, in seconds.
-      figures: numbers that were measured and not judged (`compile_seconds`, `temporary_bytes`, ...). If rounding
-        could change which keys some queries select, `undecided_rows` of the case's `rows` were left out of the
-        judgement. A result that failed under the flags that make compiling cheap is judged again under JAX's own
-        flags. Then `ratio_fast_compile` is the first ratio, and `flags_differ` is present if the verdicts differ. A
-        user's kernel that was judged with `--in-process` has `in_process`.
+      figures: numbers that were measured and not judged (`compile_seconds`, `temporary_bytes`, ...). If rounding could
+        change which keys some queries select, `undecided_rows` of the case's `rows` were left out of the judgement. A
+        result that failed under the flags that make compiling cheap is judged again under JAX's own flags. Then
+        `ratio_fast_compile` is the first ratio, and `flags_differ` is present if the verdicts differ. A user's kernel
+        that was judged with `--in-process` has `in_process`.
       files: digests of the files that the kernel read for the first time during this judgement. The run record has the
         files that the kernel read when it was loaded.
       run: a label of the record's run if runs that differ were merged; else empty. The label is not written to files,

@@ -123,7 +123,7 @@ class Run:
       jobs: the planned jobs, those of other shards included.
       whole: for each implementation, the number of all jobs of the level, without the selection of cases, if known.
       resumed: the times when the run was continued.
-      id: a random name that tells runs of one file apart; empty in older files.
+      id: a random name that distinguishes the runs of one file; empty in older files.
     """
 
     started: str
@@ -264,7 +264,7 @@ def read_runs(path: Path) -> list[RecordedRun]:
                 reading.take(line)
         except ValueError as error:
             remedy = "altered or of another version, so judge again"
-            raise RecordFileError(f"{path}:{number} is no word of a conformance run: {error} ({remedy})") from error
+            raise RecordFileError(f"{path}:{number} is not a line of a conformance run: {error} ({remedy})") from error
     try:
         found += reading.finish()
     except ValueError as error:

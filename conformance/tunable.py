@@ -25,7 +25,7 @@ KnobSettings = Mapping[str, Setting]
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes moved to and from HBM besides the blocks of a kernel's block specs.
+    """Bytes that a kernel moves to and from HBM in addition to the blocks of its block specs.
 
     Attributes:
       within: bytes of copies that overlap with the kernel's computation. They count towards the memory time of the

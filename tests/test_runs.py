@@ -114,7 +114,7 @@ def test_a_record_that_answers_another_question_than_its_job_is_refused(
     changed: dict[str, str], why: str, tmp_path: Path
 ) -> None:
     record = dataclasses.replace(passed(CASES[0]), **changed)  # type: ignore[arg-type] # each is text
-    with pytest.raises(ValueError, match=rf"r\.jsonl:3 is no word of a conformance run: {why}"):
+    with pytest.raises(ValueError, match=rf"r\.jsonl:3 is not a line of a conformance run: {why}"):
         read(tmp_path, runs.serialize_run(RUN) + "\n" + runs.serialize_job(0, [record]))
 
 

@@ -61,13 +61,13 @@ class Subject:
         return self.executor.implementation
 
     def with_executor(self, executor: Executor) -> Subject:
-        """Return the subject with another executor, for example one with other compiler flags; keep expectations."""
+        """Return a copy with another executor, such as one with other compiler flags; keep cached expectations."""
         return self._replace_executor(executor, _EXPECTATION_CACHE)
 
     def with_declarations(self, implementation: Implementation) -> Subject:
-        """Return the subject with other declarations of the same call, and keep cached results.
+        """Return a copy with other declarations of the same call, and keep cached results.
 
-        Cached expectations are kept if the arithmetic and the treatment of empty rows are declared as before.
+        Cached expectations are kept only if the arithmetic and the value of empty rows are declared as before.
         """
         before = self.implementation
         same = (before.arithmetic, before.empty_rows) == (implementation.arithmetic, implementation.empty_rows)

@@ -74,7 +74,7 @@ def explore(arguments: argparse.Namespace) -> int:
             except exploring.NothingToDraw as error:
                 raise _end_journal(journal, f"there is no case to draw: {error}") from error
             except exploring.InvalidClues as error:
-                raise _end_journal(journal, f"{error} (`run` judges it without asking that)") from error
+                raise _end_journal(journal, f"{error} (`run` judges the kernel without these clues)") from error
         written = {record.key for record in journal.recorded.records}
         journal.add_records([record for record in found.records if record.key not in written])
         excess = flag_share.find_excess(journal.recorded.records)

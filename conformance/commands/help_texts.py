@@ -24,7 +24,8 @@ exit codes: 0 conforms, 1 does not, 2 could not be judged (bad arguments, import
 
 EXPLORE = """\
 Draw cases beyond the grid (any lengths, depths, head counts, combinations of masks and operands), judge each, and
-shrink the first that is wrong to the smallest case that is wrong in the same way. The find is replayed by its id alone.
+shrink the first that is wrong to the smallest case that is wrong in the same way. The id of that case is enough
+to judge it again.
 """
 
 EXPLORE_EXAMPLES = """\

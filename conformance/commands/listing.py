@@ -45,7 +45,7 @@ def list_entries(arguments: argparse.Namespace) -> int:
     table.add_column(arguments.what.rstrip("s"), no_wrap=True)
     table.add_column("what it is")
     if arguments.what == "checks":
-        table.add_column("asked of")
+        table.add_column("runs on")
     for row in _list_descriptions(arguments.what):
         table.add_row(*row)
     console.print(table)

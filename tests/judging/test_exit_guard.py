@@ -94,7 +94,7 @@ def test_a_wrong_kernel_is_no_success(
         pytest.param(
             LEAVES_OUT, 1, "*jobs were planned and not judged, and no argument asks for that: *", id="leaves out"
         ),
-        pytest.param(KEEPS_BACK, 2, "*jobs have no records, as *", id="keeps back", marks=pytest.mark.long),
+        pytest.param(KEEPS_BACK, 2, "*jobs have no records, such as *", id="keeps back", marks=pytest.mark.long),
     ],
 )
 def test_a_right_kernel_of_which_something_was_not_asked_is_no_success(
