@@ -4,9 +4,9 @@ These top-level packages have everyday names. A user may have a module `cases` i
 `reports` in their repository, and Python looks there first. There are two situations:
 
 - The user's module is not loaded yet. `claim_names` loads our packages from where they are, before anything asks for
-them by name. The user's module is hidden from then on. A kernel that imports it gets an error that names both modules.
-An import finder and `__getattr__` of our packages raise that error; Python by itself would only say that a name is
-missing.
+  them by name. The user's module is hidden from then on. A kernel that imports it gets an error that names both
+  modules. An import finder and `__getattr__` of our packages raise that error; Python by itself would only say that a
+  name is missing.
 - The user's module is loaded already. Then nothing can be judged, and `NameTaken` says which module to rename.
 """
 

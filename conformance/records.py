@@ -125,7 +125,7 @@ class Record:
         files that the kernel read when it was loaded.
       run: a label of the record's run if runs that differ were merged; else empty. The label is not written to files,
         since the record's position in a file shows its run.
-      schema: the schema of the line that the record is written as.
+      schema: the name and version of the format in which the record is written.
     """
 
     implementation: str

@@ -24,8 +24,8 @@ from conformance.truth.oracle import EmptyRows
 from conformance.truth.rounding_bounds import Bounded, Expectation, OperandErrors, compute_expectation
 from conformance.truth.tolerances import Tolerances
 
-# Names of the cached properties of `Subject` to keep when the subject is copied: those that depend on the case only,
-# those that also depend on the implementation's declarations, and those that also depend on the compiled call.
+# Names of cached properties of `Subject` that a copy may keep. `_OPERAND_CACHE` depends only on the case,
+# `_EXPECTATION_CACHE` also on declarations, and `_RESULT_CACHE` on the case and the compiled call.
 _OPERAND_CACHE = frozenset({"problem"})
 _EXPECTATION_CACHE = _OPERAND_CACHE | {
     "expectation",
@@ -44,7 +44,7 @@ class Subject:
     The results of the implementation and the expectations of the oracle are computed on first use, and cached.
 
     Attributes:
-      executor: runs the implementation, here or in its sandbox.
+      executor: the object that runs the implementation, in this process or in its sandbox.
       case: the attention problem.
       tolerances: the table of limits.
       rotation: the costly parts of checks that run on this case.
