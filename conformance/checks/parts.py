@@ -42,8 +42,8 @@ def check_parts(subject: Subject) -> Iterator[Judgement]:
     if not pieces:
         yield build_unsupported("out.merged", "the mask of this case has no form for a piece of the cache")
         return
-    # A piece may have rows with a sink and no key. They are rare, and a merge must treat them separately. So a case with
-    # such rows is always merged, whatever its rotation says.
+    # A piece may have rows with a sink and no key. They are rare, and a merge must treat them separately. So a case
+    # with such rows is always merged, whatever its rotation says.
     lone_sink = subject.problem.sinks is not None and any(piece.empty_rows.any() for piece in pieces)
     if not (lone_sink or subject.rotation.merges):
         return

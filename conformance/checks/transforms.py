@@ -1,4 +1,4 @@
-"""Check `transforms`: judge the call under the transformations of JAX, such as `vmap`, `grad` and `scan`, by the oracle.
+"""Check `transforms`: judge the call under JAX transformations, such as `vmap`, `grad` and `scan`, by the oracle.
 
 Transformed calls run on two problems: the case's own, and one drawn with the next seed (`ProblemPair`). If batched
 calls wrongly share a value, the result of one problem is wrong.
