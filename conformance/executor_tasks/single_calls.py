@@ -86,7 +86,8 @@ def find_mask_arguments(executor: Executor, problem: Problem) -> dict[str, Any]:
     """Return how the mask reaches the call.
 
     Returns:
-      `causal`, whether the call gets `causal=True`; `window`, its window pair or None; `mask`, whether it gets an array.
+      `causal`: whether the call gets `causal=True`. `window`: its pair `(left, right)`, or None. `mask`: whether it
+      gets an array.
     """
     statics, arrays = executor.arguments(problem)
     window = statics.get("window")
