@@ -29,8 +29,8 @@ ENTRY_POINT_GROUP = "attention_conformance.implementations"
 _CATALOGUE = "impls.catalogue"
 
 
-class ImplementationNotFound(Exception):  # noqa: N818 -- a statement, as the message is
-    """There is no implementation of that name; the message says what was tried and what would work."""
+class ImplementationNotFound(Exception):  # noqa: N818 -- named as a statement, without "Error"
+    """No implementation of the requested name can be loaded; the message says why, and what name would work."""
 
 
 def list_implementations() -> list[str]:

@@ -34,7 +34,7 @@ from conformance.execution.executor import Executor, pull_back
 # The largest number of integers, and also of floats, that are returned from the source and from the program.
 _MAX_NUMBERS = {"source": 24, "program": 10}
 _COMMON = frozenset({0, 0.5, 1, 2})  # numbers that are in every kernel, so they are no clues
-_MAX_INTEGER = 2**17  # the largest integer clue: longer cases cannot be run
+_MAX_INTEGER = 2**17  # the largest integer that may be a clue
 _MIN_PROGRAM_INTEGER = 8  # the smallest integer clue in a jaxpr; smaller integers are ranks and axes
 # Packages whose functions do not belong to a kernel, so their code is not read. Their closures may hold the kernel.
 _LIBRARY_PACKAGES = frozenset({"jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "conformance", "cases", "functools"})

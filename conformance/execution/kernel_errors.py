@@ -51,7 +51,7 @@ class Place:
     line: int
 
     def __str__(self) -> str:
-        """Return text such as `kernel.py:12: out = q @ k`, with a relative path if the file is in the current folder."""
+        """Return text such as `kernel.py:12: out = q @ k`; a path inside the current folder is relative."""
         source = linecache.getline(self.file, self.line).strip()
         if len(source) > _MAX_SOURCE_LINE:
             source = f"{source[:_MAX_SOURCE_LINE]} …"
@@ -130,7 +130,8 @@ def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
       WrongReturn: if it is anything else.
     """
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-        out, residuals = returned[0], dict(returned[1])  # copied once, since a user's mapping may return other values at each access
+        # The mapping is copied once, since a user's mapping may return other values at each access.
+        out, residuals = returned[0], dict(returned[1])
         if all(map(_is_array, (out, *residuals.values()))):
             return out, residuals
     raise WrongReturn(
@@ -276,7 +277,8 @@ def _is_user_code(file: str) -> bool:
     path = Path(file)
     if any(path.is_relative_to(folder) for folder in _find_library_folders()):
         return False
-    installed = {"site-packages", "dist-packages"} & set(path.parts)  # this folder may be inside that of Python's own library
+    # The folder of installed packages may be inside the folder of Python's own library.
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
     return bool(installed) or not path.is_relative_to(sysconfig.get_path("stdlib"))
 
 

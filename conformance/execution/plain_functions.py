@@ -100,7 +100,7 @@ def declare(
     They say what its signature cannot say, such as its arithmetic.
 
     Args:
-      products: the precision of its products of f32 operands: `"exact"` for f32, or that of a chip.
+      products: the precision of its products of f32 operands: `"exact"`, `"tf32"` or `"bf16"`.
       logits: `"input"` if bf16 and f16 logits are rounded to the operands' dtype before the softmax.
       softmax: `"input"` if the softmax itself, and its backward pass, are in the operands' dtype.
       group_sums: `"input"` if dk and dv are summed over the query heads of a group in the operands' dtype.
