@@ -73,7 +73,7 @@ class Check:
 
     @property
     def question(self) -> str:
-        """The first line of the check's docstring."""
+        """The first line of the check function's docstring, which `list checks` shows."""
         return (self.run.__doc__ or "").strip().split("\n")[0]
 
 

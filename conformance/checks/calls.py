@@ -73,12 +73,12 @@ _CACHE: dict[str, Any] = {"segments": None, "mask": "full", "phase": "decode", "
 
 
 def _build_heads(num_q_heads: int, num_kv_heads: int) -> dict[str, Any]:
-    """Return the fields for numbers of heads."""
+    """Return the fields of a case for numbers of query heads and key/value heads."""
     return {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
 
 
 def _build_depths(head_dim: int, v_head_dim: int) -> dict[str, Any]:
-    """Return the fields for depths of keys and values."""
+    """Return the fields of a case for head dimensions of keys (H) and values (V)."""
     return {"head_dim": head_dim, "v_head_dim": v_head_dim}
 
 
@@ -175,9 +175,9 @@ def _check_other_values(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_other_bias(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call outside `jit` whose bias differs between batch rows and heads, with zeros for the first query.
+    """Check a call outside `jit` with a bias `[B, 1, T, S]` that is zero for the first query.
 
-    All batch rows share the bias of the case itself.
+    All batch rows share the case's own bias. This one differs between batch rows.
     """
     case = dataclasses.replace(pair.subject.case, bias="biasbatch")
     refusal = pair.subject.implementation.supports(case)
@@ -213,7 +213,7 @@ def _check_size(changes: Sequence[Mapping[str, Any]], pair: ProblemPair) -> Iter
     """Check results and gradients for the first supported alternative of one entry of `_SIZES`."""
     subject = pair.subject
     if subject.case.storage is not None:
-        yield build_unsupported("out", "stored sequences have the lengths of the case")
+        yield build_unsupported("out", "this call needs other lengths, which the storage layout of the case fixes")
         return
     mask = subject.case.mask if subject.case.mask == "causal" else "full"
     refusals = []
@@ -253,7 +253,7 @@ def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[
     """
     subject = pair.subject
     if subject.case.storage is not None:
-        yield build_unsupported("out", "stored sequences have the operands of the case")
+        yield build_unsupported("out", "this call needs dense operands, and the implementation takes stored ones")
         return
     refusals = []
     for case in few_operand_calls.iter_variants(subject.case, call):
@@ -295,7 +295,10 @@ def _check_numpy_views(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _add_dense_masks(pair: ProblemPair) -> list[tuple[Problem, Problem]]:
-    """Return the two problems with dense masks, if such a mask reaches the call as an array."""
+    """Return the pair's problems with masks that are arrays, as a list of one pair.
+
+    The list is empty if the kernel does not get such a mask as an array.
+    """
     case, subject = pair.subject.case, pair.subject
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     first, second = (
@@ -309,7 +312,7 @@ def _add_dense_masks(pair: ProblemPair) -> list[tuple[Problem, Problem]]:
 
 
 def _check_thread(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check the call outside `jit` in a new thread."""
+    """Check a call outside `jit` that a new thread makes."""
     yield pair.judge_out(pair.subject.executor.run(call_sequences.run_in_thread, pair.problems[0]))
 
 
@@ -337,7 +340,7 @@ def _check_shared_array(pair: ProblemPair) -> Iterator[Judgement]:
     """
     case = pair.subject.case
     if case.storage is not None:
-        yield build_unsupported("out", "stored operands are separate arrays")
+        yield build_unsupported("out", "stored queries, keys and values cannot be one array")
         return
     changes: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
     changes |= {

@@ -171,7 +171,7 @@ def _move_operand(subject: Subject, operand: str, by: np.ndarray) -> Problem:
 
 
 def _run_moved(subject: Subject, operand: str, problem: Problem) -> _Moved:
-    """Run the plain call on a problem with a moved operand, with zeros in unjudged rows."""
+    """Run the call without residuals on a problem with a moved operand; unjudged rows of `out` become zero."""
     out = subject.run_forward(problem).values["out"].astype(np.float64)
     return _Moved(getattr(problem, operand).astype(np.float64), np.where(subject.judged_out, out, 0.0))
 

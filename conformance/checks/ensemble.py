@@ -30,8 +30,9 @@ from conformance.truth.error_variance import ErrorVariance, compute_error_varian
 SEEDS = 6
 """The number of problems per statistic; they differ in values only and share one compiled program."""
 
-# Measured on CPU with jax_nn_xla, jax_splash_tpu (both backward passes), jax_flash_tpu, jax_mha_gpu, dot_product,
-# block_flash and two kernels of the tests:
+# The limits of both statistics separate correct kernels from faults. They follow from measurements on CPU with
+# jax_nn_xla, jax_splash_tpu (both backward passes), jax_flash_tpu, jax_mha_gpu, dot_product, block_flash and two
+# kernels of the tests:
 # - Correct kernels: the largest spread is 1.00, as derived (1.04 with logits rounded to f16). The largest bias is
 #   0.011, at standard errors of 0.001 to 0.004.
 # - Declared rounding of partial sums, simulated with eight heads or blocks: a spread of 1.05, since sums of rounded
@@ -49,7 +50,7 @@ _STANDARD_ERRORS = 6.0
 # into f16: a kernel that casts probabilities to f16 gets the gradient of the cast in f16.
 _VALUE_SHIFT = 256.0
 _COTANGENT_FACTOR = 512.0
-# The distance between seeds of one case. It is so large that no two base seeds share a problem.
+# The distance between the seeds of the problems of one case. It is so large that no two cases share a seed.
 _SEED_STEP = 2**32
 
 
@@ -165,7 +166,7 @@ def judge_statistics(name: str, computed: Statistics, dtype: str) -> Iterator[Ju
 def _describe_bias(bias: float) -> str:
     """Describe the direction of a bias and its likely cause."""
     side = "towards" if bias < 0 else "away from"
-    cause = "truncation instead of rounding" if -1.1 < bias < -0.9 else "an error below one rounding, but always there"
+    cause = "truncation instead of rounding" if -1.1 < bias < -0.9 else "a systematic error below one rounding"
     return f"errors lean {side} zero by {abs(bias):.2g} of half a spacing: {cause}"
 
 

@@ -69,7 +69,7 @@ class _WrongCall:
 
 
 def _build_arguments(problem: Problem, **changed: Any) -> dict[str, Any]:
-    """Build the arguments of the canonical call, with some of them changed."""
+    """Build the arguments of the canonical call on a problem, with those in `changed` replaced."""
     values = {operand.name: getattr(problem, operand.name) for operand in OPERANDS}
     return {"mask": problem.mask, **{name: x for name, x in values.items() if x is not None}, **changed}
 

@@ -94,7 +94,7 @@ def _iter_forms(subject: Subject) -> Iterator[_Form]:
 
 
 def _supports_plain_bias(subject: Subject) -> bool:
-    """Return whether the implementation supports the case with the bias `bias`, shared by all batch rows."""
+    """Return whether the implementation supports the case with `bias="bias"`, a full bias `[B, N, T, S]`."""
     return subject.implementation.supports(dataclasses.replace(subject.case, bias="bias")) is None
 
 

@@ -99,7 +99,7 @@ def _judge_padding(subject: Subject, result: Result) -> Iterator[Judgement]:
     padding = {name: result.values.get(f"{name}.padding") for name in ("dq", "dk", "dv")}
     offered = {name: x for name, x in padding.items() if x is not None and name in subject.implementation.gradients}
     for name, x in offered.items():
-        wrong = np.argwhere(x != 0)  # also true of NaN
+        wrong = np.argwhere(x != 0)  # includes NaN, which differs from 0
         if len(wrong):
             index = tuple(int(n) for n in wrong[0])
             yield Judgement(

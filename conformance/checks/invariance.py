@@ -29,7 +29,9 @@ def check_invariance(subject: Subject) -> Iterator[Judgement]:
         yield from _check_padding(subject)
     else:
         for name in ("permuted", "merged", "padded"):
-            yield build_unsupported(name, "tables say where keys are, so they cannot be permuted, split or padded")
+            yield build_unsupported(
+                name, "tables say where stored keys are: the keys cannot be permuted, split or padded"
+            )
     yield from _check_variants(subject)
 
 

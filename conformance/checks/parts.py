@@ -40,7 +40,7 @@ def check_parts(subject: Subject) -> Iterator[Judgement]:
     yield from _judge_part(subject, "part", subject.part, expected)
     pieces = _split_cache(subject.problem)
     if not pieces:
-        yield build_unsupported("out.merged", "the mask of this case has no form for a piece of the cache")
+        yield build_unsupported("out.merged", "this case cannot be split into pieces of the cache")
         return
     # A piece may have rows with a sink and no key. They are rare, and a merge must treat them separately. So a case
     # with such rows is always merged, whatever its rotation says.

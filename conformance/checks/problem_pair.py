@@ -50,12 +50,12 @@ class ProblemPair:
 
     @functools.cached_property
     def stacked_cotangents(self) -> np.ndarray:
-        """Both cotangents of `out`, stacked."""
+        """Both cotangents of `out`, stacked along a new first axis."""
         return np.stack([cotangent.out for cotangent in self.cotangents])
 
     @functools.cached_property
     def expected(self) -> tuple[Expectation, ...]:
-        """The expectation for each problem."""
+        """The exact results and gradients of each problem, with bounds."""
         return tuple(self.subject.expect(p, self.cotangents[n : n + 1]) for n, p in enumerate(self.problems))
 
     def run_eagerly(self, problem: Problem) -> np.ndarray:

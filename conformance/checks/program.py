@@ -44,8 +44,8 @@ def _judge_products(subject: Subject, products: Sequence[tuple[bool, str, str]])
     if wrong:
         where = ", ".join(dict.fromkeys(place for _, place in low[:3]))
         reason = (
-            f"{len(low)} of {len(products)} products of f32 operands ask for precision {low[0][0]}, which a TPU "
-            f"computes in bf16 and a GPU in tf32, and the others for all of f32: {where}"
+            f"{len(low)} of {len(products)} products of f32 operands request precision {low[0][0]}, which a TPU "
+            f"computes in bf16 and a GPU in tf32, while the others request all of f32: {where}"
         )
     verdict = records.FAIL if wrong else records.PASS
     figures = {"products": len(products), "products_below_f32": len(low)}
@@ -61,5 +61,8 @@ def _judge_paths(subject: Subject, chosen: bool, other: str) -> Judgement:
     if not (chosen or other):
         return Judgement(observable="paths", verdict=records.PASS)
     on = f"a {other.upper()}" if other else "another platform"
-    reason = f"takes another path on {on} than here ({subject.executor.backend}), which can be judged only there"
+    reason = (
+        f"the kernel takes another path on {on} than here ({subject.executor.backend}); "
+        "that path can be judged only there"
+    )
     return Judgement(observable="paths", verdict=records.UNJUDGED, reason=reason)

@@ -32,7 +32,7 @@ from conformance.executor_tasks.sharded_calls import DEVICES
 def check_sharding(subject: Subject) -> Iterator[Judgement]:
     """Check results on four devices: sharded over batch rows, heads and queries, and on a mesh of explicit axes."""
     if (kind := subject.implementation.storage) is not None:
-        yield build_unsupported("all", f"no rule says yet which part of {kind} operands each device gets")
+        yield build_unsupported("all", f"the contract does not define which part of {kind} operands each device gets")
         return
     if (count := subject.executor.devices) < DEVICES:
         reason = (
@@ -74,7 +74,7 @@ def _check_unless_refused(
         yield from judge(subject, case)
     except NotImplementedError:
         raise
-    except Exception as error:  # whatever JAX raises
+    except Exception as error:  # JAX raises exceptions of many types
         if subject.implementation.validates:
             raise
         yield build_unsupported("all", f"{type(error).__name__}: {error}".split("\n")[0])

@@ -43,7 +43,7 @@ def check_transforms(subject: Subject) -> Iterator[Judgement]:
     form = None if subject.implementation.storage is None else FORMS[subject.implementation.storage]
     for name, transform in _FORWARD_SUBCHECKS.items():
         if name.startswith("vmap") and form is not None and not form.maps_over_batch:
-            yield build_unsupported(f"out.{name}", "all sequences share the pages of a cache, so it is not mapped over")
+            yield build_unsupported(f"out.{name}", "all sequences share the pages of a cache, so vmap does not apply")
         else:
             yield from run_subcheck(name, functools.partial(transform, pair))
     if subject.has_gradients:
@@ -214,7 +214,7 @@ def _check_vmap_few(pair: ProblemPair) -> Iterator[Judgement]:
     """Check `vmap` over queries of a call without optional operands: a kernel may have another path for it."""
     subject = pair.subject
     if subject.case.storage is not None or not any(getattr(subject.case, o.field) != o.absent for o in REMOVABLE):
-        return  # then `vmap_q` checks the same call
+        return  # for a case without optional operands, `vmap_q` checks the same call
     for case in few_operand_calls.iter_variants(subject.case, {"mask": "causal"}):
         if subject.implementation.supports(case) is None:
             few = ProblemPair.draw(dataclasses.replace(subject, case=case))
@@ -223,7 +223,7 @@ def _check_vmap_few(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_gradients(how: transformed_calls.MappingOrder, pair: ProblemPair) -> Iterator[Judgement]:
-    """Check gradients of both problems by the way `how`: `grad` of `vmap`, `vmap` of `grad`, or `lax.scan`."""
+    """Check gradients of both problems, by `grad` of `vmap`, `vmap` of `grad` or `lax.scan`, as `how` says."""
     out, got = pair.subject.executor.run(transformed_calls.run_gradients, how, pair.problems, pair.stacked_cotangents)
     yield pair.judge_out(out, 2)
     yield from pair.judge_gradients(got, 2)

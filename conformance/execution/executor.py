@@ -141,7 +141,7 @@ class Executor:
 
     @property
     def native(self) -> Executor:
-        """The executor of the call that the accelerator's real compiler compiles, which no interpreter runs."""
+        """The executor of the declared `native` call, which the accelerator's real compiler compiles."""
         assert self.implementation.accelerator.native is not None
         return Executor(dataclasses.replace(self.implementation, call=self.implementation.accelerator.native))
 

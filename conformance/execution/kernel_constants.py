@@ -112,7 +112,7 @@ def _find_source_numbers(call: Callable[..., Any]) -> tuple[list[Any], list[Any]
     decisive: list[Any] = []
     others: list[Any] = []
     waiting: list[Any] = [call]
-    met: dict[int, Any] = {}  # visited objects by `id`; a reference prevents that another object gets the same id
+    met: dict[int, Any] = {}  # visited objects by `id`; they are kept alive so that ids stay unique
     while waiting and len(met) < _MAX_OBJECTS:
         x = waiting.pop(0)
         if (number := _parse_number(x)) is not None:

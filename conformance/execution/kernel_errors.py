@@ -45,7 +45,7 @@ class WrongReturn(TypeError):  # noqa: N818 -- named as a statement, without "Er
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A line of the user's code."""
+    """A line of the user's code: the path of the file and the number of the line."""
 
     file: str
     line: int
@@ -211,7 +211,7 @@ def _describe_value(returned: Any, *, within: bool = False) -> str:
         unasked = len(returned) == 2 and isinstance(returned[1], Mapping)
         more = ", ..." if len(returned) > 4 else ""
         found = f"a {type(returned).__name__} of {len(returned)} ({items}{more})"
-        return f"{found}, which save_residuals=True alone asks for" if unasked else found
+        return f"{found}, which is right only with save_residuals=True" if unasked else found
     return f"a {type(returned).__qualname__}"
 
 

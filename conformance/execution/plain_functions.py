@@ -319,7 +319,7 @@ def _find_storage_form(signature: inspect.Signature, name: str) -> StorageForm |
         if not other.marks and not other.is_dense and other.operands[1] in parameters and form is not other:
             raise NotAnAttentionFunction(
                 f"{name}{_strip_annotations(signature)} must take {other.operands[1]!r} as its second argument, "
-                "behind q: wrap it, as docs/contract.md, section 8, does"
+                "after q: wrap it as docs/contract.md, section 8, shows"
             )
     if form is not None and (lacks := plain_storage.describe_missing_parameters(parameters, form)):
         raise NotAnAttentionFunction(f"{name}{_strip_annotations(signature)} {lacks}")
@@ -348,7 +348,7 @@ def _find_options(
         if required and p not in positional[:count] and (p.name not in known or p.kind is p.POSITIONAL_ONLY):
             raise NotAnAttentionFunction(
                 f"{name}{signature} needs the argument {p.name!r}, which is none of {', '.join(known)} by keyword: "
-                f"give it a default or wrap the function"
+                f"give the argument a default, or wrap the function"
             )
     named = frozenset(p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

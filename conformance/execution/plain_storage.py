@@ -66,8 +66,8 @@ def describe_missing_parameters(parameters: Collection[str], form: StorageForm) 
         return ""
     has = [name for name in _list_telling_names(form) if name in parameters]
     return (
-        f"takes {' and '.join(map(repr, has))} as for {form.noun}, and lacks {' and '.join(missing)}: "
-        f"wrap it, with {form.noun} as docs/contract.md, section 8, has them"
+        f"takes {' and '.join(map(repr, has))}, as functions of {form.noun} do, but lacks {' and '.join(missing)}: "
+        f"wrap it so that it takes {form.noun} as docs/contract.md, section 8, describes"
     )
 
 
@@ -102,7 +102,7 @@ def find_unsupported(case: Case, parameters: Collection[str], form: str, *, need
     pairs = (pair for pair in described.scales if case.kv_cache is not None and pair.as_numbers == whole)
     given = [name for pair in pairs for name in pair.names]
     if missing := [name for name in needed if name not in given]:
-        return f"{missing[0]}: the function needs {' and '.join(missing)}, and these pages have none"
+        return f"{missing[0]}: the function needs {' and '.join(missing)}, and the pages of this case have none"
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     sides = find_sides(mask, case.q_length, case.kv_length)
     if sides is None or sides == Sides() or "window" in parameters:

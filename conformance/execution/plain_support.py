@@ -47,7 +47,7 @@ class PlainSupport:
     def __call__(self, case: Case) -> str | None:
         """Return why the function does not support `case`, or None if it does."""
         if self.narrow and case.dtype == "f16" and case.distribution == "huge":
-            return "huge: logits beyond 65504, the largest number of f16, in which they are declared to be"
+            return "huge: logits beyond 65504, the largest f16 number, and the function declares logits in f16"
         if self.storage is not None and not FORMS[self.storage].is_dense:
             return plain_storage.find_unsupported(case, self.parameters, self.storage, needed=self.scales)
         if case.mask == "full" or "mask" in self.parameters:
@@ -58,7 +58,9 @@ class PlainSupport:
             return None
         kind = mask_spec.list_mask_features(case.mask)[0]
         alike = suggest_parameters(kind, self.others) or suggest_parameters("mask", self.others)
-        said = "mask_mod is a function of places, this mask an array, and " if "mask_mod" in self.parameters else ""
+        said = (
+            "mask_mod takes a formula of indices, this mask is an array, and " if "mask_mod" in self.parameters else ""
+        )
         return f"{kind}: {said}the function has no parameter 'mask'{alike}"
 
 

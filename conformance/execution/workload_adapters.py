@@ -88,7 +88,7 @@ def _collect_sizes(q: Any, k: Any) -> dict[str, int]:
 
 def _reject_not_causal(causal: bool) -> None:
     if not causal:
-        raise NotImplementedError("the problem is causal")
+        raise NotImplementedError("this problem is causal: causal must be True")
 
 
 def _swap_heads(x: Any) -> Any:
@@ -118,7 +118,7 @@ def _adapt_sparse(workload: Workload) -> Workload:
     def attention(q: Any, k: Any, v: Any, *, causal: bool, scale: float | None) -> Any:
         _reject_not_causal(causal)
         if scale != 1:
-            raise NotImplementedError("the problem has queries that are scaled already: scale is 1")
+            raise NotImplementedError("in this problem the queries are scaled already: scale must be 1")
         _set_config_sizes(workload, **_collect_sizes(q, k))
         return _swap_heads(workload(_swap_heads(q), _swap_heads(k), _swap_heads(v)))
 
@@ -130,7 +130,7 @@ def _adapt_flex(workload: Workload) -> Workload:
         _reject_not_causal(causal)
         if bias is None or bias.shape != (1, q.shape[2], q.shape[1], k.shape[1]):
             raise NotImplementedError(
-                "the problem has a bias of every head, query and key, and all batch rows share it"
+                "in this problem the bias must be [1, N, T, S]: a number for each head, query and key"
             )
         _set_config_sizes(workload, **_collect_sizes(q, k))
         return _swap_heads(workload(_swap_heads(q), _swap_heads(k), _swap_heads(v), bias[0]))
