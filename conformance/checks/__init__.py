@@ -1,7 +1,7 @@
-"""List the checks: each one asks a question of a `Subject` and yields `Judgement`s.
+"""Define `CHECKS`, the list of all checks in the order in which they run.
 
-No check knows a particular implementation. `CHECKS` lists them in the order in which they run. README.md in this folder
-says how they work and how to add one.
+A check is a function that takes a `Subject` (an implementation, a case and limits) and yields `Judgement`s. No check
+knows a particular implementation. README.md in this folder says how checks work and how to add one.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ from conformance.checks import (
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A named question, and the cases that it is asked of.
+    """A check: its name, its function, and the cases that it runs on.
 
     Attributes:
-      name: as users type it after `--check=`.
-      scope: the cases.
+      name: the name of the check, as users type it after `--check=`.
+      scope: which cases the check runs on.
       run: yields the judgements of one subject. The first line of its docstring describes the check in `list checks`.
-      start: starts the kernel's work in its own process, so that it runs while the judge computes what to expect.
-      compares: whether a result is compared with the oracle. If not, cases need not discriminate, and need no oracle.
+      start: starts the kernel's work in its own process, so that the kernel runs while the judge runs the oracle.
+      compares: whether results are compared with the oracle. If not, the check runs without the oracle, and also on
+        cases that a simple wrong result, such as zeros, would pass.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Check:
 
     @property
     def question(self) -> str:
-        """The first line of the check's docstring."""
+        """The first line of the check function's docstring, which `list checks` shows."""
         return (self.run.__doc__ or "").strip().split("\n")[0]
 
 

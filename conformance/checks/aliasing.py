@@ -14,21 +14,23 @@ from conformance.check_api.subject import Subject
 from conformance.checks import page_comparison
 from conformance.executor_tasks import page_write_calls, single_calls
 
-# One part of this mask becomes a flag and the other an array, for calls that take both.
+# A mask in two parts. A kernel that takes `causal` and `mask` gets the first part as a flag, the second as an array.
 _DENSE_CAUSAL_MASK = "causal_and_dense-d40"
 
 
 def check_aliasing(subject: Subject) -> Iterator[Judgement]:
     """Check that a call modifies, donates or deletes none of its operands.
 
-    NumPy arrays are given outside `jit` and inside, and must hold the same bits afterwards. Outside `jit` JAX arrays
-    are given too, since a call that donates them to its own program deletes them. A library that checks types may
-    refuse NumPy arrays; it is given JAX arrays only.
+    The call gets NumPy arrays outside `jit` and inside. They must hold the same bits afterwards. Outside `jit` the call
+    is repeated with JAX arrays: a call that donates them to its own program deletes them. A library that checks types
+    may refuse NumPy arrays; then the call gets JAX arrays only.
 
-    A mask that is an array is an operand too. Without a mask and optional operands a kernel may take another path, so
-    that call is checked as well. Its values are as deep as its queries where that is supported, since XLA could then
-    reuse the memory of `q` for `out`. A call that writes pages must return new pages and leave the given ones
-    unchanged.
+    Three more calls are checked:
+
+    - `mask`: a call whose mask is partly an array, since such an array is an operand too.
+    - `plain`: a call without mask and optional operands, since a kernel may have another path for it. If the kernel
+      supports it, V equals H. Then `q` and `out` have the same shape, so XLA could reuse the memory of `q` for `out`.
+    - `pages`: a call that writes pages. It must return new pages and leave the given ones unchanged.
     """
     yield from _check_operands(subject, subject.problem)
     absent: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
@@ -45,13 +47,13 @@ def check_aliasing(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_operands(subject: Subject, problem: Problem) -> Iterator[Judgement]:
-    """Check the operands of one problem, outside `jit` and inside."""
+    """Check that a call leaves the operands of one problem unchanged, outside `jit` and inside."""
     for how in ("eager", "jit"):
         yield _judge(how, *subject.executor.run(single_calls.find_written_operands, problem, compiled=how == "jit"))
 
 
 def _check_pages(subject: Subject) -> Iterator[Judgement]:
-    """Check the pages, new keys and new values that are given to a call that writes pages."""
+    """Check that a call that writes pages leaves the given pages, new keys and new values unchanged."""
     writing = page_comparison.build_page_writing(subject)
     for how in ("eager", "jit"):
         arguments = subject.problem, writing.tokens, writing.before

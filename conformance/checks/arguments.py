@@ -1,4 +1,7 @@
-"""Check `arguments`: an accepted argument changes the result as the oracle says."""
+"""Check `arguments`: each optional argument changes `out` by the amount that the oracle computes.
+
+A kernel that accepts an argument and ignores it fails. The check compares two calls, with the argument and without.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from conformance.truth.rounding_bounds import Bounded, compute_expectation
 
 
 def check_arguments(subject: Subject) -> Iterator[Judgement]:
-    """Check that leaving out an argument changes the result as the oracle says."""
+    """Check that leaving out an argument changes `out` by the amount that the oracle computes."""
     for name, without in iter_without_argument(subject.problem):
         arithmetic = subject.implementation.arithmetic
         expected_without = compute_expectation(without, arithmetic, empty_rows=subject.empty_rows).forward["out"]
@@ -48,9 +51,11 @@ def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _widen_window(problem: Problem, storage: Storage) -> Problem:
-    """Return the problem without its window, or with the widest window whose keys are all stored.
+    """Return the problem with another window, to see that the window matters.
 
-    A window that is the widest already becomes the narrowest. The lengths stay.
+    The window becomes unlimited on the left. If the storage form holds only some of the last keys (a ring buffer), it
+    becomes the widest window whose keys are all stored. A window that is the widest already becomes the narrowest. The
+    lengths of sequences do not change.
     """
     widest = FORMS[storage.form].find_widest_left(storage)
 

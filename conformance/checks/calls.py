@@ -1,6 +1,7 @@
 """Check `calls`: calls that follow each other in one process do not affect each other.
 
-It also runs single calls that the grids do not contain: unusual sizes, few operands, and stored sequences.
+The check also runs single calls that the usual cases do not contain: calls with unusual sizes or few operands, and
+stored sequences (packed, paged or in a ring buffer) of unusual lengths.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ from conformance.checks.gradients import check_problem, judge_gradients
 from conformance.checks.problem_pair import ProblemPair
 from conformance.executor_tasks import call_sequences, single_calls
 
-# Two masks given by numbers, one of them 0; a window that equals a causal mask; two masks given by arrays; arrays
-# combined with a window and with both flags; and arrays of heads and of batch rows combined.
+# Masks for calls that follow each other with the same shapes, in this order:
+# - two windows, which are given by numbers; one number is 0;
+# - a window that equals a causal mask;
+# - two masks that are given as arrays;
+# - an array combined with a window, and an array combined with `causal` and a window;
+# - an array with a plane for each head, combined with an array with a plane for each batch row.
 _OTHER_MASKS = (
     "window-l9-r0",
     "window-l0-r2",
@@ -40,24 +45,27 @@ _OTHER_MASKS = (
     "causal_and_window-l30-r0_and_dense-d60",
     "densehead-d60_and_densebatch-d60",
 )
-# So many repetitions show errors that occur once in a few hundred calls. Interpreted kernels are too slow for that.
+# The number of equal calls. A thousand show an error that occurs once in a few hundred calls. Interpreted kernels are
+# too slow for so many, and get ten.
 _REPEATS = 1000
 _REPEATS_INTERPRETED = 10
 
-# Sizes that the grids lack, by subcheck. The first supported alternative of each is used.
-# - `few`, `one`: fewer keys than any tile, or a single key; more than 8 heads; 33 batch rows with a bias for each;
-#   depths below 16.
-# - `cache`, `rest`: one query over a cache of 512 keys, and over one that no split divides. 2593 is a prime, and more
-#   than half of a block of 1024 is left over. Long caches of the grids are multiples of 8. Each key has some weight.
-# - `many`: more than 40 heads, and more than 16 heads in a group (`rest` has so many for one query).
-# - `packed`: tens of sequences in one row, over 512 positions.
-# - `deep`: depths beyond 256.
-# - `odd`: an odd number of heads of a usual depth, each with its own keys.
-# - `seven`, `eleven`, `eleven_of_queries`: numbers of blocks that leave three over if they are taken by fours: seven
-#   blocks of 64 along both axes, eleven of 128 of keys or of queries.
-# - `border`: a step whose queries' windows begin on both sides of key 512, where blocks of any usual size meet.
-# Some of these calls also have numbers of heads that four or eight do not divide, grouped or not, and values deeper
-# than keys. A separate call for each would be another program to compile.
+# Sizes that the usual cases (the grid of each level) lack, by subcheck. Each subcheck has several alternatives and uses
+# the first one that the implementation supports.
+# - `few`, `one`: 5 keys, fewer than any tile, or a single key. They also have more than 8 heads, 33 batch rows with a
+#   bias for each row, and head dimensions below 16.
+# - `cache`, `rest`: one query over a cache of 512 keys, and over a cache of 2593 keys. 2593 is a prime, so no number of
+#   splits divides it, and its last block of 1024 holds 545 keys. All long caches of the grids are multiples of 8. The
+#   mask is full, so each key has some weight.
+# - `many`: more than 40 heads, and more than 16 query heads in a group. `rest` has such a group for a single query.
+# - `packed`: tens of sequences in one batch row of 512 positions, separated by segment ids.
+# - `deep`: head dimensions above 256.
+# - `odd`: an odd number of heads of the usual dimension 64, each with its own key/value head.
+# - `seven`, `eleven`, `eleven_of_queries`: seven blocks of 64 along both axes, eleven blocks of 128 keys, or eleven
+#   blocks of 128 queries. A loop that takes four blocks at a time has three blocks left over.
+# - `border`: four queries whose windows begin on both sides of key 512, where blocks of any usual size meet.
+# To save compilation, some of these calls combine unusual sizes. They have a number of heads that four or eight does
+# not divide, with grouped heads or without, or values deeper than keys.
 _SHORT: tuple[dict[str, Any], ...] = tuple({"q_length": n, "kv_length": n} for n in (16, 128))
 _UNCUT: dict[str, Any] = {"batch": 1, "segments": None}
 _FULL: dict[str, Any] = {**_UNCUT, "mask": "full"}
@@ -65,19 +73,19 @@ _CACHE: dict[str, Any] = {"segments": None, "mask": "full", "phase": "decode", "
 
 
 def _build_heads(num_q_heads: int, num_kv_heads: int) -> dict[str, Any]:
-    """Return the fields for numbers of heads."""
+    """Return the fields of a case for numbers of query heads and key/value heads."""
     return {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
 
 
 def _build_depths(head_dim: int, v_head_dim: int) -> dict[str, Any]:
-    """Return the fields for depths of keys and values."""
+    """Return the fields of a case for head dimensions of keys (H) and values (V)."""
     return {"head_dim": head_dim, "v_head_dim": v_head_dim}
 
 
-# Values deeper than queries and keys, by sixteen and by eight, where that is supported.
+# Head dimensions in which values are deeper than queries and keys, by sixteen and by eight.
 _DEEPER = _build_depths(24, 40), _build_depths(32, 40)
 _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
-    # With segments the query would see one key only.
+    # No segment ids: with them, the query would attend to a single key.
     "few": tuple(
         {"batch": b, "q_length": 1, "kv_length": 5, "segments": None, **more}
         for heads in ({**_build_heads(12, 12), **_build_depths(8, 4)}, _build_heads(12, 12), {})
@@ -108,7 +116,7 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def check_calls(subject: Subject) -> Iterator[Judgement]:
-    """Check consecutive calls with other masks, values, shapes and dtypes, and a thousand equal ones."""
+    """Check consecutive calls with other masks, values, shapes and dtypes, and a thousand equal calls."""
     pair = ProblemPair.draw(subject)
     for name, sequence in _SUBCHECKS.items():
         yield from run_subcheck(name, functools.partial(sequence, pair))
@@ -121,7 +129,7 @@ def check_calls(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_other_masks(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check other masks of the same shapes outside `jit`, then the first mask again."""
+    """Check calls outside `jit` that differ only in the mask, then the first mask again."""
     case = pair.subject.case
     specs = _OTHER_MASKS if case.storage is None else list_other_masks(case)
     candidates = (dataclasses.replace(case, mask=spec) for spec in specs)
@@ -141,7 +149,11 @@ def _check_other_masks(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _reverse_rows(problem: Problem) -> Dense:
-    """Return a mask with the same first row and number of pairs: all other rows are reversed."""
+    """Return the mask with all rows but the first in reverse order.
+
+    It has the same first row and the same number of allowed pairs. So a kernel that caches masks by these confuses
+    the two masks.
+    """
     allowed = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])
     return Dense(np.concatenate([allowed[:, :, :1], allowed[:, :, :0:-1]], axis=2))
 
@@ -152,9 +164,9 @@ def _add_trivial_mask(problem: Problem) -> Mask:
 
 
 def _check_other_values(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check other operands, including segment ids, outside `jit`, then the first ones again.
+    """Check calls outside `jit` on the first problem, on one with other values and segment ids, and on the first again.
 
-    Results are read last: no call may overwrite the results of an earlier one.
+    All calls are made before any result is read: no call may overwrite the result of an earlier one.
     """
     order = (0, 1, 0)
     results = pair.subject.executor.run(call_sequences.run_sequence_eagerly, [pair.problems[n] for n in order])
@@ -163,9 +175,9 @@ def _check_other_values(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_other_bias(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a bias that differs between batch rows and heads outside `jit`, with zeros in its first row.
+    """Check a call outside `jit` with a bias `[B, 1, T, S]` that is zero for the first query.
 
-    The case's own bias is shared by all batch rows.
+    All batch rows share the case's own bias. This one differs between batch rows.
     """
     case = dataclasses.replace(pair.subject.case, bias="biasbatch")
     refusal = pair.subject.implementation.supports(case)
@@ -180,10 +192,11 @@ def _check_other_bias(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_other_shapes(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check another dtype and other lengths outside `jit`, then the first ones again."""
+    """Check calls outside `jit` with another dtype and other lengths, then the case's own call again."""
     case, supports = pair.subject.case, pair.subject.implementation.supports
     dtype = {"dtype": "bf16" if case.dtype == "f32" else "f32"}
-    # One more than a whole number of blocks of any power of two, where that is supported.
+    # Twice the length plus one: for block sizes that divide twice the length, the last block holds one position. If
+    # such lengths are not supported, twice the length is used.
     longer: dict[str, Any] = {"q_length": 2 * case.q_length + 1, "kv_length": 2 * case.kv_length + 1}
     if supports(dataclasses.replace(case, **longer)) is not None:
         longer = {"q_length": 2 * case.q_length, "kv_length": 2 * case.kv_length}
@@ -197,10 +210,10 @@ def _check_other_shapes(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_size(changes: Sequence[Mapping[str, Any]], pair: ProblemPair) -> Iterator[Judgement]:
-    """Check results and gradients for the first supported size of a kind that the grids lack."""
+    """Check results and gradients for the first supported alternative of one entry of `_SIZES`."""
     subject = pair.subject
     if subject.case.storage is not None:
-        yield build_unsupported("out", "stored sequences have the lengths of the case")
+        yield build_unsupported("out", "this call needs other lengths, which the storage layout of the case fixes")
         return
     mask = subject.case.mask if subject.case.mask == "causal" else "full"
     refusals = []
@@ -216,9 +229,9 @@ def _check_size(changes: Sequence[Mapping[str, Any]], pair: ProblemPair) -> Iter
 
 
 def _check_stored_sequences(changes: Mapping[str, Any], pair: ProblemPair) -> Iterator[Judgement]:
-    """Check stored sequences of lengths and numbers that the grids lack.
+    """Check results and gradients for stored sequences whose lengths and number the usual cases lack.
 
-    If so many heads are not supported, the case's own number is used.
+    If the implementation does not support the requested number of heads, the case's own number is used.
     """
     subject = pair.subject
     requested = dataclasses.replace(subject.case, **changes)
@@ -234,13 +247,13 @@ def _check_stored_sequences(changes: Mapping[str, Any], pair: ProblemPair) -> It
 
 
 def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call with few operands, in its first supported variant.
+    """Check a call of `few_operand_calls`, in the first variant that the implementation supports.
 
-    Results and gradients come from one program.
+    With gradients, `out` is taken from the program that computes them, so that one compiled program suffices.
     """
     subject = pair.subject
     if subject.case.storage is not None:
-        yield build_unsupported("out", "stored sequences have the operands of the case")
+        yield build_unsupported("out", "this call needs dense operands, and the implementation takes stored ones")
         return
     refusals = []
     for case in few_operand_calls.iter_variants(subject.case, call):
@@ -262,9 +275,9 @@ def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[
 
 
 def _check_numpy(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check NumPy operands outside `jit`, then other values in the same arrays.
+    """Check a call outside `jit` on NumPy operands, then a second call with other values in the same arrays.
 
-    The first result is read after the second call, which must not change it.
+    The first result is read after the second call, and the second call must not have changed it.
     """
     for problem, other in (pair.problems, *_add_dense_masks(pair)):
         refused, results = pair.subject.executor.run(call_sequences.run_on_reused_numpy_arrays, problem, other)
@@ -276,13 +289,16 @@ def _check_numpy(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_numpy_views(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check non-contiguous NumPy arrays outside `jit`."""
+    """Check a call outside `jit` whose operands are non-contiguous NumPy arrays."""
     refused, got = pair.subject.executor.run(call_sequences.run_on_numpy_views, pair.problems[0])
     yield build_unsupported("out", refused) if refused else pair.judge_out(got)
 
 
 def _add_dense_masks(pair: ProblemPair) -> list[tuple[Problem, Problem]]:
-    """Return the two problems with dense masks, if such a mask reaches the call as an array."""
+    """Return the pair's problems with masks that are arrays, as a list of one pair.
+
+    The list is empty if the kernel does not get such a mask as an array.
+    """
     case, subject = pair.subject.case, pair.subject
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     first, second = (
@@ -296,12 +312,15 @@ def _add_dense_masks(pair: ProblemPair) -> list[tuple[Problem, Problem]]:
 
 
 def _check_thread(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check the call outside `jit` in a new thread."""
+    """Check a call outside `jit` that a new thread makes."""
     yield pair.judge_out(pair.subject.executor.run(call_sequences.run_in_thread, pair.problems[0]))
 
 
 def _check_shared_ids(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check one array for the segment ids of queries and keys, as in self-attention, with returning ids."""
+    """Check a call with one array for the segment ids of queries and keys, as in self-attention.
+
+    The ids are unsorted: an id may occur again after another one.
+    """
     case = dataclasses.replace(pair.subject.case, segments="segwild")
     refusal = pair.subject.implementation.supports(case)
     if refusal is not None or case.q_length != case.kv_length:
@@ -315,13 +334,13 @@ def _check_shared_ids(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_shared_array(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check one array for queries, keys and values outside `jit`, as in layers without projections.
+    """Check a call outside `jit` with one array for queries, keys and values, as in layers without projections.
 
-    It ends with zeros.
+    The last token of the array is zero, unless it is the only token.
     """
     case = pair.subject.case
     if case.storage is not None:
-        yield build_unsupported("out", "stored operands are separate arrays")
+        yield build_unsupported("out", "stored queries, keys and values cannot be one array")
         return
     changes: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
     changes |= {
@@ -337,7 +356,7 @@ def _check_shared_array(pair: ProblemPair) -> Iterator[Judgement]:
         if (refusal := pair.subject.implementation.supports(other)) is None:
             problem = draw_problem(other)
             tokens = problem.q.copy()
-            tokens[:, 1:][:, -1:] = 0  # the last token is padding, which no mask hides; the only token never is
+            tokens[:, 1:][:, -1:] = 0  # a padded last token that no mask hides; a single token stays as it is
             shared = dataclasses.replace(problem, q=tokens, k=tokens, v=tokens)
             subject = dataclasses.replace(pair.subject, case=other)
             got = pair.subject.executor.run(call_sequences.run_on_shared_array, shared)

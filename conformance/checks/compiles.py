@@ -1,4 +1,7 @@
-"""Check `compiles`: a kernel compiles by its accelerator's real compiler, without the accelerator."""
+"""Check `compiles`: the compiler of the kernel's accelerator, TPU or GPU, accepts the kernel.
+
+No accelerator is needed, since nothing runs. `conformance.accelerators` has the compilers and their targets.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ _VERDICTS = {
 def check_compiles(subject: Subject) -> Iterator[Judgement]:
     """Check that the kernel compiles for each generation of its accelerator, with residuals and gradients.
 
-    If the compiler takes seconds for a program, only the plainest and the largest program are compiled.
+    For a slow compiler, which takes seconds for a program, only the plainest and the largest program are compiled.
     """
     implementation = subject.implementation
     if implementation.accelerator.native is None:
         yield _build_unjudged(
-            "all", "the implementation declares no `native` call, which its accelerator's compiler takes"
+            "all", "the implementation declares no `native` call, the one that its accelerator's compiler can compile"
         )
         return
     targets = list_targets(implementation.accelerator.platform)

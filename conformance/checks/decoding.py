@@ -20,7 +20,7 @@ from conformance.checks import page_comparison
 from conformance.executor_tasks import page_write_calls
 from conformance.truth.rounding_bounds import Bounded
 
-# Content of unwritten memory if it must be finite.
+# The number in unwritten cache memory, for kernels that declare that memory behind the mask is finite.
 _STALE = 2.0**6
 
 
@@ -53,7 +53,10 @@ def check_decoding(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_server_trace(subject: Subject) -> Iterator[Judgement]:
-    """Check that each step of a server trace gives the rows of one pass over all its sequences."""
+    """Check that each step of a server's decoding gives the rows of one pass over all sequences.
+
+    A server trace is the list of steps: at each, some sequences add a prompt chunk or a token to a cache of pages.
+    """
     whole = subject.expectation.forward
     trace = tuple(iter_steps(subject.case, subject.problem))
     writes = _run_page_writes(subject, trace) if subject.implementation.writes_pages else ()
@@ -104,10 +107,19 @@ def _unpack_results(got: Mapping[str, np.ndarray], problem: Problem) -> dict[str
 
 
 def _select_step_rows(whole: Bounded, step: Step, *, axis: int, shape: tuple[int, ...]) -> Bounded:
-    """Select the rows of one pass that belong to a step, each sequence's last row at the end."""
+    """Select the rows of the single pass that belong to the queries of a step.
+
+    The rows of each sequence are aligned to the end of the result, of shape `shape`. Places without a query hold zeros.
+
+    Args:
+      whole: exact values and bounds of the single pass, with one batch row for each sequence.
+      step: the step, with the range of queries of each sequence.
+      axis: the axis of queries.
+      shape: the shape of the step's dense result.
+    """
     value, bound = np.zeros(shape), np.zeros(shape)
     for row, start, stop in step.queries:
-        later = step.count_remaining(row, stop)  # tokens that follow this step's in the one pass
+        later = step.count_remaining(row, stop)  # number of the sequence's tokens after this step
         for target, source in ((value, whole.value), (bound, whole.bound)):
             last = source.shape[axis] - later
             rows = source[row].take(range(last - (stop - start), last), axis - 1)

@@ -1,12 +1,14 @@
-"""Check `differentiation`: laws that every pullback obeys, whatever the gradients are.
+"""Check `differentiation`: the pullback obeys laws that hold whatever the gradients are.
 
 - Zero cotangents give zero gradients.
 - The gradients of a sum of cotangents are the sum of their gradients.
 - Gradients agree with finite differences of the implementation's own forward pass.
 
-A cotangent of ones, as `out.sum()` has, is compared with the oracle, since random cotangents never look like it. Second
-derivatives, which `transforms` runs, agree with finite differences of the implementation's gradients. A backward pass
-that JAX cannot differentiate would silently give zeros.
+Special cotangents are compared with the oracle: ones, as the loss `out.sum()` has, a constant, and mostly zeros. Random
+cotangents never look like these.
+
+`check_second_derivatives` belongs to the check `transforms`. It compares second derivatives with finite differences of
+the implementation's gradients. If JAX cannot differentiate a backward pass, they may silently be zero.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ from conformance.executor_tasks import transformed_calls
 from conformance.truth.rounding_bounds import Bounded, compute_expectation
 
 _OPERAND = {gradient: operand for operand, gradient in GRADIENT_OF.items()}
-# The rounding error grows as 1/step and the curvature error as step**2. Logits move by a few steps.
+# The step of finite differences, in units of a standard normal direction. The rounding error of a difference grows as
+# 1/step and its curvature error as step**2. Moving an operand by one step changes logits by a few steps.
 _STEP = 2.0**-5
-_CONSTANT = 0.75  # exact in every dtype, and different from 1, which the sum of `out` has
+# The constant cotangent. It is exact in every dtype, and differs from 1, the cotangent of the loss `out.sum()`.
+_CONSTANT = 0.75
 
 
 def check_differentiation(subject: Subject) -> Iterator[Judgement]:
-    """Check laws of the pullback: zeros, ones, sums, and finite differences in f32."""
+    """Check the pullback by zero, constant and sparse cotangents, by sums, and in f32 by finite differences."""
     if not subject.has_gradients:
         return
     yield from _check_zero(subject)
@@ -54,7 +58,7 @@ def _check_zero(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_ones(subject: Subject) -> Iterator[Judgement]:
-    """Check the gradients of the sum of all judged rows of `out`."""
+    """Check the gradients for a cotangent of ones: those of the sum of all judged rows of `out`."""
     like = subject.cotangents[subject.full_cotangent]
     lse = None if like.logsumexp is None else np.zeros_like(like.logsumexp)
     cotangent = dataclasses.replace(like, out=subject.judged_out * np.ones_like(like.out), logsumexp=lse)
@@ -64,10 +68,10 @@ def _check_ones(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_sparse_cotangents(subject: Subject) -> Iterator[Judgement]:
-    """Check gradients of losses that read little of `out`.
+    """Check the gradients for a constant cotangent and for cotangents that are mostly zero.
 
-    They read one element, one column, or the first row of the first head. A constant cotangent is checked too, as the
-    mean of `out` has.
+    The constant one is that of a loss which takes the mean of `out`. The others are nonzero at one element, in one
+    column, or in the first row of the first head with a nonzero cotangent.
     """
     like = subject.cotangents[subject.full_cotangent]
     nonzero = np.argwhere(like.out)
@@ -88,7 +92,7 @@ def _check_sparse_cotangents(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_sum(subject: Subject) -> Iterator[Judgement]:
-    """Check that gradients for even and for odd queries add up to the gradients for all."""
+    """Check that the gradients for a cotangent are the sum of those for its even and for its odd queries."""
     whole = subject.cotangents[subject.full_cotangent]
     parts = [_keep_queries(whole, slice(start, None, 2)) for start in (0, 1)]
     halves = [_compute_gradients(subject, part) for part in parts]
@@ -105,8 +109,9 @@ def _check_sum(subject: Subject) -> Iterator[Judgement]:
 def _check_finite_differences(subject: Subject) -> Iterator[Judgement]:
     """Check `<gradient, direction>` against central differences of `<out, cotangent>`, in f32.
 
-    Differences are taken at one step and at half of it. They differ by at least twice the curvature error of the half
-    step. Queries that choose other keys at one of these points jump, and are excluded.
+    Each operand is moved along a random direction. Differences are taken at one step and at half of it. They differ by
+    at least twice the curvature error of the half step. A query may choose other keys at one of these points (a mask
+    that depends on data). Its output jumps there, so the query gets a zero cotangent.
     """
     cotangent = dataclasses.replace(subject.cotangents[subject.full_cotangent], logsumexp=None)
     gradients = _compute_gradients(subject, cotangent)
@@ -152,7 +157,7 @@ def _check_finite_differences(subject: Subject) -> Iterator[Judgement]:
 
 @dataclasses.dataclass(frozen=True)
 class _Moved:
-    """The operand after it was moved and rounded, and the resulting `out`."""
+    """An operand after it was moved and rounded to its dtype, and the resulting `out`, both in float64."""
 
     operand: np.ndarray
     out: np.ndarray
@@ -166,13 +171,16 @@ def _move_operand(subject: Subject, operand: str, by: np.ndarray) -> Problem:
 
 
 def _run_moved(subject: Subject, operand: str, problem: Problem) -> _Moved:
-    """Run the plain call on a problem with a moved operand, with zeros in unjudged rows."""
+    """Run the call without residuals on a problem with a moved operand; unjudged rows of `out` become zero."""
     out = subject.run_forward(problem).values["out"].astype(np.float64)
     return _Moved(getattr(problem, operand).astype(np.float64), np.where(subject.judged_out, out, 0.0))
 
 
 def _find_unchanged_choices(problem: Problem, others: Sequence[Problem]) -> np.ndarray:
-    """Return which queries attend to the same keys in all the problems, booleans `[B, T, N, 1]`."""
+    """Find the queries that attend to the same keys in `problem` and in all `others`; booleans `[B, T, N, 1]`.
+
+    If the mask does not depend on data, the result is a single true value of shape `[1, 1, 1, 1]`.
+    """
     if not depends_on_data(problem.mask):
         return np.ones((1, 1, 1, 1), bool)
     same = [((other.allowed == problem.allowed).all(axis=-1) & other.decided) for other in others]
@@ -200,7 +208,7 @@ def _scale_cotangent(cotangent: Cotangent, factor: float) -> Cotangent:
 
 
 def _keep_queries(cotangent: Cotangent, rows: slice) -> Cotangent:
-    """Return the cotangent with zeros everywhere but at the queries `rows`."""
+    """Return the cotangent with zeros for all queries outside the slice `rows`."""
     out = np.zeros_like(cotangent.out)
     out[:, rows] = cotangent.out[:, rows]
     if cotangent.logsumexp is None:
@@ -215,9 +223,9 @@ def _judge(subject: Subject, label: str, name: str, got: np.ndarray, expected: B
 
 
 def check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
-    """Check derivatives of `<gradients, weights>` against finite differences of the gradients, in f32.
+    """Check derivatives of `<gradients, weights>`, for random weights, by finite differences of the gradients, in f32.
 
-    An implementation may refuse to be differentiated twice.
+    An implementation may refuse to be differentiated twice: any exception is reported as unsupported.
     """
     if subject.case.dtype != "f32" or depends_on_data(subject.problem.mask):
         return
@@ -275,7 +283,16 @@ def _compute_discrepancy(
     by: np.ndarray,
     derivative: Mapping[str, np.ndarray],
 ) -> float:
-    """Return central differences of `<gradients, weights>` minus what the second derivative predicts."""
+    """Return the central difference of `<gradients, weights>` minus the one that the second derivative predicts.
+
+    Args:
+      subject: the subject.
+      cotangent: the cotangent of `out` for the gradients.
+      weights: the weights of each gradient, by operand.
+      moved: the name of the operand that is moved.
+      by: the distance by which it is moved, forwards and backwards.
+      derivative: the implementation's derivatives of `<gradients, weights>`, by operand.
+    """
     value = getattr(subject.problem, moved)
     ends, along = [], []
     for sign in (1, -1):

@@ -1,4 +1,4 @@
-"""Check `ensemble`: errors in bf16 and f16 that are below one rounding, seen over many elements and seeds.
+"""Check `ensemble`: find errors in bf16 and f16 below one rounding, by statistics over many elements and seeds.
 
 Each observable has two statistics:
 
@@ -7,7 +7,8 @@ Each observable has two statistics:
 - **Spread** is the root mean square error, relative to that of a correct kernel (`conformance.truth.spread`). It shows
   a kernel that accumulates in the operands' dtype instead of f32, since such a kernel rounds at every step.
 
-In f16 a sum in the operands' dtype also overflows. The subcheck `wide_sums` provokes that with the same program.
+In f16 a sum in the operands' dtype may also overflow. The subcheck `wide_sums` runs the same compiled program on a
+problem where such a sum does overflow.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from conformance.truth.error_variance import ErrorVariance, compute_error_varian
 SEEDS = 6
 """The number of problems per statistic; they differ in values only and share one compiled program."""
 
-# Measured on CPU with jax_nn_xla, jax_splash_tpu (both backward passes), jax_flash_tpu, jax_mha_gpu, dot_product,
-# block_flash and two kernels of the tests:
+# The limits of both statistics separate correct kernels from faults. They follow from measurements on CPU with
+# jax_nn_xla, jax_splash_tpu (both backward passes), jax_flash_tpu, jax_mha_gpu, dot_product, block_flash and two
+# kernels of the tests:
 # - Correct kernels: the largest spread is 1.00, as derived (1.04 with logits rounded to f16). The largest bias is
 #   0.011, at standard errors of 0.001 to 0.004.
 # - Declared rounding of partial sums, simulated with eight heads or blocks: a spread of 1.05, since sums of rounded
@@ -39,16 +41,16 @@ SEEDS = 6
 # - Truncation: a bias of -1.00. A bf16 gradient that is too large by one part in 10^4: a bias of 0.03.
 BIAS_LIMIT = 0.03
 SPREAD_LIMIT = 1.1
-# Where a few large errors are shared (rounded logits, rounded sums of weights), the bias may exceed the limit by
-# chance, but never by this many standard errors.
+# A bias of this many standard errors or fewer passes too, if that is more than `BIAS_LIMIT`. Many elements may share a
+# few large errors (rounded logits, rounded sums of weights). Then the bias may exceed `BIAS_LIMIT` by chance.
 _STANDARD_ERRORS = 6.0
-# The shift is added to values in the first half of the depth and subtracted in the second half. Cotangents are equal in
-# both halves and multiplied by the factor. So products in `D = <out, do>` and in `<do, v>` are about 100,000, and sums
-# over half of the depth are larger: both overflow f16. The whole sums must fit into f16, since the gradient of a
-# probability that JAX casts to f16 is in f16.
+# For `wide_sums`. The shift is added to values in the first half of the depth and subtracted in the second half.
+# Cotangents are equal in both halves and multiplied by the factor. So products in `D = <out, do>` and in `<do, v>` are
+# about 100,000, and sums over half of the depth are larger: both overflow f16. The sums over the whole depth must fit
+# into f16: a kernel that casts probabilities to f16 gets the gradient of the cast in f16.
 _VALUE_SHIFT = 256.0
 _COTANGENT_FACTOR = 512.0
-# The distance between seeds of one case. It is so large that no two base seeds share a problem.
+# The distance between the seeds of the problems of one case. It is so large that no two cases share a seed.
 _SEED_STEP = 2**32
 
 
@@ -112,14 +114,16 @@ def _check_wide_sums(subject: Subject) -> Iterator[Judgement]:
 
 
 def compute_statistics(pairs: list[tuple[np.ndarray, ErrorVariance]]) -> Statistics:
-    """Compute the statistics of results with their exact values, over all elements.
+    """Compute the statistics of an observable over all elements of all problems.
+
+    `pairs` holds for each problem the result and its exact values with expected variances.
 
     Elements of a row, along the last axis, share their probabilities. So the bias is computed row by row and then
-    averaged over rows. The bias of a row is the sum of its errors divided by the sum of its spacings. A mean of
-    quotients would not do, since the spacing of an element near zero is far below its error.
+    averaged over rows. The bias of a row is the sum of its errors divided by the sum of its half spacings. A mean of
+    the elements' quotients would be wrong: near zero, the spacing of an element is far below its error.
 
-    Rows of one problem may share errors too: a rounded sum of weights moves all rows of `dv`. Problems share none. So
-    the standard error is the larger one of that over rows and that over problems.
+    Rows of one problem may share errors too: a rounded sum of weights moves all rows of `dv`. Different problems share
+    no errors. So the standard error is the larger of two: the one over rows, and the one over problems.
     """
     rows, squares = [], []
     for got, exact in pairs:
@@ -138,12 +142,12 @@ def compute_statistics(pairs: list[tuple[np.ndarray, ErrorVariance]]) -> Statist
 
 
 def list_reseeded_cases(case: Case) -> list[Case]:
-    """List the cases that the statistics of `case` are computed over; only their seeds differ."""
+    """List the `SEEDS` cases over which the statistics of `case` are computed; only their seeds differ."""
     return [dataclasses.replace(case, seed=(case.seed + number * _SEED_STEP) % 2**64) for number in range(SEEDS)]
 
 
 def _run_case(subject: Subject) -> Result:
-    """Run the backward pass if there are gradients, else the plain call."""
+    """Run the forward and backward pass if the subject has gradients, else the forward call without residuals."""
     if "random" in subject.cotangents:
         return subject.gradients("random")
     return subject.executor.forward(subject.problem)
@@ -154,7 +158,7 @@ def judge_statistics(name: str, computed: Statistics, dtype: str) -> Iterator[Ju
     limit = max(BIAS_LIMIT, _STANDARD_ERRORS * computed.standard_error)
     yield _judge_statistic(f"{name}.bias", computed.bias, limit, _describe_bias(computed.bias))
     scatter = f"errors scatter {computed.spread:.3g} times as much as all roundings of a correct kernel together"
-    if abs(computed.bias) <= limit:  # otherwise the bias explains the spread
+    if abs(computed.bias) <= limit:  # a larger bias explains the spread already
         scatter += f": is a sum rounded to {dtype} at every step, instead of being accumulated in f32?"
     yield _judge_statistic(f"{name}.spread", computed.spread, SPREAD_LIMIT, scatter)
 
@@ -162,7 +166,7 @@ def judge_statistics(name: str, computed: Statistics, dtype: str) -> Iterator[Ju
 def _describe_bias(bias: float) -> str:
     """Describe the direction of a bias and its likely cause."""
     side = "towards" if bias < 0 else "away from"
-    cause = "truncation instead of rounding" if -1.1 < bias < -0.9 else "an error below one rounding, but always there"
+    cause = "truncation instead of rounding" if -1.1 < bias < -0.9 else "a systematic error below one rounding"
     return f"errors lean {side} zero by {abs(bias):.2g} of half a spacing: {cause}"
 
 

@@ -1,4 +1,7 @@
-"""Check `errors`: wrong operands raise an error that names the operand."""
+"""Check `errors`: calls with wrong operands raise an error that names the operand.
+
+The check makes calls with wrong shapes, dtypes, types and values, for implementations that declare `validates`.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +50,15 @@ def check_errors(subject: Subject) -> Iterator[Judgement]:
 
 @dataclasses.dataclass(frozen=True)
 class _WrongCall:
-    """A call that should be refused.
+    """A call with wrong arguments, which an implementation should refuse.
 
     Attributes:
-      observable: the observable.
-      names: the message must contain one of these words.
-      given: the arguments.
-      traced: the one argument that is traced, if any.
-      meant: the problem that an implementation may take the call for. Then the result must be right. None if there is
-        none.
+      observable: the name of the judgement.
+      names: words, one of which the error's message must contain.
+      given: the arguments of the call.
+      traced: the name of the argument that is a tracer in the call; empty if there is none.
+      meant: the problem that the arguments may reasonably mean. An implementation may accept the call if its result is
+        right for this problem. None if the call must be refused.
     """
 
     observable: str
@@ -66,13 +69,16 @@ class _WrongCall:
 
 
 def _build_arguments(problem: Problem, **changed: Any) -> dict[str, Any]:
-    """Build the arguments of the canonical call, with some of them changed."""
+    """Build the arguments of the canonical call on a problem, with those in `changed` replaced."""
     values = {operand.name: getattr(problem, operand.name) for operand in OPERANDS}
     return {"mask": problem.mask, **{name: x for name, x in values.items() if x is not None}, **changed}
 
 
 def _judge_error(subject: Subject, wrong: _WrongCall, kinds: tuple[type[Exception], ...]) -> Judgement:
-    """Judge how the implementation reacts to a wrong call."""
+    """Make a wrong call, and judge the error that it raises or the result that it returns.
+
+    The error must be one of the types `kinds`. `NotImplementedError` is reported as unsupported.
+    """
     requirement = f"must be a {' or a '.join(kind.__name__ for kind in kinds)} naming {wrong.names[0]!r}"
     try:
         got = subject.executor.run(single_calls.run_exactly, wrong.given, wrong.traced)
@@ -93,9 +99,9 @@ def _judge_error(subject: Subject, wrong: _WrongCall, kinds: tuple[type[Exceptio
 
 
 def _judge_accepted(subject: Subject, wrong: _WrongCall, got: np.ndarray, accepted: str) -> Judgement:
-    """Judge the result of a call that was accepted, by the problem that it may mean.
+    """Judge the result of a wrong call that was accepted, by the oracle on the problem `wrong.meant`.
 
-    If that problem has an axis of length 0, only the shape matters and that all values are finite.
+    If that problem has an axis of length 0, the result must only have the right shape and finite values.
     """
     meant = wrong.meant
     assert meant is not None
@@ -111,7 +117,7 @@ def _judge_accepted(subject: Subject, wrong: _WrongCall, got: np.ndarray, accept
 
 
 def _check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
-    """Check that a gradient of a gradient is computed, or refused by a message about derivatives."""
+    """Check that a gradient of a gradient is finite, or refused by an error about derivatives."""
     if not subject.has_gradients or "dq" not in subject.implementation.gradients:
         return
     name = "second_derivatives"
@@ -129,7 +135,7 @@ def _check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
             verdict=records.UNSUPPORTED if names_derivatives else records.FAIL,
             reason=reason or str(error),
         )
-    except Exception as error:  # no other error tells the user that derivatives are the reason
+    except Exception as error:  # an error of another type does not tell the user that derivatives are the reason
         reason = (
             f"a grad of grad raises {type(error).__name__}, must be a NotImplementedError about derivatives: {error}"
         )
@@ -148,7 +154,7 @@ _OPERAND_WORDS = {
 
 
 def _iter_empty_operands(problem: Problem) -> Iterator[_WrongCall]:
-    """Yield calls with an axis of length 0; if accepted, the result must be empty or finite."""
+    """Yield calls with an axis of length 0; an implementation may accept one and return finite numbers."""
     scales = {} if problem.kv_scales is None else {"kv_scales": tuple(x[:, :1] for x in problem.kv_scales)}
     cut: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         "no_queries": ({"q": problem.q[:, :0]}, _OPERAND_WORDS["q"]),
@@ -166,7 +172,7 @@ def _iter_empty_operands(problem: Problem) -> Iterator[_WrongCall]:
 
 
 def _iter_wrong_dtypes(problem: Problem) -> Iterator[_WrongCall]:
-    """Yield calls with dtypes that the contract excludes; `out` would have them too."""
+    """Yield calls whose q, k and v have a dtype that the contract excludes; with a quantised cache, only q has it."""
     changed = ("q",) if problem.kv_scales is not None else ("q", "k", "v")
     for dtype in (np.int8, np.int32, np.bool_, np.complex64, ml_dtypes.float8_e4m3fn, np.float64):
         name = np.dtype(dtype).name
@@ -175,7 +181,7 @@ def _iter_wrong_dtypes(problem: Problem) -> Iterator[_WrongCall]:
 
 
 def _iter_wrong_types(problem: Problem) -> Iterator[_WrongCall]:
-    """Yield calls with lists, numbers of a wrong type, and traced numbers."""
+    """Yield calls with lists, arrays of a wrong type, and traced numbers."""
     yield _WrongCall("q_list", _OPERAND_WORDS["q"], _build_arguments(problem, q=problem.q.tolist()), meant=problem)
     rows, columns = np.zeros(problem.q.shape[:2], np.float32), np.zeros(problem.k.shape[:2], np.float32)
     lists = tuple(x.astype(int).tolist() for x in (rows, columns))
@@ -200,7 +206,7 @@ def _iter_wrong_types(problem: Problem) -> Iterator[_WrongCall]:
 
 
 def _iter_wrong_operands(problem: Problem) -> Iterator[tuple[str, str, Problem]]:
-    """Yield `(observable, operand to be named, problem)` for operands that do not fit together."""
+    """Yield `(observable, word that the error must name, problem)` for values and shapes that do not fit together."""
     q, k, v = problem.q, problem.k, problem.v
     num_q_heads = q.shape[2]
     change = dataclasses.replace
@@ -222,7 +228,7 @@ def _iter_wrong_operands(problem: Problem) -> Iterator[tuple[str, str, Problem]]
 def _iter_wrong_shapes(problem: Problem, refused: Collection[str]) -> Iterator[tuple[str, str, Problem]]:
     """Yield `(observable, operand, problem)` for optional arrays with one query or head too many.
 
-    Operands in `refused` are left out.
+    Operands in `refused` are skipped: the implementation does not offer them, or they have their own cases.
     """
     batch, q_length, num_q_heads, _ = problem.q.shape
     sizes = {"B": batch, "T": q_length, "S": problem.k.shape[1], "N": num_q_heads, "K": problem.k.shape[2]}

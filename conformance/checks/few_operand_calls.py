@@ -1,20 +1,21 @@
-"""Define calls with few operands or none, as models make them.
+"""Define calls with few optional operands or none, as models make them, for the checks `calls` and `transforms`.
 
-A kernel may have a fast path for exactly these. Nearly all cases of the grids have several operands at once. The cases
-with one operand are in f32, or have as many key/value heads as query heads. A path that is taken only without other
-operands is not reached there.
+A kernel may have a fast path for exactly these calls. Nearly all other cases have several optional operands at once.
+The cases with a single one are in f32, or have as many key/value heads as query heads. So they do not reach a path that
+is taken only without other operands.
 
-The calls are those of models: training on whole and on packed sequences, a window with sinks or with a soft cap, a bias
-for each pair, and serving. There are calls with fewer queries than keys and with more, where positions count from the
-first key. Other calls have as many batch rows as heads, where a mask or a bias differs between rows. One call has a
-single query under a window.
+Models make these calls: training on whole and on packed sequences, a window with sinks or with a soft cap, a bias for
+each pair of query and key, and serving. Some calls have fewer queries than keys and some have more, where positions
+count from the first key. Some have as many batch rows as heads, where a mask or a bias differs between rows. One call
+has a single query under a window.
 
 Lengths and sides of windows are next to multiples of 32, 64 or 128. So the last block of a row or of a window holds one
 position, or lacks one.
 
-A kernel may also have a path for every set of operands. Five operands have 32 sets. In training, the grids at `quick`
-lack most sets of two and three: all pairs occur, but together with others. Each missing set with a scale or a soft cap
-has a call here. A bias of heads has two: with grouped heads and without.
+A kernel may also have a path for each set of optional operands. Scale, soft cap, sinks, bias and segment ids have 32
+sets. The training cases of the level `quick` lack most sets of two and of three: each pair of operands occurs, but
+together with further operands. Each missing set with a scale or a soft cap has a call here. A bias for each head has
+two calls: with grouped heads and without.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from conformance.contract import Implementation
 
 
 def _with_length(length: int) -> dict[str, Any]:
-    """Return equal numbers of queries and keys."""
+    """Return the fields of a case for equal numbers of queries and keys."""
     return {"q_length": length, "kv_length": length}
 
 
@@ -39,21 +40,22 @@ _ONE_HEAD = {"num_q_heads": 1, "num_kv_heads": 1}
 _SEQUENCE_ENDS = "1-40-7-31-12-3-39-25-5-18-33-9"
 _MANY_ROWS: dict[str, Any] = {"batch": 12, "times_heads": 3}
 CALLS: dict[str, dict[str, Any]] = {
-    "plain": {"mask": "causal", "batch": 1, "q_length": 160, "kv_length": 160},  # three blocks of 64
-    # Blocks with equal first and last labels, and other labels between them.
+    # Lengths of 160: three blocks of 64, the last one half filled.
+    "plain": {"mask": "causal", "batch": 1, "q_length": 160, "kv_length": 160},
+    # Segment ids that are equal at the first and last position of a block, and different between them.
     "documents": {"mask": "causal", "segments": "segamid", **_with_length(127)},
     "sunk": {"mask": "window-l129-r0", "sinks": True, **_with_length(191)},
     "capped": {"mask": "window-l64-r1", "soft_cap": 30.0, **_with_length(129)},
     "biased": {"mask": "full", "bias": "biaspair", **_with_length(127)},
-    # The window reaches more than one block of 64 ahead of the query, and no whole number of blocks.
+    # The window reaches 65 keys ahead of the query: more than one block of 64, and not a whole number of blocks.
     "ahead": {"phase": "prefill", "mask": "window-l65-r65", "batch": 1, **_with_length(257)},
     # The window has no limit on its right, and there are 120 more keys than queries, which is more than a block of 64.
     "open": {"phase": "prefill", "mask": "window-l9-rinf", "batch": 1, "q_length": 40, "kv_length": 160},
-    # Positions that f16 cannot represent exactly, and bf16 even less.
+    # Positions above 2048, which f16 and bf16 cannot all represent exactly.
     "far": {"phase": "prefill", "mask": "causal-o2176", "batch": 1, "q_length": 128, "kv_length": 2304},
     # More than sixteen blocks of 128 along both axes, and positions that f16 cannot represent exactly.
     "long": {"phase": "prefill", "mask": "causal", "batch": 1, **_ONE_HEAD, **_with_length(2176)},
-    # A segment label occurs again more than 128 keys later, in a block of 128 whose first key has a larger label.
+    # A segment id occurs again more than 128 keys later, in a block of 128 whose first key has a larger id.
     "returning": {
         "phase": "prefill",
         "mask": "causal",
@@ -64,7 +66,7 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "first": {"phase": "prefill", "mask": "causal", "q_length": 16},
     "tall": {"phase": "prefill", "mask": "causal", "bias": "biasbatch", "batch": 4, "q_length": 100},
-    # As many batch rows as heads, more than eight.
+    # As many batch rows as query heads: twelve, which is more than eight.
     "served": {**_MANY_ROWS, "phase": "decode", "mask": f"lengths-{_SEQUENCE_ENDS}", "sinks": True, "q_length": 1},
     "lone": {"phase": "decode", "mask": "window-l3-r2", "q_length": 1},
     "scaled": {"mask": "causal", "scale": 0.3, **_with_length(65)},
@@ -72,7 +74,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "scaled_capped": {"mask": "causal", "scale": 0.3, "soft_cap": 30.0, **_with_length(33)},
     "scaled_capped_documents": {"mask": "full", "scale": 0.3, "soft_cap": 30.0, "segments": "seg", **_with_length(127)},
     "scaled_sunk": {"mask": "full", "scale": 0.3, "sinks": True, **_with_length(65)},
-    # A sequence with label zero, which kernels may use for padding, and logits near zero, as padded keys have.
+    # A sequence with segment id zero, which kernels may use for padding, and with logits near zero, as padding has.
     "scaled_sunk_documents": {"mask": "full", "scale": 0.3, "sinks": True, "segments": "segwild", **_with_length(63)},
     "scaled_biased": {"mask": "full", "scale": 0.3, "bias": "biashead"},
     "scaled_biased_documents": {"mask": "causal", "scale": 0.3, "bias": "biashead", "segments": "seg"},
@@ -90,24 +92,28 @@ _DEFAULTS: dict[str, Any] = {
     "head_dim": 64,
     "v_head_dim": 64,
 }
-# The first supported variant of a call is used. Grouped heads come before ungrouped ones unless the call says the
-# opposite, 16-bit dtypes before f32, and the stated lengths before the next whole blocks.
+# Numbers of query and key/value heads, dtypes, and the block to which lengths are rounded up: the variants of a call.
+# The first supported variant is used. Grouped heads come before ungrouped ones, unless the call has `grouped=False`.
+# Dtypes of 16 bits come before f32. The stated lengths come before lengths that are rounded up to whole blocks.
 _HEADS = (4, 2), (4, 4)
 _DTYPES = ("bf16", "f16", "f32")
 _BLOCK = 128
 
 
 def list_operands_with_calls(implementation: Implementation, case: Case) -> list[OptionalOperand]:
-    """List the operands that `implementation` offers and that have calls of their own.
+    """List the opt-in operands with calls of their own that `implementation` offers.
 
-    An operand with its own cases has its calls made beside these alone.
+    An operand that has its own cases is listed only if `case` is one of them.
     """
     offered = [operand for operand in OPTIONAL if operand.calls and operand.name in implementation.offers]
     return [o for o in offered if not o.has_own_cases or getattr(case, o.field) != o.absent]
 
 
 def iter_variants(case: Case, call: Mapping[str, Any]) -> Iterator[Case]:
-    """Yield `case` changed to one of `CALLS`, in each variant that may be supported, the preferred one first."""
+    """Yield `case` changed to `call`, an entry of `CALLS`, in all variants of heads, dtype and lengths.
+
+    The preferred variant comes first. A caller uses the first one that the implementation supports.
+    """
     fields = {name: value for name, value in call.items() if name not in ("grouped", "times_heads")}
     factor = call.get("times_heads", 1)
     head_counts = _HEADS if call.get("grouped", True) else _HEADS[::-1]

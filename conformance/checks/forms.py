@@ -1,8 +1,8 @@
-"""Check `forms`: arguments given in another form with the same meaning.
+"""Check `forms`: an argument in another form gives the result that it means, or is refused.
 
 A scale may be an integer, a NumPy number, traced, or zero. A window may be a list. A bias may have its own dtype. A
-mask or a bias may have axes of length 1. An implementation must give the result that the argument means, or refuse it.
-Silently taking it for something else is a failure. A refusal is reported as unsupported.
+mask or a bias may have axes of length 1. An implementation must return the result that the argument means, or raise an
+exception. A result for another meaning is a failure. An exception of any type is reported as unsupported.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from conformance.executor_tasks import single_calls
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """An argument in another form.
+    """A call with an argument in another form.
 
     Attributes:
-      name: the observable is `out.` followed by this name.
-      meant: the problem that the call means.
-      given: arguments that replace those of `meant`.
-      case: a case of another dtype, if the form needs one.
+      name: the name of the form. The observable is `out.` followed by this name.
+      meant: the problem that the call means, which the oracle gets.
+      given: arguments that replace those of `meant` in the call.
+      case: the case of `meant`, if it is not the subject's case.
     """
 
     name: str
@@ -43,7 +43,7 @@ class _Form:
 
 
 def check_forms(subject: Subject) -> Iterator[Judgement]:
-    """Check that arguments in other forms mean the same, or are refused."""
+    """Check that arguments in other forms, such as a scale as an integer, mean the same or are refused."""
     for form in _iter_forms(subject):
         yield _judge_form(subject, form)
     yield from _check_shared_bias_residuals(subject)
@@ -51,7 +51,7 @@ def check_forms(subject: Subject) -> Iterator[Judgement]:
 
 
 def _judge_form(subject: Subject, form: _Form) -> Judgement:
-    """Judge the result for one form."""
+    """Make the call of one form, and judge its result by the problem that it means."""
     label = f"out.{form.name}"
     subject = dataclasses.replace(subject, case=form.case or subject.case)
     try:
@@ -61,7 +61,7 @@ def _judge_form(subject: Subject, form: _Form) -> Judgement:
     expected = subject.expect(form.meant).forward["out"]
     judgement = subject.judge("out", got, expected, subject.find_judged_rows(form.meant), label=label)
     if judgement.verdict == records.PASS and got.dtype != form.meant.q.dtype:
-        # The result is right and its dtype is promoted as JAX does: the argument was not misread.
+        # The result is right, so the argument was not misread. Only its dtype was promoted, as JAX promotes dtypes.
         return build_unsupported(label, f"the argument makes the result {got.dtype}, where q is {form.meant.q.dtype}")
     return judgement
 
@@ -74,11 +74,12 @@ def _iter_forms(subject: Subject) -> Iterator[_Form]:
         if getattr(problem, name) is not None:
             yield from _iter_number_forms(subject, name)
     if problem.scale is not None:
-        # Zero is a valid scale, but false: a kernel that tests `if scale` takes it for a missing one.
+        # Zero is a valid scale, but Python takes it for false: with `if scale`, a kernel would use the default scale.
         yield _Form("scale_zero", dataclasses.replace(problem, scale=0.0))
         if not depends_on_data(problem.mask):
             # Negating both the scale and the queries leaves the logits as they are. Signs are exact, so the bounds are
-            # the same too. Gates have no scale, so the negated queries would choose other keys.
+            # the same too. A mask that depends on data is excluded: its gates are computed without the scale, so
+            # negated queries would choose other keys.
             yield _Form("scale_below_zero", problem, {"scale": -problem.scale, "q": -problem.q})
     if flags["causal"]:
         yield _Form("causal_numpy", problem, {"causal": np.True_})
@@ -93,14 +94,14 @@ def _iter_forms(subject: Subject) -> Iterator[_Form]:
 
 
 def _supports_plain_bias(subject: Subject) -> bool:
-    """Return whether the implementation supports the level `bias`."""
+    """Return whether the implementation supports the case with `bias="bias"`, a full bias `[B, N, T, S]`."""
     return subject.implementation.supports(dataclasses.replace(subject.case, bias="bias")) is None
 
 
 def _iter_number_forms(subject: Subject, name: str) -> Iterator[_Form]:
-    """Yield forms of a number: a whole one as an integer, a traced one, and NumPy and JAX numbers.
+    """Yield forms of the number `name`: 1.0 as an integer, a traced number, and NumPy and JAX numbers.
 
-    The last two are given with operands of 16 bits, whose dtype they must not change.
+    NumPy and JAX numbers in f32 are given with bf16 operands. They must not change the dtype of the result.
     """
     whole: dict[str, Any] = {name: 1.0}
     yield _Form(f"{name}_int", dataclasses.replace(subject.problem, **whole), {name: 1})
@@ -118,9 +119,9 @@ def _iter_number_forms(subject: Subject, name: str) -> Iterator[_Form]:
 
 
 def _iter_mask_forms(problem: Problem) -> Iterator[_Form]:
-    """Yield masks shared by heads and rows, or by heads and keys, and one without batch and head axes."""
+    """Yield masks in which all queries or all keys share a value, and a mask `[T, S]` without batch and head axes."""
     mask = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])[:1, :1]
-    key = int(np.argmin(np.abs(mask[0, 0].mean(axis=0) - 0.5)))  # a key that about half of the rows see
+    key = int(np.argmin(np.abs(mask[0, 0].mean(axis=0) - 0.5)))  # a key that about half of the queries attend to
     for name, part in (("rows", mask[:, :, -1:, :]), ("keys", mask[..., key : key + 1])):
         meant = dataclasses.replace(problem, mask=Dense(np.ascontiguousarray(np.broadcast_to(part, mask.shape))))
         yield _Form(f"mask_shared_by_{name}", meant, {"mask": part})
@@ -128,7 +129,7 @@ def _iter_mask_forms(problem: Problem) -> Iterator[_Form]:
 
 
 def _iter_bias_forms(problem: Problem) -> Iterator[_Form]:
-    """Yield biases shared by rows or by keys, in bf16 beside f32 operands, and without batch and head axes."""
+    """Yield a bias that all queries share, one that all keys share, one in bf16, and one of shape `[T, S]`."""
     assert problem.bias is not None
     parts = {
         "bias_shared_by_rows": problem.bias[:, :, -1:, :],
@@ -142,13 +143,13 @@ def _iter_bias_forms(problem: Problem) -> Iterator[_Form]:
 
 
 def _check_shared_bias_residuals(subject: Subject) -> Iterator[Judgement]:
-    """Check the residuals for a bias that all keys share: it changes them, though it changes no weight."""
+    """Check the residuals for a bias that all keys share: the bias changes residuals, though it changes no weight."""
     if subject.problem.bias is None or not subject.implementation.residuals:
         return
     shared = dataclasses.replace(subject.problem, bias=subject.problem.bias[..., :1])
     try:
         got = subject.executor.residuals(shared).values
-    except Exception as error:  # as above
+    except Exception as error:  # an exception of any type is a refusal: no wrong result was returned
         yield build_unsupported("logsumexp.bias_shared_by_keys", f"{type(error).__name__}: {error}".split("\n")[0])
         return
     expected = subject.expect(shared).forward
@@ -158,10 +159,10 @@ def _check_shared_bias_residuals(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_shared_bias_gradient(subject: Subject) -> Iterator[Judgement]:
-    """Check the gradient of a bias that all keys share: the sum over the keys of each row."""
+    """Check the gradient of a bias that all keys share: for each query, a sum over keys."""
     if subject.problem.bias is None or not subject.has_gradients or "dbias" not in subject.implementation.gradients:
         return
-    # Without a sink, a bias that all keys share changes no weight.
+    # Sinks are added if they are supported. Without a sink, a bias that all keys share changes no weight.
     with_sinks = dataclasses.replace(subject.case, sinks=True)
     if subject.implementation.supports(with_sinks) is None:
         subject = dataclasses.replace(subject, case=with_sinks)
@@ -173,7 +174,7 @@ def _check_shared_bias_gradient(subject: Subject) -> Iterator[Judgement]:
     label = "dbias.bias_shared_by_keys"
     try:
         got = subject.executor.gradients(shared, cotangent).values
-    except Exception as error:  # as above
+    except Exception as error:  # an exception of any type is a refusal: no wrong result was returned
         yield build_unsupported(label, f"{type(error).__name__}: {error}".split("\n")[0])
         return
     expected = subject.expect(shared, [cotangent])
@@ -183,9 +184,9 @@ def _check_shared_bias_gradient(subject: Subject) -> Iterator[Judgement]:
 
 
 def _iter_rank_three_bias(subject: Subject) -> Iterator[_Form]:
-    """Yield a bias without the batch axis, in a case with as many batch rows as heads.
+    """Yield a bias `[N, T, S]` without the batch axis, in a case with as many batch rows as query heads.
 
-    So a kernel that takes the first axis for the batch raises no error; only the values show it.
+    A kernel may take the first axis for the batch. As B equals N, it raises no error, and its result is wrong.
     """
     square = dataclasses.replace(subject.case, batch=subject.case.num_q_heads)
     if subject.implementation.supports(square) is None:

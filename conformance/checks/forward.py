@@ -1,4 +1,7 @@
-"""Checks `forward`, `residuals` and `primal`: the results of the forward pass in all its calls."""
+"""Checks `forward`, `residuals` and `primal`: judge the results of the forward pass by the oracle.
+
+The forward pass has three calls: without residuals, with residuals, and as part of `jax.vjp`.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from conformance.truth.comparison import compare
 def check_forward(subject: Subject) -> Iterator[Judgement]:
     """Check `out` of the call without residuals, and its shape and dtype.
 
-    With a quantised cache, `out` is compared with attention to the values that the cache represents. A figure beside
-    the verdict tells how far `out` is from attention to the keys and values before quantisation. Its bound includes
-    rounding and quantisation.
+    With a quantised cache, `out` is judged by attention to the values that the cache represents. The record also has
+    the ratio of `out` to attention over the keys and values before quantisation (`ratio_before_storing`). The bound of
+    that ratio includes rounding and quantisation. It does not decide the verdict.
 
     If the call writes pages, `k_pages` and `v_pages` are compared bit for bit.
     """
@@ -51,7 +54,7 @@ def check_residuals(subject: Subject) -> Iterator[Judgement]:
 
 
 def check_primal(subject: Subject) -> Iterator[Judgement]:
-    """Check the value that `jax.vjp` returns: a custom VJP has its own forward pass."""
+    """Check `out` and `logsumexp` as `jax.vjp` returns them: a custom VJP has its own forward pass."""
     if "random" in subject.cotangents:
         yield judge_out(subject, subject.gradients("random"))
     if "random_lse" in subject.cotangents:
@@ -61,7 +64,10 @@ def check_primal(subject: Subject) -> Iterator[Judgement]:
 
 
 def judge_out(subject: Subject, result: Result, *, label: str = "out", judged: np.ndarray | None = None) -> Judgement:
-    """Judge `out` of a result by the case's expectation."""
+    """Judge `out` of a result, and its dtype, by the expectation of the case.
+
+    `judged` marks the elements to judge; by default `subject.judged_out`.
+    """
     got = result.values["out"]
     if got.dtype != subject.problem.q.dtype:
         wrong = f"dtype is {got.dtype}, must be that of q, {subject.problem.q.dtype}"
@@ -71,7 +77,10 @@ def judge_out(subject: Subject, result: Result, *, label: str = "out", judged: n
 
 
 def judge_residual(subject: Subject, name: str, result: Result, *, judged: np.ndarray | None = None) -> Judgement:
-    """Judge one residual of a result by the case's expectation."""
+    """Judge one residual of a result by the expectation of the case.
+
+    `judged` marks the elements to judge; by default `subject.judged_residuals`.
+    """
     if name not in result.values:
         return subject.judge_malformed(name, f"the residuals have no entry {name!r}, which the implementation offers")
     rows = subject.judged_residuals if judged is None else judged

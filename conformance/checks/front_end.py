@@ -1,6 +1,7 @@
-"""Check `front_end`: a model's front end and attention together, forward and backward.
+"""Check `front_end`: judge a model's front end and attention, compiled as one program, forward and backward.
 
-The front end applies rotary embedding, norms and factors to raw projections.
+The front end is the code of a model before attention. It applies rotary embedding, norms and factors to the raw
+projections of queries, keys and values.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def check_front_end(subject: Subject) -> Iterator[Judgement]:
 
 
 def _compute_expectation(subject: Subject, truth: FrontEnd, cotangents: tuple[Cotangent, ...]) -> Expectation:
-    """Compute exact results and bounds of attention to the exact outputs of the front end."""
+    """Compute exact results of attention on the exact outputs of the front end, with bounds.
+
+    The bounds include the errors that the outputs have once they are computed in f32 and stored in the case's dtype.
+    """
     u = Roundoff.of(subject.implementation.arithmetic, subject.problem)
     q, k = (stream.after.stored(u.out, u.tiny) for stream in (truth.q, truth.k))
     v: BoundedNumber = truth.v

@@ -1,6 +1,7 @@
-"""Checks `gradients`, `gradients_lse` and `gradients_part`, for cotangents of `out` and `logsumexp`.
+"""Checks `gradients`, `gradients_lse` and `gradients_part`: judge gradients by the oracle.
 
-Gradients are judged by the oracle's plain backward pass, and shown beside its flash backward pass.
+The checks differ in their cotangents of `out` and `logsumexp`. The verdict comes from the oracle's backward pass. A
+record also has the ratio to the flash formula, which recomputes probabilities from `out` and `logsumexp`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from conformance.truth.rounding_bounds import Bounded
 def check_gradients(subject: Subject) -> Iterator[Judgement]:
     """Check `dq dk dv dsinks dbias` for a random cotangent of `out`.
 
-    Each is judged by the oracle. It is also compared with the flash formula, applied to the implementation's own
-    rounded `out` and `logsumexp`. That shows whether an error comes from these residuals or from the backward pass
-    itself.
+    Each gradient is judged by the oracle. It is also compared with the flash formula, applied to the implementation's
+    own rounded `out` and `logsumexp`. This second comparison shows whether an error comes from these residuals or from
+    the backward pass itself.
     """
     yield from _judge_if_drawn(subject, "random", saved=True)
 
@@ -46,17 +47,20 @@ def check_gradients_lse(subject: Subject) -> Iterator[Judgement]:
 
 
 def check_gradients_part(subject: Subject) -> Iterator[Judgement]:
-    """Check gradients for cotangents on one row, one head, `logsumexp` only, and empty rows only.
+    """Check gradients for cotangents of one row, of one head, of `logsumexp` only, and of empty rows only.
 
-    The gradients of one row or head are not hidden by those of the others. These cotangents are mostly zero, so they
-    also show kernels that wrongly skip work for zero cotangents.
+    A cotangent of one row or head shows its gradients without those of the others. These cotangents are mostly zero, so
+    they also show kernels that wrongly skip work for zero cotangents.
     """
     for part in ("row", "head", "lse", "empty"):
         yield from add_label(part, _judge_if_drawn(subject, part))
 
 
 def _judge_if_drawn(subject: Subject, cotangent: str, *, saved: bool = False) -> Iterator[Judgement]:
-    """Judge the gradients for a cotangent if the case has it; `saved` adds the flash ratio."""
+    """Judge the gradients for the cotangent of this name, if the case has one.
+
+    With `saved`, records also have the ratio to the flash formula.
+    """
     if cotangent not in subject.cotangents:
         return
     result = subject.gradients(cotangent)
@@ -71,7 +75,10 @@ def judge_gradients(
     expected: Mapping[str, Bounded],
     flash: Mapping[str, np.ndarray] | None = None,
 ) -> Iterator[Judgement]:
-    """Judge every gradient that the problem has."""
+    """Judge every gradient in `expected`, and that the gradients of padding are zero.
+
+    `flash` has the gradients by the flash formula, for the second comparison; none or empty without it.
+    """
     for name, bounded in expected.items():
         if name not in subject.implementation.gradients:
             yield build_unsupported(name, f"the gradient {name} is not offered")
@@ -83,7 +90,8 @@ def judge_gradients(
 def _judge_padding(subject: Subject, result: Result) -> Iterator[Judgement]:
     """Judge the gradients of packed tokens past the last sequence: each must be exactly zero.
 
-    They would reach the weights of the projections, which sum over all tokens of the pack.
+    Such tokens are padding. The gradients of a model's projections are sums over all tokens of the pack, so any
+    nonzero gradient of padding would change the model.
     """
     storage = subject.problem.storage
     if storage is None or not ((storage.q_rows == NOBODY).any() or (storage.held == NOBODY).any()):
@@ -91,7 +99,7 @@ def _judge_padding(subject: Subject, result: Result) -> Iterator[Judgement]:
     padding = {name: result.values.get(f"{name}.padding") for name in ("dq", "dk", "dv")}
     offered = {name: x for name, x in padding.items() if x is not None and name in subject.implementation.gradients}
     for name, x in offered.items():
-        wrong = np.argwhere(x != 0)  # also true of NaN
+        wrong = np.argwhere(x != 0)  # includes NaN, which differs from 0
         if len(wrong):
             index = tuple(int(n) for n in wrong[0])
             yield Judgement(
@@ -109,7 +117,8 @@ def _judge_padding(subject: Subject, result: Result) -> Iterator[Judgement]:
 def _compute_flash_gradients(subject: Subject, cotangent: str, result: Result) -> dict[str, np.ndarray]:
     """Compute gradients by the flash formula from the implementation's own `out` and `logsumexp`.
 
-    Returns an empty dictionary if these are not finite in a judged row: then the formula has no meaning.
+    Returns an empty dictionary if one of them has a wrong shape, or if in a judged row `out` is not finite or
+    `logsumexp` is NaN. The formula has no meaning then.
     """
     truth = subject.expectation.forward
     out = np.where(subject.judged_out, result.values["out"].astype(np.float64), truth["out"].value)
@@ -130,7 +139,7 @@ def _compute_flash_gradients(subject: Subject, cotangent: str, result: Result) -
 
 
 def check_problem(subject: Subject, problem: Problem) -> Iterator[Judgement]:
-    """Check results and gradients on any problem by the oracle."""
+    """Check `out`, residuals and gradients on any problem by the oracle, for the checks `calls` and `limits`."""
     drawn = draw_cotangent(subject.case).out
     judged = subject.find_judged_rows(problem)
     cotangents = [Cotangent("random", np.where(judged, drawn, np.zeros_like(drawn)))] if subject.has_gradients else []

@@ -1,12 +1,14 @@
 """Check `independence`: a result keeps its bits when inputs that it must not depend on change.
 
-No oracle is needed. One part of the problem is kept: a batch row, a key/value head with its query heads, and a range of
-queries with the keys that they may attend to. Everything else gets other values. Within the part every operation has
-the same operands in the same order, so its results must be equal to the bit.
+No oracle is needed. The check runs the call twice. In the second call one part of the problem is unchanged: a batch
+row, a key/value head with its query heads, and a range of queries with the keys that they may attend to. Everything
+else gets other values. Within the part every operation has the same operands in the same order, so the part's results
+must be equal to the bit.
 
-Where queries choose their keys (`cases.moba_mask`), this does not hold. A kernel gathers the queries that chose the
-same chunk in one block. So the choices of other queries move a query to another row of a matrix product, and on CPU the
-last bit of such a product depends on the row. There the results must only stay within their bounds.
+If queries choose their keys (`cases.moba_mask`), results need not be equal to the bit. A kernel gathers the queries
+that chose the same chunk in one block. So the choices of other queries move a query to another row of a matrix product,
+and on CPU the last bit of such a product depends on the row. For such masks the results must only stay within their
+bounds.
 """
 
 from __future__ import annotations
@@ -29,7 +31,15 @@ from conformance.truth.rounding_bounds import Bounded
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The part that is kept: a batch row, a key/value head with its query heads, and some queries."""
+    """The part of a problem that stays unchanged: a batch row, a key/value head, its query heads, and some queries.
+
+    Attributes:
+      name: the name of the part, in the observables.
+      batch: the index of the batch row.
+      kv_head: the index of the key/value head.
+      heads: the query heads that read this key/value head.
+      rows: the range of queries.
+    """
 
     name: str
     batch: int
@@ -75,7 +85,7 @@ def _check_gradients(subject: Subject) -> Iterator[Judgement]:
 
 
 def _run_call(subject: Subject, problem: Problem) -> Result:
-    """Run the call with residuals if they are offered, else the plain call."""
+    """Run the call with residuals if the implementation offers any, else the call without."""
     if subject.implementation.residuals:
         return subject.require_shapes(
             subject.residuals if problem is subject.problem else subject.run_residuals(problem)
@@ -84,7 +94,7 @@ def _run_call(subject: Subject, problem: Problem) -> Result:
 
 
 def _build_parts(problem: Problem) -> tuple[_Part, _Part]:
-    """Return two parts: the first batch row, head and half of the queries, and the last ones."""
+    """Return two parts: the first batch row, head and half of the queries, and the last row, head and half."""
     batch, q_length, num_q_heads, _ = problem.q.shape
     num_kv_heads = problem.k.shape[2]
     group, half = num_q_heads // num_kv_heads, (q_length + 1) // 2
@@ -96,9 +106,10 @@ def _build_parts(problem: Problem) -> tuple[_Part, _Part]:
 
 
 def _change_elsewhere(problem: Problem, part: _Part, *, keys: bool) -> Problem | None:
-    """Return the problem with other values outside the part; none if the part is everything.
+    """Return the problem with other values outside the part; None if nothing is outside.
 
-    With `keys`, keys of the part that its queries may not attend to are changed too.
+    With `keys`, the part ends at its queries `part.rows` and the keys that they may attend to. Other queries and keys
+    of the same batch row and head are changed too. Without, all queries and keys of that row and head are unchanged.
     """
     q, k, v = (x.copy() for x in (problem.q, problem.k, problem.v))
     q_kept = np.zeros(q.shape[:3], bool)
@@ -113,7 +124,7 @@ def _change_elsewhere(problem: Problem, part: _Part, *, keys: bool) -> Problem |
         attended = allowed[part.batch, part.heads, part.rows].any(axis=(0, 1))
         v_kept[part.batch, :, part.kv_head] = attended
         k_kept[part.batch, :, part.kv_head] = attended | problem.choosing[0, 0, part.rows].any(axis=0)
-        if problem.storage is not None:  # stored tokens of the part may be shared with other sequences
+        if problem.storage is not None:  # sequences may share stored tokens, so these are unchanged too
             v_kept, k_kept = map(problem.storage.spread_over_shared, (v_kept, k_kept))
     if q_kept.all() and v_kept.all():
         return None
@@ -141,22 +152,25 @@ def _change_cotangent_elsewhere(cotangent: Cotangent, part: _Part) -> Cotangent:
 
 
 def _replace_values(x: np.ndarray) -> np.ndarray:
-    """Return finite values of another sign and size, so that a wrongly shared maximum or scale shows."""
+    """Return `-16 * x`, clipped to the dtype's range, so that a wrongly shared maximum or scale shows."""
     limit = quantization.find_largest(x.dtype) or float(np.finfo(np.float16).max if x.dtype == np.float16 else 2.0**60)
     other: np.ndarray = np.clip(-16 * x.astype(np.float64), -limit, limit).astype(x.dtype)
     return other
 
 
 def _replace_scales(scales: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Return other scales `[B or 1, S or 1, K]` where no token of `used [B, S, K]` has them."""
+    """Multiply by 4 each scale that no token of the part uses.
+
+    `scales` is `[B or 1, S or 1, K]`. `used [B, S, K]` marks the tokens of the part.
+    """
     shared = tuple(axis for axis, size in enumerate(scales.shape) if size < used.shape[axis])
     return np.where(used.any(axis=shared, keepdims=True), scales, 4 * scales)
 
 
 def _select_part(name: str, result: Result, part: _Part, subject: Subject) -> np.ndarray:
-    """Select the part's results, with zeros in empty rows unless these are declared to be zero.
+    """Select the part's results, with zeros in empty rows unless the kernel declares that it returns zero there.
 
-    The mean over all keys depends on all of them, so it is not compared.
+    An empty row may hold the mean over all keys. It depends on all of them, so it is not compared.
     """
     live = ~subject.problem.empty_rows | (subject.implementation.empty_rows == "zero")  # [B, N, T]
     if name == "out":
@@ -167,7 +181,7 @@ def _select_part(name: str, result: Result, part: _Part, subject: Subject) -> np
 
 
 def _judge_accuracy(subject: Subject, part: _Part, name: str, got: Result) -> Judgement:
-    """Judge the part's results by the oracle."""
+    """Judge the part's results in `got`, the result of the changed problem, by the oracle."""
     place = (part.batch, part.rows, part.heads) if name == "out" else (part.batch, part.heads, part.rows)
     judged = subject.judged_out if name == "out" else subject.judged_residuals
     expected = subject.expectation.forward[name]

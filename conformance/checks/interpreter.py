@@ -1,6 +1,7 @@
-"""Check `interpreter`: a kernel under JAX's interpreter of its accelerator.
+"""Check `interpreter`: run a kernel under JAX's Pallas interpreter of its accelerator, and judge results and races.
 
-The interpreter shows races, reads of fresh memory and accesses out of bounds, which results alone may hide.
+The interpreter shows races, reads of uninitialised memory and accesses out of bounds. Right results alone do not
+exclude these. Each seed gives another order in which the kernel's program instances run.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from conformance.checks.gradients import judge_gradients
 from conformance.execution.executor import Result
 from conformance.executor_tasks import interpreter_runs
 
+# The number of seeds for which the backward pass is run.
 _BACKWARD_SEEDS = 2
-# The cotangent that each backward program is run with.
+# The name of the cotangent for each program that computes gradients.
 _COTANGENT_OF = {"gradients": "random", "gradients_lse": "random_lse"}
 
 
 def check_interpreter(subject: Subject) -> Iterator[Judgement]:
-    """Check results and races under the accelerator's interpreter, with NaN in fresh memory."""
+    """Check results and races under the accelerator's interpreter, with NaN in uninitialised memory."""
     accelerator = subject.implementation.accelerator
     if accelerator.under_interpreter is None:
-        reason = "the implementation declares no `under_interpreter`, the call with given interpreter parameters"
+        reason = "the implementation declares no `under_interpreter`, which builds the call for an interpreter"
         yield Judgement(observable="all", verdict=records.UNJUDGED, reason=reason)
         return
     raced: dict[str, list[str]] = {}
@@ -52,10 +54,10 @@ def check_interpreter(subject: Subject) -> Iterator[Judgement]:
 
 
 def _list_programs(subject: Subject, seed: int) -> list[interpreter_runs.Program]:
-    """List the programs to run with a seed: the backward pass with two seeds, residuals with one.
+    """List the programs to run with a seed: the backward pass with two seeds, the call with residuals with one.
 
-    The costs decide. A backward pass is three kernels, and includes the call with residuals. On a GPU a program takes
-    seconds, so the call without residuals is left out.
+    Programs are left out to save time. A backward pass is three kernels, and includes the call with residuals. A GPU
+    program takes seconds. So on a GPU the call without residuals is left out if there is one with residuals.
     """
     residuals = subject.implementation.residuals
     leave_out = subject.implementation.accelerator.platform == "gpu" and residuals
@@ -72,7 +74,7 @@ def _list_programs(subject: Subject, seed: int) -> list[interpreter_runs.Program
 
 
 def _judge_program(subject: Subject, name: str, result: Result) -> Iterator[Judgement]:
-    """Judge the results of one program."""
+    """Judge the results of one program, `name`, by the oracle."""
     labels = {"residuals": "out_with_residuals", "gradients": "primal", "gradients_lse": "primal"}
     yield judge_out(subject, result, label=labels.get(name, "out"))
     if name == "residuals":
@@ -85,7 +87,7 @@ def _judge_program(subject: Subject, name: str, result: Result) -> Iterator[Judg
 
 
 def _judge_races(raced: dict[str, list[str]]) -> Iterator[Judgement]:
-    """Judge for each program whether the interpreter saw races."""
+    """Judge each program by the races that the interpreter reported; `raced` has their descriptions by program."""
     for name, found in raced.items():
         reason = f"{len(found)} races, the first: {found[0]}" if found else ""
         yield Judgement(observable=f"races.{name}", verdict=records.FAIL if found else records.PASS, reason=reason)

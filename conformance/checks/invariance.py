@@ -29,14 +29,16 @@ def check_invariance(subject: Subject) -> Iterator[Judgement]:
         yield from _check_padding(subject)
     else:
         for name in ("permuted", "merged", "padded"):
-            yield build_unsupported(name, "tables say where keys are, so they cannot be permuted, split or padded")
+            yield build_unsupported(
+                name, "tables say where stored keys are: the keys cannot be permuted, split or padded"
+            )
     yield from _check_variants(subject)
 
 
 def _check_full_mask(subject: Subject) -> Iterator[Judgement]:
-    """Check permuted keys and merged halves, under no mask and without operands that depend on positions.
+    """Check permuted keys and merged halves of the keys, without a mask and without operands that depend on positions.
 
-    Both are meaningful only if all keys are treated alike.
+    Both equivalences hold only if all keys are treated alike.
     """
     if (reason := subject.implementation.supports(dataclasses.replace(subject.case, mask="full"))) is not None:
         yield build_unsupported("permuted", reason)
@@ -52,7 +54,7 @@ def _check_full_mask(subject: Subject) -> Iterator[Judgement]:
     bare = problem.without("sinks")
     if problem.sinks is not None:
         whole, expected = subject.run_results(bare), subject.expect(bare)
-    # Every second key goes to each half, so that both have keys of every segment.
+    # One half has the even keys, the other the odd keys, so that both have keys of every segment.
     halves = [_select_keys(bare, slice(start, None, 2)) for start in (0, 1)]
     merged = _merge([_run_part(subject, half) for half in halves])
     yield from _compare_results(
@@ -61,7 +63,11 @@ def _check_full_mask(subject: Subject) -> Iterator[Judgement]:
 
 
 def _run_part(subject: Subject, problem: Problem) -> Values:
-    """Return results over some of the keys, with empty rows replaced unless they are declared zero."""
+    """Return the results for a problem with some of the keys, to be merged by `_merge`.
+
+    Empty rows get `out` 0 and `logsumexp` -inf, the values of no keys. If the implementation declares that empty rows
+    are zero, its own values stay.
+    """
     part = subject.run_results(problem)
     if subject.implementation.empty_rows == "zero":
         return part
@@ -78,7 +84,7 @@ def _permute_keys(problem: Problem) -> Problem:
 
 
 def _select_keys(problem: Problem, keys: np.ndarray | slice) -> Problem:
-    """Return the problem with these keys only, in this order."""
+    """Return the problem that has the keys `keys` and no others, in the order of `keys`."""
     return problem.map_along("S", lambda x, axis: x[(slice(None),) * axis + (keys,)])
 
 
@@ -90,7 +96,7 @@ def _merge(parts: Sequence[Values]) -> Values:
 
 
 def _compute_weights(logsumexps: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weight of each part, `[parts, B, N, T]`, and the merged `logsumexp`, `[B, N, T]`."""
+    """Return each part's weight in the merged `out`, `[parts, B, N, T]`, and the merged `logsumexp`, `[B, N, T]`."""
     lse = np.stack(logsumexps).astype(np.float64)
     top = lse.max(axis=0)
     weight = np.exp(lse - np.where(np.isfinite(top), top, 0.0))
@@ -105,10 +111,11 @@ def _align_with_out(x: np.ndarray) -> np.ndarray:
 
 
 def _compute_merged_bounds(parts: Sequence[Expectation]) -> dict[str, np.ndarray]:
-    """Return bounds of merged results, to first order.
+    """Return first-order bounds of the merged `out` and `logsumexp`.
 
-    An error `e_i` of part `i`'s `out`, which is rounded separately, counts with its weight `w_i`. An error `d_i` of its
-    `logsumexp` changes `w_i` by `w_i (d_i - sum_j w_j d_j)`, so it changes `out` by `w_i d_i (out_i - out)`.
+    An error `e_i` in `out_i`, the output of part `i`, changes the merged `out` by `w_i e_i`, where `w_i` is the part's
+    weight. An error `d_i` in the part's `logsumexp` changes `w_i` by `w_i (d_i - sum_j w_j d_j)`. So it changes the
+    merged `out` by `w_i d_i (out_i - out)`.
     """
     found = [part.forward for part in parts]
     weights, _ = _compute_weights([part["logsumexp"].value for part in found])
@@ -122,9 +129,10 @@ def _compute_merged_bounds(parts: Sequence[Expectation]) -> dict[str, np.ndarray
 
 
 def _check_padding(subject: Subject) -> Iterator[Judgement]:
-    """Check that one query and one key in segments of their own, placed first, change nothing else.
+    """Check that padding changes no other result: one query and one key, in segments of their own.
 
-    The length becomes odd. The padding comes first, so that the last key, which may now be alone in its block, counts.
+    The padding comes first, and lengths become odd. So the last key, which may then be alone in its block, is a real
+    key, and results change if the kernel skips it.
     """
     problem = subject.problem
     if not all(part.relative for part in list_conjuncts(problem.mask)):
@@ -174,15 +182,15 @@ def _compare_results(
     expected: Expectation,
     bounds: Mapping[str, np.ndarray] | None = None,
 ) -> Iterator[Judgement]:
-    """Judge the results `got` by the results `whole`, within the bounds of both.
+    """Judge the results of an equivalent computation by those of the usual call, within the bounds of both.
 
     Args:
       subject: the subject.
-      how: the name of the equivalent computation.
-      got: its results.
-      whole: the results of the plain computation.
+      how: the name of the equivalent computation, for the observable.
+      got: the results of the equivalent computation.
+      whole: the results of the usual call.
       expected: exact values and bounds of `whole`.
-      bounds: the bounds of `got`, if they differ.
+      bounds: the bounds of `got`; None if they are those of `whole`.
     """
     for name in ("out", *RESIDUALS):
         if name in got and name in whole:
@@ -199,7 +207,10 @@ def _judge_agreement(
     expected: Bounded,
     bound: np.ndarray | None = None,
 ) -> Judgement:
-    """Judge one result by another; each may be off by its own bound."""
+    """Judge the result `got` by the result `whole`; the bound is the sum of both bounds.
+
+    `bound` is the bound of `got`; None if it is that of `whole`.
+    """
     together = expected.bound + (expected.bound if bound is None else bound)
     both = Bounded(whole.astype(np.float64), np.where(np.isfinite(expected.value), together, 0.0))
     judged = {"out": subject.judged_out, **dict.fromkeys(RESIDUALS, subject.judged_residuals)}.get(name)

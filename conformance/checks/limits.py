@@ -1,6 +1,7 @@
-"""Check `limits`: extreme values of soft cap, sinks, bias and keys give the results of their limits.
+"""Check `limits`: extreme values of soft cap, sinks, bias and keys give the results of their mathematical limits.
 
-For example, a huge soft cap is no cap, a sink of minus infinity is no sink, and a bias of minus infinity hides a key.
+For example, a huge soft cap acts like no cap. A sink of minus infinity acts like no sink. A bias of minus infinity
+hides a key.
 """
 
 from __future__ import annotations
@@ -21,28 +22,31 @@ from conformance.check_api.subject import Subject
 from conformance.checks.gradients import check_problem
 from conformance.truth.rounding_bounds import Bounded
 
-# Far above any logit: it changes logits by less than their rounding.
+# A soft cap far above any logit. It changes logits by less than their rounding.
 _HIGH_CAP = 2.0**20
-# The finite value that models use for "no sink". Its exponential is zero, like that of minus infinity.
+# The finite sink that models use for "no sink". Its exponential is zero, like that of minus infinity.
 _LOW_SINK = -1e30
-# Distance of a sink above the largest logit. exp of this distance overflows f32.
+# The distance of a high sink above the largest logit. exp of this distance overflows f32.
 _HIGH_SINK = 150.0
-# Distance of a sink below the largest logit. The keys' probabilities sum to 1 within f32 rounding, so a kernel that
-# computes the sink's probability as 1 minus this sum gets only rounding error.
+# The distance of a faint sink below the smallest row maximum. The keys' probabilities sum to 1 within f32 rounding. So
+# a kernel that computes the sink's probability as 1 minus this sum gets only rounding error.
 _FAINT_SINK = 30.0
-# Makes logits so large that `exp(2 logit / cap)` overflows in f32.
+# A factor for queries that makes logits so large that `exp(2 logit / cap)` overflows in f32.
 _LOGIT_FACTOR = 2.0**8
-# More negative than some finite values that kernels use as minus infinity. Logits this large still have several
-# fraction bits in f32, so the softmax of the row still depends on them.
+# A bias more negative than some finite values that kernels use as minus infinity. Logits of this magnitude still have
+# several fraction bits in f32, so the softmax of the row still depends on them.
 _LOW_BIAS = -(2.0**20)
-# More than 1e4, and representable as a product in every dtype.
+# The magnitude by which logits are lowered through q and k. It is more than 1e4, and a product of two numbers that
+# every dtype represents exactly.
 _LOW_LOGIT = 2.0**14
-# Lowers logits until kernels might treat the weights as zero: exp(-32) is 2**-46.
+# The distance by which the logits of faint keys are lowered. Kernels might treat their weights as zero: exp(-32) is
+# 2**-46.
 _FAINT_KEYS = 32.0
+# A factor for queries and bias that makes all other terms of the logits small.
 _DAMPING = 2.0**-4
 # The soft cap of Gemma 2.
 _GEMMA_SOFT_CAP = 50.0
-# So far beyond the cap that tanh is -1 in any arithmetic.
+# The magnitude of a finite negative bias, so far beyond the cap that tanh is -1 in any arithmetic.
 _BELOW_CAP = 2.0**14
 
 
@@ -56,7 +60,7 @@ def check_limits(subject: Subject) -> Iterator[Judgement]:
     - A visible key and value of NaN make a row NaN. Keys of tiny weight count if their values are large.
     """
     problem = subject.problem
-    for operand in WITH_OWN_CASES:  # the others have limits of their own below
+    for operand in WITH_OWN_CASES:  # the limits of soft cap, sinks and bias follow below
         if operand.null is not None and getattr(problem, operand.name) is not None:
             at_null = dataclasses.replace(problem, **{operand.name: operand.null(problem)})
             yield from _check_equal(subject, f"null_{operand.name}", at_null, problem.without(operand.name))
@@ -83,7 +87,7 @@ def check_limits(subject: Subject) -> Iterator[Judgement]:
             yield from _check_faint_sinks(subject)
     if problem.kv_scales is None and not depends_on_data(problem.mask):
         yield from run_subcheck("nan", functools.partial(_check_nan, subject))
-        if not problem.tied and subject.case.dtype != "f16":  # such a weight is zero in f16
+        if not problem.tied and subject.case.dtype != "f16":  # in f16 the weights of faint keys are zero
             plain = problem.without("soft_cap").without("sinks")
             yield from run_subcheck("faint_keys", functools.partial(check_problem, subject, _add_faint_keys(plain)))
     if problem.bias is not None:
@@ -109,7 +113,10 @@ def check_limits(subject: Subject) -> Iterator[Judgement]:
 
 
 def _choose_hidden_keys(problem: Problem) -> np.ndarray:
-    """Choose places in the bias that leave every row a key: single keys, and long runs at the start."""
+    """Choose keys for the bias to hide, as booleans of its shape: single keys, and long runs at the start.
+
+    Each query that may attend to some key keeps at least one.
+    """
     assert problem.bias is not None
     i, j = np.indices(problem.bias.shape)[2:]
     hidden = (j % 7 == 3) | ((j < problem.k.shape[1] // 2) & (i % 3 == 1))
@@ -121,13 +128,13 @@ def _choose_hidden_keys(problem: Problem) -> np.ndarray:
 
 
 def _choose_hidden_rows(problem: Problem) -> np.ndarray:
-    """Choose all places of every fifth row of the bias."""
+    """Choose all keys of every fifth query for the bias to hide, as booleans of its shape."""
     assert problem.bias is not None
     return np.indices(problem.bias.shape)[2] % 5 == 2
 
 
 def _check_hiding_bias(subject: Subject, problem: Problem, hidden: np.ndarray) -> Iterator[Judgement]:
-    """Check that a bias of -inf at `hidden` is equal to a mask that hides the same."""
+    """Check that a bias of -inf at `hidden` gives the results of a mask that hides the same keys."""
     assert problem.bias is not None
     shape = (*hidden.shape[:2], problem.q.shape[1], problem.k.shape[1])
     without = problem.resolved_mask & Dense(~np.broadcast_to(hidden, shape))
@@ -148,7 +155,10 @@ def _check_hiding_bias(subject: Subject, problem: Problem, hidden: np.ndarray) -
 
 
 def _check_gradients(subject: Subject, what: str, problem: Problem) -> Iterator[Judgement]:
-    """Check the gradients on another problem by the oracle: a backward pass recomputes the weights."""
+    """Check the gradients on another problem by the oracle.
+
+    A backward pass may recompute probabilities, so it can fail where the forward pass is right.
+    """
     if not subject.has_gradients:
         return
     drawn = draw_cotangent(subject.case).out
@@ -161,9 +171,9 @@ def _check_gradients(subject: Subject, what: str, problem: Problem) -> Iterator[
 
 
 def _check_nan(subject: Subject) -> Iterator[Judgement]:
-    """Check that a key and value of NaN make every row NaN that attends to them.
+    """Check that every query that attends to a key and value of NaN gets an output that is not finite.
 
-    A diverged model must not look healthy.
+    If a model diverges, attention must not hide it.
     """
     problem = subject.problem
     seen = np.broadcast_to(problem.allowed, (*subject.judged_residuals.shape, problem.k.shape[1]))  # [B, N, T, S]
@@ -178,7 +188,10 @@ def _check_nan(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_low_rows(subject: Subject, problem: Problem) -> Iterator[Judgement]:
-    """Check rows whose logits are all far below the others, and below what kernels use as minus infinity."""
+    """Check every third row with a very low bias for all keys.
+
+    All logits of such a row are below the finite numbers that some kernels use as minus infinity.
+    """
     assert problem.bias is not None
     low = np.float64(_LOW_BIAS if problem.bias.dtype != np.float16 else -(2.0**14))
     rows = np.indices(problem.bias.shape)[2] % 3 == 0
@@ -187,7 +200,10 @@ def _check_low_rows(subject: Subject, problem: Problem) -> Iterator[Judgement]:
 
 
 def _check_low_rows_by_queries(subject: Subject, problem: Problem) -> Iterator[Judgement]:
-    """Check low rows without a bias: the first coordinate of q and k lowers every third row."""
+    """Check every third row with very low logits for all keys, without a bias.
+
+    The product of the first coordinates of q and k lowers the logits.
+    """
     scale = problem.q.shape[-1] ** -0.5 if problem.scale is None else problem.scale
     root = 2.0 ** np.round(np.log2(_LOW_LOGIT / scale) / 2)
     q, k = problem.q.copy(), problem.k.copy()
@@ -197,10 +213,11 @@ def _check_low_rows_by_queries(subject: Subject, problem: Problem) -> Iterator[J
 
 
 def _add_faint_keys(problem: Problem) -> Problem:
-    """Return the problem with tiny weights for the second half of the keys, and values as much larger.
+    """Return the problem with tiny weights for the second half of the keys, and values larger by the same factor.
 
-    The first coordinate of q and k lowers the logits of these keys, by powers of two. All other terms are made small,
-    so that these logits are below all others. All keys get the same segment, so that the same queries see both halves.
+    The first coordinates of q and k, which are powers of two, lower the logits of these keys. All other terms of the
+    logits are made small, so that these logits are below all others. All keys get the same segment id, so that the
+    queries that attend to the first half attend to the second half too.
     """
     root, half = 2.0 ** np.round(np.log2(_FAINT_KEYS / problem.effective_scale) / 2), problem.k.shape[1] // 2
     low = 2.0 ** np.round(np.log2(_FAINT_KEYS / problem.effective_scale / root))
@@ -215,17 +232,19 @@ def _add_faint_keys(problem: Problem) -> Problem:
 
 
 def _check_capped_bias(subject: Subject) -> Iterator[Judgement]:
-    """Check that under a soft cap a bias of -inf gives the lowest possible logit, and hides nothing.
+    """Check that under a soft cap a bias of -inf gives the lowest possible logit, -cap, and hides no key.
 
-    The cap is as high as models have it. The distance from there to the cap is more than exp can represent.
+    The bias is added before the cap, so the capped logit is finite. Every fifth query has this bias for all keys. The
+    cap is 50, as high as in any model. So these logits are 100 below the cap, a distance whose exp f32 cannot
+    represent.
     """
     problem, bias = dataclasses.replace(subject.problem, soft_cap=_GEMMA_SOFT_CAP), subject.problem.bias
     assert bias is not None
     rows = np.indices(bias.shape)[2] % 5 == 2
     if problem.sinks is not None:
-        # Beside a usual sink, keys at the bottom of the cap would have almost no weight.
+        # Beside a usual sink, keys with the logit -cap would have almost no weight.
         problem = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, _LOW_SINK))
-    # So low that the capped logit is -cap in any arithmetic.
+    # The expectation is that of a finite bias so low that the capped logit is -cap in any arithmetic.
     finite = np.where(rows, -_BELOW_CAP, bias).astype(bias.dtype)
     infinite = np.where(rows, -np.inf, bias).astype(bias.dtype)
     expected = subject.expect(dataclasses.replace(problem, bias=finite)).forward["out"]
@@ -234,7 +253,7 @@ def _check_capped_bias(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_sinks_alone(subject: Subject, problem: Problem) -> Iterator[Judgement]:
-    """Check that a sink takes all the weight where a bias of -inf hides all keys."""
+    """Check that a sink takes all the weight in rows where a bias of -inf hides all keys."""
     assert problem.bias is not None
     rows = np.indices(problem.bias.shape)[2] % 5 == 2
     finite, infinite = (np.where(rows, hidden, problem.bias).astype(problem.bias.dtype) for hidden in (-1e4, -np.inf))
@@ -246,9 +265,9 @@ def _check_sinks_alone(subject: Subject, problem: Problem) -> Iterator[Judgement
 
 
 def _check_empty_rows(subject: Subject) -> Iterator[Judgement]:
-    """Check that rows without keys whose sink is -inf are empty rows.
+    """Check that a query without keys gets the results of an empty row if its sink is -inf.
 
-    A kernel may rely on the sink to keep such rows finite.
+    A kernel may rely on a finite sink to avoid NaN in such rows.
     """
     problem, padded = subject.problem, dataclasses.replace(subject.case, segments="segpad")
     if not problem.empty_rows.any():
@@ -264,9 +283,9 @@ def _check_empty_rows(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_faint_sinks(subject: Subject) -> Iterator[Judgement]:
-    """Check the gradient of sinks with tiny weights.
+    """Check the gradient of sinks that have tiny weights.
 
-    It is small, so a kernel must not compute it as a difference of numbers near 1.
+    The gradient is small, so a kernel must not compute it as a difference of numbers near 1.
     """
     faint = _place_sinks(subject, -_FAINT_SINK)
     drawn = draw_cotangent(subject.case).out
@@ -277,10 +296,9 @@ def _check_faint_sinks(subject: Subject) -> Iterator[Judgement]:
 
 
 def _place_sinks(subject: Subject, above: float) -> Problem:
-    """Return the problem with sinks at a distance from the row maxima.
+    """Return the problem with all sinks at the distance `above` from the row maxima of the logits.
 
-    If `above` is positive, sinks are that far above the largest logit. Otherwise they are below the smallest row
-    maximum.
+    If `above` is positive, the sinks are above the largest row maximum. If it is negative, they are below the smallest.
     """
     top = subject.expectation.forward["max_logits"].value
     finite = top[np.isfinite(top)]
@@ -290,7 +308,10 @@ def _place_sinks(subject: Subject, above: float) -> Problem:
 
 
 def _alternate_sinks(subject: Subject) -> Problem:
-    """Return the problem with sinks that alternate between heads: all the weight, and almost none."""
+    """Return the problem with high sinks in even heads and faint sinks in odd heads.
+
+    High sinks take all the weight of a row, faint sinks almost none.
+    """
     high, faint = _place_sinks(subject, _HIGH_SINK), _place_sinks(subject, -_FAINT_SINK)
     assert high.sinks is not None
     assert faint.sinks is not None
@@ -307,7 +328,10 @@ def _check_forward(subject: Subject, what: str, problem: Problem) -> Iterator[Ju
 
 
 def _check_equal(subject: Subject, what: str, limit: Problem, without: Problem) -> Iterator[Judgement]:
-    """Check that two problems give the same results, within both bounds and their exact difference."""
+    """Check that the problem `limit` gives the results of the problem `without`.
+
+    The bound is the sum of both bounds and of the difference between the exact results.
+    """
     got, plain = subject.run_results(limit), subject.run_results(without)
     expected, expected_plain = (subject.expect(problem).forward for problem in (limit, without))
     for name in got:

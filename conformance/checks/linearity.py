@@ -1,11 +1,12 @@
 """Check `linearity`: attention is linear in v, and its pullback is linear in the cotangent.
 
-No oracle is needed. Factors are powers of two, which commute with every rounding. So scaled results must be equal to
-the bit, except for overflow, underflow and ties (`_MAX_TIES`). In f16 gradients of logits enter the second product as
-subnormal numbers, so underflow is everywhere; there the two results must agree within their bounds.
+No oracle is needed. The check multiplies an input by a factor and expects the result times the factor. Factors are
+powers of two, which commute with every rounding. So the scaled result must be equal to the bit, except for overflow,
+underflow and ties (`_MAX_TIES`). In f16, gradients of logits enter the second matrix product as subnormal numbers, so
+underflow is everywhere. So in f16 the two results must only agree within their bounds.
 
-The factor is large, since a factor of two would not show a clip or a threshold. A tiny factor shows constants that are
-added to a cotangent, and thresholds below which it is taken for zero.
+One factor is large, since a factor of two would not show a clip or a threshold. The other one is tiny. It shows a
+constant that is added to a cotangent, and a threshold below which a cotangent is taken for zero.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from conformance.records import Worst
 from conformance.truth.rounding_bounds import Bounded
 from conformance.truth.roundoff import UNIT_ROUNDOFF
 
-# Not in f16, where all gradients would underflow.
+# The tiny factor for cotangents, by dtype. f16 has none, since all its gradients would underflow.
 _TINY_FACTOR = {"f32": 2.0**-40, "bf16": 2.0**-40}
+# The large factor for values and cotangents, by dtype.
 _FACTOR = {"f32": 2.0**20, "bf16": 2.0**20, "f16": 2.0**4}
-# Results below the minimum may have lost bits to underflow. Results above the maximum may overflow once scaled.
+# The range of magnitudes that are judged. Results below `_MIN_EXACT` may have lost bits to underflow. Results above
+# `_MAX_UNSCALED` may overflow when they are multiplied by the factor.
 _MIN_EXACT = 2.0**-80
 _MAX_UNSCALED = {"f32": 2.0**100, "bf16": 2.0**100, "f16": 2.0**11}
 
 
-# A sum of large terms may be a tie, halfway between two numbers. Then a far smaller term decides how it is rounded, and
-# that term may underflow in one of the two calls. At most this share of results may differ so, by one rounding.
+# The largest share of results that may differ by one rounding. A sum of large terms may be a tie, halfway between two
+# numbers. Then a far smaller term decides how the sum is rounded, and that term may underflow in one of the two calls.
 _MAX_TIES = 0.01
 
 
@@ -45,7 +48,7 @@ def check_linearity(subject: Subject) -> Iterator[Judgement]:
         return
     factor = _FACTOR[subject.case.dtype]
     problem = subject.problem
-    # Tied values are coordinates of the keys, so they enter the logits too and cannot be scaled alone.
+    # Tied values are coordinates of the keys. They enter the logits too, so v cannot be scaled without k.
     fits = float(np.abs(problem.values).max()) * factor < _MAX_UNSCALED[subject.case.dtype]
     if fits and not problem.tied:
         if problem.kv_scales is None:
@@ -64,7 +67,7 @@ def check_linearity(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_cotangents(subject: Subject, factor: float) -> Iterator[Judgement]:
-    """Check that gradients scale with the cotangent."""
+    """Check that a cotangent times `factor` gives the gradients times `factor`."""
     cotangent = subject.cotangents[subject.full_cotangent]
     clean = subject.gradients(subject.full_cotangent)
     scaled = subject.run_gradients(subject.problem, _scale_cotangent(cotangent, factor))
@@ -91,10 +94,11 @@ def _judge_proportional(
     once, scaled = before.astype(np.float64), after.astype(np.float64) / factor
     if subject.case.dtype == "f16":
         both = Bounded(once, 2 * bound)
-        # Heads of a group may be rounded before they are summed; their size is known only through the bound.
+        # A kernel may round the gradient of each head of a group before it sums them. The magnitude of these terms is
+        # unknown: it is estimated by the bound.
         fits = np.maximum(np.abs(once), bound / UNIT_ROUNDOFF["f16"]) < _MAX_UNSCALED["f16"]
         return subject.judge(name, scaled, both, fits, label=label)
-    # A result below the minimum may have underflowed in one of the two calls only.
+    # A result this small may have underflowed in one of the two calls and not in the other.
     smallest = _MIN_EXACT / min(1.0, abs(factor))
     underflowed = (np.abs(once) < smallest) & (np.abs(scaled) < smallest)
     wrong = ~underflowed & ~(scaled == once)

@@ -13,7 +13,8 @@ from conformance.check_api.subject import Subject
 from conformance.executor_tasks import single_calls
 
 _LENGTHS = (512, 2048)
-# Linear growth gives 1, quadratic growth 4. Padding and alignment explain far less than this limit.
+# The largest growth of memory, divided by the growth of the lengths: linear growth gives 1, quadratic growth 4. Padding
+# and alignment explain far less than this limit.
 _LIMIT = 1.25
 
 

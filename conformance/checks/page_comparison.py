@@ -1,4 +1,7 @@
-"""Compare the pages that a call writes, bit for bit and row by row."""
+"""Compare the pages that a call writes with the expected pages, bit for bit.
+
+The checks `forward`, `residuals`, `aliasing` and `decoding` use this module. A row of a page holds one token.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _CONTENTS = {"k_pages": "keys", "v_pages": "values"}
 
 
 def check_pages(subject: Subject, *, save_residuals: bool) -> Iterator[Judgement]:
-    """Check the pages that a call returns: new tokens in their rows, every other bit unchanged."""
+    """Check that the pages that a call returns hold the new tokens in their rows, with every other bit unchanged."""
     writing = build_page_writing(subject)
     got = subject.executor.run(
         page_write_calls.run_page_write, subject.problem, writing.tokens, writing.before, save_residuals=save_residuals
@@ -25,9 +28,9 @@ def check_pages(subject: Subject, *, save_residuals: bool) -> Iterator[Judgement
 
 
 def build_page_writing(subject: Subject) -> Writing:
-    """Build the expected page writes of the case.
+    """Build the pages before and after the case's call, and the new tokens.
 
-    Unwritten rows hold arbitrary bits where the implementation allows that.
+    Unwritten rows hold arbitrary bits, or finite numbers if the implementation declares `behind_mask="finite"`.
     """
     return build_writing(subject.problem, subject.case.seed, finite=subject.implementation.behind_mask == "finite")
 
@@ -40,7 +43,7 @@ def judge_pages(writing: Writing, got: Mapping[str, np.ndarray]) -> Iterator[Jud
 
 
 def _describe_difference(name: str, writing: Writing, got: np.ndarray) -> str:
-    """Describe what is wrong with a page array; empty if nothing is."""
+    """Describe how a page array differs from the expected one; return "" if it does not."""
     expected, before = writing.after[name], writing.before[name]
     if (got.shape, got.dtype) != (expected.shape, expected.dtype):
         return f"must be {expected.dtype}{list(expected.shape)} as before the call, and is {got.dtype}{list(got.shape)}"
@@ -75,13 +78,13 @@ def _describe_first(rows: np.ndarray, got: np.ndarray, expected: np.ndarray) -> 
 
 
 def _describe_unchanged(rows: np.ndarray, got: np.ndarray, before: np.ndarray) -> str:
-    """Say so if none of `rows` was changed by the call."""
+    """Return a remark if the call changed none of `rows`, else ""."""
     same = not (view_bits(got)[rows] != view_bits(before)[rows]).any()
     return "; all of them are as before the call" if same else ""
 
 
 def _describe_misplaced(rows: np.ndarray, got: np.ndarray, expected: np.ndarray) -> str:
-    """Say where the content of the first missing row is instead, if it is in another row."""
+    """Return a remark that names the row where the first missing row's content is instead, or ""."""
     page, row = np.argwhere(rows)[0]
     matches = np.argwhere((view_bits(got) == view_bits(expected)[page, row]).all(axis=(2, 3)))
     return f"; what must be there is in page {matches[0][0]}, row {matches[0][1]}" if len(matches) else ""

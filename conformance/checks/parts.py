@@ -1,8 +1,11 @@
-"""Check `parts`: unnormalised attention over all keys, and merged over pieces of the cache.
+"""Check `parts`: judge unnormalised attention over all keys, and merged over two pieces of the cache.
 
-A part `(out, max, sum)` (docs/contract.md, section 4) promises three results: `out / sum`, `max + log(sum)`, and the
-value that logits were shifted by. They are compared in float64 on the host. A part is in f32, so its bounds are those
-of results that are not rounded to the operands' dtype. A part that was stored with fewer bits fails.
+A part is `(out, max, sum)`: attention before the division by the sum of weights (docs/contract.md, section 4). It gives
+three results. They are `out / sum`, which is attention; `max + log(sum)`, which is `logsumexp`; and `max`, the largest
+logit. The check computes them in float64 on the host and judges them by the oracle.
+
+A part is in f32. So its bounds do not include rounding to the operands' dtype, and a part that was stored with fewer
+bits fails.
 """
 
 from __future__ import annotations
@@ -22,11 +25,11 @@ from conformance.truth.roundoff import U
 
 
 class UnnormalizedPart(NamedTuple):
-    """An unnormalised part as it was returned, on the host."""
+    """An unnormalised part, as host arrays."""
 
-    out: np.ndarray  # [B, T, N, V]
-    max: np.ndarray  # [B, T, N, 1]
-    sum: np.ndarray  # [B, T, N, 1]
+    out: np.ndarray  # the weighted sum of values, [B, T, N, V]
+    max: np.ndarray  # the number subtracted from logits, [B, T, N, 1]
+    sum: np.ndarray  # the sum of weights, [B, T, N, 1]
 
 
 def check_parts(subject: Subject) -> Iterator[Judgement]:
@@ -37,9 +40,10 @@ def check_parts(subject: Subject) -> Iterator[Judgement]:
     yield from _judge_part(subject, "part", subject.part, expected)
     pieces = _split_cache(subject.problem)
     if not pieces:
-        yield build_unsupported("out.merged", "the mask of this case has no form for a piece of the cache")
+        yield build_unsupported("out.merged", "this case cannot be split into pieces of the cache")
         return
-    # Rows with a sink and no key are rare, and a merge must treat them separately. So they are always checked.
+    # A piece may have rows with a sink and no key. They are rare, and a merge must treat them separately. So a case
+    # with such rows is always merged, whatever its rotation says.
     lone_sink = subject.problem.sinks is not None and any(piece.empty_rows.any() for piece in pieces)
     if not (lone_sink or subject.rotation.merges):
         return
@@ -65,7 +69,7 @@ def _merge_parts(subject: Subject, parts: Sequence[Any]) -> Any:
 
 
 def _compute_expectation(subject: Subject) -> Mapping[str, Bounded]:
-    """Compute the expected `out`, `logsumexp` and largest logit, which includes the sink."""
+    """Compute the expected `out`, `logsumexp` and `max_logits` of a part; here `max_logits` includes the sink."""
     problem, implementation = subject.problem, subject.implementation
     forward = compute_expectation(problem, implementation.arithmetic, empty_rows="zero", rounds_out=False).forward
     top = forward["max_logits"]
@@ -80,7 +84,7 @@ def _compute_expectation(subject: Subject) -> Mapping[str, Bounded]:
 
 
 def _judge_part(subject: Subject, how: str, part: Any, expected: Mapping[str, Bounded]) -> Iterator[Judgement]:
-    """Judge the three promised results of a part, named by how it was computed."""
+    """Judge the three results of a part; `how` says in the observables how the part was computed."""
     malformation = _find_malformation(subject.problem, part)
     values: dict[str, np.ndarray] = {}
     if not malformation:
@@ -98,7 +102,7 @@ def _judge_part(subject: Subject, how: str, part: Any, expected: Mapping[str, Bo
 
 
 def _find_malformation(problem: Problem, part: Any) -> str:
-    """Describe what is wrong with the types and shapes of a part; empty if nothing is."""
+    """Describe a wrong type, shape or dtype of a part; return "" if all are right."""
     if not (isinstance(part, tuple | list) and len(part) == 3):
         return f"a part must be (out, max, sum), got {type(part).__name__}"
     rows = problem.q.shape[:3]
@@ -111,13 +115,13 @@ def _find_malformation(problem: Problem, part: Any) -> str:
 
 
 def _split_cache(problem: Problem) -> list[Problem]:
-    """Split the problem into two pieces of the cache; empty if it cannot be split.
+    """Split the keys of the problem into two pieces of the cache; return [] if the problem cannot be split.
 
-    The sink belongs to the second piece, even if that piece has no keys.
+    The sink belongs to the second piece only, even in rows that have no keys there.
     """
     kv_length = problem.k.shape[1]
     cut = problem.mask.key_step or (kv_length + 1) // 2
-    # `parts` takes neither of these operands (contract, section 4).
+    # The call `parts` takes none of these operands (docs/contract.md, section 4).
     if problem.bias is not None or problem.segment_ids is not None or problem.is_positional or problem.head_factors:
         return []
     if cut >= kv_length:

@@ -1,6 +1,6 @@
-"""Check `poison`: NaN, infinity and huge numbers in keys that no query may attend to change nothing.
+"""Check `poison`: NaN, infinity or huge numbers in keys that no query may attend to change no result.
 
-The compiled programs and the expected results are those of the clean problem.
+The poisoned problem is run by the compiled programs of the unpoisoned one, and must give the same expected results.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from conformance.check_api.subject import Subject
 from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
 
-# Larger than any other value, but small enough that its dot product with ordinary values is finite in the dtype.
+# The huge number, by dtype. It is larger than any other value, but small enough that its dot product with ordinary
+# values is finite in the dtype.
 _HUGE = {"f32": 2.0**40, "bf16": 2.0**40, "f16": 2.0**8}
 
 
 def check_poison(subject: Subject) -> Iterator[Judgement]:
-    """Check that poison in dead keys and values reaches no output, residual or gradient.
+    """Check that NaN, infinity or huge numbers in dead keys and values reach no output, residual or gradient.
 
-    For stored operands, unused memory is poisoned too: pages without an owner, rows past the lengths, and padding.
+    A dead key is one that no query may attend to. For stored operands, unused memory is poisoned too: pages that belong
+    to no sequence, rows past the lengths, and padding.
     """
     if not subject.problem.dead_keys.any() and subject.problem.storage is None:
         return
@@ -36,7 +38,7 @@ def check_poison(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_poisoned(subject: Subject, name: str, value: float) -> Iterator[Judgement]:
-    """Check the results with one kind of poison."""
+    """Check results and gradients with the poison `value`; `name` labels the observables."""
     clean = subject.problem
     problem = dataclasses.replace(
         clean,
@@ -49,7 +51,8 @@ def _check_poisoned(subject: Subject, name: str, value: float) -> Iterator[Judge
         problem = dataclasses.replace(problem, kv_scales=(k_scales, _poison_scales(v_scales, clean.dead_keys, value)))
     if clean.storage is not None:
         problem = dataclasses.replace(problem, storage=dataclasses.replace(clean.storage, stale=value))
-    # Rows that average all of v include the poison, as declared. They are not judged, and get no cotangent.
+    # If the implementation declares that an empty row is the mean of all values, the mean includes the poison. Such
+    # rows are not judged, and gradients are not checked in a case with such rows.
     rows = subject.judged_residuals & ~(clean.empty_rows & (subject.implementation.empty_rows == "mean"))
     judged_out = rows.transpose(0, 2, 1)[..., None]
     judgements: list[Judgement] = []
@@ -71,12 +74,12 @@ def _check_poisoned(subject: Subject, name: str, value: float) -> Iterator[Judge
 
 
 def _cast_poison(value: float, dtype: np.dtype) -> np.ndarray:
-    """Cast the poison to a dtype; dtypes of caches without NaN or infinity get their largest number."""
+    """Cast the poison to a dtype; quantised dtypes get their largest number for NaN or infinity that they lack."""
     largest = quantization.find_largest(dtype)
     poison = value if largest is None or (np.isnan(value) and dtype == quantization.STORED["fp8"]) else largest
     return np.asarray(poison).astype(dtype)
 
 
 def _poison_scales(scales: np.ndarray, dead: np.ndarray, value: float) -> np.ndarray:
-    """Poison the scales of `dead [B, S, K]` tokens, if tokens have scales of their own."""
+    """Poison the scales of the tokens marked in `dead [B, S, K]`, if each token has its own scale."""
     return np.where(dead, np.float32(value), scales) if scales.shape == dead.shape else scales

@@ -1,6 +1,7 @@
 """Define a pair of problems with the same static configuration and different values.
 
-The second one is drawn with the next seed. If calls wrongly share a value, the result of one of them is wrong.
+The checks `transforms` and `calls` run both problems together or one after the other. The second problem is drawn with
+the next seed. If the two calls wrongly share a value, the result of one of them is wrong.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from conformance.truth.rounding_bounds import Bounded, Expectation
 
 @dataclasses.dataclass(frozen=True)
 class ProblemPair:
-    """The case's problem and another one of the same static configuration.
+    """The problem of a case, and another problem with the same shapes, dtype and static arguments.
 
     Attributes:
       subject: the subject whose case the first problem is.
       problems: both problems.
-      cotangents: a cotangent of `out` for each problem; empty without gradients.
+      cotangents: a cotangent of `out` for each problem; empty if the subject has no gradients.
     """
 
     subject: Subject
@@ -36,7 +37,7 @@ class ProblemPair:
 
     @classmethod
     def draw(cls, subject: Subject) -> ProblemPair:
-        """Draw the pair: the case, and the same case with the next seed and the same mask."""
+        """Draw the pair: the case's problem, and one with the next seed and the same mask."""
         other = dataclasses.replace(subject.case, seed=subject.case.seed + 1)
         problems = (subject.problem, dataclasses.replace(draw_problem(other), mask=subject.problem.mask))
         cotangents: tuple[Cotangent, ...] = ()
@@ -49,12 +50,12 @@ class ProblemPair:
 
     @functools.cached_property
     def stacked_cotangents(self) -> np.ndarray:
-        """Both cotangents of `out`, stacked."""
+        """Both cotangents of `out`, stacked along a new first axis."""
         return np.stack([cotangent.out for cotangent in self.cotangents])
 
     @functools.cached_property
     def expected(self) -> tuple[Expectation, ...]:
-        """The expectation for each problem."""
+        """The exact results and gradients of each problem, with bounds."""
         return tuple(self.subject.expect(p, self.cotangents[n : n + 1]) for n, p in enumerate(self.problems))
 
     def run_eagerly(self, problem: Problem) -> np.ndarray:
@@ -62,7 +63,7 @@ class ProblemPair:
         return self.subject.executor.run(call_sequences.run_eagerly, problem)
 
     def judge_out(self, got: Any, count: int = 1) -> Judgement:
-        """Judge `out` of the case's problem, or of both problems stacked."""
+        """Judge `out` of the case's problem, or with `count=2` of both problems stacked."""
         return self.judge_out_for(got, self.problems[:count], self.expected[:count])
 
     def judge_out_for(self, got: Any, problems: Sequence[Problem], expected: Sequence[Expectation]) -> Judgement:
@@ -72,7 +73,7 @@ class ProblemPair:
         return self._judge("out", got, bounded, judged)
 
     def judge_gradients(self, got: Mapping[str, Any], count: int = 1) -> Iterator[Judgement]:
-        """Judge the gradients of the case's problem, or of both problems stacked."""
+        """Judge the gradients of the case's problem, or with `count=2` of both problems stacked."""
         for operand in self.list_judged_operands(got):
             name = GRADIENT_OF[operand]
             bounded = _stack([e.gradients[0][name] for e in self.expected[:count]])

@@ -1,7 +1,8 @@
-"""Check `program`: what the traced program requests of a chip, which results on a CPU do not show.
+"""Check `program`: inspect the traced program for faults that show only on a TPU or GPU.
 
-On a CPU every product of f32 numbers is exact to f32. On a TPU or a GPU it is so only if the program requests it. By
-default JAX lets a TPU multiply in bf16, and a GPU in tf32.
+The check looks at the precision that matrix products request, and at branches by platform. On a CPU every product of
+f32 operands has the precision of f32. On a TPU or GPU it has that precision only if the program requests it. By default
+JAX lets a TPU multiply in bf16, and a GPU in tf32.
 """
 
 from __future__ import annotations
@@ -15,31 +16,36 @@ from conformance.executor_tasks import program_inspection
 
 
 def check_program(subject: Subject) -> Iterator[Judgement]:
-    """Check that all f32 products request the same precision, and no platform has another path.
+    """Check that all f32 products request the same precision, and that the program is the same on all platforms.
 
-    The first applies if products are declared exact. Another path for another platform is not judged here.
+    The precision is checked if the implementation declares `products="exact"`. A program that differs between platforms
+    is reported as unjudged, since its other path cannot run here.
     """
     do = subject.cotangents[subject.full_cotangent].out if subject.has_gradients else None
     products, chosen, other = subject.executor.run(program_inspection.inspect_program, subject.problem, do)
     yield from _judge_products(subject, products)
-    # A kernel that declares its platform is reported elsewhere if that platform is missing.
+    # A kernel that declares a platform is for that platform only, so a dependence on the platform is expected.
     if subject.implementation.accelerator.platform is None:
         yield _judge_paths(subject, chosen, other)
 
 
 def _judge_products(subject: Subject, products: Sequence[tuple[bool, str, str]]) -> Iterator[Judgement]:
-    """Judge the requested precisions of the f32 products."""
+    """Judge the requested precisions of the f32 products.
+
+    Each product is described by whether its precision is all of f32, the name of its precision, and its source line.
+    """
     if subject.implementation.arithmetic.products != "exact" or subject.case.dtype != "f32":
         return
     low = [(precision, place) for exact, precision, place in products if not exact]
-    # If all products use the default, the user's setting decides. The kernel must then declare the chip's precision.
+    # Only a mixture is a failure. If no product requests a precision, the user's setting of JAX decides. On a chip, the
+    # kernel must then declare the chip's precision.
     wrong = 0 < len(low) < len(products)
     reason = ""
     if wrong:
         where = ", ".join(dict.fromkeys(place for _, place in low[:3]))
         reason = (
-            f"{len(low)} of {len(products)} products of f32 operands ask for precision {low[0][0]}, which a TPU "
-            f"computes in bf16 and a GPU in tf32, and the others for all of f32: {where}"
+            f"{len(low)} of {len(products)} products of f32 operands request precision {low[0][0]}, which a TPU "
+            f"computes in bf16 and a GPU in tf32, while the others request all of f32: {where}"
         )
     verdict = records.FAIL if wrong else records.PASS
     figures = {"products": len(products), "products_below_f32": len(low)}
@@ -47,9 +53,16 @@ def _judge_products(subject: Subject, products: Sequence[tuple[bool, str, str]])
 
 
 def _judge_paths(subject: Subject, chosen: bool, other: str) -> Judgement:
-    """Judge whether the program depends on the platform: then other platforms are unjudged."""
+    """Judge whether the program depends on the platform; if so, report other platforms as unjudged.
+
+    `chosen` says whether the program has a branch by platform. `other` is a backend for which another program is
+    traced, or "".
+    """
     if not (chosen or other):
         return Judgement(observable="paths", verdict=records.PASS)
     on = f"a {other.upper()}" if other else "another platform"
-    reason = f"takes another path on {on} than here ({subject.executor.backend}), which can be judged only there"
+    reason = (
+        f"the kernel takes another path on {on} than here ({subject.executor.backend}); "
+        "that path can be judged only there"
+    )
     return Judgement(observable="paths", verdict=records.UNJUDGED, reason=reason)

@@ -14,12 +14,12 @@ from conformance.executor_tasks import single_calls
 def check_refusals(subject: Subject) -> Iterator[Judgement]:
     """Check that a call needing an unsupported feature raises `NotImplementedError`.
 
-    The call is made as a user makes it, outside `jit`. It is differentiated if the case asks for gradients, since an
-    implementation without gradients must refuse those too. Some features need a parameter that only their supporters
-    have, such as a quantised cache. A call without that parameter is not checked.
+    The call is made outside `jit`, as a user would make it. In a training case it is differentiated too, since an
+    implementation without gradients must refuse to be differentiated. An opt-in feature, such as a quantised cache,
+    needs a parameter that an implementation without the feature lacks. Then nothing is checked.
 
-    An implementation may declare that its signature refuses: it lacks the parameter. Then the check fails only if the
-    operand can be passed all the same.
+    An implementation may declare `refuses_by_signature`: it has no parameter for what it does not support. For it the
+    check fails only if such an operand can be passed all the same.
     """
     if subject.implementation.refuses_by_signature:
         yield from _check_signature(subject)
@@ -41,7 +41,7 @@ def check_refusals(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_signature(subject: Subject) -> Iterator[Judgement]:
-    """Check that the call takes no operand that it is declared to have no parameter for; only traced."""
+    """Check by tracing that the call accepts no operand for which it is declared to have no parameter."""
     lacking = set(subject.implementation.unsupported)
     operands = [o.name for o in REMOVABLE if o.name in lacking and getattr(subject.case, o.field) != o.absent]
     if not operands or not all(subject.executor.run(single_calls.has_parameter, name) for name in operands):

@@ -1,11 +1,12 @@
-"""Check `sharding`: the call and its gradients on several devices.
+"""Check `sharding`: judge the call and its gradients on four devices by the oracle.
 
-They run under `shard_map` over batch, heads and queries, on arrays with explicit shardings, and with the type check of
-`shard_map` for axes over which values differ.
+- The call runs under `shard_map`, sharded over batch rows, heads or queries.
+- It runs on arrays with explicit shardings, without `shard_map`.
+- It is traced under `shard_map` with `check_vma=True`, JAX's check of the axes over which values differ.
 
 Four devices are needed. On CPU they are virtual: `conformance.environment` requests them from XLA. Queries are sharded
-in the load-balanced order of context parallelism (docs/contract.md, section 3), and each device masks with its own
-rows.
+in the load-balanced order of context parallelism (docs/contract.md, section 3). Each device gets the mask of its own
+queries.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from conformance.executor_tasks.sharded_calls import DEVICES
 
 
 def check_sharding(subject: Subject) -> Iterator[Judgement]:
-    """Check results on four devices, sharded over batch, heads and queries, and on an explicit mesh."""
+    """Check results on four devices: sharded over batch rows, heads and queries, and on a mesh of explicit axes."""
     if (kind := subject.implementation.storage) is not None:
-        yield build_unsupported("all", f"no rule says yet which part of {kind} operands each device gets")
+        yield build_unsupported("all", f"the contract does not define which part of {kind} operands each device gets")
         return
     if (count := subject.executor.devices) < DEVICES:
         reason = (
@@ -55,11 +56,11 @@ def check_sharding(subject: Subject) -> Iterator[Judgement]:
 def _check_unless_refused(
     subject: Subject, judge: Callable[[Subject, Case], Iterator[Judgement]]
 ) -> Iterator[Judgement]:
-    """Run a check of something that JAX itself may refuse.
+    """Run the check `judge`, and report an exception as unsupported unless the implementation declares `validates`.
 
-    The refusal is a failure only if the implementation declares `validates`. A function in plain JAX may have to state
-    how a result is sharded, or how the carry of a loop differs between devices. If it does not, JAX raises an error
-    that names the operation. No result is wrong then, and the author may never have intended such use.
+    JAX itself may raise the exception. A function in plain JAX may have to state how a result is sharded, or how the
+    carry of a loop differs between devices. If it does not, JAX raises an error that names the operation. No result is
+    wrong then, and the author may never have intended such use.
     """
     try:
         case = _make_divisible(subject.case)
@@ -73,14 +74,17 @@ def _check_unless_refused(
         yield from judge(subject, case)
     except NotImplementedError:
         raise
-    except Exception as error:  # whatever JAX raises
+    except Exception as error:  # JAX raises exceptions of many types
         if subject.implementation.validates:
             raise
         yield build_unsupported("all", f"{type(error).__name__}: {error}".split("\n")[0])
 
 
 def _check_explicit(subject: Subject, case: Case) -> Iterator[Judgement]:
-    """Check batch rows on a mesh of explicit axes without `shard_map`, the default mesh from jax 0.12 on."""
+    """Check batch rows sharded over a mesh of explicit axes, without `shard_map`.
+
+    Such a mesh is the default of `jax.make_mesh` from jax 0.12 on.
+    """
     problem = draw_problem(case)
     do, judged = _draw_cotangent(subject, case, problem)
     out, gradients = subject.executor.run(
@@ -92,7 +96,7 @@ def _check_explicit(subject: Subject, case: Case) -> Iterator[Judgement]:
 def _check_vma(subject: Subject, case: Case) -> Iterator[Judgement]:
     """Check that the call can be traced under the default `shard_map`, with `check_vma=True`.
 
-    It is only traced, since its results are those without the check.
+    The call is only traced, since its results are the same as without `check_vma`.
     """
     if subject.implementation.accelerator.interpreted:
         yield build_unsupported("all", "JAX's Pallas interpreters do not track over which axes values differ")
@@ -103,27 +107,27 @@ def _check_vma(subject: Subject, case: Case) -> Iterator[Judgement]:
 
 
 def _draw_cotangent(subject: Subject, case: Case, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Return a cotangent of `out` that is zero in unjudged rows, and the booleans of judged rows."""
+    """Return a cotangent of `out` that is zero in unjudged rows, and booleans that mark the judged rows."""
     judged, drawn = subject.find_judged_rows(problem), draw_cotangent(case).out
     return np.where(judged, drawn, np.zeros_like(drawn)), judged
 
 
 def _make_divisible(case: Case) -> Case:
-    """Return the case with a batch and key/value heads that four devices can share."""
+    """Return the case with four batch rows and four key/value heads, so that four devices can share each axis."""
     group = case.num_q_heads // case.num_kv_heads
     return dataclasses.replace(case, batch=DEVICES, num_kv_heads=DEVICES, num_q_heads=DEVICES * group)
 
 
 def _remove_functions(case: Case) -> Case:
-    """Remove functions of batch row and head: a device does not know its own indices."""
+    """Remove operands that are functions of batch row and head: a device does not know the indices of its shard."""
     absent: dict[str, Any] = {operand.field: operand.absent for operand in OPTIONAL if operand.is_function}
     return dataclasses.replace(case, **absent)
 
 
 def _balance_queries(case: Case) -> Case:
-    """Remove operands that depend on positions, since a device does not know those of its queries.
+    """Return the case with the mask of load-balanced queries, without operands that depend on positions.
 
-    The mask becomes the load-balanced one.
+    Such operands are removed because a device does not know the positions of its queries.
     """
     absent: dict[str, Any] = {operand.field: operand.absent for operand in OPTIONAL if operand.is_positional}
     return dataclasses.replace(case, mask=f"balanced-{DEVICES}", **absent)
@@ -145,7 +149,7 @@ def _check_axis(subject: Subject, case: Case, axis: sharded_calls.ShardedAxis) -
 def _judge_results(
     subject: Subject, problem: Problem, do: np.ndarray, judged: np.ndarray, out: Any, gradients: Values
 ) -> Iterator[Judgement]:
-    """Judge `out` and the gradients."""
+    """Judge `out` and the gradients of a sharded call by the oracle."""
     cotangents = (Cotangent("random", do),) if subject.has_gradients else ()
     expected = subject.expect(problem, cotangents)
     yield _judge(subject, "out", out, expected.forward["out"], judged)
@@ -155,7 +159,10 @@ def _judge_results(
 
 
 def _find_refusal(subject: Subject, case: Case) -> str | None:
-    """Return why the sharded case is not supported; none if it is."""
+    """Return why the sharded case is not supported; None if it is supported.
+
+    With sharded queries, each device may get its mask as an array, so dense masks must be supported too.
+    """
     supports = subject.implementation.supports
     if (reason := supports(case)) is not None or not case.mask.startswith("balanced"):
         return reason

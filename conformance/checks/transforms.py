@@ -1,7 +1,7 @@
-"""Check `transforms`: the call under every transformation of JAX.
+"""Check `transforms`: judge the call under JAX transformations, such as `vmap`, `grad` and `scan`, by the oracle.
 
-Each transformed call is judged by the oracle, like a plain one. There are two problems: the case's own, and one drawn
-with the next seed. If batched calls wrongly share a value, the result of one problem is wrong.
+Transformed calls run on two problems: the case's own, and one drawn with the next seed (`ProblemPair`). If batched
+calls wrongly share a value, the result of one problem is wrong.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from conformance.executor_tasks import call_sequences, single_calls, transformed
 from conformance.truth.rounding_bounds import Bounded
 from conformance.truth.roundoff import UNIT_ROUNDOFF
 
-# Changes a number so little that its first two digits stay the same: a cache key must use all digits.
+# A factor that changes a number a little, in its third digit. A cache key that uses fewer digits confuses the two.
 _NEARBY_FACTOR = 1 + 2.0**-6
-# Makes the scale of the grids, 0.3, a scale that is above 1 and no power of two.
+# A factor for the scale. The cases have the scale 0.3; the result, 1.5, is above 1 and no power of two.
 _SCALE_FACTOR = 5.0
 
 
@@ -43,7 +43,7 @@ def check_transforms(subject: Subject) -> Iterator[Judgement]:
     form = None if subject.implementation.storage is None else FORMS[subject.implementation.storage]
     for name, transform in _FORWARD_SUBCHECKS.items():
         if name.startswith("vmap") and form is not None and not form.maps_over_batch:
-            yield build_unsupported(f"out.{name}", "all sequences share the pages of a cache, so it is not mapped over")
+            yield build_unsupported(f"out.{name}", "all sequences share the pages of a cache, so vmap does not apply")
         else:
             yield from run_subcheck(name, functools.partial(transform, pair))
     if subject.has_gradients:
@@ -59,16 +59,13 @@ def _check_eager(pair: ProblemPair) -> Iterator[Judgement]:
         results = pair.subject.executor.run(call_sequences.run_residuals_eagerly, pair.problems[0])
         yield from _judge_residuals(pair, {name: x[None] for name, x in results.items()}, 1)
     elif returned := pair.subject.executor.run(single_calls.list_returned_residuals, pair.problems[0]):
-        # A kernel may have declared that it has no residuals, so that no other check looks at them.
+        # No other check looks at residuals that the implementation does not declare.
         reason = f"returns {' and '.join(returned)}, which it declares not to offer"
         yield Judgement(observable="residuals", verdict=records.FAIL, reason=reason)
 
 
 def _check_vmap(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check both problems under `vmap`, with residuals if they are offered.
-
-    Calls that share some operands are checked without residuals.
-    """
+    """Check both problems under `vmap` with every operand mapped, and with residuals if they are offered."""
     if not pair.subject.implementation.residuals:
         yield pair.judge_out(pair.subject.executor.run(transformed_calls.run_vmap, pair.problems), 2)
         return
@@ -78,7 +75,7 @@ def _check_vmap(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _judge_residuals(pair: ProblemPair, results: Mapping[str, np.ndarray], count: int) -> Iterator[Judgement]:
-    """Judge the residuals of the first problem, or of both stacked."""
+    """Judge the stacked residuals of the first `count` problems."""
     for name in set(results) & set(RESIDUALS):
         for got, problem, expected in zip(results[name], pair.problems[:count], pair.expected[:count], strict=True):
             live = (~problem.empty_rows | (pair.subject.implementation.empty_rows == "zero")) & problem.decided
@@ -86,10 +83,10 @@ def _judge_residuals(pair: ProblemPair, results: Mapping[str, np.ndarray], count
 
 
 def _check_vmap_over(names: Sequence[str], pair: ProblemPair) -> Iterator[Judgement]:
-    """Check `vmap` over some operands; the others are shared."""
+    """Check `vmap` over the operands `names`; both calls share the other operands."""
     problem, other = pair.problems
     mapped = [name for name in names if getattr(problem, name) is not None]
-    if problem.tied:  # tied values are coordinates of the keys, so they cannot be mapped alone
+    if problem.tied:  # tied values are coordinates of the keys, so v cannot be mapped without k
         mapped = [name for name in mapped if name != "v"]
     if not mapped:
         return
@@ -105,9 +102,10 @@ def _check_vmap_over(names: Sequence[str], pair: ProblemPair) -> Iterator[Judgem
 
 
 def _check_vmap_over_half(name: str, which: int, pair: ProblemPair) -> Iterator[Judgement]:
-    """Check `vmap` over one array of a pair, such as the segment ids of keys only.
+    """Check `vmap` over one array of the pair `name`, such as the segment ids of keys but not of queries.
 
-    Models do this for keys of several prompts, or for queries over one cache.
+    `which` is the index of the mapped array. Models do this for keys of several prompts, or for several queries over
+    one cache.
     """
     problem, other = pair.problems
     shared, mapped = getattr(problem, name), getattr(other, name)
@@ -120,7 +118,7 @@ def _check_vmap_over_half(name: str, which: int, pair: ProblemPair) -> Iterator[
 
 
 def _check_vmap_queries(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check `vmap` over queries only, where batch rows differ in the shared bias and mask."""
+    """Check `vmap` over queries only, with a shared bias and mask that differ between batch rows."""
     yield from _check_vmap_over(("q",), dataclasses.replace(pair, problems=_vary_batch_rows(pair)))
 
 
@@ -148,12 +146,12 @@ def _check_vmap_masks(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_call(how: Callable[..., np.ndarray], pair: ProblemPair) -> Iterator[Judgement]:
-    """Check `out` of a task that makes the call in one way, such as with donated operands."""
+    """Check `out` of the task `how`, which makes the call in one way, such as with donated operands."""
     yield pair.judge_out(pair.subject.executor.run(how, pair.problems[0]))
 
 
 def _check_x64(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check the call where JAX may use doubles."""
+    """Check results and dtypes of the call with `jax.enable_x64`, where JAX may use float64."""
     got = pair.subject.executor.run(transformed_calls.run_x64, pair.problems[0])
     judgement = pair.judge_out(got)
     if got.dtype != pair.problems[0].q.dtype:
@@ -184,7 +182,7 @@ def _check_x64_dtypes(pair: ProblemPair, problem: Problem) -> Iterator[Judgement
 
 
 def _check_second_call(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check that a call made again after another one gives the same bits."""
+    """Check that a repeated call gives the same bits, with a call on the other problem in between."""
     problem, other = pair.problems
     first, between, again = pair.subject.executor.run(call_sequences.run_one_program, (problem, other, problem))
     same = first.tobytes() == again.tobytes()
@@ -194,9 +192,10 @@ def _check_second_call(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_other_statics(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check another soft cap and scale in the same process, then the first ones again.
+    """Check calls with another scale and another soft cap, then the first call again, in one process.
 
-    Each is then changed slightly outside `jit`, while everything else that a cache key may contain stays the same.
+    Then each number is changed slightly, in calls outside `jit`. Everything else that a kernel's cache key may contain
+    stays the same.
     """
     problem = pair.problems[0]
     factors = {"scale": _SCALE_FACTOR}
@@ -206,16 +205,16 @@ def _check_other_statics(pair: ProblemPair) -> Iterator[Judgement]:
     for other in [*others, problem] if others else []:
         got = pair.subject.executor.run(call_sequences.run_compiled, other)
         yield pair.judge_out_for(got, (other,), (pair.subject.expect(other),))
-    # Only one number changes, so a cache key must contain all its digits.
+    # Only one number changes, by a little: a cache key with a rounded number returns the wrong program.
     for other in (dataclasses.replace(problem, **{name: number * _NEARBY_FACTOR}) for name, number in numbers.items()):
         yield pair.judge_out_for(pair.run_eagerly(other), (other,), (pair.subject.expect(other),))
 
 
 def _check_vmap_few(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check `vmap` over queries of a call without optional operands, which may have its own batching rule."""
+    """Check `vmap` over queries of a call without optional operands: a kernel may have another path for it."""
     subject = pair.subject
     if subject.case.storage is not None or not any(getattr(subject.case, o.field) != o.absent for o in REMOVABLE):
-        return  # then `vmap_q` checks the same call
+        return  # for a case without optional operands, `vmap_q` checks the same call
     for case in few_operand_calls.iter_variants(subject.case, {"mask": "causal"}):
         if subject.implementation.supports(case) is None:
             few = ProblemPair.draw(dataclasses.replace(subject, case=case))
@@ -224,14 +223,17 @@ def _check_vmap_few(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_gradients(how: transformed_calls.MappingOrder, pair: ProblemPair) -> Iterator[Judgement]:
-    """Check gradients of both problems: `grad` of `vmap`, `vmap` of `grad`, or layers under `lax.scan`."""
+    """Check gradients of both problems, by `grad` of `vmap`, `vmap` of `grad` or `lax.scan`, as `how` says."""
     out, got = pair.subject.executor.run(transformed_calls.run_gradients, how, pair.problems, pair.stacked_cotangents)
     yield pair.judge_out(out, 2)
     yield from pair.judge_gradients(got, 2)
 
 
 def _check_shared(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check gradients where only queries are mapped: those of shared operands are sums over the mapped axis."""
+    """Check gradients of a call mapped over queries only.
+
+    The gradients of shared operands are sums over the mapped axis.
+    """
     problem, other = pair.problems
     mixed = dataclasses.replace(problem, q=other.q)
     if depends_on_data(problem.mask):
@@ -255,7 +257,7 @@ def _check_shared(pair: ProblemPair) -> Iterator[Judgement]:
 def _check_eager_gradients(pair: ProblemPair) -> Iterator[Judgement]:
     """Check gradients outside `jit`, where the backward pass gets arrays instead of tracers.
 
-    The pullback is used for the second time, after the other problem's.
+    The pullback of the first problem is called twice, after that of the other problem. The second result is judged.
     """
     dos = [cotangent.out for cotangent in pair.cotangents]
     got = pair.subject.executor.run(transformed_calls.run_gradients_eagerly, pair.problems, dos)
@@ -271,7 +273,10 @@ def _check_eager_query_gradient(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_two_kinds(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check layers of two kinds in one program, as models alternate them; all pullbacks come last."""
+    """Check gradients of two layers of different kinds in one program, as in models that alternate them.
+
+    The second layer has another mask, scale or soft cap. All calls come before all pullbacks.
+    """
     subject, problem = pair.subject, pair.problems[0]
     other = _build_other_kind(subject)
     if other is None:
@@ -290,7 +295,10 @@ def _check_two_kinds(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _build_other_kind(subject: Subject) -> Problem | None:
-    """Return the problem with another mask, and a slightly different scale and soft cap, if it has them."""
+    """Return the problem with another mask, and with a slightly different scale and soft cap if it has these.
+
+    None if nothing can be changed.
+    """
     case, problem = subject.case, subject.problem
     numbers = {
         o.name: number * _NEARBY_FACTOR
@@ -309,7 +317,7 @@ def _build_other_kind(subject: Subject) -> Problem | None:
 
 
 def _check_vmap_of_pullback(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check one pullback that is mapped over cotangents only."""
+    """Check `vmap` of one pullback over two cotangents of `out`."""
     problem, first = pair.problems[0], pair.cotangents[0]
     reversed_do = np.where(pair.subject.judged_out, first.out[:, ::-1], np.zeros_like(first.out))
     cotangents = [first, dataclasses.replace(first, out=reversed_do)]
@@ -323,7 +331,7 @@ def _check_vmap_of_pullback(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_checkpoint(named: bool, pair: ProblemPair) -> Iterator[Judgement]:
-    """Check gradients under `jax.checkpoint`, which saves nothing, or only named values."""
+    """Check gradients under `jax.checkpoint`, with a policy that saves nothing, or if `named` only named values."""
     names = (pair.subject.implementation.checkpoint_names or ("out", "logsumexp")) if named else ()
     do = pair.cotangents[0].out
     out, got = pair.subject.executor.run(transformed_calls.run_checkpoint, pair.problems[0], do, names)
@@ -332,7 +340,10 @@ def _check_checkpoint(named: bool, pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_forward_mode(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check the forward-mode derivative along a direction by the exact gradients, where it is possible."""
+    """Check the forward-mode derivative along a random direction by the exact gradients.
+
+    A kernel with a custom VJP has no forward mode, which is reported as unsupported.
+    """
     subject, problem = pair.subject, pair.problems[0]
     gradients = subject.implementation.gradients
     names = [
@@ -351,20 +362,20 @@ def _check_forward_mode(pair: ProblemPair) -> Iterator[Judgement]:
     expected = pair.expected[0].gradients[0]
     along = {name: drawn[name].astype(np.float64) for name in names}
     value = sum(float(np.sum(expected[GRADIENT_OF[name]].value * x)) for name, x in along.items())
-    # All gradients at their bounds at once, and the rounding of the tangent to its dtype.
+    # The bound is the error if all gradients are off by their bounds, plus the rounding of the tangent to its dtype.
     bound = sum(float(np.sum(expected[GRADIENT_OF[name]].bound * np.abs(x))) for name, x in along.items())
     bound += UNIT_ROUNDOFF[subject.case.dtype] * float(np.sum(np.abs(got * do)))
     yield subject.judge("out", np.sum(got * do), Bounded(np.asarray(value), np.asarray(bound)))
 
 
 def _check_one_gradient(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check the gradient of each operand alone."""
+    """Check the gradient of each operand, differentiated without the other operands."""
     got = pair.subject.executor.run(transformed_calls.run_single_gradients, pair.problems[0], pair.cotangents[0].out)
     yield from pair.judge_gradients(got)
 
 
 def _check_x64_backward(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check the gradients and their dtypes where JAX may use doubles."""
+    """Check the gradients and their dtypes with `jax.enable_x64`, where JAX may use float64."""
     problem = pair.problems[0]
     got = pair.subject.executor.run(transformed_calls.run_x64_backward, problem, pair.cotangents[0].out)
     for judgement, name in zip(pair.judge_gradients(got), pair.list_judged_operands(got), strict=True):
@@ -376,7 +387,7 @@ def _check_x64_backward(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _list_mapped_operands() -> dict[str, list[str]]:
-    """List the sets of operands that are mapped together while the others are shared, by name."""
+    """List the sets of operands that `vmap` maps together while the other operands are shared, by subcheck name."""
     mapped = {"k": ["k"], "v": ["v"], "kv": ["k", "v"]}
     for operand in OPTIONAL:
         if operand.vmap:

@@ -1,4 +1,7 @@
-"""Compute equal parts of a program once: with residuals and without, a kernel is often the same kernel."""
+"""Eliminate common subexpressions of a jaxpr, so that the executor compiles and runs equal kernels once.
+
+The executor compiles the calls with residuals and without as one program. Both often run the same kernel.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from jax.extend import core
 
 
 def eliminate_common_subexpressions(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, for compilation, with equal equations of its jaxpr merged into the first one.
+    """Return a function, to be compiled, that computes equal equations of the given function's jaxpr once.
 
-    Two equations are equal if they have one primitive, equal parameters and the same inputs, and have no effects. JAX
-    lowers them to the same operations, so they have the same results. XLA merges small ones by itself, but not the loop
-    that an interpreted kernel is.
+    Two equations are equal if they have the same primitive, equal parameters and the same inputs, and no effects. JAX
+    lowers them to the same operations, so they have the same results. XLA merges small equal operations by itself. It
+    does not merge loops, and an interpreted kernel is a loop.
     """
 
     def merged(*args: Any) -> Any:
@@ -48,7 +51,7 @@ def _merge_equations(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def _find_equal_constants(closed: core.ClosedJaxpr) -> dict[core.Var, core.Var]:
-    """Map each constant host array to the first constant with the same bits."""
+    """Map each constant that is a host array to the first such constant with the same type and bits."""
     first: dict[Hashable, core.Var] = {}
     stand_in: dict[core.Var, core.Var] = {}
     for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
@@ -63,7 +66,7 @@ def _substitute(stand_in: dict[core.Var, core.Var], atoms: list[Any]) -> list[An
 
 
 def _compute_key(equation: core.JaxprEqn) -> Hashable | None:
-    """Return a key of what an equation computes; None if it has effects or parameters that cannot be compared."""
+    """Return a key that equal equations share; None if the equation has effects or parameters that cannot be hashed."""
     if equation.effects:
         return None
     inputs = tuple(

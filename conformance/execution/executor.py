@@ -1,4 +1,7 @@
-"""Run an implementation on cases, with compiled functions shared between cases that differ only in values."""
+"""Define the `Executor`, which compiles an implementation's calls and runs them on problems.
+
+Problems that differ only in values share compiled functions. Checks use the executor through `Subject`.
+"""
 
 from __future__ import annotations
 
@@ -25,30 +28,39 @@ Arrays = Mapping[str, Any]
 Values = Mapping[str, np.ndarray]
 P = ParamSpec("P")
 Returned = TypeVar("Returned")
-# Compiled functions are kept for this many static configurations; more only costs memory, since runs are ordered by
-# configuration.
+# The number of static configurations (static keywords and names of arrays) whose compiled functions are cached. More
+# would only cost memory, since a session runs cases in the order of their configurations.
 _MAX_CACHED = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The observables of one call by name, as host arrays."""
+    """The results of one call by observable name (`out`, `logsumexp`, `dq`, ...), as host arrays."""
 
     values: Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """The results of the forward calls."""
+    """The results of all forward calls that an implementation offers, on one problem."""
 
-    forward: Result  # of the call without residuals
-    residuals: Result | None  # none if no residuals are offered
-    part: Any  # as the kernel returned it; none if it offers no parts
+    forward: Result  # the results of the call without residuals
+    residuals: Result | None  # the results of the call with residuals; None if no residuals are offered
+    part: Any  # the part `(out, max, sum)` as the kernel returned it; None if it offers no parts
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCalls:
-    """The entry points of an implementation at one static configuration, compiled on first use."""
+    """The jitted calls of an implementation for one set of static keywords; each is compiled on first use.
+
+    Attributes:
+      forward: from arrays to `out`.
+      residuals: from arrays to `(out, residuals)`.
+      part: from arrays to the unnormalised part, or None.
+      calls: from arrays to the results of the three calls above, as one program.
+      gradients: from arrays and a cotangent of `out` to `(out, gradients)`.
+      gradients_lse: from arrays and cotangents of `out` and `logsumexp` to `((out, logsumexp), gradients)`.
+    """
 
     forward: Callable[[Arrays], Any]
     residuals: Callable[[Arrays], Any]
@@ -59,14 +71,15 @@ class CompiledCalls:
 
 
 class Executor:
-    """Run one implementation, and keep the compiled functions of its last few static configurations.
+    """Compile and run one implementation, with a cache of compiled functions.
 
-    A task is a function of the executor: `run(function, ...)`. This class calls it in this process. The executor of a
-    sandboxed kernel (`conformance.sandbox`) has it called in the kernel's process, and gets arrays back.
+    `run(task, ...)` runs a task, a function whose first argument is the executor. This class runs tasks in its own
+    process. Its subclass for sandboxed kernels (`conformance.sandbox`) runs them in the kernel's process and receives
+    the results.
     """
 
     def __init__(self, implementation: Implementation, options: Mapping[str, bool | int] | None = None) -> None:
-        """Create an executor; its programs get these compiler options beside the process's flags."""
+        """Create an executor whose programs are compiled with `options`, in addition to the process's XLA flags."""
         self.implementation = stored_calls.lower_implementation(implementation)
         self.options = dict(options or {})
         self._compiled: collections.OrderedDict[Hashable, CompiledCalls] = collections.OrderedDict()
@@ -74,14 +87,20 @@ class Executor:
     def run(
         self, function: Callable[Concatenate[Executor, P], Returned], *given: P.args, **named: P.kwargs
     ) -> Returned:
-        """Call a function of a module with this executor and these arguments; it returns arrays, numbers and text."""
+        """Run a task: call `function`, a top-level function, with this executor and the other arguments.
+
+        The task returns arrays, numbers, text, or containers of these.
+        """
         return function(self, *given, **named)
 
     def begin(self, function: Callable[Concatenate[Executor, P], Any], *given: P.args, **named: P.kwargs) -> None:
-        """Start a task that will be `run` with these arguments, if tasks run in another process; here do nothing."""
+        """Start a task early, if tasks run in another process; a later `run` with equal arguments gets the result.
+
+        In this class, tasks run in the same process and nothing is done.
+        """
 
     def settle(self) -> None:
-        """Wait for tasks that were begun and not run, where tasks run in another process."""
+        """Wait for tasks that were started by `begin`, if tasks run in another process; else do nothing."""
 
     def begin_forward(self, problem: Problem) -> None:
         """Start the call without residuals, if tasks run in another process (`begin`)."""
@@ -92,39 +111,42 @@ class Executor:
         self.begin(_run_calls, problem)
 
     def begin_gradients(self, problem: Problem, cotangent: Cotangent) -> None:
-        """Start the gradients; those of the call with residuals if the cotangent includes `logsumexp`."""
+        """Start `gradients`, or `gradients_lse` if the cotangent includes `logsumexp` (`begin`)."""
         if cotangent.logsumexp is None:
             self.begin(_run_gradients, problem, cotangent.out)
         else:
             self.begin(_run_gradients_lse, problem, cotangent.out, cotangent.logsumexp)
 
     def with_default_flags(self) -> Executor | None:
-        """Return an executor that compiles as JAX does by default; None if this one does."""
+        """Return an executor with JAX's default compiler options; None if this process uses them already."""
         options = environment.build_default_options()
         return Executor(self.implementation, options) if options else None
 
     def create_fresh(self) -> Executor:
-        """Return an executor of the same call with the same options that has compiled nothing yet."""
+        """Return an executor with the same implementation and options, and no compiled functions."""
         return Executor(self.implementation, self.options)
 
     def with_declarations(self, implementation: Implementation) -> Executor:
-        """Return the executor of the same call with other declarations; they share compiled functions."""
+        """Return an executor of the same call with the declarations of `implementation`.
+
+        Both executors share their compiled functions.
+        """
         other = Executor(implementation, self.options)
         other._compiled = self._compiled
         return other
 
     def variant(self, name: str) -> Executor:
-        """Return the executor of a variant, which must give the same results; it offers no parts."""
+        """Return the executor of a declared variant, such as other block sizes; it offers no parts."""
         return self._with_call(self.implementation.variants[name], parts=None)
 
     @property
     def native(self) -> Executor:
-        """Executor of the call that is lowered for the accelerator's real compiler, never interpreted."""
+        """The executor of the declared `native` call, which the accelerator's real compiler compiles."""
         assert self.implementation.accelerator.native is not None
         return Executor(dataclasses.replace(self.implementation, call=self.implementation.accelerator.native))
 
     def with_call(self, call: Callable[..., Any]) -> Executor:
-        """Return the executor of another call with the same declarations."""
+        """Return the executor of the call `call`, with the declarations of this implementation."""
         return self._with_call(call)
 
     def _with_call(self, call: Callable[..., Any], **declared: Any) -> Executor:
@@ -142,16 +164,19 @@ class Executor:
 
     @property
     def files(self) -> Mapping[str, str]:
-        """The files that a sandboxed kernel read as it was loaded, with their digests."""
+        """The files that a sandboxed kernel read while it was loaded, each with its digest; empty without a sandbox."""
         return {}
 
     def pop_later_files(self) -> dict[str, str]:
-        """Return the files that a sandboxed kernel first read since the last call, with their digests."""
+        """Return the files that a sandboxed kernel read for the first time since the last call of this method.
+
+        Each file comes with its digest.
+        """
         return {}
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
+        """The number of JAX devices on which calls may run."""
         return len(jax.devices())
 
     def forward(self, problem: Problem) -> Result:
@@ -159,12 +184,15 @@ class Executor:
         return Result(self.run(_run_forward, problem))
 
     def calls(self, problem: Problem) -> Calls:
-        """Return the results of all offered forward calls, from one compiled program: that costs less than one each."""
+        """Return the results of all offered forward calls, from one compiled program.
+
+        One program compiles faster than a program for each call.
+        """
         forward, residuals, part = self.run(_run_calls, problem)
         return Calls(Result(forward), None if residuals is None else Result(residuals), part)
 
     def part(self, problem: Problem) -> Any:
-        """Return partial attention as the kernel returned it: its output is not normalised yet."""
+        """Return the unnormalised part `(out, max, sum)` as the kernel returned it; None if it offers no parts."""
         return self.run(_run_part, problem)
 
     def residuals(self, problem: Problem) -> Result:
@@ -176,20 +204,23 @@ class Executor:
         return Result(self.run(_run_gradients, problem, cotangent.out))
 
     def gradients_lse(self, problem: Problem, cotangent: Cotangent) -> Result:
-        """Return `out`, `logsumexp` and the gradients for cotangents of both."""
+        """Return `out`, `logsumexp` and the gradients, for cotangents of both, from the call with residuals."""
         return Result(self.run(_run_gradients_lse, problem, cotangent.out, cotangent.logsumexp))
 
     def jit(self, function: Callable[..., Any], **how: Any) -> Any:
-        """Return `jax.jit` of a function with the compiler options of this executor, as for all judged programs."""
+        """Return `jax.jit(function, **how)` with the compiler options of this executor."""
         return jax.jit(function, compiler_options=self.options or None, **how)
 
     def bind(self, problem: Problem) -> tuple[Callable[[Arrays], Any], Arrays]:
-        """Return the uncompiled call without residuals, its static keywords bound, and the arrays that it takes."""
+        """Return the uncompiled call without residuals, and the arrays that it takes.
+
+        Static keywords are bound, so the call is a function of the arrays. It checks that it returns one array.
+        """
         statics, arrays = self.arguments(problem)
         return functools.partial(call_plain, self.implementation.call, statics), arrays
 
     def compiled(self, problem: Problem) -> tuple[CompiledCalls, Arrays]:
-        """Return the entry points at the problem's static configuration, and the arrays that they take."""
+        """Return the compiled calls for the problem's static keywords, and the arrays that they take."""
         statics, arrays = self.arguments(problem)
         key = (tuple(sorted(statics.items())), tuple(sorted(arrays)))
         if key not in self._compiled:
@@ -200,11 +231,11 @@ class Executor:
         return self._compiled[key], arrays
 
     def arguments(self, problem: Problem) -> tuple[dict[str, Any], Arrays]:
-        """Return the static keywords and the arrays of the call."""
+        """Return the static keywords of the call on a problem, and its arrays by keyword."""
         batch, q_length, num_q_heads, _ = problem.q.shape
         static, extra = self.implementation.lower_mask(problem.mask, batch, num_q_heads, q_length, problem.k.shape[1])
         values = [(operand, getattr(problem, operand.name)) for operand in OPERANDS]
-        # A call without a function operand has no parameter for it.
+        # An opt-in operand is passed only if the problem has it: other calls need not have a parameter for it.
         numbers = {o.name: x for o, x in values if not o.arrays and not (x is None and o.name in OPT_IN)}
         statics = {**static, **numbers}
         arrays = {operand.name: value for operand, value in values if operand.arrays and value is not None}
@@ -251,7 +282,7 @@ def _run_gradients_lse(executor: Executor, problem: Problem, do: np.ndarray, dls
 
 
 def call_plain(call: Callable[..., Any], statics: Mapping[str, Any], arrays: Arrays) -> Any:
-    """Call an implementation without residuals, and check the type of its output."""
+    """Call an implementation without residuals, and check that it returns one array."""
     return kernel_errors.check_output(call(**arrays, **statics))
 
 
@@ -286,10 +317,10 @@ def _compile(implementation: Implementation, statics: Mapping[str, Any], jit: Ca
 
 
 def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any) -> tuple[Any, Arrays]:
-    """Return the value, and the gradients of the differentiable operands for a cotangent of it.
+    """Return the value of a function, and the gradients of its differentiable operands for a cotangent of the value.
 
-    A value in another floating-point dtype than it should have is a failure of its own. It is differentiated all the
-    same: the cotangent is given in that dtype. Padding (`stored_calls.add_padding`) has gradients too, if there is any.
+    The cotangent is cast to the dtype of the value. A wrong dtype of the value is judged by other checks. The zeros for
+    padding (`stored_calls.add_padding`), if present among `arrays`, get gradients too.
 
     Raises:
       WrongReturn: if the value has another shape than the cotangent.

@@ -1,4 +1,7 @@
-"""Find implementations by name: built-in, an entry point, `module:attribute` or `file.py:attribute`."""
+"""Find and load implementations by name, as users type it after `--impl=`.
+
+A name is that of a built-in implementation or of an entry point, or `module:attribute`, or `file.py:attribute`.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,17 @@ from conformance.records import make_printable
 
 ENTRY_POINT_GROUP = "attention_conformance.implementations"
 
-# The catalogue of built-in implementations. It is imported by name, since this package depends on none of them.
+# The module that lists the built-in implementations. It is imported by name, since this package must not depend on
+# any implementation.
 _CATALOGUE = "impls.catalogue"
 
 
-class ImplementationNotFound(Exception):  # noqa: N818 -- a statement, as the message is
-    """There is no implementation of that name; the message says what was tried and what would work."""
+class ImplementationNotFound(Exception):  # noqa: N818 -- named as a statement, without "Error"
+    """No implementation of the requested name can be loaded; the message says why, and what name would work."""
 
 
 def list_implementations() -> list[str]:
-    """Return all registered names, built-in ones first."""
+    """List the names of all built-in implementations, then those of all entry points."""
     ours = _load_catalogue()
     return [*ours, *(point.name for point in _list_entry_points() if point.name not in ours)]
 
@@ -41,17 +45,20 @@ def find_implementation(name: str, *, products: Products | None = None, problem:
     Args:
       name: a registered name, `module:attribute`, or `file.py:attribute`; the attribute is an `Implementation` or a
         plain attention function.
-      products: for plain functions, how they multiply f32 operands.
-      problem: the named problem (`cases.named_problems`) whose operands the function takes; None for attention.
+      products: for a plain function, the precision of its products of f32 operands, as in `declare`.
+      problem: the named problem (`cases.named_problems`) whose operands the function takes; None for the canonical
+        operands of attention.
 
     Raises:
-      ImplementationNotFound: with one line that says why.
+      ImplementationNotFound: if there is none or it does not load; the message is one line.
     """
     if not name.isprintable():
         raise ImplementationNotFound(f"{make_printable(name)}: a name must be text that shows as it is")
     if name in (ours := _load_catalogue()):
         if problem is not None:
-            raise ImplementationNotFound(f"{name} is no function of the operands of {problem}: give yours by its name")
+            raise ImplementationNotFound(
+                f"{name} is no function of the operands of {problem}, but a built-in one: name your own function"
+            )
         return _load_builtin(name, ours[name])
     for point in _list_entry_points():
         if point.name == name:
@@ -78,7 +85,7 @@ def is_builtin(name: str) -> bool:
 
 
 def may_exist(name: str) -> bool:
-    """Return whether an implementation may have this name: one of a module, of a file, or of an entry point."""
+    """Return whether a name has the form of a module's or file's attribute, or is the name of an entry point."""
     return ":" in name or any(point.name == name for point in _list_entry_points())
 
 
@@ -90,7 +97,7 @@ def find_entry_point(name: str) -> importlib.metadata.EntryPoint | None:
 
 
 def _load_catalogue() -> Mapping[str, str]:
-    """Load the built-in names, each with its module."""
+    """Load the names of built-in implementations, each with the name of its module."""
     found: Mapping[str, str] = importlib.import_module(_CATALOGUE).MODULES
     return found
 
@@ -104,7 +111,10 @@ def _load_builtin(name: str, module: str) -> Implementation:
 
 
 def _list_entry_points() -> list[importlib.metadata.EntryPoint]:
-    """Return the entry points of implementations; names with a colon belong to modules and files."""
+    """List the entry points of implementations by name.
+
+    A name with a colon is skipped: it would be taken for an attribute of a module or file.
+    """
     found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     return sorted((point for point in found if ":" not in point.name), key=lambda point: point.name)
 
@@ -125,7 +135,7 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # as above
+    except BaseException as error:  # whatever the user's module raises, the user needs one line
         raise ImplementationNotFound(f"cannot import {name}: {kernel_errors.describe_kernel_error(error)}") from error
 
 
@@ -143,12 +153,12 @@ def _load_file(path: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(file.stem, module)
-    _add_to_path(file.resolve().parent)  # for the modules beside it, as when Python runs the file
+    _add_to_path(file.resolve().parent)  # so that the file can import modules of its folder, as a script can
     try:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # as above
+    except BaseException as error:  # whatever the user's file raises, the user needs one line
         way = "; a module of a package goes by its name: PACKAGE.MODULE:NAME" if "relative import" in str(error) else ""
         raise ImplementationNotFound(
             f"{path} does not import: {kernel_errors.describe_kernel_error(error)}{way}"
@@ -158,7 +168,7 @@ def _load_file(path: str) -> ModuleType:
 
 def _build_implementation(found: Any, name: str, products: Products | None, problem: str | None) -> Implementation:
     if isinstance(found, Implementation) and problem is None:
-        # Other processes and the command that repeats a judgement find it by this name.
+        # Other processes, and the printed command that repeats a judgement, find the implementation by this name.
         return dataclasses.replace(found, name=name)
     try:
         if problem is not None:
@@ -166,7 +176,7 @@ def _build_implementation(found: Any, name: str, products: Products | None, prob
         return build_implementation(found, name, products=products)
     except NotAnAttentionFunction as error:
         raise ImplementationNotFound(make_printable(str(error))) from error
-    except Exception as error:  # what it declares is wrong, or its signature is code that raises
+    except Exception as error:  # its declarations are wrong, or reading its signature runs code that raises
         raise ImplementationNotFound(
             f"{name} cannot be judged: {kernel_errors.describe_kernel_error(error)}"
         ) from error

@@ -1,4 +1,7 @@
-"""Find the installed package that a file belongs to, and the hash of the file in the package's `RECORD`."""
+"""Find the installed package of a file, and the file's hash in the package's list of files (`RECORD`).
+
+A run records by these what code a kernel loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from pathlib import Path
 
 from conformance import packages
 
-_DIGITS = 32  # of a digest
+_DIGITS = 32  # the number of hexadecimal digits of a digest
 _SHA256 = "sha256="
-# Folders of the system, which kernels do not change. `/usr` is not one of them: people keep programs there.
+# System folders, whose files a kernel's author does not change. `/usr` as a whole is not trusted: people keep their own
+# programs in it.
 _SYSTEM_FOLDERS = (
     *("/dev", "/etc", "/proc", "/sys"),
     *("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share"),
@@ -35,7 +39,7 @@ class Package:
 
 @functools.cache
 def find_package_folders() -> tuple[str, ...]:
-    """Return the folders into which packages are installed, as they are named and as they are."""
+    """Return the folders into which packages are installed, each also with symbolic links resolved."""
     named = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
     return _add_real_paths([*named, *site.getsitepackages(), site.getusersitepackages()])
 
@@ -50,14 +54,14 @@ def find_trusted_folders() -> tuple[str, ...]:
 
 
 def find_package(folder: str, place: str) -> tuple[Package | None, str]:
-    """Return the package that a file in a folder of packages belongs to, and the SHA-256 that its list has of the file.
+    """Find the package of an installed file, and the SHA-256 of the file in the package's list of files.
 
     Args:
       folder: one of `find_package_folders`.
-      place: of the file below it, with slashes.
+      place: the path of the file below that folder, with slashes.
 
     Returns:
-      No package for a file that is in no list; no hash, as in the list, where the list has none.
+      The package, or None if no package lists the file. Then the hash as it is listed, or "" if none is listed.
     """
     return _load_file_lists(folder, place.partition("/")[0]).get(place, (None, ""))
 

@@ -1,10 +1,12 @@
-"""Find the numbers in a kernel's source and in its program at which it may change its behaviour.
+"""Find the numbers in a kernel's source and in its traced program at which it may change its behaviour.
 
-Such a number is a block size, a threshold, or a length from which the kernel takes another path. It stands in the code
-of the function, in the functions that it calls, or in the program that it is traced to. Code is read as Python compiled
-it, so `2**15` and `1 << 15` are one number. Values from a closure, a `functools.partial` or a global are seen too. In a
-program, only a number that is the same at two sizes counts: numbers that follow from the sizes of the operands are no
-clue.
+Such a number, a clue, is a block size, a threshold, or a length from which the kernel takes another path. Cases with
+lengths and values next to these numbers are then judged (`cases.case_space.clue_numbers`).
+
+Clues are found in two places. The first is the source: the bytecode of the function and of the functions that it calls,
+and the values that these get from a closure, a `functools.partial` or a global. In bytecode, `2**15` and `1 << 15` are
+the same number. The second is the jaxpr of the function. It is traced for two sets of sizes, and a number is a clue
+only if both jaxprs contain it. Other numbers follow from the sizes of the operands.
 """
 
 from __future__ import annotations
@@ -29,15 +31,16 @@ from cases.operand_values import draw_problem
 from conformance.contract import Implementation
 from conformance.execution.executor import Executor, pull_back
 
-_MAX_NUMBERS = {"source": 24, "program": 10}  # integers of each; and as many floats
-_COMMON = frozenset({0, 0.5, 1, 2})
-_MAX_INTEGER = 2**17
-_MIN_PROGRAM_INTEGER = 8  # smaller ones are ranks and axes
-# Packages whose functions are not the kernel's. Their closures may still hold the kernel.
+# The largest number of integers, and also of floats, that are returned from the source and from the program.
+_MAX_NUMBERS = {"source": 24, "program": 10}
+_COMMON = frozenset({0, 0.5, 1, 2})  # numbers that are in every kernel, so they are no clues
+_MAX_INTEGER = 2**17  # the largest integer that may be a clue
+_MIN_PROGRAM_INTEGER = 8  # the smallest integer clue in a jaxpr; smaller integers are ranks and axes
+# Packages whose functions do not belong to a kernel, so their code is not read. Their closures may hold the kernel.
 _LIBRARY_PACKAGES = frozenset({"jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "conformance", "cases", "functools"})
-_MAX_OBJECTS = 4000  # visited at most
-_DECIDING_OPERATORS = ("%", "//", "&", ">>", "<<")
-# The first integer that a narrow type cannot hold, or cannot hold with its neighbours.
+_MAX_OBJECTS = 4000  # the largest number of Python objects that are searched for numbers
+_DECIDING_OPERATORS = ("%", "//", "&", ">>", "<<")  # an operand of these is probably a block size or a threshold
+# For each narrow type, the first integer that it cannot hold, or above which it cannot hold every integer.
 _EXACT_INTEGER_LIMITS = {
     "int8": 2**7,
     "uint8": 2**8,
@@ -46,9 +49,12 @@ _EXACT_INTEGER_LIMITS = {
     "bfloat16": 2**8,
     "float16": 2**11,
 }
-_NARROW_INTEGERS = ("int8", "uint8", "int16", "uint16")  # a clue by name; the other types are dtypes of operands
+# Types whose name in the source is a clue. The other types of `_EXACT_INTEGER_LIMITS` are dtypes of operands, so every
+# kernel may name them.
+_NARROW_INTEGERS = ("int8", "uint8", "int16", "uint16")
 
-_FIRST_LENGTH, _SECOND_LENGTH = 256, 640  # lengths of the two sizes; multiples of 128, which most kernels take
+# The two sets of sizes for which a program is traced. Lengths are multiples of 128, which most kernels support.
+_FIRST_LENGTH, _SECOND_LENGTH = 256, 640
 _SIZES: tuple[dict[str, int], ...] = (
     {"batch": 2, "kv_length": _FIRST_LENGTH, "num_q_heads": 6, "num_kv_heads": 6, "head_dim": 64, "v_head_dim": 64},
     {"batch": 3, "kv_length": _SECOND_LENGTH, "num_q_heads": 4, "num_kv_heads": 4, "head_dim": 128, "v_head_dim": 128},
@@ -56,7 +62,7 @@ _SIZES: tuple[dict[str, int], ...] = (
 
 
 def find_clues(implementation: Implementation) -> Clues:
-    """Find the numbers in the source and in the programs of an implementation; the same ones every time."""
+    """Find the clues in the source and in the traced programs of an implementation; the result is deterministic."""
     told, aside = _find_source_numbers(implementation.call)
     shown = _find_program_numbers(implementation)
     source, program = _deduplicate([*told, *aside]), _deduplicate(shown)
@@ -74,13 +80,16 @@ def find_clues(implementation: Implementation) -> Clues:
 
 
 def report_clues(executor: Executor) -> tuple[list[int], list[float], list[float]]:
-    """Return the fields of `find_clues` as plain data, for the implementation of an executor."""
+    """Run `find_clues` as a task, and return its integers, its floats, and those that are in the source."""
     clues = find_clues(executor.implementation)
     return list(clues.integers), list(clues.floats), sorted(clues.in_source)
 
 
 def _deduplicate(numbers: Iterable[Any]) -> list[Any]:
-    """Return the magnitudes that may be clues, each once, in order of appearance."""
+    """Return the magnitudes of numbers that may be clues, each once, in order of appearance.
+
+    Common numbers, too large integers, infinity and NaN are left out.
+    """
     found: dict[Any, None] = {}
     for x in numbers:
         if isinstance(x, (bool, np.bool_)) or not isinstance(x, (int, float, np.integer, np.floating)):
@@ -92,15 +101,18 @@ def _deduplicate(numbers: Iterable[Any]) -> list[Any]:
     return list(found)
 
 
-# The source.
+# Numbers in the source.
 
 
 def _find_source_numbers(call: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
-    """Return the numbers that decide something (compared, divided by, held in a closure), and the other ones."""
+    """Return two lists of numbers: those that probably decide something, and all others.
+
+    The first list has numbers that code compares with or divides by, and values of closures, globals and arguments.
+    """
     decisive: list[Any] = []
     others: list[Any] = []
     waiting: list[Any] = [call]
-    met: dict[int, Any] = {}  # by identity; the object is kept, so that no other gets its place in memory
+    met: dict[int, Any] = {}  # visited objects by `id`; they are kept alive so that ids stay unique
     while waiting and len(met) < _MAX_OBJECTS:
         x = waiting.pop(0)
         if (number := _parse_number(x)) is not None:
@@ -128,7 +140,7 @@ def _parse_number(x: Any) -> Any:
 
 
 def _get_dtype_name(x: Any) -> str:
-    """Return the name of a dtype or of a scalar type of NumPy or JAX; empty for anything else."""
+    """Return the name of a NumPy dtype, or of a JAX scalar type such as `jnp.float16`; "" for anything else."""
     if isinstance(x, np.dtype):
         return x.name
     dtype = getattr(x, "dtype", None) if type(x).__name__ == "_ScalarMeta" else None
@@ -136,7 +148,7 @@ def _get_dtype_name(x: Any) -> str:
 
 
 def _list_referenced(x: Any) -> list[Any]:
-    """Return the objects that an object refers to and that may belong to the kernel."""
+    """Return the objects that an object refers to, if they may belong to the kernel."""
     if isinstance(x, functools.partial):
         return [x.func, *x.args, *x.keywords.values()]
     if isinstance(x, types.MethodType):
@@ -156,7 +168,7 @@ def _list_referenced(x: Any) -> list[Any]:
     found = [getattr(x, "__wrapped__", None)]
     if not _is_foreign(type(x)) and hasattr(x, "__dict__"):
         found += [type(x), *vars(x).values()]
-    elif callable(x):  # `jax.custom_vjp` and the like hold the functions that they were made from
+    elif callable(x):  # objects such as `jax.custom_vjp` hold the functions that they wrap
         held = vars(x).values() if hasattr(x, "__dict__") else ()
         found += [value for value in held if isinstance(value, (types.FunctionType, functools.partial))]
     return found
@@ -165,7 +177,7 @@ def _list_referenced(x: Any) -> list[Any]:
 def _list_referenced_by_function(function: types.FunctionType) -> list[Any]:
     held = []
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a cell that is still empty
+        with contextlib.suppress(ValueError):  # raised for a cell without a value
             held.append(cell.cell_contents)
     found = [getattr(function, "__wrapped__", None), *held]
     if _is_foreign(function):
@@ -192,7 +204,11 @@ def _list_names(code: types.CodeType) -> list[str]:
 
 
 def _find_constants(code: types.CodeType, *, deciding: bool) -> list[Any]:
-    """Return the numbers in code that the next instruction compares with or divides by, or all other ones."""
+    """Return constants of a code object, in the order of its instructions.
+
+    With `deciding`, they are those that the next instruction compares with, divides by or shifts by. Without, they are
+    all others.
+    """
     found: list[Any] = []
     steps = list(dis.get_instructions(code))
     for step, following in zip(steps, [*steps[1:], None], strict=True):
@@ -208,11 +224,15 @@ def _find_constants(code: types.CodeType, *, deciding: bool) -> list[Any]:
     return found
 
 
-# The program.
+# Numbers in the traced program.
 
 
 def _find_program_numbers(implementation: Implementation) -> list[Any]:
-    """Return the numbers that programs have at two sizes that have no number in common."""
+    """Return the numbers that an implementation's jaxprs have in common for the two entries of `_SIZES`.
+
+    Four pairs of cases are traced: with all supported operands, in bf16, with a window, and with one query. The two
+    cases of a pair have different sizes and, where they have any, different numbers for the scale and the window.
+    """
     plain = Case()
     usual = (operand for operand in REMOVABLE if not operand.opt_in)
     rich = {o.field: o.levels[0] for o in usual if implementation.supports(_add_operand(plain, o)) is None}
@@ -242,7 +262,7 @@ def _add_operand(case: Case, operand: Any) -> Case:
 
 
 def _trace_numbers(implementation: Implementation, case: Case) -> dict[Any, None]:
-    """Return the numbers in the program of a call, and in that of its gradients where it offers any."""
+    """Return the numbers in the jaxpr of a case's call, in order; with gradients if the implementation offers any."""
     plain, arrays = Executor(implementation).bind(draw_problem(case))
     arrays = {name: jax.tree.map(np.asarray, x) for name, x in arrays.items()}
     program: Callable[[Any], Any] = plain
@@ -269,7 +289,7 @@ def _iter_program_numbers(program: Any) -> Iterator[Any]:
 
 
 def _iter_parameter_numbers(value: Any) -> Iterator[Any]:
-    """Yield the numbers in a parameter of an equation: in its programs, and in the block shapes of a kernel."""
+    """Yield the numbers in a parameter of an equation, also in nested jaxprs and in the block shapes of a kernel."""
     if hasattr(value, "eqns"):
         yield from _iter_program_numbers(value)
     elif hasattr(value, "jaxpr"):

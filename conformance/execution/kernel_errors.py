@@ -1,8 +1,9 @@
-"""Describe errors of the user's code in one line: the exception and its place, or the value returned for an array.
+"""Describe an exception of a kernel in one line, and check that a call returned what it must return.
 
-The message is the first line of the exception. The place is the innermost frame in the user's own code: not in JAX,
-NumPy, Python's library or this project. JAX leaves some frames out of its tracebacks and chains the rest. An exception
-of a host callback arrives as text. All of these are searched.
+A description has the exception's type, the first line of its message, and a place: a line of the user's own code. The
+place is the innermost frame outside of JAX, NumPy, Python's library and this project. It is searched in three texts:
+the traceback, the tracebacks of chained exceptions (JAX moves frames there), and JAX's report of a failed host
+callback, which holds a traceback as text.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ _LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy", "abs
 _TRACEBACK_HEADER = "Traceback (most recent call last):"
 _FRAME_PATTERN = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 _RAISED_PATTERN = re.compile(r"^(?P<raised>[A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILINE)
-# A place as `describe_kernel_error` writes it, at the end of its text.
+# The parts of a place as `describe_kernel_error` writes it at the end of its text: ` (kernel.py:12`.
 _BRACKET_PATTERN = re.compile(r" \(")
 _PLACE_PATTERN = re.compile(r"(?P<file>[^:]+):(?P<line>\d{1,9})\b")
 _REMOTE_MESSAGE = "_told_elsewhere"
 _NO_MESSAGE = "its message cannot be had"
 
 
-class WrongReturn(TypeError):  # noqa: N818 -- a statement, as the message is
-    """The call returned something else than it must; the message says what it returned, and what it must return."""
+class WrongReturn(TypeError):  # noqa: N818 -- named as a statement, without "Error"
+    """The call returned a wrong value; the message says what it must return, and what it returned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A line of the user's code."""
+    """A line of the user's code: the path of the file and the number of the line."""
 
     file: str
     line: int
 
     def __str__(self) -> str:
-        """`kernel.py:12: out = q @ k`, the path from the current folder where it lies below that."""
+        """Return text such as `kernel.py:12: out = q @ k`; a path inside the current folder is relative."""
         source = linecache.getline(self.file, self.line).strip()
         if len(source) > _MAX_SOURCE_LINE:
             source = f"{source[:_MAX_SOURCE_LINE]} …"
@@ -63,7 +64,10 @@ def set_remote_message(error: BaseException, words: str) -> None:
 
 
 def describe_kernel_error(error: BaseException) -> str:
-    """Describe an exception as records do: type, first line of the message, and the place in the user's code."""
+    """Describe an exception in one line: type, first line of the message, and the place in the user's code.
+
+    Records have this text as their reason. For an exception of a host callback, it is that of the callback.
+    """
     if (elsewhere := vars(error).get(_REMOTE_MESSAGE)) is not None:
         return make_printable(str(elsewhere))
     within = _find_callback_error(error)
@@ -75,7 +79,7 @@ def describe_kernel_error(error: BaseException) -> str:
 
 
 def describe_refusal(error: NotImplementedError) -> str:
-    """Return the message with which a kernel refuses a case; empty if it has none."""
+    """Return the first line of the message with which a kernel refuses a case; "" if there is none."""
     return make_printable(_get_message(error, ""))
 
 
@@ -91,7 +95,10 @@ def find_place(error: BaseException) -> Place | None:
 
 
 def parse_place(words: str) -> Place | None:
-    """Parse the place from a text of `describe_kernel_error`; None without one, or if that line has changed."""
+    """Parse the place from a text that `describe_kernel_error` returned.
+
+    None if the text has no place, or if the line of the file has changed since.
+    """
     linecache.checkcache()
     for bracket in _BRACKET_PATTERN.finditer(words):
         if (found := _PLACE_PATTERN.match(words, bracket.end())) is None:
@@ -104,7 +111,7 @@ def parse_place(words: str) -> Place | None:
 
 
 def check_output(returned: Any) -> Any:
-    """Return the value of a plain call, if it is one array.
+    """Return `returned`, the value of a call without residuals, if it is one array.
 
     Raises:
       WrongReturn: if it is anything else.
@@ -117,13 +124,14 @@ def check_output(returned: Any) -> Any:
 
 
 def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the value of a call with `save_residuals=True`, if it is `out` and a mapping of arrays.
+    """Return `returned`, the value of a call with `save_residuals=True`, if it is `out` and a mapping of arrays.
 
     Raises:
       WrongReturn: if it is anything else.
     """
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-        out, residuals = returned[0], dict(returned[1])  # copied once: a mapping may answer differently each time
+        # The mapping is copied once, since a user's mapping may return other values at each access.
+        out, residuals = returned[0], dict(returned[1])
         if all(map(_is_array, (out, *residuals.values()))):
             return out, residuals
     raise WrongReturn(
@@ -133,7 +141,7 @@ def check_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def check_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
-    """Return the value of a call that writes pages, if it is `out`, residuals if asked for, and the pages.
+    """Return `returned`, the value of a call that writes pages, if it is `out`, residuals if requested, and the pages.
 
     Raises:
       WrongReturn: if it is anything else.
@@ -150,10 +158,10 @@ def check_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
 
 
 def check_shape(name: str, returned: Any, shape: tuple[int, ...]) -> None:
-    """Check the shape of an array that the call returned, before something is computed from it.
+    """Check the shape of an array that the call returned, before gradients or results are computed from it.
 
     Raises:
-      WrongReturn: if it has another.
+      WrongReturn: if the array has another shape.
     """
     if tuple(returned.shape) != shape:
         must = ", ".join(map(str, shape))
@@ -164,7 +172,7 @@ def get_residual(residuals: Mapping[str, Any], name: str) -> Any:
     """Return the residual of this name.
 
     Raises:
-      WrongReturn: if it is not among them.
+      WrongReturn: if the call returned no residual of this name.
     """
     if name in residuals:
         return residuals[name]
@@ -173,12 +181,18 @@ def get_residual(residuals: Mapping[str, Any], name: str) -> Any:
 
 
 def _is_array(x: Any) -> bool:
-    """Return whether the type is an array or a tracer; `isinstance` would believe an object's own `__class__`."""
+    """Return whether the type of `x` is an array or a tracer.
+
+    `isinstance` is not used: an object may set its own `__class__` to pass for an array.
+    """
     return issubclass(type(x), jax.Array | jax.core.Tracer | np.ndarray | np.generic)
 
 
 def _describe_value(returned: Any, *, within: bool = False) -> str:
-    """Describe a value for people, two levels deep, and never by its own `repr`."""
+    """Describe a wrongly returned value for an error message, with the items of a tuple or list.
+
+    The value's own `repr` is not called, since it may run any code. `within` says that the value is such an item.
+    """
     if returned is None:
         return "None" if within else "None: is there a `return`?"
     if _is_array(returned):
@@ -188,7 +202,7 @@ def _describe_value(returned: Any, *, within: bool = False) -> str:
     if isinstance(returned, types.GeneratorType):
         return "a generator: is there a `yield` where `return` is meant?"
     if isinstance(returned, types.CoroutineType):
-        returned.close()  # so that Python does not warn that nobody waited for it
+        returned.close()  # so that Python does not warn about a coroutine that was never awaited
         return "a coroutine: the function is `async`"
     if isinstance(returned, Mapping):
         return f"a mapping with {', '.join(map(repr, list(returned)[:4])) or 'nothing in it'}"
@@ -197,15 +211,18 @@ def _describe_value(returned: Any, *, within: bool = False) -> str:
         unasked = len(returned) == 2 and isinstance(returned[1], Mapping)
         more = ", ..." if len(returned) > 4 else ""
         found = f"a {type(returned).__name__} of {len(returned)} ({items}{more})"
-        return f"{found}, which save_residuals=True alone asks for" if unasked else found
+        return f"{found}, which is right only with save_residuals=True" if unasked else found
     return f"a {type(returned).__qualname__}"
 
 
 def _get_message(error: BaseException, otherwise: str = "no message") -> str:
-    """Return the first line of the message; the `__str__` of a user's exception may do anything."""
+    """Return the first line of an exception's message, or `otherwise` if it is empty.
+
+    If the exception's `__str__` raises, as a user's may, the text says that there is no message.
+    """
     try:
         text = str(error)
-    except BaseException as failed:  # whatever `__str__` does: an error of theirs must not become one of ours
+    except BaseException as failed:  # the user's `__str__` may raise anything, and must not end the judge
         if isinstance(failed, KeyboardInterrupt):
             raise
         return _NO_MESSAGE
@@ -215,12 +232,12 @@ def _get_message(error: BaseException, otherwise: str = "no message") -> str:
 
 
 def _get_full_message(error: BaseException) -> str:
-    """Return the whole message; empty if it cannot be had."""
+    """Return all lines of an exception's message; "" if its `__str__` raises."""
     return "" if _get_message(error) == _NO_MESSAGE else str(error)
 
 
 def _find_callback_error(error: BaseException) -> str | None:
-    """Return the exception of a host callback, if the error is JAX's report of one."""
+    """Return the type and message of a host callback's exception if `error` is JAX's report of one; else None."""
     text = _get_full_message(error)
     if _TRACEBACK_HEADER not in text:
         return None
@@ -231,7 +248,7 @@ def _find_callback_error(error: BaseException) -> str | None:
 
 
 def _iter_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, the error that it was raised from, and so on."""
+    """Yield the error, then its cause or context, the cause of that, and so on."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -255,18 +272,19 @@ def _iter_callback_frames(error: BaseException) -> Iterator[Place]:
 
 @functools.lru_cache(1000)
 def _is_user_code(file: str) -> bool:
-    if file.startswith("<"):  # no file: made as the program runs, by a library more often than by anybody
+    if file.startswith("<"):  # code without a file, such as `<string>`, mostly comes from a library
         return False
     path = Path(file)
     if any(path.is_relative_to(folder) for folder in _find_library_folders()):
         return False
-    installed = {"site-packages", "dist-packages"} & set(path.parts)  # may lie below Python's own library
+    # The folder of installed packages may be inside the folder of Python's own library.
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
     return bool(installed) or not path.is_relative_to(sysconfig.get_path("stdlib"))
 
 
 @functools.cache
 def _find_library_folders() -> tuple[Path, ...]:
-    """Find the folders of this project, JAX, NumPy and the libraries that these call."""
+    """Find the folders of this project, of JAX and NumPy, and of the libraries that they call."""
     specs = filter(None, map(_find_spec, (*_OWN_PACKAGES, *_LIBRARIES)))
     return tuple(Path(folder) for spec in specs for folder in spec.submodule_search_locations or ())
 
@@ -274,12 +292,12 @@ def _find_library_folders() -> tuple[Path, ...]:
 def _find_spec(name: str) -> Any:
     try:
         return importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # not installed, or something else by that name
+    except (ImportError, ValueError):  # not installed, or a module of this name without a specification
         return None
 
 
 def _shorten_path(file: str) -> str:
-    """Return the path from the current folder, for a file below it."""
+    """Return the path relative to the current folder if the file is inside it, else the path as it is."""
     path = Path(file)
     try:
         return str(path.resolve().relative_to(Path.cwd()))

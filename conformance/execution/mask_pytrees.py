@@ -1,4 +1,6 @@
-"""Register masks as JAX pytrees: the fields in `Mask.traced` are children, all others are static.
+"""Register mask classes as JAX pytrees, so that masks can be arguments of traced functions.
+
+For a class with `Mask.traced`, the fields named there are the children. Any other mask is static as a whole.
 
 Importing this module registers them.
 """
@@ -19,7 +21,7 @@ def _flatten(mask: Mask) -> tuple[tuple[Any, ...], None]:
 
 
 def _unflatten(kind: type[Mask], _: None, children: tuple[Any, ...]) -> Mask:
-    """Rebuild a mask from its children; a transformation may put any object in the place of an array."""
+    """Rebuild a mask from its children, without validation: JAX may pass any object in place of an array."""
     mask = object.__new__(kind)
     for name, child in zip(kind.traced, children, strict=True):
         object.__setattr__(mask, name, child)

@@ -1,20 +1,24 @@
-"""Build implementations from plain functions: by their signature, and by one trace for their residuals.
+"""Build an `Implementation` from a plain function: an attention function without the harness's protocol.
 
     def attention(q, k, v, *, causal=False, window=None, mask=None, bias=None, save_residuals=False): ...
 
-A function may have any other optional operand too, by its name (`cases.operand_registry.REMOVABLE`) and as the
-canonical call has it (`conformance.contract`). A parameter that it lacks is a feature that it does not support.
+The features of a plain function are read from its signature, and its residuals from one trace. It may have any other
+optional operand too, by its name (`cases.operand_registry.REMOVABLE`) and in the form of the canonical call
+(`conformance.contract`). A missing parameter is a feature that the function does not support.
 
-`mask` arrives as booleans broadcastable to `[B, N, T, S]`. A function with the parameters gets `causal=True` and
-`window=(left, right)` instead, for a mask that is one of these or the conjunction of both. Of the rest of the mask, a
-function with `mask_mod` gets the formulas of places as a function `(b, n, i, j) -> booleans`. All that is left then
-arrives in `mask`. A function with `score_mod` gets scores by formula as a function `(score, b, n, i, j) -> score`, and
-the soft cap in it, if it has no parameter for that.
+A mask is passed in up to four parameters, as far as the function has them:
 
-A function that takes stored operands has parameters of its own (`cases.storage_forms`).
+- `causal=True` and `window=(left, right)`, for the causal and window conjuncts of the mask.
+- `mask_mod`, a function `(b, n, i, j) -> booleans`, for other conjuncts that are given by a formula of indices.
+- `mask`, booleans broadcastable to `[B, N, T, S]`, for the rest.
 
-A function returns `out`, or `(out, {"logsumexp": ..., "max_logits": ...})` with `save_residuals=True`. An entry that is
-missing is a residual that it does not offer.
+`score_mod` is a function `(score, b, n, i, j) -> score` for scores that are given by a formula. If the function has no
+parameter `soft_cap`, the soft cap is part of `score_mod`.
+
+A function that takes stored operands has other parameters (`cases.storage_forms`).
+
+A function returns `out`, or `(out, {"logsumexp": ..., "max_logits": ...})` with `save_residuals=True`. A missing entry
+is a residual that the function does not offer.
 """
 
 from __future__ import annotations
@@ -50,13 +54,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ATTRIBUTE = "__attention_conformance__"
 
 
-class NotAnAttentionFunction(TypeError):  # noqa: N818 -- a statement, as the message is
+class NotAnAttentionFunction(TypeError):  # noqa: N818 -- named as a statement, without "Error"
     """The object cannot be judged as an attention function; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """The declarations of a plain function beyond its signature; docs/contract.md, section 9, has the defaults."""
+    """What a plain function declares by `declare`; the fields are explained there.
+
+    docs/contract.md, section 9, has the defaults.
+    """
 
     arithmetic: Arithmetic = dataclasses.field(default_factory=Arithmetic)
     empty_rows: EmptyRows = "undefined"
@@ -88,26 +95,30 @@ def declare(
     memory: Literal["linear"] | None = None,
     unsupported: Mapping[str, str] | None = None,
 ) -> Callable[[_Function], _Function]:
-    """Decorate a plain attention function with what its signature cannot say.
+    """Return a decorator that attaches declarations to a plain attention function.
+
+    They say what its signature cannot say, such as its arithmetic.
 
     Args:
-      products: how it multiplies f32 operands.
+      products: the precision of its products of f32 operands: `"exact"`, `"tf32"` or `"bf16"`.
       logits: `"input"` if bf16 and f16 logits are rounded to the operands' dtype before the softmax.
       softmax: `"input"` if the softmax itself, and its backward pass, are in the operands' dtype.
       group_sums: `"input"` if dk and dv are summed over the query heads of a group in the operands' dtype.
-      block_sums: how many keys or queries are summed in f32 before the sum so far is rounded to the operands' dtype.
+      block_sums: the number of keys or queries that are summed in f32 before the partial sum is rounded to the
+        operands' dtype; None if partial sums are not rounded.
       scaled_q: True if `q * scale` is rounded to the operands' dtype before the product.
       residuals: `"input"` if residuals are returned in the operands' dtype.
-      empty_rows: what it returns for queries that may attend to nothing.
-      behind_mask: `"finite"` if keys and values behind the mask must be finite.
-      causal: where queries stand for `causal=True` and `window` where T is not S: `"start"`, the first at the first
-        key, or `"end"`, the last at the last.
+      empty_rows: the result for queries that may attend to no key: `"undefined"`, `"zero"` or `"mean"`.
+      behind_mask: `"finite"` if keys and values behind the mask must be finite; `"any"` if they may be NaN.
+      causal: how `causal=True` and `window` align queries and keys if T differs from S. With `"start"` the first query
+        has the position of the first key. With `"end"` the last query has the position of the last key.
       differentiable_residuals: False if `logsumexp` carries no gradient.
       memory: `"linear"` if temporary memory of forward and backward grows no faster than the lengths.
-      unsupported: feature name (`python -m conformance list features`) to the reason why it is not supported.
+      unsupported: a mapping from the name of a feature (`python -m conformance list features`) to the reason why the
+        function does not support it.
 
     Raises:
-      ValueError: for a word that is none of those there are.
+      ValueError: if an argument is not one of the allowed words.
     """
     declaration = Declaration(
         arithmetic=Arithmetic(
@@ -137,15 +148,16 @@ def declare(
 def build_implementation(
     function: Callable[..., Any], name: str, *, products: Products | None = None
 ) -> Implementation:
-    """Build the implementation that a plain function is.
+    """Build an implementation from a plain function.
 
     Args:
       function: the function, possibly decorated with `declare`.
-      name: how reports name it.
-      products: overrides how it declares to multiply f32 operands.
+      name: the name of the implementation in reports.
+      products: overrides the declared precision of products of f32 operands.
 
     Raises:
-      NotAnAttentionFunction: if its signature cannot take its operands, or needs parameters that nobody can fill.
+      NotAnAttentionFunction: if its signature cannot take q, k and v (or those of its storage form), or has a required
+        parameter that the harness does not know.
     """
     signature = _get_signature(function, name)
     form = _find_storage_form(signature, name)
@@ -179,7 +191,7 @@ def build_implementation(
 
     if form is not None:
         call = call_by_position
-        vars(call)["__signature__"] = signature  # by which it is known whether the call gets `num_seqs`
+        vars(call)["__signature__"] = signature  # `StoredCall` reads here whether the function takes `num_seqs`
     implementation = Implementation(
         name=name,
         call=call,
@@ -217,18 +229,18 @@ _PHASES: tuple[dict[str, Any], ...] = ({"phase": "train"}, {"phase": "prefill"},
 
 
 def _find_returned_residuals(implementation: Implementation) -> frozenset[str]:
-    """Find the residuals in what the call returns, by tracing it once on a plain case that is supported.
+    """Find the names of the residuals that the call returns, by tracing it on the first simple case that it supports.
 
-    If the call raises, or returns something else, they are all residuals: then the checks say what is wrong.
+    If every trace fails or returns something else, all residuals are assumed: then the checks report what is wrong.
     """
-    import jax  # imported late: reading a signature needs none of it
+    import jax  # imported late, since most uses of this module do not need JAX
 
     form = None if implementation.storage is None else FORMS[implementation.storage]
     num_kv_heads, v_head_dim = (1, 48) if form is not None and form.is_tied else (2, 64)
     storage = None if form is None else form.example
     shape: dict[str, Any] = {"storage": storage, "num_kv_heads": num_kv_heads, "v_head_dim": v_head_dim}
     implementation = stored_calls.lower_implementation(implementation)
-    # A kernel that is not for training, or for steps alone, does not support the first of these.
+    # A kernel that supports no training cases, or decoding only, does not support the first phases.
     phases = _PHASES if form is None else _PHASES[1:]
     caches = PAGES_HOLD if form is not None and form.scales else (None,)
     asked = itertools.product(caches, phases, ("f32", "bf16", "f16"), ("full", "causal"))
@@ -249,7 +261,7 @@ def _find_returned_residuals(implementation: Implementation) -> frozenset[str]:
         call = functools.partial(implementation.call, **static, save_residuals=True)
         try:
             returned = jax.eval_shape(call, problem.q, problem.k, problem.v, **extra)
-        except Exception:  # whatever it is, a check will say so, with the case
+        except Exception:  # ignored here: a check makes the same call and reports the exception
             continue
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
             known = frozenset(RESIDUALS) & set(returned[1])
@@ -259,7 +271,7 @@ def _find_returned_residuals(implementation: Implementation) -> frozenset[str]:
 
 
 def _unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that partial application wraps."""
+    """Return the function inside any nested `functools.partial` objects."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
@@ -272,7 +284,10 @@ def _get_declaration(function: Callable[..., Any]) -> Declaration:
 
 
 def _list_explicit_options(signature: inspect.Signature) -> dict[str, Any]:
-    """Return the options to pass although the case has none: leaving them out would mean something else, or raise."""
+    """Return the arguments that must be passed even if the case does not have the option.
+
+    They are `False` for `causal` and `save_residuals` with another default, and None for required options.
+    """
     explicit: dict[str, Any] = {}
     for p in signature.parameters.values():
         required = p.default is p.empty and p.kind is not p.VAR_KEYWORD
@@ -304,7 +319,7 @@ def _find_storage_form(signature: inspect.Signature, name: str) -> StorageForm |
         if not other.marks and not other.is_dense and other.operands[1] in parameters and form is not other:
             raise NotAnAttentionFunction(
                 f"{name}{_strip_annotations(signature)} must take {other.operands[1]!r} as its second argument, "
-                "behind q: wrap it, as docs/contract.md, section 8, does"
+                "after q: wrap it as docs/contract.md, section 8, shows"
             )
     if form is not None and (lacks := plain_storage.describe_missing_parameters(parameters, form)):
         raise NotAnAttentionFunction(f"{name}{_strip_annotations(signature)} {lacks}")
@@ -333,11 +348,12 @@ def _find_options(
         if required and p not in positional[:count] and (p.name not in known or p.kind is p.POSITIONAL_ONLY):
             raise NotAnAttentionFunction(
                 f"{name}{signature} needs the argument {p.name!r}, which is none of {', '.join(known)} by keyword: "
-                f"give it a default or wrap the function"
+                f"give the argument a default, or wrap the function"
             )
     named = frozenset(p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        # A function with **options has not said that it knows these, unless it names them.
+        # `**options` is taken to accept every option except those that are opt-in. An opt-in option must be a named
+        # parameter.
         return named | (frozenset(known) - OPT_IN - {"mask_mod", *plain_storage.SCALE_PARAMETERS})
     return named
 

@@ -1,10 +1,12 @@
-"""Recognise plain functions that take stored operands by the names of their parameters.
+"""Recognise plain functions that take stored operands (packed, paged, latent, ring buffer) by their parameters.
 
-A function with a latent in place of keys and values is recognised by that name, any other by a keyword that marks its
-form (`cases.storage_forms.form_registry.find_form`). A function may leave out `num_seqs`: then entries past the last
-sequence are those of sequences without queries and keys. A paged function with all of `k`, `v`, `k_pages` and `v_pages`
-writes pages, and gets these by their names, in whatever order they stand. A function with a pair of parameters for
-scales takes pages with such scales, and no others unless both may be left out.
+- A function with a latent in place of keys and values is recognised by the latent's name. Any other is recognised by a
+  keyword that marks its storage form (`cases.storage_forms.form_registry.find_form`).
+- A function need not take `num_seqs`. Without it, table entries past the last sequence describe sequences that have no
+  queries and no keys.
+- A paged function with all of `k`, `v`, `k_pages` and `v_pages` writes pages. It gets these four by name, in any order.
+- A function with a pair of parameters for scales takes caches with such scales. It takes caches without scales only if
+  both parameters have defaults.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from cases.storage_forms.stored_cases import lower_sides
 
 _WRITTEN = ("k", "v", *PAGE_ARRAYS)
 SCALE_PARAMETERS = tuple(name for form in FORMS.values() for pair in form.scales for name in pair.names)
-"""Parameters for scales of quantised caches, of all forms."""
+"""The names of the parameters for scales of quantised caches, for all storage forms."""
 
 
 def is_page_writer(signature: inspect.Signature) -> bool:
-    """Return whether a paged function writes pages: it has the new tokens beside the pages."""
+    """Return whether a paged function writes pages: it then takes the new tokens `k`, `v` besides the pages."""
     names = list(signature.parameters)
     return set(_WRITTEN) <= set(names) and set(names[1:3]) < set(_WRITTEN)
 
 
 def list_writer_options(signature: inspect.Signature) -> tuple[str, ...]:
-    """Return the keywords that a function that writes pages may have; none is asked for scales."""
+    """Return the keywords that a function that writes pages may have; scales are not among them."""
     read = (name for name in FORMS["paged"].parameters if name not in SCALE_PARAMETERS)
     return (*read, *(name for name in _WRITTEN if name not in list(signature.parameters)[:3]))
 
@@ -43,14 +45,18 @@ def list_writer_options(signature: inspect.Signature) -> tuple[str, ...]:
 def call_page_writer(
     function: Callable[..., Any], signature: inspect.Signature, operands: tuple[Any, ...], options: Mapping[str, Any]
 ) -> Any:
-    """Call a function that writes pages with q, k, v, k_pages and v_pages, in this order, by its own names."""
+    """Call a function that writes pages, whose parameters may stand in any order.
+
+    `operands` are q, k, v, k_pages and v_pages in this order. The function gets q and its next two parameters by
+    position, and the rest by name.
+    """
     by_name = dict(zip(_WRITTEN, operands[1:], strict=True))
     first = [by_name.pop(name) for name in list(signature.parameters)[1:3]]
     return function(operands[0], *first, **by_name, **options)
 
 
 def describe_missing_parameters(parameters: Collection[str], form: StorageForm) -> str:
-    """Return what a function with these parameters lacks to be one of its form, in words; empty if nothing."""
+    """Describe the parameters that a function of this storage form lacks, for an error message; "" if it lacks none."""
     begun = [pair for pair in form.scales if set(pair.names) & set(parameters)]
     required = dict(form.required)
     for pair in begun:
@@ -60,13 +66,13 @@ def describe_missing_parameters(parameters: Collection[str], form: StorageForm) 
         return ""
     has = [name for name in _list_telling_names(form) if name in parameters]
     return (
-        f"takes {' and '.join(map(repr, has))} as for {form.noun}, and lacks {' and '.join(missing)}: "
-        f"wrap it, with {form.noun} as docs/contract.md, section 8, has them"
+        f"takes {' and '.join(map(repr, has))}, as functions of {form.noun} do, but lacks {' and '.join(missing)}: "
+        f"wrap it so that it takes {form.noun} as docs/contract.md, section 8, describes"
     )
 
 
 def _list_telling_names(form: StorageForm) -> tuple[str, ...]:
-    """Return the parameters that say that a function takes its operands stored."""
+    """Return the names of parameters by which a function is recognised to take stored operands."""
     if form.is_tied:
         return form.operands[1:]
     tables = (name for other in (FORMS["paged"], *FORMS.values()) for name in other.tables)
@@ -80,23 +86,23 @@ def find_scale_features(parameters: Collection[str], form: StorageForm | None) -
 
 
 def find_required_scales(signature: inspect.Signature, form: StorageForm | None) -> tuple[str, ...]:
-    """Return the scales without which a function with this signature takes no cache."""
+    """Return the scale parameters of a function that have no default: it cannot take a cache without these scales."""
     names = (name for pair in (form.scales if form else ()) for name in pair.names)
     own = (signature.parameters[name] for name in names if name in signature.parameters)
     return tuple(p.name for p in own if p.default is p.empty)
 
 
 def find_unsupported(case: Case, parameters: Collection[str], form: str, *, needed: tuple[str, ...] = ()) -> str | None:
-    """Return why a function with these parameters cannot be asked for `case`, or None if it can.
+    """Return why a function with these parameters does not support `case`, or None if it does.
 
-    It must have a parameter for the mask, and it takes no pages without the `needed` scales.
+    The function must have a parameter for the mask of the case. The case must have the scales that the function needs.
     """
     described = FORMS[form]
     whole = case.kv_cache in WHOLE_CACHES
     pairs = (pair for pair in described.scales if case.kv_cache is not None and pair.as_numbers == whole)
     given = [name for pair in pairs for name in pair.names]
     if missing := [name for name in needed if name not in given]:
-        return f"{missing[0]}: the function needs {' and '.join(missing)}, and these pages have none"
+        return f"{missing[0]}: the function needs {' and '.join(missing)}, and the pages of this case have none"
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     sides = find_sides(mask, case.q_length, case.kv_length)
     if sides is None or sides == Sides() or "window" in parameters:
@@ -110,7 +116,10 @@ def find_unsupported(case: Case, parameters: Collection[str], form: str, *, need
 def build_lowering(
     parameters: Collection[str], form: str
 ) -> Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]:
-    """Return how a mask reaches a function with these parameters: `causal=True` if it has that, else a window."""
+    """Build `Implementation.lower_mask`, which turns a mask into arguments of a function with these parameters.
+
+    A causal mask becomes `causal=True` if the function has that parameter, else the window `(None, 0)`.
+    """
 
     def lower(
         mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int

@@ -1,4 +1,7 @@
-"""Decide which cases a plain function supports by its parameters, and how a mask reaches it."""
+"""Decide by a plain function's parameters which cases it supports, and how a mask is passed to it.
+
+A plain function is an attention function without further declarations (`conformance.execution.plain_functions`).
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,22 @@ from conformance.execution import plain_storage
 
 
 def suggest_parameters(name: str, others: Iterable[str]) -> str:
-    """Return a hint at parameters of similar names, as `is_causal` for `causal`; empty if there are none."""
+    """Return a hint that names parameters whose names contain `name`, such as `is_causal` for `causal`; else ""."""
     alike = [repr(other) for other in others if name in other]
     return f" (nothing is passed to its {' and '.join(alike)})" if alike else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlainSupport:
-    """The masks and values that a plain function supports, by its signature and its declarations.
+    """A callable that says whether a plain function supports a case, by its signature and its declarations.
 
     Attributes:
-      parameters: the options that it has.
-      causal: where queries stand for `causal=True` and `window`.
-      narrow: whether its logits are in the dtype of the operands.
-      storage: how it takes its operands, none if dense.
-      others: its further parameters, to which nothing is passed.
-      scales: those without which it takes no pages.
+      parameters: the names of the optional parameters that the function has and the harness knows.
+      causal: `"start"` or `"end"`, how `causal=True` and `window` align queries with keys if T differs from S.
+      narrow: whether the function's logits or softmax are in the dtype of the operands.
+      storage: the name of the storage form in which the function takes its operands; None if they are dense.
+      others: the names of further parameters, to which the harness passes nothing.
+      scales: the names of the scale parameters without a default; without scales the function cannot take a cache.
     """
 
     parameters: frozenset[str]
@@ -44,7 +47,7 @@ class PlainSupport:
     def __call__(self, case: Case) -> str | None:
         """Return why the function does not support `case`, or None if it does."""
         if self.narrow and case.dtype == "f16" and case.distribution == "huge":
-            return "huge: logits beyond 65504, the largest number of f16, in which they are declared to be"
+            return "huge: logits beyond 65504, the largest f16 number, and the function declares logits in f16"
         if self.storage is not None and not FORMS[self.storage].is_dense:
             return plain_storage.find_unsupported(case, self.parameters, self.storage, needed=self.scales)
         if case.mask == "full" or "mask" in self.parameters:
@@ -55,19 +58,26 @@ class PlainSupport:
             return None
         kind = mask_spec.list_mask_features(case.mask)[0]
         alike = suggest_parameters(kind, self.others) or suggest_parameters("mask", self.others)
-        said = "mask_mod is a function of places, this mask an array, and " if "mask_mod" in self.parameters else ""
+        said = (
+            "mask_mod takes a formula of indices, this mask is an array, and " if "mask_mod" in self.parameters else ""
+        )
         return f"{kind}: {said}the function has no parameter 'mask'{alike}"
 
 
 def _compute_offset(causal: CausalFrom, q_length: int, kv_length: int) -> int:
-    """Return the key at which the first query stands for `causal=True` and `window`."""
+    """Return the index of the key that `causal=True` and `window` align with the first query."""
     return 0 if causal == "start" else kv_length - q_length
 
 
 def _split_mask(mask: Mask, parameters: frozenset[str], first: int) -> tuple[dict[str, Hashable], Mask | None]:
-    """Split a mask into the parameters that the function has for it, by name, and the rest.
+    """Split a mask into static arguments for a function with these parameters, and the rest of the mask.
 
-    They are `causal` and `window` if the mask is made of them, and `mask_mod` for the formulas in what is left.
+    A mask is a conjunction. A causal conjunct becomes `causal`, a window becomes `window`, and conjuncts that are given
+    by a formula become `mask_mod`, each if the function has that parameter. `first` is the index of the key that is
+    aligned with the first query.
+
+    Returns:
+      The static arguments by name, and the conjunction of all other conjuncts, or None if there are none.
     """
     static: dict[str, Hashable] = {}
     functions: Mask | None = None
@@ -91,7 +101,7 @@ def _split_mask(mask: Mask, parameters: frozenset[str], first: int) -> tuple[dic
 def build_lowering(
     parameters: frozenset[str], causal: CausalFrom
 ) -> Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]]:
-    """Return how a mask reaches a function with these options: `Implementation.lower_mask`."""
+    """Build `Implementation.lower_mask`, which turns a mask into arguments of a function with these parameters."""
 
     def lower(
         mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int

@@ -1,4 +1,7 @@
-"""Find the package of a kernel and a digest of its source, without importing it."""
+"""Find the package of a kernel and compute a digest of its source, without importing the kernel.
+
+A run records them, so that a reader can tell which version of a kernel was judged.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from pathlib import Path
 
 from conformance.execution import implementation_registry
 
-_DIGITS = 12  # of a digest: enough to tell sources apart
+_DIGITS = 12  # the number of hexadecimal digits of a digest: enough to distinguish sources
 _MAX_FILE_SIZE = 2**26  # bytes; a larger file holds weights, not source
 
 
 def describe_source(name: str) -> tuple[str, str]:
-    """Return the package and version of an implementation, and a digest of source that is in no package.
+    """Return the package and version of the implementation `name`, and a digest of source that is not installed.
 
-    Modules are looked up as Python would look them up, and none is imported.
+    Each is "" if there is none. Modules are found on Python's search path and are not imported.
     """
     if (point := implementation_registry.find_entry_point(name)) is not None:
         dist = point.dist
@@ -37,7 +40,10 @@ def describe_source(name: str) -> tuple[str, str]:
 
 
 def _find_imported_files(file: Path) -> list[Path]:
-    """Return a file and the files beside it that it imports or names in a string, directly or not."""
+    """Return a file and all files of its folder on which it depends, directly or through others.
+
+    A file depends on the modules that it imports, and on files whose paths are in its strings.
+    """
     found: dict[Path, None] = {}
     waiting = [file]
     while waiting:
@@ -59,7 +65,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _find_references(file: Path) -> tuple[set[str], set[str]]:
-    """Return the modules that a file imports, and its strings that may name files beside it."""
+    """Return the top-level modules that a file imports, and the strings in it that may be paths relative to it."""
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes())))
     except (SyntaxError, ValueError):
@@ -79,7 +85,7 @@ def _find_installed_package(module: str) -> str:
 
 @functools.cache
 def _list_package_files(module: str) -> tuple[Path, ...]:
-    """Return the files of the package of a module; none if it is installed, since its version identifies it."""
+    """Return the files of a module's top-level package; () if it is installed, since its version identifies it."""
     top = module.partition(".")[0]
     spec = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
     if spec is None:
@@ -91,7 +97,7 @@ def _list_package_files(module: str) -> tuple[Path, ...]:
 
 
 def compute_digest(files: Iterable[Path]) -> str:
-    """Compute a digest of files; empty if none can be read."""
+    """Compute a digest of the names and contents of files; "" if no file can be read."""
     found = hashlib.sha256()
     count = 0
     for file in files:

@@ -1,11 +1,12 @@
-"""Make the canonical call on dense operands by a call that takes them stored (docs/contract.md, section 8).
+"""Turn a call that takes stored operands into the canonical call on dense operands (docs/contract.md, section 8).
 
-The dense operands are gathered to where the tables of a layout say, the call is made in its own convention, and its
-results are put back in their dense places. All of this is traced with the call: programs take the dense operands and
-the tables, and gradients come back dense. So the oracle, the bounds and every check are those of the dense problem.
+Stored operands are packed, paged, latent or in a ring buffer. A `StoredCall` is called with dense operands and the
+tables of a storage layout. It gathers the operands to the places that the tables say, makes the kernel's call, and puts
+the results back in their dense places. All of this is traced with the call, so gradients come back dense too. So the
+oracle, the bounds and every check work on the dense problem.
 
-A call that writes pages is `call(q, k, v, k_pages, v_pages, *, kv_lens, ...)`. Here its pages are made for the call and
-dropped behind it; `conformance.executor_tasks.page_write_calls` judges what it wrote into pages that are kept.
+A call that writes pages is `call(q, k, v, k_pages, v_pages, *, kv_lens, ...)`. This module builds pages for each call
+and ignores the returned ones. `conformance.executor_tasks.page_write_calls` returns the written pages to checks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from cases.storage_forms.storage_layout import NOBODY, Storage
 from conformance.contract import Accelerator, BehindMask, Implementation
 from conformance.execution import kernel_errors
 
-# The number in unwritten memory, where it must be finite.
+# The number in unwritten memory, for kernels that declare `behind_mask="finite"`.
 _FINITE_STALE = 2.0**6
 
 
@@ -38,8 +39,9 @@ def build_storage_arrays(
 ) -> Mapping[str, np.ndarray]:
     """Build the arrays that a stored call gets beside the dense operands.
 
-    They are the tables, the places of queries and keys, and the number in memory that holds nothing (`stale`). A call
-    that writes pages also gets the dense key of each packed token (`tokens`), and pages without these keys.
+    They are the tables, the dense index of each stored query (`q_rows`) and key (`held`), the stored index of each
+    dense query (`places`), and the number in memory that holds nothing (`stale`). With `writes`, for a call that writes
+    pages, `tokens` is the dense index of each new token, and `held` does not have these tokens.
     """
     worst = np.nan if behind_mask == "any" else _FINITE_STALE
     stale = np.array(worst if storage.stale is None else storage.stale, np.float32)
@@ -50,14 +52,15 @@ def build_storage_arrays(
 
 
 def build_storage_arrays_for(implementation: Implementation, storage: Storage) -> Mapping[str, np.ndarray]:
-    """Build the arrays that a stored call gets, as `implementation` declares it."""
+    """Call `build_storage_arrays` with what `implementation` declares about memory and page writes."""
     return build_storage_arrays(storage, implementation.behind_mask, writes=implementation.writes_pages)
 
 
 def add_padding(arrays: Mapping[str, Any], form: str | None) -> Mapping[str, Any]:
-    """Add zeros to stored operands where the problem has none, so that padding has gradients of its own.
+    """Add arrays of zeros, `padding`, whose gradients are those of the padding in stored operands.
 
-    Caches are not differentiated, and dense operands have no such places: their arrays stay as they are.
+    `StoredCall` adds them to the padding of q, k and v, so the padding becomes differentiable. Caches are not
+    differentiated, and dense operands have no padding: for them `arrays` is returned unchanged.
     """
     storage = arrays.get("storage")
     if storage is None or form is None or FORMS[form].is_cache:
@@ -68,7 +71,10 @@ def add_padding(arrays: Mapping[str, Any], form: str | None) -> Mapping[str, Any
 
 
 def lower_implementation(implementation: Implementation) -> Implementation:
-    """Return the implementation with each of its calls made on dense operands; itself if it takes no others."""
+    """Return the implementation with each of its calls wrapped to take dense operands.
+
+    An implementation that takes dense operands already is returned as it is.
+    """
     if implementation.storage is None or isinstance(implementation.call, StoredCall | LatentCall):
         return implementation
     lower = functools.partial(_lower_call, form=implementation.storage, writes=implementation.writes_pages)
@@ -102,12 +108,12 @@ def _lower_accelerator(
 
 @dataclasses.dataclass(frozen=True)
 class LatentCall:
-    """The canonical call, made by a call that takes dense operands with one latent in place of keys and values.
+    """A call with one latent in place of keys and values, wrapped to take dense q, k and v.
 
-    The gradient of the latent comes back as that of k; v gets zeros.
+    The gradient of the latent is returned as that of k. The gradient of v is zero.
 
     Attributes:
-      call: the call in its own convention.
+      call: the kernel's call, which takes q and the latent.
       form: the storage form.
     """
 
@@ -115,27 +121,30 @@ class LatentCall:
     form: StorageForm
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
-        """Call it on `k [B, S, 1, H]`; of `v [B, S, 1, V]` only the depth counts."""
+        """Make the call with `k [B, S, 1, H]` as the latent; `v [B, S, 1, V]` only gives the depth V of values."""
         arranged = self.form.arrange({"k": k})
         return self.call(q, *arranged.values(), **add_latent_options(q, v.shape[-1], options))
 
 
 def add_latent_options(q: Any, value_dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `value_dim` to options, and the scale: its default would go by the depth of the expanded heads."""
+    """Add `value_dim` and `scale` to the options of a call with a latent.
+
+    The scale is always passed. A latent kernel's own default may be that of its expanded heads, not `1 / sqrt(H)`.
+    """
     scale = options.get("scale")
     return {**options, "value_dim": value_dim, "scale": 1 / math.sqrt(q.shape[-1]) if scale is None else scale}
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredCall:
-    """The canonical call on dense operands, made by a call that takes them stored.
+    """A call that takes stored operands, wrapped to take dense q, k and v and to return dense results.
 
     Attributes:
-      call: the call in its own convention.
+      call: the kernel's call, which takes stored operands and tables.
       form: the storage form.
-      counts: whether it gets the number of sequences. If not, entries past the last sequence are those of sequences
-        without queries and keys.
-      writes: whether it writes the tokens of its queries into pages.
+      counts: whether the call takes `num_seqs`. If not, table entries past the last sequence describe sequences without
+        queries and keys.
+      writes: whether the call writes the new tokens into pages.
     """
 
     call: Callable[..., Any]
@@ -145,7 +154,7 @@ class StoredCall:
 
     @classmethod
     def of(cls, call: Callable[..., Any], form: str, *, writes: bool = False) -> StoredCall:
-        """Return the dense form of `call`, which gets the tables that its signature has."""
+        """Wrap `call`, which takes operands in the storage form `form`; its signature says if it takes `num_seqs`."""
         parameters = inspect.signature(call).parameters.values()
         counts = any(p.name == "num_seqs" or p.kind is p.VAR_KEYWORD for p in parameters)
         return cls(call, FORMS[form], counts, writes)
@@ -162,20 +171,21 @@ class StoredCall:
         save_residuals: bool = False,
         **options: Any,
     ) -> Any:
-        """Return `out [B, T, N, V]`, with residuals `[B, N, T]` if asked.
+        """Return `out [B, T, N, V]`; with `save_residuals`, also the residuals `[B, N, T]` by name.
 
         Args:
-          q: `[B, T, N, H]`.
-          k: `[B, S, K, H]`.
-          v: `[B, S, K, V]`.
+          q: dense queries `[B, T, N, H]`.
+          k: dense keys `[B, S, K, H]`.
+          v: dense values `[B, S, K, V]`.
           storage: the arrays of `build_storage_arrays`.
-          padding: the zeros of `add_padding`, if gradients of padding are asked for.
-          kv_scales: the scales of k and of v, `[B, S, K]` where each token has one, or a number of each.
-          save_residuals: whether residuals are returned too.
+          padding: the zeros of `add_padding`, if padding is to have gradients.
+          kv_scales: the scales of k and of v: an array `[B, S, K]` for each, with a scale per token, or one number for
+            each.
+          save_residuals: whether to return residuals too.
           options: all other keywords of the call.
 
         Raises:
-          WrongReturn: if the call returns something else than arrays of the right shapes.
+          WrongReturn: if the call does not return arrays of the right shapes.
         """
         if kv_scales is not None and isinstance(kv_scales[0], float):
             options["kv_scales"], kv_scales = kv_scales, None
@@ -188,7 +198,7 @@ class StoredCall:
             return self._restore("out", out, (*rows, heads, v.shape[-1]), places, 0.0)
         returned = call_by_keyword(**stored, **options, save_residuals=True)
         out, residuals = kernel_errors.check_residuals(returned)
-        # A query that is not there is an empty row, whose residuals the contract defines.
+        # A dense query that no stored query stands for is an empty row, whose residuals the contract defines.
         sinks = options.get("sinks")
         nothing = {"logsumexp": -jnp.inf if sinks is None else sinks, "max_logits": -jnp.inf}
         in_rows = len(rows) > 1
@@ -231,20 +241,20 @@ class StoredCall:
         return next(pair.names for pair in self.form.scales if pair.as_numbers == as_numbers)
 
     def pack_queries(self, q: Any, storage: Mapping[str, Any], padding: Any = None) -> jax.Array:
-        """Return the queries as they are stored, `[total_q, N, H]` or `[rows, T, N, H]`."""
+        """Gather dense queries into their stored form, `[total_q, N, H]` or `[rows, T, N, H]`."""
         return _gather(q, storage["q_rows"], storage["stale"], padding)
 
     def select_tables(self, storage: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the tables that the call takes."""
+        """Select the tables that the call takes from the arrays of `build_storage_arrays`."""
         tables = {name: storage[name] for name in self.form.tables}
         return tables if self.counts or "num_seqs" not in tables else _close_tables(tables)
 
     def bind_depth(self, value_dim: int) -> Callable[..., Any]:
-        """Return the call in its own convention, with keywords alone, for values of this depth."""
+        """Return the kernel's call, with all arguments by keyword, for values of the depth `value_dim`."""
         return functools.partial(self._call_tied, value_dim) if self.form.is_tied else self.call_by_keyword
 
     def call_by_keyword(self, **arguments: Any) -> Any:
-        """Make the call in its own convention, with keywords alone; pages that it returns are dropped."""
+        """Make the kernel's call on stored operands that are given by keyword; ignore pages that it returns."""
         if (numbers := arguments.pop("kv_scales", None)) is not None:
             arguments |= dict(zip(self._find_scale_names(as_numbers=True), numbers, strict=True))
         if not self.writes:
@@ -259,7 +269,7 @@ class StoredCall:
         """Make a call that writes pages, and return `out`, the residuals or None, and the pages by name.
 
         Raises:
-          WrongReturn: if it returns something else.
+          WrongReturn: if the call does not return these.
         """
         asked = {"save_residuals": True} if save_residuals else {}
         returned = self.call(q, k, v, k_pages, v_pages, **others, **asked)
@@ -270,14 +280,14 @@ class StoredCall:
         return self.call_by_keyword(q=q, **add_latent_options(q, value_dim, arguments))
 
     def _restore(self, name: str, x: Any, shape: tuple[int, ...], places: Any, absent: Any) -> jax.Array:
-        """Return a result `[*rows, N, ...]` at the places of the dense problem, `[B, T, N, ...]`.
+        """Gather a result for stored queries, `[*rows, N, ...]`, into its dense form `[B, T, N, ...]`.
 
         Args:
-          name: of the result, for messages.
-          x: the result, of the shape of the stored queries.
-          shape: the shape that it must have.
-          places: `[B, T]`, the stored query that each dense one is.
-          absent: the result of dense queries that are not there.
+          name: the name of the result, for messages.
+          x: the result for the stored queries.
+          shape: the shape that `x` must have.
+          places: the index of the stored query for each dense query, `[B, T]`; `NOBODY` if there is none.
+          absent: the value of the result for dense queries without a stored query.
         """
         _check_shape(name, x, shape)
         flat = jnp.asarray(x).reshape(-1, *shape[len(shape) - (2 if name == "out" else 1) :])
@@ -287,9 +297,16 @@ class StoredCall:
 
 
 def _gather(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
-    """Return `x [B, L, heads, depth]` at the places `held [...]`, `[..., heads, depth]`, with `stale` elsewhere.
+    """Gather dense tokens into their stored form.
 
-    `padding [..., heads, depth]` is added to `stale`.
+    Args:
+      x: the dense tokens, `[B, L, heads, depth]`.
+      held: the index in `B * L` of the token at each stored place, `[...]`; `NOBODY` if the place holds none.
+      stale: the number at places that hold no token.
+      padding: zeros `[..., heads, depth]` that are added to `stale`, so that these places have gradients.
+
+    Returns:
+      The stored tokens, `[..., heads, depth]`.
     """
     flat = jnp.asarray(x).reshape(-1, *x.shape[2:])
     held = jnp.asarray(held)
@@ -299,7 +316,10 @@ def _gather(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
 
 
 def _cast_stale(stale: jax.Array, dtype: Any) -> jax.Array:
-    """Return the stale number in a dtype: the largest number for what a dtype of quantised pages does not have."""
+    """Cast the number in unwritten memory to a dtype.
+
+    A quantised dtype may lack NaN or infinity; then the result is its largest number.
+    """
     top = quantization.find_largest(dtype)
     if top is None:
         return stale.astype(dtype)
@@ -315,7 +335,10 @@ def _check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 
 def _close_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables for a call without the number of sequences: others have neither queries nor keys."""
+    """Return the tables for a call that does not take `num_seqs`.
+
+    Entries past the last sequence are changed to describe sequences without queries and keys.
+    """
     count = jnp.asarray(tables["num_seqs"])[0]
     closed = {}
     for name, x in tables.items():

@@ -1,8 +1,11 @@
 """Adapt functions that take the operands of a named problem to the canonical call.
 
-A kernel for JAXBench (`cases.named_problems`) is a function `workload` of that benchmark's operands, in its layouts.
-Operands are converted, and nothing is repaired. If its module has the benchmark's table of sizes, `CONFIG`, the entries
-that it has are set to the sizes of the case, since the benchmark's own functions read them.
+A named problem is one of the benchmark JAXBench (`cases.named_problems`). A kernel for it is a function `workload` that
+takes the benchmark's operands in the benchmark's layouts. An adapter only converts operands and results, and corrects
+no errors of the kernel.
+
+The benchmark's own functions read sizes from a dictionary `CONFIG` in their module. If a kernel's module has such a
+dictionary, the entries in it are set to the sizes of the case.
 """
 
 from __future__ import annotations
@@ -20,22 +23,24 @@ from conformance.contract import Implementation, Products
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
 
 Workload = Callable[..., Any]
+# The nonzero entries of the projections for latent attention: signed powers of two, so that products with them are
+# exact.
 _SIGNS = (1.0, -1.0, 2.0, -0.5)
 
 
 def build_workload_implementation(
     found: Any, name: str, problem: str, *, products: Products | None = None
 ) -> Implementation:
-    """Build the implementation that a function of a named problem's operands is.
+    """Build an implementation from a function that takes the operands of a named problem.
 
     Args:
       found: the function, possibly decorated with `conformance.declare`.
-      name: how reports name it.
+      name: the name of the implementation in reports.
       problem: the name of the problem.
-      products: overrides how it declares to multiply f32 operands.
+      products: overrides the declared precision of products of f32 operands.
 
     Raises:
-      NotAnAttentionFunction: if it is no function.
+      NotAnAttentionFunction: if `found` is not a function.
     """
     if not callable(found) or isinstance(found, Implementation):
         raise NotAnAttentionFunction(
@@ -46,7 +51,7 @@ def build_workload_implementation(
     vars(attention).update({key: value for key, value in _get_attributes(found).items() if key != "__wrapped__"})
     attention.__doc__ = found.__doc__
     implementation = build_implementation(attention, name, products=products)
-    # The benchmark asks for the output alone: kernels for it have no backward pass and no residuals.
+    # The benchmark needs only `out`: kernels for it have no backward pass and no residuals.
     declines, takes = index_problems()[problem].declines, implementation.supports_case
     implementation = dataclasses.replace(implementation, gradients=frozenset(), supports_case=declines)
     if problem == "mla_attention":
@@ -83,7 +88,7 @@ def _collect_sizes(q: Any, k: Any) -> dict[str, int]:
 
 def _reject_not_causal(causal: bool) -> None:
     if not causal:
-        raise NotImplementedError("the problem is causal")
+        raise NotImplementedError("this problem is causal: causal must be True")
 
 
 def _swap_heads(x: Any) -> Any:
@@ -113,7 +118,7 @@ def _adapt_sparse(workload: Workload) -> Workload:
     def attention(q: Any, k: Any, v: Any, *, causal: bool, scale: float | None) -> Any:
         _reject_not_causal(causal)
         if scale != 1:
-            raise NotImplementedError("the problem has queries that are scaled already: scale is 1")
+            raise NotImplementedError("in this problem the queries are scaled already: scale must be 1")
         _set_config_sizes(workload, **_collect_sizes(q, k))
         return _swap_heads(workload(_swap_heads(q), _swap_heads(k), _swap_heads(v)))
 
@@ -125,7 +130,7 @@ def _adapt_flex(workload: Workload) -> Workload:
         _reject_not_causal(causal)
         if bias is None or bias.shape != (1, q.shape[2], q.shape[1], k.shape[1]):
             raise NotImplementedError(
-                "the problem has a bias of every head, query and key, and all batch rows share it"
+                "in this problem the bias must be [1, N, T, S]: a number for each head, query and key"
             )
         _set_config_sizes(workload, **_collect_sizes(q, k))
         return _swap_heads(workload(_swap_heads(q), _swap_heads(k), _swap_heads(v), bias[0]))
@@ -149,7 +154,10 @@ def _collect_page_sizes(k_pages: Any, page_indices: Any) -> dict[str, int]:
 
 
 def _adapt_paged(workload: Workload) -> Workload:
-    """Adapt paged decoding; each row of its tables is a sequence of one query, so spare rows get one key."""
+    """Adapt paged decoding, where each row of the tables is a sequence of one query.
+
+    Rows past the last sequence get one key, since the benchmark has no empty sequences.
+    """
 
     def attention(
         q: Any, k_pages: Any, v_pages: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any
@@ -174,7 +182,7 @@ def _adapt_paged(workload: Workload) -> Workload:
 
 
 def _adapt_ragged(workload: Workload) -> Workload:
-    """Adapt ragged paged attention; spare rows of its tables have no queries and no keys."""
+    """Adapt ragged paged attention; table rows past the last sequence have no queries and no keys."""
 
     def attention(
         q: Any, k_pages: Any, v_pages: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any
@@ -198,20 +206,22 @@ def _adapt_ragged(workload: Workload) -> Workload:
 
 
 def _clip_page_indices(page_indices: Any, pages: Any) -> Any:
-    """Clip every entry of the table to a page that exists, as all entries of the benchmark are."""
+    """Clip every entry of the table to the index of an existing page, since the benchmark has no other entries."""
     return jnp.clip(page_indices, 0, pages.shape[0] - 1)
 
 
 def _keep_raw(steps: tuple[str, ...], q: Any, k: Any, v: Any, **_: Any) -> tuple[Any, Any, Any]:
-    """Return raw projections unchanged: a latent kernel has a front end of its own."""
+    """Return raw projections unchanged, as the front end of a latent kernel, which applies its own inside."""
     return q, k, v
 
 
 def _adapt_latent(workload: Workload) -> Workload:
-    """Adapt latent attention by projections that permute coordinates and scale them by signed powers of two.
+    """Adapt latent attention, whose kernel computes queries, keys and values by projections of its input.
 
-    These are exact in any order of summation. So attention inside gets the raw queries, keys and values of the case.
-    The latent is as wide as the keys and values of all heads together. The last projection moves `out`, and is undone.
+    The adapter gives it projections that permute coordinates and multiply them by signed powers of two. They are exact
+    in any order of summation. So the attention inside the kernel gets the raw queries, keys and values of the case. The
+    latent is as wide as the keys and values of all heads together. The last projection permutes `out`, and the adapter
+    undoes it.
     """
 
     def attention(q: Any, k: Any, v: Any, *, causal: bool) -> Any:

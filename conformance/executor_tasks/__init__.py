@@ -1,6 +1,6 @@
-"""Tasks that `Executor.run` runs in the kernel's process: they call, transform and trace it, and return data.
+"""Tasks: functions that `Executor.run` runs in the kernel's process, to call, transform or trace the kernel.
 
-A task is a function of an executor. It does not decide what is right; the check that requested it does. Arguments and
-results cross process boundaries, so they are problems, arrays, numbers and text. README.md in this folder lists the
-modules.
+The first parameter of a task is the executor. A task returns data and decides no verdict; the check that requested it
+judges the data. Arguments and results cross process boundaries, so they are problems, arrays, numbers and text.
+README.md in this folder lists the modules.
 """

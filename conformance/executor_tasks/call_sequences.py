@@ -1,4 +1,7 @@
-"""Run calls that follow each other in one process."""
+"""Tasks that run several calls one after the other in one process, mostly for the check `calls`.
+
+They also run single calls on unusual arrays: NumPy views, or one array for several operands.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from conformance import environment
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Executor
 
+# The compiler option by which XLA computes matrix products on one CPU thread.
 _ONE_THREAD = {"xla_cpu_multi_thread_eigen": False}
 
 
@@ -42,13 +46,13 @@ def run_residuals_eagerly(executor: Executor, problem: Problem) -> Mapping[str, 
 
 
 def run_compiled(executor: Executor, problem: Problem) -> np.ndarray:
-    """Return `out` of the call under its own `jit`."""
+    """Return `out` of the call under `jit`, compiled anew for this problem."""
     plain, arrays = executor.bind(problem)
     return np.asarray(executor.jit(plain)(arrays))
 
 
 def run_one_program(executor: Executor, problems: tuple[Problem, ...]) -> list[np.ndarray]:
-    """Return `out` of each problem by one compiled program; problems differ in values only."""
+    """Return `out` of each problem from one compiled program; the problems differ in values only."""
     plain, _ = executor.bind(problems[0])
     program = executor.jit(plain)
     return [np.asarray(program(executor.bind(problem)[1])) for problem in problems]
@@ -57,10 +61,10 @@ def run_one_program(executor: Executor, problems: tuple[Problem, ...]) -> list[n
 def run_on_reused_numpy_arrays(executor: Executor, problem: Problem, other: Problem) -> tuple[str, list[np.ndarray]]:
     """Call outside `jit` on NumPy arrays, then again with other values in the same arrays.
 
-    Both results are read after the second call, which must not change the first.
+    Both results are read after the second call, which must not change the first result.
 
     Returns:
-      Why NumPy arrays are refused, or ""; and `out` of both calls.
+      The reason why NumPy arrays are refused, or "". Then `out` of both calls; empty if they are refused.
     """
     plain, arrays = executor.bind(problem)
     copies = jax.tree.map(lambda x: np.array(x, copy=True), arrays)
@@ -74,7 +78,11 @@ def run_on_reused_numpy_arrays(executor: Executor, problem: Problem, other: Prob
 
 
 def run_on_numpy_views(executor: Executor, problem: Problem) -> tuple[str, np.ndarray | None]:
-    """Return `out` outside `jit` on non-contiguous NumPy arrays; or why they are refused."""
+    """Call outside `jit` on non-contiguous NumPy arrays.
+
+    Returns:
+      The reason why such arrays are refused, or "". Then `out`; None if they are refused.
+    """
     plain, arrays = executor.bind(problem)
 
     def make_view(x: np.ndarray) -> np.ndarray:
@@ -104,7 +112,7 @@ def run_in_thread(executor: Executor, problem: Problem) -> np.ndarray:
 
 
 def run_on_shared_ids(executor: Executor, problem: Problem) -> np.ndarray:
-    """Return `out` of the call outside `jit`, with the segment ids of the keys for queries too."""
+    """Return `out` of the call outside `jit`, with one array for the segment ids of keys and of queries."""
     plain, arrays = executor.bind(problem)
     jax_arrays = dict(jax.tree.map(jnp.asarray, arrays))
     jax_arrays["segment_ids"] = (jax_arrays["segment_ids"][1],) * 2
@@ -112,10 +120,11 @@ def run_on_shared_ids(executor: Executor, problem: Problem) -> np.ndarray:
 
 
 def count_differing_calls(executor: Executor, problem: Problem, count: int) -> int:
-    """Count the calls, out of `count` of one program, whose bits differ from the first.
+    """Run one program `count` times after a first call, and count the results whose bits differ from the first result.
 
-    JAX's default compiler options are used, since many calls would take too long otherwise. Products run on one thread
-    all the same: how several threads share a product is up to XLA.
+    JAX's default compiler options are used: with the executor's options, many calls would take too long. One option is
+    changed: matrix products run on one thread. XLA decides how several threads share a product, so the bits of a
+    product on several threads may differ without a fault of the kernel.
     """
     plain, host_arrays = executor.bind(problem)
     options = environment.build_default_options()

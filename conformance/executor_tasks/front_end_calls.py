@@ -1,4 +1,7 @@
-"""Run a model's front end and attention in one program."""
+"""The task of the check `front_end`: run a model's front end and attention in one compiled program.
+
+The front end computes queries, keys and values from raw projections, by rotary embedding, norms and factors.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,17 @@ def run_front_end(
     places: tuple[np.ndarray, np.ndarray],
     do: np.ndarray | None,
 ) -> tuple[np.ndarray, Values]:
-    """Return `out` and, with a cotangent, the gradients of the front end's inputs.
+    """Return `out` and, if a cotangent is given, the gradients of the front end's inputs.
+
+    The implementation's own front end is run if it has one, else the reference.
 
     Args:
       executor: runs the implementation.
-      problem: the operands of attention besides those that the front end computes.
+      problem: the operands of attention. Its q, k and v are replaced by those that the front end computes.
       steps: the steps of the front end (`cases.front_ends`).
       given: raw projections and the weights of norms, by name.
       places: the positions of queries and of keys.
-      do: the cotangent of `out`, or none.
+      do: the cotangent of `out`; None without gradients.
     """
     call, arrays = executor.bind(problem)
     function = executor.implementation.front_end or reference

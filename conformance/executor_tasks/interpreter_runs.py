@@ -1,4 +1,7 @@
-"""Run the call under JAX's interpreter of its accelerator."""
+"""The task of the check `interpreter`: run the call under JAX's Pallas interpreter of its accelerator.
+
+The interpreter runs on a CPU. It records races, and stops a kernel at an error such as an access out of bounds.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,18 @@ InterpreterRun = tuple[Program, Values, list[str], str]
 def run_programs(
     executor: Executor, problem: Problem, seed: int, programs: Sequence[Program], cotangents: Mapping[str, Cotangent]
 ) -> list[InterpreterRun]:
-    """Run programs with one seed, up to the first that the interpreter stops.
+    """Run programs with one seed of the interpreter, in order, and end after a program that the interpreter stops.
 
     Args:
       executor: runs the implementation.
       problem: the operands.
-      seed: determines the order in which the grid is run.
-      programs: the plain call, the call with residuals, or gradients of one of them.
+      seed: determines the order in which the program instances of the kernel's grid run.
+      programs: the programs to run: the call without residuals, the call with residuals, or the gradients of one.
       cotangents: the cotangent for each program that computes gradients.
 
     Returns:
-      For each program its name, its results, the observed races, and the message of the error that stopped it, or "".
+      For each program that ran: its name, its results, the observed races, and the message of the error that stopped
+      it, or "".
     """
     accelerator = executor.implementation.accelerator
     assert accelerator.under_interpreter is not None
@@ -49,7 +53,7 @@ def run_programs(
 
 
 def _run_program(executor: Executor, program: Program, problem: Problem, cotangent: Cotangent | None) -> Result:
-    """Run one program of the kernel."""
+    """Run one program by the method of the executor with the same name."""
     if program == "forward":
         return executor.forward(problem)
     if program == "residuals":

@@ -1,4 +1,7 @@
-"""Compile the call by the real compiler of its accelerator, without the accelerator."""
+"""Tasks that compile the call with the real compiler of its accelerator (TPU or GPU), without the accelerator.
+
+The check `compiles` uses `compile_programs`. Static cost estimates use `compile_largest_program`.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ class CompiledProgram:
     """The outcome of compiling one program.
 
     Attributes:
-      target: the generation of the accelerator.
+      target: the name of the accelerator's generation.
       program: the name of the program, such as `"gradients"`.
       outcome: `"compiled"`, `"failed"`, `"refused"`, or `"no compiler"`.
-      reason: why it was not compiled.
-      figures: sizes and times, if it was.
+      reason: why the program was not compiled; empty if it was.
+      figures: sizes and times that the compiler reports, by name; empty if the program was not compiled.
     """
 
     target: str
@@ -41,14 +44,17 @@ class CompiledProgram:
 
 
 def build_problem(case: Case) -> Problem:
-    """Build the problem of a case to be compiled; for stored operands only shapes, since caches are large."""
+    """Build the problem of a case to be compiled; stored operands have shapes but no values, since caches are large."""
     return draw_problem(case) if case.storage is None else build_hollow_problem(case)
 
 
 def compile_programs(executor: Executor, case: Case, *, gradients: bool) -> list[dict[str, Any]]:
-    """Compile the call, with residuals and gradients, for each generation; return the fields of `CompiledProgram`.
+    """Compile all programs of the call for each generation of its accelerator.
 
-    If the compiler takes seconds for a program, only the plainest and the largest program are compiled.
+    If the compiler is slow and takes seconds for a program, only the plainest and the largest program are compiled.
+
+    Returns:
+      The fields of `CompiledProgram`, for each program of each generation.
     """
     targets = list_targets(executor.implementation.accelerator.platform)
     problem = build_problem(case)
@@ -66,10 +72,11 @@ def compile_programs(executor: Executor, case: Case, *, gradients: bool) -> list
 def compile_largest_program(
     executor: Executor, problem: Problem, target: CompileTarget, *, gradients: bool
 ) -> CompiledProgram:
-    """Compile the call for one generation, with its gradients if asked.
+    """Compile the call for one generation; with `gradients`, the forward and backward pass.
 
-    Operands that decide which blocks a kernel visits become constants of the program: the tables of a stored call, and
-    lengths and positions that a mask is lowered to. So a static estimate knows which path the kernel takes.
+    Operands that decide which blocks a kernel visits become constants of the program. They are the tables of a stored
+    call, and lengths and positions that a mask is lowered to. So an estimate from the compiled code knows which path
+    the kernel takes.
     """
     programs = _build_programs(executor.native, problem, gradients=gradients)
     name = "gradients" if gradients else "forward"
@@ -81,7 +88,7 @@ def compile_largest_program(
 
 
 def _find_steering_operands(executor: Executor, problem: Problem) -> dict[str, np.ndarray]:
-    """Return the operands that decide which blocks are visited: one number per sequence or page."""
+    """Return the operands that decide which blocks a kernel visits: arrays with a number per sequence or page."""
     call, (_, arrays) = executor.implementation.call, executor.arguments(problem)
     if isinstance(call, StoredCall) and problem.storage is not None:
         return {key: np.asarray(x) for key, x in call.select_tables(arrays["storage"]).items()}
@@ -93,8 +100,8 @@ def _find_steering_operands(executor: Executor, problem: Problem) -> dict[str, n
 def _build_programs(executor: Executor, problem: Problem, *, gradients: bool) -> Programs:
     """Build the programs to compile by name, each with its operands.
 
-    They are the plain call, the call with residuals, and the backward pass of each. The plainest comes first, and the
-    one that includes most of the others comes last.
+    The programs are the call without residuals, the call with residuals, and the backward pass of each. The plainest
+    program comes first. The last one includes the largest part of the others.
     """
     implementation = executor.implementation
     compiled, arrays = executor.compiled(problem) if problem.storage is None else _build_stored_call(executor, problem)
@@ -115,9 +122,9 @@ def _build_programs(executor: Executor, problem: Problem, *, gradients: bool) ->
 
 
 def _build_stored_call(executor: Executor, problem: Problem) -> tuple[Entries, Arrays]:
-    """Return the call in its own convention, with the shapes of its operands.
+    """Return the compiled entry points of a stored call in its own convention, and the shapes of its operands.
 
-    So the program contains no conversion to or from canonical operands.
+    So the programs contain no conversion from dense operands to stored ones or back.
     """
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
@@ -140,7 +147,7 @@ def _get_depths(problem: Problem) -> tuple[int, int]:
 def _compile_program(
     target: CompileTarget, name: str, function: Any, operands: tuple[Any, ...], depths: tuple[int, int]
 ) -> CompiledProgram:
-    """Compile one program for one generation, and turn the compiler's errors into an outcome."""
+    """Compile one program for one generation, and turn a compiler's exception into an outcome with a reason."""
     try:
         return CompiledProgram(target.name, name, "compiled", figures=compile_for(target, function, operands, depths))
     except NoCompiler as error:

@@ -1,4 +1,7 @@
-"""Run calls that write pages: return the pages, and find operands that the calls modified."""
+"""Tasks that run calls which write pages: they return the written pages, or find operands that a call modified.
+
+Such a call gets the new tokens and a page cache, and returns `out`, residuals and a cache with the new tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from conformance.execution.executor import Arrays, Executor, Values
 from conformance.execution.stored_calls import StoredCall
 
 Program = Any
-"""A function from `(arrays, tokens, pages)` to `out`, the residuals or none, and the pages."""
+"""A function from `(arrays, tokens, pages)` to `(out, residuals or None, pages)`."""
 
 
 def run_page_write(
@@ -27,10 +30,10 @@ def run_page_write(
 
     Args:
       executor: runs the implementation.
-      problem: provides the queries and the tables.
+      problem: the problem whose queries and tables the call gets.
       tokens: `k` and `v` `[total_q, K, .]`, packed like the queries.
       before: `k_pages` and `v_pages` `[pages, page_size, K, .]`.
-      save_residuals: whether the call with residuals is made.
+      save_residuals: whether to make the call with residuals.
     """
     program, arrays = _bind_call(executor, problem, save_residuals=save_residuals)
     _, _, after = executor.jit(program)(arrays, dict(tokens), dict(before))
@@ -40,10 +43,10 @@ def run_page_write(
 def run_steps(
     executor: Executor, problems: Sequence[Problem], tokens: Sequence[Values], before: Values
 ) -> list[Values]:
-    """Return `out`, residuals and pages of each step.
+    """Run the steps of a decoding server, and return `out`, residuals and pages of each step.
 
-    Each step gets the pages that the step before returned, and may reuse their memory. `out` is packed, `[total_q, N,
-    V]`, and residuals are `[total_q, N]`.
+    Each step gets the pages that the previous step returned, and may reuse their memory. `out` is packed,
+    `[total_q, N, V]`, and residuals are `[total_q, N]`.
     """
     save_residuals = bool(executor.implementation.residuals)
     program, _ = _bind_call(executor, problems[0], save_residuals=save_residuals)
@@ -64,12 +67,12 @@ def run_steps(
 def find_written_operands(
     executor: Executor, problem: Problem, tokens: Values, before: Values, *, compiled: bool
 ) -> tuple[list[str], str]:
-    """Find out which of the given pages and tokens one call modifies in place.
+    """Find the given page arrays and token arrays that one call modifies in place or deletes.
 
     The call gets NumPy arrays, or JAX arrays if it refuses those.
 
     Returns:
-      The names of the modified arrays, and why the call got JAX arrays; the reason is empty if it took NumPy arrays.
+      The names of the modified arrays. Then the reason why the call got JAX arrays, or "" if it took NumPy arrays.
     """
     program, arrays = _bind_call(executor, problem, save_residuals=False)
     call = executor.jit(program) if compiled else program
@@ -81,7 +84,8 @@ def find_written_operands(
 def _run_on_copies(call: Any, arrays: Arrays, kept: Values, tokens: tuple[str, ...]) -> tuple[dict[str, Any], str]:
     """Call on copies of the pages and tokens, and return these copies after the call.
 
-    NumPy arrays are tried first. If they are refused, JAX arrays are given, and the reason is returned too.
+    `kept` holds the pages and tokens, and `tokens` the names of the tokens among them. NumPy arrays are tried first.
+    If the call refuses them, it gets JAX arrays, and the reason is returned too, else "".
     """
 
     def run(arrays: Arrays, given: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +108,7 @@ def _is_changed(before: np.ndarray, after: Any) -> bool:
 
 
 def _bind_call(executor: Executor, problem: Problem, *, save_residuals: bool) -> tuple[Program, Arrays]:
-    """Return the call with its static keywords bound, and its arrays besides tokens and pages."""
+    """Return the call with its static keywords bound, and its arrays other than tokens and pages."""
     statics, arrays = executor.arguments(problem)
     call = executor.implementation.call
     assert isinstance(call, StoredCall)
@@ -115,7 +119,7 @@ def _bind_call(executor: Executor, problem: Problem, *, save_residuals: bool) ->
 def _call_checked(
     call: StoredCall, statics: Mapping[str, Any], save_residuals: bool, arrays: Arrays, tokens: Arrays, pools: Arrays
 ) -> tuple[Any, Any, Any]:
-    """Call the stored form and check the shapes of its results."""
+    """Make the call that writes pages, in its own convention, and check the shapes of `out` and residuals."""
     storage = arrays["storage"]
     others = {name: x for name, x in arrays.items() if name not in ("q", "storage")}
     q = call.pack_queries(arrays["q"], storage)

@@ -1,4 +1,7 @@
-"""Inspect the traced programs of the call: the precision of products, and dependence on the platform."""
+"""The task of the check `program`: inspect the traced programs of the call, without running them.
+
+It finds the precision that matrix products request, and whether the program depends on the platform.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,12 @@ _PLATFORM_PRIMITIVES = ("platform_index", "platform_dependent")
 def inspect_program(
     executor: Executor, problem: Problem, do: np.ndarray | None
 ) -> tuple[list[tuple[bool, str, str]], bool, str]:
-    """Inspect the traced programs of the call and, with a cotangent `do`, of its gradients.
+    """Inspect the traced programs of the call and, if a cotangent `do` is given, of its gradients.
 
     Returns:
-      For each product of f32 operands whether it requests all of f32, the name of the precision, and its place in the
-      source; whether a branch depends on the platform; and a backend for which the traced programs differ, or "".
+      - For each product of f32 operands: whether it requests all of f32, the name of its precision, its source line.
+      - Whether the program has a branch by platform.
+      - A backend for which another program is traced than here, or "".
     """
     traced = _trace_programs(executor, problem, do)
     operations = list(_iter_operations(traced))
@@ -35,7 +39,7 @@ def inspect_program(
 
 
 def _trace_programs(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[Any, ...]:
-    """Trace the call, and its gradients with a cotangent."""
+    """Trace the call and, if a cotangent is given, its gradients."""
     plain, arrays = executor.bind(problem)
     arrays = jax.tree.map(jax.numpy.asarray, arrays)
     programs: list[Any] = [jax.make_jaxpr(plain)(arrays)]
@@ -58,7 +62,7 @@ def _iter_operations(programs: Iterable[Any]) -> Iterator[Any]:
 
 
 def _iter_programs(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the programs among the parameters of an operation."""
+    """Yield the traced programs (jaxprs) among the parameters of an operation."""
     for value in values:
         if isinstance(value, (tuple, list)):
             yield from _iter_programs(value)
@@ -74,7 +78,7 @@ def _is_f32_product(operation: Any) -> bool:
 
 
 def _describe_product(operation: Any) -> tuple[bool, str, str]:
-    """Return whether a product is exact to f32, its precision by name, and its place in the source."""
+    """Return whether a product requests all of f32, the name of its precision, and its source line."""
     precision = operation.params.get("precision")
     requested = precision if isinstance(precision, tuple) else (precision,)
     exact = all(_is_exact(one) for one in requested)
@@ -100,5 +104,5 @@ def _is_other_program(
     with mock.patch.object(jax, "default_backend", return_value=backend):
         try:
             return [str(one) for one in _trace_programs(executor, problem, do)] != [str(one) for one in traced]
-        except Exception:  # a path that cannot be traced here is certainly another one
+        except Exception:  # a program that cannot be traced differs from the one that was traced above
             return True

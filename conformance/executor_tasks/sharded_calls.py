@@ -1,4 +1,7 @@
-"""Run the call on several devices: under `shard_map` over batch, heads and queries, and on an explicit mesh."""
+"""Tasks of the check `sharding`: run the call on several devices.
+
+The call runs under `shard_map` over batch rows, heads or queries, or on a mesh of explicit axes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,11 @@ Specs = Mapping[str, Any]
 def run_sharded(
     executor: Executor, axis: ShardedAxis, problem: Problem, do: np.ndarray | None
 ) -> tuple[np.ndarray, Values]:
-    """Return `out`, and gradients for a cotangent, with one axis sharded over the devices."""
+    """Run the call under `shard_map`, with one axis sharded over the devices.
+
+    Returns:
+      `out`, and the gradients by operand if a cotangent `do` is given, else an empty dictionary.
+    """
     call, arrays, specs, out_spec = _SHARDS[axis](executor, problem)
     in_specs = {name: specs.get(name, _build_spec()) for name in arrays}
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Auto,))
@@ -39,9 +46,12 @@ def run_sharded(
 
 
 def run_on_explicit_mesh(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[np.ndarray, Values]:
-    """Return `out`, and gradients for a cotangent, with batch rows on a mesh of explicit axes.
+    """Run the call with batch rows sharded over a mesh of explicit axes, without `shard_map`.
 
     Such a mesh is the default of `jax.make_mesh` from jax 0.12 on.
+
+    Returns:
+      `out`, and the gradients by operand if a cotangent `do` is given, else an empty dictionary.
     """
     call, arrays, specs, out_spec = _shard_batch(executor, problem)
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Explicit,))
@@ -60,7 +70,7 @@ def run_on_explicit_mesh(executor: Executor, problem: Problem, do: np.ndarray | 
 
 
 def trace_with_vma_check(executor: Executor, problem: Problem, do: np.ndarray | None) -> None:
-    """Trace `shard_map` over batch rows with its default `check_vma=True`."""
+    """Trace the call under `shard_map` over batch rows with its default `check_vma=True`; errors are raised."""
     call, arrays, specs, out_spec = _shard_batch(executor, problem)
     in_specs = {name: specs.get(name, _build_spec()) for name in arrays}
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Auto,))
@@ -76,7 +86,10 @@ def _build_spec(*axes: str | None) -> Any:
 
 
 def _build_specs(problem: Problem, letters: str) -> dict[str, Any]:
-    """Return how each operand is sharded if devices share the axes `letters`; other operands are replicated."""
+    """Return the `PartitionSpec` of each operand if devices share the axes named in `letters`, such as `"NK"`.
+
+    Operands without such an axis are replicated.
+    """
 
     def build_spec(operand: Operand, x: np.ndarray, axes: Axes) -> Any:
         shared = [axis for letter in letters if (axis := operand.find_axis(x, axes, letter)) is not None]
@@ -86,7 +99,10 @@ def _build_specs(problem: Problem, letters: str) -> dict[str, Any]:
 
 
 def _shard_batch(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
-    """Shard batch rows, and mask arrays that have a value for each row."""
+    """Return the call sharded over batch rows: the call, its arrays, their `PartitionSpec`s, and that of `out`.
+
+    An array to which the mask is lowered is sharded too if it has a value for each batch row.
+    """
     call, arrays = executor.bind(problem)
     rows = _build_spec(_AXIS)
     mask_specs = {name: rows for name in _find_mask_arrays(arrays) if arrays[name].shape[0] == problem.q.shape[0]}
@@ -94,7 +110,7 @@ def _shard_batch(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Sp
 
 
 def _find_mask_arrays(arrays: Arrays) -> set[str]:
-    """Return the names of the arrays that the mask was lowered to."""
+    """Return the names of the arrays to which the mask was lowered."""
     return set(arrays) - {operand.name for operand in OPERANDS}
 
 
@@ -104,7 +120,7 @@ def _shard_heads(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Sp
 
 
 def _shard_queries(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
-    """Shard queries; each device gets the mask of its own rows."""
+    """Return the call sharded over queries, as `_shard_batch` does; each device gets the mask of its own queries."""
     q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
     dense = problem.mask.dense(q_length, kv_length)
     local_length = q_length // DEVICES
@@ -125,7 +141,7 @@ def _shard_queries(executor: Executor, problem: Problem) -> tuple[Call, Arrays, 
 
 
 def _bind_mask(executor: Executor, problem: Problem) -> Call:
-    """Return the call with the mask of `problem` bound, whether it is static or an array."""
+    """Return the call with the mask of `problem` bound, as static keywords or as an array."""
     call, arrays = executor.bind(problem)
     extra = {name: x for name, x in arrays.items() if name == "mask"}
     return lambda moving: call({**moving, **extra})

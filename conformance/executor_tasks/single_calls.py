@@ -1,4 +1,4 @@
-"""Run single calls as a user makes them: outside `jit`, with unusual or wrong arguments, or measured."""
+"""Tasks that run, trace or measure a single call, mostly outside `jit` or with unusual or wrong arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from conformance.execution.executor import Executor, call_plain, pull_back
 
 
 def run_eagerly(executor: Executor, problem: Problem, *, gradients: bool) -> None:
-    """Make the call outside `jit`, and differentiate it if `gradients`; its exception is the answer."""
+    """Make the call outside `jit`, and with `gradients` differentiate it.
+
+    Nothing is returned: the caller wants to know whether the call raises an exception.
+    """
     plain, arrays = executor.bind(problem)
     arrays = jax.tree.map(jnp.asarray, arrays)
     if gradients:
@@ -29,13 +32,16 @@ def run_eagerly(executor: Executor, problem: Problem, *, gradients: bool) -> Non
 
 
 def trace_call(executor: Executor, problem: Problem) -> None:
-    """Trace the call without compiling or computing; its exception is the answer."""
+    """Trace the call without compiling or running it.
+
+    Nothing is returned: the caller wants to know whether tracing raises an exception.
+    """
     plain, arrays = executor.bind(problem)
     jax.eval_shape(plain, arrays)
 
 
 def list_returned_residuals(executor: Executor, problem: Problem) -> list[str]:
-    """List the residuals that the call returns if asked for them, by tracing; none if it raises."""
+    """List the residuals that the call returns with `save_residuals=True`, by tracing; empty if it raises."""
     statics, arrays = executor.arguments(problem)
     call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
     try:
@@ -46,7 +52,10 @@ def list_returned_residuals(executor: Executor, problem: Problem) -> list[str]:
 
 
 def run_with_arguments(executor: Executor, problem: Problem, given: Mapping[str, Any]) -> np.ndarray:
-    """Return `out` of the plain call with some arguments replaced by `given`; scalar arrays are traced."""
+    """Return `out` of the compiled call without residuals, with some arguments replaced by `given`.
+
+    Arrays `[]` in `given` become tracers. Other numbers are static.
+    """
     statics, arrays = executor.arguments(problem)
     traced = {name: x for name, x in given.items() if isinstance(x, np.ndarray) and not x.ndim}
     static = {**statics, **{name: x for name, x in given.items() if name not in arrays}}
@@ -56,7 +65,10 @@ def run_with_arguments(executor: Executor, problem: Problem, given: Mapping[str,
 
 
 def run_exactly(executor: Executor, arguments: Mapping[str, Any], traced: str) -> np.ndarray:
-    """Return `out` of the call with exactly these arguments outside `jit`, one of them traced if named."""
+    """Return `out` of the call with exactly these arguments, outside `jit`.
+
+    If `traced` names an argument, the call is made in a `jit` of this argument only, so that it is a tracer.
+    """
     call = executor.implementation.call
     if not traced:
         return np.asarray(call(**arguments))
@@ -65,13 +77,18 @@ def run_exactly(executor: Executor, arguments: Mapping[str, Any], traced: str) -
 
 
 def has_parameter(executor: Executor, keyword: str) -> bool:
-    """Return whether the call has a parameter of this name."""
+    """Return whether the call has a parameter of this name, or takes any keyword."""
     parameters = inspect.signature(executor.implementation.call).parameters.values()
     return any(p.name == keyword or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def find_mask_arguments(executor: Executor, problem: Problem) -> dict[str, Any]:
-    """Return how the mask reaches the call: `causal`, a `window` pair, and whether `mask` is an array."""
+    """Return how the mask reaches the call.
+
+    Returns:
+      `causal`: whether the call gets `causal=True`. `window`: its pair `(left, right)`, or None. `mask`: whether it
+      gets an array.
+    """
     statics, arrays = executor.arguments(problem)
     window = statics.get("window")
     return {
@@ -98,7 +115,10 @@ def compute_second_derivative(executor: Executor, problem: Problem) -> np.ndarra
 
 
 def measure_temporary_bytes(executor: Executor, problem: Problem, *, gradients: bool) -> int | None:
-    """Return the temporary memory of the compiled call, with its backward pass if asked; none if unknown."""
+    """Return the bytes of temporary memory that the compiled call takes; None if the compiler does not say.
+
+    With `gradients`, the program includes the backward pass.
+    """
     plain, arrays = executor.bind(problem)
     out = jax.eval_shape(plain, arrays)
     operands = (arrays, out) if gradients else (arrays,)
@@ -116,12 +136,12 @@ def merge_parts(executor: Executor, parts: list[Any]) -> Any:
 
 
 def find_written_operands(executor: Executor, problem: Problem, *, compiled: bool) -> tuple[list[str], str]:
-    """Find the operands that one call modifies.
+    """Find the operands that a call modifies or deletes, under `jit` if `compiled`.
 
-    Outside `jit` a second call gets JAX arrays, which a call may delete.
+    The call gets NumPy arrays. Outside `jit`, or if it refuses NumPy arrays, it gets JAX arrays in another call.
 
     Returns:
-      The names of modified operands; and why only JAX arrays were given, if NumPy arrays were refused.
+      The names of the modified operands. Then the reason why the call got no NumPy arrays, or "".
     """
     plain, arrays = executor.bind(problem)
     call = executor.jit(plain) if compiled else plain

@@ -1,4 +1,7 @@
-"""Run the call under each transformation of JAX."""
+"""Tasks that run the call under transformations of JAX, for the checks `transforms` and `differentiation`.
+
+In all of them `do` is a cotangent of `out`, and gradients are returned by the operand's name.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ MappingOrder = Literal["grad_of_vmap", "vmap_of_grad", "scan"]
 
 
 def run_vmap(executor: Executor, problems: Sequence[Problem]) -> np.ndarray:
-    """Return `out` of stacked problems of one configuration, with every operand mapped."""
+    """Return the stacked `out` of several problems with the same shapes, with every operand mapped by `vmap`."""
     plain, _ = executor.bind(problems[0])
     return np.asarray(executor.jit(jax.vmap(plain))(_stack_operands(executor, problems)))
 
 
 def run_vmap_with_residuals(executor: Executor, problems: Sequence[Problem]) -> Values:
-    """Return `out` and residuals by name of stacked problems, with every operand mapped."""
+    """Return stacked `out` and residuals of several problems, by name, with every operand mapped by `vmap`."""
     statics, _ = executor.arguments(problems[0])
     call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
     mapped = jax.vmap(lambda arrays: kernel_errors.check_residuals(call(**arrays)))
@@ -38,10 +41,11 @@ def run_vmap_with_residuals(executor: Executor, problems: Sequence[Problem]) -> 
 def run_vmap_over(
     executor: Executor, problems: Sequence[Problem], names: Sequence[str], of_pair: int | None = None
 ) -> np.ndarray:
-    """Return `out` with the operands `names` mapped; the first problem's others are shared.
+    """Return the stacked `out` of the call under `vmap` over the operands `names`.
 
-    If both keys and values are mapped, they have the mapped axis second. For pairs such as segment ids, `of_pair` says
-    which of the two arrays is mapped; by default both are.
+    All other operands are those of the first problem and are shared. If both keys and values are mapped, the mapped
+    axis is their second one. For pairs such as segment ids, `of_pair` is the index of the mapped array; by default both
+    arrays are mapped.
     """
     plain, shared = executor.bind(problems[0])
     stacked = dict(_stack_operands(executor, problems))
@@ -58,7 +62,10 @@ def run_vmap_over(
 
 
 def run_vmap_twice(executor: Executor, problems: Sequence[Problem], names: Sequence[str]) -> np.ndarray:
-    """Return `out` with two mapped axes: of the problems in order, then in reverse."""
+    """Return the stacked `out` of the call under two nested `vmap`s over the operands `names`.
+
+    The results are those of the problems in their order, then in reverse order.
+    """
     plain, shared = executor.bind(problems[0])
     stacked = _stack_operands(executor, problems)
     axes = {name: 0 if name in names else None for name in shared}
@@ -85,14 +92,14 @@ def run_donated(executor: Executor, problem: Problem) -> np.ndarray:
 
 
 def run_x64(executor: Executor, problem: Problem) -> np.ndarray:
-    """Return `out` where JAX may use doubles."""
+    """Return `out` with `jax.enable_x64`, where JAX may use float64."""
     plain, arrays = executor.bind(problem)
     with jax.enable_x64(True):
         return np.asarray(executor.jit(plain)(arrays))
 
 
 def find_residual_dtypes(executor: Executor, problem: Problem, *, doubles: bool) -> dict[str, str]:
-    """Return the dtypes of the residuals by tracing, with x64 enabled or not."""
+    """Return the dtype of each residual, found by tracing; `doubles` enables x64."""
     compiled, arrays = executor.compiled(problem)
     with jax.enable_x64(doubles):
         _, residuals = jax.eval_shape(compiled.residuals, arrays)
@@ -100,7 +107,7 @@ def find_residual_dtypes(executor: Executor, problem: Problem, *, doubles: bool)
 
 
 def run_x64_backward(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
-    """Return the gradients where JAX may use doubles."""
+    """Return the gradients with `jax.enable_x64`, where JAX may use float64."""
     plain, arrays = executor.bind(problem)
     with jax.enable_x64(True):
         return _copy_to_host(executor.jit(functools.partial(pull_back, plain))(arrays, do)[1])
@@ -128,9 +135,9 @@ def run_gradients(
 
 
 def run_alternating_layers(executor: Executor, problems: Sequence[Problem], dos: Sequence[np.ndarray]) -> list[Values]:
-    """Return the gradients of problems of several configurations in one program.
+    """Return the gradients of each problem from one program that contains all calls, as in a model with several layers.
 
-    All calls are traced first, then all pullbacks.
+    The problems may have different masks, scales and soft caps. All calls are traced first, then all pullbacks.
     """
     calls, operands = zip(*(executor.bind(problem) for problem in problems), strict=True)
     moving = [{name: x for name, x in arrays.items() if name in GRADIENT_OF} for arrays in operands]
@@ -148,7 +155,10 @@ def run_alternating_layers(executor: Executor, problems: Sequence[Problem], dos:
 def run_shared_gradients(
     executor: Executor, problems: Sequence[Problem], names: Sequence[str], dos: np.ndarray
 ) -> Values:
-    """Return the gradients for stacked cotangents of the call mapped over the operands `names`."""
+    """Return the gradients of the call under `vmap` over the operands `names`, for stacked cotangents.
+
+    The gradients of shared operands are sums over the mapped axis.
+    """
     plain, shared = executor.bind(problems[0])
     axes = {name: 0 if name in names else None for name in shared}
     stacked = _stack_operands(executor, problems)
@@ -157,9 +167,10 @@ def run_shared_gradients(
 
 
 def run_gradients_eagerly(executor: Executor, problems: Sequence[Problem], dos: Sequence[np.ndarray]) -> Values:
-    """Return the first problem's gradients outside `jit`, from the second use of its pullback.
+    """Return the first problem's gradients outside `jit`, from the second call of its pullback.
 
-    Its first use, and the pullback of the other problem, come before and get the other cotangent.
+    Earlier calls get the other cotangent, `dos[1]`: a call of the other problem's pullback, then the first call of this
+    one.
     """
     for problem in reversed(problems):
         plain, host_arrays = executor.bind(problem)
@@ -181,7 +192,7 @@ def run_query_gradient_eagerly(executor: Executor, problem: Problem, do: np.ndar
 
 
 def run_mapped_pullback(executor: Executor, problem: Problem, dos: np.ndarray) -> Values:
-    """Return the gradients of one problem from its pullback, mapped over stacked cotangents."""
+    """Return the stacked gradients of one problem, from `vmap` of its pullback over stacked cotangents."""
     plain, arrays = executor.bind(problem)
 
     def compute_gradients(arrays: Arrays, stacked: Any) -> Any:
@@ -191,7 +202,7 @@ def run_mapped_pullback(executor: Executor, problem: Problem, dos: np.ndarray) -
 
 
 def run_checkpoint(executor: Executor, problem: Problem, do: np.ndarray, saved: Sequence[str]) -> OutAndGradients:
-    """Return `out` and gradients under `jax.checkpoint`, which saves only values with the names `saved`."""
+    """Return `out` and gradients under `jax.checkpoint`, with a policy that saves only values named in `saved`."""
     plain, arrays = executor.bind(problem)
     policies = jax.checkpoint_policies
     policy = policies.save_only_these_names(*saved) if saved else policies.nothing_saveable
@@ -202,7 +213,11 @@ def run_checkpoint(executor: Executor, problem: Problem, do: np.ndarray, saved: 
 def run_forward_mode(
     executor: Executor, problem: Problem, tangents: Mapping[str, np.ndarray]
 ) -> tuple[str, np.ndarray | None]:
-    """Return the tangent of `out` for tangents of operands; or why there is no forward mode."""
+    """Run the call in forward mode, with tangents of operands by name.
+
+    Returns:
+      The reason why there is no forward mode, or "". Then the tangent of `out`, or None.
+    """
     plain, arrays = executor.bind(problem)
     moving = {name: jnp.asarray(arrays[name]) for name in tangents}
     fixed = {name: x for name, x in arrays.items() if name not in moving}
@@ -217,7 +232,7 @@ def run_forward_mode(
 
 
 def run_single_gradients(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
-    """Return the gradient of each operand, computed without the others."""
+    """Return the gradient of each operand, each differentiated without the other operands."""
     plain, arrays = executor.bind(problem)
     names = [name for name in GRADIENT_OF if name in arrays]
 
@@ -234,7 +249,10 @@ def run_single_gradients(executor: Executor, problem: Problem, do: np.ndarray) -
 def run_second_derivative(
     executor: Executor, problem: Problem, do: np.ndarray, weights: Mapping[str, np.ndarray]
 ) -> Values:
-    """Return the gradients of `<gradients, weights>` by operand, in float64, for a cotangent `do`."""
+    """Return second derivatives: the gradient of `<gradients, weights>` in each operand of `weights`, as float64.
+
+    `gradients` are those for the cotangent `do` of `out`.
+    """
     plain, arrays = executor.bind(problem)
     fixed = {name: x for name, x in arrays.items() if name not in weights}
 

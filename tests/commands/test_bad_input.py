@@ -114,7 +114,7 @@ NO_RESIDUALS = "with save_residuals=True the call must return (out, {'logsumexp'
 KINDS = [
     ("none", ERROR, f"{WRONG_RETURN}None: is there a `return`?"),
     ("lists", ERROR, f"{WRONG_RETURN}a list of 1 (an array float32[1, 2, 2, 4])"),
-    ("pair", ERROR, "which save_residuals=True alone asks for"),
+    ("pair", ERROR, "which is right only with save_residuals=True"),
     ("mapping", ERROR, f"{WRONG_RETURN}a mapping with 'out'"),
     ("three", ERROR, f"{WRONG_RETURN}a tuple of 3 ("),
     ("text", ERROR, f"{WRONG_RETURN}a string"),

@@ -90,8 +90,12 @@ def test_what_is_no_formula_arrives_as_booleans() -> None:
 @pytest.mark.parametrize(
     ("names", "spec", "reason"),
     [
-        (("mask_mod",), "dense-d60", "dense: mask_mod is a function of places, this mask an array, and the function"),
-        (("mask_mod",), "causal_or_dense-d60", "mask_mod is a function of places, this mask an array"),
+        (
+            ("mask_mod",),
+            "dense-d60",
+            "dense: mask_mod takes a formula of indices, this mask is an array, and the function",
+        ),
+        (("mask_mod",), "causal_or_dense-d60", "mask_mod takes a formula of indices, this mask is an array"),
         (("mask_mod",), "full/seg", "segment_ids: the function has no parameter 'segment_ids'"),
         (("mask_mod",), "full/softcap2", "soft_cap: the function has no parameter 'soft_cap'"),
         (("mask_mod",), "full/score-rows", "score_mod: the function has no parameter 'score_mod'"),

@@ -195,7 +195,10 @@ RETURNED: list[tuple[Callable[..., Any], str]] = [
     (lambda q, k, v: 1.0, "a float"),
     (lambda q, k, v: {"out": q}, "a mapping with 'out'"),
     (lambda q, k, v: [q, None], "a list of 2 (an array float32[1, 2, 2, 4], None)"),
-    (lambda q, k, v: (q, {"logsumexp": q}), "a mapping with 'logsumexp'), which save_residuals=True alone asks for"),
+    (
+        lambda q, k, v: (q, {"logsumexp": q}),
+        "a mapping with 'logsumexp'), which is right only with save_residuals=True",
+    ),
     (lambda q, k, v: (q, k, v), "a tuple of 3 (an array float32[1, 2, 2, 4], an array float32[1, 4, 2, 4], an array"),
     (lambda q, k, v: (q,) * 9, "a tuple of 9 ("),
 ]

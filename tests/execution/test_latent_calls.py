@@ -98,13 +98,13 @@ def test_kinds_are_read_from_names() -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ("q, latent", "takes 'latent' as for latents, and lacks 'value_dim' .* and 'scale'"),
+        ("q, latent", "takes 'latent', as functions of latents do, but lacks 'value_dim' .* and 'scale'"),
         ("q, latent, *, value_dim", "lacks 'scale'"),
         ("q, latent, *, value_dim, scale, kv_lens", "needs the argument 'kv_lens'"),
         ("q, latent_pages, *, value_dim, scale, kv_lens, cu_q_lens", "lacks 'page_indices'"),
         ("q, latent_pages, *, value_dim, scale, page_indices, kv_lens, cu_q_lens, mask", "needs the argument 'mask'"),
         ("q, *, latent, value_dim, scale", "does not take q, latent: .* as its first two arguments"),
-        ("q_nope, q_pe, latent_pages, *, page_indices", "as its second argument, behind q"),
+        ("q_nope, q_pe, latent_pages, *, page_indices", "as its second argument, after q"),
     ],
 )
 def test_what_is_missing_is_named(parameters: str, message: str) -> None:

@@ -63,7 +63,10 @@ def test_who_may_be_called_without_scales_takes_both_sorts_of_pages() -> None:
     scaled, plain = parse_case_id(INT8), parse_case_id(PLAIN)
     assert (both.supports(scaled), both.supports(plain)) == (None, None)
     assert alone.supports(scaled) is None
-    assert alone.supports(plain) == "k_scales: the function needs k_scales and v_scales, and these pages have none"
+    assert (
+        alone.supports(plain)
+        == "k_scales: the function needs k_scales and v_scales, and the pages of this case have none"
+    )
     assert (none.supports(scaled) or "").startswith("kv_int8: not declared")
     assert none.supports(plain) is None
     assert both.residuals == {"logsumexp", "max_logits"}
@@ -86,7 +89,7 @@ def test_one_scale_for_all_is_a_number_that_is_known_before_tracing() -> None:
 
     implementation = build_implementation(attention, "kernel")
     assert implementation.supports(parse_case_id(PLAIN)) == (
-        "k_scale: the function needs k_scale and v_scale, and these pages have none"
+        "k_scale: the function needs k_scale and v_scale, and the pages of this case have none"
     )
     assert (implementation.supports(parse_case_id(INT8)) or "").startswith("kv_token_scales: not declared")
     problem = operand_values.draw_problem(parse_case_id(WHOLE))
