@@ -1,4 +1,7 @@
-"""Find the Mosaic GPU kernels in a lowered module."""
+"""Find the Mosaic GPU kernels in a lowered StableHLO module.
+
+The compiler (`compilation`) gives them unique hashes, and the GPU measurements read their shared memory.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ KERNEL_HASH = "kernel_hash"
 
 
 def iter_mosaic_kernels(module: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield the calls of Mosaic GPU kernels in a lowered module, each with its configuration."""
+    """Yield each call of a Mosaic GPU kernel in a lowered module, as (operation, its backend configuration)."""
     found = []
 
     def look(operation: ir.Operation) -> ir.WalkResult:
