@@ -156,8 +156,8 @@ def _rename_mosaic_kernels(module: Any) -> bool:
     """Give each Mosaic GPU kernel of the program a unique hash; return whether the program has such kernels.
 
     The compiler caches these kernels in the process by a hash in the module. The hash does not depend on the
-    architecture. So for a second GPU the compiler would return the code that it compiled for the first GPU, even if the
-    second GPU lacks some of its instructions. It would also not print the kernel's registers and spills again.
+    architecture. So for a second GPU the compiler would return the code that it compiled for the first GPU. The second
+    GPU may lack instructions of that code. The compiler would also not print the kernel's registers and spills again.
     """
     kernels = list(mosaic_kernels.iter_mosaic_kernels(module))
     for operation, entries in kernels:

@@ -11,7 +11,7 @@ from typing import Any
 from jaxlib.mlir import ir
 
 KERNEL_HASH = "kernel_hash"
-"""Name of the attribute by which the compiler of Mosaic GPU kernels identifies a kernel."""
+"""Name of the MLIR attribute by which the compiler of Mosaic GPU kernels identifies a kernel in its cache."""
 
 
 def iter_mosaic_kernels(module: Any) -> Iterator[tuple[Any, dict[str, Any]]]:

@@ -82,14 +82,14 @@ class CompileTarget:
 
 
 def find_cuda_toolkit() -> Path | None:
-    """Find the folder with `bin/ptxas` and `nvvm/libdevice`: in `CUDA_HOME`, `/usr/local/cuda` or the wheels."""
+    """Find the folder with `bin/ptxas` and `nvvm/libdevice`: in `CUDA_HOME`, `/usr/local/cuda` or NVIDIA's wheels."""
     places = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     places += [Path("/usr/local/cuda"), *_list_wheel_folders()]
     return next((p for p in places if (p / "bin/ptxas").is_file() and (p / "nvvm/libdevice").is_dir()), None)
 
 
 def find_disassembler() -> Path | None:
-    """Find `nvdisasm`: in the CUDA toolkit, in the wheels, or on `PATH`."""
+    """Find the path of `nvdisasm`: in the CUDA toolkit, in NVIDIA's Python wheels, or on `PATH`."""
     places = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     places += [Path("/usr/local/cuda"), *_list_wheel_folders()]
     found = next((place / "bin/nvdisasm" for place in places if (place / "bin/nvdisasm").is_file()), None)

@@ -111,9 +111,9 @@ def add_cycles(commands: Commands[CommandParser]) -> None:
     cycles.add_argument("--target", action="append", default=[], metavar="NAME", help="only for this generation (v6e)")
     about = "show implementations side by side on this case, each at its best block sizes; may be repeated"
     cycles.add_argument("--case", action="append", default=[], metavar="ID", help=about)
-    about = "with --case: kernels of this setting (forward); may be repeated"
+    about = "with --case: the kernels of this knob (forward); may be repeated"
     cycles.add_argument("--knob", action="append", default=[], metavar="NAME", help=about)
-    cycles.add_argument("--save", action="store_true", help="record today's figures")
+    cycles.add_argument("--save", action="store_true", help="record these cycles as new baselines")
 
 
 def _add_limits(command: CommandParser, *, runs: int, seconds: float) -> None:

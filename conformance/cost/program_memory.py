@@ -1,7 +1,7 @@
 """Measure the memory of a compiled program from its HLO text: live intermediate values, and the VMEM of its kernels.
 
 The compiler's own number (`temp_size_in_bytes`) is the HBM that it adds for temporaries. On TPUs this is often zero
-although the program has temporaries. XLA keeps some temporaries in VMEM, which is 128 MiB on some generations, and puts
+although the program has temporaries. XLA keeps some temporaries in VMEM, which is 128 MiB on some generations. It puts
 others in the buffers of results that are not written yet. With larger operands, the same program needs HBM for these
 temporaries. So this module counts all values that are live at once, in any memory.
 
@@ -26,7 +26,7 @@ _OPERAND = re.compile(r"%([^\s,()]+)")
 _TILE = re.compile(r"T\(([\d,]+)\)")
 _ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?)\)\}")
 _ALIASED_PAIR = re.compile(r"\{(\d*)\}: \((\d+),")
-# Instructions whose result is a view of existing buffers.
+# Opcodes of instructions whose result is a view of existing buffers, so that they need no new buffer.
 _VIEWS = frozenset(
     {"bitcast", "get-tuple-element", "tuple", "copy-done", "slice-done", "async-done", "optimization-barrier", "while"}
 )

@@ -63,7 +63,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         )
     if compared.interrupted:
         interrupts.stop_raising()  # a second Ctrl-C must not cut off the files written below
-        console.print("Interrupted: only what was timed before the stop is kept.", style="yellow")
+        console.print("Interrupted: only measurements from before the interruption are kept.", style="yellow")
     write_outputs(
         outputs, compared.measurements, "bench", time.perf_counter() - started, interrupted=compared.interrupted
     )

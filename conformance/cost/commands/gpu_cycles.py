@@ -79,7 +79,7 @@ def iter_gpu_rows(implementation: Implementation, case: Case, target: CompileTar
     """
     reason = implementation.supports(case)
     if implementation.accelerator.native is None:
-        reason = reason or implementation.accelerator.absent or "it declares no `native` call for the compiler"
+        reason = reason or implementation.accelerator.absent or "it declares no `native` call to compile"
     if reason is not None:
         yield (reason,)
         return
@@ -93,7 +93,7 @@ def iter_gpu_rows(implementation: Implementation, case: Case, target: CompileTar
         if name.endswith(f".{gpu_cycle_bounds.BOUND_FIGURE}")
     ]
     if not kernels:
-        yield (f"{one.outcome}: {one.reason}" if one.reason else "no loop of products was found",)
+        yield (f"{one.outcome}: {one.reason}" if one.reason else "no loop with matrix products was found",)
     for kernel in kernels:
         yield (kernel, *iter_cells({name: one.figures.get(f"{kernel}.{name}", 0.0) for name in _NEEDED_FIGURES}))
 

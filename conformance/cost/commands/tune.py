@@ -127,7 +127,9 @@ def _choose_cases(
     accelerator = implementation.accelerator
     if declared.native is not None and accelerator.platform not in (None, jax.default_backend()):
         missing = str(accelerator.platform).upper()
-        raise CannotJudge(f"there is no {missing} to time {implementation.name} on: add --static, and no clock decides")
+        raise CannotJudge(
+            f"there is no {missing} to time {implementation.name} on: add --static to choose by static cycles instead"
+        )
     for case in cases:
         for knob in knobs:
             if (declined := explain_not_timed(implementation, case, knob.phase)) is not None:

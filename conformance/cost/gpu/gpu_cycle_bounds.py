@@ -54,7 +54,7 @@ _INSTRUCTION_GROUPS = {
 UNITS = ("issue", "tensor", "mufu", "f32", "alu", "convert", "shared")
 """Units of a multiprocessor that may bound a loop; `issue` stands for the four schedulers."""
 _EXPONENTIALS = "exponentials"
-_ROUNDED_NUMBERS = "rounded"  # f32 numbers that are rounded to 16 bits
+_ROUNDED_NUMBERS = "rounded"  # name of the count of f32 numbers that are rounded to 16 bits
 BOUND_FIGURE = "pair_cycles"
 """Name of the lower bound for a kernel's full blocks, in which no pair is masked."""
 TENSOR_PREFIX = "tensor_"
@@ -84,11 +84,12 @@ class LoopKind:
     more: float
 
 
+# The comments name the products: those with one result for each pair, then those that add to sums.
 LOOP_KINDS = (
-    LoopKind("forward", (1, 0), (0, 1), 1, 0.5),  # q k; p v. Rescaling a row takes an exponential
+    LoopKind("forward", (1, 0), (0, 1), 1, 0.5),  # q k; p v. Rescaling a row takes further exponentials
     LoopKind("dq", (1, 1), (1, 0), 1, 0.02),  # q k, do v; dx k
     LoopKind("dkv", (1, 1), (1, 1), 2, 0.02),  # q k, do v; dx q, p do
-    LoopKind("all", (1, 1), (2, 1), 2, 0.02),  # all three gradients
+    LoopKind("all", (1, 1), (2, 1), 2, 0.02),  # q k, do v; dx k, dx q, p do
 )
 _REPETITIONS = (1, 2, 4)
 """How often a pair of a query and a key may be computed in a block: several warps may each compute the same pair."""
@@ -113,7 +114,7 @@ class LoopBound:
 
     @property
     def unit(self) -> str:
-        """The busiest unit, which bounds the loop."""
+        """Name of the busiest unit, whose cycles are the bound of the loop."""
         return max(self.cycles, key=self.cycles.__getitem__)
 
     @property

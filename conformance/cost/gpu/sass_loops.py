@@ -45,7 +45,7 @@ class Instruction:
 
     @functools.cached_property
     def name(self) -> str:
-        """The opcode without modifiers."""
+        """The opcode without modifiers: `HMMA` for `HMMA.16816.F32.BF16`."""
         return self.opcode.partition(".")[0]
 
     @functools.cached_property
@@ -56,7 +56,7 @@ class Instruction:
 
     @property
     def falls_through(self) -> bool:
-        """Whether execution may continue with the next instruction."""
+        """Whether execution may continue with the instruction that follows this one in the code."""
         if self.name in _ENDS:
             return bool(self.predicate)
         # A conditional jump has a predicate, or an operand in front of the target as its condition.
@@ -252,7 +252,7 @@ class _LoopPaths:
         return _count_multiplications(inside), longer * len(inside)
 
     def _instructions(self, at: int) -> Sequence[Instruction]:
-        """Return the instructions of a block."""
+        """Return the instructions of the basic block with index `at`."""
         return self.code[self.blocks[at].start : self.blocks[at].stop]
 
 

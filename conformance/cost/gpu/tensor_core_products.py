@@ -102,7 +102,7 @@ def parse_product(opcode: str, operands: str, constants: MutableMapping[str, int
     )
 
 
-_TF32 = 2  # the descriptor's code for operands in tf32
+_TF32 = 2  # code for operands in tf32 in the instruction descriptor
 
 
 def note_constant(constants: MutableMapping[str, int], opcode: str, operands: str) -> None:

@@ -118,7 +118,7 @@ class SampledRows:
         where = comparison.problem
         if worst := comparison.worst:
             where = f"got {worst.got:.4g}, expected {worst.expected:.4g}"
-        return Agreement(error, f"{name} is off by {error:.3g} times the gate's limit: {where}")
+        return Agreement(error, f"{name} is off by {error:.3g} times the limit of the checks: {where}")
 
     def _compute_expectation(self, implementation: Implementation) -> Expectation:
         arithmetic = dataclasses.replace(implementation.arithmetic, residuals="f32")  # residuals are not compared

@@ -36,7 +36,7 @@ from conformance.truth.tolerances import Tolerances
 # the cost of dispatching them. On a CPU successive calls could overlap, so each sample is a single call.
 _MIN_SAMPLE_SECONDS = {"cpu": 0.0}
 _MIN_SAMPLE_ELSEWHERE = 5e-3
-_PRODUCT_NAME = "the matrix product"  # no implementation has this name
+_PRODUCT_NAME = "the matrix product"  # key of the large matrix product among the timed functions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,13 +221,13 @@ def forget_programs() -> None:
 
 
 def explain_not_timed(implementation: Implementation, case: Case, phase: str) -> tuple[str, str] | None:
-    """Return the outcome and the reason if an implementation cannot be timed on a case here; otherwise None."""
+    """Return (outcome, reason) if an implementation cannot be timed on a case on this machine; otherwise None."""
     accelerator = implementation.accelerator
     if accelerator.absent is not None:
         return UNJUDGED, accelerator.absent
     if accelerator.interpreted:
         platform = (accelerator.platform or "accelerator").upper()
-        return UNJUDGED, f"no {platform} in this machine: timing the interpreter says nothing of the kernel"
+        return UNJUDGED, f"no {platform} in this machine: timing its interpreter says nothing about the kernel"
     if (reason := implementation.supports(case)) is not None:
         return UNSUPPORTED, reason
     if phase == BACKWARD and case.phase != "train":

@@ -76,7 +76,7 @@ def parse_schedule(bundles: str, units: str) -> TpuSchedule:
 
 
 def _iter_rows(units: str) -> Iterator[list[str]]:
-    """Yield the rows of the table of units: names, capacities, and one row for each bundle."""
+    """Yield the cells of each row of the compiler's table of units: names, capacities, and one row for each bundle."""
     for line in units.splitlines():
         if line.strip() and not line.startswith("=="):
             yield line.replace(",", " ").split()
@@ -158,7 +158,7 @@ def find_step_and_blocks(schedule: TpuSchedule) -> tuple[range, list[range]]:
 
 
 def _find_conditional_parts(schedule: TpuSchedule, step: range) -> list[range]:
-    """Find the parts of a step that run under a condition."""
+    """Find the parts of a step that run only under a condition, as ranges of bundles; a jump skips each of them."""
     return [range(at + 1, to) for at, to in schedule.jumps.items() if to > at + 1 and at in step and to <= step.stop]
 
 
