@@ -3,16 +3,17 @@
 The limits follow from what correct implementations reached, which is in `calibration.json`
 (`conformance.truth.calibration` writes it):
 
-- The largest ratio has one limit for all: 1.5 times the largest of any dtype and observable, rounded up to a whole
-  number. It is the extreme of many elements and has a long tail. A correct kernel reached 2.05 in dk of f32 outside the
-  grid; the most on the grid is 0.73.
-- The root mean square varies less: the same kernel reached 0.178 there, and the most on the grid is 0.15. So each dtype
-  and observable has a limit of its own: three times its largest, rounded up to a tenth, and never more than 1.5 times
-  the largest of all, rounded up to a half. The factor of three leaves room for errors of few rows that have one cause.
-  It is judged only if there are enough elements (`RMS_MIN_ELEMENTS`).
+- The largest ratio has one limit for all dtypes and observables: 1.5 times the largest ratio of any of them, rounded up
+  to a whole number. The largest ratio is the extreme of many elements, so its distribution has a long tail. The largest
+  on the fixed set of cases (the grid) is 0.73; on a case outside the grid, a correct kernel reached 2.05 in dk of f32.
+- The root mean square of the ratios varies less: the largest on the grid is 0.15, and the same kernel reached 0.178
+  outside it. So each dtype and observable has a limit of its own: three times its largest root mean square, rounded up
+  to a tenth. This limit is never more than 1.5 times the largest root mean square of all, rounded up to a half. The
+  factor of three leaves room for errors of few rows that have one cause. The root mean square is judged only if there
+  are enough elements (`RMS_MIN_ELEMENTS`).
 
 These limits hold for what was measured: the default arithmetic, on the platforms of the calibration. An implementation
-that declares further roundings or runs elsewhere is judged by the widest of all limits (`Tolerances.of`).
+that declares further roundings, or runs on another platform, is judged by the widest of all limits (`Tolerances.of`).
 
 A limit is never widened to make a case pass. If a correct kernel fails, it declares the wrong arithmetic, or the bound
 lacks a term.
@@ -39,7 +40,7 @@ CALIBRATION = Path(__file__).with_name("calibration.json")
 CALIBRATION_SCHEMA = "attention-conformance/calibration/1"
 _HEADROOM = 1.5
 _HEADROOM_RMS = 3.0
-_RMS_STEPS_PER_UNIT = 10  # in 1
+_RMS_STEPS_PER_UNIT = 10  # limits of the root mean square are rounded up to a tenth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Limit:
     Attributes:
       ratio: the largest allowed ratio.
       rms: the largest allowed root mean square of the ratios.
-      source: where both numbers come from, for people.
+      source: a sentence for reports that says where both numbers come from.
     """
 
     ratio: float
@@ -59,11 +60,11 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True)
 class Tolerances:
-    """A tolerance table.
+    """The limits of every dtype and observable.
 
     Attributes:
-      limits: limits by dtype and observable.
-      platforms: platforms on which the figures were measured.
+      limits: limits by `(dtype, observable)`.
+      platforms: JAX backends on which the limits were calibrated.
     """
 
     limits: Mapping[tuple[str, str], Limit]
@@ -135,12 +136,12 @@ def _compute_rms_limit(largest: float | None) -> float:
 
 @functools.cache
 def load_calibration() -> Mapping[str, Any]:
-    """Load the stored figures of correct implementations."""
+    """Load `calibration.json`, the table of ratios that correct implementations reached."""
     return json.loads(CALIBRATION.read_text())
 
 
 def _format_limit_source(row: Mapping[str, Any], name: str) -> str:
-    """Format where the limits of a row come from."""
+    """Format the sentence that says where the limits of a calibration row come from."""
     rms = "" if row["max_rms"] is None else f" (rms {row['max_rms']:.2f})"
     return f"correct kernels reached {row['max_ratio']:.2f}{rms} {name}"
 
