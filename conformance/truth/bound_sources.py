@@ -45,7 +45,7 @@ SOURCES = {
 }
 """Sources of rounding: a description of each, by the field of `Roundoff` that holds its unit roundoff."""
 MIN_ELEMENTS = 64  # fewest elements with an error for which a resemblance is looked for
-# Least share of the variance that a term must explain. Chance explains several times less, with `MIN_ELEMENTS` elements.
+# Least share of the variance that a term must explain: several times what chance explains in `MIN_ELEMENTS` elements.
 _MIN_EXPLAINED = 0.05
 _MIN_RANDOM_VARIANCE = np.pi**2 / 8 / 4  # a quarter of the variance of the logarithm of a normal number's magnitude
 _ALIKE_SHARE = 0.02  # terms whose remaining variance is within this share of the smallest are reported together
