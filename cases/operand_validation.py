@@ -1,4 +1,7 @@
-"""Checks of operands that several operands share; messages name the operand and say what it must be."""
+"""Validate operands of a call, by functions that several operands share.
+
+Messages name the operand and say what it must be.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +43,16 @@ def validate_dtype(name: str, x: Any, dtypes: Collection[str]) -> None:
 
 
 def validate_positive_number(name: str, x: Any, *, none: str) -> None:
-    """Raise unless `x` is a positive, finite number that is known before tracing; `none` says what None means.
+    """Raise unless `x` is a positive, finite number that is known before tracing.
+
+    Args:
+      name: name of the operand.
+      x: its value.
+      none: what None means for this operand; messages say it.
 
     Raises:
-      TypeError: `x` is no number, or a traced one.
-      ValueError: `x` is not positive, or not finite.
+      TypeError: if `x` is not a number, or is a traced one.
+      ValueError: if `x` is not positive, or not finite.
     """
     try:
         number = None if isinstance(x, str | bool) else float(x)
@@ -60,7 +68,7 @@ def validate_positive_number(name: str, x: Any, *, none: str) -> None:
 
 
 def validate_per_query_head(name: str, x: Any, sizes: CallSizes, dtypes: Collection[str], *, one: str) -> None:
-    """Raise unless `x` is a floating-point array with one value, called `one`, for each query head."""
+    """Raise unless `x` is a floating-point array with one value for each query head; messages call a value `one`."""
     validate_array(name, x)
     if np.shape(x) != (sizes.num_q_heads,):
         raise ValueError(f"{name} must have shape {(sizes.num_q_heads,)}, one {one} a query head, got {np.shape(x)}")
