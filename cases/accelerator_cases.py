@@ -96,7 +96,7 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
     # MoBA masks: chunks of fewer keys than a kernel's block, and chunks of more keys, of which the last is partial.
     (_build_case(120, (2, 1), (64, 48), "moba-24-3", dtype="f32", soft_cap=30.0, sinks=True),),
     (_build_case((200, 500), (2, 2), (64, 64), "moba-150-2-o300"),),
-    # Four batch rows, since each is a sequence of a cache. Kernels that take lengths have a batch axis, so these need no
+    # Four batch rows, one for each sequence of a cache. Kernels that take lengths have a batch axis, so they need no
     # `vmap`.
     (_build_case((1, 500), (4, 2), (64, 64), "lengths-0-1-500-0", batch=4, phase="decode", dtype="f32", sinks=True),),
 )

@@ -1,4 +1,4 @@
-"""List a fixed set of cases on which the size of a kernel's errors is its signature, which planted bugs are matched to.
+"""List the fixed cases on which a kernel's errors are measured as its signature, to compare it with planted bugs.
 
 The operands of a case are the same bits everywhere, and so are the exact results and their bounds. Two kernels that
 compute the same wrong thing therefore have the same ratio of error to bound, however different they are inside. The
