@@ -101,7 +101,7 @@ class Case:
 
     @property
     def stored(self) -> StorageSpec | None:
-        """The storage of the operands; None if they are dense."""
+        """The parsed storage form of the operands, such as pages; None if the operands are dense."""
         if self.storage is None:
             return None
         spec = form_registry.parse_storage(self.storage, self.batch, self.q_length)
@@ -229,7 +229,7 @@ OPT_IN = (
 """Features that an implementation supports only if it declares them: they need an algorithm of their own."""
 
 
-_LONGEST = 4000  # characters of an id; Python reads no number of more than 4,300 digits
+_LONGEST = 4000  # most characters of an id; Python refuses to parse integers of more than 4,300 digits
 
 
 def parse_case_id(text: str) -> Case:

@@ -29,7 +29,7 @@ Feasible = Callable[[Partial], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """Counts of the feasible combinations, and of those that some row contains."""
+    """The number of feasible combinations of `strength` levels, and how many of these some row contains."""
 
     strength: int
     feasible: int
@@ -171,7 +171,7 @@ def count_coverage(rows: Iterable[Row], sizes: Sequence[int], strength: int, fea
 
 
 def _assign_levels(combination: Tuple, axes: int) -> Partial:
-    """Return the row that has the levels of a combination and is open otherwise."""
+    """Return the incomplete row that has the levels of a combination, with all other axes open."""
     assigned = dict(combination)
     return tuple(assigned.get(a) for a in range(axes))
 
@@ -193,7 +193,7 @@ def _set_level(row: Partial, axis: int, level: int | None) -> Partial:
 
 
 def _drop_open_axes(row: Partial) -> Row:
-    """Return the assigned levels of a row."""
+    """Return the levels of a row without those of open axes (None)."""
     return tuple(level for level in row if level is not None)
 
 

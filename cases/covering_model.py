@@ -87,5 +87,5 @@ class Model:
         return tuple(len(axis.levels) for axis in self.axes)
 
     def levels(self, row: tuple[int | None, ...]) -> dict[str, Any]:
-        """Return the assigned levels of a row, by axis name."""
+        """Return the values of a row's level indices, by axis name, without axes that are still open (None)."""
         return {self.names[a]: self.axes[a].levels[level] for a, level in enumerate(row) if level is not None}

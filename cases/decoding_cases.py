@@ -42,7 +42,7 @@ _HEADS = ((4, 2), (2, 2))
 
 
 def cut_case(case: Case, start: int, stop: int) -> Case:
-    """Return the case of the queries `start` to `stop - 1` alone, at their positions.
+    """Return the case that has only the queries `start` to `stop - 1`, at their positions.
 
     The mask is shifted to these positions. A case id cannot name the rows of an array mask, so `cut_problem` selects
     them.
@@ -58,7 +58,7 @@ def cut_case(case: Case, start: int, stop: int) -> Case:
 
 
 def cut_problem(whole: Problem, start: int, stop: int, *, stale: float) -> Problem:
-    """Return the queries `start` to `stop - 1` of `whole`, over a cache that is filled up to the last of them.
+    """Return the problem of the queries `start` to `stop - 1` of `whole`, over a cache filled up to key `stop - 1`.
 
     Args:
       whole: the problem of all queries. No query may attend to a key after its own piece.
@@ -69,7 +69,7 @@ def cut_problem(whole: Problem, start: int, stop: int, *, stale: float) -> Probl
     cut = whole.map_along("T", lambda x, axis: x.take(range(start, stop), axis))
     mask = whole.mask.select_queries(start, stop, (whole.q.shape[1], whole.k.shape[1]))
     if whole.is_positional:
-        # Operands that count from the end of the cache get the filled part alone.
+        # Operands that count from the end of the cache get only its filled part.
         cut = cut.map_along("S", lambda x, axis: x.take(range(stop), axis))
         return dataclasses.replace(cut, mask=mask)
     cut = cut.map_along("S", lambda x, axis: _fill_behind(x, axis, stop, stale))

@@ -29,7 +29,7 @@ _OTHER_PATHS = (
 
 
 def select_ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """Select the plain cases, and in bf16 one with a window, one of decoding and one with many queries.
+    """Select the plain cases and three more in bf16: one with a window, one of decoding and one with many queries.
 
     Unsupported cases are left out.
     """

@@ -126,7 +126,8 @@ AXES: tuple[Axis, ...] = (
             # The most expensive levels are last, since a case for which any level will do gets an early one.
             _ODD,
             Lengths("train", 40, 1500, may_swap=True),
-            # Equal and no multiple of a block, for kernels that take lengths below their block or multiples of it.
+            # Equal lengths that no usual block divides, for kernels that take only lengths below their block or
+            # multiples of it.
             Lengths("train", 100, 100, instead_of=_ODD),
             # Three and more whole blocks, for kernels that take multiples of 128, of 256 or of 512.
             _THREE,
@@ -174,7 +175,7 @@ _MORE_QUERIES = ("full", "causal", "window_both", "balanced", "dense", "densebat
 
 
 def are_compatible(levels: Mapping[str, Any]) -> bool:
-    """Return False if the levels given so far, by axis name, cannot stand in one case."""
+    """Return False if the levels given so far, by axis name, cannot occur in one case."""
     lengths = _order_lengths(levels)
     if lengths is not None and lengths.q == 1 and levels.get("mask") in ("causal", "spans", "balanced"):
         return False  # with one query causal leaves one key, spans cannot be cut, and balanced has no chunks

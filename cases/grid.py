@@ -30,7 +30,7 @@ STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
 Supports = Callable[[Case], "str | None"]
 """A function that returns why a case is not supported, or None if it is supported."""
 
-# Axes of the models of storage forms that are neither shapes nor operands.
+# Axes that only the models of storage forms have, and that are neither shapes nor operands.
 _STORAGE_AXES = ("window", "page", "shared")
 # The axes that the cases of `Grid.singles` vary: arguments that a call may have or lack.
 _ARGUMENT_AXES = (*(operand.field for operand in REMOVABLE), "mask", "own_window", "window")
@@ -264,7 +264,7 @@ class _Support:
         return None if None in reasons or not reasons else reasons[0]
 
     def _find_case(self, item: tuple[int, int]) -> Case:
-        """Return a case with this level, a supported one if there is one."""
+        """Return a case with this level; a supported case if there is one."""
         cases = self._list_candidates(item)
         if not cases:
             axis = self._model.axes[item[0]]

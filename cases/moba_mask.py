@@ -24,7 +24,7 @@ _LIMIT = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class Moba(OffsetMask):
-    """The query's own chunk up to the query, and the `topk - 1` earlier chunks with the highest gates.
+    """The mask of a query's own chunk up to the query, and of the `topk - 1` earlier chunks with the highest gates.
 
     Query `i` stands at position `i + offset`, which must be that of a key. The last chunk may be shorter. Which pairs
     are allowed depends on q and k (`resolve_choices`).
@@ -45,7 +45,7 @@ class Moba(OffsetMask):
             object.__setattr__(self, name, min(value, FAR))
 
     def count_chunks(self, kv_length: int) -> int:
-        """Return the number of chunks."""
+        """Return the number of chunks into which `kv_length` keys are cut."""
         return -(-kv_length // self.chunk)
 
     def check_lengths(self, q_length: int, kv_length: int) -> None:
@@ -70,7 +70,7 @@ class Moba(OffsetMask):
         self.dense(q_length, kv_length)
 
     def find_earlier(self, q_length: int, kv_length: int) -> np.ndarray:
-        """Return which chunks lie before each query's own, booleans `[T, C]`: its gates choose among these."""
+        """Return which chunks lie before each query's own chunk, booleans `[T, C]`: gates choose among these chunks."""
         own = (np.arange(q_length) + self.offset) // self.chunk
         return np.arange(self.count_chunks(kv_length)) < own[:, None]
 
@@ -138,7 +138,7 @@ def _choose(mask: Moba, q: np.ndarray, k: np.ndarray, earlier: np.ndarray) -> tu
     same = _find_first_equal_chunk(pieces)
     means = np.stack([piece.mean(axis=0) for piece in pieces])  # [C, H]
     gates = (q @ means.T)[:, same]  # equal chunks get one gate, although the last bits of their products may differ
-    order = np.argsort(np.where(earlier, -gates, np.inf), axis=1, kind="stable")  # ties to the lower index
+    order = np.argsort(np.where(earlier, -gates, np.inf), axis=1, kind="stable")  # ties go to the lower index
     taken = np.zeros(gates.shape, bool)
     np.put_along_axis(taken, order[:, : mask.topk - 1], True, axis=1)
     taken &= earlier

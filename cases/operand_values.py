@@ -36,7 +36,7 @@ DTYPES: dict[str, np.dtype] = {
 # Standard deviation of the logits before bias and soft cap; 1 for other distributions. Some distributions change the
 # logits further.
 _LOGIT_SPREAD = {"small": 0.3, "large": 4.0, "ties": 2.0, "dominant": 0.5}
-# A tanh bends visibly from about half its cap on.
+# With a soft cap, the logits' standard deviation is at least this share of the cap: tanh bends from about half the cap.
 _SPREAD_PER_CAP = 0.6
 # The first or second draw mostly leaves no choice in doubt; a few distributions take more.
 _ATTEMPTS = 8

@@ -97,17 +97,17 @@ def _compute_end_offset(shape: Shape) -> str:
 
 
 def _format_causal(shape: Shape) -> str:
-    """Return a causal mask that aligns the last query with the last key."""
+    """Return the spec of a causal mask that aligns the last query with the last key."""
     return f"causal{_compute_end_offset(shape)}"
 
 
 def _format_window(shape: Shape) -> str:
-    """Return a window of about 5/8 of the keys: it spans several blocks of a long sequence, but not all."""
+    """Return the spec of a window of about 5/8 of the keys: several blocks of a long sequence, but not all."""
     return f"window-l{max(3, 5 * shape.kv // 8) - 1}-r0{_compute_end_offset(shape)}"
 
 
 def _format_causal_and_window(shape: Shape) -> str:
-    """Return a causal mask combined with a window.
+    """Return the spec of a causal mask combined with a window.
 
     In training, both align the first query with the first key. Otherwise they align the last query with the last key.
     """
@@ -160,7 +160,7 @@ AXES: tuple[Axis, ...] = (
 
 
 def _resolve_stand_in(shape: Shape) -> Shape:
-    """Return the shape that a stand-in replaces in the end."""
+    """Return the original shape that a stand-in replaces, directly or through other stand-ins."""
     return shape if shape.instead_of is None else _resolve_stand_in(shape.instead_of)
 
 

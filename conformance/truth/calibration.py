@@ -159,7 +159,7 @@ def _build_row(dtype: str, observable: str, group: Sequence[Record]) -> dict[str
 
 
 def _compute_quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the smallest of the sorted values that at least this share of them does not exceed."""
+    """Return the quantile of sorted values: the smallest one that at least `share` of the values do not exceed."""
     return ordered[math.ceil(share * len(ordered)) - 1]
 
 

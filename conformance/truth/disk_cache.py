@@ -39,7 +39,7 @@ _IS_ENABLED = contextvars.ContextVar("keeps", default=True)
 
 @contextlib.contextmanager
 def disable_cache() -> Iterator[None]:
-    """Neither read nor write the cache within this context: for cases that will not occur again."""
+    """Turn the cache off within this context, for cases that will not occur again."""
     token = _IS_ENABLED.set(False)
     try:
         yield
@@ -119,7 +119,7 @@ def _hash_code() -> str:
 
 
 def _hash_request(asked: Any) -> str:
-    """Hash a value by content."""
+    """Hash the content of a value, as `_hash_value` feeds it."""
     found = hashlib.blake2b(digest_size=16)
     _hash_value(found, asked)
     return found.hexdigest()

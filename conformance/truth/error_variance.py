@@ -130,7 +130,7 @@ def compute_error_variance(
 
 
 def _add_forward(values: dict[str, Array], variances: dict[str, Array], slab: Slab, u: Roundoff) -> None:
-    """Write one slab's `out` and its variance."""
+    """Write one slab's `out` and its error variance into `values` and `variances`."""
     squared = _to_float32(slab.p) ** 2
     v = _to_float32(slab.v)
     variance = TERM * u.probabilities**2 * (squared @ v**2)
@@ -148,7 +148,7 @@ def _add_forward(values: dict[str, Array], variances: dict[str, Array], slab: Sl
 def _add_backward(
     values: dict[str, Array], variances: dict[str, Array], slab: Slab, do: Array, u: Roundoff, dtype: str
 ) -> None:
-    """Write one slab's gradients and their variances."""
+    """Write one slab's gradients and their error variances into `values` and `variances`."""
     dp = slab.dp(do)
     d = (slab.p * dp).sum(axis=-1, keepdims=True)
     dz = slab.p * (dp - d)

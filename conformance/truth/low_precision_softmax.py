@@ -59,7 +59,7 @@ class LowPrecisionSoftmax:
         """Bound the errors of the slab's softmax; None if the softmax is in f32."""
         if not u.softmax:
             return None
-        sums = [slab.x]  # the logit after each term is added, the last one first
+        sums = [slab.x]  # the logit after each term is added, the final logit first
         for term in reversed(slab.terms):
             sums.append(sums[-1] - term.value)
         before_cap = (2 + len(slab.head_factors)) * np.abs(sums.pop())  # the product, the scale and other factors

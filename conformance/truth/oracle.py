@@ -164,9 +164,9 @@ class Slab:
 
     @functools.cached_property
     def averaging(self) -> Array:
-        """Weights of the values, `[G, T, S]`: `p`, or `1 / S` in empty rows that return the mean of `v`.
+        """Weights of the values in `out`, `[G, T, S]`: `p`, or `1 / S` in empty rows that return the mean of `v`.
 
-        With sinks an empty row is zero: its sink takes all the weight.
+        With sinks, the weights of an empty row are zero, since its sink takes all the weight.
         """
         if self.empty_rows == "zero" or self.sinks is not None:
             return self.p
@@ -401,7 +401,7 @@ class Gradients:
 
 
 def _add_broadcast(total: Array, slab: Slab, dx: Array, rows: Rows) -> None:
-    """Add `dx [G, T, S]` to `total`, which has the shape of an added term, summed over its broadcast axes."""
+    """Add `dx [G, T, S]`, summed over the axes that a term is broadcast along, to the term's gradient `total`."""
     batch = slab.batch if total.shape[0] > 1 else 0
     if total.shape[3] == 1:
         dx = dx.sum(axis=2, keepdims=True)

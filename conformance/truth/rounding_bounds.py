@@ -98,7 +98,7 @@ class Bounded:
 
 @dataclasses.dataclass(frozen=True)
 class OperandErrors:
-    """Errors of the operands themselves: how far the implementation's q, k and v may be from the problem's.
+    """Errors of the operands themselves: how far q, k and v of the implementation may be from those of the problem.
 
     To first order, an error of an operand adds to every product that the operand enters. With `dq`, `dk` and `dv` for
     the errors of q, k and v, it adds `scale (dq |k| + |q| dk)` to err(x), `sum_j p dv` to E(out), `sum_d |do| dv` to
@@ -278,7 +278,7 @@ def _bound_coarse_products(u: Roundoff, size: Array, squares: Array) -> Array:
 
 
 def _bound_out_shift(slab: Slab, off: Array) -> Array:
-    """Bound how far `out` moves, `[G, T, V]`, if logits are off by `off`: by Cauchy-Schwarz over the keys."""
+    """Bound the error of `out`, `[G, T, V]`, if logits are off by `off [G, T, S]`: by Cauchy-Schwarz over the keys."""
     grown = np.expm1(np.minimum(off, 50.0))
     size = np.sqrt((slab.p * grown**2).sum(axis=-1)) * np.exp(np.minimum((slab.p * off).sum(axis=-1), 50.0))
     variance = slab.p @ slab.v**2 - (slab.p @ slab.v) ** 2
@@ -474,7 +474,7 @@ def _sum_scaled(slab: Slab, by_head: Array) -> Array:
 def _bound_factor_gradient(
     slab: Slab, operand: str, back: _BackwardErrors, errors: _ForwardErrors, u: Roundoff
 ) -> Array:
-    """Return the bound of the gradient of a factor by query head, `[G]`: `E(dfactor)` of the module docstring."""
+    """Bound the gradient's error of a factor that differs by query head, `[G]`: `E(df)` in the module docstring."""
     others = slab.drop_factor(operand)
     err_logit = _bound_logit_errors(others, u)
     if errors.operands is not None:
@@ -500,7 +500,7 @@ def _finish_gradients(values: Gradients, bounds: Gradients, u: Roundoff, *, tied
 
 
 def _add_value_gradient(dk: Bounded, dv: Bounded, u: Roundoff) -> Bounded:
-    """Add the gradient of values to that of the keys whose first coordinates they are.
+    """Add the gradient of the values to the gradient of the keys, if the values are the keys' first coordinates.
 
     An implementation may round each part before it adds them.
     """

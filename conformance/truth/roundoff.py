@@ -81,7 +81,7 @@ class Roundoff:
         return cls(
             products=U if single and exact else 0.0,
             coarse=UNIT_ROUNDOFF[arithmetic.products] if single and not exact else 0.0,
-            logits=below if arithmetic.logits == "input" and not in_input else 0.0,  # else `softmax` includes it
+            logits=below if arithmetic.logits == "input" and not in_input else 0.0,  # else part of `softmax`
             softmax=below if in_input else 0.0,
             group_sums=below if arithmetic.group_sums == "input" else 0.0,
             block_sums=below if arithmetic.block_sums is not None else 0.0,

@@ -94,7 +94,7 @@ class BoundedNumber:
         return BoundedNumber(value, error + compute_gamma(terms) * sizes)
 
     def stored(self, roundoff: float, tiny: float) -> BoundedNumber:
-        """Round to a dtype with this unit roundoff and underflow."""
+        """Add the error of storing the values in a dtype, given its unit roundoff and its underflow `tiny`."""
         return BoundedNumber(self.value, self.error + roundoff * np.abs(self.value) + tiny * (self.error > 0))
 
 

@@ -77,7 +77,7 @@ class Tolerances:
         return self if plain and platform in self.platforms else self._widen_all()
 
     def _widen_all(self) -> Tolerances:
-        """Return the table with every calibrated limit set to the widest one; the user's own limits stay."""
+        """Return the table with every calibrated limit replaced by the widest one; limits set by the user stay."""
         calibrated = load_default_tolerances().limits
         ratio = max(limit.ratio for limit in calibrated.values())
         rms = max(limit.rms for limit in calibrated.values())
@@ -90,7 +90,7 @@ class Tolerances:
         return self.limits[dtype, observable]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the table as plain rows, for reports."""
+        """Return the table as one dictionary for each dtype and observable, for reports."""
         return [
             {"dtype": dtype, "observable": name, "limit": x.ratio, "rms_limit": x.rms, "source": x.source}
             for (dtype, name), x in self.limits.items()
@@ -99,7 +99,7 @@ class Tolerances:
 
 @functools.cache
 def load_default_tolerances() -> Tolerances:
-    """Load the calibrated table that comes with the project."""
+    """Load the limits that follow from the project's own calibration."""
     return build_tolerances(load_calibration())
 
 

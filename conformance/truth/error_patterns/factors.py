@@ -44,7 +44,7 @@ def _fits_factor(sample: Sample, factor: float, *, parameters: int) -> bool:
 
 
 def _is_near(value: float, known: float) -> bool:
-    """Check whether a number is about a known one; 0 and 1 never count, since they would explain nothing."""
+    """Check whether a number equals a known one up to the tolerance; 0 and 1 are no explanation and never count."""
     return known not in (0, 1) and abs(value - known) <= _RELATIVE_TOLERANCE * abs(known)
 
 
@@ -145,7 +145,7 @@ def _do_rows_fit(
     explained = close & wrong
     if not wrong.any() or close.mean() < MIN_EXPLAINED or explained.sum() < MIN_EXPLAINED * wrong.sum():
         return False
-    if (np.abs(predicted[explained]) <= tolerance[explained]).mean() > 0.5:  # zeros would fit as well
+    if (np.abs(predicted[explained]) <= tolerance[explained]).mean() > 0.5:  # zeros would fit most predictions too
         return False
     decades = np.log10(np.clip(before, 1.0, None))
     decades[~explained] = 0

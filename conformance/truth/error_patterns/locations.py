@@ -24,7 +24,7 @@ from conformance.truth.error_patterns.mask_facts import iter_mask_facts
 MIN_DENSITY = 0.5
 MIN_CONTRAST = 3.0
 _AXIS_ORDER = "BNKTS"  # order in which the axes are described
-_AXES_RANK = 1  # rank of locations along axes: between causes by the mask (0) and other facts of the mask (2)
+_AXES_RANK = 1  # rank of locations by indices: after likely causes by the mask (0), before other mask relations (2)
 MAX_LOG_CHANCE = -5.0
 """Largest logarithm (base 10) of the probability that units wrong at random would all lie in a location.
 
@@ -103,7 +103,7 @@ def find_location(failure: Failure, special: np.ndarray | None = None) -> Locati
 
 
 def _describe_single_unit(failure: Failure, wrong: np.ndarray, units: np.ndarray) -> Location:
-    """Describe a single unit by its index."""
+    """Describe the location of a single wrong unit by its index."""
     index = ", ".join(str(int(i[0])) for i in np.nonzero(units))
     if wrong.sum() == 1 and wrong.size > units.size:
         return Location("one element", wrong)
@@ -112,7 +112,7 @@ def _describe_single_unit(failure: Failure, wrong: np.ndarray, units: np.ndarray
 
 
 def _iter_candidates(failure: Failure, wrong: np.ndarray, judged: np.ndarray) -> Iterator[_Candidate]:
-    """Yield locations that hold all wrong units: by indices along axes, and by facts of the mask."""
+    """Yield locations that hold all wrong units: by indices along axes, and by relations to the mask."""
     product, words, sizes = np.ones(wrong.shape, bool), [], dict.fromkeys("TS", 0)
     beside = np.ones(wrong.shape, bool), list[str]()  # heads and batch rows, to be combined with a mask fact
     for letter in sorted(failure.unit_letters, key=_AXIS_ORDER.index):
@@ -168,7 +168,7 @@ def _choose_best(found: Sequence[_Candidate], judged: np.ndarray) -> tuple[str, 
 
 
 def _compute_filled(units: np.ndarray, wrong: np.ndarray, judged: np.ndarray) -> float:
-    """Compute the share of the judged units inside that are wrong."""
+    """Compute which share of the judged units inside a location is wrong."""
     inside = int((units & judged).sum())
     return float((wrong & units).sum() / inside) if inside else 0.0
 

@@ -10,7 +10,7 @@ import numpy as np
 from conformance.error_maps import MAX_CELLS, ErrorMap
 from conformance.truth.error_patterns.failure import DEPTH_LETTERS, Failure
 
-_LARGEST_SHADE = 8  # the shade of the largest ratios, and of all beyond them
+_LARGEST_SHADE = 8  # the shade of the largest ratios, and of all ratios beyond them
 _NOT_FINITE_SHADE = 9  # the shade of wrong elements that are NaN or infinite
 
 

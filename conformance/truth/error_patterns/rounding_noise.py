@@ -79,7 +79,7 @@ def describe_scattered(found: Sample) -> str:
 
 
 def _is_even(found: Sample) -> bool:
-    """Check whether all rows have errors of similar size, relative to their error bounds."""
+    """Check whether the errors of all rows have a similar size, in units of their bounds."""
     failure = found.failure
     flat = np.unique(np.ravel_multi_index(found.index[:-1], failure.got.shape[:-1]))
     rows = np.unravel_index(flat[:: len(flat) // _MAX_ROWS | 1], failure.got.shape[:-1])
