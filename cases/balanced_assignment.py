@@ -43,7 +43,7 @@ def assign(
       An alternative for each case; None for cases that can take none.
 
     Raises:
-      ValueError: if cases that go together have no alternative in common.
+      ValueError: if cases with the same label have no alternative in common.
     """
     labels = tuple(range(len(levels))) if together is None else tuple(together)
     return _assign(tuple(levels), tuple(allowed), count, labels, first % count)
@@ -68,7 +68,7 @@ def _assign(
     for group, members in enumerate(groups.values()):
         common = set.intersection(*(set(allowed[case]) for case in members))
         if not common:
-            raise ValueError(f"cases that go together have no alternative in common: {[allowed[c] for c in members]}")
+            raise ValueError(f"cases with one label have no alternative in common: {[allowed[c] for c in members]}")
         can[group, [(alternative - first) % count for alternative in common]] = True
     taken = _find_most_even(_compute_products(levels, list(groups.values())), can)
     found: list[int | None] = [None] * len(levels)

@@ -80,10 +80,10 @@ def parse_front_end(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...
     if len(set(steps)) < len(steps):
         raise ValueError(f"front end {text!r} has a step twice")
     if any(step in ("half", "interleaved", "partial", "sections") for step in steps) and head_dim % 8:
-        raise ValueError(f"front end {text!r} turns pairs of dimensions, so H must be a multiple of 8, got {head_dim}")
+        raise ValueError(f"front end {text!r} rotates dimension pairs, so H must be a multiple of 8, got {head_dim}")
     if "decoupled" in steps and head_dim % 6:
         raise ValueError(
-            f"front end {text!r} turns pairs of the last third, so H must be a multiple of 6, got {head_dim}"
+            f"front end {text!r} rotates pairs in the last third of H, so H must be a multiple of 6, got {head_dim}"
         )
     if "shared" in steps and head_dim != v_head_dim:
         raise ValueError(f"front end {text!r} shares k and v, so V must equal H, got {v_head_dim} and {head_dim}")

@@ -27,13 +27,13 @@ class CallSizes:
 def validate_array(name: str, x: Any) -> None:
     """Raise TypeError unless `x` is an array."""
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}: make one of it by jax.numpy.asarray")
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}: convert it with jax.numpy.asarray")
 
 
 def validate_pair(name: str, x: Any) -> None:
     """Raise TypeError unless `x` is a tuple or list of two."""
     if not isinstance(x, tuple | list) or len(x) != 2:
-        raise TypeError(f"{name} must be a pair of arrays, one of the queries or keys and one of the keys or values")
+        raise TypeError(f"{name} must be a pair of arrays: one for q and one for k, or one for k and one for v")
 
 
 def validate_dtype(name: str, x: Any, dtypes: Collection[str]) -> None:

@@ -106,13 +106,13 @@ def compute_error_variance(
     dtype = get_dtype_name(problem.q.dtype)
     u = Roundoff.of(arithmetic, problem)
     if dtype not in _PRECISION:
-        raise ValueError(f"the spread of errors is derived for {', '.join(_PRECISION)}, got operands in {dtype}")
+        raise ValueError(f"the variance of errors is derived for {', '.join(_PRECISION)} only, got operands in {dtype}")
     if problem.sinks is not None or problem.soft_caps is not None or problem.logit_terms or problem.head_factors:
-        raise ValueError("the spread of errors is derived for logits `scale <q, k>`; the problem has another operand")
+        raise ValueError("the variance of errors is derived for logits `scale <q, k>` only; the problem changes them")
     if u.scaled_q:
         # All keys of a row share the error of q * scale, which this derivation does not cover. There is no such error
         # if the scale is a power of two.
-        raise ValueError(f"with scaled_q the scale must be a power of two, got {problem.effective_scale}")
+        raise ValueError(f"if scaled_q is declared, the scale must be a power of two, got {problem.effective_scale}")
     names = {"out": (problem.q.shape[:3] + problem.v.shape[3:])}
     if cotangent is not None:
         names |= {"dq": problem.q.shape, "dk": problem.k.shape, "dv": problem.v.shape}

@@ -81,7 +81,7 @@ class Tolerances:
         calibrated = load_default_tolerances().limits
         ratio = max(limit.ratio for limit in calibrated.values())
         rms = max(limit.rms for limit in calibrated.values())
-        why = "the widest limit of all: nothing narrower was measured for this arithmetic and platform"
+        why = "the widest limit of all, since no limit was measured for this arithmetic and platform"
         wide = {key: Limit(ratio, rms, why) if x == calibrated.get(key) else x for key, x in self.limits.items()}
         return dataclasses.replace(self, limits=wide)
 
