@@ -7,8 +7,9 @@ attention over the part's keys, and `max` is the value by which its logits were 
     M = max_a max_a,   sum = sum_a exp(max_a - M) sum_a,   out = sum_a exp(max_a - M) out_a
 
 is the unnormalised part over all their keys (Rabe and Staats 2021, arXiv:2112.05682, section 2). The normalised form
-merges alike, with `exp(logsumexp_a)` as the sums. A part over no keys has `sum = 0` or `logsumexp = -inf`; its other
-values are never read. A sink is a part too: it has a sum and no `out`, and must be merged exactly once.
+is merged in the same way, with `exp(logsumexp_a)` as the sums. A part over no keys has `sum = 0` or
+`logsumexp = -inf`; its other values are never read. A sink is a part too: it has a sum and no `out`, and must be merged
+exactly once.
 
 Everything is differentiable in reverse and forward mode. `M` is a constant for the derivative, since the values that a
 part represents, `exp(max) out` and `exp(max) sum`, do not depend on it. Empty parts get gradients of zero.

@@ -1,4 +1,7 @@
-"""Mesh axes over which arrays vary inside `shard_map`, which requires loop carries to be marked from the start."""
+"""Find and mark the mesh axes over which arrays vary inside `shard_map`.
+
+`shard_map` requires that the carry of a loop has the same varying axes from its start to its end.
+"""
 
 from __future__ import annotations
 

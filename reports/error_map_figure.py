@@ -81,7 +81,7 @@ def _build_legend(used: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _render_mask(error_map: ErrorMap, level: int) -> str:
-    """Render the mask: the pairs of query and key that may attend, shaded by the error of their query or of their key."""
+    """Render the pairs of query and key that the mask allows, shaded by the error of their query or of their key."""
     by_key = error_map.along == "S"
     marks = error_map.marks
     lines = [

@@ -44,11 +44,11 @@ class Blocks(NamedTuple):
     q: Float[Array, "q_blocks B K G block_q H"]
     k: Float[Array, "kv_blocks B K block_kv H"]
     v: Float[Array, "kv_blocks B K block_kv V"]
-    bias: Float[Array, "b k g t s"] | None  # padded
+    bias: Float[Array, "b k g t s"] | None  # padded to whole blocks by `pad_pairs`
     alibi_slopes: Float32[Array, "1 K G 1 1"] | None
     q_ids: Int[Array, "q_blocks B block_q"] | None
     kv_ids: Int[Array, "kv_blocks B block_kv"] | None
-    selected: Bool[Array, "b k g t s"] | None  # padded
+    selected: Bool[Array, "b k g t s"] | None  # padded to whole blocks by `pad_pairs`
 
 
 class Pair(NamedTuple):
@@ -59,7 +59,7 @@ class Pair(NamedTuple):
     v: Float[Array, "B K block_kv V"]
     allowed: Bool[Array, "#B #K #G block_q block_kv"] | None  # None if all pairs are allowed
     logits: Float32[Array, "B K G block_q block_kv"]  # -inf where not allowed
-    slope: Float32[Array, "B K G block_q block_kv"] | None  # derivative of score_mod and (2), None without both
+    slope: Float32[Array, "B K G block_q block_kv"] | None  # dz/dx through score_mod and soft cap; None without both
 
 
 def cut_operands(plan: BlockFlashPlan, operands: Operands) -> Blocks:
@@ -157,7 +157,7 @@ def multiply(equation: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> F
 
 
 def compute_pair(plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices) -> Pair:
-    """Compute the logits of one pair of blocks, an entry of the schedule."""
+    """Compute the logits of one pair of blocks; `pair` is an entry of the schedule."""
     q, k, v = take_block(blocks.q, pair.q), take_block(blocks.k, pair.kv), take_block(blocks.v, pair.kv)
     bias = None
     if blocks.bias is not None:
@@ -190,19 +190,19 @@ def compute_pair_logits(
 
     Args:
       plan: static sizes.
-      q: as in `Pair`.
-      k: likewise.
-      v: likewise.
-      allowed: likewise.
+      q: queries of the block, as in `Pair`.
+      k: keys of the block, as in `Pair`.
+      v: values of the block, as in `Pair`.
+      allowed: which positions of the pair may attend, as in `Pair`.
       bias: added to the logits.
-      penalty: subtracted from the logits.
-      score: applied to the logits after that.
+      penalty: subtracted from the logits (the ALiBi term).
+      score: applied to the logits after bias and penalty.
     """
     if allowed is not None:
         # Keys and values that no query attends to may be NaN, and 0 * NaN is not 0.
         seen = allowed.any(axis=(2, 3))[..., None]  # [b, k, block_kv, 1]
         k, v = (jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in (k, v))
-    logits = multiply("bkgth,bksh->bkgts", q, k) * plan.scale  # (1)
+    logits = multiply("bkgth,bksh->bkgts", q, k) * plan.scale  # the scaled logits x, equation (1)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
     if penalty is not None:
@@ -217,7 +217,7 @@ def compute_pair_logits(
     if score_slope is not None:
         slope = score_slope if slope is None else score_slope * slope
     if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
+        logits = jnp.where(allowed, logits, -jnp.inf)  # mask, equation (3)
     return Pair(q, k, v, allowed, logits, slope)
 
 

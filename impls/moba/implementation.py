@@ -1,4 +1,4 @@
-"""Declarations of both forms of mixture of block attention."""
+"""Declare mixture of block attention (MoBA) as implementations to judge: block-sparse, in Pallas for TPU, and dense."""
 
 from __future__ import annotations
 

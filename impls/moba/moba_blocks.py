@@ -1,4 +1,6 @@
-"""Split operands into lanes, and compute the logits of one block of rows and its chunk for both passes.
+"""Split the operands of MoBA into lanes, and compute the logits of one block of rows and its chunk for both passes.
+
+Lanes, rows, bins and blocks are explained in `impls.moba.moba_plan`. The logits z are
 
 (1)  x_ij = scale <q_i, k_j> + bias_ij
 (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
@@ -40,13 +42,13 @@ class Lanes(NamedTuple):
 class RowBlock(NamedTuple):
     """One block of rows, with the logits of its rows and the keys of its bin."""
 
-    rows: Array  # [r], `L R` for padding rows
+    rows: Array  # [r], index of each row among the rows of all lanes; `L R` for padding rows
     bin: Array  # []
     q: Array  # [r, H]
     k: Array  # [chunk, H]
     v: Array  # [chunk, V]
     logits: Array  # [r, chunk] f32, -inf where not allowed
-    slope: Array | None  # derivative of (2), same shape; None without a soft cap
+    slope: Array | None  # derivative dz/dx of the soft cap, same shape; None without a soft cap
 
 
 class BlockSoftmax(NamedTuple):
@@ -102,7 +104,7 @@ def compute_block(plan: MobaPlan, lanes: Lanes, work: MobaWork, number: Array) -
     """Compute the logits of block `number`."""
     rows, which = take_block(work.rows, number), take_block(work.bins, number)
     q, k, v = lanes.q.at[rows].get(mode="fill", fill_value=0), take_block(lanes.k, which), take_block(lanes.v, which)
-    logits = multiply("rh,jh->rj", q, k) * plan.scale  # (1)
+    logits = multiply("rh,jh->rj", q, k) * plan.scale  # the scaled logits x, equation (1)
     if lanes.bias is not None:
         logits = logits + lanes.bias[locate_bias(plan, lanes.bias, rows, which)].astype(jnp.float32)
     slope = None
@@ -113,12 +115,12 @@ def compute_block(plan: MobaPlan, lanes: Lanes, work: MobaWork, number: Array) -
     # A padding row gets the position of another row, so it is hidden by its row index instead.
     position = plan.position[rows % plan.rows]
     allowed = (key <= position[:, None]) & (rows < plan.lanes * plan.rows)[:, None]
-    logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
+    logits = jnp.where(allowed, logits, -jnp.inf)  # mask, equation (3)
     return RowBlock(rows, which, q, k, v, logits, slope)
 
 
 def locate_bias(plan: MobaPlan, bias: Array, rows: Array, which: Array) -> tuple[Array, Array]:
-    """Find a block's rows in `bias [rows of the bias, C or 1, chunk or 1]`; padding rows get any place."""
+    """Find the indices of a block's rows in `bias [rows of the bias, C or 1, chunk or 1]`; any for padding rows."""
     assert plan.bias_shape is not None
     batch, heads, queries, _ = plan.bias_shape
     row = jnp.minimum(rows, plan.lanes * plan.rows - 1)
