@@ -26,7 +26,7 @@ from jax import lax
 
 
 class Part(NamedTuple):
-    """Attention over some keys, not normalised, in f32."""
+    """Attention over some keys before the division by the softmax sum, in f32."""
 
     out: jax.Array  # [..., V], sum of exp(logit - max) v
     max: jax.Array  # [..., 1], the value by which logits were shifted; -inf where there is no key
@@ -34,10 +34,10 @@ class Part(NamedTuple):
 
 
 class Normalised(NamedTuple):
-    """Attention over some keys, normalised."""
+    """Attention over some keys after the division by the softmax sum."""
 
     out: jax.Array  # [..., V]
-    logsumexp: jax.Array  # [...] f32, natural; -inf where there is no key
+    logsumexp: jax.Array  # [...] f32, natural logarithm; -inf where there is no key
 
 
 def merge(parts: Sequence[Part]) -> Part:

@@ -177,7 +177,7 @@ def format_shortfall(run: RunInfo) -> str:
     if run.interrupted:
         return "The run was interrupted. This page covers only the records written before it stopped."
     if any(not extent.known for extent in run.extents.values()):
-        return "There are records without a run record: whether they are all that was planned is unknown."
+        return "Some records have no run record, so it is unknown whether all that was planned was judged."
     partly = [extent for extent in run.extents.values() if extent.is_partial]
     if not partly:
         return ""

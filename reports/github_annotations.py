@@ -89,7 +89,8 @@ def annotate_changes(found: Comparison, find_place: FindPlace, *, without_failur
 def format_commands(annotations: Sequence[Annotation]) -> list[str]:
     """Format annotations as workflow commands, one per line.
 
-    At most `MAX_ANNOTATIONS` of each kind are formatted, those of all contenders in turn.
+    At most `MAX_ANNOTATIONS` of each kind are formatted. The first annotation of each contender comes before the second
+    of any.
     """
     found = []
     for kind in (ERROR_LEVEL, WARNING_LEVEL):

@@ -85,7 +85,10 @@ class FlagDifference:
     def text(self) -> str:
         """A phrase that states how many judgements depend on the compiler's flags."""
         differ = "1 judgement differs" if self.count == 1 else f"{self.count:,} judgements differ"
-        return f"{differ} by the compiler's flags, and those under JAX's own flags count: smallest {self.smallest.case}"
+        return (
+            f"{differ} by the compiler's flags, and the judgements under JAX's own flags count. "
+            f"The smallest case is {self.smallest.case}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +261,8 @@ def build_page(summary: Summary, measurements: Sequence[Measurement] = (), file:
     Args:
       summary: the summary of the run.
       measurements: timings from the command `bench`, to be shown beside the records.
-      file: the files of records, quoted for a shell. A contender whose files the run record names has those instead.
+      file: the files of records that commands on the page read, quoted for a shell. If the run record names the files
+        of a contender, the commands for that contender read them instead.
     """
     groups, run = summary.groups, summary.run
     names = {label: " ".join(map(shlex.quote, paths)) for label, paths in run.files.items()}

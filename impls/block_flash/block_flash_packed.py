@@ -41,8 +41,8 @@ def packed_attention(
     """Compute softmax attention of concatenated sequences, each to itself (docs/contract.md, section 8).
 
     Query `i` of a sequence has the position `kv_len - q_len + i`. Pairs of blocks without a query and a key of the same
-    sequence are skipped. So the work is the sum over the sequences, not the square of the total length. Memory is
-    linear in the lengths.
+    sequence are skipped. So the work grows with the number of pairs within sequences, not with the square of the total
+    length. Memory is linear in the lengths.
 
     q, k, v and sinks are differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient zero. The
     residuals of the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.

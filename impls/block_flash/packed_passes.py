@@ -48,8 +48,8 @@ class _QueryBlocks(NamedTuple):
     q: Float[Array, "1 K G block_q H"]
     low: Int32[Array, " block_q"]
     high: Int32[Array, " block_q"]
-    first: Int32[Array, ""]  # first block of keys
-    end: Int32[Array, ""]  # one past the last
+    first: Int32[Array, ""]  # first block of keys to visit
+    end: Int32[Array, ""]  # one past the last block of keys to visit
 
 
 class _KeyBlocks(NamedTuple):

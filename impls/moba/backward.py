@@ -58,7 +58,7 @@ def backward(
     # The row sums D - dlse, where D is equation (11).
     row_sums = jnp.einsum("btnv,btnv->bnt", out, d_out, precision="highest", preferred_element_type=jnp.float32)
     row_sums = row_sums - d_logsumexp
-    logsumexp = replace_neg_inf(logsumexp)  # -inf in rows whose logits are all -inf
+    logsumexp = replace_neg_inf(logsumexp)  # logsumexp is -inf in rows whose logits are all -inf
     make = moba_tpu.sum_gradients if plan.backend == "tpu" else _sum_gradients
     sums = make(plan, lanes, work, flatten_rows(plan, d_out), logsumexp.reshape(-1), row_sums.reshape(-1))
     dq = gather_slots(sums.q, work.places, 0).sum(axis=1) * plan.scale  # dq, equation (14)

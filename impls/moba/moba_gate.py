@@ -40,7 +40,7 @@ def choose_chunks(moba: Moba, q: Array, k: Array, position: Array) -> Array:
         # a gate depends on its column.
         gates = jnp.moveaxis(lax.map(gate, means.swapaxes(0, 1)), 0, -1)
         gates = jnp.where(jnp.arange(chunks, dtype=jnp.int32) < own, gates, -jnp.inf)
-        return lax.top_k(gates, others)[1]  # equal gates in the order of their index
+        return lax.top_k(gates, others)[1]  # of equal gates, the lower index comes first
 
     rows = min(_ROWS_AT_ONCE, q.shape[1])
     chosen = _join_rows(lax.map(of_rows, (_split_rows(q, rows), _split_rows(own, rows))), q.shape[1]).astype(jnp.int32)

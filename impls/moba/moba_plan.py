@@ -102,7 +102,7 @@ class MobaWork(NamedTuple):
 
     in_use: Array  # [], number of blocks that have rows; the blocks after them are not computed
     bins: Array  # [blocks], bin of each block
-    rows: Array  # [blocks, block_rows], index among the rows of all lanes, `L R` for padding rows
+    rows: Array  # [blocks, block_rows], index of each row among the rows of all lanes; `L R` for padding rows
     places: Array  # [L R, slots], place of each slot in `rows`, flattened; `blocks * block_rows` for empty slots
 
 

@@ -95,7 +95,7 @@ def sum_gradients(
     )
     chunk, number = plan.moba.chunk, jnp.where(jnp.arange(plan.most_blocks) < work.in_use, work.bins, plan.bins)
     taken = jnp.zeros(plan.bins, bool).at[number].set(True, mode="drop")[:, None, None]
-    dk, dv = (jnp.where(taken, x[:, :chunk], 0.0) for x in (dk, dv))  # not written for chunks without rows
+    dk, dv = (jnp.where(taken, x[:, :chunk], 0.0) for x in (dk, dv))  # never written for chunks that no row selected
     return GradientSums(dq, dk, dv, None)
 
 
