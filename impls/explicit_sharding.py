@@ -21,7 +21,7 @@ _ARRAY_OPTIONS = (*(operand.name for operand in OPTIONAL if operand.arrays), "le
 
 
 def accept_explicit_sharding(call: _Call) -> _Call:
-    """Wrap a canonical call so that it accepts operands on meshes with explicit axes.
+    """Wrap an attention function with the contract's arguments to accept operands on meshes with explicit axes.
 
     The call must return a tree of arrays `[B, T, N, .]` and residuals `[B, N, T]`.
     """

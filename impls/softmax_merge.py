@@ -41,7 +41,7 @@ class Normalised(NamedTuple):
 
 
 def merge(parts: Sequence[Part]) -> Part:
-    """Merge parts whose shapes broadcast against each other.
+    """Merge parts of attention over disjoint sets of keys. Their shapes must broadcast against each other.
 
     Raises:
       ValueError: there are no parts.
@@ -87,7 +87,7 @@ def normalise(part: Part) -> Normalised:
 
 
 def merge_normalised(parts: Sequence[Normalised]) -> Normalised:
-    """Merge normalised parts; `out` is f32.
+    """Merge normalised parts of attention over disjoint sets of keys; `out` is f32.
 
     Raises:
       ValueError: there are no parts.

@@ -45,7 +45,7 @@ class Metric:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """The number of records with each verdict; every verdict is present, if only with 0."""
+    """The number of records with each verdict; verdicts that do not occur have 0."""
 
     by_verdict: Mapping[str, int]
 

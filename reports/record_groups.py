@@ -41,7 +41,7 @@ class Contender:
 
     @property
     def label(self) -> str:
-        """The implementation with its place in brackets."""
+        """The name of the implementation, followed by the platform and run in brackets."""
         return f"{self.implementation} ({self.place})" if self.place else self.implementation
 
 

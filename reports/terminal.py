@@ -45,7 +45,9 @@ STYLES = {
 
 
 def print_summary(summary: Summary, console: Console, page: str = "") -> None:
-    """Print the findings of a run, then the counts, then the verdict, which so ends up next to the shell's prompt.
+    """Print the findings, the counts and the verdict of a run, in this order.
+
+    The verdict comes last, so that what matters most is next to the shell's prompt.
 
     Args:
       summary: the summary of the run.

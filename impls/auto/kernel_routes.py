@@ -113,7 +113,7 @@ def find_route(
     candidates: tuple[Candidate, ...] = CANDIDATES,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Route, Candidate]:
-    """Choose the kernel of a call from shapes alone. Operands may be abstract.
+    """Choose the kernel of a call without reading values, so operands may be abstract.
 
     Args:
       q: queries `[B, T, N, H]`.

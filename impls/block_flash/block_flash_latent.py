@@ -12,7 +12,7 @@ from impls.block_flash.attention import attention
 def latent_attention(
     q: Float[Array, "B T N H"], latent: Float[Array, "B S H"], *, value_dim: int, scale: float, **options: Any
 ) -> Any:
-    """Attend from every query head to one latent (docs/contract.md, section 8), with gradients.
+    """Attend from all query heads to one latent vector per key (docs/contract.md, section 8), with gradients.
 
     Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) with the up-projections absorbed into
     q and into the layers after `out`. The gradient of the latent is the gradient of the keys plus, in the first

@@ -38,8 +38,9 @@ def packed_attention(
     block_q: int | None = None,
     block_kv: int | None = None,
 ) -> Any:
-    """Compute softmax attention of concatenated sequences, each to itself (docs/contract.md, section 8).
+    """Compute softmax attention over packed sequences (docs/contract.md, section 8).
 
+    The sequences are concatenated along one axis, and a query attends only to keys of its own sequence.
     Query `i` of a sequence has the position `kv_len - q_len + i`. Pairs of blocks without a query and a key of the same
     sequence are skipped. So the work grows with the number of pairs within sequences, not with the square of the total
     length. Memory is linear in the lengths.

@@ -57,7 +57,7 @@ class BlockFlashPlan(FlashSizes):
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """The active pairs of blocks."""
+        """The pairs of blocks to compute, with their masks."""
         return _build_schedule(self)
 
 

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class Operands(NamedTuple):
-    """Arrays of the canonical call, in its shapes."""
+    """Array operands of an attention call, in the shapes of the contract (docs/contract.md, section 1)."""
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B S K H"]
@@ -85,7 +85,7 @@ def cut_queries(plan: FlashSizes, x: Shaped[Array, "B T N D"]) -> Shaped[Array, 
 
 
 def join_queries(plan: FlashSizes, x: Shaped[Array, "q_blocks B K G block_q D"]) -> Shaped[Array, "B T N D"]:
-    """Invert `cut_queries`."""
+    """Join blocks of queries to `[B, T, N, D]`, without the padding: the inverse of `cut_queries`."""
     x = x.transpose(1, 0, 4, 2, 3, 5)  # [B, q blocks, block_q, K, G, D]
     return x.reshape(x.shape[0], -1, plan.num_q_heads, x.shape[5])[:, : plan.q_length]
 
@@ -96,7 +96,7 @@ def cut_rows(plan: FlashSizes, x: Shaped[Array, "B N T"]) -> Shaped[Array, "q_bl
 
 
 def join_rows(plan: FlashSizes, x: Shaped[Array, "q_blocks B K G block_q"]) -> Shaped[Array, "B N T"]:
-    """Invert `cut_rows`."""
+    """Join blocks of one value per query to `[B, N, T]`, without the padding: the inverse of `cut_rows`."""
     x = jnp.moveaxis(x, 0, 3)  # [B, K, G, q blocks, block_q]
     return x.reshape(x.shape[0], plan.num_q_heads, -1)[..., : plan.q_length]
 
@@ -107,7 +107,7 @@ def cut_keys(plan: FlashSizes, x: Shaped[Array, "B S K D"]) -> Shaped[Array, "kv
 
 
 def join_keys(plan: FlashSizes, x: Shaped[Array, "kv_blocks B K block_kv D"]) -> Shaped[Array, "B S K D"]:
-    """Invert `cut_keys`."""
+    """Join blocks of keys or values to `[B, S, K, D]`, without the padding: the inverse of `cut_keys`."""
     x = x.transpose(1, 0, 3, 2, 4)  # [B, kv blocks, block_kv, K, D]
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : plan.kv_length]
 
@@ -122,14 +122,14 @@ def pad_pairs(plan: BlockFlashPlan, bias: Shaped[Array, "b n t s"]) -> Shaped[Ar
 
 
 def split_heads(plan: BlockFlashPlan, x: Shaped[Array, "b n *rest"]) -> Shaped[Array, "b k g *rest"]:
-    """Split the axis of query heads: `[b, n, ...]` to `[b, k, g, ...]`."""
+    """Split the axis of query heads into key/value heads and groups: `[b, n, ...]` to `[b, k, g, ...]`."""
     return x[:, :, None] if x.shape[1] == 1 else x.reshape(x.shape[0], plan.num_kv_heads, -1, *x.shape[2:])
 
 
 def locate_pair(
     plan: BlockFlashPlan, bias: jax.Array, pair: PairIndices
 ) -> tuple[tuple[jax.Array | int, ...], tuple[int, ...]]:
-    """Find start and size of a pair's slice in the padded bias."""
+    """Find start and size of the slice of the padded bias that belongs to a pair of blocks."""
     zero = jnp.uint32(0)
     row, rows = (pair.q * plan.block_q, plan.block_q) if bias.shape[3] > 1 else (zero, 1)
     column, columns = (pair.kv * plan.block_kv, plan.block_kv) if bias.shape[4] > 1 else (zero, 1)

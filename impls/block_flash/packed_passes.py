@@ -53,7 +53,7 @@ class _QueryBlocks(NamedTuple):
 
 
 class _KeyBlocks(NamedTuple):
-    """All keys and values in blocks, or their gradients."""
+    """All keys and values split into blocks, or their gradients in the same shapes."""
 
     k: Float[Array, "kv_blocks 1 K block_kv H"]
     v: Float[Array, "kv_blocks 1 K block_kv V"]

@@ -70,7 +70,7 @@ def all_gather(
 
 @dataclasses.dataclass(frozen=True)
 class _GatherPlan:
-    """Static part of a call.
+    """Static part of a call of all-gather attention.
 
     Attributes:
       local: the kernel with its masks.

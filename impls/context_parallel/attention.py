@@ -29,7 +29,7 @@ UNSUPPORTED = {"indexer": "the masks of the devices are found before the program
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ContextPlan:
-    """Static part of a call. Equal plans share one compiled function."""
+    """Static part of a context-parallel call. Equal plans share one compiled function."""
 
     method: Method
     kernel: Kernel

@@ -35,7 +35,7 @@ class PlacedMask(Mask):
         return allowed
 
     def check_lengths(self, q_length: int, kv_length: int) -> None:
-        """Raise `ValueError` if the mask is for other lengths."""
+        """Raise `ValueError` if the mask is for other numbers of queries and keys."""
         if (q_length, kv_length) != (self.rows.size, self.columns.size):
             raise ValueError(
                 f"mask is for T={self.rows.size} queries and S={self.columns.size} keys of a device, "
@@ -57,7 +57,7 @@ def restrict_mask(mask: Mask, rows: SequencePlaces, columns: SequencePlaces) -> 
 
 
 def _cut_array(array: np.ndarray, rows: SequencePlaces | None, columns: SequencePlaces) -> np.ndarray:
-    """Take `array [b, n, T, S]` at `rows` and `columns`, False in padding."""
+    """Select the `rows` and `columns` of a boolean mask `array [b, n, T, S]`, with False in padding."""
     for axis, places in ((2, rows), (3, columns)):
         if places is not None:
             positions = places.position(np.arange(places.size))

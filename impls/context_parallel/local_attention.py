@@ -32,7 +32,7 @@ class Operands(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Results of one call."""
+    """Results of one call: attention of this device's queries to some of the keys, f32."""
 
     out: Float32[Array, "B T N V"]
     logsumexp: Float32[Array, "B N T"]

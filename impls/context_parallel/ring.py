@@ -78,7 +78,7 @@ def ring(
 
 @dataclasses.dataclass(frozen=True)
 class _RingPlan:
-    """Static part of a call.
+    """Static part of a call of ring attention.
 
     Attributes:
       local: the kernel with its masks.
@@ -133,7 +133,7 @@ def _list_moving(operands: Operands) -> Any:
 def _attend(steps: _RingPlan, operands: Operands) -> Outputs:
     def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
         moving, done, top = carry
-        received = steps.passed_on(moving)  # first, so that the transfer overlaps with the computation
+        received = steps.passed_on(moving)  # before the computation, so that the two overlap
         source = steps.source(number)
         found = steps.local.forward(steps.index(source), _build_step_operands(operands, moving, source))
         done = softmax_merge.merge([done, build_part(found.out, found.logsumexp)])

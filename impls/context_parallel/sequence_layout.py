@@ -19,7 +19,7 @@ class SequencePlaces:
 
     @property
     def size(self) -> int:
-        """Number of positions."""
+        """Number of positions that the device has, padding included."""
         return len(self.starts) * self.chunk
 
     @property
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Indices of the chunks, device by device."""
+        """Indices of the chunks, in the order of the devices that have them."""
         if not self.balanced:
             return tuple(range(self.devices))
         return tuple(chunk for rank in range(self.devices) for chunk in (rank, 2 * self.devices - 1 - rank))

@@ -42,7 +42,7 @@ class Outputs(NamedTuple):
 
 
 def forward(plan: MobaPlan, operands: Operands, work: MobaWork) -> Outputs:
-    """Compute attention. Memory beyond operands and outputs is linear in the lengths."""
+    """Compute attention from the blocks in `work`. Memory beyond operands and outputs is linear in the lengths."""
     parts = (moba_tpu.compute_parts if plan.backend == "tpu" else _compute_parts)(
         plan, split_lanes(plan, operands), work
     )

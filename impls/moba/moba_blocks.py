@@ -21,7 +21,10 @@ Array = jax.Array
 
 
 class Operands(NamedTuple):
-    """Arrays of the canonical call, in its shapes. k, v and bias are truncated after the last query's position."""
+    """Array operands of a MoBA call, in the shapes of the contract (docs/contract.md, section 1).
+
+    k, v and bias are truncated after the last query's position.
+    """
 
     q: Array  # [B, T, N, H]
     k: Array  # [B, S, K, H]
@@ -69,7 +72,7 @@ class GradientSums(NamedTuple):
 
 
 def split_lanes(plan: MobaPlan, operands: Operands) -> Lanes:
-    """Split the operands into lanes."""
+    """Split the operands into lanes: queries become rows, and keys and values become bins."""
     return Lanes(
         q=flatten_rows(plan, operands.q),
         k=split_bins(plan, operands.k),
@@ -84,7 +87,7 @@ def flatten_rows(plan: MobaPlan, x: Array) -> Array:
 
 
 def restore_rows(plan: MobaPlan, x: Array) -> Array:
-    """Invert `flatten_rows`."""
+    """Restore rows `[L R, D]` to the shape `[B, T, N, D]`: the inverse of `flatten_rows`."""
     return x.reshape(plan.batch, plan.num_q_heads, plan.q_length, -1).transpose(0, 2, 1, 3)
 
 
@@ -95,13 +98,13 @@ def split_bins(plan: MobaPlan, x: Array) -> Array:
 
 
 def join_bins(plan: MobaPlan, x: Array) -> Array:
-    """Invert `split_bins`."""
+    """Join bins to keys or values `[B, S, K, D]`, without the padding: the inverse of `split_bins`."""
     x = x.reshape(plan.batch, plan.num_kv_heads, plan.chunks * plan.moba.chunk, -1)
     return x[:, :, : plan.kv_length].transpose(0, 2, 1, 3)
 
 
 def compute_block(plan: MobaPlan, lanes: Lanes, work: MobaWork, number: Array) -> RowBlock:
-    """Compute the logits of block `number`."""
+    """Compute the logits of the rows of block `number` and the keys of its bin."""
     rows, which = take_block(work.rows, number), take_block(work.bins, number)
     q, k, v = lanes.q.at[rows].get(mode="fill", fill_value=0), take_block(lanes.k, which), take_block(lanes.v, which)
     logits = multiply("rh,jh->rj", q, k) * plan.scale  # the scaled logits x, equation (1)
@@ -139,6 +142,6 @@ def _flatten_bias(plan: MobaPlan, bias: Array) -> Array:
 
 
 def restore_bias(plan: MobaPlan, x: Array) -> Array:
-    """Invert `_flatten_bias`."""
+    """Restore a flattened bias to its own shape `[b, n, t, s]`: the inverse of `_flatten_bias`."""
     assert plan.bias_shape is not None
     return x.reshape(*plan.bias_shape[:3], -1)[..., : plan.bias_shape[3]]

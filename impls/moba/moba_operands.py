@@ -32,7 +32,7 @@ def find_moba(mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length
 def validate_moba(
     q: Any, k: Any, v: Any, *, mask: Mask, segment_ids: tuple[jax.Array, jax.Array] | None, **options: Any
 ) -> Moba:
-    """Validate the operands and return the mask.
+    """Validate the operands of a MoBA call and return its mask.
 
     Raises:
       ValueError: an operand or an option is wrong; the message names it.

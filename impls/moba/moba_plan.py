@@ -86,7 +86,7 @@ class MobaPlan:
 
     @property
     def most_blocks(self) -> int:
-        """Upper bound of the number of blocks, whatever chunks are selected."""
+        """Upper bound of the number of blocks, for any selection of chunks."""
         in_a_bin = -(-self.rows // self.block_rows)
         return min(self.pairs // self.block_rows + self.bins, self.bins * in_a_bin)
 
@@ -98,7 +98,7 @@ class MobaPlan:
 
 
 class MobaWork(NamedTuple):
-    """The blocks of a call, all int32."""
+    """The division of a call's rows into blocks; all arrays are int32."""
 
     in_use: Array  # [], number of blocks that have rows; the blocks after them are not computed
     bins: Array  # [blocks], bin of each block

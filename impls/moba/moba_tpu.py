@@ -49,7 +49,7 @@ class _Steps(NamedTuple):
 
 
 def compute_parts(plan: MobaPlan, lanes: Lanes, work: MobaWork) -> BlockSoftmax:
-    """Compute the softmax of each block's rows over its chunk. Blocks that are not in use hold arbitrary values."""
+    """Compute attention of each block's rows to its chunk, not normalised. Blocks not in use hold arbitrary values."""
     steps, room = _build_steps(plan, work), _find_room(plan, *_get_sizes(lanes), backward=False)
     q = lanes.q.at[work.rows].get(mode="fill", fill_value=0)  # [blocks, r, H]
     rows, depth = plan.block_rows, lanes.v.shape[-1]
@@ -125,7 +125,7 @@ class _VmemRoom(NamedTuple):
     vmem: int | None
 
     def padded(self, x: Array) -> Array:
-        """Pad `[bins, chunk, D]` with zeros to whole steps of keys."""
+        """Pad keys or values `[bins, chunk, D]` with zeros, so that a chunk is a multiple of the keys per step."""
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.keys), (0, 0)))
 
 
