@@ -201,13 +201,13 @@ def _share_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
         v = _gather(inputs["v"], token * launch.num_kv_heads + head, seen, launch.v_depth)
         z = jnp.where(
             compute_allowed(plan, i, j[None, :]), compute_logits(plan, _multiply(q, k, 1)), -jnp.inf
-        )  # (1), (2), (3)
-        top = jnp.maximum(old.max, jnp.max(z, axis=1))  # (4)
+        )  # masked logits, equations (1) to (3)
+        top = jnp.maximum(old.max, jnp.max(z, axis=1))  # maximum, equation (4)
         weights, decay = compute_exp(z - replace_neg_inf(top)[:, None]), compute_exp(old.max - replace_neg_inf(top))
         return Part(
-            out=old.out * decay[:, None] + _multiply(weights.astype(v.dtype), v, 0),  # (6)
+            out=old.out * decay[:, None] + _multiply(weights.astype(v.dtype), v, 0),  # weighted sum of values, eq. (6)
             max=top,
-            sum=old.sum * decay + jnp.sum(weights, axis=1),  # (5)
+            sum=old.sum * decay + jnp.sum(weights, axis=1),  # sum of weights, equation (5)
         )
 
     part = lax.fori_loop(first, end, visit, _start_part(launch))

@@ -279,14 +279,14 @@ def _add_units(
             if n + 1 < several:
                 coming = products_of(these[n + 1])
             z = compute_logits(plan, products, LOG_2, functools.partial(units.of_keys, this))  # (1), (2)
-            z = masked(this, z)  # (3)
-            top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # (4)
+            z = masked(this, z)  # hidden pairs get -inf, equation (3)
+            top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
             weights, decay = jnp.exp2(z - repeat_lanes(top, block)), jnp.exp2(before - top)
             values = units.keys(this)[1]
             acc = acc * repeat_lanes(decay, depth_v) + _multiply(
                 units.of_values(this, weights).astype(values.dtype), values, 0
             )  # (6)
-            softmax[n] = top, total * decay + _sum_by_lane(weights), acc  # (5)
+            softmax[n] = top, total * decay + _sum_by_lane(weights), acc  # sum of weights, equation (5)
         for this, found in zip(these, softmax, strict=True):
             place = units.place(this)
             heads.max[place], heads.sum[place], heads.out[place] = found

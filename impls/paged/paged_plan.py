@@ -81,6 +81,6 @@ def compute_logits(
 ) -> jax.Array:
     """Compute logits in units of `unit` from products `<q, k>`; `of_keys` multiplies by the scale of each key."""
     if plan.soft_cap is None:
-        return products * of_keys(jnp.float32(plan.scale / unit))  # (1)
+        return products * of_keys(jnp.float32(plan.scale / unit))  # scaled logits, equation (1)
     bent = jnp.tanh(products * of_keys(jnp.float32(plan.scale / plan.soft_cap)))
-    return jnp.float32(plan.soft_cap / unit) * bent  # (1), (2)
+    return jnp.float32(plan.soft_cap / unit) * bent  # logits with soft cap, equations (1) and (2)

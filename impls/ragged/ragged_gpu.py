@@ -175,16 +175,16 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
         k = load_rows(inputs["k"], kv_start, launch.block, plan.kv_length, launch.depth)
         v = load_rows(inputs["v"], kv_start, launch.block, plan.kv_length, launch.v_depth)
         found = compute_allowed(plan, length, i, compute_positions(kv_start, launch.block)[None, :])
-        z = jnp.where(found, compute_logits(plan, _multiply(q, k, 1)), -jnp.inf)  # (1), (2), (3)
-        top = jnp.maximum(old.max, jnp.max(z, axis=1))  # (4)
+        z = jnp.where(found, compute_logits(plan, _multiply(q, k, 1)), -jnp.inf)  # masked logits, equations (1) to (3)
+        top = jnp.maximum(old.max, jnp.max(z, axis=1))  # maximum, equation (4)
         shift = replace_neg_inf(top)
         weights, decay = compute_exp(z - shift[:, None]), compute_exp(old.max - shift)
         # Values that no query sees may be NaN, and 0 * NaN is not 0.
         out = _multiply(weights.astype(v.dtype), zero_hidden_rows(v, find_seen_keys(found)), 0)
         return Part(
-            out=old.out * decay[:, None] + out,  # (6)
+            out=old.out * decay[:, None] + out,  # weighted sum of values, equation (6)
             max=top,
-            sum=old.sum * decay + jnp.sum(weights, axis=1),  # (5)
+            sum=old.sum * decay + jnp.sum(weights, axis=1),  # sum of weights, equation (5)
         )
 
     part = Part(

@@ -146,9 +146,9 @@ def compute_allowed(plan: RaggedPlan, length: Any, position: Any, j: Any) -> Any
 def compute_logits(plan: RaggedPlan, products: jax.Array, unit: float = 1.0) -> jax.Array:
     """Compute logits in units of `unit` from products `<q, k>`."""
     if plan.soft_cap is None:
-        return products * jnp.float32(plan.scale / unit)  # (1)
-    x = products * jnp.float32(plan.scale)  # (1)
-    return jnp.float32(plan.soft_cap / unit) * jnp.tanh(x * jnp.float32(1 / plan.soft_cap))  # (2)
+        return products * jnp.float32(plan.scale / unit)  # scaled logits, equation (1)
+    x = products * jnp.float32(plan.scale)  # scaled logits, equation (1)
+    return jnp.float32(plan.soft_cap / unit) * jnp.tanh(x * jnp.float32(1 / plan.soft_cap))  # soft cap, equation (2)
 
 
 def replace_neg_inf(x: jax.Array) -> jax.Array:

@@ -185,7 +185,7 @@ def _add_block(
             plan,
             (q_ref, k_ref, v_ref),
             kept,
-            lambda z: jnp.where(sees, z, -jnp.inf),  # (3)
+            lambda z: jnp.where(sees, z, -jnp.inf),  # hidden pairs get -inf, equation (3)
             lambda v: jnp.where(dead, 0.0, v.astype(jnp.float32)).astype(v.dtype),
         )
 
@@ -210,7 +210,7 @@ def _add_heads(
     heads, block = k_ref.shape[:2]
     every = range(heads)
     products = [_multiply(q_ref[head], k_ref[head], 1) for head in every]  # [rows, block]
-    z = [masked(compute_logits(plan, x, LOG_2)) for x in products]  # (1), (2)
+    z = [masked(compute_logits(plan, x, LOG_2)) for x in products]  # logits with soft cap, equations (1) and (2)
     before = [kept.max[head] for head in every]
     top = [jnp.maximum(old, x.max(axis=-1, keepdims=True)) for old, x in zip(before, z, strict=True)]  # (4)
     weights = [jnp.exp2(x - repeat_lanes(m, block)) for x, m in zip(z, top, strict=True)]
@@ -219,7 +219,7 @@ def _add_heads(
     added = [_multiply(p.astype(v.dtype), v, 0) for p, v in zip(weights, values, strict=True)]
     for head in every:
         kept.max[head] = top[head]
-        kept.sum[head] = kept.sum[head] * decay[head] + _sum_by_lane(weights[head])  # (5)
+        kept.sum[head] = kept.sum[head] * decay[head] + _sum_by_lane(weights[head])  # sum of weights, equation (5)
         kept.out[head] = kept.out[head] * repeat_lanes(decay[head], added[head].shape[1]) + added[head]  # (6)
 
 

@@ -114,18 +114,18 @@ def _add(
             v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)
             logits, slope = compute_logits(call, multiply(call, k, k_depth, q, q_depth))  # (1), (2): [keys, rows]
             found = compute_allowed(call, masking, rows, keys)
-            p = jnp.exp(logits - inputs.logsumexp[:, rows])  # (8)
+            p = jnp.exp(logits - inputs.logsumexp[:, rows])  # probabilities, equation (8)
             if found is not None:
                 p = jnp.where(found, p, 0.0)
-            scratch.dv[own, :] += multiply(call, p.astype(do.dtype), 1, do, 0)  # (9)
-            dx = p * (multiply(call, v, v_depth, do, 1) - inputs.row_sums[:, rows])  # (10), (12)
+            scratch.dv[own, :] += multiply(call, p.astype(do.dtype), 1, do, 0)  # dv, equation (9)
+            dx = p * (multiply(call, v, v_depth, do, 1) - inputs.row_sums[:, rows])  # dp and dz, eqs. (10) and (12)
             if slope is not None:
-                dx = dx * slope  # (13)
+                dx = dx * slope  # dx, equation (13)
             if found is not None:
                 dx = jnp.where(found, dx, 0.0)
             dx = dx.astype(q.dtype)
-            scratch.dk[own, :] += multiply(call, dx, 1, q, 1 - q_depth)  # (15), not scaled
-            if call.fused:  # (14), not scaled
+            scratch.dk[own, :] += multiply(call, dx, 1, q, 1 - q_depth)  # dk, equation (15), not yet scaled
+            if call.fused:  # dq, equation (14), not yet scaled
                 added = multiply(call, dx, 0, zero_unseen_keys(call, k, found, layouts.k), 1 - k_depth)
                 dq = added if dq is None else dq + added
         dq_parts.append((rows, dq))
@@ -187,7 +187,7 @@ def _wait_for_copies(call: KernelCall, step: Step, outputs: Outputs, scratch: Sc
 
 
 def _finish(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch) -> None:
-    outputs.dk[...] = (scratch.dk[...] * jnp.float32(call.scale)).astype(outputs.dk.dtype)  # (15)
+    outputs.dk[...] = (scratch.dk[...] * jnp.float32(call.scale)).astype(outputs.dk.dtype)  # dk, equation (15)
     outputs.dv[...] = scratch.dv[...].astype(outputs.dv.dtype)
     if call.fused:  # the last copy of dq overlapped with this rounding
         _wait_for_copies(call, step, outputs, scratch)

@@ -96,16 +96,16 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
             v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)
             logits, slope = compute_logits(call, multiply(call, q, q_depth, k, k_depth))  # (1), (2): [rows, keys]
             found = compute_allowed(call, masking, rows, keys)
-            p = jnp.exp(logits - repeat_lanes(scratch.logsumexp[rows, :], keys.size))  # (8)
-            # (10), (12)
+            p = jnp.exp(logits - repeat_lanes(scratch.logsumexp[rows, :], keys.size))  # probabilities, equation (8)
+            # dp and dz, equations (10) and (12)
             dx = p * (multiply(call, do, 1, v, v_depth) - repeat_lanes(scratch.row_sums[rows, :], keys.size))
             if slope is not None:
-                dx = dx * slope  # (13)
+                dx = dx * slope  # dx, equation (13)
             if found is not None:
                 dx = jnp.where(found, dx, 0.0)
             k = zero_unseen_keys(call, k, found, layouts.k)
-            scratch.dq[rows, :] += multiply(call, dx.astype(k.dtype), 1, k, 1 - k_depth)  # (14), not scaled
+            scratch.dq[rows, :] += multiply(call, dx.astype(k.dtype), 1, k, 1 - k_depth)  # dq, eq. (14), not yet scaled
 
 
 def _finish(call: KernelCall, outputs: Outputs, scratch: Scratch) -> None:
-    outputs.dq[...] = (scratch.dq[...] * jnp.float32(call.scale)).astype(outputs.dq.dtype)  # (14)
+    outputs.dq[...] = (scratch.dq[...] * jnp.float32(call.scale)).astype(outputs.dq.dtype)  # dq, equation (14)

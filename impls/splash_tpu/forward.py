@@ -133,18 +133,18 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
         products, (maximum, total, acc) = next_products, softmax[at]
         if number + 1 < len(steps):
             next_products = compute_products(*steps[number + 1])
-        logits, _ = compute_logits(call, products, LOG_2)  # (1), (2)
+        logits, _ = compute_logits(call, products, LOG_2)  # logits with soft cap, equations (1) and (2)
         found = compute_allowed(call, masking, parts[at].rows, keys)
         if found is not None:
-            logits = jnp.where(found, logits, -jnp.inf)  # (3)
-        before, maximum = maximum, jnp.maximum(maximum, logits.max(axis=-1, keepdims=True))  # (4)
+            logits = jnp.where(found, logits, -jnp.inf)  # hidden pairs get -inf, equation (3)
+        before, maximum = maximum, jnp.maximum(maximum, logits.max(axis=-1, keepdims=True))  # maximum, equation (4)
         weights = jnp.exp2(logits - repeat_lanes(maximum, keys.size))
         decay = jnp.exp2(before - maximum)
-        total = total * decay + sum_by_lane(weights)  # (5)
+        total = total * decay + sum_by_lane(weights)  # sum of weights, equation (5)
         v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)
         v = zero_unseen_keys(call, v, found, layouts.v)
         added = multiply(call, weights.astype(v.dtype), 1, v, 1 - v_depth)
-        acc = acc * repeat_lanes(decay, call.head_dim_v) + added  # (6), not divided
+        acc = acc * repeat_lanes(decay, call.head_dim_v) + added  # weighted sum of values, eq. (6), not yet divided
         softmax[at] = maximum, total, acc
     for part, (maximum, total, acc) in zip(parts, softmax, strict=True):
         rows = part.rows
@@ -158,9 +158,9 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
     maximum = highest
     if inputs.sinks is not None:
         sinks = inputs.sinks[...] * jnp.float32(1 / LOG_2)
-        maximum = jnp.maximum(highest, sinks)  # (4)
+        maximum = jnp.maximum(highest, sinks)  # maximum, equation (4)
         decay = jnp.exp2(highest - maximum)
-        total = total * decay + jnp.exp2(sinks - maximum)  # (5)
+        total = total * decay + jnp.exp2(sinks - maximum)  # sum of weights, equation (5)
         acc = acc * repeat_lanes(decay, call.head_dim_v)
     outputs.out[...] = (acc / repeat_lanes(jnp.where(total > 0, total, 1.0), call.head_dim_v)).astype(
         outputs.out.dtype
@@ -175,7 +175,7 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
     maximum = highest if alone else row(maximum)
     has_keys = total > 0
     value = jnp.float32(call.plan.mask_value)
-    logsumexp = maximum * jnp.float32(LOG_2) + jnp.log(jnp.where(has_keys, total, 1.0))  # (7)
+    logsumexp = maximum * jnp.float32(LOG_2) + jnp.log(jnp.where(has_keys, total, 1.0))  # logsumexp, equation (7)
     outputs.logsumexp[...] = jnp.where(has_keys, logsumexp, value)
     if outputs.max_logits is not None:
         outputs.max_logits[...] = jnp.where(highest == EMPTY_MAXIMUM, value, highest * jnp.float32(LOG_2))

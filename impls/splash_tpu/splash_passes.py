@@ -72,7 +72,7 @@ def run_backward(
     # Keeps XLA from fusing these with the operations before, which takes memory: 33 MiB of HBM at length 32768 and
     # depth 256, on v6e by libtpu 0.0.42.1.
     out, do = jax.lax.optimization_barrier((out, do))  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-    # (11)
+    # D, equation (11)
     row_sums = jnp.einsum("bntv,bntv->bnt", out, do, precision="highest", preferred_element_type=jnp.float32) - dlse
     # Queries that attended to nothing get probabilities of zero.
     shift = jnp.where(logsumexp == plan.mask_value, jnp.inf, logsumexp)
@@ -80,7 +80,7 @@ def run_backward(
         dsinks = None
     else:
         sinks = operands.sinks.astype(jnp.float32)[None, :, None]
-        dsinks = -(jnp.exp(sinks - shift) * row_sums).sum(axis=(0, 2)).astype(operands.sinks.dtype)  # (17)
+        dsinks = -(jnp.exp(sinks - shift) * row_sums).sum(axis=(0, 2)).astype(operands.sinks.dtype)  # dsinks, eq. (17)
 
     def inputs(call: KernelCall, steps: Steps) -> Inputs:
         rows = call.q_padded - call.plan.q_length
@@ -103,7 +103,7 @@ def run_backward(
         given = given._replace(dq=jnp.zeros((batch * q_heads, call.q_padded, head_dim), jnp.float32))
     found = compute_dkv(call, lists.dkv, lists.q_offset, given, shapes)
     if call.fused:
-        dq = (found.dq * jnp.float32(call.scale)).astype(operands.q.dtype)  # (14)
+        dq = (found.dq * jnp.float32(call.scale)).astype(operands.q.dtype)  # dq, equation (14)
     else:
         assert lists.dq is not None
         call = build_call("dq", plan, operands)

@@ -165,9 +165,9 @@ def compute_logits(call: KernelCall, products: jax.Array, unit: float = 1.0) -> 
     """Compute logits in units of `unit` from products `<q, k>`, and the derivative of (2), None without a soft cap."""
     cap = call.plan.soft_cap
     if cap is None:
-        return products * jnp.float32(call.scale / unit), None  # (1)
+        return products * jnp.float32(call.scale / unit), None  # scaled logits, equation (1)
     tanh = jnp.tanh(products * jnp.float32(call.scale / cap))
-    return tanh * jnp.float32(cap / unit), 1 - tanh * tanh  # (2)
+    return tanh * jnp.float32(cap / unit), 1 - tanh * tanh  # soft cap, equation (2)
 
 
 class MaskInputs(NamedTuple):
