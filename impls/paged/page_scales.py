@@ -32,7 +32,7 @@ def side_by_side(k_scales: jax.Array, v_scales: jax.Array) -> jax.Array:
 
 
 def check_page_scales(page_scales: Any, k_pages: Any) -> None:
-    """Raise `ValueError` that says what is wrong with scales in the TPU kernel's layout."""
+    """Raise `ValueError` if `page_scales` has a wrong shape or dtype for the TPU kernel; the message says which."""
     *rows, num_kv_heads, _ = k_pages.shape
     if page_scales.ndim != 3 or [*page_scales.shape[:2]] != rows or page_scales.shape[2] % LANES:
         wanted = f"[{rows[0]}, {rows[1]}, a multiple of {LANES}]"

@@ -11,8 +11,8 @@
 multiplies the others by `decay = exp(old m - new m)` (Milakov and Gimelshein 2018, arXiv:1805.02867). Sinks and the
 division come later, since the result is a part (`impls.softmax_merge`).
 
-Both loops are as long as the tables say (`impls.paged.query_tiles`), and a block of pages is all that is ever gathered
-of the cache (Kwon et al. 2023, arXiv:2309.06180, for the table of pages).
+Both loops are as long as the tables require (`impls.paged.query_tiles`). At most one block of pages is gathered from
+the cache at a time. The page table is that of Kwon et al. 2023, arXiv:2309.06180.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _gather_tokens(named: jax.Array, pages: jax.Array, scales: jax.Array | None,
     rows = pages[named]
     if scales is not None:
         rows = rows.astype(jnp.float32) * scales[named][..., None]
-    elif rows.dtype != dtype:  # numbers of 8 bits, which every dtype of q has exactly
+    elif rows.dtype != dtype:  # 8-bit numbers, which every dtype of q represents exactly
         rows = rows.astype(jnp.float32).astype(dtype)
     return rows.reshape(-1, *pages.shape[2:])
 

@@ -315,5 +315,5 @@ def _splash_backward(plan: SplashPlan, saved: Any, cotangents: Any) -> Any:
 
 _splash.defvjp(_splash_forward, _splash_backward)
 
-# Differentiable in reverse mode. Jitted so that calls outside `jit` compile once for each kernel, not once a call.
+# Differentiable in reverse mode. Jitted so that calls outside `jit` compile once for each kernel, not once for each call.
 attend = jax.jit(_splash, static_argnums=0)
