@@ -60,9 +60,9 @@ class HeadRefs(NamedTuple):
     """Refs in VMEM, with heads as first axis."""
 
     q: Any  # [K, rows, H]
-    out: Any  # [K, rows, V] f32, the sum of (6)
-    max: Any  # [K, rows, LANES] f32, m in units of log 2
-    sum: Any  # [K, rows, LANES] f32, whose lanes add up to l
+    out: Any  # [K, rows, V] f32, sum of weighted values, equation (6)
+    max: Any  # [K, rows, LANES] f32, the maximum m in units of log 2
+    sum: Any  # [K, rows, LANES] f32, whose lanes add up to the sum of weights l
     k: Any = None  # [K, block, H]; None for latents
     v: Any = None  # [K, block, V]; None for latents
     scales: Any = None  # [W, block] f32, scales of each head's keys, then of each head's values; None without scales

@@ -57,7 +57,7 @@ def attention_with_update(
       NotImplementedError: differentiation, or pages with scales, which can be read but not written.
     """
     if any(options.get(name) is not None for name in (*SCALES, *WHOLE_SCALES)):
-        raise NotImplementedError("k_scales: new keys are written as they are given; pages with scales are read alone")
+        raise NotImplementedError("k_scales: new keys are not quantised, so pages with scales can only be read")
     tables: dict[str, Any] = {
         "kv_lens": kv_lens,
         "page_indices": page_indices,

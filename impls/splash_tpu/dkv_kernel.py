@@ -1,6 +1,6 @@
 """Kernel of dk and dv, optionally fused with dq: one pass over the steps of each key block.
 
-With (1) and (2) from `impls.splash_tpu.splash_tiles`:
+From the logits z, equations (1) and (2) of `impls.splash_tpu.splash_tiles`, the kernel computes:
 
     (8)  p_ij = exp(z_ij - logsumexp_i)
     (9)  dv_j = sum_i p_ij dout_i
@@ -112,7 +112,7 @@ def _add(
             own = slice(keys.start, keys.start + keys.size)
             k, k_depth = read_tile(inputs.k, layouts.k, keys.start, keys.size)
             v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)
-            logits, slope = compute_logits(call, multiply(call, k, k_depth, q, q_depth))  # (1), (2): [keys, rows]
+            logits, slope = compute_logits(call, multiply(call, k, k_depth, q, q_depth))  # z (1), (2): [keys, rows]
             found = compute_allowed(call, masking, rows, keys)
             p = jnp.exp(logits - inputs.logsumexp[:, rows])  # probabilities, equation (8)
             if found is not None:
@@ -142,7 +142,7 @@ def _copy_dq_in(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch
 
 
 def _copy_dq_out(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch, number: Scalar) -> Any:
-    """Make the copy from that buffer back to HBM."""
+    """Make the copy of a query block of dq from the buffer of block `number` back to HBM."""
     buffer = number % 2
     return pltpu.make_async_copy(
         scratch.dq.at[buffer], _get_dq_block(call, step, outputs), scratch.copied_out.at[buffer]
@@ -160,7 +160,7 @@ def _get_dq_block(call: KernelCall, step: Step, outputs: Outputs) -> Any:
 
 
 def _start_fetch(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch) -> None:
-    """Start to copy the block of dq from HBM, after the copy out of the block that last used the buffer."""
+    """Start to copy the block of dq from HBM, once the block that last used the buffer has been copied out."""
     number = scratch.num_added[0]
     when(number >= 2)(functools.partial(_wait_for_copy_out, call, step, outputs, scratch, number))
     _copy_dq_in(call, step, outputs, scratch, number).start()

@@ -1,6 +1,6 @@
 """Forward kernel: one pass over the steps of each query block, each adding one block of keys to an online softmax.
 
-With (1) and (2) from `impls.splash_tpu.splash_tiles`:
+From the logits z, equations (1) and (2) of `impls.splash_tpu.splash_tiles`, the kernel computes:
 
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max(max_j z_ij, sink)
@@ -14,8 +14,8 @@ at the end. A block that raises m multiplies the others by `decay = exp(old m - 
 z, m and the sink are in units of log 2, so that each exponential is a power of two. The scale of (1) absorbs the factor
 in f32; q is unchanged. (7) converts back to natural units.
 
-The design keeps the matrix unit busy. The figures are from the compiler's schedules of a full block of 1024 by 1024,
-512 keys at a time, at depth 128 (libtpu 0.0.42.1). The products alone take 4,096 cycles on v5e and 2,048 on v6e:
+The design keeps the matrix unit busy. Cycles are those of the compiler's schedules of a full block of 1024 by 1024, 512
+keys at a time, at depth 128 (libtpu 0.0.42.1). The products alone take 4,096 cycles on v5e and 2,048 on v6e:
 
 - l is kept separately for each lane until the end. So a step only adds registers and moves nothing across lanes.
 - m, l and the sum of (6) are values between the steps of a block, not references. m starts finite, so that exponentials
@@ -69,12 +69,12 @@ from impls.splash_tpu.splash_tiles import (
 class Scratch(NamedTuple):
     """The online softmax over the keys visited so far, f32, and values per query. None where not needed."""
 
-    maximum: Any  # [block_q, 128] in units of log 2, the same in every lane
+    maximum: Any  # [block_q, 128], m in units of log 2, the same in every lane
     total: Any  # [block_q, 128], the sum over lanes is l
-    acc: Any  # [block_q, V]
+    acc: Any  # [block_q, V], undivided sum of weighted values
     q_ids: Any  # [block_q, 128] int32
     low: Any  # [block_q, 128] int32, the first key that each query sees, if masks are key ranges
-    high: Any  # [block_q, 128] int32, one past the last
+    high: Any  # [block_q, 128] int32, one past the last key that each query sees
 
 
 def forward(call: KernelCall, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
@@ -164,7 +164,7 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
         acc = acc * repeat_lanes(decay, call.head_dim_v)
     outputs.out[...] = (acc / repeat_lanes(jnp.where(total > 0, total, 1.0), call.head_dim_v)).astype(
         outputs.out.dtype
-    )  # (6)
+    )  # out, equation (6)
     # Values per query leave as rows, which take an eighth of the registers.
     tile = (LANES, LANES)
     row = functools.partial(

@@ -30,7 +30,7 @@ NAME = "jax_decode_gpu"
 SPLITS = 2
 """Programs that share the keys of a sequence. The library's default is 16, with at least 16 keys each."""
 BLOCK = 32
-"""Keys that a program takes at once. The library's default of 128 would leave most calls a single block."""
+"""Keys that a program takes at once. With the library's default of 128, most calls would have a single block."""
 _RANGE = "takes a range of keys for each sequence"
 _ONE_QUERY = "takes one query for each sequence"
 OFFERS = frozenset({"own_window"})

@@ -27,7 +27,7 @@ from impls.upstream.mask_flags import ONLY_CAUSAL
 
 PAGES_TOGETHER = 2
 SPLITS = 2
-"""Programs of a GPU that share a sequence. The width of tables must be a multiple of the pages per block of each."""
+"""GPU programs that share a sequence. The page table's width must be a multiple of `SPLITS * PAGES_TOGETHER`."""
 UNSUPPORTED = {
     "prefill": "takes one query for each sequence",
     "window": ONLY_CAUSAL,
@@ -132,8 +132,8 @@ def _build_implementation(name: str, platform: str) -> Implementation:
         unsupported=UNSUPPORTED | (_ONLY_TPU if platform == "tpu" else {}),
         offers=SCALED_FEATURES,
         supports_case=functools.partial(_find_case_limit, platform),
-        # The TPU kernel converts keys and values to bf16 in VMEM, whatever their dtype. Those with scales are f32
-        # there, and the chip's products at default precision round them.
+        # The TPU kernel converts keys and values to bf16 in VMEM, whatever their dtype. Keys and values with scales are
+        # f32 in VMEM, and the chip's products at default precision round them to bf16.
         arithmetic=Arithmetic(
             products="bf16" if platform == "tpu" else get_default_products(),
             scaled_q=True,

@@ -30,7 +30,7 @@ from impls.upstream.mask_flags import build_case_mask
 from impls.upstream.splash_masks import BLOCK, build_library_mask, find_length_limit
 
 BlockSizes = splash.BlockSizes
-_COMPILED_BLOCK = 512  # The default of our kernel. The library's default, the smallest blocks, is slow.
+_COMPILED_BLOCK = 512  # The default of `impls.splash_tpu`. The library's default, the smallest blocks, is slow.
 UNSUPPORTED = {"bias": "takes no bias", "indexer": "takes masks that are known when its kernel is made"}
 
 
@@ -66,7 +66,7 @@ def attention(
       save_residuals: Return the logsumexp too.
       fused_backward: Use one kernel for all gradients, instead of one for dq and one for dk and dv.
       largest_block: Length of blocks, or the largest power of two below it that divides the length.
-      block_sizes: Block sizes of each of its kernels, in place of `largest_block`.
+      block_sizes: Block sizes of each of the library's kernels, in place of `largest_block`.
       interpret: As for `pallas_call`; by default true unless the process runs on a TPU.
     """
     refuse_unsupported(
@@ -130,7 +130,7 @@ def _build_kernel(
     block_sizes: BlockSizes,
     interpret: Interpret,
 ) -> Callable[..., Any]:
-    """Build a kernel for one mask and shape. Cached, since it holds the processed mask and jit compares identities."""
+    """Build a kernel for one mask and shape. Cached, since it holds the processed mask and jit compares by identity."""
     make = splash.make_splash_mqa_single_device if is_mqa else splash.make_splash_mha_single_device
     # The kernel's arrays must not be tracers, even if built while tracing: later traces get them from the cache.
     with jax.ensure_compile_time_eval():
@@ -236,12 +236,12 @@ def _build_tunable(attention: Callable[..., Any]) -> Tunable:
 
 
 def _estimate_traffic(case: Case, setting: Setting) -> Traffic:
-    """Estimate the HBM traffic of dq. The fused kernel writes one part per key block, and their sum follows."""
+    """Estimate the HBM traffic of dq: the fused kernel writes one part per key block, and XLA then sums the parts."""
     whole = case.batch * case.num_q_heads * case.q_length * case.head_dim * (4 if case.dtype == "f32" else 2)
     return Traffic(beside=(case.kv_length // setting["kv"] + 1) * whole)
 
 
-_KERNEL_SUFFIXES = {  # of the kernels' names
+_KERNEL_SUFFIXES = {  # end of each kernel's name, by which the tuner finds it
     "forward": "residuals",
     "dq": "_dq_no_residuals",
     "dkv": "_dkv_no_residuals",

@@ -32,7 +32,7 @@ from impls.upstream.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_
 
 HOPPER = (9, 0)
 BLOCK_Q = 64  # queries per warpgroup; two warpgroups compute
-BLOCK_KV = 128  # one of three sizes in the benchmark of JAX's kernel, and tokamax's default
+BLOCK_KV = 128  # keys per block: one of three sizes in the benchmark of JAX's kernel, and tokamax's default
 FIRST_UNSUPPORTED_JAX = Version("0.11")
 BACKWARD_BLOCK = 64  # queries and keys per warpgroup, tokamax's default
 _NO_MASKS = dict.fromkeys(
@@ -140,7 +140,7 @@ def _build_tokamax_call(causal: bool, factor: float, soft_cap: float | None, res
             q,
             k,
             v,
-            *(None, None, None, None),  # bias, mask, ranges of keys
+            *(None, None, None, None),  # bias, mask, start and end of key ranges
             out_dtype=q.dtype,
             normalize_output=True,
             return_residuals=residuals,

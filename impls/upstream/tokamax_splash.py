@@ -36,8 +36,8 @@ from impls.upstream.splash_masks import BLOCK, build_library_mask, find_length_l
 NAME = "tokamax_splash_tpu"
 UNSUPPORTED = {"bias": "takes no bias", "dense_head": "takes one mask for all heads"}
 ABSENT = 'tokamax is not installed: pip install "attention-conformance[upstream]"'
-_DQ_ARRAYS = 3  # Arrays in which dq is summed under a traced mask. Otherwise there is one per key block.
-_MAX_NARROW_PARTS = 4  # Up to this many parts of dq, one per key block, have q's dtype; more have f32.
+_DQ_ARRAYS = 3  # Number of arrays in which dq is summed under a traced mask. Under other masks: one per key block.
+_MAX_NARROW_PARTS = 4  # If dq has at most this many parts, one per key block, they have q's dtype; else f32.
 _PACKAGE = "tokamax._src.ops.experimental.tpu.splash_attention"
 
 
@@ -119,7 +119,7 @@ def attention(
 
 @functools.lru_cache(maxsize=256)
 def _build_kernel(mask: Mask, q_length: int, kv_length: int, *, is_mqa: bool, **options: Any) -> Callable[..., Any]:
-    """Build a kernel for one mask and shape. Cached, since it holds the processed mask and jit compares identities."""
+    """Build a kernel for one mask and shape. Cached, since it holds the processed mask and jit compares by identity."""
     library = _load_module("splash_attention_kernel")
     make = library.make_splash_mqa_single_device if is_mqa else library.make_splash_mha_single_device
     allowed = build_library_mask(_load_module("splash_attention_mask"), mask, (q_length, kv_length))
@@ -168,8 +168,8 @@ def _find_case_limit(case: Case) -> str | None:
 def _find_in_place_limit(group: int, kv_length: int) -> str | None:
     """Return why gradients under a traced mask are meaningless in the fast interpreter, or None if they are not.
 
-    In the fast interpreter an operand that shares its array with a result does not see writes to the result. It does in
-    the TPU interpreter (`InterpretParams`) and on a TPU.
+    The kernel sums dq in an operand that shares its array with a result. In the fast interpreter the operand does not
+    see writes to the result. In the TPU interpreter (`InterpretParams`) and on a TPU it does.
     """
     if group == 1 and kv_length // BLOCK <= _DQ_ARRAYS:
         return None
@@ -209,7 +209,7 @@ def _build_tunable() -> Tunable:
                 name="forward",
                 phase="forward",
                 candidates=functools.partial(candidates, rows=_FORWARD_CANDIDATES),
-                kernel="residuals",  # the suffix with residuals, which gradients need; without, it is another one
+                kernel="residuals",  # end of the kernel's name with residuals, which gradients need
             ),
             Knob(
                 name="fused",
@@ -228,7 +228,7 @@ def _build_tunable() -> Tunable:
 
 
 def _estimate_traffic(case: Case, setting: Setting) -> Traffic:
-    """Estimate the HBM traffic of dq: parts are read, and their sum is written. Three arrays are also cleared first."""
+    """Estimate the HBM traffic of dq: its parts are read, and their sum is written. Three arrays are first cleared."""
     itemsize = 4 if case.dtype == "f32" else 2
     elements = case.batch * case.num_q_heads * case.q_length * case.head_dim
     if setting["dq_arrays"]:
