@@ -28,7 +28,7 @@ class Tiles:
 
     Attributes:
       block_q: queries per tile, a power of two of at least 16.
-      block_kv: keys per tile, likewise.
+      block_kv: keys per tile, a power of two of at least 16.
       num_warps: warps per program, a power of two.
       num_stages: tiles in flight in the software pipeline.
     """

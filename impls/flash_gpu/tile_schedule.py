@@ -1,4 +1,4 @@
-"""Static plan of a call: sizes, tiles, and which tiles each program visits."""
+"""Static plan of a call: sizes, tiles, and the list of tiles that each program visits. All kernels use it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ BLOCK_KINDS: tuple[BlockKind, BlockKind] = ("full", "partial")
 class FlashGpuPlan:
     """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value.
 
-    `packed` says that its only batch row is a pack of sequences, whose ranges (`impls.flash_gpu.packed_visits`) take
-    the place of the mask. `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
+    `packed` says that the only batch row is a pack of sequences. Key ranges (`impls.flash_gpu.packed_visits`) then
+    replace the mask. `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
     """
 
     mask: Mask

@@ -141,7 +141,7 @@ def compute_tile(
 
 
 def _clear(plan: PagedPlan, tile: Tile, heads: HeadRefs, size: int) -> None:
-    """Initialise the softmax over no keys, for the rows of `size` queries."""
+    """Initialise the online softmax of the rows of `size` queries, before any key."""
     rows = count_rows(plan, size, tile.group)
     for ref, value in ((heads.out, 0.0), (heads.max, EMPTY_MAXIMUM), (heads.sum, 0.0)):
         ref[:, :rows] = jnp.full((ref.shape[0], rows, ref.shape[2]), value, jnp.float32)

@@ -87,7 +87,7 @@ def compute_parts(
       mask: Causal, Window, Chunked, Lengths, Full and their conjunctions; OwnWindow with Lengths.
       lengths: int32 `[B]`, number of keys that exist, 0 to S; by default S. If traced, it is clipped to 0 to S.
       positions: int32 `[B]`, position of the first query among the keys; by default 0, so that an offset of the mask is
-        the position. For a window that moves with each sequence: `lengths - T`, which is what an OwnWindow gives.
+        the position. For a window that moves with each sequence, pass `lengths - T`; an OwnWindow mask implies it.
       segment_ids: not supported.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, an additional logit in the sum of each query head; give them to only one of the parts of a merge.

@@ -157,7 +157,7 @@ def _kernel(
 
 
 def _clear_softmax(kept: Part) -> None:
-    """Initialise the softmax over no keys."""
+    """Initialise the online softmax, before any key."""
     kept.out[...] = jnp.zeros(kept.out.shape, jnp.float32)
     kept.max[...] = jnp.full(kept.max.shape, EMPTY_MAXIMUM, jnp.float32)
     kept.sum[...] = jnp.zeros(kept.sum.shape, jnp.float32)

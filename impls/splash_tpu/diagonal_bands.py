@@ -30,7 +30,7 @@ class KeySpan(NamedTuple):
     Attributes:
       start: index of the first key in the block.
       size: number of keys.
-      masked: whether the mask hides any of them from any query of the part.
+      masked: whether the mask hides any of these keys from any query of the part.
       diagonal: `j - i` of the run's first key and the part's first query; None if known at run time only.
     """
 

@@ -103,7 +103,7 @@ def _kernel(call: KernelCall, step: Step, q_offset: Any, inputs: Inputs, outputs
 
 
 def _start(inputs: Inputs, scratch: Scratch) -> None:
-    """Initialise the softmax over no keys."""
+    """Initialise the online softmax, before any key."""
     scratch.maximum[...] = jnp.full(scratch.maximum.shape, EMPTY_MAXIMUM, jnp.float32)
     scratch.total[...] = jnp.zeros(scratch.total.shape, jnp.float32)
     scratch.acc[...] = jnp.zeros(scratch.acc.shape, jnp.float32)

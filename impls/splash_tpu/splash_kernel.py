@@ -75,7 +75,7 @@ class Splash:
         return out, residuals if max_logits is None else residuals | {"max_logits": max_logits}
 
     def manual_forward(self, operands: Operands) -> Outputs:
-        """Compute `out`, `logsumexp` and `max_logits` by the forward pass alone, without a derivative rule."""
+        """Compute `out`, `logsumexp` and `max_logits` by the forward pass only, without a derivative rule."""
         self._check(operands)
         return run_forward(self.plan, self.lists, operands)
 

@@ -1,4 +1,4 @@
-"""Launch a kernel body by `pallas_call`: grid, block specs, and prefetched scalars that select the blocks."""
+"""Launch a kernel body by `pallas_call`: build the grid, the block specs, and the scalars that select the blocks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _Scalars(NamedTuple):
 
 
 class _GridPlace(NamedTuple):
-    """Grid indices of a program: head among those of all batch rows, step, head in the group."""
+    """Grid indices of a program: head counted over all batch rows, step, head within its group."""
 
     row: Scalar
     step: Scalar
@@ -191,14 +191,14 @@ class _IndexMaps:
         return number * self.length + grid.step
 
     def q_row(self, grid: _GridPlace, scalars: _Scalars) -> Any:
-        """Compute the query head among those of all batch rows."""
+        """Compute the index of the query head, counted over all batch rows."""
         if not self.by_kv:
             return grid.row
         inside = grid.in_group if scalars.head is None else scalars.head[self.at(grid)].astype(jnp.int32)
         return grid.row * self.group + inside if self.group > 1 else grid.row
 
     def kv_row(self, grid: _GridPlace) -> Any:
-        """Compute the key/value head among those of all batch rows."""
+        """Compute the index of the key/value head, counted over all batch rows."""
         return grid.row if self.by_kv or self.group == 1 else lax.div(grid.row, jnp.int32(self.group))
 
     def _batch(self, grid: _GridPlace) -> Any:

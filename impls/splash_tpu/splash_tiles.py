@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
     q: Any  # index of the block of queries; None if the kernel needs no positions
     kv: Any  # index of the block of keys; None if the kernel needs no positions
-    row: Scalar  # query head among those of all batch rows
+    row: Scalar  # index of the query head, counted over all batch rows
     first: Any  # whether it is the first step of its result block, over all query heads that add to this block
     last: Any  # whether it is the last step of its result block, over all query heads that add to this block
     computes: Any  # whether the pair of blocks contributes

@@ -72,9 +72,9 @@ def attention(
       v: Values.
       mask: `Full()` or `Causal(0)`.
       segment_ids: Equal ids of q and kv. If they are traced and differ at run time, the output is NaN.
-      soft_cap: Refused.
-      sinks: Refused.
-      bias: Refused.
+      soft_cap: Refused, since the library does not support it.
+      sinks: Refused, since the library does not support it.
+      bias: Refused, since the library does not support it.
       scale: Factor of the logits.
       save_residuals: Return the logsumexp too.
       backward: `"triton"` or `"xla"`, the library's `backward_pass_impl`.

@@ -1,9 +1,9 @@
 """Adapter of paged decode attention of `jax.experimental.pallas.ops`, for TPU and for GPU: one query per sequence.
 
-Queries are `[B, N, H]`, pages `[K, pages, page_size, H]`. All table entries must be valid pages, even unused ones. The
-kernels do not scale logits: `q * scale` is computed in f32 and rounded to q's dtype, as its callers do. They support no
-windows and no sinks, and return no residuals. Pages may be int8 with scales `[K, pages, page_size]`; the TPU kernel
-takes these with one more axis, and divides them by 127.5.
+The library takes queries `[B, N, H]` and pages `[K, pages, page_size, H]`. All table entries must be valid pages, even
+unused ones. The kernels do not scale logits, so the adapter computes `q * scale` in f32 and rounds it to q's dtype, as
+the kernels' callers do. The kernels support no windows and no sinks, and return no residuals. Pages may be int8 with
+scales `[K, pages, page_size]`; the TPU kernel takes scales with one more axis, and divides them by 127.5.
 """
 
 from __future__ import annotations

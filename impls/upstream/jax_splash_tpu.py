@@ -1,9 +1,10 @@
 """Adapter of `jax.experimental.pallas.ops.tpu.splash_attention`.
 
-Layout `[N, T, H]` without a batch axis: the adapter maps over the batch. Grouped heads map over the key/value heads
-with MQA kernels, but a mask per head takes the MHA kernel, which supports groups too. The kernel has no scale: `q *
-scale` is computed in f32 and rounded to q's dtype, as its callers do. Its logsumexp is natural and includes the sink.
-With `save_residuals` it cannot be differentiated.
+The library's kernels take the layout `[N, T, H]` without a batch axis, so the adapter maps over the batch. For grouped
+heads it maps MQA kernels over the key/value heads. With a mask per head it uses the MHA kernel, which supports groups
+too. The kernels have no scale, so the adapter computes `q * scale` in f32 and rounds it to q's dtype, as the library's
+callers do. The logsumexp is a natural logarithm and includes the sink. With `save_residuals` the kernels cannot be
+differentiated.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def attention(
       mask: Any mask that is the same for the whole batch.
       segment_ids: Ids of q and kv.
       soft_cap: Cap of the logits.
-      sinks: One logit per query head.
-      bias: Refused.
+      sinks: One logit per query head, added to the softmax denominator.
+      bias: Refused, since the library does not support it.
       scale: Factor of the logits.
       save_residuals: Return the logsumexp too.
       fused_backward: Use one kernel for all gradients, instead of one for dq and one for dk and dv.

@@ -1,12 +1,13 @@
 """Adapter of tokamax's splash attention (OpenXLA), a fork of JAX's with a fused backward pass only.
 
-Layout `[N, T, H]` without a batch axis: the adapter maps over the batch. A single key/value head takes the MQA kernel,
-whose k and v have no head axis; otherwise the MHA kernel, which supports groups. All heads share one mask. A traced
-mask gets a kernel for each batch row. The kernel has no scale: `q * scale` is computed in f32 and rounded to q's dtype,
-as its callers do. By default it works in base 2, for which it multiplies q by `log2(e)` rounded to q's dtype. Its
-residuals are natural and carry no gradient; `max_logits` includes the sink.
+The library's kernels take the layout `[N, T, H]` without a batch axis, so the adapter maps over the batch. It uses the
+MQA kernel, whose k and v have no head axis, for a single key/value head, and otherwise the MHA kernel, which supports
+groups. All heads share one mask. For a traced mask the adapter builds a kernel for each batch row. The kernels have no
+scale, so the adapter computes `q * scale` in f32 and rounds it to q's dtype, as the library's callers do. By default
+the kernels work in base 2: they multiply q by `log2(e)` rounded to q's dtype. Their residuals are natural logarithms
+and logits, and carry no gradient; `max_logits` includes the sink.
 
-The module is private to tokamax, so the extra `upstream` pins the version that this was written for, 0.0.12.
+The module is private to tokamax, so the extra `upstream` pins the version that this adapter was written for, 0.0.12.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def attention(
       mask: Any mask that is the same for all heads. A static mask must also be the same for the whole batch.
       segment_ids: Ids of q and kv.
       soft_cap: Cap of the logits.
-      sinks: One logit per query head.
-      bias: Refused.
+      sinks: One logit per query head, added to the softmax denominator.
+      bias: Refused, since the library does not support it.
       scale: Factor of the logits.
       save_residuals: Return the logsumexp and the largest logits too.
       config: Block sizes, a `SplashConfig`; by default the library's default.
