@@ -79,7 +79,7 @@ def _get_value_depth(plan: PagedPlan, operands: Operands) -> int:
 
 
 def _list_pages(operands: Operands) -> tuple[jax.Array, ...]:
-    """List the arrays that are copied page by page. Latents lose their axis of heads, so that tokens fill memory tiles."""
+    """List the arrays that are copied page by page. Latents lose the axis of heads, so that tokens fill tiles."""
     if operands.v_pages is None:
         return (operands.k_pages[:, :, 0],)
     scales = () if operands.page_scales is None else (operands.page_scales,)

@@ -1,10 +1,9 @@
 """Adapter of `jax.nn.dot_product_attention`, with `implementation="xla"` and with `implementation="cudnn"`.
 
 Masks are passed by the native arguments `is_causal`, `local_window_size` and `key_value_seq_lengths` where these mean
-exactly the same. Other masks are passed by the boolean `mask`. The library's logsumexp
-`[B, T, N]` is a natural logarithm in the operands' dtype. So in bf16 most digits are lost before the adapter casts it
-to f32. The logsumexp carries no gradient: the library
-applies `stop_gradient` for XLA, and its backward rule for cuDNN ignores the cotangent.
+exactly the same. Other masks are passed by the boolean `mask`. The library's logsumexp `[B, T, N]` is a natural
+logarithm in the operands' dtype. So in bf16 most digits are lost before the adapter casts it to f32. The logsumexp
+carries no gradient: the library applies `stop_gradient` for XLA, and its backward rule for cuDNN ignores the cotangent.
 
 cuDNN's flash attention runs on NVIDIA GPUs only, and no interpreter runs it. The adapter refuses what the library's
 checks refuse (`jax._src.cudnn.fused_attention_stablehlo`, `check_is_flash_attention` and `check_layout`, jax 0.10.2):

@@ -82,7 +82,7 @@ def attention(
       segment_ids: Refused, since the library does not support it.
       soft_cap: Cap of the logits; refused for JAX's kernel.
       sinks: Refused, since the library does not support it.
-      bias: Refused, since the library does not support it.
+      bias: Refused, since the adapter passes none to either kernel.
       scale: Factor of the logits.
       save_residuals: Return the logsumexp too.
       library: `"jax"` or `"tokamax"`.

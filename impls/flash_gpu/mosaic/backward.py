@@ -10,10 +10,10 @@ From the logits z, equations (1) and (2) of `impls.flash_gpu.mosaic.mosaic_tiles
     (14) dq_i = scale sum_j dx_ij k_j
     (15) dk_j = scale sum_i dx_ij q_i
 
-Where a pair may not attend, z is set to -inf, which makes p and dx 0. If there may be keys that no
-query attends to, whose values may be NaN, p and dx are set to 0 instead. `D - dlse` comes from
-`impls.flash_gpu.flash_gpu_passes` as `row_sums`. One kernel owns blocks of queries and computes dq (14). Another owns
-blocks of keys and computes dv (9) and dk (15), summed over the query heads of its group.
+Where a pair may not attend, z is set to -inf, which makes p and dx 0. If there may be keys that no query attends to,
+whose values may be NaN, p and dx are set to 0 instead. `D - dlse` comes from `impls.flash_gpu.flash_gpu_passes` as
+`row_sums`. One kernel owns blocks of queries and computes dq (14). Another owns blocks of keys and computes dv (9) and
+dk (15), summed over the query heads of its group.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ TMA copies whole tiles of arrays that are padded to whole tiles. So the mask hid
 their loads instead.
 
 JAX's CPU interpreter of these kernels has no `wgmma` on values, on transposed references or into an accumulator that
-already has a value. There the same tiles are multiplied as ordinary arrays. So only compilation and a GPU show that
-the instruction is right and that its operands are swizzled correctly.
+already has a value. There the same tiles are multiplied as ordinary arrays. So only compilation and a GPU show that the
+instruction is right and that its operands are swizzled correctly.
 """
 
 from __future__ import annotations
