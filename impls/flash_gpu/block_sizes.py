@@ -135,7 +135,7 @@ class Entry:
       device: text that JAX's device kind must contain; empty for any device.
       max_depth: largest head depth, of keys or values, that the row is for.
       max_itemsize: bytes of the largest operand dtype that the row is for.
-      sizes: the block sizes.
+      sizes: block sizes of all kernels.
       provenance: how the block sizes were found, for example measured, or counted in machine code.
     """
 

@@ -184,7 +184,7 @@ def check_paged_operands(
     page_scales: Any = None,
     of_all: tuple[Any, Any] = (None, None),
 ) -> None:
-    """Raise `ValueError` that names an invalid operand or option of `attention`; k and v are pages."""
+    """Raise `ValueError` if an operand or option of `attention` is invalid; the message names it. k and v are pages."""
     for name, x, axes in (
         ("q", q, "[total_q, heads, depth]"),
         ("k_pages", k, "[pages, page_size, heads, depth]"),
@@ -244,7 +244,7 @@ def _check_whole_scales(of_all: tuple[Any, Any], others: tuple[Any, ...]) -> Non
 
 
 def check_options(num_q_heads: int, sinks: Any, window: Any, *blocks: int | None) -> None:
-    """Raise `ValueError` that names an invalid option of a call over pages."""
+    """Raise `ValueError` if an option of a call over pages is invalid; the message names it."""
     if sinks is not None and sinks.shape != (num_q_heads,):
         raise ValueError(f"sinks must have shape {(num_q_heads,)}, one logit a query head, got {sinks.shape}")
     if window is not None and (window[1] != 0 or (window[0] is not None and window[0] < 0)):
@@ -291,7 +291,7 @@ def _check_backend(backend: Backend, block_kv: int | None, num_programs: int | N
 
 
 def _refuse_scales(backend: Backend, k_scales: Any, page_scales: Any, k_scale: Any) -> None:
-    """Refuse scales in a layout that the back end does not read."""
+    """Raise `NotImplementedError` for scales in a layout that the back end does not read."""
     if backend == "tpu" and k_scales is not None:
         raise NotImplementedError("paged on a TPU does not support k_scales: take page_scales=side_by_side(...)")
     if backend == "gpu" and any(x is not None for x in (k_scales, page_scales, k_scale)):

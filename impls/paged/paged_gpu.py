@@ -1,8 +1,8 @@
 """Paged attention for GPUs in Pallas (Triton): one program per share of a tile's keys, and one that merges shares.
 
 A program owns a tile of queries, all of one sequence (`impls.paged.query_tiles`), for the heads of one key/value head,
-and a share of the blocks of keys that they see (`impls.paged.key_shares`). It looks the page of each key up in the
-table and reads the key where it lies. So nothing of the cache is copied, and the work follows the queries and the keys.
+and a share of the blocks of keys that they see (`impls.paged.key_shares`). It looks up the page of each key in the
+table and reads the key in place. So nothing of the cache is copied, and the work grows with the queries and the keys.
 
 From the logits z, equations (1) and (2) of `impls/__init__.py`, a program computes over the keys of its share, without
 sink and without division:
@@ -87,7 +87,7 @@ class _Rows(NamedTuple):
 
     query: jax.Array  # index of the row's query in the tile
     there: jax.Array  # whether the row's query and head exist
-    packed: jax.Array  # index of the row in an array `[total_q * N, .]`; no two rows have the same
+    packed: jax.Array  # index of the row in an array `[total_q * N, .]`; all indices differ
 
 
 def choose_block_q(total_q: int, num_seqs: int, group: int) -> int:

@@ -212,7 +212,7 @@ def _add_heads(
     products = [_multiply(q_ref[head], k_ref[head], 1) for head in every]  # [rows, block]
     z = [masked(compute_logits(plan, x, LOG_2)) for x in products]  # logits with soft cap, equations (1) and (2)
     before = [kept.max[head] for head in every]
-    top = [jnp.maximum(old, x.max(axis=-1, keepdims=True)) for old, x in zip(before, z, strict=True)]  # (4)
+    top = [jnp.maximum(old, x.max(axis=-1, keepdims=True)) for old, x in zip(before, z, strict=True)]  # maximum (4)
     weights = [jnp.exp2(x - repeat_lanes(m, block)) for x, m in zip(z, top, strict=True)]
     decay = [jnp.exp2(old - m) for old, m in zip(before, top, strict=True)]
     values = [alive(v_ref[head]) for head in every]
@@ -220,7 +220,7 @@ def _add_heads(
     for head in every:
         kept.max[head] = top[head]
         kept.sum[head] = kept.sum[head] * decay[head] + _sum_by_lane(weights[head])  # sum of weights, equation (5)
-        kept.out[head] = kept.out[head] * repeat_lanes(decay[head], added[head].shape[1]) + added[head]  # (6)
+        kept.out[head] = kept.out[head] * repeat_lanes(decay[head], added[head].shape[1]) + added[head]  # out (6)
 
 
 def _sum_by_lane(weights: jax.Array) -> jax.Array:

@@ -182,6 +182,6 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
 
 
 def _extract_row(diagonal: jax.Array, x: jax.Array) -> jax.Array:
-    """Turn `[n, 128]`, the same in every lane, into a row `[1, n]`: the diagonal, which moves no lanes."""
+    """Turn `[n, 128]`, the same in every lane, into a row `[1, n]`: sum each tile's diagonal, which moves no lanes."""
     tiles = (x[at : at + LANES] for at in range(0, x.shape[0], LANES))
     return jnp.concatenate([jnp.where(diagonal, t, 0.0).sum(axis=0, keepdims=True) for t in tiles], axis=1)

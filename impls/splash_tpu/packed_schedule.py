@@ -2,7 +2,7 @@
 
 Each query sees the keys `low` to `high - 1` (`impls.packed_sequences`). These two numbers of a block's queries decide
 whether a pair of blocks is empty, partial or full. The lists have the maximal length for the given sizes, but the grid
-only runs the actual steps: the work follows the sequences.
+only runs the actual steps. So the work grows with the sequences.
 
 The lists lie in scalar memory at twelve bytes per step. Without a window every pair of blocks may be a step, since a
 single sequence may fill everything.

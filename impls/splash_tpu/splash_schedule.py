@@ -185,7 +185,7 @@ def _walk(kinds: np.ndarray, order: Order, group: int) -> list[np.ndarray]:
 
 
 def _order_steps(kinds: np.ndarray, axes: tuple[str, str, str], first_head: int) -> np.ndarray:
-    """Order the active blocks of `kinds` by its axes, slowest first. The first axis is that of the results."""
+    """Order the active blocks of `kinds` by `axes`, slowest axis first. The first axis is that of the result blocks."""
     visited = kinds != EMPTY
     visited[~visited.any(axis=(1, 2)), 0, 0] = True
     where = np.argwhere(visited)

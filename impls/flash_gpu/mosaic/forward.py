@@ -131,7 +131,7 @@ def _attend(inputs: dict[str, Any], outputs: Any, turns: TensorCoreTurns, place:
     total = jnp.where(some, softmax.total, 1.0)
     scratch["total_tile"].at[warpgroup][...] = softmax.total
     ready = scratch.get("out_tile", scratch["q_tile"]).at[warpgroup]  # the queries are no longer read
-    ready[...] = (softmax.out / broadcast_over_keys(total, place.shape.v_head_dim)).astype(out.dtype)  # out (6)
+    ready[...] = (softmax.out / broadcast_over_keys(total, place.shape.v_head_dim)).astype(out.dtype)  # out, eq. (6)
     plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
     rows = pl.ds(place.start, ROWS)
     plgpu.copy_smem_to_gmem(ready, out.at[batch, rows, head])

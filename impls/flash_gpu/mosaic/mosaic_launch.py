@@ -107,7 +107,7 @@ def launch(
 
 
 def _order_tiles(plan: FlashGpuPlan, shape: KernelShape, inputs: dict[str, jax.Array]) -> tuple[TileOrder, np.ndarray]:
-    """Order the tiles, and count the steps of each, `[batch or 1, blocks]`."""
+    """Build the order of the tiles, and count the steps of each tile, `[batch or 1, blocks]`."""
     steps = list_visits(plan.build_visits(shape.tiles, shape.axis))[0][:, 0, :, 2]
     queries = shape.axis == "q"
     heads, visited = (plan.num_q_heads, inputs["k"]) if queries else (plan.num_kv_heads, inputs["q"])

@@ -96,7 +96,7 @@ def compute_pair_gradients(
     """Compute the probabilities p and the gradient dx of the scaled logits of a tile, f32."""
     z, slope = compute_logits(plan, inputs, pair, rows.q, k, may)
     factor = get_logit_unit(plan, inputs) * LOG2_E
-    p = compute_fused_exp2(z, pair.queries(rows.shift), factor=factor, interpret=plan.interpret)  # (8)
+    p = compute_fused_exp2(z, pair.queries(rows.shift), factor=factor, interpret=plan.interpret)  # p, eq. (8)
     operands = (v, rows.d_out) if pair.keys_first else (rows.d_out, v)
     dp = multiply(plan, *operands, over=(1, 1))  # dp, equation (10)
     dx = p * (dp - pair.queries(rows.row_sums))  # dz, equation (12)

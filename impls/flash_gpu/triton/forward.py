@@ -110,7 +110,7 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     total = jnp.where(some, running.total, 1.0)
     logsumexp = jnp.where(some, running.maximum * jnp.float32(LN_2) + jnp.log(total), -jnp.inf)  # logsumexp, eq. (7)
     store_values(outputs["logsumexp"], q_start, logsumexp, plan.q_length)
-    store_rows(outputs["out"], q_start, running.out / total[:, None], plan.q_length, plan.v_head_dim)  # out (6)
+    store_rows(outputs["out"], q_start, running.out / total[:, None], plan.q_length, plan.v_head_dim)  # out, eq. (6)
 
 
 def update_softmax(
@@ -125,7 +125,7 @@ def update_softmax(
     shift = maximum if some else replace_neg_inf(maximum)
     weights = compute_fused_exp2(y, shift[:, None], factor=factor, interpret=plan.interpret)
     decay = jnp.exp2(old.maximum - shift)
-    out = old.out * decay[:, None] + multiply(plan, weights.astype(v.dtype), v, over=(1, 0))  # undivided (6)
+    out = old.out * decay[:, None] + multiply(plan, weights.astype(v.dtype), v, over=(1, 0))  # undivided eq. (6)
     return RunningSoftmax(maximum, old.total * decay + jnp.sum(weights, axis=1), out)  # sum of weights, equation (5)
 
 
@@ -135,4 +135,4 @@ def add_sink(old: RunningSoftmax, sink: jax.Array) -> RunningSoftmax:
     maximum = jnp.maximum(old.maximum, sink)  # maximum, equation (4)
     shift = replace_neg_inf(maximum)
     decay = jnp.exp2(old.maximum - shift)
-    return RunningSoftmax(maximum, old.total * decay + jnp.exp2(sink - shift), old.out * decay[:, None])  # sum (5)
+    return RunningSoftmax(maximum, old.total * decay + jnp.exp2(sink - shift), old.out * decay[:, None])  # sum, eq. (5)
