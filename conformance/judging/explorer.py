@@ -266,9 +266,8 @@ class _Explorer:
 
     def _supports(self, case: Case) -> str | None:
         """Return why a case is not drawn, or None if it may be."""
-        if (
-            self._first is None and self._is_late()
-        ):  # checked here too: if no drawn case matches the query, nothing is ever judged
+        # The time is checked here too: if no drawn case matches the query, no case is ever judged.
+        if self._first is None and self._is_late():
             raise OutOfTime
         if self._query is not None and not matches_query(self._query, case.id):
             return f"does not match {self._query}"
@@ -381,9 +380,8 @@ class _Explorer:
         case = self._smallest
         if case is not None and case != self._first:
             judged = self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
-            if not any(
-                record.verdict in _WRONG for record in judged
-            ):  # a case that was wrong once and right once counts as wrong
+            # A case that was wrong once and right once counts as wrong.
+            if not any(record.verdict in _WRONG for record in judged):
                 failed = self._find_failed_check().name
                 judged = self._wrong[case] + [record for record in judged if record.check != failed]
             self._wrong[case] = judged

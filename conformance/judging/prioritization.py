@@ -28,10 +28,10 @@ SMOKE_CHECKS = ("errors", "refusals", "limits", "differentiation", "front_end", 
 
 # The number of new pairs of marks that one new mark is worth. This is a choice: about half a case's number of marks.
 _PAIRS_PER_MARK = 12
-# Estimated costs. The unit is one forward program of `dot_product`, which takes 0.09 s on a CPU. The first three are the
-# costs of a forward program, of each differentiated call, and of a case that shares programs. The last is the number of
-# multiplications of queries with keys and values that costs one unit. All are rough: they decide the order of jobs, but
-# no verdict.
+# Estimated costs. The unit is one forward program of `dot_product`, which takes 0.09 s on a CPU. The first three are
+# the costs of a forward program, of each differentiated call, and of a case that shares programs. The last is the
+# number of multiplications of queries with keys and values that costs one unit. All are rough: they decide the order of
+# jobs, but no verdict.
 _FORWARD_COST, _PULLBACK_COST, _SHARED_CASE_COST, _MULTIPLICATIONS_PER_COST = 1.0, 3.5, 0.4, 4e7
 
 

@@ -70,8 +70,8 @@ def build_run(
       level: the level of the run, such as `quick`.
       limits: the limits in force, one table row for each dtype and observable.
       seeds: the base seeds of the cases.
-      narrowed: how the user narrowed the plan, in words; empty for a whole level.
-      query: the options that narrowed the plan.
+      narrowed: the options that narrow the plan of the level, as the user wrote them; empty if none does.
+      query: the options that say what to judge, by name.
       shard: `2/3` for the second of three shards; empty for a run without shards.
       kernels: the options by which kernels are found and run.
     """

@@ -74,9 +74,7 @@ class Rejudger:
         self._enough = confirmed
         self._confirmed: collections.Counter[tuple[str, str]] = collections.Counter()
         self._judged = self._decided = 0  # numbers of all judged results, and of those that depend on the flags
-        self._remedies: dict[
-            tuple[str, str], Remedy | None
-        ] = {}  # the declaration that explains failures, by check and dtype
+        self._remedies: dict[tuple[str, str], Remedy | None] = {}  # by check and dtype: what explains failures
 
     @property
     def is_disabled(self) -> bool:

@@ -304,9 +304,9 @@ def _compute_coverage(groups: Iterable[_ProvenanceGroup]) -> list[dict[str, Any]
 
 
 def _count_declined_pairs(kernel: Kernel) -> dict[str, int]:
-    """Return the number of pairs of an operand and a mask that the kernel declines, and the number of all pairs.
+    """Count the pairs of an operand and a mask that the kernel supports singly but not together, and all pairs.
 
-    The result is empty unless the kernel declines more than half of them.
+    The result is empty unless the kernel declines more than half of the pairs.
     """
     declined, pairs = kernel.parted
     return {"pairs declined": declined, "pairs": pairs} if 2 * declined > pairs else {}

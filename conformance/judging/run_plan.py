@@ -26,8 +26,9 @@ class CoveringArrays:
     Attributes:
       arrays: the strength and number of combinations of each array.
       rows: for each case id, the case's row in each array, one character for each axis; empty if it has none.
-      declined: number of cases whose refusal is checked, one for each declined level of a feature.
-      parted: numbers of declined and of all pairs of an operand and a mask.
+      declined: number of unsupported cases whose refusal is checked, one for each unsupported level of a feature.
+      parted: counts over pairs of an operand and a mask that the implementation supports singly: the pairs that it does
+        not support together, and all pairs.
     """
 
     arrays: tuple[CoveringArraySize, ...]
@@ -109,7 +110,10 @@ def _get_program_key(job: Job) -> tuple[str, str]:
 
 
 def _build_arrays(grids_by_seed: Sequence[ImplementationGrids]) -> CoveringArrays:
-    """Collect the covering arrays of an implementation. Grids of different seeds have the same rows, but other cases."""
+    """Collect the covering arrays of an implementation.
+
+    Grids of different seeds have the same rows, but other cases.
+    """
     pairs = [(each.grid, each.sizes) for each in grids_by_seed]
     rows: dict[str, tuple[str, ...]] = {}
     for pair in pairs:
