@@ -151,7 +151,7 @@ class RunOptions:
             )
         if self.pullback and self.case is None:
             raise CannotJudge(
-                f"{self.spell('pullback')} goes with {case}: in a run of several cases, the rotation chooses"
+                f"{self.spell('pullback')} goes with {case}: in a run of many cases, the judge chooses the call"
             )
         if self.regressions and (self.case is not None or self.cases is not None or self.level):
             raise CannotJudge(f"{regressions} names its cases: it cannot be combined with {case}, {cases} or {level}")

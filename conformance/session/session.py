@@ -333,7 +333,7 @@ class Session:
 
     @property
     def handshakes(self) -> list[tuple[str, str]]:
-        """Pairs of a kernel's name and its handshake. The kernel's processes in workers must send the same handshake."""
+        """Pairs of a kernel's name and its handshake, which the kernel's processes in workers must repeat."""
         return list(collect_handshakes(self.implementations))
 
     @property
@@ -561,7 +561,8 @@ def compute_exit_code(
 ) -> int:
     """Return 0 if all implementations conform, 1 if one does not, 2 if one could not be judged.
 
-    An implementation whose accelerator this machine lacks counts only if no other implementation can run here.
+    An implementation whose accelerator this machine lacks counts only if some check judged it all the same, or if no
+    other implementation counts.
     """
     if how == FAILED:
         return 2
