@@ -58,7 +58,7 @@ def find_block_lengths(implementation: Implementation, cases: Iterable[Case]) ->
     Each length replaces those of one example: the first of `cases`, by id, with more than one query.
     """
     example = next((case for case in sorted(cases, key=lambda case: case.id) if case.q_length > 1), None)
-    if example is None or example.storage is not None:  # a packed sequence need not be a whole number of blocks
+    if example is None or example.storage is not None:  # packed sequences may have any length
         return []
     candidates = [dataclasses.replace(example, q_length=n, kv_length=n, mask="full") for n in _USUAL_BLOCK_LENGTHS]
     accepted = [case.q_length for case in candidates if implementation.supports(case) is None]

@@ -75,7 +75,7 @@ def discriminates(subject: Subject) -> bool:
 
 
 def find_weakest_null(margins: Mapping[str, float]) -> tuple[str, float]:
-    """Return the null result that is hardest to see, and its margin."""
+    """Return the name of the null result with the smallest margin, and the margin."""
     name = min(margins, key=lambda n: margins[n])
     return name, margins[name]
 

@@ -136,7 +136,7 @@ def build_budget(
     return Budget(seconds=_EXPLORE_SECONDS if seconds is None else seconds, examples=examples, seed=drawn)
 
 
-class InvalidClues(Exception):  # noqa: N818 -- a statement about the kernel's process
+class InvalidClues(Exception):  # noqa: N818 -- the name says what happened
     """The kernel's process sent no valid list of clues; the message is one line."""
 
 
@@ -177,7 +177,7 @@ class OutOfTime(BaseException):
     """
 
 
-class WrongCase(Exception):  # noqa: N818 -- a statement about the case
+class WrongCase(Exception):  # noqa: N818 -- the name says what happened
     """Raised in a test for a wrong case, so that Hypothesis shrinks the case."""
 
 
@@ -245,7 +245,7 @@ class _Explorer:
 
     def run(self) -> Exploration:
         """Explore without leaving files of Hypothesis, and without caching oracle results."""
-        with use_temporary_home(), disk_cache.disable_cache():  # these cases are not judged again
+        with use_temporary_home(), disk_cache.disable_cache():  # caching is useless, since later runs draw other cases
             return self._run()
 
     def _run(self) -> Exploration:
@@ -255,7 +255,7 @@ class _Explorer:
                 strategies = [draw_cases(self._supports)]
                 if self._clues:
                     strategies.insert(0, draw_cases(self._supports, clues=self._clues))
-                self._declined.clear()  # cases that only narrowed the space do not count as drawn
+                self._declined.clear()  # so far, unsupported cases were only tried to find what can be drawn
                 grids = ImplementationGrids(self._implementation, "quick", 0)
                 self._novelty = Novelty({case for grid in grids.all_grids for case in grid.cases}, self._clues)
                 self._draw(strategies)
@@ -265,7 +265,7 @@ class _Explorer:
         return self._build_result()
 
     def _supports(self, case: Case) -> str | None:
-        """Return why a case is not drawn, or None if it may be."""
+        """Return why a case may not be drawn (no match with the query, or not supported); None if it may."""
         # The time is checked here too: if no drawn case matches the query, no case is ever judged.
         if self._first is None and self._is_late():
             raise OutOfTime

@@ -53,7 +53,7 @@ def _describe_excess(decided: list[Record], judged: int) -> Record:
         reason=(
             f"{len(decided):,} of {judged:,} results are wrong under the flags that make compiling cheap, and right "
             f"under JAX's own: above {MAX_SHARE:.1%} the kernel counts as the cause, not the flags. "
-            "Set XLA_FLAGS to have it judged under one set of flags alone"
+            "Set XLA_FLAGS to judge the kernel under a single set of flags"
         ),
         reproduce=first.reproduce,
     )

@@ -190,7 +190,7 @@ def _find_difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) ->
             label = name if len(now.kernels) == 1 else f"{name} of {implementation}"
             old, new = old_facts.get(name), new_facts.get(name)
             return f"{label} was {_format_value(old)} there and is {_format_value(new)} here"
-    return "other jobs are planned" if [j.key for j in before.jobs] != [j.key for j in now.jobs] else None
+    return "its planned jobs are others" if [j.key for j in before.jobs] != [j.key for j in now.jobs] else None
 
 
 def _format_value(value: object) -> str:

@@ -52,11 +52,11 @@ FRESH_PROCESSES = 2
 _MIN_DECIDED = 8
 # Checks that compare results of the plain call: one call on the case's own operands, with or without residuals.
 _PLAIN_CHECKS = frozenset({"forward", "residuals", "primal", "gradients", "gradients_lse", "gradients_part"})
-# Scopes of checks whose compiled programs the executor caches.
+# The scopes of checks whose compiled programs are cached by the executor, so that running a check again is cheap.
 _CACHING_SCOPES = (GRID, DECODED, ENSEMBLE)
 _WRONG = frozenset({records.FAIL, records.ERROR})
-_UNSTEADY = "right when called again in the same way: its result depends on earlier calls"
-_TOO_MANY = "not judged again: more results of this kernel depend on the compiler's flags than XLA accounts for"
+_UNSTEADY = "right when called again in the same way: the result depends on earlier calls"
+_TOO_MANY = "not judged again: more results of this kernel depend on the compiler's flags than XLA is known to cause"
 
 
 class Rejudger:

@@ -246,7 +246,7 @@ def _compute_extent(group: _ProvenanceGroup) -> Extent:
 def _compute_plan_extent(group: _ProvenanceGroup, level: str, narrowed: str, its_runs: Sequence[RecordedRun]) -> Extent:
     """Compute the extent of runs with the same plan: shards of one run, or the same run twice."""
     implementation = group.implementation
-    if level == EXPLORATION_LEVEL:  # its cases are drawn, not planned
+    if level == EXPLORATION_LEVEL:  # the cases of an exploration are drawn, not planned
         cases = {record.case for record in group.records if record.verdict in JUDGED}
         narrowed = f"{len(cases):,} {narrowed}"
     planned = {job.key for one in its_runs if one.run for job in one.run.jobs if job.implementation == implementation}

@@ -244,7 +244,7 @@ def _parse_groups(table: Any) -> dict[str, tuple[str, ...]]:
     for name, members in table.items():
         _require(_is_string_list(members), f"the group {name!r} must be a list of names, got {members!r}")
         is_taken = implementation_registry.is_builtin(name) or implementation_registry.may_exist(name)
-        _require(not is_taken, f"the group {name!r} has the name of an implementation, which would not be judged by it")
+        _require(not is_taken, f"the group {name!r} has the name of an implementation: choose another name")
     return {name: tuple(members) for name, members in table.items()}
 
 

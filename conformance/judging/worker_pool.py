@@ -163,7 +163,7 @@ def _serve(pipe: int, path: Sequence[str]) -> None:
     This is the main function of a worker process.
     """
     packages.claim_names()
-    sys.path[:] = path  # the user's modules must be found as in the judge's process
+    sys.path[:] = path  # find the user's modules in the same folders as the judge's process
     with interrupts.record_signals():
         with interrupts.end_on_signal():
             _do_tasks(pipe)

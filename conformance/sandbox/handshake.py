@@ -74,7 +74,7 @@ def parse_handshake(
     if first_handshake:
         if first_handshake != handshake.text:
             names = ", ".join(_find_differences(first_handshake, handshake.text))
-            raise ValueError(f"it says otherwise than when it was first loaded of: {names}")
+            raise ValueError(f"it declares other values than when it was first loaded: {names}")
         return handshake
     if backend != (here := jax.default_backend()):
         raise ValueError(

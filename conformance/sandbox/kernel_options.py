@@ -74,6 +74,6 @@ class KernelOptions:
         if self.require_sandbox and not confinement.is_confined(sentence):
             sandboxed_executor.end_process(found)
             raise implementation_registry.ImplementationNotFound(
-                f"{name} is {sentence}; --require-sandbox judges no such kernel"
+                f"{name} is {sentence}; --require-sandbox refuses such a kernel"
             )
         return found

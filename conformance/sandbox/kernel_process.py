@@ -44,7 +44,7 @@ _END_SECONDS = 5.0  # time for the supervisor to end all that the kernel started
 _MAX_STATUS = 4096
 _MAX_KEPT_OUTPUT = 4096  # the last bytes of the kernel's output that are kept for messages
 _PIPE_BYTES = 2**20  # capacity of a pipe if the system allows it: large enough for most operands in one write
-_DEFAULT_PIPE_BYTES = 2**16  # capacity of a pipe otherwise
+_DEFAULT_PIPE_BYTES = 2**16  # capacity of a pipe if the system does not allow more
 _MAX_PENDING = 4
 # After this many timeouts, the time limit of a call is a multiple of the time of the slowest call that returned.
 _TIMEOUTS_BEFORE_CUT = 2
@@ -93,7 +93,7 @@ class CallTimeout(ProcessLost):
     """Raised when a call takes longer than its limit."""
 
 
-class LoadFailed(Exception):  # noqa: N818 -- a statement, as the message is
+class LoadFailed(Exception):  # noqa: N818 -- the name says what happened
     """Raised when the kernel could not be loaded; the message is one line."""
 
 
@@ -146,8 +146,9 @@ class KernelProcess:
         self.files = loaded_files.LoadedFiles(name, parse_first_files(first_handshake))
         self._with_default_flags: KernelProcess | None = None
         self._products, self._problem = products, problem
-        self._running: list[_RunningProcess] = []  # at most one
-        self._pending: collections.deque[_PendingCall] = collections.deque()  # in the order of their answers
+        self._running: list[_RunningProcess] = []  # empty, or the one started process
+        # Calls in the order in which their answers arrive.
+        self._pending: collections.deque[_PendingCall] = collections.deque()
         self._handshake: Handshake | None = None
         self._slowest_seconds = 0.0  # time of the slowest call that returned
         self._timeouts = 0
@@ -352,7 +353,7 @@ class _RunningProcess:
         requests_end, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         for pipe in (self._requests, self._answers):
-            with contextlib.suppress(AttributeError, OSError):  # only Linux can, and not for every user
+            with contextlib.suppress(AttributeError, OSError):  # only Linux can enlarge pipes, and not for every user
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._output, output = os.pipe()
         for pipe in (self._output, self._status):
@@ -372,7 +373,7 @@ class _RunningProcess:
         self.confined = ""
         self.denial = ""  # explains the kernel's last error, if the sandbox caused it
         self._output_parts: collections.deque[bytes] = collections.deque(maxlen=4)
-        self._output_lock = threading.Lock()  # two threads read the output
+        self._output_lock = threading.Lock()  # held while reading the output, since two threads do so
         self._output_reader = threading.Thread(target=self._drain_output, daemon=True)
         self._output_reader.start()
 
@@ -381,7 +382,7 @@ class _RunningProcess:
         load = LoadRequest(name, products, problem, (os.getcwd(), *sys.path), self._scratch.path, self._sandbox)
         for request in (xla_flags, load):  # separate requests: a kernel can read the second one in its callers' frames
             self._write(protocol.pack_request(request), time.monotonic() + limits.seconds)
-        self.confined = str(self.receive(limits, 0))  # sent before any code of the kernel runs
+        self.confined = str(self.receive(limits, 0))  # the process sends this before any code of the kernel runs
         return self.receive(limits, 0)
 
     @property
@@ -428,7 +429,7 @@ class _RunningProcess:
             self._process.signal(signal.SIGKILL)
             self._process.wait(_END_SECONDS)
         self._process.release()
-        self._output_reader.join(timeout=1.0)  # without a supervisor, a descendant may still hold the pipe
+        self._output_reader.join(timeout=1.0)  # without a supervisor, a descendant may keep the pipe open
         with self._output_lock:
             for pipe in (self._requests, self._answers, self._output, self._status):
                 with contextlib.suppress(OSError):
@@ -470,7 +471,7 @@ class _RunningProcess:
                 except BrokenPipeError:
                     raise ProcessLost(self._describe_end()) from None
             if time.monotonic() > deadline:
-                raise CallTimeout("the kernel's process does not read what it is asked")
+                raise CallTimeout("the kernel's process does not read its requests")
 
     def _read(self, count: int, deadline: float, limits: Limits) -> bytes:
         received = bytearray()
@@ -515,9 +516,7 @@ def _unpack_result(message: Any, running: _RunningProcess) -> Any:
             raise ProcessLost("the kernel's process answered with what is no answer")
         if message["replaced"]:
             names = records.make_printable(", ".join(str(name) for name in message["replaced"][:3]))
-            raise ProcessLost(
-                f"the kernel has replaced {names} in its process: what comes from there is not what it computes"
-            )
+            raise ProcessLost(f"the kernel has replaced {names} in its process, so its results cannot be trusted")
         return message["returned"]
     raised = message.get("raised") if isinstance(message, dict) else None
     if not (isinstance(raised, dict) and isinstance(raised.get("kinds"), list)):

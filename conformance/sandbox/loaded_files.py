@@ -26,7 +26,7 @@ _PACKAGE_PREFIX = "package "
 _SETTLE_SECONDS = 1.0  # a file that changed more recently may change again without a new timestamp
 
 
-class FileChanged(Exception):  # noqa: N818 -- a statement, as the message is
+class FileChanged(Exception):  # noqa: N818 -- the name says what happened
     """Raised when a file has changed since the kernel first read it; the message names the file."""
 
 
@@ -100,7 +100,7 @@ class LoadedFiles:
         return found
 
     def _shorten_path(self, path: str) -> str:
-        """Return a path for a record: relative if it lies below the current folder or the kernel's folder."""
+        """Shorten a path for a record: make it relative if it lies below the current folder or the kernel's folder."""
         here = os.getcwd()
         if any(path.startswith(f"{folder}{os.sep}") for folder in (here, self._folder) if folder):
             path = os.path.relpath(path, here)

@@ -142,7 +142,7 @@ def _find_home(name: str) -> Path | None:
     if module.partition(".")[0] in packages.NAMES:
         return Path.cwd()
     spec = None
-    with contextlib.suppress(ImportError, ValueError):  # importing the kernel will raise the error
+    with contextlib.suppress(ImportError, ValueError):  # importing the kernel later raises the same error
         spec = importlib.util.find_spec(module.partition(".")[0]) if module else None
     locations = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
     return Path(locations[0]).resolve().parent if locations and locations[0].startswith("/") else None
@@ -179,6 +179,6 @@ def find_readable_sources(tree: Path, hidden: Iterable[Path]) -> Iterator[Path]:
 
 def _list_shared_folders() -> Iterator[Path]:
     """Yield folders that hold much more than one project: the user's home, and folders for temporary files."""
-    with contextlib.suppress(RuntimeError):  # the home is unknown
+    with contextlib.suppress(RuntimeError):  # raised if the user's home is unknown
         yield Path.home().resolve()
     yield from {Path(folder).resolve() for folder in ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir())}

@@ -15,7 +15,7 @@ from types import ModuleType
 
 def load_private_copy(name: str) -> ModuleType:
     """Execute the source of a module again, in its own namespace. Raises `ImportError` if no module has the name."""
-    importlib.import_module(name)  # dataclasses look up the module of a class by its name
+    importlib.import_module(name)  # needed by dataclasses, which look up the module of a class by its name
     spec = importlib.util.find_spec(name)
     if spec is None or spec.loader is None:
         raise ImportError(f"no module named {name!r}")

@@ -50,11 +50,11 @@ _DTYPES = {
 }
 
 
-class UnreadableAnswer(Exception):  # noqa: N818 -- a statement, as the message is
+class UnreadableAnswer(Exception):  # noqa: N818 -- the name says what happened
     """Raised for an answer that cannot be read, or that is larger than its request allows; the message says why."""
 
 
-class UnsupportedResult(TypeError):  # noqa: N818 -- a statement, as the message is
+class UnsupportedResult(TypeError):  # noqa: N818 -- the name says what happened
     """Raised when a kernel returned something that is neither an array nor a number; the message names its type."""
 
 
@@ -146,7 +146,7 @@ def _count_elements(value: Any) -> int:
         results = 0
         if all(getattr(value.get(name), "ndim", 0) for name in ("q", "v")):
             *rows, _ = value["q"].shape
-            results = math.prod(rows) * (value["v"].shape[-1] + 2)  # out, logsumexp and max_logits
+            results = math.prod(rows) * (value["v"].shape[-1] + 2)  # elements of out, logsumexp and max_logits
         return results + sum(map(_count_elements, value.values()))
     if isinstance(value, list | tuple):
         return sum(map(_count_elements, value))

@@ -29,7 +29,7 @@ _SHARED_MAPPING = re.compile(
 )
 
 
-class OverLimit(Exception):  # noqa: N818 -- a statement, as the message is
+class OverLimit(Exception):  # noqa: N818 -- the name says what happened
     """Raised when a kernel's processes hold more memory, files or processes than they may. The message says which."""
 
 
@@ -81,9 +81,8 @@ class UsageMonitor:
           memory: the most bytes of memory and files that all descendants may hold together; zero for no limit.
         """
         self._process, self._scratch, self._memory = process, scratch, memory
-        self._descendants: list[
-            int
-        ] = []  # of the last thorough check, with those that other than main threads have started
+        # The descendants in the last thorough check, including those that other threads than the main one started.
+        self._descendants: list[int] = []
         self._processor_times: dict[int, bytes] = {}
         self._checks = 0
 
@@ -182,7 +181,7 @@ def _list_unnamed_files(process: int) -> dict[tuple[int, int], int]:
         names = os.listdir(folder)
     except PermissionError:
         raise OverLimit("the kernel's process hid its memory and files (PR_SET_DUMPABLE)") from None
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return {}
     for name in names:
         with contextlib.suppress(OSError):

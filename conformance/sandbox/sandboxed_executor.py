@@ -41,7 +41,7 @@ class KernelProxy:
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
         """Raise `RuntimeError`, since the kernel cannot be called in this process, only through its executor."""
-        raise RuntimeError(f"{self.process.name} is in a process of its own, and is asked through its executor")
+        raise RuntimeError(f"{self.process.name} runs in a process of its own: call it through its executor")
 
     def supports(self, case: Case) -> str | None:
         """Return why the kernel's own `supports_case` function declines a case; None if the case is supported.

@@ -139,7 +139,7 @@ def _remove_entry(name: str, top: int) -> None:
                 if not stat.S_ISDIR(about.st_mode):
                     os.unlink(inner, dir_fd=folder)
                     continue
-                if about.st_mode & stat.S_IRWXU != stat.S_IRWXU:  # moving a folder writes to it
+                if about.st_mode & stat.S_IRWXU != stat.S_IRWXU:  # moving a folder needs the right to write to it
                     _make_accessible(inner, folder)
                 os.rename(inner, secrets.token_hex(16), src_dir_fd=folder, dst_dir_fd=top)
             except OSError as error:

@@ -29,7 +29,7 @@ from conformance.sandbox import system_calls
 from conformance.sandbox.system_calls import SystemCall
 
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
-# Instructions of classic BPF: load a word, jumps, mask the word, return.
+# Codes of classic BPF instructions: load a word, jump by a test of the word, mask the word, return.
 _LOAD, _IF_EQUAL, _IF_GREATER, _IF_AT_LEAST, _IF_ANY_BIT, _MASK, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x54, 0x06
 _RET_ALLOW, _RET_ERRNO = 0x7FFF0000, 0x00050000
 # Offsets in `struct seccomp_data`: the number of the system call, the architecture, and the lower halves of the call's
@@ -39,7 +39,8 @@ _X32_BIT = 0x4000_0000  # system call numbers from here on belong to the x32 ABI
 _AUDIT_ARCH: Mapping[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NEW_NAMESPACES = 0x7E02_0000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _AF_UNIX = 1
-# TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FIOASYNC, TCGETS2, FS_IOC_GETFLAGS
+# ioctl commands that are always allowed: TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FIOASYNC,
+# TCGETS2, FS_IOC_GETFLAGS
 _HARMLESS_IOCTLS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x5452, 0x802C542A, 0x80086601)
 # Types of ioctl commands of file systems (f, X, v, btrfs) and terminals (T). Commands of accelerators have other types.
 _FILE_AND_TERMINAL_TYPES = (0x66, 0x58, 0x76, 0x94, 0x54)

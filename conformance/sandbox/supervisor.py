@@ -99,7 +99,7 @@ def _supervise(kernel: int, status: int, scratch: str, memory: int) -> NoReturn:
         try:
             monitor.check()
         except OverLimit as error:
-            with contextlib.suppress(OSError):  # the judge has ended
+            with contextlib.suppress(OSError):  # the judge has ended and no longer reads
                 os.write(status, str(error).encode())
             _kill_descendants()
             _remove_for_ended_judge(status, scratch)
@@ -111,7 +111,7 @@ def _supervise(kernel: int, status: int, scratch: str, memory: int) -> NoReturn:
     if code >= 0:
         os._exit(code)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # SIGKILL has no handler
+    with contextlib.suppress(OSError):  # the handler of SIGKILL cannot be set
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
     os._exit(1)

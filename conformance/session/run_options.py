@@ -221,7 +221,7 @@ def parse_query(query: Mapping[str, Any]) -> dict[str, Any]:
     values = {field: query[name] for name, field in _QUERY.items() if name in query}
     for name in ("timeout", "memory"):
         if values.get(name) is not None:
-            values[name] = float(values[name])  # a file may have the text inf
+            values[name] = float(values[name])  # a file of records may have the text `inf` in place of a number
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 

@@ -13,7 +13,8 @@ from conformance.output_files import PAGE, RECORDS, SUMMARY, TABLE, OutputRefuse
 from conformance.records import make_printable
 from conformance.session.failures import CannotJudge
 
-if TYPE_CHECKING:  # the gate checks outputs before `reports` means this project's package
+# Not imported at run time: the gate loads this module before imports of `reports` find this project's package.
+if TYPE_CHECKING:
     from reports.page_model import Summary
 
 
@@ -56,7 +57,8 @@ class Outputs:
             raise CannotJudge(f"{place} cannot be written: {error.strerror or error}") from error
         if self.step is not None:
             try:
-                with self.step.open("a", encoding="utf-8") as file:  # other commands of the step write there too
+                # Append, since other commands of the step write there too.
+                with self.step.open("a", encoding="utf-8") as file:
                     file.write(markdown_summary.format_markdown(summary))
             except OSError as error:  # the user did not request this file, so the command does not fail
                 print(f"no summary in GITHUB_STEP_SUMMARY={self.step}: {error.strerror or error}", file=sys.stderr)
@@ -111,7 +113,7 @@ def _reject_collisions(outputs: Outputs) -> None:
             )
 
 
-# The kind of file that each option writes.
+# The kind of file that each option writes, by the option's name.
 _FILE_KINDS = {"report": PAGE, "json": RECORDS, "resume": RECORDS, "markdown": SUMMARY, "out": TABLE}
 
 

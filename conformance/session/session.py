@@ -141,7 +141,7 @@ class SessionResult:
 
     @property
     def findings(self) -> Sequence[FindingText]:
-        """The causes that explain the failures, in words."""
+        """The findings of the run: the causes that explain its failures, in words."""
         return self.summary.findings
 
 
@@ -449,7 +449,7 @@ class Session:
 
             with interrupts.end_on_signal():
                 for line in finding_shrinker.shrink_findings(self._journal, self.implementations, runner, say):
-                    self._shrunk.append(line)  # one by one, so that a signal loses none of them
+                    self._shrunk.append(line)  # one by one, so that a signal loses no finished line
 
     def finish(self, how: str, reason: str) -> SessionResult:
         """Add the records that concern the run as a whole, close the files, and build the result.

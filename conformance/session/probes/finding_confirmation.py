@@ -60,7 +60,7 @@ def confirm_findings(
 def _is_worth_probing(finding: Finding) -> bool:
     """Tell whether probes could still confirm or change the cause that a finding names."""
     settled = not finding.others and (finding.is_confirmed or finding.passes)
-    # A case that killed the kernel's process would kill another one.
+    # If the failing case killed the kernel's process, judging similar cases would kill further processes.
     lost = finding.kind == RAISES and finding.smallest.reason.endswith(ABANDONED_CASE)
     return bool(finding.levels) and not settled and not lost
 
