@@ -38,7 +38,8 @@ class Journal:
           kept: records of finished jobs of a resumed run, by the job's number.
 
         Raises:
-          JournalWriteError: if a file cannot be written, or another run is writing it.
+          JournalWriteError: if a file cannot be written, or another run is writing it. In the first case the other
+            files are then empty, unless jobs are kept.
         """
         self._run = run
         self._recorded = RecordedRun(run=run, done=dict(kept or {}))
@@ -190,7 +191,7 @@ def _find_difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) ->
             label = name if len(now.kernels) == 1 else f"{name} of {implementation}"
             old, new = old_facts.get(name), new_facts.get(name)
             return f"{label} was {_format_value(old)} there and is {_format_value(new)} here"
-    return "its planned jobs are others" if [j.key for j in before.jobs] != [j.key for j in now.jobs] else None
+    return "its planned jobs are different" if [j.key for j in before.jobs] != [j.key for j in now.jobs] else None
 
 
 def _format_value(value: object) -> str:

@@ -1,6 +1,6 @@
 """Order past runs in time: join the shards of a run, and list the changes from one run to the next.
 
-The `history` command reads a folder of files of records and shows how verdicts changed over these runs.
+The `history` command reads files of records and shows how verdicts changed from run to run.
 """
 
 from __future__ import annotations
