@@ -27,8 +27,8 @@ def describe_few_blocks(implementation: Implementation, records: Iterable[Record
     """Name the too few blocks that a kernel was judged on, as in `"one block of 128 queries"`; empty if enough.
 
     The kernel's real block length is unknown. It is taken to be the largest number that divides all judged lengths of
-    the grid, and the usual block lengths that the implementation supports as sequence lengths if it rejects others.
-    Cases with one query or one key are ignored.
+    the grid. If the implementation rejects some usual block lengths as sequence lengths, the number must divide those
+    that it supports, too. Lengths of one query or one key are ignored.
     """
     its_records = [record for record in records if record.implementation == implementation.name]
     return describe_block_counts(find_block_lengths(implementation, _list_judged_cases(its_records)), its_records)

@@ -142,7 +142,7 @@ class InvalidClues(Exception):  # noqa: N818 -- the name says what happened
 
 _MAX_CLUES = 64  # more than `report_clues` ever returns
 _Number = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
-# The type of the clues that `report_clues` returns: integers, floats, and those floats that occur in the source.
+# The type of the clues that `report_clues` returns: integers, floats, and the numbers of both that are in the source.
 _ClueNumbers = tuple[
     Annotated[list[Annotated[int, msgspec.Meta(gt=2, le=2**17)]], msgspec.Meta(max_length=_MAX_CLUES)],
     Annotated[list[_Number], msgspec.Meta(max_length=_MAX_CLUES)],

@@ -1,11 +1,11 @@
 """Order the jobs of a run so that jobs that test the most new properties per second come first.
 
-The level `smoke` is the beginning of this order. The value of a case is the number of its marks (properties such as
-mask, dtype and size, `cases.case_space.novelty`) and of pairs of marks that no earlier case has. Nearly all of the cost
-of a case is compilation. So cases that share compiled programs stay together, and cost little more than one case. The
-next program is always the one with the highest value per cost, as in greedy set cover (Chvatal, 1979, "A Greedy
-Heuristic for the Set-Covering Problem"). Costs are constants, not measurements, so the order is the same on every
-machine.
+The level `smoke` is the beginning of this order. A case has *marks* (`cases.case_space.novelty`): properties such as
+mask, dtype and size. The value of a case is the number of marks, and pairs of marks, that no earlier case has. Nearly
+all of the cost of a case is compilation. So cases that share compiled programs stay together, and cost little more than
+one case. The next program is always the one with the highest value per cost, as in greedy set cover (Chvatal, 1979, "A
+Greedy Heuristic for the Set-Covering Problem"). Costs are constants, not measurements, so the order is the same on
+every machine.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ upstream = ["jax_nn_xla", "jax_splash_tpu"]
 [[tool.attention_conformance.expected_failures]]
 implementation = "jax_nn_xla"
 case = "train/bf16"                                   # a query; all cases if left out
-check = ["gradients*", "primal"]                      # wildcard patterns; all checks if left out
-observable = ["dv*"]                                  # likewise
+check = ["gradients*", "primal"]                      # wildcard patterns of checks; all if left out
+observable = ["dv*"]                                  # wildcard patterns of results; all if left out
 some = true                                           # only some of the matching judgements fail, not all
 jax = ">=0.11"                                        # versions of JAX for which this holds; all if left out
 platform = "gpu"                                      # the platform in reports for which this holds; all if left out

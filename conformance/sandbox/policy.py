@@ -152,8 +152,8 @@ def find_readable_sources(tree: Path, hidden: Iterable[Path]) -> Iterator[Path]:
     """Yield the files and folders of a source tree that a kernel may read.
 
     These are all entries except dot files (`.git`, `.env`, `.ssh`), links that lead out of the tree, the files
-    `hidden`, and files of records (`*.jsonl`), which have seeds and verdicts. If the tree is or contains the user's
-    home or a folder for temporary files, only modules and packages are readable.
+    `hidden`, and files of records (`*.jsonl`). The latter have seeds and verdicts. If the tree is or contains the
+    user's home or a folder for temporary files, only modules and packages are readable.
 
     Args:
       tree: an existing folder.
