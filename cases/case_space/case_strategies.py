@@ -37,8 +37,8 @@ _BLOCKS = (32, 64, 128)
 # by 1%. Among more keys, such an error hides a fault in one key.
 _LONGEST_HUGE = 128
 _MANY_QUERIES = 16  # the fewest queries with the distribution `levels`
-# Limits for sizes near clues, which may be long. `_MOST_PAIRS` bounds T * S, with few heads. If a length is above `_LONG`,
-# depths are small, which keeps the case cheap.
+# Limits for sizes near clues, which may be long. `_MOST_PAIRS` bounds T * S, with few heads. If a length is above
+# `_LONG`, depths are small, which keeps the case cheap.
 _MOST_PAIRS = 1_400_000
 _LONG = 2048
 _LITTLE_DEPTHS = (8, 16, 64, 128)  # the first two supported ones are used
@@ -147,9 +147,7 @@ def draw_lengths(draw: st.DrawFn, phase: str, within: Space) -> tuple[int, int]:
     step = within.length_step
     kv_length = draw(_draw_length(within))
     unequal = draw(st.sampled_from(within.unequal_lengths))
-    if (
-        phase == "decode"
-    ):  # only after the draws of the plain case, since Hypothesis takes a case with fewer draws as smaller
+    if phase == "decode":  # after the plain case's draws: Hypothesis takes a case with fewer draws as smaller
         return 1, kv_length
     if not unequal:
         return (
