@@ -12,8 +12,8 @@ from cases.operand_registry import REMOVABLE
 from cases.storage_forms.storage_form import StorageForm
 
 REQUIRED = {
-    "value_dim": "how many of a latent's coordinates, the first ones, are the values",
-    "scale": "the factor of logits, which goes by the depth of the expanded heads",
+    "value_dim": "the number of a latent's coordinates, counted from the first, that are the value",
+    "scale": "the factor of the logits, which depends on the depth of the expanded heads",
 }
 
 

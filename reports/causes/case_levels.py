@@ -45,7 +45,7 @@ _MASKS = {
     "densebatch": "under a dense mask for each batch row",
     "indexer": "under an indexer's mask",
     "moba": "under a MoBA mask",
-    "own": "under a window in each row's own length",
+    "own": "under a window at each batch row's own position",
 }
 _ROW_MASKS = frozenset({"lengths", "own", "densebatch", "indexer"})
 _FEATURES = frozenset(itertools.chain.from_iterable(FEATURE_KINDS.values()))
@@ -180,9 +180,9 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
             kind, _MASKS.get(kind, f"under a mask of kind {kind}"), "mask", example=_find_offset_mask(kind)
         )
     if _ROW_MASKS & kinds:
-        yield _create_level("row mask", "under a mask of its own for each batch row", "mask", odds=_RARER / 2)
+        yield _create_level("row mask", "under a mask that differs by batch row", "mask", odds=_RARER / 2)
     if len(terms) > 1:
-        yield _create_level("joined masks", "under masks that are joined", "mask", odds=_RARER)
+        yield _create_level("joined masks", "under a combination of masks", "mask", odds=_RARER)
     if "-o" in spec:
         yield _create_level("mask offset", "under a mask with an offset", "mask", odds=_RARER)
     for term in terms:
