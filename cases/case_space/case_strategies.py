@@ -36,9 +36,9 @@ _BLOCKS = (32, 64, 128)
 # The longest length with the distribution `huge`. Its logits of 7e4 round so coarsely in f32 that probabilities change
 # by 1%. Among more keys, such an error hides a fault in one key.
 _LONGEST_HUGE = 128
-_MANY_QUERIES = 16  # the fewest queries with the distribution `levels`
-# Limits for sizes near clues, which may be long. `_MOST_PAIRS` bounds T * S, with few heads. If a length is above
-# `_LONG`, depths are small, which keeps the case cheap.
+_MANY_QUERIES = 16  # the fewest queries of a case whose values have the distribution `levels`
+# Limits that keep cases cheap. Lengths near a clue (a number found in the kernel) may be long. `_MOST_PAIRS` bounds
+# T * S, and such cases have few heads. If a length is above `_LONG`, depths are small.
 _MOST_PAIRS = 1_400_000
 _LONG = 2048
 _LITTLE_DEPTHS = (8, 16, 64, 128)  # the first two supported ones are used

@@ -33,11 +33,11 @@ class Storage:
       places: for each dense query, its index in the flattened `q_rows`, or `NOBODY`, `[B, T]`.
       held: for each place of a key, the dense key `b * S + j` that lies there, or `NOBODY`. The shape is `[total_kv]`,
         `[pages, page_size]` or `[rows, slots]`.
-      owner: for each dense key, the dense key that lies in the place where a kernel reads it, `[B, S]`. The two differ
-        only in shared pages.
+      owner: for each dense key, the dense key whose value a kernel reads in its stead, `[B, S]`. It is another key only
+        if sequences share a page.
       tables: the arrays by which a kernel finds queries and keys, by name.
-      stale: the number in memory that holds no operand of the problem. None for the worst number that the kernel must
-        tolerate: NaN, or a finite one if the kernel declares that.
+      stale: the number that fills memory without an operand of the problem. None for the worst number that the kernel
+        must tolerate: NaN, or a finite number if the kernel declares that such memory must be finite.
     """
 
     form: str

@@ -56,7 +56,7 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
     if case.stored.form != form:
         return f"{case.stored.form} operands: the call takes {form} ones"
     described = FORMS[form]
-    if described.is_dense:  # dense latents may have every mask and operand of a dense call
+    if described.is_dense:  # such a form takes every mask and operand of a dense call, so nothing is refused
         return None
     for operand in OPTIONAL:
         scaled = described.scales and operand.name == "kv_scales"

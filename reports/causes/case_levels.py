@@ -297,7 +297,7 @@ def _iter_depth_levels(sizes: Mapping[str, int]) -> Iterator[Level]:
 def find_oddities(case: str) -> frozenset[str]:
     """Find the fields in which a case differs from a plain one, such as another dtype, a mask or T unequal to S.
 
-    Returns all sizes if `case` is no case id.
+    If `case` is no case id, returns the names of all size fields, so that the case does not count as a plain one.
     """
     fields = parse_fields(case)
     if fields is None:

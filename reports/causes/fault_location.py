@@ -30,7 +30,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 MAX_COMBINATIONS = 12
 """The most combinations to search for; more faults at once cannot be distinguished."""
-_PASSES = 2  # how many times each combination is searched for again in the red rows that the others leave
+# How many times each combination is searched for again, in the failing (red) rows that no other combination explains.
+_PASSES = 2
 
 # Parameters of beta priors of the rate of red rows. With a combination, rows are red unless chance hides the fault.
 # Without it, rows are green unless another fault, not found yet, makes them red. The third prior is for all rows, under

@@ -1,6 +1,7 @@
-"""Define `Finding`: the red records that one cause explains, and the facts about the cause.
+"""Define `Finding`: the records of failures that one cause explains, and the facts about the cause.
 
-The module also classifies records by the kind of finding they belong to. `root_causes` builds findings from records.
+A record is *red* if its verdict is a failure, an error or an unexpected pass. `classify_record` returns the kind of
+failure that a red record shows, such as a wrong forward result. `root_causes` builds findings from records.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def list_evidence(record: Record) -> list[str]:
 
 
 def format_shares(finding: Finding) -> str:
-    """Format how many cases fail with the levels of a finding, and how many fail without.
+    """Format in how many cases with the properties (levels) of a finding the failure occurs, and in how many others.
 
     Returns an empty string if only one case was judged.
     """

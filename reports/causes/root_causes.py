@@ -45,7 +45,8 @@ CHECKS_WITH_OWN_OPERANDS = frozenset(
     {"arguments", "calls", "decoding", "forms", "invariance", "limits", "sharding", "transforms"}
 )
 """The checks that use operands, masks or lengths other than those in the case id."""
-# Dtypes, shapes and other numbers in messages. They differ from case to case, even if messages have one cause.
+# Dtypes, shapes and other numbers in messages. They differ from case to case, even if messages have one cause. So they
+# are replaced by `#` before messages are compared.
 _DTYPE = r"\b(?:bool|(?:bfloat|float|uint|int|complex|bf|f|u|s|i)[0-9]+)\b"
 _CASE_DETAILS = re.compile(rf"(?:{_DTYPE})?[\[(][0-9, ]*[\])]|{_DTYPE}|[0-9]+")
 

@@ -58,10 +58,13 @@ def build_call_charts(records: Sequence[Record]) -> tuple[CallChart, ...]:
 def choose_charts(
     found: Mapping[tuple[str, str], Mapping[tuple[Contender, str], CallEstimate]],
 ) -> tuple[CallChart, ...]:
-    """Choose at most `MAX_CHARTS` programs: first those that the most implementations have, then the longest.
+    """Choose at most `MAX_CHARTS` programs: those that the most implementations have.
+
+    Among programs that equally many have, those with the largest estimated cycles are chosen.
 
     Args:
-      found: for each pair of a case id and a program, the estimates by pair of contender and target.
+      found: the estimates, first by case id and program, then by contender (implementation and platform) and target
+        chip.
     """
     charts = [
         CallChart(
