@@ -52,9 +52,11 @@ class FindingText:
     Attributes:
       number: the number of the finding in the report, from 1.
       finding: the finding that the text describes.
-      title: one sentence that says which results are wrong, and with which levels, such as "out is wrong with sinks".
+      title: one sentence that says which results are wrong, and with which features of a case, such as "out is wrong
+        with sinks".
       facts: the other facts about the finding, one line each.
-      evidence: the measured errors, error pattern and reason of the record `smallest`, one line each.
+      evidence: the measured errors, error pattern and reason of the plainest record (`Finding.smallest`), one line
+        each.
     """
 
     number: int
