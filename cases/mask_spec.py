@@ -38,7 +38,10 @@ from cases.moba_mask import Moba
 
 
 class Sizes(NamedTuple):
-    """What a mask is built from: the whole spec (for messages), the sizes of the case, and the seed of random masks."""
+    """The inputs of every mask: the whole spec, the sizes of the case, and the seed of random masks.
+
+    Error messages quote the spec.
+    """
 
     spec: str
     batch: int

@@ -67,7 +67,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class TermRounding:
-    """How often a kernel may round while it computes a term, before it adds the term to the logit.
+    """Count the roundings that a kernel may make in a term before it adds the term to the logit.
 
     Attributes:
       integers: number of whole numbers in the term. They are exact in f32, and are rounded in bf16 and f16.

@@ -132,8 +132,12 @@ def _build_phase_fields(phase: str) -> dict[str, Any]:
 def _is_impossible(changed: Mapping[str, Any]) -> bool:
     """Return whether no case can have this combination of fields.
 
-    Impossible are a balanced mask with one query, the distribution `knee` without a soft cap, a soft cap beside a score
-    function that caps, and training with a quantised cache.
+    These combinations are impossible:
+
+    - a balanced mask with one query;
+    - the distribution `knee` without a soft cap;
+    - a soft cap beside a score function that caps;
+    - training with a quantised cache.
     """
     if changed.get("kv_cache") and changed.get("phase", "train") == "train":
         return True

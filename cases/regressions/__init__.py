@@ -1,6 +1,6 @@
 """Named regressions: published bugs of attention kernels, each with the smallest case that triggers the bug.
 
-Runs judge these cases beside the fixed grid. The grid reaches most of the same conditions, but a kernel that fails a
+Runs judge these cases beside the fixed grid, which reaches most of the same conditions. A kernel that fails a
 regression's case fails under the name of a known bug, with a link to it.
 """
 

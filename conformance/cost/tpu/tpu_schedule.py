@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 FULL_BLOCK_FIGURE = "full_block_cycles"
-"""Name of the measurement by which one of several schedules of a kernel is chosen: the longest full block."""
+"""The measurement that chooses among several schedules of a kernel: the one whose full block takes longest is used."""
 _BUNDLES = "packed-bundles-post-ra"
 _UNITS = "pre-delay_hlo-static-per-bundle-utilization"
 _BUNDLES_FILE = re.compile(rf"(?P<program>\d+)-(?P<kernel>[\w.\-]+?)(\.\d+)?-\d+-{_BUNDLES}\.txt")
