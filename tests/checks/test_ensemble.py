@@ -263,7 +263,7 @@ def test_what_the_model_does_not_cover_is_said() -> None:
     capped = draw_problem(parse_case_id("train/bf16/B1.T8.S8.N1.K1.H16.V16/full/softcap2/normal/s0"))
     with pytest.raises(ValueError, match="derived for logits"):
         compute_error_variance(capped, Arithmetic())
-    with pytest.raises(ValueError, match="bf16, f16, got operands in f32"):
+    with pytest.raises(ValueError, match="bf16, f16 only, got operands in f32"):
         compute_error_variance(
             draw_problem(parse_case_id("train/f32/B1.T8.S8.N1.K1.H16.V16/full/normal/s0")), Arithmetic()
         )

@@ -99,7 +99,7 @@ def test_a_folder_is_all_the_runs_in_it_and_shards_belong_together(capsys: pytes
     assert run("runs") == 0
     said = capsys.readouterr().out
     assert [(row[4], row[-1]) for row in rows(said)] == [("whole", "more"), ("partial", "1.jsonl")]
-    assert "its run is in another file too" in said
+    assert "its run is also in another file" in said
     assert "speed.jsonl: measurements of `bench`" in said
     assert "run 2: shard 2 of 3 is missing" in said
 

@@ -97,7 +97,7 @@ def test_what_is_written_in_another_form_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, 11, "kernel.1", "custom-call", USED, count=7)
     (tmp_path / "5-other.1-01-packed-bundles-post-ra.txt").write_text("0 : { nop }")
     assert tpu_figures.compute_tpu_figures(tmp_path, [], "", TPUS[0]) == {}
-    with pytest.raises(ValueError, match="30 bundles, and 7 lines"):
+    with pytest.raises(ValueError, match="30 bundles, but 7 lines"):
         parse_schedule(bundles({}, 30), units({}, 7))
 
 
