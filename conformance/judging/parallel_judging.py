@@ -1,23 +1,28 @@
-"""Judge jobs in several worker processes.
+"""Judge jobs in several processes: worker processes of this machine, or those of an executor.
 
 A worker gets the names of the implementation, case and checks of a job, finds them itself, and sends the records back.
+A worker of an executor may be on another machine. It sends records as they are written to files, with its host.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from cases.case import parse_case_id
 from conformance.check_api.rotation import Rotation
 from conformance.checks import CHECKS_BY_NAME
 from conformance.contract import Implementation
-from conformance.judging import settings, worker_pool
+from conformance.execution.implementation_registry import ImplementationNotFound
+from conformance.judging import remote_call, settings
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
-from conformance.records import Record
+from conformance.judging.task_pools import TaskPool
+from conformance.records import Record, parse_record, serialize_record
+from conformance.sandbox import kernel_process
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.sandboxed_executor import collect_handshakes
 
@@ -39,40 +44,57 @@ class _JobSpec:
 
 def judge_in_parallel(
     jobs: Sequence[Job],
-    processes: int,
+    pool: TaskPool,
     kernels: KernelOptions,
     on_job: Callable[[Job, list[Record]], None],
     lost: Callable[[Job], list[Record]],
     *,
     one_by_one: bool = False,
 ) -> None:
-    """Judge `jobs` in worker processes. Ctrl-C stops the workers at once.
+    """Judge `jobs` in the processes of a pool. Ctrl-C ends this at once.
 
     Args:
       jobs: the jobs to judge.
-      processes: number of workers.
+      pool: the processes.
       kernels: how kernels are found, and where they run.
       on_job: called with each job and its records as it ends.
       lost: returns the records of a job that kills its process.
       one_by_one: whether each worker gets a single job at a time. Then the first jobs of the list end soonest.
     """
-    kernels = dataclasses.replace(
-        kernels, handshakes=collect_handshakes({job.implementation.name: job.implementation for job in jobs}.values())
-    )
+    implementations = {job.implementation.name: job.implementation for job in jobs}
+    # A kernel that goes to workers of another platform declares other values there.
+    here = [each for each in implementations.values() if each.accelerator.platform not in pool.platforms]
+    kernels = dataclasses.replace(kernels, handshakes=collect_handshakes(here))
     by_spec = {_serialize_job(job, kernels): job for job in jobs}
 
-    def report(specs: tuple[_JobSpec, ...], judged: list[list[Record]]) -> None:
+    def report(specs: tuple[_JobSpec, ...], judged: Sequence[Sequence[Record]]) -> None:
         for spec, job_records in zip(specs, judged, strict=True):
-            on_job(by_spec[spec], job_records)
+            on_job(by_spec[spec], list(job_records))
 
-    worker_pool.run_tasks(
-        [tuple(_serialize_job(job, kernels) for job in chunk) for chunk in _group_jobs(jobs, one_by_one=one_by_one)],
-        processes,
-        functools.partial(_judge, Path.cwd()),
-        on_result=report,
-        split=lambda specs: ((spec,) for spec in specs),
-        on_lost=lambda specs: report(specs, [lost(by_spec[spec]) for spec in specs]),
-    )
+    def find_platform(specs: tuple[_JobSpec, ...]) -> str:
+        return by_spec[specs[0]].implementation.accelerator.platform or ""
+
+    def report_lost(specs: tuple[_JobSpec, ...]) -> None:
+        report(specs, [lost(by_spec[spec]) for spec in specs])
+
+    tasks = [tuple(_serialize_job(job, kernels) for job in chunk) for chunk in _group_jobs(jobs, one_by_one=one_by_one)]
+    folder = Path.cwd()
+    if pool.is_remote:
+        pool.run_tasks(
+            tasks,
+            functools.partial(_judge_as_lines, folder),
+            on_result=lambda specs, lines: report(specs, [[parse_record(line) for line in one] for one in lines]),
+            split=_split,
+            on_lost=report_lost,
+            find_platform=find_platform,
+        )
+    else:
+        pool.run_tasks(tasks, functools.partial(_judge, folder), on_result=report, split=_split, on_lost=report_lost)
+
+
+def _split(specs: tuple[_JobSpec, ...]) -> Iterable[tuple[_JobSpec, ...]]:
+    """Return a task for each job of a task."""
+    return ((spec,) for spec in specs)
 
 
 def _serialize_job(job: Job, kernels: KernelOptions) -> _JobSpec:
@@ -91,6 +113,7 @@ def _group_jobs(jobs: Sequence[Job], *, one_by_one: bool) -> list[list[Job]]:
         shares_program = previous is not None and job.case.program == previous.case.program
         joins_previous = (
             previous is not None
+            and previous.implementation.accelerator.platform == job.implementation.accelerator.platform
             and previous.short
             and job.short
             and (shares_program or len(chunks[-1]) < _JOBS_PER_TASK)
@@ -127,3 +150,23 @@ def _judge(folder: Path, specs: Sequence[_JobSpec]) -> list[list[Record]]:
             )
         )
     return results
+
+
+def _judge_as_lines(folder: Path, specs: Sequence[_JobSpec]) -> list[list[str]]:
+    """Judge the jobs of a task in a worker of an executor, and return the records of each as lines of a file."""
+    try:
+        judged_jobs = _judge(folder, specs)
+    except ImplementationNotFound as error:
+        raise ImplementationNotFound(f"worker {remote_call.name_process()}: {error}") from error
+    host = socket.gethostname()
+    return [[serialize_record(dataclasses.replace(record, host=host)) for record in judged] for judged in judged_jobs]
+
+
+def _forget_kernels() -> None:
+    """Drop the kernels of this worker: their files may have changed before the next run."""
+    _create_runner.cache_clear()
+    _find_implementation.cache_clear()
+    kernel_process.end_all_processes()
+
+
+remote_call.call_at_new_run(_forget_kernels)
