@@ -297,6 +297,7 @@ def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
     limits.add_argument("--seconds", type=float, metavar="N", help="time for drawing cases (explore: 60, ci: no limit)")
     limits.add_argument("--examples", type=int, metavar="N", help="most cases to judge (explore: no limit, ci: 50)")
     limits.add_argument("--seed", type=int, metavar="N", help="seed for drawing cases (explore: random, ci: 0)")
+    _add_cluster_option(limits)
     output = explore.add_argument_group("output")
     output.add_argument("--report", metavar="FILE.html", help="write the page here, and its records beside it (.jsonl)")
     output.add_argument("--json", metavar="FILE", help="write the records here, one JSON object a line")

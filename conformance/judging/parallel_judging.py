@@ -6,6 +6,7 @@ A worker of an executor may be on another machine. It sends records as they are 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import socket
@@ -18,6 +19,7 @@ from conformance.checks import CHECKS_BY_NAME
 from conformance.contract import Implementation
 from conformance.execution.implementation_registry import ImplementationNotFound
 from conformance.judging import remote_call, settings
+from conformance.judging.exploration import build_exploration_runner
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.task_pools import TaskPool
@@ -25,6 +27,7 @@ from conformance.records import Record, parse_record, serialize_record
 from conformance.sandbox import kernel_process
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.sandboxed_executor import collect_handshakes
+from conformance.truth import disk_cache
 
 # The number of short jobs that a worker gets at once: few enough to share work evenly, enough to keep overhead low.
 # Jobs that share compiled programs stay together even beyond this number.
@@ -33,13 +36,17 @@ _JOBS_PER_TASK = 4
 
 @dataclasses.dataclass(frozen=True)
 class _JobSpec:
-    """A job in a form that can be pickled: by the names of its parts."""
+    """A job in a form that can be pickled: by the names of its parts.
+
+    `exploring` says that it is of an exploration, whose failures are all judged a second time.
+    """
 
     implementation: str
     kernels: KernelOptions
     case: str
     checks: tuple[str, ...]
     rotation: Rotation
+    exploring: bool = False
 
 
 def judge_in_parallel(
@@ -50,6 +57,7 @@ def judge_in_parallel(
     lost: Callable[[Job], list[Record]],
     *,
     one_by_one: bool = False,
+    exploring: bool = False,
 ) -> None:
     """Judge `jobs` in the processes of a pool. Ctrl-C ends this at once.
 
@@ -60,12 +68,13 @@ def judge_in_parallel(
       on_job: called with each job and its records as it ends.
       lost: returns the records of a job that kills its process.
       one_by_one: whether each worker gets a single job at a time. Then the first jobs of the list end soonest.
+      exploring: whether these are jobs of an exploration.
     """
     implementations = {job.implementation.name: job.implementation for job in jobs}
     # A kernel that goes to workers of another platform declares other values there.
     here = [each for each in implementations.values() if each.accelerator.platform not in pool.platforms]
     kernels = dataclasses.replace(kernels, handshakes=collect_handshakes(here))
-    by_spec = {_serialize_job(job, kernels): job for job in jobs}
+    by_spec = {_serialize_job(job, kernels, exploring=exploring): job for job in jobs}
 
     def report(specs: tuple[_JobSpec, ...], judged: Sequence[Sequence[Record]]) -> None:
         for spec, job_records in zip(specs, judged, strict=True):
@@ -77,7 +86,8 @@ def judge_in_parallel(
     def report_lost(specs: tuple[_JobSpec, ...]) -> None:
         report(specs, [lost(by_spec[spec]) for spec in specs])
 
-    tasks = [tuple(_serialize_job(job, kernels) for job in chunk) for chunk in _group_jobs(jobs, one_by_one=one_by_one)]
+    chunks = _group_jobs(jobs, one_by_one=one_by_one)
+    tasks = [tuple(_serialize_job(job, kernels, exploring=exploring) for job in chunk) for chunk in chunks]
     folder = Path.cwd()
     if pool.is_remote:
         pool.run_tasks(
@@ -97,10 +107,10 @@ def _split(specs: tuple[_JobSpec, ...]) -> Iterable[tuple[_JobSpec, ...]]:
     return ((spec,) for spec in specs)
 
 
-def _serialize_job(job: Job, kernels: KernelOptions) -> _JobSpec:
+def _serialize_job(job: Job, kernels: KernelOptions, *, exploring: bool) -> _JobSpec:
     """Replace the parts of a job by the names from which a worker finds them."""
     checks = tuple(check.name for check in job.checks)
-    return _JobSpec(job.implementation.name, kernels, job.case.id, checks, job.rotation)
+    return _JobSpec(job.implementation.name, kernels, job.case.id, checks, job.rotation, exploring)
 
 
 def _group_jobs(jobs: Sequence[Job], *, one_by_one: bool) -> list[list[Job]]:
@@ -127,9 +137,10 @@ def _group_jobs(jobs: Sequence[Job], *, one_by_one: bool) -> list[list[Job]]:
 
 
 @functools.cache
-def _create_runner(folder: Path, kernels: KernelOptions) -> Runner:
+def _create_runner(folder: Path, kernels: KernelOptions, exploring: bool) -> Runner:
     """Create the runner of this worker, once, with the settings of the project in `folder`."""
-    return Runner(settings.load_settings(folder), options=kernels.options)
+    found = settings.load_settings(folder)
+    return build_exploration_runner(found, kernels.options) if exploring else Runner(found, options=kernels.options)
 
 
 @functools.cache
@@ -144,11 +155,9 @@ def _judge(folder: Path, specs: Sequence[_JobSpec]) -> list[list[Record]]:
     for spec in specs:
         checks = tuple(CHECKS_BY_NAME[name] for name in spec.checks)
         implementation = _find_implementation(spec.implementation, spec.kernels)
-        results.append(
-            _create_runner(folder, spec.kernels).judge(
-                Job(implementation, parse_case_id(spec.case), checks, spec.rotation)
-            )
-        )
+        job = Job(implementation, parse_case_id(spec.case), checks, spec.rotation)
+        with disk_cache.disable_cache() if spec.exploring else contextlib.nullcontext():
+            results.append(_create_runner(folder, spec.kernels, spec.exploring).judge(job))
     return results
 
 
