@@ -186,6 +186,10 @@ class OutOfTime(BaseException):
     """
 
 
+class _BatchDecided(Exception):  # noqa: N818 -- the name says what happened
+    """Raised to end a batch: a case is wrong and all before it are right, or the time is up."""
+
+
 class WrongCase(Exception):  # noqa: N818 -- the name says what happened
     """Raised in a test for a wrong case, so that Hypothesis shrinks the case."""
 
@@ -356,12 +360,16 @@ class _Explorer:
 
         def on_job(job: Job, found: list[Record]) -> None:
             judged[job.case] = found
+            known = itertools.takewhile(lambda drawn: drawn[1] in judged, batch)
+            if self._is_late() or any(_is_wrong(judged[case]) for _, case in known):
+                raise _BatchDecided
 
         jobs = [Job(self._implementation, case, _GRID_CHECKS) for _, case in batch]
-        judge_in_parallel(
-            jobs, self._pool, self._kernels, on_job, self._runner.report_lost, one_by_one=True, exploring=True
-        )
-        for number, case in batch:
+        with contextlib.suppress(_BatchDecided):
+            judge_in_parallel(
+                jobs, self._pool, self._kernels, on_job, self._runner.report_lost, one_by_one=True, exploring=True
+            )
+        for number, case in itertools.takewhile(lambda drawn: drawn[1] in judged, batch):
             yield number, case, judged[case]
         self._raise_if_spent()
 
@@ -383,7 +391,7 @@ class _Explorer:
 
     def _add_drawn(self, case: Case, judged: list[Record]) -> bool:
         """Add a drawn case and its records to the result, and return whether the case is wrong."""
-        wrong = any(record.verdict in _WRONG for record in judged)
+        wrong = _is_wrong(judged)
         if wrong:
             self._first = case
             self._found_at = time.monotonic()
@@ -508,6 +516,10 @@ def use_temporary_home() -> Iterator[None]:
             yield
         finally:
             configuration.set_hypothesis_home_dir(None)
+
+
+def _is_wrong(judged: Sequence[Record]) -> bool:
+    return any(record.verdict in _WRONG for record in judged)
 
 
 def _is_judged(judged: Sequence[Record]) -> bool:

@@ -83,7 +83,12 @@ def workers() -> Iterator[Any]:
 def judge(name: str, address: str | None = None, **options: Any) -> SessionResult:
     show = options.pop("show_progress", show_no_progress)
     executor, file = options.pop("executor", None), options.pop("file", "kernel.py")
-    values = {"cases": FEW, "checks": ("forward",), "confirm_seconds": 0.0, "diagnose_seconds": 0.0} | options
+    values: dict[str, Any] = {
+        "cases": FEW,
+        "checks": ("forward",),
+        "confirm_seconds": 0.0,
+        "diagnose_seconds": 0.0,
+    } | options
     return run_session(
         RunOptions(implementations=(f"{file}:{name}",), cluster=address, **values),
         show_progress=show,
