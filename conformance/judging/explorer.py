@@ -276,7 +276,8 @@ class _Explorer:
                 strategies = [draw_cases(self._supports)]
                 if self._clues:
                     strategies.insert(0, draw_cases(self._supports, clues=self._clues))
-                self._declined.clear()  # so far, unsupported cases were only tried to find what can be drawn
+                # `draw_cases` asks which cases are supported, to find what can be drawn. Those declined do not count.
+                self._declined.clear()
                 grids = ImplementationGrids(self._implementation, "quick", 0)
                 self._novelty = Novelty({case for grid in grids.all_grids for case in grid.cases}, self._clues)
                 self._draw(strategies)

@@ -149,7 +149,11 @@ def _get_start(past: PastRun) -> datetime.datetime:
 
 
 def _is_shard_of(past: PastRun, other: PastRun) -> bool:
-    """Tell whether two runs are shards of one plan under the same provenance."""
+    """Tell whether two runs are shards of one larger run.
+
+    Such runs have the same number of shards, jobs, level, seeds and selection of cases. For every kernel, sources,
+    versions, declarations and tolerances are equal too (`Run.provenance`).
+    """
     one, two = past.run, other.run
     if one is None or two is None or not one.shard or not two.shard:
         return False

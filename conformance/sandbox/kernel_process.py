@@ -380,7 +380,9 @@ class _RunningProcess:
     def load(self, name: str, products: str | None, problem: str | None, xla_flags: str | None, limits: Limits) -> Any:
         """Request that the process load the kernel, and return its answer, the handshake."""
         load = LoadRequest(name, products, problem, (os.getcwd(), *sys.path), self._scratch.path, self._sandbox)
-        for request in (xla_flags, load):  # separate requests: a kernel can read the second one in its callers' frames
+        # A kernel can read `load` in the frames of its callers. The flags must stay hidden from it, so they are sent
+        # in a request of their own, which the process deletes before it loads the kernel.
+        for request in (xla_flags, load):
             self._write(protocol.pack_request(request), time.monotonic() + limits.seconds)
         self.confined = str(self.receive(limits, 0))  # the process sends this before any code of the kernel runs
         return self.receive(limits, 0)
