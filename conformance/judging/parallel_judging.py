@@ -17,7 +17,8 @@ from cases.case import parse_case_id
 from conformance.check_api.rotation import Rotation
 from conformance.checks import CHECKS_BY_NAME
 from conformance.contract import Implementation
-from conformance.execution.implementation_registry import ImplementationNotFound
+from conformance.execution import source_digests
+from conformance.execution.implementation_registry import ImplementationNotFound, is_builtin
 from conformance.judging import remote_call, settings
 from conformance.judging.exploration import build_exploration_runner
 from conformance.judging.job import Job
@@ -32,6 +33,10 @@ from conformance.truth import disk_cache
 # The number of short jobs that a worker gets at once: few enough to share work evenly, enough to keep overhead low.
 # Jobs that share compiled programs stay together even beyond this number.
 _JOBS_PER_TASK = 4
+
+
+# The sources of kernels that were imported into this process, which Python does not import again.
+_imported_sources: dict[str, tuple[str, str]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +150,17 @@ def _create_runner(folder: Path, kernels: KernelOptions, exploring: bool) -> Run
 
 @functools.cache
 def _find_implementation(name: str, kernels: KernelOptions) -> Implementation:
-    """Find an implementation by its name, once in each worker."""
+    """Find an implementation by its name, once in each worker and run.
+
+    Raises:
+      ImplementationNotFound: if there is none, or if this process imported an older version of its source.
+    """
+    if kernels.in_process and not is_builtin(name):
+        source = source_digests.describe_source(name)
+        if _imported_sources.setdefault(name, source) != source:
+            raise ImplementationNotFound(
+                f"{name} was changed since this process imported it for --in-process: restart the worker"
+            )
     return kernels.find(name)
 
 

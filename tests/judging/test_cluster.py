@@ -8,7 +8,12 @@ import dataclasses
 import functools
 import multiprocessing
 import os
+import re
 import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +27,7 @@ from conformance.session.failures import CannotJudge
 from conformance.session.remote_pools import build_conditions
 from conformance.session.run_options import RunOptions
 from conformance.session.session import ProgressDisplay, SessionResult, run_session, show_no_progress
+from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit
 
 pytestmark = pytest.mark.long
 dask = pytest.importorskip("dask")
@@ -134,6 +140,7 @@ def test_records_are_those_of_a_run_without_a_cluster(workers: Any) -> None:
     assert not differ(there.records, here.records)
     assert there.exit_code == here.exit_code
     assert all(record.host for record in there.records)
+    assert any(socket.gethostname() in note for note in there.info.notes)
     assert there.recorded.run is not None
     assert here.recorded.run is not None
     assert there.recorded.run.provenance("kernel.py:wrong") == here.recorded.run.provenance("kernel.py:wrong")
@@ -180,6 +187,16 @@ def test_an_edited_kernel_is_judged_as_it_is(workers: Any, folder: Path) -> None
         edited.write_text(text)
         codes.append(judge("attention", workers.scheduler_address, file="edited.py").exit_code)
     assert codes == [0, 1]
+
+
+def test_an_edited_kernel_that_a_worker_has_imported_is_refused(workers: Any, folder: Path) -> None:
+    edited = folder / "imported.py"
+    results = []
+    for text in (KERNEL, KERNEL.replace("** -0.5", "** -0.4")):
+        edited.write_text(text)
+        results.append(judge("attention", workers.scheduler_address, file="imported.py", in_process=True))
+    assert [result.how for result in results] == [COMPLETE, FAILED]
+    assert "restart the worker" in results[1].reason
 
 
 def test_a_worker_that_differs_is_named_before_anything_is_judged(workers: Any) -> None:
@@ -239,3 +256,37 @@ def test_an_executor_that_breaks_keeps_what_was_judged() -> None:
         result = judge("killing", executor=executor, in_process=True, fail_fast=True)
     assert (result.how, result.exit_code) == (FAILED, 2)
     assert "--jobs" in result.reason
+
+
+def test_the_commands_of_the_how_to_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kernel.py").write_text(KERNEL)
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "cluster.md").read_text()
+    scheduler, worker, run = (
+        block for block in re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL) if not block.startswith(("pip", "#!"))
+    )
+    environ = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    with contextlib.ExitStack() as stack:
+        for command in (scheduler.replace("scheduler ", "scheduler --port=0 --no-dashboard ", 1), worker):
+            stack.enter_context(
+                kill_on_exit(
+                    subprocess.Popen(
+                        ["bash", "-c", f"exec {command}"],
+                        env=environ,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        text=True,
+                        start_new_session=True,
+                    )
+                )
+            )
+            deadline = time.monotonic() + COMMAND_TIMEOUT
+            while not (tmp_path / "scheduler.json").is_file() and time.monotonic() < deadline:
+                time.sleep(0.1)
+        few = f"{run.strip()} --cases='{FEW}' --check=forward"
+        done = subprocess.run(
+            ["bash", "-c", few], env=environ, capture_output=True, text=True, timeout=COMMAND_TIMEOUT, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    assert "CPU worker" in done.stderr
+    assert (tmp_path / "report.html").is_file()
