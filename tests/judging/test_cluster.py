@@ -189,12 +189,13 @@ def test_an_edited_kernel_is_judged_as_it_is(workers: Any, folder: Path) -> None
     assert codes == [0, 1]
 
 
-def test_an_edited_kernel_that_a_worker_has_imported_is_refused(workers: Any, folder: Path) -> None:
+def test_an_edited_kernel_that_a_worker_has_imported_is_refused(folder: Path) -> None:
     edited = folder / "imported.py"
     results = []
-    for text in (KERNEL, KERNEL.replace("** -0.5", "** -0.4")):
-        edited.write_text(text)
-        results.append(judge("attention", workers.scheduler_address, file="imported.py", in_process=True))
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        for text in (KERNEL, KERNEL.replace("** -0.5", "** -0.4")):
+            edited.write_text(text)
+            results.append(judge("attention", executor=executor, file="imported.py", in_process=True))
     assert [result.how for result in results] == [COMPLETE, FAILED]
     assert "restart the worker" in results[1].reason
 
