@@ -6,11 +6,13 @@ import jinja2
 
 from reports import text_format
 from reports.call_figure import render_call_chart
+from reports.distance_figure import render_distances
 from reports.error_map_figure import render_error_map
 from reports.metrics import list_metrics
 
 _FILTERS = {
     "call_chart": render_call_chart,
+    "distances": render_distances,
     "duration": text_format.format_duration,
     "error_map": render_error_map,
     "factor": text_format.format_factor,
