@@ -225,6 +225,7 @@ class RunInfo:
       files: for contenders that several runs judged, the files of these runs.
       runs: for the same contenders, the marks that identify these runs within their files (`Run.identity_mark`).
       unsandboxed: whether the kernel ran without a complete sandbox.
+      check_meanings: what each check tests, in one sentence, by the name of the check.
     """
 
     command: str
@@ -245,6 +246,7 @@ class RunInfo:
     files: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     runs: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     unsandboxed: dict[str, bool] = dataclasses.field(default_factory=dict)
+    check_meanings: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def serialize_record(record: Record) -> str:

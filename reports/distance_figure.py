@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from markupsafe import Markup
 
 from conformance.records import FAIL
 from reports.limit_distances import DistanceChart, DistanceRow
 from reports.metrics import Metric, rank_share
-from reports.text_format import GLYPHS, TIMES, format_count, format_number, format_share, shorten_text
+from reports.text_format import GLYPHS, TIMES, format_count, format_multiple, format_number, format_share, shorten_text
 
 LEAST, MOST = 1e-2, 1e2
 """The ends of the axis, the same on every chart: the limit is in the middle. What is beyond is drawn at the edge."""
-_ROW, _TOP, _PLOT, _RIGHT = 15, 18, 168, 74  # pixels: a row, the axis, the plot, the figure beside a row
+_ROW, _TOP, _PLOT, _RIGHT = 15, 18, 164, 92  # pixels: a row, the axis, the plot, the figure beside a row
 _NAME_WIDTHS = {"check": 98, "implementation": 230}
 _MAX_NAME = {"check": 16, "implementation": 38}  # characters
 _SHAPES = {
@@ -56,7 +56,7 @@ def describe_distances(chart: DistanceChart) -> str:
     if places:
         metric, name, dtype = max(places, key=lambda place: rank_share(place[0].share))
         place = " ".join(filter(None, (name, dtype)))
-        text += f"; the largest figure is {format_share(metric.share)} its limit, in {place}"
+        text += f"; the largest figure is {format_multiple(metric.share)} its limit, in {place}"
     without = sum(row.red_without_figure for row in chart.rows)
     return f"{text}; {format_count(without, 'red record')} without a figure" if without else text
 
@@ -109,7 +109,7 @@ def _render_mark(metric: Metric, dtype: str, name: str, names: int, y: float) ->
     colour = "--fail-ink" if metric.is_over else "--ink"
     place = f"translate({names + _locate(rank_share(metric.share)):g} {y:g})"
     words = html.escape(
-        shorten_text(f"{name}, {dtype or 'no dtype'}: {format_share(metric.share)} its limit", longest=90)
+        shorten_text(f"{name}, {dtype or 'no dtype'}: {format_multiple(metric.share)} its limit", longest=90)
     )
     shape = _SHAPES.get(dtype, _OTHER_SHAPE)
     return f'<path d="{shape}" transform="{place}" fill="var({colour})"><title>{words}</title></path>'
@@ -121,8 +121,3 @@ def _render_swatch(dtype: str) -> str:
         '<svg width="10" height="10" viewBox="-5 -5 10 10" aria-hidden="true">'
         f'<path d="{shape}" fill="var(--ink)"/></svg>'
     )
-
-
-def list_figures(chart: DistanceChart, row: DistanceRow) -> Sequence[str]:
-    """List the figures of a row as text, one for each dtype of the chart."""
-    return [format_share(row.by_dtype[dtype].share) if dtype in row.by_dtype else "" for dtype in chart.dtypes]

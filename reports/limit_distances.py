@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from conformance.records import Record
-from reports.matrix_columns import CHECK_KINDS, group_columns
+from reports.matrix_rows import CHECK_KINDS, group_rows
 from reports.measures import rank_dtype
 from reports.metrics import Metric, count_verdicts, find_worst_metric, rank_share
 from reports.record_groups import Contender, RecordGroups, group_by
@@ -75,7 +75,7 @@ def build_distance_charts(groups: RecordGroups) -> tuple[DistanceChart, ...]:
 def _order_checks(groups: RecordGroups, contender: Contender) -> dict[str, Sequence[Record]]:
     """Return the records of each check of a contender, checks in the order of the matrix."""
     found = {check: records for (one, check), records in groups.by_check.items() if one == contender}
-    return {check: found[check] for _, checks in group_columns(found, CHECK_KINDS) for check in checks}
+    return {check: found[check] for _, checks in group_rows(found, CHECK_KINDS) for check in checks}
 
 
 def _build_chart(title: str, noun: str, groups: Mapping[str, Sequence[Record]]) -> DistanceChart:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from conformance import records, runs
+from conformance.checks import CHECKS
 from conformance.judging.block_coverage import describe_block_counts
 from conformance.records import JUDGED, Extent, Record, RunInfo
 from conformance.runs import Kernel, RecordedRun, Run
@@ -99,6 +100,7 @@ def aggregate_runs(
         extents=extents,
         probes=records.merge_records(*(group.probes for group in groups)),
         unsandboxed={name: True for name, _, kernel in kernels if kernel is not None and kernel.is_unsandboxed},
+        check_meanings={check.name: check.question for check in CHECKS},
         files={group.name: sorted(group.sources) for group in groups if group.label},
         runs={group.name: marks for group in groups if (marks := _list_marks(group, groups))},
     )
