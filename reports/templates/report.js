@@ -454,10 +454,11 @@
     addEventListener("scroll", hide, { passive: true });
   }
 
-  // Print everything: what is folded is open on paper, and folded again afterwards.
+  // Print folded sections and the pictures of findings open, and fold them again afterwards. Long lists of records
+  // stay as they are.
   let opened = [];
   addEventListener("beforeprint", () => {
-    opened = [...document.querySelectorAll("details:not([open])")].filter((one) => !one.closest("#rows"));
+    opened = [...document.querySelectorAll(":is(details.fold, .finding > .smallest > .where):not([open])")];
     for (const one of opened) one.open = true;
   });
   addEventListener("afterprint", () => {
