@@ -1,4 +1,7 @@
-"""Build matrices of features and of checks by contenders, and the records behind each cell."""
+"""Build the two matrices of the HTML page: features by contenders, and checks by contenders.
+
+Each cell has the counts of its records, its worst error figure, and the records to show first.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ from reports.metrics import Counts, Metric, count_verdicts, find_worst_metric, r
 from reports.record_groups import NO_FEATURE, Contender, RecordGroups
 
 SHOWN_PER_CELL = 3
-"""Records of each cell that are on the page without its script."""
+"""The most records of a cell that the page shows if its script does not run."""
 _MAX_REASONS = 3
 _WORST_FIRST = ("fail", "expected", "pass", "unjudged", "unsupported", "absent")
 
 
 @dataclasses.dataclass(frozen=True)
 class MatrixCell:
-    """What one contender did in one row of a matrix: with one feature, or in one check.
+    """A cell of a matrix: the records of one contender for one feature or one check.
 
     Attributes:
-      counts: its records by verdict.
-      worst: the judged figure closest to its limit or furthest beyond it.
-      reasons: why some of them have no judgement.
-      shown: the records that are on the page without its script, red ones first.
-      anchor: the address of these records on the page.
+      counts: the number of records by verdict.
+      worst: the judged error figure that is closest to its limit, or furthest beyond it.
+      reasons: the reasons why some of the records were not judged.
+      shown: the records that the page shows if its script does not run, red ones first.
+      anchor: the HTML anchor of the shown records.
     """
 
     counts: Counts
@@ -38,7 +41,7 @@ class MatrixCell:
 
     @property
     def state(self) -> str:
-        """The one word that colours the cell: fail, expected, pass, unjudged, unsupported or absent."""
+        """The name of the cell's colour: fail, expected, pass, unjudged, unsupported or absent."""
         if self.counts.red:
             return "fail"
         if self.counts[PASS]:
@@ -51,11 +54,10 @@ class MatrixCell:
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        """The sort key of the cells of a contender, the worst first.
+        """The sort key of the cell among those of its contender, the worst first.
 
-        It has the state, the largest share of a limit, and the number of red records.
-
-        A red cell without a figure, such as one where each call raised, ranks worse than any figure.
+        The key has the state, the largest error figure as a share of its limit, and the number of red records. A red
+        cell without an error figure ranks worst, for example one in which every call raised.
         """
         share = rank_share(self.worst.share) if self.worst is not None else math.inf if self.counts.red else -math.inf
         return _WORST_FIRST.index(self.state), -share, -self.counts.red
@@ -63,14 +65,14 @@ class MatrixCell:
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """Features or checks (rows) by contenders (columns). A pair without records has no cell.
+    """A matrix of features or of checks (rows) by contenders (columns).
 
     Attributes:
-      kind: what a row is, `feature` or `check`.
+      kind: `feature` or `check`.
       contenders: the columns.
-      groups: the rows of each kind.
-      cells: by contender and row.
-      ranks: the place of a cell among those of its contender, the worst first. Equal cells share a place.
+      groups: pairs of a kind of row, such as `mask`, and the rows of that kind.
+      cells: the cells by contender and row; there is no cell where there are no records.
+      ranks: the place of a cell among those of its contender, the worst first; equal cells share a place.
     """
 
     kind: str
@@ -81,12 +83,12 @@ class Matrix:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """All rows, in order."""
+        """The names of all rows, in order."""
         return tuple(row for _, rows in self.groups for row in rows)
 
 
 def build_matrices(groups: RecordGroups) -> tuple[Matrix, Matrix]:
-    """Build the matrix of features, and that of checks.
+    """Build the matrix of features by contenders, and the matrix of checks by contenders.
 
     A record counts in the row of each of its features.
     """
@@ -100,9 +102,10 @@ def build_matrices(groups: RecordGroups) -> tuple[Matrix, Matrix]:
 
 
 def rank_for_table(record: Record) -> tuple[int, float, tuple[str, ...]]:
-    """Return a sort key of records, those that did not pass first.
+    """Return the sort key of a record in the page's table of records.
 
-    Red records come first, then what else did not pass, then passes, the closest to their limits first.
+    Red records come first, then other records that did not pass, then passes. Within each of these groups, the records
+    closest to their limits come first.
     """
     others = {EXPECTED_FAIL: 1, UNJUDGED: 2, PASS: 4}
     return 0 if record.verdict in RED else others.get(record.verdict, 3), -rank_record(record), record.key
