@@ -81,9 +81,8 @@ def summarize_compiled(section: CompiledSection | None) -> SectionSummary:
     failed = sum(cell.failed for cell in section.cells.values())
     done = sum(cell.compiled for cell in section.cells.values())
     text = f"{format_count(done, 'program')} compiled, for {format_count(len(section.targets), 'target')}"
-    return SectionSummary(
-        text, f"{format_count(failed, 'program')} did not compile" if failed else "", bool(done or failed)
-    )
+    wrong = f"{format_count(failed, 'program')} did not compile" if failed else ""
+    return SectionSummary(text, wrong, is_judged=bool(done or failed))
 
 
 def summarize_speed(panels: Sequence[SpeedPanel]) -> SectionSummary:

@@ -39,9 +39,11 @@ def test_what_is_wrong_in_a_folded_section_is_said_outside_it() -> None:
 
 
 def test_nothing_wrong_is_said_only_where_something_was_judged() -> None:
-    fine = build([make_record(), make_record(check="gradients", observable="dq")])
+    fine = build([make_record(), make_record(check="gradients", observable="dq"), make_compilation()])
     assert [name for name, one in fine.folded.items() if one.wrong or one.doubt] == []
-    assert {name for name, one in fine.folded.items() if one.is_judged} == {"ratios", "gradients", "discrimination"}
+    assert {name for name, one in fine.folded.items() if one.is_judged} == {
+        *("ratios", "gradients", "discrimination", "compiled")
+    }
     assert not any(one.is_judged for one in build([]).folded.values())
 
 
