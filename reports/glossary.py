@@ -58,6 +58,14 @@ class Entry:
     meaning: str
     link: str = ""
 
+    @property
+    def meaning_id(self) -> str:
+        """The id of a hidden copy of the meaning, which describes the word to screen readers.
+
+        Browsers do not describe anything by text in a folded section, where the meaning itself stands.
+        """
+        return f"meaning-{self.anchor}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Glossary:

@@ -23,8 +23,9 @@ def mark_terms(text: str, glossary: Glossary) -> Markup:
     for part in _TERM.split(text):
         if part in _LINKED and part not in seen:
             seen.add(part)
-            anchor = escape(glossary.terms[part].anchor)
-            parts.append(f'<a class="term" href="#{anchor}" aria-describedby="{anchor}" tabindex="-1">{part}</a>')
+            entry = glossary.terms[part]
+            link = f'href="#{escape(entry.anchor)}" aria-describedby="{escape(entry.meaning_id)}"'
+            parts.append(f'<a class="term" {link} tabindex="-1">{part}</a>')
         else:
             parts.append(str(escape(part)))
     return Markup("".join(parts))

@@ -225,7 +225,7 @@
 
   // Follow the address: to a view, to the records of a cell, of a finding or of a case, or into a folded section.
   const clear = () => {
-    form.reset();
+    for (const element of form.elements) if (element.name) element.value = "";
     only = null;
   };
   const decode = (text) => {
@@ -284,7 +284,7 @@
     only = null;
     setTimeout(() => {
       draw();
-      if (/^#records/.test(location.hash)) writeState("records", true);
+      writeState("records", true);
     });
   });
   form.addEventListener("submit", (event) => event.preventDefault());
@@ -410,7 +410,6 @@
   const tip = createElement("div", "", "tip");
   tip.popover = "manual";
   tip.setAttribute("aria-hidden", "true");
-  document.body.append(tip);
   let shownFor = null;
   let leaving = 0;
   const hide = () => {
@@ -423,9 +422,12 @@
     if (shownFor === link || !meaning) return;
     hide();
     shownFor = link;
-    tip.textContent = meaning.firstChild.textContent;
+    tip.textContent = meaning.textContent;
     tip.showPopover();
-    const [place, size] = [link.getBoundingClientRect(), tip.getBoundingClientRect()];
+    put();
+  };
+  const put = () => {
+    const [place, size] = [shownFor.getBoundingClientRect(), tip.getBoundingClientRect()];
     tip.style.left = `${Math.max(12, Math.min(place.left, innerWidth - size.width - 12))}px`;
     tip.style.top = `${place.bottom + 6 + size.height < innerHeight ? place.bottom + 6 : Math.max(6, place.top - size.height - 6)}px`;
   };
@@ -435,6 +437,7 @@
   };
   let touched = null;
   if (tip.showPopover) {
+    document.body.append(tip);
     for (const link of document.querySelectorAll("a.term")) {
       link.addEventListener("pointerenter", (event) => event.pointerType === "mouse" && show(link));
       link.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && leave());
@@ -451,7 +454,7 @@
     tip.addEventListener("pointerenter", () => clearTimeout(leaving));
     tip.addEventListener("pointerleave", leave);
     addEventListener("keydown", (event) => event.key === "Escape" && hide());
-    addEventListener("scroll", hide, { passive: true });
+    addEventListener("scroll", () => shownFor && put(), { passive: true });
   }
 
   // Print folded sections and the pictures of findings open, and fold them again afterwards. Long lists of records

@@ -225,6 +225,17 @@ def test_a_link_restores_the_filters_and_the_back_button_undoes_one(tab: Tab, pa
     assert tab.errors == []
 
 
+def test_the_back_button_leaves_the_records_of_a_cell(tab: Tab, page: Path) -> None:
+    tab.open(page)
+    tab.evaluate("document.querySelector('table.matrix a.cell').click(); new Promise((done) => setTimeout(done, 200))")
+    assert tab.evaluate("location.hash").startswith("#records-")
+    assert tab.evaluate(MATCH_COUNT) != f"{len(RECORDS)} records"
+    tab.evaluate("history.back(); new Promise((done) => setTimeout(done, 300))")
+    assert tab.evaluate("location.hash") == ""
+    assert tab.evaluate(MATCH_COUNT) == f"{len(RECORDS)} records"
+    assert tab.errors == []
+
+
 def test_a_link_with_filters_that_this_page_lacks_shows_the_rest(tab: Tab, page: Path) -> None:
     tab.open(page, fragment="#records?verdict=red&implementation=of+another+page&sort=nonsense-up&%zz")
     assert tab.evaluate(MATCH_COUNT) == f"{RED_ONES} records"
@@ -263,6 +274,10 @@ def test_a_word_shows_its_meaning_to_keys_and_to_the_pointer(tab: Tab, page: Pat
     assert meaning == tab.evaluate(f"document.getElementById({word}.getAttribute('aria-describedby')).textContent")
     tab.press("Escape")
     assert not tab.evaluate(shown)
+    tab.call("Accessibility.enable")
+    found = tab.call("Runtime.evaluate", expression=word)["result"]["objectId"]
+    (node,) = tab.call("Accessibility.getPartialAXTree", objectId=found, fetchRelatives=False)["nodes"]
+    assert node["description"]["value"] == meaning  # to a screen reader, while the section of words is folded
     place = tab.evaluate(f"(({{x, y}}) => [x + 5, y + 5])({word}.getBoundingClientRect())")
     tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
     assert tab.evaluate(shown)
