@@ -34,6 +34,8 @@ from reports.text_format import (
 MAX_FINDINGS = 10
 MAX_LINES = 8
 """Lines of a finding, beside its title and its command."""
+_SHRINKING_COMMAND = "python -m conformance"
+"""The command that takes `--shrink`; a record may name another one, such as a pytest test."""
 _MAX_WIDTH = 400
 _MAX_REASON = 300
 STYLES = {
@@ -161,7 +163,8 @@ def _print_findings(summary: Summary, console: Console, page: str) -> None:
         console.print()
     if findings and page:
         console.print(Text(f"all findings: {page}#findings", style="dim"), soft_wrap=True)
-    if findings and (command := findings[0].finding.smallest.reproduce) and "--shrink" not in run.command:
+    command = findings[0].finding.smallest.reproduce if findings else ""
+    if command.startswith(_SHRINKING_COMMAND) and "--shrink" not in run.command:
         console.print(Text("to find the smallest case that fails like the first finding:", style="dim"))
         console.print(Text(f"{command} --shrink", style="cyan"), soft_wrap=True)
 

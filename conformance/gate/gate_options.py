@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="NAME",
         help="judge this implementation or group; may be repeated",
     )
-    group.addoption("--conformance-level", default="quick", choices=LEVELS, help="how much is judged (quick)")
+    group.addoption("--conformance-level", choices=LEVELS, help="how much is judged (quick)")
     group.addoption("--conformance-cases", metavar="QUERY", help="judge only cases whose id matches")
     group.addoption("--conformance-seed", type=int, default=0, metavar="N", help="base seed of the grid (0)")
     group.addoption(
@@ -149,13 +150,18 @@ def describe_keyword(expression: str) -> str:
     return f"-k {shlex.quote(expression)}" if mentions_checks(expression) else ""
 
 
-def prepare_gate(config: pytest.Config) -> None:
-    """Prepare this process for planning jobs, before JAX is loaded. Raises `pytest.UsageError`."""
+def prepare_gate(config: pytest.Config, implementations: Sequence[str]) -> None:
+    """Prepare this process for planning jobs, before JAX is loaded. Raises `pytest.UsageError`.
+
+    Args:
+      config: the configuration of pytest.
+      implementations: what the command line names.
+    """
     try:
         prepare_process()
     except (packages.NameTaken, CannotJudge) as error:
         raise pytest.UsageError(str(error)) from error
-    names = config.getoption("--impl") or list_configured(config.rootpath)
+    names = implementations or list_configured(config.rootpath)
     start_fork_server_for(names, in_process=config.getoption("--conformance-in-process"))
 
 

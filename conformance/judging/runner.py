@@ -43,7 +43,14 @@ _ROTATED_PULLBACK_CHECKS = frozenset({"gradients_part", "primal", "poison", "ind
 class Runner:
     """Judge jobs one after the other, and keep compiled functions from one job to the next."""
 
-    def __init__(self, settings: Settings, *, confirmed: float = ENOUGH_CONFIRMED, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        confirmed: float = ENOUGH_CONFIRMED,
+        options: Sequence[str] = (),
+        format_command: Callable[[Record], str] | None = None,
+    ) -> None:
         """Create a runner.
 
         Args:
@@ -51,7 +58,9 @@ class Runner:
           confirmed: confirmed failures of a check and result, after which no more of them are judged again; 0 for
             never.
           options: command-line options that repeat how kernels are found and run.
+          format_command: returns the command that repeats a record; the `run` command if left out.
         """
+        self._format_command = format_command
         self._settings = settings
         self._options = tuple(options)
         self._confirmed = confirmed
@@ -106,6 +115,8 @@ class Runner:
         settled = self._settings.mark_expected_failures(record, jax.__version__)
         if "--in-process" in self._options and not implementation_registry.is_builtin(record.implementation):
             settled = dataclasses.replace(settled, figures={**settled.figures, records.IN_PROCESS: 1.0})
+        if self._format_command is not None:
+            return dataclasses.replace(settled, reproduce=self._format_command(settled))
         return dataclasses.replace(settled, reproduce=" ".join((settled.reproduce, *self._options)))
 
     def report_lost(self, job: Job) -> list[Record]:

@@ -84,6 +84,8 @@ class ProgressDisplay(Protocol):
 
 ShowProgress: TypeAlias = Callable[[int, Sequence[Sequence[Record]]], AbstractContextManager[ProgressDisplay]]
 """Opens a progress display, given the total number of jobs and the records of the jobs already done."""
+FormatCommand: TypeAlias = Callable[[Record], str]
+"""Returns the command that repeats the judgement of a record."""
 Say: TypeAlias = Callable[[str], None]
 """Tells the user one line."""
 
@@ -165,6 +167,7 @@ class Session:
         folder: Path | None = None,
         handshakes: Sequence[tuple[str, str]] = (),
         is_worker: bool = False,
+        format_command: FormatCommand | None = None,
     ) -> None:
         """Check files, find implementations and plan the jobs.
 
@@ -174,18 +177,21 @@ class Session:
           folder: where the project's settings are; the current one if left out.
           handshakes: what kernels declared to the process that started this one, by name.
           is_worker: whether another process checks and writes the files.
+          format_command: returns the command that repeats a record; the `run` command if left out.
 
         Raises:
           CannotJudge: in one line, if the run cannot be carried out.
         """
+        self._format_command = format_command
         self._started = time.perf_counter()
         self.options = options
         self._is_worker = is_worker
         self._is_given = bool(implementations)
+        self._is_selection_pending = bool(options.selection)  # `select_jobs` will be called
         self._journal: Journal | None = None
         self._runner: Runner | None = None
-        self._run: Run | None = None
-        self._finished: dict[int, tuple[Record, ...]] | None = None
+        self._run: Run | None
+        self._finished: dict[int, tuple[Record, ...]] | None
         self._shrunk: list[str] = []
         if not is_worker:
             self._check_files()
@@ -207,11 +213,37 @@ class Session:
         self.plan = self._build_plan()
         if not self.plan.jobs:
             raise CannotJudge(self._describe_empty_plan())
-        self._numbers = {id(job): number for number, job in enumerate(self.plan.jobs)}
         self.jobs = run_plan.select_shard(self.plan.jobs, *options.shard) if options.shard else tuple(self.plan.jobs)
-        if options.resume is not None and not is_worker:
+        self._prepare_plan()
+
+    def _prepare_plan(self) -> None:
+        """Number the planned jobs, and find those that the continued file has."""
+        self._numbers = {id(job): number for number, job in enumerate(self.plan.jobs)}
+        self._run, self._finished = None, None
+        if self.options.resume is not None and not self._is_worker and not self._is_selection_pending:
             self._run, self._finished = self._load_resumed()
         self.notes = [] if not self._finished else [describe_resumed_jobs(len(self._finished))]
+
+    def select_jobs(self, select: Callable[[Job], Job | None], selection: str, *, further: Sequence[Job] = ()) -> None:
+        """Leave out planned jobs, or some of their checks. Call this before `begin`.
+
+        The plan stays as it is if nothing would be left.
+
+        Args:
+          select: returns the job to judge in place of a planned one, or None to leave it out.
+          selection: how the caller selects, as it is written, such as `-k forward`.
+          further: jobs to add, which the plan lacks.
+
+        Raises:
+          CannotJudge: if the run to continue is another one.
+        """
+        self._is_selection_pending = False
+        selected = {id(job): found for job in self.plan.jobs if (found := select(job)) is not None}
+        if selected or further:
+            self.jobs = (*(selected[id(job)] for job in self.jobs if id(job) in selected), *further)
+            self.plan = dataclasses.replace(self.plan, jobs=(*selected.values(), *further))
+            self.options = dataclasses.replace(self.options, selection=selection)
+        self._prepare_plan()
 
     def _check_files(self) -> None:
         """Check that outputs can be written, and read the baseline, before anything slow."""
@@ -370,7 +402,7 @@ class Session:
         return self._runner.judge(job)
 
     def _create_runner(self) -> Runner:
-        return Runner(self.settings, options=self.kernel_options.options)
+        return Runner(self.settings, options=self.kernel_options.options, format_command=self._format_command)
 
     def record(self, number: int | None, judged: Sequence[Record]) -> None:
         """Write down the records of a job, or of a part of one (None). Raises `JournalWriteError`."""
@@ -454,12 +486,12 @@ class Session:
         excess: list[Record] = []
         try:
             judged = {record.implementation for record in self.recorded.records}
-            self._journal.add_records(
-                build_hardware_records(each for each in self.implementations if each.name in judged)
-            )
-            excess = flag_share.find_excess(self.recorded.records)
+            present = [each for each in self.implementations if each.name in judged]
+            self._journal.add_records(self._set_commands(build_hardware_records(present)))
+            excess = self._set_commands(flag_share.find_excess(self.recorded.records))
             self._journal.add_records(excess)
-            self._journal.add_records(build_changed_file_records(self._journal.run, self.recorded.records))
+            changed = build_changed_file_records(self._journal.run, self.recorded.records)
+            self._journal.add_records(self._set_commands(changed))
             is_whole = self.options.is_whole and len(self.recorded.done) == len(self.plan.jobs)
             if how == COMPLETE and is_whole:
                 stale = self.settings.find_stale_entries(self.recorded.records, jax.__version__)
@@ -467,10 +499,7 @@ class Session:
             self._journal.end(how, reason=reason, seconds=time.perf_counter() - self._started)
         except JournalWriteError as error:
             how, reason = FAILED, self._abandon(error)
-        records, info = aggregate_runs(
-            [self.recorded], command=self.run.command, detection=detection_table.load_table()
-        )
-        info = bug_diagnosis.add_diagnoses(info, records)
+        records, info = merge_runs([self.recorded], command=self.run.command)
         lacks_platform = self._lacks_platform(records)
         code = compute_exit_code(records, self.implementations, how, lacks_platform=lacks_platform)
         return SessionResult(
@@ -486,6 +515,13 @@ class Session:
             lacks_platform=lacks_platform,
             exit_code=interrupts.resolve_exit_code(code),
         )
+
+    def _set_commands(self, found: Sequence[Record]) -> list[Record]:
+        """Return records of the run as a whole with the caller's command that repeats them, if it has one."""
+        format_command = self._format_command
+        if format_command is None:
+            return list(found)
+        return [dataclasses.replace(record, reproduce=format_command(record)) for record in found]
 
     def _abandon(self, error: JournalWriteError) -> str:
         """End the run without its files, and return why."""
@@ -543,6 +579,12 @@ class Session:
     def _lacks_platform(self, records: Sequence[Record]) -> bool:
         required = self.options.require_platform
         return bool(required) and not any(r.platform == required and r.verdict in JUDGED for r in records)
+
+
+def merge_runs(recorded: Sequence[RecordedRun], *, command: str) -> tuple[list[Record], RunInfo]:
+    """Merge the records of runs, and collect what a report says besides them, the likeliest planted bugs included."""
+    records, info = aggregate_runs(recorded, command=command, detection=detection_table.load_table())
+    return records, bug_diagnosis.add_diagnoses(info, records)
 
 
 def compute_exit_code(
