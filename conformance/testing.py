@@ -78,7 +78,8 @@ def conformance_tests(
       checks: the name of the only check to run, or several (`python -m conformance list checks`).
       cases: a query that cases must match, such as `"train/bf16"` or `"*/causal/*"`.
       seeds: the base seed of the cases, or several; 0 if left out.
-      name: what reports call the kernel; `module:function` if left out.
+      name: what reports call the kernel; `module:function` if left out. With `sandbox=True` it has the name by which
+        it is loaded.
       sandbox: whether the kernel runs in a confined process of its own. It must then be a function at the top of a
         module, or a name.
       **declarations: what `conformance.declare` takes, such as `behind_mask="finite"`. They replace what the function

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -158,7 +159,7 @@ def _find_importable_name(suite: KernelSuite) -> str:
     Raises:
       CannotJudge: if a process of its own cannot load it.
     """
-    kernel: Any = suite.kernel
+    kernel = suite.kernel
     if isinstance(kernel, str):
         return kernel
     attribute, module = getattr(kernel, "__qualname__", ""), sys.modules.get(getattr(kernel, "__module__", None) or "")
@@ -167,8 +168,8 @@ def _find_importable_name(suite: KernelSuite) -> str:
             f"sandbox=True: {suite.name} is no function of a module that another process can import: give it a name "
             f"in its module, or leave out sandbox=True"
         )
-    file = inspect.getsourcefile(kernel)
-    return f"{file}:{attribute}" if file is not None else f"{module.__name__}:{attribute}"
+    file = getattr(module, "__file__", None)
+    return f"{os.path.relpath(file)}:{attribute}" if file else f"{module.__name__}:{attribute}"
 
 
 def check_declarations(kernel: Any, declarations: Mapping[str, Any], *, sandbox: bool) -> None:
