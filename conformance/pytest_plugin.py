@@ -155,7 +155,7 @@ class _Gate:
         keyword, folder = self._config.option.keyword, self._config.invocation_params.dir
         shown = "::".join((os.path.relpath(definition.path, folder), *names))
 
-        def format_command(record: Record) -> str:
+        def format_repetition(record: Record) -> str:
             return _format_test_command(self._planned[definition.nodeid], shown, record)
 
         try:
@@ -164,7 +164,7 @@ class _Gate:
                 suite,
                 dataclasses.replace(self._options, selection=selection),
                 folder=self._config.rootpath,
-                format_command=format_command,
+                format_repetition=format_repetition,
                 is_worker=self._is_worker,
             )
             from conformance.gate.gate_run import PlannedTests  # imported late: it loads JAX
@@ -265,8 +265,13 @@ class _Gate:
         session = self._planned[key].session if key else self._plan()
         number = session.find_number(job)
         found = session.find_finished(number)
-        if found is None:
+        if found is None and not key:
             found = session.judge(job)
+        elif found is None:
+            from conformance.session.process_setup import isolate_settings
+
+            with isolate_settings():  # the process is the user's
+                found = session.judge(job)
         item.stash[_JUDGED] = number, found
         item.user_properties += list_test_properties(job, found)
         return found

@@ -245,17 +245,13 @@ def serialize_end(end: End) -> str:
 
 
 def serialize_recorded_run(recorded: RecordedRun) -> str:
-    """Serialize a run and all its records to the lines of a file. Its run record must be known."""
+    """Serialize a whole run to the content of a file of records."""
     assert recorded.run is not None
-    return "".join(
-        (
-            serialize_run(recorded.run) + "\n",
-            *(serialize_job(number, found) for number, found in recorded.done.items()),
-            *(records.serialize_record(record) + "\n" for record in recorded.others),
-            *map(serialize_probe, recorded.probes),
-            *((serialize_end(recorded.end) + "\n",) if recorded.end is not None else ()),
-        )
-    )
+    jobs = "".join(serialize_job(number, found) for number, found in recorded.done.items())
+    others = "".join(records.serialize_record(record) + "\n" for record in recorded.others)
+    probes = "".join(map(serialize_probe, recorded.probes))
+    end = "" if recorded.end is None else serialize_end(recorded.end) + "\n"
+    return f"{serialize_run(recorded.run)}\n{jobs}{others}{probes}{end}"
 
 
 def parse_run(line: str) -> Run:

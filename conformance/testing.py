@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from conformance.gate import kernel_suite
 from conformance.gate.kernel_suite import KernelSuite
@@ -25,6 +25,7 @@ from conformance.session.run_options import RunOptions
 
 if TYPE_CHECKING:
     from conformance.contract import Implementation
+    from conformance.execution.plain_functions import Declarations
     from conformance.judging.job import Job
     from conformance.records import Record
 
@@ -40,7 +41,7 @@ def conformance_tests(
     seeds: int | Sequence[int] = (),
     name: str | None = None,
     sandbox: bool = False,
-    **declarations: Any,
+    **declarations: Unpack[Declarations],
 ) -> Callable[..., None]:
     """Return a parametrized pytest test that judges a kernel, one test for each case.
 
@@ -82,8 +83,8 @@ def conformance_tests(
         it is loaded.
       sandbox: whether the kernel runs in a confined process of its own. It must then be a function at the top of a
         module, or a name.
-      **declarations: what `conformance.declare` takes, such as `behind_mask="finite"`. They replace what the function
-        declares by the decorator.
+      **declarations: what `conformance.declare` takes, such as `behind_mask="finite"`. They replace those that the
+        function has by the decorator.
 
     Raises:
       TypeError: for an argument that neither this function nor `conformance.declare` has.

@@ -1,6 +1,6 @@
-"""Format a short Markdown summary for the page of a CI job.
+"""Format the summary of a run as short Markdown, to be shown on the page of a CI job.
 
-Findings come first, then verdicts and counts.
+The headline and warnings come first, then the findings, then the verdict and the counts of each contender.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _format_findings(summary: Summary) -> list[str]:
 
 
 def _format_diagnoses(run: RunInfo) -> list[str]:
-    """Format which planted bugs each contender is most like."""
+    """Format, for each contender, the planted bugs whose errors are most like the contender's errors."""
     return [
         "\n".join(
             [f"**{escape_inline(label)}** is {escape_inline(lines[0])}", *(f"- {escape_inline(x)}" for x in lines[1:])]

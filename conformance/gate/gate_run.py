@@ -20,6 +20,7 @@ from conformance.judging.keyword_selection import select_checks
 from conformance.judging.runner import build_changed_file_records
 from conformance.records import Record
 from conformance.runs import End, RecordedRun, Run
+from conformance.session.process_setup import isolate_settings
 from conformance.session.session import Session, merge_runs
 from reports.page_model import Summary, build_summary
 
@@ -180,7 +181,8 @@ class SuiteRun:
         said: list[str] = []
         if self._session is not None:
             if not reason:
-                self._session.follow_up(said.append)
+                with isolate_settings():
+                    self._session.follow_up(said.append)
             result = self._session.finish(how, reason)
             failures = _describe_failures([*result.stale, *result.flag_excess])
             recorded, found, summary = result.recorded, result.records, result.summary

@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ from conformance.session.run_options import RunOptions
 
 if TYPE_CHECKING:
     from conformance.contract import Implementation
-    from conformance.session.session import FormatCommand, Session
+    from conformance.execution.plain_functions import Declarations
+    from conformance.records import Record
+    from conformance.session.session import Session
 
 _ATTRIBUTE = "conformance_suite"
 
@@ -40,7 +42,7 @@ class KernelSuite:
     kernel: Any
     options: RunOptions
     name: str
-    declarations: Mapping[str, Any]
+    declarations: Declarations
     sandbox: bool
     line: int | None = None
 
@@ -75,7 +77,7 @@ def _unwrap(kernel: Any) -> Any:
 
 
 def plan_suite(
-    suite: KernelSuite, given: RunOptions, *, folder: Path, format_command: FormatCommand, is_worker: bool
+    suite: KernelSuite, given: RunOptions, *, folder: Path, format_repetition: Callable[[Record], str], is_worker: bool
 ) -> Session:
     """Plan the jobs of a suite.
 
@@ -83,14 +85,14 @@ def plan_suite(
       suite: the tests that are asked for.
       given: the options of the command line.
       folder: where the project's settings are.
-      format_command: returns the command that repeats a record.
+      format_repetition: returns the command that repeats a record.
       is_worker: whether another process reports the results.
 
     Raises:
       CannotJudge: in one line, if the kernel cannot be judged.
     """
-    from conformance import packages
-    from conformance.session.process_setup import prepare_process
+    from conformance import environment, packages
+    from conformance.session.process_setup import isolate_settings, prepare_process
 
     try:
         prepare_process()
@@ -102,7 +104,8 @@ def plan_suite(
     if is_sandboxed:
         name, implementations = _find_importable_name(suite), []
     else:
-        found = build_suite_implementation(suite)
+        with isolate_settings():
+            found = build_suite_implementation(suite)
         name, implementations = found.name, [found]
     options = dataclasses.replace(
         suite.options,
@@ -124,7 +127,13 @@ def plan_suite(
         selection=given.selection,
     )
     return Session(
-        options, implementations=implementations, folder=folder, format_command=format_command, is_worker=is_worker
+        options,
+        implementations=implementations,
+        folder=folder,
+        is_worker=is_worker,
+        format_repetition=format_repetition,
+        compiler_options={} if is_sandboxed else environment.build_fast_options(),
+        writes_step_summary=False,
     )
 
 
@@ -136,7 +145,7 @@ def build_suite_implementation(suite: KernelSuite) -> Implementation:
     """
     from conformance.contract import Implementation
     from conformance.execution import implementation_registry, kernel_errors
-    from conformance.execution.plain_functions import build_implementation, declare
+    from conformance.execution.plain_functions import build_implementation, redeclare
 
     kernel = suite.kernel
     try:
@@ -145,7 +154,7 @@ def build_suite_implementation(suite: KernelSuite) -> Implementation:
         if isinstance(kernel, Implementation):
             return dataclasses.replace(kernel, name=suite.name)
         if suite.declarations:
-            kernel = declare(**suite.declarations)(functools.partial(kernel))  # the user's own function stays as it is
+            kernel = redeclare(kernel, suite.declarations)
         return build_implementation(kernel, suite.name)
     except implementation_registry.ImplementationNotFound as error:
         raise CannotJudge(str(error)) from error
@@ -172,7 +181,7 @@ def _find_importable_name(suite: KernelSuite) -> str:
     return f"{os.path.relpath(file)}:{attribute}" if file else f"{module.__name__}:{attribute}"
 
 
-def check_declarations(kernel: Any, declarations: Mapping[str, Any], *, sandbox: bool) -> None:
+def check_declarations(kernel: Any, declarations: Declarations, *, sandbox: bool) -> None:
     """Refuse declarations that `conformance.declare` does not take, or that cannot reach the kernel.
 
     Raises:

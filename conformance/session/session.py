@@ -1,15 +1,15 @@
-"""A session: plan a run, judge its jobs, record what comes of them, and report it.
+"""Run a session: plan a run, judge its jobs, record the judgements and report them.
 
-A session goes through these steps:
+The command line, the pytest gate and Python callers all use `Session`. It goes through these steps:
 
-1. `Session(options)` finds the implementations and plans the jobs. Files are checked first, before anything slow.
+1. `Session(options)` checks that files can be written, finds the implementations and plans the jobs.
 2. `begin` opens the files of records.
 3. `judge_jobs` judges all jobs. A caller with a loop of its own, such as pytest, calls `judge` and `record` instead.
-4. `follow_up` confirms what was found and compares failing kernels with planted bugs.
+4. `follow_up` confirms the findings and compares failing kernels with planted bugs.
 5. `finish` adds the records of the run as a whole and closes the files; `write_outputs` writes page and summary.
-6. `compare_with_baseline` says what became worse.
+6. `compare_with_baseline` finds the regressions since another run.
 
-`run_to_end` is steps 2 to 5, and `run_session` all of them in one call.
+`run_to_end` does steps 2 to 5, and `run_session` does all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -70,41 +70,40 @@ from reports.page_model import Summary, build_summary
 
 FIRST_FAILURE = "stopped at the first failure, as --fail-fast says"
 _FEW_JOBS = 8
-"""The number of jobs that are done before worker processes have started."""
-# Compiling, which takes the time, is on the CPU, so several processes share a GPU. A TPU belongs to one process alone.
+"""Runs with at most this number of jobs use one process: they are done before worker processes would have started."""
+# The most workers on each JAX backend. Compiling takes most of the time and runs on the CPU, so several processes share
+# a GPU. A TPU can be used by one process only.
 _MAX_WORKERS = {"cpu": sys.maxsize, "gpu": 8}
 
 
 class ProgressDisplay(Protocol):
-    """Shows how far a run is."""
+    """A display of a run's progress, which the caller of a session provides."""
 
     def advance(self, judged: Sequence[Record]) -> None:
         """Count one more job, with its records. Raise `RunStopped` to stop the run."""
 
 
 ShowProgress: TypeAlias = Callable[[int, Sequence[Sequence[Record]]], AbstractContextManager[ProgressDisplay]]
-"""Opens a progress display, given the total number of jobs and the records of the jobs already done."""
-FormatCommand: TypeAlias = Callable[[Record], str]
-"""Returns the command that repeats the judgement of a record."""
+"""A function that opens a progress display, given the number of all jobs and the records of finished jobs."""
 Say: TypeAlias = Callable[[str], None]
-"""Tells the user one line."""
+"""A function that shows the user one line of text."""
 
 
 class _NoDisplay:
-    """Shows nothing."""
+    """A progress display that shows nothing."""
 
     def advance(self, judged: Sequence[Record]) -> None:
-        """Count nothing."""
+        """Do nothing."""
 
 
 @contextlib.contextmanager
 def show_no_progress(total: int, finished: Sequence[Sequence[Record]]) -> Iterator[ProgressDisplay]:
-    """Show nothing of a run's progress."""
+    """Open a progress display that shows nothing."""
     yield _NoDisplay()
 
 
 def say_nothing(line: str) -> None:
-    """Drop a line."""
+    """Do not show the user this line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,12 +114,12 @@ class SessionResult:
       how: how the run ended, `complete`, `interrupted` or `failed`.
       reason: why the run was interrupted or failed; otherwise empty.
       recorded: the run as it is stored in its file.
-      records: the records of the run, merged.
-      info: what a report says besides the records.
-      summary: the content of every report of the run.
-      stale: records of expected failures that no longer fail.
-      flag_excess: failures of kernels that pass too often only under some compiler flags (`judging.flag_share`).
-      shrunk: lines of text on the smallest failing case of each finding.
+      records: the records of the run, one for each judged result.
+      info: the facts that a report shows besides the records, such as coverage and environment.
+      summary: the content that all reports of the run show.
+      stale: red records of expected failures that no longer fail.
+      flag_excess: failures of kernels of which too many passes depend on compiler flags (`judging.flag_share`).
+      shrunk: lines of text that describe the smallest failing case of each finding.
       lacks_platform: whether nothing was judged on the required platform.
       exit_code: 0 if every implementation conforms, 1 if one does not, 2 if the run could not judge. A run that a
         signal stopped has 128 plus the number of the signal.
@@ -142,7 +141,7 @@ class SessionResult:
 
     @property
     def findings(self) -> Sequence[FindingText]:
-        """The causes that explain the failures, in words."""
+        """The findings of the run: the causes that explain its failures, in words."""
         return self.summary.findings
 
 
@@ -150,13 +149,13 @@ class Session:
     """One run of the judge, from its options to its exit code.
 
     Attributes:
-      options: those of the run.
-      settings: those of the project.
-      kernel_options: how kernels are found and where they run.
-      implementations: what is judged.
-      plan: all jobs, those of other shards too.
-      jobs: the jobs to judge here.
-      notes: lines for the user on how the run came about.
+      options: the options of the run.
+      settings: the settings of the project.
+      kernel_options: the options that say how kernels are found and where they run.
+      implementations: the implementations to judge.
+      plan: all jobs of the run, including those of other shards.
+      jobs: the jobs of this session's shard.
+      notes: lines for the user about the run, such as how many jobs come from a resumed file.
     """
 
     def __init__(
@@ -167,25 +166,32 @@ class Session:
         folder: Path | None = None,
         handshakes: Sequence[tuple[str, str]] = (),
         is_worker: bool = False,
-        format_command: FormatCommand | None = None,
+        format_repetition: Callable[[Record], str] | None = None,
+        compiler_options: Mapping[str, bool | int] | None = None,
+        writes_step_summary: bool = True,
     ) -> None:
         """Check files, find implementations and plan the jobs.
 
         Args:
-          options: what to judge, how, and where results go.
-          implementations: those to judge, in place of those that the options name. They run in this process.
-          folder: where the project's settings are; the current one if left out.
-          handshakes: what kernels declared to the process that started this one, by name.
-          is_worker: whether another process checks and writes the files.
-          format_command: returns the command that repeats a record; the `run` command if left out.
+          options: the options of the run.
+          implementations: the implementations to judge, in place of those that the options name. They run in this
+            process.
+          folder: the folder whose project has the settings; the current one if left out.
+          handshakes: pairs of a kernel's name and its handshake with the process that started this one.
+          is_worker: whether this is a worker of pytest-xdist. Then another process checks and writes the files.
+          format_repetition: formats what reproduces a record, such as Python code, in place of a command.
+          compiler_options: for first judgements in a process whose XLA flags were not set for judging.
+          writes_step_summary: whether a step of GitHub Actions gets a summary of the run.
 
         Raises:
-          CannotJudge: in one line, if the run cannot be carried out.
+          CannotJudge: if the run is not possible; the message is one line.
         """
-        self._format_command = format_command
         self._started = time.perf_counter()
         self.options = options
         self._is_worker = is_worker
+        self._format_repetition = format_repetition
+        self._compiler_options = compiler_options
+        self._writes_step_summary = writes_step_summary
         self._is_given = bool(implementations)
         self._is_selection_pending = bool(options.selection)  # `select_jobs` will be called
         self._journal: Journal | None = None
@@ -217,7 +223,7 @@ class Session:
         self._prepare_plan()
 
     def _prepare_plan(self) -> None:
-        """Number the planned jobs, and find those that the continued file has."""
+        """Number the planned jobs, and load those that a resumed file has finished."""
         self._numbers = {id(job): number for number, job in enumerate(self.plan.jobs)}
         self._run, self._finished = None, None
         if self.options.resume is not None and not self._is_worker and not self._is_selection_pending:
@@ -231,11 +237,11 @@ class Session:
 
         Args:
           select: returns the job to judge in place of a planned one, or None to leave it out.
-          selection: how the caller selects, as it is written, such as `-k forward`.
-          further: jobs to add, which the plan lacks.
+          selection: how the caller selects, as the user wrote it, such as `-k forward`.
+          further: jobs to add that the plan lacks.
 
         Raises:
-          CannotJudge: if the run to continue is another one.
+          CannotJudge: if the file to resume is from another run.
         """
         self._is_selection_pending = False
         selected = {id(job): found for job in self.plan.jobs if (found := select(job)) is not None}
@@ -246,14 +252,15 @@ class Session:
         self._prepare_plan()
 
     def _check_files(self) -> None:
-        """Check that outputs can be written, and read the baseline, before anything slow."""
+        """Check that outputs can be written, and read the baseline, before the slow steps of a session."""
         options = self.options
         if options.resume is not None:
             check_writable(options.resume, "resume", prefix=options.option_prefix)
         outputs = check_outputs(
             report=options.report, json=options.json, markdown=options.markdown, prefix=options.option_prefix
         )
-        self._outputs = dataclasses.replace(outputs, step=find_step_summary())
+        step = find_step_summary() if self._writes_step_summary else None
+        self._outputs = dataclasses.replace(outputs, step=step)
         self._baseline = None
         if options.baseline is None:
             return
@@ -267,7 +274,7 @@ class Session:
             raise CannotJudge(f"{name}: {error}") from error
 
     def _list_journal_paths(self) -> list[Path]:
-        """Return the files of records to write; the file that is continued comes first."""
+        """Return the paths of the files of records to write. A resumed file comes first."""
         if self.options.resume is None:
             return self._outputs.journals
         first = Path(self.options.resume)
@@ -329,7 +336,7 @@ class Session:
 
     @property
     def run(self) -> Run:
-        """The run record: what holds for all records of this run."""
+        """The run record: the facts that hold for all records of this run, such as versions and planned jobs."""
         if self._run is None:
             self._run = self._describe_run()
         return self._run
@@ -350,7 +357,7 @@ class Session:
         )
 
     def _load_resumed(self) -> tuple[Run, dict[int, tuple[Record, ...]]]:
-        """Load the run to continue, and the records of its finished jobs."""
+        """Load the run that `--resume` continues, and the records of its finished jobs by number."""
         assert self.options.resume is not None
         place = Path(self.options.resume)
         try:
@@ -363,18 +370,18 @@ class Session:
 
     @property
     def handshakes(self) -> list[tuple[str, str]]:
-        """What kernels declared here, by name: in other processes they must declare the same."""
+        """Pairs of a kernel's name and its handshake, which the kernel's processes in workers must repeat."""
         return list(collect_handshakes(self.implementations))
 
     @property
     def recorded(self) -> RecordedRun:
-        """The run as a reader of its file would have it."""
+        """The run and its records so far, as reading its file returns them."""
         assert self._journal is not None
         return self._journal.recorded
 
     @property
     def has_begun(self) -> bool:
-        """Whether the files of records are open, or have been."""
+        """Whether `begin` has opened the files of records."""
         return self._journal is not None
 
     def begin(self) -> None:
@@ -382,16 +389,16 @@ class Session:
         self._journal = Journal(self._list_journal_paths(), self.run, self._finished)
 
     def find_number(self, job: Job) -> int | None:
-        """Return the place of a job in the plan; None for one that was narrowed since."""
+        """Return the number of a job in the plan; None for a job whose checks the caller has narrowed since."""
         if (number := self._numbers.get(id(job))) is not None:
             return number
         return next((number for number, planned in enumerate(self.plan.jobs) if planned == job), None)
 
     def find_finished(self, number: int | None) -> list[Record] | None:
-        """Return the records of a job that the continued file has; None if it has none."""
+        """Return the records that the resumed file has for a job; None if it has none."""
         if self.options.resume is None or number is None:
             return None
-        if self._finished is None:  # in a worker: the process that reports has checked the file
+        if self._finished is None:  # in a worker of pytest-xdist: its main process has checked the file
             self._finished = dict(read_runs(Path(self.options.resume))[0].done)
         return list(self._finished[number]) if number in self._finished else None
 
@@ -402,10 +409,20 @@ class Session:
         return self._runner.judge(job)
 
     def _create_runner(self) -> Runner:
-        return Runner(self.settings, options=self.kernel_options.options, format_command=self._format_command)
+        return Runner(
+            self.settings,
+            options=self.kernel_options.options,
+            format_repetition=self._format_repetition,
+            compiler_options=self._compiler_options,
+        )
 
     def record(self, number: int | None, judged: Sequence[Record]) -> None:
-        """Write down the records of a job, or of a part of one (None). Raises `JournalWriteError`."""
+        """Write the records of a job to the files. Raises `JournalWriteError`.
+
+        Args:
+          number: the number of the job in the plan; None if only some of its checks were run.
+          judged: the records.
+        """
         assert self._journal is not None
         if number is None:
             self._journal.add_records(judged)
@@ -413,13 +430,17 @@ class Session:
             self._journal.add_job(number, judged)
 
     def judge_jobs(self, show_progress: ShowProgress = show_no_progress) -> tuple[str, str]:
-        """Judge and record all jobs that the continued file lacks; return how it ended, and why if not by itself."""
+        """Judge and record all jobs, except those that the resumed file has.
+
+        Returns:
+          How the run ended (`complete`, `interrupted` or `failed`), and why unless it is complete.
+        """
         done = self.recorded.done
         waiting = [job for job in self.jobs if self._numbers[id(job)] not in done]
         finished = [done[number] for job in self.jobs if (number := self._numbers[id(job)]) in done]
         fail_fast = self.options.fail_fast
         if fail_fast:
-            waiting.sort(key=lambda job: not job.short)  # few programs each, so a failure shows sooner
+            waiting.sort(key=lambda job: not job.short)  # short jobs first, so that a failure shows sooner
         try:
             with interrupts.raise_on_signal(), show_progress(len(self.jobs), finished) as progress:
                 interrupts.raise_if_stopped()
@@ -434,7 +455,7 @@ class Session:
                     self._judge_waiting(waiting, on_job)
         except RunStopped as error:
             return INTERRUPTED, str(error)
-        except implementation_registry.ImplementationNotFound as error:  # a worker may find less than this process
+        except implementation_registry.ImplementationNotFound as error:  # a worker may fail to load a kernel
             return FAILED, str(error)
         except KeyboardInterrupt:
             return INTERRUPTED, interrupts.describe_signal()
@@ -453,9 +474,9 @@ class Session:
             )
 
     def follow_up(self, say: Say = say_nothing) -> None:
-        """Confirm findings, compare failing kernels with planted bugs, and shrink findings if that is asked for.
+        """Confirm findings, compare failing kernels with planted bugs, and with `--shrink` shrink findings.
 
-        A stop signal ends no more than this. Raises `JournalWriteError`.
+        A stop signal ends only this step: results are still written. Raises `JournalWriteError`.
         """
         assert self._journal is not None
         if interrupts.get_received_signal() or not any(record.verdict in RED for record in self.recorded.records):
@@ -470,16 +491,16 @@ class Session:
 
             with interrupts.end_on_signal():
                 for line in finding_shrinker.shrink_findings(self._journal, self.implementations, runner, say):
-                    self._shrunk.append(line)  # one by one, so that a signal loses none of them
+                    self._shrunk.append(line)  # one by one, so that a signal loses no finished line
 
     def finish(self, how: str, reason: str) -> SessionResult:
-        """Record what holds for the run as a whole, close the files, and merge the records.
+        """Add the records that concern the run as a whole, close the files, and build the result.
 
-        Files that cannot be written make the run a failed one; its records are reported all the same.
+        If a file cannot be written, the run has failed, but its records are still reported.
 
         Args:
           how: how the run ended, `complete`, `interrupted` or `failed`.
-          reason: why, if not by itself.
+          reason: why the run was interrupted or failed; otherwise empty.
         """
         assert self._journal is not None
         stale: list[Record] = []
@@ -487,11 +508,11 @@ class Session:
         try:
             judged = {record.implementation for record in self.recorded.records}
             present = [each for each in self.implementations if each.name in judged]
-            self._journal.add_records(self._set_commands(build_hardware_records(present)))
-            excess = self._set_commands(flag_share.find_excess(self.recorded.records))
+            self._journal.add_records(self._set_repetition(build_hardware_records(present)))
+            excess = self._set_repetition(flag_share.find_excess(self.recorded.records))
             self._journal.add_records(excess)
             changed = build_changed_file_records(self._journal.run, self.recorded.records)
-            self._journal.add_records(self._set_commands(changed))
+            self._journal.add_records(self._set_repetition(changed))
             is_whole = self.options.is_whole and len(self.recorded.done) == len(self.plan.jobs)
             if how == COMPLETE and is_whole:
                 stale = self.settings.find_stale_entries(self.recorded.records, jax.__version__)
@@ -516,15 +537,14 @@ class Session:
             exit_code=interrupts.resolve_exit_code(code),
         )
 
-    def _set_commands(self, found: Sequence[Record]) -> list[Record]:
-        """Return records of the run as a whole with the caller's command that repeats them, if it has one."""
-        format_command = self._format_command
-        if format_command is None:
+    def _set_repetition(self, found: Sequence[Record]) -> list[Record]:
+        """Return records of the run as a whole with what reproduces them, if the caller formats that."""
+        if (format_repetition := self._format_repetition) is None:
             return list(found)
-        return [dataclasses.replace(record, reproduce=format_command(record)) for record in found]
+        return [dataclasses.replace(record, reproduce=format_repetition(record)) for record in found]
 
     def _abandon(self, error: JournalWriteError) -> str:
-        """End the run without its files, and return why."""
+        """End the run without writing its files further, and return the reason for the user."""
         assert self._journal is not None
         reason = f"{error}; what was judged before is in it"
         self._journal.abandon(reason)
@@ -535,7 +555,7 @@ class Session:
         self._outputs.write(result.summary)
 
     def compare_with_baseline(self, result: SessionResult) -> SessionResult:
-        """Add what changed since the baseline; a regression makes the exit code 1.
+        """Add the comparison with the baseline, if there is one, to the result. A regression makes the exit code 1.
 
         Raises:
           CannotJudge: if this run has no record to compare.
@@ -548,9 +568,9 @@ class Session:
         return dataclasses.replace(result, comparison=changed, exit_code=code)
 
     def run_to_end(self, show_progress: ShowProgress = show_no_progress, say: Say = say_nothing) -> SessionResult:
-        """Judge all jobs, follow up on findings, and write every file but the comparison.
+        """Judge all jobs, follow up on findings, and write all files.
 
-        A signal stops judging; what was judged until then is reported.
+        A signal stops judging. The records until then are reported.
 
         Raises:
           CannotJudge: if a file cannot be written.
@@ -566,7 +586,7 @@ class Session:
                 self.follow_up(say)
         except JournalWriteError as error:
             how, reason = FAILED, self._abandon(error)
-        except Exception as error:  # one of this program: what was judged stays, and the file says why it ends
+        except Exception as error:  # a bug of this program: keep the records so far, and write the reason into the file
             assert self._journal is not None
             with contextlib.suppress(JournalWriteError):
                 seconds = time.perf_counter() - self._started
@@ -582,7 +602,7 @@ class Session:
 
 
 def merge_runs(recorded: Sequence[RecordedRun], *, command: str) -> tuple[list[Record], RunInfo]:
-    """Merge the records of runs, and collect what a report says besides them, the likeliest planted bugs included."""
+    """Merge the records of runs, and collect what a report shows besides them, such as the likeliest planted bugs."""
     records, info = aggregate_runs(recorded, command=command, detection=detection_table.load_table())
     return records, bug_diagnosis.add_diagnoses(info, records)
 
@@ -592,7 +612,8 @@ def compute_exit_code(
 ) -> int:
     """Return 0 if all implementations conform, 1 if one does not, 2 if one could not be judged.
 
-    An implementation that cannot run here counts only if nothing else was judged.
+    An implementation whose accelerator this machine lacks counts only if some check judged it all the same, or if no
+    other implementation counts.
     """
     if how == FAILED:
         return 2
@@ -608,7 +629,7 @@ def compute_exit_code(
 
 
 def _choose_worker_count(jobs: int) -> int:
-    """Return how many processes judge so many jobs on this machine."""
+    """Choose the number of processes that judge so many jobs on this machine."""
     most = _MAX_WORKERS.get(jax.default_backend(), 1)
     return min(os.cpu_count() or 1, most) if jobs > _FEW_JOBS else 1
 
@@ -619,23 +640,35 @@ def run_session(
     implementations: Sequence[Implementation] = (),
     show_progress: ShowProgress = show_no_progress,
     say: Say = say_nothing,
+    format_repetition: Callable[[Record], str] | None = None,
+    compiler_options: Mapping[str, bool | int] | None = None,
+    writes_step_summary: bool = True,
 ) -> SessionResult:
     """Run a whole session in this process, and end the kernels' processes.
 
     Args:
-      options: what to judge, how, and where results go.
-      implementations: those to judge, in place of those that the options name. They run in this process.
-      show_progress: shows how far the run is.
-      say: hears single lines on the way.
+      options: the options of the run.
+      implementations: the implementations to judge, in place of those that the options name. They run in this process.
+      show_progress: opens a display of the run's progress.
+      say: called with lines for the user while the session goes on.
+      format_repetition: formats what reproduces a record, such as Python code, in place of a command.
+      compiler_options: for first judgements in a process whose XLA flags were not set for judging.
+      writes_step_summary: whether a step of GitHub Actions gets a summary of the run.
 
     Raises:
-      CannotJudge: in one line, if the run cannot be carried out.
+      CannotJudge: if the run is not possible; the message is one line.
     """
     prepare_process()
     with interrupts.record_signals():
         try:
             with interrupts.raise_on_signal():
-                session = Session(options, implementations=implementations)
+                session = Session(
+                    options,
+                    implementations=implementations,
+                    format_repetition=format_repetition,
+                    compiler_options=compiler_options,
+                    writes_step_summary=writes_step_summary,
+                )
             return session.compare_with_baseline(session.run_to_end(show_progress, say))
         finally:
             kernel_process.end_all_processes()
