@@ -281,6 +281,10 @@ class _Gate:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
+        suite = kernel_suite.find_suite(getattr(item, "function", None))
+        if suite is not None and report.skipped and isinstance(report.longrepr, tuple):
+            # pytest names the line that skips, which is ours.
+            report.longrepr = (str(item.path), (suite.line or 0) + 1, report.longrepr[2])
         if call.when == "call" and _JUDGED in item.stash:
             from conformance.records import serialize_record
             from conformance.runs import serialize_run
