@@ -9,6 +9,7 @@ import pytest
 
 from conformance import records, runs
 from conformance.gate import kernel_suite
+from conformance.session.failures import CannotJudge
 from conformance.testing import conformance_tests
 from tests.judging.gate_repository import NO_PROBES, GateRun, Repository
 
@@ -300,5 +301,5 @@ def test_declarations_of_a_name_are_refused() -> None:
 def test_a_function_of_a_function_cannot_be_sandboxed() -> None:
     suite = kernel_suite.find_suite(conformance_tests(lambda q, k, v: q, sandbox=True))
     assert suite is not None
-    with pytest.raises(kernel_suite.CannotJudge, match="sandbox=True"):
+    with pytest.raises(CannotJudge, match="sandbox=True"):
         kernel_suite._find_importable_name(suite)
