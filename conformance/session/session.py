@@ -187,6 +187,7 @@ class Session:
         self._run: Run | None = None
         self._finished: dict[int, tuple[Record, ...]] | None = None
         self._shrunk: list[str] = []
+        self._is_followed_up = False
         if not is_worker:
             self._check_files()
         self.settings = load_project_settings(folder)
@@ -428,15 +429,18 @@ class Session:
         assert self._journal is not None
         if interrupts.get_received_signal() or not any(record.verdict in RED for record in self.recorded.records):
             return
-        options, runner = self.options, self._create_runner()
+        options = self.options
         if not options.is_one_case_or_problem:
             seconds = follow_up.FollowUpSeconds(options.confirm_seconds, options.diagnose_seconds)
             spent = time.perf_counter() - self._started
+            runner = Runner(self.settings, confirmed=0, options=self.kernel_options.options)
             follow_up.follow_up(self._journal, self.implementations, runner, seconds, spent=spent, say=say)
+            self._is_followed_up = options.diagnose_seconds != 0
         if options.shrink and interrupts.get_received_signal() is None:
             from conformance.session.probes import finding_shrinker  # imported late: it loads Hypothesis
 
             with interrupts.end_on_signal():
+                runner = self._create_runner()
                 for line in finding_shrinker.shrink_findings(self._journal, self.implementations, runner, say):
                     self._shrunk.append(line)  # one by one, so that a signal loses none of them
 
@@ -470,7 +474,7 @@ class Session:
         records, info = aggregate_runs(
             [self.recorded], command=self.run.command, detection=detection_table.load_table()
         )
-        info = bug_diagnosis.add_diagnoses(info, records)
+        info = bug_diagnosis.add_diagnoses(info, records, is_followed_up=self._is_followed_up)
         lacks_platform = self._lacks_platform(records)
         code = compute_exit_code(records, self.implementations, how, lacks_platform=lacks_platform)
         return SessionResult(

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from conformance.records import Record
+from conformance.records import Diagnosis, Record, SimilarBug
 from reports.causes.case_levels import LENGTHS, Level, parse_fields, rank_plainness
 from reports.causes.finding import (
     BEHIND_MASK,
@@ -32,6 +32,7 @@ _MAX_NAMED = 5  # checks and results that a line names
 _MAX_QUESTIONS = 2  # questions of a check that a title names
 _MAX_OTHERS = 3  # combinations of other levels that a line names
 _MAX_MESSAGE = 120
+_SAME_NUMBERS = 0.97  # a bug of this similarity is wrong by the same numbers, except for rounding
 _EXCEPTION = re.compile(r"[A-Z]\w*(:|$)")
 _LIMIT_REASON = re.compile(r"^ratio \S+ exceeds \S+(; rms \S+ exceeds \S+)?$|^rms \S+ exceeds \S+$")
 _SIZE_LETTERS = {
@@ -55,6 +56,8 @@ class FindingText:
       title: what is wrong, and since which feature, in one sentence.
       facts: what else is known of it, a line each.
       evidence: figures and reason of its smallest case, a line each.
+      diagnosis: which planted bugs it resembles; None if it was not compared with any.
+      resemblance: the diagnosis, a line each.
     """
 
     number: int
@@ -62,12 +65,15 @@ class FindingText:
     title: str
     facts: tuple[str, ...]
     evidence: tuple[str, ...]
+    diagnosis: Diagnosis | None = None
+    resemblance: tuple[str, ...] = ()
 
 
-def describe_finding(number: int, finding: Finding) -> FindingText:
-    """Put a finding into words."""
+def describe_finding(number: int, finding: Finding, diagnosis: Diagnosis | None = None) -> FindingText:
+    """Put a finding into words, with the planted bugs that it resembles if it was compared with them."""
     title, facts, evidence = format_title(finding), list_facts(finding), list_evidence(finding.smallest)
-    return FindingText(number, finding, title, tuple(facts), tuple(evidence))
+    resemblance = () if diagnosis is None else tuple(format_diagnosis(diagnosis))
+    return FindingText(number, finding, title, tuple(facts), tuple(evidence), diagnosis, resemblance)
 
 
 def choose_foremost(findings: Sequence[FindingText], most: int) -> tuple[list[FindingText], int, int]:
@@ -108,6 +114,28 @@ def list_facts(finding: Finding) -> list[str]:
     return [line for line in (*lines, *format_remedies(finding)) if line]
 
 
+def format_diagnosis(diagnosis: Diagnosis) -> list[str]:
+    """Format which planted bugs a finding resembles, a line each."""
+    if not diagnosis.cases:
+        return ["not compared with planted bugs for lack of time: --diagnose-seconds=60 gives a minute"]
+    on = f"on {format_count(diagnosis.cases, 'case')}"
+    if not diagnosis.is_shown:
+        return [f"not wrong {on} on which planted bugs are compared: no bug is named"]
+    if not diagnosis.bugs:
+        return [f"resembles none of {diagnosis.known:,} planted bugs, {on} compared"]
+    first, *others = diagnosis.bugs
+    is_same = first.similarity >= _SAME_NUMBERS
+    how = "wrong by the same numbers as" if is_same else f"resembles (similarity {first.similarity:.2f} of 1)"
+    lines = [f"{how} the planted bug {_format_bug(first)}"]
+    for other in others:
+        lines.append(f"or {_format_bug(other)}" if is_same else f"or ({other.similarity:.2f}) {_format_bug(other)}")
+    return lines
+
+
+def _format_bug(bug: SimilarBug) -> str:
+    return f"{bug.name} ({bug.family}; {bug.reference})"
+
+
 def list_evidence(record: Record) -> list[str]:
     """List the figures, error pattern and reason of a record, a line each.
 
@@ -132,7 +160,7 @@ def format_shares(finding: Finding) -> str:
     if finding.levels is None:
         return f"fails in {_format_share(inside)}, and no feature or pair of features distinguishes them"
     left_out = (
-        f"; {format_count(finding.left_out, 'case')} that fail for other reasons left out" if finding.left_out else ""
+        f"; {format_count(finding.left_out, 'case')} left out, failing for other reasons" if finding.left_out else ""
     )
     if not finding.levels:
         return f"fails in {_format_share(inside)}{left_out}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 
 from conformance import interrupts
@@ -14,8 +13,8 @@ from conformance.judging.runner import Runner
 from conformance.records import RED
 from conformance.session.probes import bug_diagnosis, finding_confirmation
 
-_SHARE, _MOST = 0.1, 15.0
-"""Both together may take this share of the run so far, and at most so many seconds."""
+_SHARE, _LEAST_SECONDS = 0.1, 15.0
+"""Both together may take this share of the run so far, and so many seconds where that is less."""
 _END_SHARE = 0.05  # of that time, kept for ending what is cut off
 _CONFIRMING_SHARE = 0.4
 """After this share of the time confirming begins no more cases; diagnosis has the rest."""
@@ -31,7 +30,7 @@ class FollowUpSeconds:
 
 def compute_allowed_seconds(spent: float) -> float:
     """Return the seconds after which all follow-ups are cut off, for a run that took `spent` seconds."""
-    return (1 - _END_SHARE) * min(_SHARE * spent, _MOST)
+    return (1 - _END_SHARE) * max(_SHARE * spent, _LEAST_SECONDS)
 
 
 def follow_up(
@@ -48,7 +47,7 @@ def follow_up(
     Args:
       journal: the journal of the run; the records go there as probes, which are not counted.
       implementations: the implementations of the run.
-      runner: judges in this process.
+      runner: judges in this process. It need not judge failures again, since what it judges is evidence only.
       budget: how long it may take.
       spent: the seconds that the run took so far.
       say: hears single lines on the way.
@@ -56,7 +55,7 @@ def follow_up(
     if interrupts.get_received_signal() or not any(record.verdict in RED for record in journal.recorded.records):
         return
     known = journal.recorded.records
-    both, started = compute_allowed_seconds(spent), time.monotonic()
+    both = compute_allowed_seconds(spent)
     with interrupts.end_on_signal():
         seconds = _CONFIRMING_SHARE * both if budget.confirm is None else budget.confirm
         allowance = ProbeBudget(runner, both if budget.confirm is None else seconds, known)
@@ -69,7 +68,3 @@ def follow_up(
         elif budget.confirm is not None:
             allowance = ProbeBudget(runner, (1 - _CONFIRMING_SHARE) * both, known)
         bug_diagnosis.measure_signatures_of_failed(journal, implementations, allowance, say)
-    took = time.monotonic() - started
-    if spent and journal.recorded.probes:
-        line = f"both took {took:.1f} s, {took / spent:.0%} of the {spent:.0f} s before"
-        say(line)
