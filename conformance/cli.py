@@ -42,12 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_explore(commands)
     _add_list(commands)
     _add_explain(commands)
-    about = "render records and measurements of earlier runs, merged, as one HTML page"
-    report = commands.add_parser(
-        "report", help=about, description=_format_sentence(about), epilog=help_texts.REPORT_EXAMPLES
-    )
-    report.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run`, `bench` or the pytest gate wrote")
-    report.add_argument("--report", required=True, metavar="FILE.html", help="write the page here")
+    _add_report(commands)
     about = "report what changed between two runs, or two sets of shards"
     compare = commands.add_parser(
         "compare", help=about, description=_format_sentence(about), epilog=help_texts.COMPARE_EXAMPLES
@@ -56,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("new", metavar="NEW.jsonl[,...]", help="after")
     compare.add_argument("--report", metavar="FILE.html", help="write the page here")
     compare.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
+    compare.add_argument("--all", action="store_true", help="print every judgement that changed, not only the causes")
     about = "show how each implementation fared over many runs, from the oldest to the newest"
     history = commands.add_parser(
         "history", help=about, description=_format_sentence(about), epilog=help_texts.HISTORY_EXAMPLES
@@ -71,12 +67,28 @@ def build_parser() -> argparse.ArgumentParser:
     expect.add_argument(
         "--impl", action="append", default=[], metavar="NAME", help="only for this implementation; may be repeated"
     )
+    expect.add_argument(
+        "--all", action="store_true", help="an entry for each set of failing cases, narrower than one for each finding"
+    )
     _add_sensitivity(commands)
     _add_calibrate(commands)
     for extension in load_extensions():
         for command in extension.commands:
             command.add_parser(commands)
     return top
+
+
+def _add_report(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    about = "merge records of earlier runs, print the verdict, and write one HTML page"
+    report = commands.add_parser(
+        "report", help=about, description=_format_sentence(about), epilog=help_texts.REPORT_EXAMPLES
+    )
+    report.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run`, `bench` or the pytest gate wrote")
+    report.add_argument("--report", metavar="FILE.html", help="write the page here")
+    report.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
+    report.add_argument(
+        "--gate", action="store_true", help="exit with 1 if anything is red, with 2 if a shard or a verdict is missing"
+    )
 
 
 def _add_sensitivity(commands: argparse._SubParsersAction[CommandParser]) -> None:

@@ -47,6 +47,7 @@ SOURCES = {
 MIN_ELEMENTS = 64  # fewest elements with an error, to say what their errors resemble
 _MIN_EXPLAINED = 0.05  # share of the variance that a term must explain: several times what chance explains of `ENOUGH`
 _MIN_RANDOM_VARIANCE = np.pi**2 / 8 / 4  # a quarter of the variance of the logarithm of a normal number's magnitude
+_MAX_RANDOM_VARIANCE = np.pi**2 / 8 * 3  # three times it: bounds are no exact standard deviations
 _ALIKE_SHARE = 0.02  # terms whose remaining variance is within this share of the smallest are reported together
 
 
@@ -58,8 +59,8 @@ class Resemblance:
       sources: names of the sources, the best first.
       times: how many times the best source's term the errors are. For random errors it is the root mean square of
         normal numbers that have the quotients' mean logarithm, otherwise the geometric mean of the quotients.
-      is_random: whether the quotients vary as rounding does. Otherwise errors are always about the same multiple of the
-        term, which no rounding is.
+      is_random: whether the quotients vary as rounding does. They vary less where errors are always about the same
+        multiple of the term, and more where something else than rounding is wrong in some elements.
     """
 
     sources: tuple[str, ...]
@@ -127,7 +128,7 @@ def find_resemblance(
     if best is None or left[best] > (1 - _MIN_EXPLAINED) * float(size.var()):
         return None
     alike = sorted((name for name in left if left[name] <= (1 + _ALIKE_SHARE) * left[best]), key=left.__getitem__)
-    return Resemblance(tuple(alike), times[best], left[best] > _MIN_RANDOM_VARIANCE)
+    return Resemblance(tuple(alike), times[best], _MIN_RANDOM_VARIANCE < left[best] < _MAX_RANDOM_VARIANCE)
 
 
 def select_bounds(expected: Mapping[str, Expectation], pick: Callable[[Expectation], Array]) -> dict[str, Array]:
