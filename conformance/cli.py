@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
 import logging as python_logging
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from absl import app, logging
 
@@ -28,15 +31,16 @@ from conformance.session.run_options import parse_shard
 _JUDGING_COMMANDS = frozenset({"run", "explore"})
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the argument parser with its sub-commands."""
+def build_parser(program: str = "python -m conformance") -> argparse.ArgumentParser:
+    """Build the argument parser with its sub-commands; `program` is what help calls the program."""
     top = Parser(  # type: ignore[no-untyped-call] # absl has no annotations
-        prog="python -m conformance",
+        prog=program,
         description=help_texts.DESCRIPTION,
         epilog=help_texts.EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    top.add_argument("--version", action=_PrintVersions, help="print the versions of this project and what it runs on")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
     _add_run(commands)
     _add_explore(commands)
@@ -75,7 +79,34 @@ def build_parser() -> argparse.ArgumentParser:
     for extension in load_extensions():
         for command in extension.commands:
             command.add_parser(commands)
+    _add_completion(commands)
     return top
+
+
+class _PrintVersions(argparse.Action):
+    """Print versions, and end the process."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=options.get("help"))
+
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        """Print a line for each version; JAX is not loaded for it."""
+        for name in ("attention-conformance", "jax", "jaxlib", "numpy"):
+            try:
+                print(f"{name} {importlib.metadata.version(name)}")
+            except importlib.metadata.PackageNotFoundError:
+                print(f"{name} is not installed")
+        print(f"python {platform.python_version()}\nplatform {platform.platform()}")
+        parser.exit()
+
+
+def _add_completion(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    about = "print a script that completes commands, options and names in your shell"
+    completion = commands.add_parser(
+        "completion", help=about, description=_format_sentence(about), epilog=help_texts.COMPLETION_EXAMPLES
+    )
+    completion.set_defaults(build_parser=build_parser)
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that reads the script")
 
 
 def _add_report(commands: argparse._SubParsersAction[CommandParser]) -> None:

@@ -125,3 +125,13 @@ pattern also matches results that pass, the entry has `some = true`. You must fi
 is refused.
 exit codes: 0 printed, or nothing fails, 2 a file cannot be read
 """
+
+COMPLETION_EXAMPLES = """\
+examples:
+  attention-conformance completion bash > ~/.local/share/bash-completion/completions/attention-conformance
+  attention-conformance completion zsh > ~/.zfunc/_attention-conformance       # a folder of your fpath
+  attention-conformance completion fish > ~/.config/fish/completions/attention-conformance.fish
+
+Shells complete the command `attention-conformance`, which is the same as `python -m conformance`.
+exit codes: 0 printed, 2 bad arguments
+"""

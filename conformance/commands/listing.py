@@ -19,6 +19,7 @@ from conformance.commands.bound_terms import explain_bounds
 from conformance.commands.case_description import explain_case
 from conformance.contract import Implementation
 from conformance.execution import implementation_registry
+from conformance.name_suggestions import suggest_query
 from conformance.session import project_lookup, run_options
 from conformance.session.failures import CannotJudge
 
@@ -62,7 +63,8 @@ def _select_cases(arguments: argparse.Namespace) -> list[Case]:
         found = dict.fromkeys(case for grid in asked.all_grids for case in grid.cases)
     chosen = [case for case in found if arguments.cases is None or matches_query(arguments.cases, case.id)]
     if not chosen:
-        raise CannotJudge(f"no case of the {level} grid matches {arguments.cases or '*'!r}")
+        closest = suggest_query(arguments.cases or "*", (case.id for case in found))
+        raise CannotJudge(f"no case of the {level} grid matches {arguments.cases or '*'!r}{closest}")
     return chosen
 
 

@@ -28,6 +28,7 @@ import jax
 
 from conformance import interrupts
 from conformance.check_api.rotation import FULL_ROTATION, Rotation
+from conformance.check_api.scopes import ImplementationGrids
 from conformance.checks import CHECKS, CHECKS_BY_NAME, Check
 from conformance.contract import Implementation
 from conformance.execution import implementation_registry
@@ -44,6 +45,7 @@ from conformance.judging.parallel_judging import judge_in_parallel
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.judging.run_plan import Plan
 from conformance.judging.runner import Runner, build_changed_file_records, build_hardware_records
+from conformance.name_suggestions import suggest_name, suggest_query
 from conformance.records import JUDGED, RED, Record, RunInfo
 from conformance.runs import COMPLETE, FAILED, INTERRUPTED, RecordedRun, Run, read_runs
 from conformance.sandbox import kernel_process
@@ -261,7 +263,8 @@ class Session:
             if name not in CHECKS_BY_NAME:
                 if "," in name:
                     raise CannotJudge(f"{name!r} is several names: give {self.options.spell('check')} once for each")
-                raise CannotJudge(f"unknown check {name!r}: known are {', '.join(CHECKS_BY_NAME)}")
+                known = f"known are {', '.join(CHECKS_BY_NAME)}"
+                raise CannotJudge(f"unknown check {name!r}: {known}{suggest_name(name, CHECKS_BY_NAME)}")
         return tuple(check for check in CHECKS if not self.options.checks or check.name in self.options.checks)
 
     def _build_plan(self) -> Plan:
@@ -293,7 +296,14 @@ class Session:
             query = f"{options.spell('cases')}={options.cases!r}"
             if options.problem:
                 return f"no case of {options.problem} matches {query}"
-            return f"no case of the grid matches {query} (see `python -m conformance list cases`)"
+            grids = [
+                ImplementationGrids(one, options.level or "quick", seed)
+                for one in self.implementations
+                for seed in options.seeds or (0,)
+            ]
+            ids = (case.id for one in grids for grid in one.all_grids for case in grid.cases)
+            closest = suggest_query(options.cases, ids)
+            return f"no case of the grid matches {query}{closest} (see `python -m conformance list cases`)"
         return f"no case asks for {', '.join(options.checks) or 'any check'}"
 
     @property
