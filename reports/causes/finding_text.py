@@ -35,6 +35,7 @@ _MAX_MESSAGE = 120
 _SAME_NUMBERS = 0.97  # a bug of this similarity is wrong by the same numbers, except for rounding
 _EXCEPTION = re.compile(r"[A-Z]\w*(:|$)")
 _LIMIT_REASON = re.compile(r"^ratio \S+ exceeds \S+(; rms \S+ exceeds \S+)?$|^rms \S+ exceeds \S+$")
+_QUESTION_WORDS = {"x64": "with jax_enable_x64"}  # names that say too little by themselves
 _SIZE_LETTERS = {
     "batch": "B=",
     "q_length": "T=",
@@ -323,7 +324,8 @@ def _list_questions(finding: Finding) -> list[str]:
     The list is empty if one has no name.
     """
     names = [record.observable.rpartition(".") for record in finding.own]
-    return [] if any(not name[1] for name in names) else list(dict.fromkeys(name[2] for name in names))
+    found = dict.fromkeys(_QUESTION_WORDS.get(name[2], name[2]) for name in names)
+    return [] if any(not name[1] for name in names) else list(found)
 
 
 def _format_where(finding: Finding) -> str:
