@@ -1,4 +1,4 @@
-"""Cases for the checks of accelerator kernels: few, long, each with several features at once.
+"""Build the cases on which TPU and GPU kernels are compiled and interpreted: few, long, with several features each.
 
 Compilers and interpreters of accelerators cost seconds a case. What they find depends on single shapes and features
 more than on combinations. So each shape and feature occurs at least once, if an implementation supports it.
@@ -62,7 +62,8 @@ def _build_compiled_cases() -> tuple[Case, ...]:
     )
 
 
-# Lengths from short to long with every depth and nothing else varied, to show what grows out of proportion.
+# Lengths from short to long with every depth and two masks. Nothing else varies, so that what grows faster than the
+# length is visible.
 _LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 _DEPTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 _LENGTH_SWEEP = tuple(
@@ -72,10 +73,10 @@ _LENGTH_SWEEP = tuple(
     for length in _LENGTHS
 )
 
-# From each line the first supported case is used. The first lines are: gradients with all operands; forward only with a
-# mask that hides whole blocks. Four key blocks of 128 are enough for a sum to go wrong by their order. Two cores can
-# share two query blocks and two heads. There is one batch row, and one key/value head where that is supported: some
-# kernels are mapped over these, and the interpreter has no `vmap`.
+# Each inner tuple is a list of alternatives, of which the first supported case is used. The first list has gradients
+# with all operands. The second is forward only, with a mask that hides whole blocks. Four key blocks of 128 are enough
+# for a sum to go wrong by their order. Two cores can share two query blocks and two heads. There is one batch row, and
+# one key/value head where that is supported: some kernels use `vmap` over these, and the interpreter has no `vmap`.
 _OPERANDS = {"segments": "seg", "soft_cap": 30.0, "sinks": True}
 _INTERPRETED: tuple[tuple[Case, ...], ...] = (
     (
@@ -92,10 +93,11 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
         _build_case((256, 512), (2, 2), (64, 64), "full", phase="prefill", dtype="f32"),
         _build_case((1, 512), (2, 1), (64, 64), "full", phase="decode"),
     ),
-    # Chunks that queries choose: of fewer keys than are computed at a time, and of more, with a last one that is cut.
+    # MoBA masks: chunks of fewer keys than a kernel's block, and chunks of more keys, of which the last is partial.
     (_build_case(120, (2, 1), (64, 48), "moba-24-3", dtype="f32", soft_cap=30.0, sinks=True),),
     (_build_case((200, 500), (2, 2), (64, 64), "moba-150-2-o300"),),
-    # Sequences of a cache are batch rows. Kernels that take lengths have a batch axis of their own.
+    # Four batch rows, one for each sequence of a cache. Kernels that take lengths have a batch axis, so they need no
+    # `vmap`.
     (_build_case((1, 500), (4, 2), (64, 64), "lengths-0-1-500-0", batch=4, phase="decode", dtype="f32", sinks=True),),
 )
 

@@ -1,8 +1,9 @@
 """Assign one of a few alternatives to each case, as evenly as possible on every level of every axis.
 
-Each alternative goes to as many cases as any other, in total and among the cases at each level of each axis. Evenly
-means that all pairs of an alternative and a level occur equally often. The sum of the squares of these counts is made
-small, as in the minimisation of clinical trials (Pocock and Simon, "Sequential treatment assignment with balancing for
+An alternative is, for example, which of several costly tests a check runs on a case. Each alternative goes to as many
+cases as any other, in total and among the cases at each level of each axis (mask, dtype, ...). So all pairs of an
+alternative and a level should occur equally often. To this end the sum of the squares of these counts is made small, as
+in the minimisation of clinical trials (Pocock and Simon, "Sequential treatment assignment with balancing for
 prognostic factors in the controlled clinical trial", Biometrics 31(1), 1975). Unlike patients, cases do not arrive one
 at a time, so alternatives may be exchanged afterwards. Nothing is random: ties go to what comes first.
 """
@@ -33,15 +34,16 @@ def assign(
       levels: for each case, its level on each axis.
       allowed: for each case, the alternatives that it can take; empty if the choice has no meaning for it.
       count: how many alternatives there are.
-      together: cases with the same label take the same alternative, which all of them must be able to take. By default
-        each case takes its own.
-      first: the alternative that goes first. Another one gives another assignment that is equally even.
+      together: a label for each case. Cases with the same label take the same alternative, which all of them must be
+        able to take. By default each case has its own label.
+      first: the alternative that is preferred where several are equally good. Another one gives another assignment that
+        is equally even.
 
     Returns:
       An alternative for each case; None for cases that can take none.
 
     Raises:
-      ValueError: if cases that go together have no alternative in common.
+      ValueError: if cases with the same label have no alternative in common.
     """
     labels = tuple(range(len(levels))) if together is None else tuple(together)
     return _assign(tuple(levels), tuple(allowed), count, labels, first % count)
@@ -55,7 +57,7 @@ def _assign(
     together: tuple[Hashable, ...],
     first: int,
 ) -> tuple[int | None, ...]:
-    """Assign as `assign` does, cached: implementations that support the same features have the same cases."""
+    """Assign as `assign` does. Results are cached: implementations with the same features have the same cases."""
     groups: dict[Hashable, list[int]] = {}
     for case, possible in enumerate(allowed):
         if possible:
@@ -66,7 +68,7 @@ def _assign(
     for group, members in enumerate(groups.values()):
         common = set.intersection(*(set(allowed[case]) for case in members))
         if not common:
-            raise ValueError(f"cases that go together have no alternative in common: {[allowed[c] for c in members]}")
+            raise ValueError(f"cases with one label have no alternative in common: {[allowed[c] for c in members]}")
         can[group, [(alternative - first) % count for alternative in common]] = True
     taken = _find_most_even(_compute_products(levels, list(groups.values())), can)
     found: list[int | None] = [None] * len(levels)
@@ -79,9 +81,10 @@ def _assign(
 def _compute_products(levels: Sequence[tuple[Hashable, ...]], groups: Sequence[Sequence[int]]) -> np.ndarray:
     """Compute what each pair of groups adds to the sum of squares by taking the same alternative, `[G, G]`.
 
-    It is the number of cases of one group at a level times that of the other, summed over all levels of all axes.
-    Sharing an alternative also counts as if the two groups met on every axis, since each group is expensive. The
-    product of their sizes counts more than everything else together, so that cases are spread evenly first.
+    A group is a set of cases that take the same alternative. The main part is the number of cases of one group at a
+    level times that of the other group, summed over all levels of all axes. One more is added for each axis, so that
+    groups are spread evenly, since each group is expensive. The product of the two sizes has a weight larger than
+    everything else together, so that cases are spread evenly first.
     """
     places: dict[tuple[int, Hashable], int] = {}
     for members in groups:
@@ -113,7 +116,7 @@ def _sum_squares(products: np.ndarray, taken: np.ndarray) -> int:
 
 
 def _assign_greedily(products: np.ndarray, can: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Assign groups one by one to what keeps the counts most even, those with fewest alternatives first."""
+    """Assign each group the alternative that keeps the counts most even; groups with fewest alternatives come first."""
     taken = np.full(len(can), -1)
     for group in sorted(order, key=lambda group: int(can[group].sum())):
         possible = np.flatnonzero(can[group])
@@ -122,7 +125,7 @@ def _assign_greedily(products: np.ndarray, can: np.ndarray, order: np.ndarray) -
 
 
 def _improve_assignment(products: np.ndarray, can: np.ndarray, taken: np.ndarray) -> np.ndarray:
-    """Change one group's alternative, or exchange two groups', as long as that helps; the best change first."""
+    """Change one group's alternative, or exchange those of two groups, while that helps; take the best change first."""
     alternatives = np.arange(can.shape[1])
     alone = np.diagonal(products)
     apart = alone[:, None] + alone - 2 * products

@@ -1,11 +1,11 @@
-"""A case: one attention problem, named by a readable id that parses back to it.
+"""Define a case: one attention problem, named by a readable id that parses back to it.
 
     train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
 
 The parts are: phase, dtype, shape, mask; then the optional operands that the case has, in the order of
-`cases.operand_registry.OPTIONAL`; then storage (`cases.storage_forms`) and front end (`cases.front_ends`)
-if it has any; then the value distribution and the seed. Ids use letters, digits and `. / _ -` only, so that a shell and
-pytest's `-k` take them unquoted.
+`cases.operand_registry.OPTIONAL`; then the storage form (`cases.storage_forms`) and the front end (`cases.front_ends`)
+if the case has them; then the value distribution and the seed. Ids use letters, digits and `. / _ -` only, so that a
+shell and pytest's `-k` take them unquoted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SEED = re.compile(r"s(\d+)")
 
 
 class CaseIdError(ValueError):
-    """A string is no case id. The message names the wrong part and says what would be right."""
+    """Raised for a string that is not a case id. The message names the wrong part and says what would be right."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,14 +94,14 @@ class Case:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The steps of the front end, in order."""
+        """The steps of the front end (norms, rotary positions, scales), in order; empty without a front end."""
         return (
             () if self.front_end is None else front_ends.parse_front_end(self.front_end, self.head_dim, self.v_head_dim)
         )
 
     @property
     def stored(self) -> StorageSpec | None:
-        """The storage of the operands; None if they are dense."""
+        """The parsed storage form of the operands, such as pages; None if the operands are dense."""
         if self.storage is None:
             return None
         spec = form_registry.parse_storage(self.storage, self.batch, self.q_length)
@@ -114,7 +114,7 @@ class Case:
 
     @functools.cached_property
     def q_lengths(self) -> tuple[int, ...]:
-        """The number of queries of each sequence: all `T`, unless the storage says less."""
+        """The number of queries of each sequence: `T`, or fewer where the storage form gives each its own number."""
         return (
             (self.q_length,) * self.batch
             if (spec := self.stored) is None
@@ -123,7 +123,7 @@ class Case:
 
     @functools.cached_property
     def kv_lengths(self) -> tuple[int, ...]:
-        """The number of keys of each sequence: the mask's lengths, or all `S`."""
+        """The number of keys of each sequence: the lengths of the mask if it has lengths, otherwise `S`."""
         mask = mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
         return find_kv_lengths(mask, self.batch, self.kv_length)
 
@@ -149,7 +149,7 @@ class Case:
 
     @property
     def program(self) -> str:
-        """The id without the distribution. Cases that share it differ in values alone, and share compiled programs."""
+        """The id without the distribution. Cases with equal ones differ only in values, and share compiled programs."""
         *parts, _, seed = self.id.split("/")
         return "/".join([*parts, seed])
 
@@ -164,7 +164,7 @@ class Case:
             found.append("mha")
         else:
             found.append("mqa" if self.num_kv_heads == 1 else "gqa")
-        # A form that leaves queries and keys in place has the masks of dense operands.
+        # A storage form that leaves queries and keys in place takes the same masks as dense operands.
         spec = self.stored
         is_dense = spec is None or form_registry.FORMS[spec.form].is_dense
         found += mask_spec.list_mask_features(self.mask) if is_dense else self._list_sides()
@@ -181,7 +181,10 @@ class Case:
         return tuple(found)
 
     def _list_sides(self) -> tuple[str, ...]:
-        """Return the features of the sides of the mask: each stored sequence has its own length anyway."""
+        """Return the mask features of a case with stored operands, without those of key lengths.
+
+        Each stored sequence has a length of its own anyway. So only the window around a query's position counts.
+        """
         mask = mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
         seen = find_sides(mask, self.q_length, self.kv_length)
         if seen is None:
@@ -223,10 +226,10 @@ OPT_IN = (
     | KV_FEATURES
     | set(form_registry.FORMS)
 )
-"""Features that an implementation has only by declaring them: they need an algorithm of their own."""
+"""Features that an implementation supports only if it declares them: they need an algorithm of their own."""
 
 
-_LONGEST = 4000  # characters of an id; Python reads no number of more than 4,300 digits
+_LONGEST = 4000  # most characters of an id; Python refuses to parse integers of more than 4,300 digits
 
 
 def parse_case_id(text: str) -> Case:
@@ -290,7 +293,7 @@ def _parse_option(option: str, text: str) -> tuple[str, Any]:
 def matches_query(query: str, case_id: str) -> bool:
     """Return whether `case_id` matches `query`.
 
-    A query is a prefix of whole parts, with `*` for any run of characters: `train/bf16`, `train/*/causal`,
+    A query is the first parts of a case id, with `*` for any run of characters: `train/bf16`, `train/*/causal`,
     `*/softcap*`. Trailing parts may be left out.
     """
     pattern = query.strip().rstrip("/")

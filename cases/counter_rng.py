@@ -18,7 +18,7 @@ _DRAWS = 8  # 16-bit uniforms that are added for one normal value
 
 
 def _draw_raw(seed: int, stream: str, count: int) -> np.ndarray:
-    """Draw `count` 64-bit words; `stream` names an independent stream of the seed."""
+    """Draw `count` random 64-bit words; `stream` names one of the independent streams of the seed."""
     key = np.array([seed, zlib.crc32(stream.encode())], np.uint64)
     return np.random.Philox(key=key).random_raw(count)
 

@@ -5,8 +5,9 @@ seeded with a combination that is still missing. Every other axis then gets the 
 missing. It is deterministic: ties go to the lowest level index. Coverage is counted from the finished rows, never
 assumed.
 
-One axis may be cheap: rows that differ in it alone share their expensive part. Then the number of rows that differ in
-another axis is what counts. Rows are therefore built without the cheap axis first, and get its levels afterwards.
+One axis may be cheap: rows that differ only on this axis share their expensive part, such as a compiled program. The
+cost is then the number of rows that differ on another axis. So rows are first built without the cheap axis, and get its
+levels afterwards. `cases.grid` turns rows into cases.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ Partial = tuple[int | None, ...]
 Tuple = tuple[tuple[int, int], ...]
 """A combination: `(axis, level)` pairs in the order of the axes."""
 Feasible = Callable[[Partial], bool]
-"""False if the assigned axes already break a constraint."""
+"""A function that returns False if the assigned axes of an incomplete row already break a constraint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """Counts of the feasible combinations, and of those that some row contains."""
+    """The number of feasible combinations of `strength` levels, and how many of these some row contains."""
 
     strength: int
     feasible: int
@@ -49,11 +50,11 @@ def build_rows(
       sizes: the number of levels of each axis.
       strength: how many axes a combination has.
       feasible: the constraints.
-      start: rows that exist already.
-      cheap: an axis in which rows should differ rather than in another one.
+      start: rows that exist already; they are part of the result.
+      cheap: index of the cheap axis. Rows preferably differ on it, rather than on another axis.
 
     Returns:
-      The rows, those of `start` among them. Rows that differ in the cheap axis alone stand together.
+      The rows, with those of `start`. Rows that differ only on the cheap axis stand together.
     """
     missing = dict.fromkeys(list_combinations(sizes, strength, feasible))
     rows = list(start)
@@ -75,7 +76,10 @@ def build_rows(
 def _build_bases(
     sizes: Sequence[int], strength: int, feasible: Feasible, start: Sequence[Row], cheap: int
 ) -> list[Partial]:
-    """Build rows with the cheap axis open that cover all that can be covered without it; includes `start`."""
+    """Build rows that cover all combinations of the other axes, with the cheap axis left open.
+
+    The rows of `start` are among them, with their cheap axis open.
+    """
 
     def insert_open_axis(partial: Partial) -> Partial:
         """Insert the open cheap axis into a row of the other axes."""
@@ -102,7 +106,7 @@ def _add_cheap_levels(
     feasible: Feasible,
     cheap: int,
 ) -> list[Row]:
-    """Complete each base with at least one level of the cheap axis, and with more where they cover something new."""
+    """Complete each base with at least one level of the cheap axis, and with more levels that cover something new."""
 
     def count_gain(row: Row) -> int:
         """Count the missing combinations that the row covers."""
@@ -123,7 +127,7 @@ def _add_cheap_levels(
         if base not in begun:
             take(max(possible, key=count_gain))
         choices += possible
-    # Gains only fall. So a row that had the best gain, and still has it, is the best.
+    # The gain of a row never grows. So if the first row of the queue still has the gain it was queued with, it is best.
     queue = [(-count_gain(row), row) for row in choices]
     heapq.heapify(queue)
     while queue and missing:
@@ -137,7 +141,7 @@ def _add_cheap_levels(
 
 
 def _group_rows(rows: Sequence[Row], cheap: int) -> list[Row]:
-    """Reorder rows so that those that differ in the cheap axis alone stand together."""
+    """Reorder rows so that rows that differ only on the cheap axis stand together."""
     groups: dict[Partial, list[Row]] = {}
     for row in rows:
         groups.setdefault(_set_level(row, cheap, None), []).append(row)
@@ -158,7 +162,8 @@ def list_combinations(sizes: Sequence[int], strength: int, feasible: Feasible) -
 def count_coverage(rows: Iterable[Row], sizes: Sequence[int], strength: int, feasible: Feasible) -> Coverage:
     """Count the feasible combinations that `rows` contain.
 
-    A combination that no full row can contain is not feasible: its levels exclude each other through a third axis.
+    A combination counts as feasible only if some complete row contains it. Its levels may be allowed together and yet
+    leave no level allowed for another axis.
     """
     present = {found for row in rows for found in _iter_combinations(row, strength)}
     wanted = list_combinations(sizes, strength, feasible)
@@ -167,12 +172,13 @@ def count_coverage(rows: Iterable[Row], sizes: Sequence[int], strength: int, fea
 
 
 def _assign_levels(combination: Tuple, axes: int) -> Partial:
-    """Return the row that has the levels of a combination and is open otherwise."""
+    """Return the incomplete row that has the levels of a combination, with all other axes open."""
     assigned = dict(combination)
     return tuple(assigned.get(a) for a in range(axes))
 
 
 def _iter_combinations(row: Row, strength: int) -> Iterable[Tuple]:
+    """Iterate over the combinations of `strength` levels that a row contains."""
     return itertools.combinations(tuple(enumerate(row)), strength)
 
 
@@ -188,7 +194,7 @@ def _set_level(row: Partial, axis: int, level: int | None) -> Partial:
 
 
 def _drop_open_axes(row: Partial) -> Row:
-    """Return the assigned levels of a row."""
+    """Return the levels of a row without those of open axes (None)."""
     return tuple(level for level in row if level is not None)
 
 

@@ -1,4 +1,7 @@
-"""Models: the axes along which the cases of a covering array vary, and which levels exclude each other."""
+"""Define the type of a model: the axes along which the cases of a covering array vary, and which levels go together.
+
+The models are in `cases.feature_model`, `cases.size_model`, `cases.operand_model` and `cases.storage_forms`.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,41 @@ from cases.case import Case
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """A level of an axis of lengths."""
+    """A level of the axis of lengths.
+
+    Attributes:
+      phase: `train`, `prefill` or `decode`.
+      q: number of queries.
+      kv: number of keys.
+      may_swap: whether q and kv are exchanged in some cases.
+      instead_of: if given, this level is a stand-in: it is tested only on implementations that do not support
+        `instead_of`.
+    """
 
     phase: str
     q: int
     kv: int
-    may_swap: bool = False  # whether q and kv are exchanged in some cases
-    instead_of: Lengths | None = None  # the level that it replaces for implementations that do not support that one
+    may_swap: bool = False
+    instead_of: Lengths | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A name and its levels, the plainest first."""
+    """An axis along which cases vary.
+
+    Attributes:
+      name: name of the axis, such as `mask`.
+      levels: the values that cases have on the axis, the plainest first.
+      rich: the level in the rich case, which has every supported operand; None if the rich case has the base's level.
+      rare: whether the covering array leaves the axis out if only its first level is supported.
+      cheap: whether cases that differ only on this axis share compiled programs.
+    """
 
     name: str
     levels: tuple[Any, ...]
-    rich: Any = None  # the level in the case that has every supported operand
-    rare: bool = False  # whether grids leave it out where only its first level is supported
-    cheap: bool = False  # whether cases that differ in it alone share compiled programs
+    rich: Any = None
+    rare: bool = False
+    cheap: bool = False
 
     def list_stand_ins(self) -> list[tuple[int, int]]:
         """List the stand-ins as index pairs `(level, the level that it replaces)`.
@@ -42,13 +62,13 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """Axes with levels, to be covered by an array. There are few models, and each is equal only to itself.
+    """Axes with levels, which a covering array combines. There are few models, and each is equal only to itself.
 
     Attributes:
       axes: the axes, exactly one of them cheap.
       compatible: returns False if the levels given so far, by axis name, cannot stand in one case.
       assemble: builds the case from one level of every axis and a seed.
-      strongest: the largest number of levels that are covered together, at any level of the grid.
+      strongest: the largest number of levels whose combinations are all covered, even at `standard` and `deep`.
     """
 
     axes: tuple[Axis, ...]
@@ -67,5 +87,5 @@ class Model:
         return tuple(len(axis.levels) for axis in self.axes)
 
     def levels(self, row: tuple[int | None, ...]) -> dict[str, Any]:
-        """Return the assigned levels of a row, by axis name."""
+        """Return the values of a row's level indices, by axis name, without axes that are still open (None)."""
         return {self.names[a]: self.axes[a].levels[level] for a, level in enumerate(row) if level is not None}

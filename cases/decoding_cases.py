@@ -1,8 +1,8 @@
-"""Cases of a sequence that is computed piece by piece: chunks of a prompt, then single tokens.
+"""Build the cases of the check `decoding`: a sequence computed piece by piece, as chunks of a prompt, then as tokens.
 
 The cache has the length of the whole sequence from the start, and each piece fills more of it. The last key is never
 filled, so that the end of the cache is not the end of the sequence. Some operands depend on how far a key is from the
-end of the cache: with these, a piece gets the filled part alone.
+end of the cache. With these operands, a piece gets only the filled part of the cache.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from cases.operand_values import Problem
 
 LENGTH = 40
 PIECES = ((0, 18), (18, 36), (36, 37), (38, 39))
-"""The first query of each piece and one past the last. Positions in no piece count as filled by an earlier call."""
+"""`(start, stop)` of each piece: its first query and one past its last. Other positions count as filled before."""
 
-# Masks that say which keys a token sees before there are later tokens: a formula of its position; chunks, one of which
-# ends where the first token is decoded; packed sequences; rows of an array; a selection made at run time; spans of a
-# prompt, each within one piece; the chunks that a token's gates choose. Then the cases that operands ask for.
+# The fields of each case. First come masks that determine which keys a token sees without knowing later tokens. In this
+# order: formulas of the position; chunks, one of which ends where the first token is decoded; packed sequences; rows of
+# an array; a selection made at run time; spans of a prompt, each within one piece; chunks that a token's gates choose.
+# Then come the cases that optional operands add.
 _DECODING_FIELDS: tuple[Mapping[str, Any], ...] = (
     {"mask": "causal"},
     {"mask": "window-l9-r0"},
@@ -41,10 +42,10 @@ _HEADS = ((4, 2), (2, 2))
 
 
 def cut_case(case: Case, start: int, stop: int) -> Case:
-    """Return the case of the queries `start` to `stop - 1` alone, at their positions.
+    """Return the case that has only the queries `start` to `stop - 1`, at their positions.
 
-    The mask is shifted to these positions. A case id does not hold the values of an array mask: `cut_problem` selects
-    its rows.
+    The mask is shifted to these positions. A case id cannot name the rows of an array mask, so `cut_problem` selects
+    them.
     """
     placed = any(getattr(case, operand.field) != operand.absent for operand in OPTIONAL if operand.is_positional)
     return dataclasses.replace(
@@ -57,10 +58,10 @@ def cut_case(case: Case, start: int, stop: int) -> Case:
 
 
 def cut_problem(whole: Problem, start: int, stop: int, *, stale: float) -> Problem:
-    """Return the queries `start` to `stop - 1` of `whole`, over a cache that is filled up to the last of them.
+    """Return the problem of the queries `start` to `stop - 1` of `whole`, over a cache filled up to key `stop - 1`.
 
     Args:
-      whole: all queries, of which each sees no key behind its piece.
+      whole: the problem of all queries. No query may attend to a key after its own piece.
       start: the first query.
       stop: one past the last query.
       stale: the value of unfilled cache entries after the last key. Integer caches get their largest integer instead.
@@ -68,7 +69,7 @@ def cut_problem(whole: Problem, start: int, stop: int, *, stale: float) -> Probl
     cut = whole.map_along("T", lambda x, axis: x.take(range(start, stop), axis))
     mask = whole.mask.select_queries(start, stop, (whole.q.shape[1], whole.k.shape[1]))
     if whole.is_positional:
-        # Operands that count from the end of the cache get the filled part alone.
+        # Operands that count from the end of the cache get only its filled part.
         cut = cut.map_along("S", lambda x, axis: x.take(range(stop), axis))
         return dataclasses.replace(cut, mask=mask)
     cut = cut.map_along("S", lambda x, axis: _fill_behind(x, axis, stop, stale))
@@ -104,7 +105,7 @@ def _find_supported(fields: Mapping[str, Any], seed: int, supports: Supports) ->
 
 
 def _fill_behind(x: np.ndarray, axis: int, stop: int, stale: float) -> np.ndarray:
-    """Return `x` with `stale` behind key `stop - 1`, or its largest number if it holds integers."""
+    """Return `x` with `stale` in all entries after key `stop - 1`; integer arrays get their largest integer instead."""
     kept = x.copy()
     behind = np.moveaxis(kept, axis, 0)[stop:]
     behind[...] = np.iinfo(x.dtype).max if np.issubdtype(x.dtype, np.integer) else stale

@@ -1,4 +1,7 @@
-"""Shape queries and keys: logits at chosen levels, heavy tails, and keys that win most rows."""
+"""Shape drawn queries and keys for some value distributions: logits at chosen levels, heavy tails, dominant keys.
+
+`cases.operand_values` draws the values and calls these functions.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ _HUGE_LOGIT = 6.6e4
 def lift_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Lift the logits of every query to one of `_LEVELS`; heads of a group get different levels too.
 
-    Some queries are zero, and some keys are copies of others. As in `huge`, one coordinate lifts all logits of a query
-    without changing their differences. For one query in four, a second coordinate lifts the second half of the keys by
-    more than exp can represent.
+    Some queries are zero, and some keys are copies of others. As in the distribution `huge`, one coordinate lifts all
+    logits of a query without changing their differences. For one query in four, a second coordinate lifts the logits of
+    the second half of the keys so far that `exp` of the difference overflows.
     """
     heads = np.arange(case.num_q_heads)
     level = np.take(_LEVELS, np.arange(case.q_length)[:, None] + heads, mode="wrap")  # [T, N]
@@ -51,9 +54,9 @@ def make_heavy_tailed(case: Case, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def add_dominant_keys(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
-    """Make a few keys win most rows.
+    """Make three keys dominate most rows: they get most of the softmax's weight.
 
-    The strongest is last, so that a running maximum keeps rising.
+    The strongest key is last, so that a running maximum keeps rising.
     """
     direction = draw_integers(case.seed, "direction", (case.head_dim,), 2) * 2.0 - 1.0
     q += direction

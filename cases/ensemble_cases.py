@@ -1,13 +1,13 @@
-"""Cases of the ensemble check: plain and long, so that errors of one sign add up."""
+"""Build the cases of the check `ensemble`: plain and long, so that errors of one sign add up."""
 
 from __future__ import annotations
 
 from cases.case import Case
 from cases.grid import Supports
 
-# (T, S, N, K, mask); the first supported one is used. Eight blocks of 64 keys, and a group of eight query heads, show a
-# sum that is rounded at every step. Without a mask the softmax is flat, and all terms of a sum have similar size. The
-# later ones suit implementations that need more key/value heads, T = S, or a causal mask.
+# (T, S, N, K, mask). The first supported line is used. Eight blocks of 64 keys, and a group of eight query heads, show
+# whether a sum is rounded at every step. Without a mask the softmax is flat, and all terms of a sum have similar size.
+# The later lines suit implementations that need more key/value heads, T = S, or a causal mask.
 _SIZES = (
     (128, 512, 8, 1, "full"),
     (128, 512, 8, 2, "full"),
@@ -29,7 +29,7 @@ _OTHER_PATHS = (
 
 
 def select_ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """Select the plain cases, and in bf16 one with a window, one of decoding and one with many queries.
+    """Select the plain cases and three more in bf16: one with a window, one of decoding and one with many queries.
 
     Unsupported cases are left out.
     """
@@ -40,7 +40,7 @@ def select_ensemble_cases(seed: int, supports: Supports = lambda case: None) -> 
 def select_plain_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
     """Select one case in bf16 and one in f16, with gradients where those are supported.
 
-    Head depth 64 makes the scale a power of two, so an implementation that rounds `q * scale` loses nothing by it.
+    Head depth 64 makes the scale a power of two, so rounding `q * scale` causes no error.
     """
     found = []
     for dtype in ("bf16", "f16"):

@@ -1,7 +1,7 @@
-"""The model of features: every mask, operand and distribution of values, at a few lengths and head counts.
+"""Define the model of features: every mask, operand and distribution of values, at a few lengths and head counts.
 
-A level is a set of `Case` fields. A mask level is a function that writes the mask spec once the lengths are known.
-`cases.size_model` is the other model.
+`cases.grid` builds the covering array of `MODEL`. A level sets one or more fields of `Case`. A mask level is a function
+that writes the mask spec once the lengths are known. `cases.size_model` has the other sizes.
 """
 
 from __future__ import annotations
@@ -23,55 +23,55 @@ def _format_offset(value: int) -> str:
 
 
 def _format_causal_end(q: int, kv: int, batch: int) -> str:
-    """Return a causal mask that aligns the last query with the last key."""
-    # At equal lengths the aligned offset is 0, which is plain causal; 3 differs from it.
+    """Return the spec of a causal mask that aligns the last query with the last key."""
+    # At equal lengths the offset would be 0, which is the plain causal mask. The offset 3 gives another mask.
     return f"causal{_format_offset(kv - q if kv != q else 3)}"
 
 
 def _format_window(q: int, kv: int, batch: int) -> str:
-    """Return a window that reaches backwards."""
+    """Return the spec of a window that reaches backwards from the query."""
     if q > kv:
-        return f"window-l{kv + 8}-r0"  # it reaches back further than there are keys
+        return f"window-l{kv + 8}-r0"  # the window is longer than the keys
     return f"window-l{max(1, kv // 4) - 1}-r0{_format_offset(kv - q)}"
 
 
 def _format_two_sided_window(q: int, kv: int, batch: int) -> str:
-    """Return a window that reaches both ways."""
+    """Return the spec of a window that reaches both ways from the query."""
     return "window-linf-r5" if q > kv else f"window-l17-r5{_format_offset(kv - q)}"
 
 
 def _format_chunked(q: int, kv: int, batch: int) -> str:
-    """Return a chunked mask with three chunks."""
+    """Return the spec of a chunked mask with three chunks."""
     return f"chunked-{kv // 3 + 1}{_format_offset(max(0, kv - q))}"
 
 
 def _format_spans(q: int, kv: int, batch: int) -> str:
-    """Return two spans."""
+    """Return the spec of a causal mask with two bidirectional spans."""
     size = min(q, kv)
     return f"causal_or_spans-{size // 8}-{size // 3}-{size // 2}-{size - 3}"
 
 
 def _format_lengths(q: int, kv: int, batch: int) -> str:
-    """Return key lengths, with zero for one row of three."""
+    """Return the spec of key lengths, one for each batch row; of three rows, one has no key."""
     chosen = {1: (2 * kv // 3,), 2: (kv // 2 + 1, kv), 3: (0, kv // 3 + 1, kv)}[batch]
     causal = "causal_and_" if q == kv else ""
     return causal + "-".join(("lengths", *map(str, chosen)))
 
 
 def _make_moba_formatter(pieces: int, topk: int) -> Callable[[int, int, int], str]:
-    """Make the formatter of a mask whose chunks cut the keys into about `pieces`, the last one shorter."""
+    """Make the formatter of a MoBA mask with about `pieces` chunks of keys, of which the last is shorter."""
     return lambda q, kv, batch: f"moba-{kv // pieces + 1}-{topk}{_format_offset(kv - q)}"
 
 
 def _format_edge_lengths(q: int, kv: int, batch: int) -> str:
-    """Return key lengths at and beside the end of a block."""
-    # One key, and around the end of a block of any power of two up to 128.
+    """Return the spec of key lengths at and beside the end of a block."""
+    # One key, and lengths around 128, where a block of any power of two up to 128 ends.
     return "-".join(("lengths", *map(str, {1: (1,), 2: (127, 129), 3: (128, 0, 1)}[batch])))
 
 
 _MaskFormatter = Callable[[int, int, int], str]
 
-# The levels by kind of mask. Kinds that are not listed have one level, their example.
+# The mask levels of each kind of mask. A kind that is not listed has one level, its example.
 _FORMATTERS: dict[str, dict[str, _MaskFormatter]] = {
     "causal": {"causal": lambda q, kv, batch: "causal", "causal_end": _format_causal_end},
     "window": {"window": _format_window, "window_both": _format_two_sided_window},
@@ -80,12 +80,13 @@ _FORMATTERS: dict[str, dict[str, _MaskFormatter]] = {
     "lengths": {"lengths": _format_lengths},
     "moba": {
         "moba": _make_moba_formatter(5, 3),
-        # Many chunks of 12 keys: with three distinct keys they are all the same, and gates tie.
+        # Many chunks of 12 keys. The distribution `ties` has three distinct keys in turn, so all whole chunks are equal
+        # and their gates tie.
         "moba_fine": lambda q, kv, batch: f"moba-12-4{_format_offset(kv - q)}",
         "moba_one": _make_moba_formatter(3, 1),
         "moba_all": _make_moba_formatter(4, 99),
     },
-    "own": {},  # it has an axis of its own
+    "own": {},  # the axis `own_window` has its levels
 }
 
 
@@ -106,7 +107,7 @@ _THREE = Lengths("train", 384, 384, instead_of=_ODD)
 
 
 def _build_operand_axis(name: str) -> Axis:
-    """Build the axis of an optional operand from what the registry says of it."""
+    """Build the axis of an optional operand from its entry in the registry."""
     operand = next(operand for operand in OPTIONAL if operand.name == name)
     levels = (operand.absent, *operand.grid_levels)
     return Axis(operand.field, levels, rich=operand.rich_level, rare=operand.is_rare)
@@ -122,10 +123,11 @@ AXES: tuple[Axis, ...] = (
             Lengths("train", 1, 72),
             _PREFILL,
             _DECODE,
-            # The most expensive levels are last: a case that may have any level gets an early one.
+            # The most expensive levels are last, since a case for which any level will do gets an early one.
             _ODD,
             Lengths("train", 40, 1500, may_swap=True),
-            # Equal and no multiple of a block, for kernels that take lengths below their block or multiples of it.
+            # Equal lengths that no usual block divides, for kernels that take only lengths below their block or
+            # multiples of it.
             Lengths("train", 100, 100, instead_of=_ODD),
             # Three and more whole blocks, for kernels that take multiples of 128, of 256 or of 512.
             _THREE,
@@ -144,7 +146,7 @@ AXES: tuple[Axis, ...] = (
         ("normal", "large", "small", "heavy", "dominant", "cancel", "ties", "knee", "huge"),
         cheap=True,
     ),
-    # (batch, query heads, key/value heads): B == K in one of them on purpose, and all sizes distinct in another.
+    # (batch, query heads, key/value heads). One level has B == K on purpose, and another has three distinct sizes.
     Axis("heads", ((1, 2, 2), (2, 4, 2), (1, 6, 2), (3, 2, 1), (1, 2, 1)), rich=(2, 4, 2)),
     Axis("depths", ((64, 64), (32, 32), (16, 48), (72, 40), (128, 128)), rich=(16, 48)),
     _build_operand_axis("bias"),
@@ -154,7 +156,7 @@ AXES: tuple[Axis, ...] = (
     _build_operand_axis("sinks"),
     _build_operand_axis("scale"),
     _build_operand_axis("kv_scales"),
-    # How many earlier keys of its own sequence a token sees: all, within a block, more than one block.
+    # How many earlier keys of its own sequence a token sees: no such mask, all keys, less than a block, more than one.
     Axis("own_window", (None, "inf", 6, 70), rare=True),
     _build_operand_axis("alibi_slopes"),
     _build_operand_axis("score_mod"),
@@ -167,20 +169,20 @@ NAMES = tuple(axis.name for axis in AXES)
 _MANY_PAIRS = 50_000
 _FEW_HEADS = ((1, 2, 2), (1, 2, 1))
 
-# Where `may_swap` is set, these masks get more queries than keys, and the others fewer. Where heads share keys it is
-# the other way round.
+# At lengths with `may_swap`, these masks get more queries than keys, and other masks get fewer. If query heads share
+# key/value heads, it is the other way round.
 _MORE_QUERIES = ("full", "causal", "window_both", "balanced", "dense", "densebatch")
 
 
 def are_compatible(levels: Mapping[str, Any]) -> bool:
-    """Return False if the levels given so far, by axis name, cannot stand in one case."""
+    """Return False if the levels given so far, by axis name, cannot occur in one case."""
     lengths = _order_lengths(levels)
     if lengths is not None and lengths.q == 1 and levels.get("mask") in ("causal", "spans", "balanced"):
         return False  # with one query causal leaves one key, spans cannot be cut, and balanced has no chunks
     if lengths is not None and lengths.phase != "decode" and levels.get("mask") == "lengths_edges":
-        return False  # other lengths test what kernels for whole sequences do at the end of a block
+        return False  # in other phases, the axis of lengths already tests what kernels do at the end of a block
     if lengths is not None and lengths.q % 4 and levels.get("mask") == "balanced":
-        return False  # four chunks of one size
+        return False  # the mask cuts the queries into four chunks of the same size
     heads = levels.get("heads")
     if lengths is not None and lengths.q * lengths.kv > _MANY_PAIRS and heads not in (None, *_FEW_HEADS):
         return False
@@ -193,13 +195,13 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
         return False  # a cache is read, not differentiated
     if levels.get("own_window") is not None:
         if levels.get("mask", "lengths") not in ("lengths", "lengths_edges"):
-            return False  # it is a window within each of those lengths
+            return False  # the window lies within the key length of each row
         if lengths is not None and lengths.phase == "train":
             return False
     if levels.get("score") == CAPPING and levels.get("soft_cap") is not None:
         return False  # a case has one cap
     if levels.get("score") == CAPPING and levels.get("distribution") in ("knee", "huge"):
-        return False  # these logits are made for the knee of another cap, or would be flattened by this one
+        return False  # logits of `knee` are made for another cap, and those of `huge` would be flattened by this one
     if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
         return False
     if levels.get("distribution") == "huge":
@@ -211,14 +213,17 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
 
 
 def _order_lengths(levels: Mapping[str, Any]) -> Lengths | None:
-    """Exchange q and kv where the mask and the heads say so; keep them while either is open."""
+    """Return the lengths, with q and kv exchanged if `_MORE_QUERIES` asks for it.
+
+    While the mask or the heads are not chosen yet, the lengths stay as they are.
+    """
     lengths: Lengths | None = levels.get("lengths")
     mask, heads = levels.get("mask"), levels.get("heads")
     if lengths is None or not lengths.may_swap or mask is None or heads is None or _is_moba(levels):
         return lengths
     _, num_q_heads, num_kv_heads = heads
-    # Half of the masks have one order and the rest the other, reversed where heads share keys. So both orders occur in
-    # every grid, and with every mask in a grid that covers triples.
+    # Half of the masks have one order of lengths and the rest the other order, reversed where heads share keys. So both
+    # orders occur at every level of the grid, and with every mask if triples are covered.
     if (mask in _MORE_QUERIES) == (num_q_heads > num_kv_heads):
         return lengths
     return dataclasses.replace(lengths, q=lengths.kv, kv=lengths.q)

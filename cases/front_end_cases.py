@@ -1,4 +1,7 @@
-"""Cases whose operands come from a model's front end. They are few, since each compiles a program of its own."""
+"""Build the cases of the check `front_end`, whose operands come from a model's norms, rotary positions and scales.
+
+They are few, since each compiles a program of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,9 @@ from typing import Any
 from cases.case import Case
 from cases.grid import Supports
 
-# Together the first two have every step. The first occurs in models that normalise queries and keys. The second occurs
-# in models with interleaved rotary, a norm after it, and one projection for k and v. The others occur in no model. They
-# repeat the steps, so that a bug in one step shows in two cases. They have one norm each, since a second norm would
-# hide a bug of the first.
+# The first front end occurs in models that normalise queries and keys. The second occurs in models with interleaved
+# rotary, a norm after it, and one projection for k and v. The other two occur in no model. They repeat the steps, so
+# that a bug in one step shows in two cases. Each has one norm, since a second norm would hide a bug of the first.
 _QUICK = (
     "rms-half-temperature",
     "interleaved-l2-prescale-shared",
@@ -27,8 +29,8 @@ _MORE = (
     "temperature-l2-partial",
     "decoupled",
 )
-# (B, T, S, N, K, H, mask); the first supported one is used. In the first one positions do not start at zero. The others
-# suit implementations that support less.
+# (B, T, S, N, K, H, mask). The first supported line is used. In the first line, query positions do not start at zero.
+# The other lines suit implementations that support less.
 _SIZES = (
     (2, 40, 72, 4, 2, 32, "causal-o32"),
     (1, 64, 64, 4, 2, 64, "causal"),
@@ -44,7 +46,7 @@ _THIRDS = ((2, 40, 72, 4, 2, 48, "causal-o32"), (1, 64, 64, 4, 2, 96, "causal"),
 def select_front_end_cases(level: str, seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
     """Select the cases at `level`, with gradients.
 
-    `quick` has four. From `standard` on there is one for each step, and the four are tested in bf16 too.
+    `quick` has four cases. From `standard` on there are eight more front ends, and the four are tested in bf16 too.
     """
     wanted = [(steps, "f32") for steps in _QUICK]
     if level != "quick":

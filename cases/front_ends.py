@@ -1,23 +1,24 @@
-"""A model's front end: what it does to raw projections before attention, named in a case's id.
+"""Apply a model's front end, which is what it does to raw projections before attention, as a case id names it.
 
     train/f32/B2.T40.S72.N4.K2.H32.V32/causal-o32/front-rms-half-temperature/normal/s0
 
-Steps are joined by `-` and applied to q and to k in that order; `prescale` and `temperature` are for q alone.
+Steps are joined by `-` and applied in that order to q and to k, except `prescale` and `temperature`, which apply to q
+only.
 
     rms          x / sqrt(mean(x^2) + 1e-6) * w, one learned w [H] for q and one for k (arXiv:1910.07467)
     l2           the same without weights
-    half         rotary (arXiv:2104.09864), dimension d turns with d + H/2
-    interleaved  rotary, dimension 2d turns with 2d + 1
-    partial      rotary of the first half of the dimensions, in halves
-    decoupled    rotary in halves of the last third of the dimensions; of keys that third is the first head's, for all
-                 heads (multi-head latent attention, arXiv:2405.04434)
-    sections     rotary in halves, of three position streams: a quarter of the pairs turns by the first, the rest by the
-                 other two in equal parts (multi-section rotary, arXiv:2409.12191)
+    half         rotary (arXiv:2104.09864), dimension d rotates with d + H/2
+    interleaved  rotary, dimension 2d rotates with 2d + 1
+    partial      `half`, applied to the first half of the dimensions
+    decoupled    `half`, applied to the last third of the dimensions; all heads of k share this third, which is that of
+                 the first head (multi-head latent attention, arXiv:2405.04434)
+    sections     `half`, with three position streams: a quarter of the pairs rotates by the first, the rest by the other
+                 two in equal parts (multi-section rotary, arXiv:2409.12191)
     prescale     q * 1.5, a model's own factor before attention
     temperature  q * (1 + log(1 + floor((position + 1) / 16)) / 2), as long-context models scale by position
     shared       v is the raw projection of k
 
-Queries are the last `T` of `max(T, S)` positions, so that the last query and the last key are at the same one.
+Queries stand at the last `T` of `max(T, S)` positions, so that the last query and the last key have the same position.
 """
 
 from __future__ import annotations
@@ -38,30 +39,39 @@ TEMPERATURE_FLOOR, TEMPERATURE_SCALE = 16, 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """Dimension `first[p]` rotates with `second[p]`, by the position in stream `streams[p]` times `frequency[p]`."""
+    """The pairs of dimensions that a rotary step rotates. The arrays have one entry for each pair, `[P]`.
 
-    first: np.ndarray  # [P]
-    second: np.ndarray  # [P]
-    streams: np.ndarray  # [P]
-    frequency: np.ndarray  # [P] float64
+    Pair `p` rotates by the angle `position * frequency[p]`, with the position from stream `streams[p]`.
+
+    Attributes:
+      first: first dimension of each pair.
+      second: second dimension of each pair.
+      streams: index of the position stream.
+      frequency: angle per position, float64.
+    """
+
+    first: np.ndarray
+    second: np.ndarray
+    streams: np.ndarray
+    frequency: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class Raw:
-    """Raw projections in the operands' dtype, and the f32 weights of the norms; None where there are none."""
+    """Raw projections in the operands' dtype, and the weights of the norms in f32; None without such weights."""
 
     q: np.ndarray  # [B, T, N, H]
     k: np.ndarray  # [B, S, K, H]
-    v: np.ndarray | None  # [B, S, K, V], none if shared with k
+    v: np.ndarray | None  # [B, S, K, V]; None if v is the raw projection of k
     q_norm: np.ndarray | None = None  # [H]
     k_norm: np.ndarray | None = None  # [H]
 
 
 def parse_front_end(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...]:
-    """Parse `rms-half-temperature` into steps.
+    """Parse the name of a front end, such as `rms-half-temperature`, into its steps.
 
     Raises:
-      ValueError: naming the step that is unknown, repeated or does not fit the depths.
+      ValueError: if a step is unknown, repeated or does not fit the depths.
     """
     steps = tuple(text.split("-"))
     for step in steps:
@@ -70,10 +80,10 @@ def parse_front_end(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...
     if len(set(steps)) < len(steps):
         raise ValueError(f"front end {text!r} has a step twice")
     if any(step in ("half", "interleaved", "partial", "sections") for step in steps) and head_dim % 8:
-        raise ValueError(f"front end {text!r} turns pairs of dimensions, so H must be a multiple of 8, got {head_dim}")
+        raise ValueError(f"front end {text!r} rotates dimension pairs, so H must be a multiple of 8, got {head_dim}")
     if "decoupled" in steps and head_dim % 6:
         raise ValueError(
-            f"front end {text!r} turns pairs of the last third, so H must be a multiple of 6, got {head_dim}"
+            f"front end {text!r} rotates pairs in the last third of H, so H must be a multiple of 6, got {head_dim}"
         )
     if "shared" in steps and head_dim != v_head_dim:
         raise ValueError(f"front end {text!r} shares k and v, so V must equal H, got {v_head_dim} and {head_dim}")
@@ -81,7 +91,10 @@ def parse_front_end(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...
 
 
 def compute_positions(q_length: int, kv_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute position streams int32 `[3, T]` and `[3, S]`: place in the sequence, row and column in a grid."""
+    """Compute the position streams of queries and keys, int32 `[3, T]` and `[3, S]`.
+
+    The streams are the place in the sequence, and row and column as if tokens were patches of an image.
+    """
 
     def compute_streams(start: int, length: int) -> np.ndarray:
         """Compute the three streams of `length` positions."""
@@ -111,7 +124,7 @@ def compute_temperature(place: np.ndarray) -> np.ndarray:
 
 
 def list_key_steps(steps: tuple[str, ...]) -> tuple[str, ...]:
-    """List the steps of keys. `decoupled` becomes two: share the third among heads (`SHARE`), then rotate it."""
+    """List the steps that apply to keys. `decoupled` becomes two: share a third among heads (`SHARE`), then rotate."""
     kept = [step for step in steps if step not in QUERIES_ONLY]
     return tuple(part for step in kept for part in ((SHARE, step) if step == "decoupled" else (step,)))
 
@@ -122,7 +135,7 @@ def slice_last_third(head_dim: int) -> slice:
 
 
 def apply_front_end(steps: tuple[str, ...], raw: Raw) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compute q, k and v in float64."""
+    """Apply the steps to raw projections, and return q, k and v in float64."""
     at_q, at_kv = compute_positions(raw.q.shape[1], raw.k.shape[1])
     q = _apply_steps(steps, raw.q.astype(np.float64), at_q, raw.q_norm)
     k = _apply_steps(list_key_steps(steps), raw.k.astype(np.float64), at_kv, raw.k_norm)

@@ -1,14 +1,16 @@
-"""The fixed grid of cases: a covering array over the levels that an implementation supports.
+"""Build the grid, the fixed set of cases on which an implementation is judged: a covering array over what it supports.
 
-Every pair of levels occurs at `quick`, every triple at `standard`, every quadruple at `deep`, as far as the model goes.
+A model (`cases.covering_model`) has axes such as mask, dtype and length, each with a few levels. Every pair of levels
+occurs in a case at `quick`, every triple at `standard`, every quadruple at `deep`, unless the model stops at a smaller
+number (`Model.strongest`).
 
 An implementation declines what it does not support, and says why. Declined levels stay out of the array, since they
-would make most of its rows impossible to judge. Each has one case of its own instead, which must be refused.
+would make most of its rows impossible to judge. Each has one case of its own instead, which the kernel must refuse.
 
 The base is the plainest case that an implementation supports. The rich case is the base with every optional operand
-that it supports. Beyond `quick` there is a second rich case, with another dtype, other sizes and other shapes of
-operands, as far as these are supported. Checks that use rich cases alone are then asked of two cases that share no
-program. A stand-in is a level that is tested only on implementations that decline another one.
+that the implementation supports. Beyond `quick` there is a second rich case, with another dtype, other sizes and other
+shapes of operands, as far as these are supported. Checks that run on rich cases only then run on two cases that share
+no compiled program. A stand-in is a level that replaces another one for implementations that decline that one.
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ from cases.operand_registry import QUIET, REMOVABLE
 
 STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
 Supports = Callable[[Case], "str | None"]
-"""Returns why a case is not supported, or None if it is."""
+"""A function that returns why a case is not supported, or None if it is supported."""
 
-# Axes of the models of storage forms that are neither shapes nor operands.
+# Axes that only the models of storage forms have, and that are neither shapes nor operands.
 _STORAGE_AXES = ("window", "page", "shared")
-# The axes of `Grid.singles`: what a call may have or lack.
+# The axes that the cases of `Grid.singles` vary: arguments that a call may have or lack.
 _ARGUMENT_AXES = (*(operand.field for operand in REMOVABLE), "mask", "own_window", "window")
-# The same and what only changes form: the type of a cache, the size of its pages, pages that sequences share.
+# The axes above, and those that change only how operands are stored: the type of a cache, the size of its pages, pages
+# that sequences share.
 _OPERAND_AXES = (*_ARGUMENT_AXES, "kv_cache", *(axis for axis in _STORAGE_AXES if axis not in _ARGUMENT_AXES))
-# The axes of the second rich case, and of the first, in the order in which their levels are tried.
+# The axes on which the second and the first rich case differ from the base, in the order in which levels are tried.
 _SECOND_AXES = ("dtype", "heads", "depths", "bias", "segments", "soft_cap")
 _RICH_AXES = ("mask", *(operand.field for operand in REMOVABLE), "heads", "depths", *_STORAGE_AXES)
 
@@ -45,16 +48,16 @@ class Grid:
 
     Attributes:
       level: `quick`, `standard` or `deep`.
-      cases: those of the covering array.
+      cases: the cases of the covering array.
       rows: for each of `cases`, its level on every axis of the model.
       singles: the base, then cases with one more optional operand or one other mask.
       rich: the rich case, if any case is supported, and beyond `quick` a second one.
       declined: one case for each level that is not supported.
       coverage: how many of the feasible combinations some case has.
-      varied: the indices of the axes that are covered.
-      weighed: the indices of the axes by whose levels checks are distributed among cases.
-      parted: for optional operands and masks that are supported singly: how many pairs are not supported together, and
-        how many pairs there are.
+      varied: the indices of the axes that the covering array varies.
+      weighed: the indices of the axes on whose levels checks are distributed evenly among cases.
+      parted: counts for pairs of optional operands, masks and storage forms of which each is supported on its own: how
+        many pairs are not supported together, and how many pairs there are.
     """
 
     level: str
@@ -84,7 +87,7 @@ def build_grid(
       level: `quick`, `standard` or `deep`.
       seed: the seed of the cases.
       supports: returns why a case is not supported, or None if it is.
-      model: what the array covers.
+      model: the axes and levels that the array covers.
     """
     support = _Support(supports, seed, model)
     matrix = support.build_matrix()
@@ -108,9 +111,9 @@ def build_grid(
 
 
 def _count_unsupported_pairs(excluded: Matrix, model: Model) -> tuple[int, int]:
-    """Count the pairs of levels that are not supported together, and all pairs, as in `Grid.parted`.
+    """Count the pairs of levels that are not supported together, and all pairs, for `Grid.parted`.
 
-    Only levels of operands, masks and storage forms count, and only those that are supported singly.
+    Only levels of operands, masks and storage forms count, and only levels that are supported on their own.
     """
     axes_of_operands = [a for a, name in enumerate(model.names) if name in _OPERAND_AXES]
     items = [(a, level) for a in axes_of_operands for level in range(1, model.sizes[a])]
@@ -138,7 +141,7 @@ Matrix = frozenset[tuple[tuple[int, int], tuple[int, int]]]
 def _build_rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Row, ...], Coverage]:
     """Build the rows of the array, and count what they cover."""
 
-    @functools.cache  # it is called while rows are built, and again while coverage is counted
+    @functools.cache  # called while rows are built, and again for the same rows while coverage is counted
     def is_feasible(partial: Partial) -> bool:
         """Return whether no pair of the assigned levels is excluded."""
         assigned = [(a, level) for a, level in enumerate(partial) if level is not None]
@@ -149,11 +152,11 @@ def _build_rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Ro
     sizes = [model.sizes[a] for a in kept]
 
     def fill_row(partial: Partial) -> Partial:
-        """Return the row with its axes that are left out at their first level."""
+        """Return the full row: axes that the array does not vary get their first level."""
         levels = dict(zip(kept, partial, strict=True))
         return tuple(levels.get(a, 0) for a in range(len(model.axes)))
 
-    # Every level includes the rows of `quick`, so that what `quick` finds is found at all of them.
+    # Each larger set starts with the rows of the next smaller one, so that a failure at `quick` occurs at all levels.
     start = (
         [tuple(row[a] for a in kept) for row in _build_rows(strength - 1, excluded, model)[0]] if strength > 2 else []
     )
@@ -164,9 +167,9 @@ def _build_rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Ro
 
 
 def _find_varied_axes(excluded: Matrix, model: Model) -> tuple[int, ...]:
-    """Find the axes of the array.
+    """Find the axes that the array varies.
 
-    A rare axis with only its first level is left out: it would change the order in which rows are found.
+    A rare axis of which only the first level is supported is left out: with it, rows would be found in another order.
     """
     return tuple(a for a, axis in enumerate(model.axes) if not axis.rare or _has_supported_level(a, excluded, model))
 
@@ -177,7 +180,7 @@ def _has_supported_level(axis: int, excluded: Matrix, model: Model) -> bool:
 
 
 class _Support:
-    """The levels that an implementation supports, found by cases that differ from the base in one or two levels."""
+    """The levels that an implementation supports, found with cases that differ from the base in one or two levels."""
 
     def __init__(self, supports: Supports, seed: int, model: Model) -> None:
         self._supports = supports
@@ -187,7 +190,7 @@ class _Support:
         self._base = self._find_base()
 
     def build_matrix(self) -> Matrix:
-        """Return what stays out of the array: unsupported levels, needless stand-ins, other unsupported pairs."""
+        """Return the pairs of levels to exclude: unsupported levels, stand-ins of supported ones, unsupported pairs."""
         single = {item for item in self._items if self._find_refusal(item) is not None}
         stand_ins = ((a, pair) for a, axis in enumerate(self._model.axes) for pair in axis.list_stand_ins())
         single |= {(a, level) for a, (level, other) in stand_ins if (a, other) not in single}
@@ -213,7 +216,10 @@ class _Support:
         return [base] + [self._find_case(item) for item in items if self._find_refusal(item) is None]
 
     def list_rich(self) -> tuple[Case, ...]:
-        """Return the base with as many rich levels as are supported together, and the same with other levels."""
+        """Return up to two rich cases: the base with as many rich levels as are supported, and a variant of it.
+
+        The variant has other levels on the axes of `_SECOND_AXES`.
+        """
         row = self._base
         for place in (self._model.names.index(name) for name in _RICH_AXES if name in self._model.names):
             axis = self._model.axes[place]
@@ -236,7 +242,7 @@ class _Support:
         return _is_allowed(row, self._model) and self._supports(_build_case(row, self._seed, self._model)) is None
 
     def list_declined(self) -> list[Case]:
-        """Return one case for each unsupported level, except stand-ins: the level they replace has one."""
+        """Return one case for each unsupported level, except for stand-ins: the level that they replace has a case."""
         stand_ins = {(a, level) for a, axis in enumerate(self._model.axes) for level, _ in axis.list_stand_ins()}
         items = (item for item in self._items if item not in stand_ins)
         return [self._find_case(item) for item in items if self._find_refusal(item) is not None]
@@ -251,14 +257,14 @@ class _Support:
                 return row
         return plain
 
-    @functools.cache  # noqa: B019 -- the object lives as long as one call of `grid`
+    @functools.cache  # noqa: B019 -- the object lives only during one call of `build_grid`
     def _find_refusal(self, *items: tuple[int, int]) -> str | None:
         """Return why no case with these levels is supported, or None if one is."""
         reasons = [self._supports(case) for case in self._list_candidates(*items)]
         return None if None in reasons or not reasons else reasons[0]
 
     def _find_case(self, item: tuple[int, int]) -> Case:
-        """Return a case with this level, a supported one if there is one."""
+        """Return a case with this level; a supported case if there is one."""
         cases = self._list_candidates(item)
         if not cases:
             axis = self._model.axes[item[0]]
@@ -272,7 +278,7 @@ class _Support:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _find_candidates(base: Row, items: tuple[tuple[int, int], ...], model: Model) -> tuple[Row, ...]:
-    """Find rows with these levels that are otherwise like `base`, as far as they allow.
+    """Find rows with these levels that are otherwise like `base`, as far as the levels allow.
 
     Cached: most implementations have the same base, and repairing a row tries a thousand others.
     """
@@ -284,7 +290,7 @@ def _find_candidates(base: Row, items: tuple[tuple[int, int], ...], model: Model
 
 
 def _replace_levels(row: Row, *items: tuple[int, int]) -> Row:
-    """Return the row with other levels."""
+    """Return the row with the levels of the given `(axis, level)` pairs."""
     moved = list(row)
     for axis, level in items:
         moved[axis] = level
@@ -298,9 +304,9 @@ def _is_allowed(row: Partial, model: Model) -> bool:
 
 
 def _repair_row(row: Row, fixed: Mapping[int, int], model: Model, moves: int = 1) -> list[Row]:
-    """Return the row, or all rows that repair it by changing `moves` axes if its levels exclude each other.
+    """Return the row if the model allows it, otherwise all allowed rows that differ from it on `moves` axes.
 
-    For example, values at the knee of a cap need a cap.
+    The levels of `fixed` stay. For example, values at the knee of a soft cap need a soft cap.
     """
     if _is_allowed(row, model):
         return [row]

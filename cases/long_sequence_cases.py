@@ -17,8 +17,8 @@ from cases.grid import Supports
 
 # Queries are 65 blocks of 512, 260 of 128 and 520 of 64; keys are 9, 36 and 72.
 _QUERIES, _KEYS = 33_280, 4_608
-# How far the window falls short of the long axis. Each of the last rows sees one key fewer than the row before it, but
-# every row still sees a key. Likewise, each of the last keys is hidden from one more row.
+# By how many elements the window is shorter than the long axis. Each of the last rows sees one key fewer than the row
+# before it, but every row still sees a key. Likewise, each of the last keys is hidden from one more row.
 _SHORT_OF = 124
 # The first supported case of each line is used. The short axis has 128 elements, or 512 for kernels with blocks of 512.
 # A causal mask stands in for the window where windows are unsupported.

@@ -1,13 +1,13 @@
-"""Mask specs: how a case id names a mask.
+"""Parse mask specs, the names of masks in case ids, and build the masks.
 
     full   causal   causal-o64   window-l31-r0   window-linf-r8-o2   chunked-32   spans-8-24-40-56   balanced-2
     lengths-0-100   dense-d40   densehead-d40   densebatch-d40   indexer-d40   moba-64-3   moba-64-3-o128
     own-l31-0-100
 
 `-oN` is the offset. `-dP` is the percentage of allowed pairs in a random mask. `moba-C-K` has chunks of `C` keys, of
-which a query takes `K`. `own-lL-A-B` has `A` keys in the first batch row and `B` in the second. The queries of a row
+which a query sees `K`. `own-lL-A-B` has `A` keys in the first batch row and `B` in the second. The queries of a row
 are its last tokens, and each sees a window of `L` keys before its own. Specs combine with `_and_` and `_or_` (`_and_`
-binds tighter): `causal_or_spans-8-24`. A kind of mask is a class of `cases.masks` and a row of `KINDS`.
+binds tighter): `causal_or_spans-8-24`. Each kind of mask has a class in `cases.masks` and an entry in `KINDS`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from cases.moba_mask import Moba
 
 
 class Sizes(NamedTuple):
-    """The spec and sizes that a mask is built for, and the seed of random masks. Messages name the whole spec."""
+    """What a mask is built from: the whole spec (for messages), the sizes of the case, and the seed of random masks."""
 
     spec: str
     batch: int
@@ -50,24 +50,24 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of mask as case ids write it.
+    """A kind of mask, with its syntax in case ids. A term is one mask of a spec, such as `causal-o64`.
 
     Attributes:
-      name: what its terms start with.
-      form: a term of it in messages.
-      pattern: its terms, with a group for each argument. An argument that is left out is an empty string.
+      name: the word that terms of this kind start with.
+      form: the syntax of a term, as messages show it.
+      pattern: regular expression of a term, with a group for each argument. A missing argument is an empty string.
       type: the class of the mask.
-      says: the description of its feature.
-      feature: the feature, if it is not that of the class.
-      also: other features that it needs.
-      build: builds the mask from the arguments at some sizes. It raises `ValueError` if they do not fit.
-      offset: whether its last argument is an offset (`-oN`), and whether that may be any number or must leave every
-        query at the position of a key.
-      example: a term that fits one batch row of equal lengths of 72 and more (`cases.case_space.alternatives`). It is
-        also its level of the grid if `cases.feature_model` has no other.
-      numbers: the least and the largest number that fits lengths T and S, by the text in front of it. It is for kinds
-        whose arguments, beside the offset, are numbers that may be drawn independently
-        (`cases.case_space.case_strategies`).
+      says: the description of the feature that an implementation needs for this kind.
+      feature: name of that feature, if it differs from the feature of the class.
+      also: names of other features that an implementation needs for this kind.
+      build: `(sizes, *arguments) -> mask`. It raises `ValueError` if the arguments do not fit the sizes.
+      offset: `none` if a term has no offset. Otherwise its last argument is an offset (`-oN`): `any` number, or only
+        one that leaves every query at the position of a key (`within`).
+      example: a term that fits one batch row if T = S >= 72 (`cases.case_space.alternatives`). It is also the kind's
+        level in the covering array if `cases.feature_model` has no other.
+      numbers: for each numeric argument, by the text in front of it, a function of T and S that returns the least and
+        the largest number that fits. Only kinds have it whose arguments, apart from the offset, may be drawn
+        independently (`cases.case_space.case_strategies`).
     """
 
     name: str
@@ -84,7 +84,7 @@ class Kind:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The names of the features that it needs, its own last."""
+        """The names of the features that an implementation needs for this kind, its own feature last."""
         return (*self.also, self.feature or self.type.feature)
 
 
@@ -111,7 +111,7 @@ def _build_indexer(sizes: Sizes, percent: str) -> Mask:
 
 
 def _make_every_second_causal(array: np.ndarray, axis: int) -> np.ndarray:
-    """Make every second head or batch row causal too, so that blocks are empty for it and not for the others."""
+    """Make every second head or batch row causal too, so that some blocks are empty in these and not in the others."""
     q_length, kv_length = array.shape[2:]
     every_second = np.moveaxis(array, axis, 0)[::2]
     every_second &= np.tri(q_length, kv_length, max(0, kv_length - q_length), dtype=bool)
@@ -119,12 +119,12 @@ def _make_every_second_causal(array: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _build_lengths(sizes: Sizes, text: str) -> Lengths:
-    """Build key lengths from `-A-B...`."""
+    """Build the mask of key lengths from their text, `-A-B...`."""
     return Lengths(_parse_one_per_row(sizes, text))
 
 
 def _build_own_window(sizes: Sizes, left: str, text: str) -> Mask:
-    """Build a window that ends with each row's sequence."""
+    """Build a window whose last position is the end of each batch row's sequence."""
     lengths = _parse_one_per_row(sizes, text)
     return OwnWindow(_parse_side(left), tuple(n - sizes.q_length for n in lengths)) & Lengths(lengths)
 
@@ -133,7 +133,7 @@ def _parse_one_per_row(sizes: Sizes, text: str) -> tuple[int, ...]:
     """Parse one length for each batch row.
 
     Raises:
-      ValueError: there are more or fewer, or one exceeds S.
+      ValueError: if there are more or fewer lengths than batch rows, or a length exceeds S.
     """
     lengths = _parse_integers(text)
     if len(lengths) != sizes.batch or max(lengths) > sizes.kv_length:
@@ -142,7 +142,7 @@ def _parse_one_per_row(sizes: Sizes, text: str) -> tuple[int, ...]:
 
 
 def _build_moba(sizes: Sizes, *arguments: str) -> Moba:
-    """Build a mask of chunks that queries choose."""
+    """Build a MoBA mask, in which queries choose chunks of keys."""
     mask = Moba(*map(_parse_integer, arguments))
     mask.check_lengths(sizes.q_length, sizes.kv_length)
     return mask
@@ -292,14 +292,14 @@ _BY_NAME = {kind.name: kind for kind in KINDS}
 FEATURES = {kind.features[-1]: kind.says for kind in KINDS} | {"offset": "mask offset (absolute query positions)"}
 """Features of masks, by name, with their descriptions."""
 OPT_IN = frozenset(kind.features[-1] for kind in KINDS if kind.type.refusal)
-"""Features of masks that an implementation has only by declaring them."""
+"""Features of masks that an implementation supports only if it declares them."""
 
 
 def parse_mask_spec(spec: str) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]:
     """Parse a spec into terms `((kind, arguments), ...)`, joined by `and` inside and by `or` outside.
 
     Raises:
-      ValueError: naming a term that is no mask.
+      ValueError: if a term is not a mask; the message names the term.
     """
     return tuple(tuple(_parse_term(term, spec) for term in group.split("_and_")) for group in spec.split("_or_"))
 
@@ -325,7 +325,10 @@ def list_mask_features(spec: str) -> list[str]:
 
 
 def shift_mask_spec(spec: str, start: int) -> str:
-    """Return the spec for the queries from `start` on; a random mask with the same features if it is no formula."""
+    """Return the spec of the mask's rows from query `start` on.
+
+    No spec describes these rows of a mask with `_or_`, so the spec of a random mask is returned instead.
+    """
     if "_or_" in spec:
         return "dense-d60"
     terms = [(term, _BY_NAME[_parse_term(term, spec)[0]]) for term in spec.split("_and_")]
@@ -359,7 +362,7 @@ def _draw_random_mask(seed: int, shape: tuple[int, ...], percent: int) -> np.nda
 
 
 def _parse_integers(text: str) -> tuple[int, ...]:
-    """Parse `-A-B...`."""
+    """Parse the integers of `-A-B...`."""
     return tuple(int(part) for part in text.split("-") if part)
 
 
@@ -369,5 +372,5 @@ def _parse_integer(text: str) -> int:
 
 
 def _parse_side(text: str) -> int | None:
-    """Parse the side of a window; `inf` is None."""
+    """Parse how far a window reaches to one side; `inf` becomes None, an open side."""
     return None if text == "inf" else int(text)

@@ -1,8 +1,9 @@
-"""Mixture of block attention: the mask that queries choose by their gates, in float64 (docs/contract.md, section 5).
+"""Compute the mask of mixture of block attention (MoBA), in which queries choose chunks of keys, in float64.
 
-It follows the definition (Lu et al. 2025, MoBA, arXiv:2502.13189, equations 2 to 6). Keys are cut into chunks. The gate
-of query `i` on a chunk is `<q_i, mean of its keys>`. A query always takes its own chunk, and never a later one. The
-remaining chunks are those with the highest gates among earlier chunks.
+It follows docs/contract.md, section 5, and the paper's definition (Lu et al. 2025, MoBA, arXiv:2502.13189, equations 2
+to 6). Keys are cut into chunks. The gate of query `i` on a chunk is `<q_i, mean of the chunk's keys>`. A query always
+attends to its own chunk, and never to a later one. The other `topk - 1` chunks are the earlier ones with the highest
+gates.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from cases.masks import FAR, And, Dense, Mask, OffsetMask, Or, iter_leaves
 from cases.masks.mask_numbers import require_integer
 
 _U = 2.0**-24  # unit roundoff of f32, in which gates are computed
-# Gates get the limit that the tolerance table has for results, in units of their first-order error.
+# Gates may be off by this multiple of their first-order error, like results in the tolerance table.
 _LIMIT = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Moba(OffsetMask):
-    """The query's own chunk up to the query, and the `topk - 1` earlier chunks with the highest gates.
+    """The mask of a query's own chunk up to the query, and of the `topk - 1` earlier chunks with the highest gates.
 
     Query `i` stands at position `i + offset`, which must be that of a key. The last chunk may be shorter. Which pairs
     are allowed depends on q and k (`resolve_choices`).
@@ -44,7 +45,7 @@ class Moba(OffsetMask):
             object.__setattr__(self, name, min(value, FAR))
 
     def count_chunks(self, kv_length: int) -> int:
-        """Return the number of chunks."""
+        """Return the number of chunks into which `kv_length` keys are cut."""
         return -(-kv_length // self.chunk)
 
     def check_lengths(self, q_length: int, kv_length: int) -> None:
@@ -69,7 +70,7 @@ class Moba(OffsetMask):
         self.dense(q_length, kv_length)
 
     def find_earlier(self, q_length: int, kv_length: int) -> np.ndarray:
-        """Return which chunks lie before each query's own, booleans `[T, C]`: its gates choose among these."""
+        """Return which chunks lie before each query's own chunk, booleans `[T, C]`: gates choose among these chunks."""
         own = (np.arange(q_length) + self.offset) // self.chunk
         return np.arange(self.count_chunks(kv_length)) < own[:, None]
 
@@ -79,8 +80,8 @@ class Chosen(Dense):
     """The pairs that a `Moba` mask allows once q and k are known, `[B, N, T, S]`.
 
     Attributes:
-      decided: rows whose choice the rounding of f32 gates cannot change, `[B, N, T]`.
-      choosing: keys that take part in a query's choice, `[1, 1, T, S]`.
+      decided: queries for which rounding of the f32 gates cannot change the chosen chunks, booleans `[B, N, T]`.
+      choosing: keys that influence which chunks a query chooses, booleans `[1, 1, T, S]`.
     """
 
     decided: np.ndarray
@@ -93,19 +94,19 @@ def depends_on_data(mask: Mask) -> bool:
 
 
 def resolve_choices(mask: Mask, q: np.ndarray, k: np.ndarray) -> Mask:
-    """Make every choice in the mask, from `q [B, T, N, H]` and `k [B, S, K, H]`; other masks stay."""
+    """Replace each `Moba` mask by the pairs that it allows for `q [B, T, N, H]` and `k [B, S, K, H]`."""
     if isinstance(mask, And | Or):
         return type(mask)(resolve_choices(mask.left, q, k), resolve_choices(mask.right, q, k))
     return _choose_for_all(mask, q, k) if isinstance(mask, Moba) else mask
 
 
 def list_choices(mask: Mask) -> Iterator[Chosen]:
-    """Iterate over the choices in a resolved mask."""
+    """Iterate over the `Chosen` masks within a mask that `resolve_choices` returned."""
     return (leaf for leaf in iter_leaves(mask) if isinstance(leaf, Chosen))
 
 
 def _choose_for_all(mask: Moba, q: np.ndarray, k: np.ndarray) -> Chosen:
-    """Make the choices of all batch rows and heads."""
+    """Choose the chunks of all queries, in all batch rows and heads."""
     batch, q_length, num_q_heads, _ = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     mask.check_lengths(q_length, kv_length)
@@ -128,23 +129,24 @@ def _choose_for_all(mask: Moba, q: np.ndarray, k: np.ndarray) -> Chosen:
 
 
 def _choose(mask: Moba, q: np.ndarray, k: np.ndarray, earlier: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Choose the earlier chunks of each query of one head, `[T, C]`.
+    """Choose among the earlier chunks for each query of one head.
 
-    Also return for which queries no rounding changes the choice, `[T]`.
+    Returns:
+      booleans `[T, C]`, true for chosen chunks; booleans `[T]`, true for queries whose choice no rounding can change.
     """
     pieces = [k[start : start + mask.chunk] for start in range(0, len(k), mask.chunk)]
     same = _find_first_equal_chunk(pieces)
     means = np.stack([piece.mean(axis=0) for piece in pieces])  # [C, H]
     gates = (q @ means.T)[:, same]  # equal chunks get one gate, although the last bits of their products may differ
-    order = np.argsort(np.where(earlier, -gates, np.inf), axis=1, kind="stable")  # ties to the lower index
+    order = np.argsort(np.where(earlier, -gates, np.inf), axis=1, kind="stable")  # ties go to the lower index
     taken = np.zeros(gates.shape, bool)
     np.put_along_axis(taken, order[:, : mask.topk - 1], True, axis=1)
     taken &= earlier
     error = np.sqrt(q**2 @ np.stack([(piece**2).mean(axis=0) for piece in pieces]).T) * max(1, mask.chunk**0.5 / 4)
     error += (np.abs(q) @ np.abs(means).T) * (1 + max(1, q.shape[1] ** 0.5 / 4))
     error *= _LIMIT * _U
-    # A query is in doubt if a chunk is taken and another is not, and their gates differ by less than both errors. Equal
-    # chunks cause no doubt: their gates are equal however they round.
+    # A query's choice is in doubt if one chunk is taken and another is not, although their gates differ by less than
+    # the sum of their errors. Equal chunks cause no doubt: their gates are equal however they round.
     doubt = np.zeros(len(q), bool)
     for c in range(gates.shape[1]):
         other = (earlier & ~taken) & (np.asarray(same) != same[c])

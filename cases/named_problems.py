@@ -1,4 +1,4 @@
-"""Named problems: attention tasks of a public benchmark, as cases that can tell right from wrong.
+"""Define named problems: attention tasks of a public benchmark, as cases that can tell right kernels from wrong ones.
 
 They are the seven attention tasks among the priority kernels of JAXBench (AI-Hypercomputer/accelerator-agents, commit
 c4f3b17). Operands, layouts and sizes are those of its `create_inputs`; values are ours. A kernel is given as that
@@ -32,7 +32,8 @@ _LATENT = (
     "bf16/B2.T384.S384.{sizes}/causal{more}/normal/s0",
     "bf16/B2.T384.S384.{sizes}/causal{more}/large/s0",
 )
-# Lengths of whole pages, one key more, one page, and less than one; tables have 32 and 256 pages.
+# Key lengths are: whole pages, one page, one page and one key, a partial last page, and less than a page. Page tables
+# have 32 or 256 pages a sequence.
 _DECODED = tuple(
     f"decode/{dtype}/B5.T1.S{keys}.N8.K2.H128.V128/own-linf-{keys}-16-17-{keys // 2 + 7}-5/paged16/{values}/s0"
     for dtype, keys, values in (
@@ -61,15 +62,15 @@ _MIXED = tuple(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedProblem:
-    """A task with a name.
+    """One attention task of the benchmark, with the cases that judge a kernel for it.
 
     Attributes:
-      name: the value of `--problem`.
-      task: what the benchmark calls it.
-      about: what it is, in a sentence.
-      takes: the operands of `workload`, with their shapes.
-      small: ids of its cases on any machine.
-      full: ids of its cases at the benchmark's own sizes; none where its operands cannot be made exact at them.
+      name: the problem's name, as `--problem` takes it.
+      task: the benchmark's name of the task.
+      about: a description of the task in a few words.
+      takes: the operands of the kernel's function `workload`, and its result, with their shapes.
+      small: ids of the cases of moderate size, for any machine.
+      full: ids of the cases at the benchmark's own sizes; empty if the operands cannot be made exact at these sizes.
     """
 
     name: str
@@ -80,14 +81,14 @@ class NamedProblem:
     full: tuple[str, ...]
 
     def cases(self, *, full_size: bool) -> tuple[Case, ...]:
-        """Return its cases."""
+        """Return the cases of the problem: at the benchmark's sizes if `full_size`, otherwise the small ones."""
         return tuple(parse_case_id(text) for text in (self.full if full_size else self.small))
 
     def declines(self, case: Case) -> str | None:
-        """Return why a case does not belong to this problem, or None if it could.
+        """Return why a case does not belong to this problem, or None if it may belong to it.
 
-        What all cases of the problem have in common, the case must have too. Lengths, heads, depths, dtype and values
-        are free, as far as nothing relates them.
+        The case must have every property that all cases of the problem share (`_FIXED`, `_RELATED`). Otherwise lengths,
+        heads, depths, dtype and values are free.
         """
         own = [*self.cases(full_size=False), *self.cases(full_size=True)]
         for name, field in _FIXED.items():
@@ -111,18 +112,18 @@ _FIXED: Mapping[str, Callable[[Case], Any]] = {
     "storage": _describe_storage,
     "front_end": lambda case: case.front_end,
 }
-"""Properties that all cases of a problem share: the kind of a mask, the size of pages, each operand."""
+"""Properties in which a case must equal some case of the problem: the kind of mask, the size of pages, each operand."""
 _RELATED: Mapping[str, Callable[[Case], bool]] = {
     "as many queries as keys": lambda case: case.q_length == case.kv_length,
     "one query a sequence": lambda case: set(case.q_lengths) == {1},
     "as many key heads as query heads": lambda case: case.num_q_heads == case.num_kv_heads,
     "values as deep as keys": lambda case: case.head_dim == case.v_head_dim,
 }
-"""Relations between sizes that hold if they hold in all cases of a problem."""
+"""Relations between sizes. A case must satisfy a relation if all cases of the problem satisfy it."""
 
 
 def _build_ids(patterns: tuple[str, ...], sizes: str, more: str = "") -> tuple[str, ...]:
-    """Build the ids of small cases."""
+    """Build the ids of small cases from patterns with placeholders for sizes and further parts."""
     return tuple(f"train/{pattern.format(sizes=sizes, more=more)}" for pattern in patterns)
 
 

@@ -1,4 +1,4 @@
-"""What an operand of the canonical call is: its arrays, how case ids write it, and what it does to the logits.
+"""Define the operands of the canonical call: their arrays, how case ids write them, and their effect on the logits.
 
 Each optional operand is a module of `cases.optional_operands`; `cases.operand_registry` lists them. Logits are made in
 this order, which `conformance.truth.oracle` follows (docs/contract.md, section 2):
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a case and a problem have operands, so that their modules i
     from cases.operand_values import Problem
 
 Axes = tuple[str, ...]
-"""What the axes of an array go along, in the contract's letters: `B`, `T`, `S`, `N`, `K`, `H`, `V`."""
+"""The axes of an array, by the letters of docs/contract.md: `B`, `T`, `S`, `N`, `K`, `H`, `V`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class Operand:
 
     Attributes:
       name: the keyword of the call, and the field of `cases.operand_values.Problem`.
-      arrays: the axes of its array, or of each array of a pair. It is empty for a number or a function, for which the
-        call is compiled.
+      arrays: the axes of its array, or of each array of a pair. It is empty for a number or a function, which is fixed
+        when the call is compiled.
       broadcasts: whether an axis of length 1 stands for the whole axis.
       gradient: the name of its gradient; empty if it has none.
     """
@@ -51,7 +51,7 @@ class Operand:
         return self.map_arrays(value, change_if_varying)
 
     def find_axis(self, x: np.ndarray, axes: Axes, letter: str) -> int | None:
-        """Return the axis of `x` that goes along `letter`, or None if `x` is constant along it."""
+        """Return the index of the axis `letter` in `x`, or None if `x` does not vary along this axis."""
         if letter not in axes or x.ndim == 0 or (self.broadcasts and x.shape[axes.index(letter)] == 1):
             return None
         return axes.index(letter)
@@ -67,11 +67,11 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class TermRounding:
-    """How a kernel rounds a term while it computes it, before it is added to the logit.
+    """How often a kernel may round while it computes a term, before it adds the term to the logit.
 
     Attributes:
-      integers: whole numbers in the term, which f32 holds exactly and 16 bits do not.
-      products: products in the term, which round in every dtype.
+      integers: number of whole numbers in the term. They are exact in f32, and are rounded in bf16 and f16.
+      products: number of products in the term. They are rounded in every dtype.
     """
 
     integers: int = 0
@@ -80,52 +80,54 @@ class TermRounding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OptionalOperand(Operand):
-    """An operand that a call may lack; each is equal to itself alone.
+    """An operand that a call may lack. Two instances are never equal.
 
     In a case id:
 
     Attributes:
-      field: the field of `cases.case.Case` that asks for it.
-      form: its part of a case id, as messages write it. The last letter stands for the number, if it has one.
-      levels: the values of the field beside its default; of a number, one usual value.
-      number: the pattern of a number's part in a case id; None if a case id writes the level itself.
+      field: the field of `cases.case.Case` that asks for the operand.
+      form: the operand's part of a case id, as messages show it. If the part has a number, the last letter stands for
+        the number.
+      levels: the values of the field other than its default; for a number, one usual value.
+      number: regular expression of the part of a case id that holds a number; None if the part is the level itself.
 
     In words:
 
-      description: what it is, as the description of the feature `name`. It is empty if its features go by its value.
-      words: what findings call it: "a soft cap".
+      description: the description of the feature `name`. It is empty if the features depend on the operand's value.
+      words: the noun phrase that findings use, such as "a soft cap".
 
     In the plan of a run:
 
-      opt_in: whether an implementation has it only by declaring it. The call of the others has no such parameter.
+      opt_in: whether an implementation supports the operand only if it declares it. Other implementations are called
+        without this parameter.
       stored: whether a call that takes packed or paged operands may have it (docs/contract.md, section 8).
-      is_quiet: whether its absence is left out where cases are compared, so that cases that lack it are planned,
-        ordered and explored as if it did not exist.
-      is_positional: whether it depends on the positions of queries and keys, which no axis of its arrays says. Some of
-        the queries or keys alone are then another problem.
-      has_own_cases: whether it has a covering array of its own (`cases.operand_model`) instead of an axis in that of
-        all features. The cases of other operands then stay as they are.
-      vmap: the name of the transform that gives it a batch axis of its own (`kv` if k and v get one with it).
-      grid_levels: the levels on its axis of `cases.feature_model`, beside its absence.
-      rich_level: the level in the case that has every supported operand.
-      is_rare: whether few implementations support it; grids of the others leave its axis out.
-      calls: changes to a usual case, by label, for the check `calls`.
-      decoding: fields of cases that are decoded token by token.
+      is_quiet: whether comparisons of cases ignore that a case lacks the operand. Cases without it are then planned,
+        ordered and explored as if the operand did not exist.
+      is_positional: whether the operand depends on the positions of queries and keys although its arrays have no such
+        axes. Results then change if only some of the queries or keys are kept.
+      has_own_cases: whether the operand has a covering array of its own (`cases.operand_model`) instead of an axis in
+        `cases.feature_model`. The cases of other operands then stay as they are.
+      vmap: the name of the transform that gives the operand a batch axis of its own (`kv` if k and v get one too).
+      grid_levels: the levels on its axis of `cases.feature_model`, other than its absence.
+      rich_level: the level in the rich case, which has every supported operand.
+      is_rare: whether few implementations support the operand. For others, the covering array leaves its axis out.
+      calls: fields that the check `calls` changes in a usual case, by the label of the change.
+      decoding: fields of additional cases for the check `decoding`.
 
     What it does:
 
-      draw: `(case, problem, spread) -> value`, for a case that has the operand. `problem` has what was drawn before it,
-        and `spread` is the standard deviation of the logits. By default the value is the case's field.
+      draw: `(case, problem, spread) -> value`, for a case that has the operand. `problem` has the operands drawn so
+        far, and `spread` is the standard deviation of the logits. By default the value is the case's field.
       validate: `(name, value, sizes, dtypes)`: raise `ValueError` or `TypeError`, naming the operand, for a wrong
         value. `dtypes` are the names of the dtypes that floating-point operands may have.
       null: `problem -> value`: the value at which the operand changes nothing; None if there is no such value.
-      factor: `problem -> number or float64 [N]`: what multiplies `<q, k>`.
-      term: `problem -> float64 array`, broadcastable to `[B, N, T, S]`: what is added to scaled logits.
-      term_rounding: how the term rounds.
+      factor: `problem -> number or float64 [N]`: the factor of `<q, k>`.
+      term: `problem -> float64 array`, broadcastable to `[B, N, T, S]`: the term added to scaled logits.
+      term_rounding: how a kernel may round the term.
       cap: `problem -> number or float64 [B, N, T, S]`: the soft cap.
 
-    `factor`, `term` and `cap` are asked only where the problem has the operand, and give None where it has no such
-    effect.
+    `factor`, `term` and `cap` are called only for problems that have the operand. They return None if the operand has
+    no such effect in the problem.
     """
 
     field: str
@@ -155,22 +157,22 @@ class OptionalOperand(Operand):
 
     @property
     def is_flag(self) -> bool:
-        """Whether a case either has the operand or not, with nothing else to say."""
+        """Whether the field of a case is a boolean: the case has the operand or lacks it."""
         return self.levels == (True,)
 
     @property
     def is_function(self) -> bool:
-        """Whether it is a function of batch row, query head and positions."""
+        """Whether the operand is a function of batch row, query head and positions."""
         return not self.arrays and self.number is None
 
     @property
     def absent(self) -> Any:
-        """The value of the case's field without the operand."""
+        """The value of the case's field if the case lacks the operand."""
         return False if self.is_flag else None
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of a case id that ask for it, as a message lists them."""
+        """The parts of a case id that ask for the operand, as messages list them."""
         return (self.form,) if self.is_flag or self.number else self.levels
 
     def write(self, value: Any) -> str:

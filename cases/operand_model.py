@@ -1,4 +1,4 @@
-"""The model of one operand: it in every case, beside the masks, sizes and operands that it may go wrong with.
+"""Define the model of one operand: every case has the operand, combined with masks, sizes and other operands.
 
 An operand with cases of its own (`OptionalOperand.has_own_cases`) is no axis of `cases.feature_model`: a new axis would
 change the covering array, and so every case of the kernels that support the operand.

@@ -1,7 +1,7 @@
-"""The operands of a call in one list, and the names of what a call returns.
+"""List the operands of a call, and the names of what a call returns.
 
 A new optional operand is a module of `cases.optional_operands` and a line of `OPTIONAL`, a field of `cases.case.Case`
-and one of `cases.operand_values.Problem`. Whatever draws, validates, passes on, cuts, shards, judges or describes
+and one of `cases.operand_values.Problem`. All code that draws, validates, passes on, cuts, shards, judges or describes
 operands reads this list. So do the oracle and its bounds.
 """
 
@@ -36,19 +36,19 @@ OPTIONAL: tuple[OptionalOperand, ...] = (
     score_mod_operand.OPERAND,
     logit_scale_operand.OPERAND,
 )
-"""The order of the parts of a case id, and that in which the values of a case are drawn."""
+"""The optional operands, in the order of the parts of a case id, which is also the order in which they are drawn."""
 OPERANDS: tuple[Operand, ...] = (*REQUIRED, *OPTIONAL)
 
 GRADIENT_OF = {operand.name: operand.gradient for operand in OPERANDS if operand.gradient}
-"""The gradient's name by the operand's, for operands that have one."""
+"""Names of gradients by name of the operand, for operands that have a gradient."""
 RESIDUALS = ("logsumexp", "max_logits")
 GRADIENTS = tuple(GRADIENT_OF.values())
 OBSERVABLES = ("out", *RESIDUALS, *GRADIENTS)
 """What a call returns, with its residuals and its gradients, in the contract's order."""
 REMOVABLE = tuple(operand for operand in OPTIONAL if operand.description)
-"""Operands without which a problem still has a meaning. Stored keys and values have none without their scales."""
+"""Operands that may be left out of a problem. The scales of quantised keys and values may not."""
 QUIET = frozenset(operand.field for operand in OPTIONAL if operand.is_quiet)
-"""The case fields of operands whose absence says nothing about a case."""
+"""The case fields of operands that comparisons of cases ignore if a case lacks them."""
 POSITIONAL = tuple(operand.name for operand in OPTIONAL if operand.is_positional)
 """Names of operands that depend on the positions of queries and keys."""
 WITH_OWN_CASES = tuple(operand for operand in OPTIONAL if operand.has_own_cases)

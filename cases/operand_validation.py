@@ -1,4 +1,7 @@
-"""Checks of operands that several operands share; messages name the operand and say what it must be."""
+"""Validate operands of a call, by functions that several operands share.
+
+Messages name the operand and say what it must be.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ class CallSizes:
 def validate_array(name: str, x: Any) -> None:
     """Raise TypeError unless `x` is an array."""
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}: make one of it by jax.numpy.asarray")
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}: convert it with jax.numpy.asarray")
 
 
 def validate_pair(name: str, x: Any) -> None:
     """Raise TypeError unless `x` is a tuple or list of two."""
     if not isinstance(x, tuple | list) or len(x) != 2:
-        raise TypeError(f"{name} must be a pair of arrays, one of the queries or keys and one of the keys or values")
+        raise TypeError(f"{name} must be a pair of arrays: one for q and one for k, or one for k and one for v")
 
 
 def validate_dtype(name: str, x: Any, dtypes: Collection[str]) -> None:
@@ -40,11 +43,16 @@ def validate_dtype(name: str, x: Any, dtypes: Collection[str]) -> None:
 
 
 def validate_positive_number(name: str, x: Any, *, none: str) -> None:
-    """Raise unless `x` is a positive, finite number that is known before tracing; `none` says what None means.
+    """Raise unless `x` is a positive, finite number that is known before tracing.
+
+    Args:
+      name: name of the operand.
+      x: its value.
+      none: what None means for this operand; messages say it.
 
     Raises:
-      TypeError: `x` is no number, or a traced one.
-      ValueError: `x` is not positive, or not finite.
+      TypeError: if `x` is not a number, or is a traced one.
+      ValueError: if `x` is not positive, or not finite.
     """
     try:
         number = None if isinstance(x, str | bool) else float(x)
@@ -60,7 +68,7 @@ def validate_positive_number(name: str, x: Any, *, none: str) -> None:
 
 
 def validate_per_query_head(name: str, x: Any, sizes: CallSizes, dtypes: Collection[str], *, one: str) -> None:
-    """Raise unless `x` is a floating-point array with one value, called `one`, for each query head."""
+    """Raise unless `x` is a floating-point array with one value for each query head; messages call a value `one`."""
     validate_array(name, x)
     if np.shape(x) != (sizes.num_q_heads,):
         raise ValueError(f"{name} must have shape {(sizes.num_q_heads,)}, one {one} a query head, got {np.shape(x)}")

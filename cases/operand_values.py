@@ -1,4 +1,4 @@
-"""A problem, which is the operands of a case, drawn from the case's seed with the same bits everywhere.
+"""Draw the operands of a case (a `Problem`) and its cotangents from the case's seed, with the same bits everywhere.
 
 Values are scaled so that everything in the case matters: logits reach the soft cap, sinks get about as much weight as
 the keys, a custom scale does not flatten the softmax. The scaling follows from the distribution's definition. It never
@@ -33,9 +33,10 @@ DTYPES: dict[str, np.dtype] = {
     "f16": np.dtype(np.float16),
 }
 
-# Standard deviation of the logits before bias and soft cap; a few distributions shape logits themselves.
+# Standard deviation of the logits before bias and soft cap; 1 for other distributions. Some distributions change the
+# logits further.
 _LOGIT_SPREAD = {"small": 0.3, "large": 4.0, "ties": 2.0, "dominant": 0.5}
-# A tanh bends visibly from about half its cap on.
+# With a soft cap, the logits' standard deviation is at least this share of the cap: tanh bends from about half the cap.
 _SPREAD_PER_CAP = 0.6
 # The first or second draw mostly leaves no choice in doubt; a few distributions take more.
 _ATTEMPTS = 8
@@ -45,11 +46,11 @@ _ATTEMPTS = 8
 class Problem:
     """The operands of one attention call as NumPy arrays (docs/contract.md, section 1).
 
-    Without a `scale` the scale is `1 / sqrt(H)`. With `kv_scales`, k and v are stored numbers, which stand for
-    themselves times these scales (`cases.quantization`). With `storage`, the operands lie elsewhere
+    If `scale` is None, the scale is `1 / sqrt(H)`. With `kv_scales`, k and v hold quantised numbers, and the keys and
+    values are these numbers times the scales (`cases.quantization`). `storage` says where the operands lie in memory
     (`cases.storage_forms.storage_layout`): keys that share a place in memory are one key, and a sequence may have fewer
-    than `T` queries. With `tied` the values are the first `V` coordinates of k, whatever v was given, and the gradient
-    of k is that of both.
+    than `T` queries. If `tied`, the values are the first `V` coordinates of k, whatever v was given, and the gradient
+    of k includes that of the values.
     """
 
     q: np.ndarray  # [B, T, N, H]
@@ -74,7 +75,7 @@ class Problem:
                 object.__setattr__(self, name, self.storage.settle(getattr(self, name)))
             if self.kv_scales is not None and not self.has_whole_scales:
                 object.__setattr__(self, "kv_scales", tuple(map(self.storage.settle, self.kv_scales)))
-        if self.score_mod is not None:  # it depends on the position of the last query
+        if self.score_mod is not None:  # a score depends on the position of the last query
             moved = self.score_mod.align_to(self.q.shape[1], self.k.shape[1])
             object.__setattr__(self, "score_mod", moved)
         if self.tied:
@@ -82,7 +83,7 @@ class Problem:
 
     @property
     def has_whole_scales(self) -> bool:
-        """Whether all keys have one scale and all values one, which the call gets as numbers."""
+        """Whether all keys share one scale and all values another, so that the call gets the scales as numbers."""
         return self.kv_scales is not None and all(x.ndim == 0 for x in self.kv_scales)
 
     @functools.cached_property
@@ -102,12 +103,12 @@ class Problem:
 
     @functools.cached_property
     def head_factors(self) -> dict[str, np.ndarray]:
-        """What multiplies `<q, k>` beside the scale, float64 `[N]` by operand."""
+        """The factors of `<q, k>` other than the scale, float64 `[N]` each, by name of the operand."""
         return {operand.name: operand.factor(self) for operand in self._iter_given() if operand.factor}
 
     @functools.cached_property
     def logit_terms(self) -> tuple[tuple[OptionalOperand, np.ndarray], ...]:
-        """What is added to scaled logits: operands, each with float64 broadcastable to `[B, N, T, S]`."""
+        """The terms added to scaled logits: pairs of an operand and float64 values broadcastable to `[B, N, T, S]`."""
         found = ((operand, operand.term(self)) for operand in self._iter_given() if operand.term)
         return tuple((operand, term) for operand, term in found if term is not None)
 
@@ -116,7 +117,7 @@ class Problem:
         """The soft cap, a number or float64 `[B, N, T, S]`; None without one.
 
         Raises:
-          ValueError: if there are two.
+          ValueError: if two operands cap the logits.
         """
         found = ((operand.name, operand.cap(self)) for operand in self._iter_given() if operand.cap)
         caps = {name: cap for name, cap in found if cap is not None}
@@ -131,17 +132,20 @@ class Problem:
 
     @property
     def is_positional(self) -> bool:
-        """Whether an operand depends on positions, so that some of the queries or keys are another problem."""
+        """Whether an operand depends on positions, so that the results change if only some queries or keys are kept."""
         return any(getattr(self, name) is not None for name in POSITIONAL)
 
     @functools.cached_property
     def resolved_mask(self) -> Mask:
-        """The mask with every choice made that depends on q and k (`cases.moba_mask.resolve_choices`)."""
+        """The mask after all choices that depend on q and k have been made (`cases.moba_mask.resolve_choices`)."""
         return moba_mask.resolve_choices(self.mask, self.q, self.k if self.kv_scales is None else self.keys)
 
     @functools.cached_property
     def allowed(self) -> np.ndarray:
-        """Mask and segment ids together, booleans `[b, n, T, S]` with `b` and `n` 1 where nothing differs."""
+        """The pairs that may attend, by mask and segment ids together: booleans `[b, n, T, S]`.
+
+        `b` and `n` are 1 where batch rows or heads do not differ.
+        """
         allowed = self.resolved_mask.dense(self.q.shape[1], self.k.shape[1])
         if self.segment_ids is not None:
             allowed = allowed & find_equal_segments(self.segment_ids)
@@ -163,24 +167,24 @@ class Problem:
 
     @functools.cached_property
     def unread_keys(self) -> np.ndarray:
-        """Dead keys that also take part in no query's choice of keys, booleans `[B, S, K]`."""
+        """Dead keys that do not influence which keys a MoBA mask chooses either, booleans `[B, S, K]`."""
         return self.dead_keys & ~self._reduce_to_kv_heads(self.choosing)
 
     @functools.cached_property
     def choosing(self) -> np.ndarray:
-        """Whether key `j` takes part in the choice of query `i`, booleans `[1, 1, T, S]`."""
+        """Whether key `j` influences which keys a MoBA mask chooses for query `i`, booleans `[1, 1, T, S]`."""
         chosen = [choice.choosing for choice in moba_mask.list_choices(self.resolved_mask)]
         none = np.zeros((1, 1, self.q.shape[1], self.k.shape[1]), bool)
         return functools.reduce(np.logical_or, chosen, none)
 
     @functools.cached_property
     def decided(self) -> np.ndarray:
-        """Queries whose choice of keys no rounding can change, booleans `[B, N, T]`."""
+        """Queries for which no rounding can change which keys a MoBA mask chooses, booleans `[B, N, T]`."""
         every = np.ones((self.q.shape[0], self.q.shape[2], self.q.shape[1]), bool)
         return functools.reduce(np.logical_and, (c.decided for c in moba_mask.list_choices(self.resolved_mask)), every)
 
     def _reduce_to_kv_heads(self, pairs: np.ndarray) -> np.ndarray:
-        """Return which keys are in some pair of `pairs [b, n, T, S]`, `[B, S, K]`."""
+        """Return which keys occur in `pairs [b, n, T, S]` for some query and head that reads them, `[B, S, K]`."""
         batch, kv_length, num_kv_heads, _ = self.k.shape
         seen = np.broadcast_to(np.any(pairs, axis=2), (batch, self.q.shape[2], kv_length))
         return np.moveaxis(np.any(seen.reshape(batch, num_kv_heads, -1, kv_length), axis=2), 1, 2)
@@ -193,7 +197,7 @@ class Problem:
     def map_along(self, letter: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Problem:
         """Replace each array that varies along the axis `letter` by `change(array, axis)`.
 
-        Only operands change (`cases.operand_registry`); the mask stays as it is.
+        Only operands change (`cases.operand_registry`). The mask stays as it is.
         """
         changed = {o.name: o.map_along(getattr(self, o.name), letter, change) for o in OPERANDS}
         return dataclasses.replace(self, **changed)
@@ -216,8 +220,8 @@ def _dequantize(stored: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
 def draw_problem(case: Case) -> Problem:
     """Draw the operands of `case`.
 
-    Where queries choose their keys (`cases.moba_mask`), a case has more than one answer if rounding could change a
-    choice. Queries are therefore drawn again, a few times at most, until no choice is in doubt.
+    If queries choose their keys (`cases.moba_mask`) and rounding could change a choice, the case has more than one
+    right result. Queries are therefore drawn again, a few times at most, until no rounding can change a choice.
     """
     for attempt in range(_ATTEMPTS):
         problem = _draw_required(case, attempt)
@@ -233,7 +237,7 @@ def draw_problem(case: Case) -> Problem:
 
 
 def _draw_required(case: Case, attempt: int) -> Problem:
-    """Draw q, k, v and the mask, with scales if k and v are quantised; `attempt` chooses among queries."""
+    """Draw q, k, v and the mask, with scales if k and v are quantised; each `attempt` gives other queries."""
     dtype = DTYPES[case.dtype]
     if case.steps:
         operands = front_ends.apply_front_end(case.steps, draw_raw_projections(case, attempt))
@@ -261,15 +265,15 @@ def _has_tied_values(case: Case) -> bool:
 
 
 def _draw_storage(case: Case) -> Storage | None:
-    """Draw where stored operands lie; None if all lie where the dense problem has them."""
+    """Draw where stored operands lie in memory; None if they lie as in the dense problem."""
     draw_layout = None if (spec := case.stored) is None else FORMS[spec.form].draw_layout
     return None if spec is None or draw_layout is None else draw_layout(case, spec)
 
 
 def build_hollow_problem(case: Case) -> Problem:
-    """Build the problem of a case with stored operands, with zeros for all values but integers.
+    """Build the problem of a case with stored operands without drawing values.
 
-    The zeros take no memory.
+    Floating-point values are zeros, which take no memory. The mask and the storage layout are those of the case.
     """
 
     def make_zeros(*shape: int, dtype: Any = DTYPES[case.dtype]) -> np.ndarray:
@@ -327,7 +331,7 @@ def _draw_queries_keys_values(case: Case, attempt: int) -> tuple[np.ndarray, np.
     k = draw_normal(case.seed, "k", (case.batch, case.kv_length, case.num_kv_heads, case.head_dim))
     v = draw_normal(case.seed, "v", (case.batch, case.kv_length, case.num_kv_heads, case.v_head_dim))
     scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
-    # The logits' spread is scale * sqrt(H) * magnitude(q) * magnitude(k); q and k share it evenly.
+    # The standard deviation of the logits is scale * sqrt(H) * magnitude(q) * magnitude(k); q and k get equal parts.
     magnitude = math.sqrt(_compute_logit_spread(case) / (scale * math.sqrt(case.head_dim)))
     q, k = q * magnitude, k * magnitude
     if case.distribution == "heavy":
@@ -345,8 +349,8 @@ def _draw_queries_keys_values(case: Case, attempt: int) -> tuple[np.ndarray, np.
     elif case.distribution == "levels":
         q, k = distributions.lift_logits(case, q, k, scale)
     elif case.distribution == "huge":
-        # One coordinate, the same in every key, lifts all logits of a query without changing their differences, and
-        # lowers those of the next query.
+        # One coordinate is the same in every key. It lifts all logits of a query without changing their differences,
+        # and lowers all logits of the next query.
         k[..., 0], size = distributions.compute_huge_coordinates(scale)
         q[..., 0] = np.where(np.arange(case.q_length) % 2, -size, size)[:, None]
     return q, k, v

@@ -1,4 +1,4 @@
-"""Quantised keys and values: small numbers as a cache stores them, and the scales that multiply them."""
+"""Quantise keys and values to the small numbers that a cache stores, with scales, and dequantise them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ STORED: dict[str, np.dtype] = {
 }
 GRANULARITIES = ("token", "head")
 KV_CACHES = tuple(f"kv{kind}-{by}" for kind in STORED for by in GRANULARITIES)
-"""Caches as case ids name them: `kvint8-token`."""
+"""Quantised caches as case ids name them. `kvint8-token` has int8 numbers and a scale for each token and head."""
 PAGED_CACHES = ("kvint8-token", "kvfp8-token")
-"""Caches that pages may hold with a scale for each token and head, as JAX's `paged_attention` takes them."""
+"""Quantised caches in pages with a scale for each token and head, as JAX's `paged_attention` takes them."""
 WHOLE_CACHES = ("kvint8-tensor", "kvfp8-tensor")
-"""Caches in pages with one scale for all keys and one for all values, as in JAX's `ragged_paged_attention`."""
+"""Quantised caches in pages with one scale for all keys and one for all values: JAX's `ragged_paged_attention`."""
 PAGES_HOLD = (None, *PAGED_CACHES, *WHOLE_CACHES)
-"""What pages may hold; None for keys and values in the dtype of the operands."""
+"""The quantised caches that pages may hold; None stands for keys and values in the dtype of the operands."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 _BY_DTYPE = {dtype: _LARGEST[kind] for kind, dtype in STORED.items()}
 
@@ -34,7 +34,11 @@ def get_stored_dtype(cache: str) -> np.dtype:
 
 
 def quantize(x: np.ndarray, cache: str) -> tuple[np.ndarray, np.ndarray]:
-    """Quantise `x [B, S, K, D]`: the stored numbers, and f32 scales `[B, S, K]`, `[1, 1, K]` or `[]`."""
+    """Quantise `x [B, S, K, D]` as `cache` names it.
+
+    Returns:
+      the stored numbers `[B, S, K, D]`, and f32 scales: `[B, S, K]` by token, `[1, 1, K]` by head, or `[]` by tensor.
+    """
     kind, by = cache.removeprefix("kv").split("-")
     exact = x.astype(np.float64)
     axes = {"token": (3,), "head": (0, 1, 3), "tensor": (0, 1, 2, 3)}[by]
@@ -55,8 +59,8 @@ def dequantize(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def compute_half_steps(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Compute the largest rounding error of quantisation, in float64.
 
-    It is half a scale for integers. For fp8 it is half the spacing at the stored number, which may be the upper end of
-    its binade.
+    It is half a scale for integers. For fp8 it is the scale times half the spacing of fp8 numbers just above the stored
+    number.
     """
     scale = scales.astype(np.float64)[..., None]
     if stored.dtype != STORED["fp8"]:

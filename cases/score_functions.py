@@ -1,12 +1,12 @@
-"""Score functions: formulas that change a scaled logit by its batch row, query head and positions.
+"""Define score functions (`score_mod`): formulas that change a scaled logit by batch row, query head and positions.
 
-A kernel gets such a score as a function `(score, b, n, i, j) -> score` and calls it where it has the logit. `b` and `n`
+A kernel gets a score function `(score, b, n, i, j) -> score` and applies it to each logit that it computes. `b` and `n`
 are the batch row and the query head. `i` and `j` are the positions of query and key along their axes, from 0. All are
-integers, or integer arrays that broadcast with `score`. A score captures no array, and works on arrays of any library
-that has a namespace of the array API (NumPy, JAX, a Pallas tile).
+integers, or integer arrays that broadcast with `score`. A score function captures no array. It works on arrays of any
+library that has a namespace of the array API (NumPy, JAX, a Pallas tile).
 
-Each score is a whole number times a power of two, so that f32 holds it exactly. It is either added to the logit or is
-its soft cap.
+Each function computes a whole number times a power of two, so that f32 holds it exactly. This number is either added to
+the logit or is its soft cap.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any, ClassVar
 import numpy as np
 
 LEVELS = ("score-relative", "score-alibi", "score-rows", "score-cap")
-"""What a case id may ask for: the names of `Relative`, `Alibi`, `Rows` and `Cap`."""
+"""Names of the score functions in case ids: `Relative`, `Alibi`, `Rows` and `Cap`, in this order."""
 CAPPING = "score-cap"
-"""The level that is a soft cap."""
+"""The name of the score function that is a soft cap."""
 _REACH = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """Base of all scores: `step` times a whole number, which is added to the logit or is its soft cap.
+    """Base class of score functions: `step` times a whole number, which is added to the logit or is its soft cap.
 
     Attributes:
       step: a power of two.
       offset: `S - T`, which aligns the last query with the last key.
-      caps: whether the number is a soft cap; if not, it is added.
+      caps: whether the number is a soft cap; otherwise it is added to the logit.
     """
 
     step: float
@@ -50,11 +50,11 @@ class Score:
         return number * library.tanh(score / number) if self.caps else score + number
 
     def align_to(self, q_length: int, kv_length: int) -> Score:
-        """Return the score for these lengths."""
+        """Return the score function for these lengths: the last query stands at the position of the last key."""
         return dataclasses.replace(self, offset=kv_length - q_length)
 
     def dense(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> np.ndarray:
-        """Compute what is added, or the soft cap, `[B, N, T, S]` in float64."""
+        """Compute the number that is added to each logit, or its soft cap, `[B, N, T, S]` in float64."""
         b, n, i, j = np.ogrid[:batch, :num_q_heads, :q_length, :kv_length]
         found = self.step * np.asarray(self._compute_integer(np, b, n, i, j), np.float64)
         return np.broadcast_to(found, (batch, num_q_heads, q_length, kv_length))
@@ -75,7 +75,7 @@ class Relative(Score):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Alibi(Score):
-    """Logits fall with the distance, by a slope computed from the query head (Press et al., arXiv:2108.12409)."""
+    """A bias that falls with the distance of the key, with a slope for each query head (ALiBi, arXiv:2108.12409)."""
 
     def _compute_integer(self, library: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
         return -(n + 1) * abs(i + self.offset - j)
@@ -83,7 +83,7 @@ class Alibi(Score):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows(Score):
-    """A pattern of eight steps along the diagonals, shifted by batch row and by query head."""
+    """A bias that repeats every eight positions of distance, shifted by batch row and by query head."""
 
     def _compute_integer(self, library: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
         return (i + self.offset - j + 3 * n + 5 * b) & 7
@@ -91,9 +91,10 @@ class Rows(Score):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cap(Score):
-    """A soft cap that grows with how far the key is behind the query: from half as large ahead of it to twice.
+    """A soft cap that grows with how far the key is behind the query.
 
-    Its derivative is not 1, so a backward pass must use it. It also tells which of the two positions is the query's.
+    It ranges from half its value at equal positions, for keys far ahead, to twice that value. Its derivative is not 1,
+    so a backward pass must use it. A kernel that exchanges the two positions gets wrong values.
     """
 
     caps: ClassVar[bool] = True
@@ -105,7 +106,7 @@ class Cap(Score):
 
 @dataclasses.dataclass(frozen=True)
 class ThenCapped:
-    """A score, if there is one, followed by a soft cap: for kernels that have no other soft cap."""
+    """A score function, if there is one, followed by a soft cap: for kernels without a parameter for a soft cap."""
 
     score: Score | None
     soft_cap: float
@@ -117,10 +118,17 @@ class ThenCapped:
 
 
 def build_score(level: str, *, num_q_heads: int, q_length: int, kv_length: int, spread: float) -> Score:
-    """Build the score of a case's level, large enough to be visible beside logits of this spread.
+    """Build the score function that a case id names, large enough to matter for logits of the given spread.
+
+    Args:
+      level: name of the score function, one of `LEVELS`.
+      num_q_heads: number of query heads.
+      q_length: number of queries.
+      kv_length: number of keys.
+      spread: standard deviation of the logits.
 
     Raises:
-      ValueError: if there is no such level.
+      ValueError: if there is no such score function.
     """
     longest, size = max(q_length, kv_length), max(1.0, spread / 2)
     score: Score

@@ -1,9 +1,9 @@
-"""Cases of one feature each, always the same, on which kernels are told apart by how wrong they are.
+"""List the fixed cases on which a kernel's errors are measured as its signature, to compare it with planted bugs.
 
 The operands of a case are the same bits everywhere, and so are the exact results and their bounds. Two kernels that
-compute the same wrong thing are therefore wrong by the same ratio, however different they are inside. The cases of a
-grid depend on what a kernel supports, so those of two kernels differ. These are the same for all, and each kernel gets
-those that it supports.
+compute the same wrong thing therefore have the same ratio of error to bound, however different they are inside. The
+cases of a grid depend on what a kernel supports, so they differ between kernels. These cases are the same for all
+kernels, and each kernel gets the cases that it supports. Most cases test one feature.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cases.storage_forms.form_cases import load_all_form_cases
 
 @dataclasses.dataclass(frozen=True)
 class SignatureCase:
-    """A case, and the names of the checks that run on it: those that reveal there what no other case does."""
+    """A case and the names of the checks that run on it. A check runs where it reveals what no other case reveals."""
 
     case: Case
     checks: tuple[str, ...]
@@ -27,7 +27,8 @@ _GROUPS = "B2.T256.S256.N4.K2.H64.V64"
 _CHUNK = "B1.T64.S320.N2.K2.H64.V64"
 _STEP = "B2.T1.S200.N4.K2.H64.V64"
 
-# Checks beside `forward` and `gradients`: residuals, their gradient, and what lies behind the mask.
+# Checks that run in addition to `forward` and `gradients`: residuals, gradients through logsumexp, and NaN behind the
+# mask (`poison`).
 _SAVED = ("residuals",)
 _LSE = ("residuals", "gradients_lse")
 _BEHIND = ("residuals", "poison")
@@ -35,12 +36,12 @@ _BEHIND = ("residuals", "poison")
 SIGNATURE_CASES: tuple[SignatureCase, ...] = tuple(
     SignatureCase(parse_case_id(f"{case}/s0"), ("forward", "gradients", *beside))
     for case, beside in (
-        # Attention alone; then features that every kernel has in some form.
+        # The first case is attention without a feature. The others have features that every kernel has in some form.
         (f"train/f32/{_ONE}/full/normal", _SAVED),
         (f"train/f32/{_GROUPS}/full/normal", _LSE),
         (f"train/f32/{_ONE}/causal/normal", _SAVED),
         (f"train/f32/{_GROUPS}/causal/seg/normal", ()),
-        # Lengths that no block divides, more queries than keys, and more keys than queries.
+        # Lengths that are no multiple of a block, more queries than keys, and more keys than queries.
         ("train/f32/B1.T200.S200.N2.K2.H64.V64/causal/normal", _SAVED),
         ("train/f32/B1.T384.S128.N2.K2.H64.V64/full/normal", ()),
         ("train/f32/B1.T100.S300.N2.K2.H64.V64/full/normal", ()),
@@ -80,14 +81,14 @@ SIGNATURE_CASES: tuple[SignatureCase, ...] = tuple(
         (f"decode/f32/{_STEP}/lengths-101-200/kvfp8-token/normal", ()),
         (f"prefill/f32/{_CHUNK}/causal-o256/kvint8-head/normal", ()),
         (f"prefill/f32/{_CHUNK}/full/softcap2/sinks/kvint4-token/normal", ()),
-        # Chosen chunks: a last one that is not whole, whole ones, all of them, later queries, one query, and operands.
+        # MoBA masks: a partial last chunk, whole chunks, all chunks chosen, later queries, one query, and operands.
         ("train/f32/B1.T321.S321.N2.K2.H64.V64/moba-65-3/normal", _SAVED),
         (f"train/f32/{_GROUPS}/moba-64-2/normal", _LSE),
         ("train/f32/B1.T100.S100.N2.K2.H64.V64/moba-24-99/normal", ()),
         (f"prefill/f32/{_CHUNK}/moba-41-3-o256/normal", _SAVED),
         ("decode/f32/B1.T1.S200.N2.K1.H64.V64/moba-41-3-o199/normal", ()),
         ("train/f32/B1.T128.S128.N2.K2.H64.V64/moba-26-3/softcap2/sinks/scale0.3/normal", ()),
-        # Functions of places: each score, beside a mask, a cap and grouped heads, and one query.
+        # Score functions (`score_mod`): each of them, with a mask, a cap, grouped heads, and one query.
         (f"train/f32/{_ONE}/full/score-relative/normal", _SAVED),
         (f"train/f32/{_GROUPS}/causal/score-alibi/normal", _LSE),
         (f"train/f32/{_ONE}/window-l63-r15/softcap2/score-rows/normal", ()),
@@ -96,4 +97,4 @@ SIGNATURE_CASES: tuple[SignatureCase, ...] = tuple(
         *(case for form in load_all_form_cases().values() for case in form.signature_cases),
     )
 )
-"""All of them, in the order in which they are asked."""
+"""All signature cases, in the order in which they run."""

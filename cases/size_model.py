@@ -1,10 +1,10 @@
-"""The model of sizes: whole blocks, long sequences, decoding, head counts, depths, and the forms of arguments.
+"""Define the model of sizes: whole blocks, long sequences, decoding, head counts, depths, and forms of arguments.
 
-The model of features (`cases.feature_model`) has every mask and operand at short and odd lengths. This one has few
-masks and operands, and the sizes at which a kernel's handling of blocks may go wrong: lengths of three and more whole
-blocks of 128, each way and square; more than eight and sixteen blocks along an axis; one to sixteen queries over caches
-of more than a thousand keys; positions beyond 16 bits. Each length is combined with masks, operands and dtypes, in
-pairs.
+`cases.grid` builds the covering array of `MODEL`. The model of features (`cases.feature_model`) has every mask and
+operand at short and odd lengths. This one has few masks and operands, and the sizes at which a kernel's handling of
+blocks may go wrong: lengths of three and more whole blocks of 128, with more queries, more keys, or equally many; more
+than eight and sixteen blocks along an axis; one to sixteen queries over caches of more than a thousand keys; positions
+beyond 16 bits. Each length is combined with masks, operands and dtypes, in pairs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,24 @@ from cases.operand_registry import OPTIONAL
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A level: phase, lengths, `(B, N, K)` and `(H, V)`."""
+    """A level of the axis of shapes.
+
+    Attributes:
+      phase: `train`, `prefill` or `decode`.
+      q: number of queries.
+      kv: number of keys.
+      heads: `(B, N, K)`: batch rows, query heads, key/value heads.
+      depths: `(H, V)`: depth of queries and keys, depth of values.
+      instead_of: if given, this level is a stand-in: it is tested only on implementations that do not support
+        `instead_of`.
+    """
 
     phase: str
     q: int
     kv: int
     heads: tuple[int, int, int] = (1, 2, 2)
     depths: tuple[int, int] = (64, 64)
-    instead_of: Shape | None = None  # the level that it replaces for implementations that do not support that one
+    instead_of: Shape | None = None
 
 
 _PLAIN = Shape("train", 128, 128)
@@ -35,7 +45,7 @@ _SQUARE = Shape("train", 384, 384, (1, 2, 1))
 _WIDE = Shape("train", 256, 512)
 _TALL = Shape("train", 512, 256, (1, 4, 2), (32, 32))
 _SPECULATIVE = Shape("prefill", 4, 1152, (1, 8, 1))
-# The shapes that are combined with every form of a mask.
+# The shapes that are combined with all masks of `_FORMS`.
 _ALL_FORMS = (_PLAIN, _WIDE, _SPECULATIVE)
 _BLOCKS = (
     _PLAIN,
@@ -49,14 +59,14 @@ _BLOCKS = (
     Shape("prefill", 16, 1100, (2, 4, 2), (128, 128)),
     Shape("decode", 1, 33024, (1, 2, 1), (16, 16)),
 )
-# Head counts, each with depths of its own.
+# Head counts `(B, N, K)`, each with depths `(H, V)` of its own.
 _HEADS = {(1, 32, 4): (33, 17), (2, 10, 2): (80, 80), (1, 3, 3): (96, 96), (2, 3, 1): (192, 128), (5, 1, 1): (256, 256)}
-# Nine blocks each way; it is last, since it is the most expensive.
+# Nine blocks of queries and of keys. This shape is last, since it is the most expensive.
 _LARGEST = Shape("train", 1152, 1152, (1, 1, 1), (16, 16))
 
 
 def _add_stand_ins(shape: Shape) -> tuple[Shape, ...]:
-    """Return the shape and stand-ins with usual depths, for kernels that do not support its own."""
+    """Return the shape, and stand-ins with usual depths for kernels that do not support the shape's own depths."""
     found = [shape]
     for depth in (64, 128):
         if shape.depths != (depth, depth):
@@ -87,17 +97,17 @@ def _compute_end_offset(shape: Shape) -> str:
 
 
 def _format_causal(shape: Shape) -> str:
-    """Return a causal mask that aligns the last query with the last key."""
+    """Return the spec of a causal mask that aligns the last query with the last key."""
     return f"causal{_compute_end_offset(shape)}"
 
 
 def _format_window(shape: Shape) -> str:
-    """Return a window of about 5/8 of the keys: it spans several blocks of a long sequence, but not all."""
+    """Return the spec of a window of about 5/8 of the keys: several blocks of a long sequence, but not all."""
     return f"window-l{max(3, 5 * shape.kv // 8) - 1}-r0{_compute_end_offset(shape)}"
 
 
 def _format_causal_and_window(shape: Shape) -> str:
-    """Return a causal mask combined with a window.
+    """Return the spec of a causal mask combined with a window.
 
     In training, both align the first query with the first key. Otherwise they align the last query with the last key.
     """
@@ -130,7 +140,8 @@ _FORMS: dict[str, Callable[[Shape], str]] = {
     "causal_window": _format_causal_and_window,
 }
 _MASKS = {**_USUAL, **_FORMS}
-# The other shapes get as many masks and forms of a bias as there are dtypes, so that three cases cover their pairs.
+# Shapes outside `_ALL_FORMS` get three masks and three levels of bias, as many as there are dtypes. So three cases
+# cover the pairs of such a shape with these levels.
 _MASKS_ELSEWHERE = ("causal_end", "window", "lengths")
 _BIASES_ELSEWHERE = (None, "biasslope", "biasbatch")
 
@@ -149,7 +160,7 @@ AXES: tuple[Axis, ...] = (
 
 
 def _resolve_stand_in(shape: Shape) -> Shape:
-    """Return the shape that a stand-in replaces in the end."""
+    """Return the original shape that a stand-in replaces, directly or through other stand-ins."""
     return shape if shape.instead_of is None else _resolve_stand_in(shape.instead_of)
 
 
@@ -167,13 +178,13 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
     if elsewhere and (mask not in (None, *_MASKS_ELSEWHERE) or levels.get("bias") not in _BIASES_ELSEWHERE):
         return False
     if levels.get("bias") == "biasinf":
-        # The bias might hide every key that a segment or a narrow mask leaves visible to a query.
+        # A bias of -inf might hide every key that a segment or a narrow mask leaves visible to a query.
         hides_few = mask in (None, "full", "causal_end", "unbounded", "wider")
         if not hides_few or levels.get("segments") is not None or levels.get("soft_cap") is not None:
             return False
     if levels.get("distribution") == "levels":
-        # Any cap is flat at logits around 1.1e4, and a sink gets all of the weight or none. Each level of the logits
-        # needs a query.
+        # At logits around 1.1e4 any soft cap is flat, and a sink gets all of the weight or none. Each level of the
+        # logits needs a query of its own, so few queries do not suffice.
         if shape is not None and shape.q < 16:
             return False
         return levels.get("soft_cap") is None and not levels.get("sinks")

@@ -1,7 +1,7 @@
-"""Refusal of second derivatives of kernels whose `custom_vjp` rule supports only first ones.
+"""Refuse second derivatives of kernels whose `custom_vjp` rule supports only first derivatives.
 
-First derivatives in reverse mode do not differentiate the two halves of a `custom_vjp`; second derivatives do. Without
-this module they would fail deep inside the kernel with an unclear message.
+First derivatives in reverse mode do not differentiate the forward and backward functions of a `custom_vjp`; second
+derivatives do. Without this module, second derivatives would fail deep inside the kernel with an unclear message.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def refuse_derivatives(kernel: str, function: Callable[..., Any], *operands: Any
 
     Args:
       kernel: name of the kernel in the message.
-      function: one half of its `custom_vjp`, with all static arguments bound.
-      operands: its arrays, in trees.
+      function: the forward or the backward function of its `custom_vjp`, with all static arguments bound.
+      operands: the function's arguments, pytrees of arrays.
     """
 
     @jax.custom_jvp
@@ -36,12 +36,13 @@ def refuse_derivatives(kernel: str, function: Callable[..., Any], *operands: Any
 def refuse_reverse_mode(kernel: str, function: Callable[..., Any], *operands: Any) -> Any:
     """Compute `function(*operands)`, and raise `NotImplementedError` if it is differentiated in reverse mode.
 
-    Forward mode is allowed. This suits loops whose number of steps is only known at run time.
+    Forward mode is allowed. This suits loops whose number of steps is only known at run time: JAX differentiates them
+    in forward mode only.
 
     Args:
-      kernel: as for `refuse_derivatives`.
-      function: likewise.
-      operands: likewise.
+      kernel: name of the kernel in the message.
+      function: the forward or the backward function of its `custom_vjp`, with all static arguments bound.
+      operands: the function's arguments, pytrees of arrays.
     """
 
     @jax.custom_jvp

@@ -1,8 +1,8 @@
 """Support for operands on meshes with explicit axes, whose shardings are part of their types.
 
 From jax 0.12 on, `jax.make_mesh` makes meshes with explicit axes. There every operation must state how its result is
-sharded, which loops over blocks and Pallas calls cannot do. So inside the call the compiler decides, and the results
-are sharded like the queries.
+sharded, which loops over blocks and Pallas calls cannot do. So inside the call the compiler chooses all shardings, and
+the call's results are sharded like the queries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ARRAY_OPTIONS = (*(operand.name for operand in OPTIONAL if operand.arrays), "le
 
 
 def accept_explicit_sharding(call: _Call) -> _Call:
-    """Wrap a canonical call so that it accepts operands on meshes with explicit axes.
+    """Wrap an attention function with the contract's arguments to accept operands on meshes with explicit axes.
 
     The call must return a tree of arrays `[B, T, N, .]` and residuals `[B, N, T]`.
     """
@@ -53,7 +53,7 @@ def accept_explicit_sharding(call: _Call) -> _Call:
 
 
 def find_explicit_mesh(arrays: Any) -> Any:
-    """Find the mesh of the first array that is on a mesh with explicit axes; None if there is none."""
+    """Find the mesh of the first array that lies on a mesh with explicit axes; None if there is no such array."""
     for x in jax.tree.leaves(arrays):
         if isinstance(x, jax.Array):
             mesh = jax.typeof(x).sharding.mesh
@@ -67,4 +67,4 @@ def _drop_sharding(x: Any) -> Any:
 
 
 def _build_spec(*axes: Any) -> Any:
-    return PartitionSpec(*axes)  # type: ignore[no-untyped-call]  # likewise
+    return PartitionSpec(*axes)  # type: ignore[no-untyped-call]  # JAX leaves it untyped

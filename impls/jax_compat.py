@@ -1,4 +1,4 @@
-"""Differences between versions of JAX, and between the backends that a process may run on.
+"""Hide from the kernels what differs between versions of JAX, and between the backends that a process may run on.
 
 Tested with jax 0.10.2 and 0.12.0.1.
 """
@@ -117,9 +117,10 @@ def build_gpu_interpreter_params(**options: Any) -> Any:
 
 
 def get_device_kind(platform: str) -> str:
-    """Return JAX's kind of the target device: that of the mesh in scope, else that of this process.
+    """Return JAX's `device_kind` of the target device.
 
-    It is empty if neither is of `platform`.
+    The target is the device of the mesh in scope if there is one, and else this process's first device. The result is
+    empty if the target is not of `platform`.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.platform in (platform, {"gpu": "cuda"}.get(platform)):
@@ -133,7 +134,7 @@ def runs_on(platform: str) -> bool:
 
 
 def count_multiprocessors() -> int:
-    """Count the multiprocessors of the target GPU (see `get_device_kind`); those of an H100 or H200 if unknown."""
+    """Count the multiprocessors of the target GPU (see `get_device_kind`); 132, as on an H100 or H200, if unknown."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.num_cores:
         return int(device.num_cores)
@@ -158,7 +159,7 @@ def resolve_interpret(interpret: Interpret, platform: str) -> Any:
 
 
 def find_tpu_vmem() -> tuple[str, int] | None:
-    """Find generation and VMEM bytes of one core of the target TPU; None if JAX does not know the chip.
+    """Find the generation of the target TPU and the VMEM bytes of one core; return None if JAX does not know the chip.
 
     The target is the chip of the mesh in scope (`jax.sharding.use_abstract_mesh`), else of the process.
     """
@@ -173,7 +174,7 @@ def count_tpu_cores() -> int:
     """Count the cores that share a call on the target TPU (see `find_tpu_vmem`); 1 if there is none."""
     try:
         return int(pltpu.get_tpu_info().num_cores)
-    except (ValueError, RuntimeError):  # as above
+    except (ValueError, RuntimeError):  # another platform, or a chip that JAX does not know
         return 1
 
 

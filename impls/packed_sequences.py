@@ -1,8 +1,9 @@
-"""Packed sequences: validation of a call's operands, and the range of keys that each query sees.
+"""Validate a call's operands over packed sequences, and compute the range of keys that each query sees.
 
-The queries of a sequence are contiguous, and so are its keys. Causal masks and windows leave a query one contiguous run
-of them. So each query sees the keys `low` to `high - 1` of the packed array. Along the queries that see any key, `low`
-and `high` only grow. Both are only known at run time (docs/contract.md, section 8).
+The queries of a sequence are contiguous, and so are its keys. Under a causal mask or a window, the keys that a query
+sees are contiguous too. So each query sees the keys `low` to `high - 1` of the packed array. From each query that sees
+a key to the next, `low` and `high` do not decrease. Both are only known at run time (docs/contract.md, section 8,
+"How operands lie in memory").
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _UNBOUNDED_SIDE = 2**30
 
 
 class SequenceTables(NamedTuple):
-    """Borders of the sequences in the packed arrays, int32."""
+    """Borders of the sequences in the packed arrays (the operands of the same names), int32."""
 
     cu_q_lens: Int32[Array, " max_seqs+1"]
     cu_kv_lens: Int32[Array, " max_seqs+1"]
@@ -30,7 +31,7 @@ class SequenceTables(NamedTuple):
 
 
 def build_tables(cu_q_lens: Any, cu_kv_lens: Any, num_seqs: Any) -> SequenceTables:
-    """Convert the tables of a call to int32. Raises `ValueError` that names an invalid one."""
+    """Convert the tables of a call to int32. Raises `ValueError` that names an invalid table."""
     shape = cu_q_lens.shape
     if len(shape) != 1 or shape[0] < 2:
         raise ValueError(f"cu_q_lens must have shape (max_seqs + 1,), got {shape}")
@@ -91,8 +92,8 @@ def compute_key_ranges(
 
     Args:
       tables: tables of the call. Entries past the last sequence may be any integers.
-      sides: as `resolve_window` gives them.
-      length: number of queries, including padding, which sees no key.
+      sides: `(left, right)` as `resolve_window` returns it: numbers of keys before and after the query's own, or None.
+      length: number of queries, including padding queries, which see no key.
 
     Returns:
       int32 `[length]` each.
@@ -106,7 +107,7 @@ def compute_key_ranges(
 
     q_ends, kv_ends = ends_of(tables.cu_q_lens), ends_of(tables.cu_kv_lens)
     token = jnp.arange(length, dtype=jnp.int32)
-    sequence = jnp.searchsorted(q_ends, token, side="right").astype(jnp.int32)  # padding is beyond all
+    sequence = jnp.searchsorted(q_ends, token, side="right").astype(jnp.int32)  # padding is past all sequences
     real = token < tables.cu_q_lens[count]
     sequence = jnp.minimum(sequence, len(q_ends) - 1)
     kv_start = tables.cu_kv_lens[sequence]

@@ -1,4 +1,4 @@
-"""Features that a call requests, by the names of `cases.case.FEATURES`."""
+"""List the features that a call needs, by the names of `cases.case.FEATURES`; `impls.auto` chooses a kernel by them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ _DTYPE_FEATURES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 def infer_phase(q_length: int, kv_length: int) -> Phase:
-    """Infer the phase from the lengths: one query with many keys is decoding, fewer queries than keys are a chunk."""
+    """Infer the phase from the lengths.
+
+    One query with more keys is `decode`, and several queries with more keys are `prefill`. Anything else is `train`.
+    """
     if q_length == 1 < kv_length:
         return "decode"
     return "prefill" if q_length < kv_length else "train"
 
 
 def list_requested_features(q: Any, k: Any, v: Any, mask: Mask, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """List the features that a call needs. `options` has the optional operands; those not given may be None."""
+    """List the features that a call needs. `options` has the optional operands by name; None means not given."""
     num_q_heads, num_kv_heads = q.shape[2], k.shape[2]
     dtype = np.dtype(q.dtype).name
     found = [_DTYPE_FEATURES.get(dtype, dtype)]

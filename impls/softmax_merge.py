@@ -7,8 +7,9 @@ attention over the part's keys, and `max` is the value by which its logits were 
     M = max_a max_a,   sum = sum_a exp(max_a - M) sum_a,   out = sum_a exp(max_a - M) out_a
 
 is the unnormalised part over all their keys (Rabe and Staats 2021, arXiv:2112.05682, section 2). The normalised form
-merges alike, with `exp(logsumexp_a)` as the sums. A part over no keys has `sum = 0` or `logsumexp = -inf`; its other
-values are never read. A sink is a part too: it has a sum and no `out`, and must be merged exactly once.
+is merged in the same way, with `exp(logsumexp_a)` as the sums. A part over no keys has `sum = 0` or
+`logsumexp = -inf`; its other values are never read. A sink is a part too: it has a sum and no `out`, and must be merged
+exactly once.
 
 Everything is differentiable in reverse and forward mode. `M` is a constant for the derivative, since the values that a
 part represents, `exp(max) out` and `exp(max) sum`, do not depend on it. Empty parts get gradients of zero.
@@ -25,7 +26,7 @@ from jax import lax
 
 
 class Part(NamedTuple):
-    """Attention over some keys, not normalised, in f32."""
+    """Attention over some keys before the division by the softmax sum, in f32."""
 
     out: jax.Array  # [..., V], sum of exp(logit - max) v
     max: jax.Array  # [..., 1], the value by which logits were shifted; -inf where there is no key
@@ -33,14 +34,14 @@ class Part(NamedTuple):
 
 
 class Normalised(NamedTuple):
-    """Attention over some keys, normalised."""
+    """Attention over some keys after the division by the softmax sum."""
 
     out: jax.Array  # [..., V]
-    logsumexp: jax.Array  # [...] f32, natural; -inf where there is no key
+    logsumexp: jax.Array  # [...] f32, natural logarithm; -inf where there is no key
 
 
 def merge(parts: Sequence[Part]) -> Part:
-    """Merge parts whose shapes broadcast against each other.
+    """Merge parts of attention over disjoint sets of keys. Their shapes must broadcast against each other.
 
     Raises:
       ValueError: there are no parts.
@@ -86,7 +87,7 @@ def normalise(part: Part) -> Normalised:
 
 
 def merge_normalised(parts: Sequence[Normalised]) -> Normalised:
-    """Merge normalised parts; `out` is f32.
+    """Merge normalised parts of attention over disjoint sets of keys; `out` is f32.
 
     Raises:
       ValueError: there are no parts.

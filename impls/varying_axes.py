@@ -1,4 +1,7 @@
-"""Mesh axes over which arrays vary inside `shard_map`, which requires loop carries to be marked from the start."""
+"""Find and mark the mesh axes over which arrays vary inside `shard_map`.
+
+`shard_map` requires that the carry of a loop has the same varying axes from its start to its end.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ def find_varying_axes(x: Any) -> frozenset[str]:
 
 
 def mark_varying(x: Any, axes: frozenset[str]) -> Any:
-    """Mark `x` as varying over `axes`. `shard_map` requires that a scan's carry has one type from the start."""
+    """Mark the arrays of `x` as varying over `axes`, as `shard_map` requires of a loop's carry before the loop."""
 
     def mark(leaf: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - jax.typeof(leaf).manual_axis_type.varying))

@@ -1,4 +1,7 @@
-"""Draw the estimated cycles of calls, a panel for each target and a bar for each implementation."""
+"""Draw the estimated cycles of whole calls as bars: one panel per target chip, one bar per implementation.
+
+A `CallChart` (`reports.compiled_kernels.call_estimates`) goes in, and inline SVG for the HTML page comes out.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ _MAX_PANELS = 5
 
 
 def render_call_chart(chart: CallChart) -> Markup:
-    """Render the chart as SVG."""
+    """Render a chart of estimated cycles as inline SVG."""
     label = f"Estimated kilocycles of {chart.program} of {chart.case}"
     return render_svg(lambda: draw_calls(chart), label=label)
 
 
 def draw_calls(chart: CallChart) -> Figure:
-    """Draw the chart as a matplotlib figure."""
-    from matplotlib.figure import Figure  # imported late: it takes as long as judging a small case
+    """Draw a chart of estimated cycles as a matplotlib figure."""
+    from matplotlib.figure import Figure  # imported late: importing matplotlib takes as long as judging a small case
 
     across = min(len(chart.targets), _MAX_PANELS)
     figure = Figure(figsize=(1.6 + 1.75 * across, 0.6 + 0.3 * len(chart.contenders)), layout="constrained")
@@ -53,7 +56,7 @@ def _draw_frame(axes: Axes, target: str, names: Sequence[str], longest: float) -
 
 
 def _draw_bar(axes: Axes, y: int, cell: CallEstimate | None, longest: float) -> None:
-    """Draw the kernels of a call one after the other, with lines between them."""
+    """Draw the bar of one call, with one segment for each kernel that the call runs."""
     if cell is None:
         axes.annotate("not known", (0.03 * longest, y), va="center", color=MUTED, fontsize=8)
         return

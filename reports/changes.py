@@ -1,4 +1,8 @@
-"""Compare two runs: judgements whose verdict changed, judgements that are gone, and ratios that moved."""
+"""Compare the records of two runs, to find regressions of a kernel.
+
+The result lists the judgements whose verdict changed, the judgements that the new run lacks, and the error ratios that
+changed much. `reports.changes_page` renders the result.
+"""
 
 from __future__ import annotations
 
@@ -33,28 +37,32 @@ NEWLY_JUDGED = "newly judged"
 NOT_ASKED_AGAIN = "not asked again"
 REGRESSIONS = (NEW_FAILURE, NEWLY_UNSUPPORTED, NEWLY_UNJUDGED, GONE)
 KINDS = (*REGRESSIONS, FIXED, NEWLY_EXPECTED, NEWLY_JUDGED, NOT_ASKED_AGAIN)
-"""What can become of a judgement, regressions first. What was not asked again may be as it was."""
+"""The kinds of change between two runs, regressions first.
+
+`NOT_ASKED_AGAIN` means that the new run did not plan the check of that case, so its outcome is unknown.
+"""
 
 SINGLE_SHIFT = 4.0
-"""The factor by which a single ratio must move: other values of a case move it less."""
+"""The factor by which a single error ratio must change to be reported. Other random values in a case change it less."""
 COMMON_SHIFT = 1.25
-"""The factor by which the ratios of a result must move, in the median over `MIN_CASES` or more."""
+"""The factor by which the ratios of a result must change in the median to be reported, over at least `MIN_CASES` cases.
+"""
 MIN_CASES = 20
 MIN_SHARE = 0.2
-"""The share of its limit that a single ratio must have, before or after, to be compared."""
-_MIN_SHARE_OF_MANY = 0.01  # the same for ratios that are compared together
+"""The share of its limit that a single error ratio must reach, in the old or the new run, to be compared."""
+_MIN_SHARE_OF_MANY = 0.01  # the same share for ratios that are compared by their median
 
 Key = tuple[str, str, str, str, str]
-"""What a judgement answers: implementation, platform, case, check and observable."""
+"""The identity of a judgement: implementation, platform, case, check and observable."""
 ChangeKey = tuple[str, str, str, str]
-"""What changes are grouped by: kind, label of the contender, check and observable."""
+"""The key by which reports group changes: kind, label of the contender, check and observable."""
 Shares = list[tuple[Record, float, float]]
-"""New records, each with the old and the new ratio as a share of its limit."""
+"""Items `(record of the new run, old ratio over its limit, new ratio over its limit)`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A judgement that is not what it was; one of the two records may be missing."""
+    """A judgement that differs between two runs; `old` or `new` is None if that run has no record of it."""
 
     kind: str
     old: Record | None
@@ -62,7 +70,7 @@ class Change:
 
     @property
     def record(self) -> Record:
-        """The record to show: the new one, or the old one of what is gone."""
+        """The record to show: the record of the new run, or the old run's if the new run has none."""
         found = self.new or self.old
         assert found is not None
         return found
@@ -70,15 +78,15 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class RatioShift:
-    """Ratios that moved.
+    """An error ratio that changed much between two runs.
 
-    They are of one judgement, or in the median over the `cases` of a check, result and dtype.
+    It is the ratio of one judgement, or the median over judgements of the same check, observable and dtype.
 
     Attributes:
-      contender, check, observable, dtype: what the judgements share.
-      cases: how many judgements there are.
-      example: the case whose ratio moved furthest.
-      old, new: the ratio as a share of its limit, before and after.
+      contender, check, observable, dtype: those of the judgements.
+      cases: the number of judgements; 1 for a single ratio.
+      example: the id of the case whose ratio changed most.
+      old, new: the ratio as a share of its limit, in the old and in the new run.
     """
 
     contender: Contender
@@ -92,18 +100,18 @@ class RatioShift:
 
     @property
     def factor(self) -> float:
-        """The new ratio over the old one."""
+        """The new ratio divided by the old ratio."""
         return self.new / self.old if self.old else math.inf
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """All that changed, and how much was compared.
+    """The differences between two runs, and the number of judgements that were compared.
 
     Attributes:
       changes: the judgements that changed, regressions first.
-      single_shifts: single ratios that moved.
-      common_shifts: results whose ratios moved together.
+      single_shifts: single error ratios that changed much.
+      common_shifts: results whose error ratios changed in the median.
       compared: how many judgements are in both runs.
       old_total, new_total: how many records each run has.
       old_findings, new_findings: the causes of what is red in each run.
@@ -120,30 +128,31 @@ class Comparison:
 
     @property
     def regressions(self) -> tuple[Change, ...]:
-        """The changes for the worse."""
+        """The changes for the worse, such as new failures."""
         return tuple(change for change in self.changes if change.kind in REGRESSIONS)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many changes there are of each kind that occurs."""
+        """The number of changes of each kind that occurs."""
         counted = Counter(change.kind for change in self.changes)
         return {kind: counted[kind] for kind in KINDS if counted[kind]}
 
     def list_changes(self, kind: str) -> list[Change]:
-        """Return the changes of a kind."""
+        """Return the changes of one kind."""
         return [change for change in self.changes if change.kind == kind]
 
 
 def compare_runs(old: Sequence[Record], new: Sequence[Record], *, planned: Set[tuple[str, str]] | None) -> Comparison:
     """Compare the records of two runs.
 
-    If each side has one implementation, its name may differ: a kernel before and after may be two files. If each side
-    has one platform of an implementation, that may differ too: the runs may be of two chips.
+    If each run has only one implementation, the two are compared even if their names differ. So a kernel before and
+    after a change may be two files. If each run has only one platform of an implementation, the platforms may differ
+    too. So the runs may be on two chips.
 
     Args:
-      old: records of one provenance for each implementation.
-      new: likewise.
-      planned: case and check of all that the new run planned to judge; none where that is unknown.
+      old: records of the old run. All records of an implementation have the same provenance (code, versions, machine).
+      new: records of the new run, with the same restriction.
+      planned: pairs of case id and check that the new run planned to judge; None if that is unknown.
     """
     before, after = _align_records(old, new)
     reasons = {record.reason for record in old if record.verdict in (UNSUPPORTED, UNJUDGED)}
@@ -160,7 +169,8 @@ def compare_runs(old: Sequence[Record], new: Sequence[Record], *, planned: Set[t
             assert earlier is not None
             later = without_judgement.get(earlier.case)
             if earlier.verdict == ERROR and (verdicts := answers.get(key[:4])) and not verdicts & RED:
-                # What raised has results, under their own names.
+                # The old call raised, which left one record of the whole check. The new call returns results, and each
+                # result has a record of its own.
                 found.append(Change(FIXED, earlier, None))
                 continue
             asked = planned is None or (earlier.case, earlier.check) in planned
@@ -179,19 +189,20 @@ def compare_runs(old: Sequence[Record], new: Sequence[Record], *, planned: Set[t
 
 
 def _classify_present(old: Record | None, new: Record, reasons: set[str]) -> str | None:
-    """Return the kind of change of a judgement that the new run has; none if it is no change.
+    """Return the kind of change for a judgement that the new run has, or None if nothing changed.
 
     Args:
-      old: its record in the old run, if there is one.
-      new: its record in the new run.
-      reasons: why records of the old run have no judgement.
+      old: record of the judgement in the old run, or None.
+      new: record of the judgement in the new run.
+      reasons: the reasons that the old run gives for cases that it did not judge.
     """
     if new.verdict in RED:
         return None if old is not None and old.verdict in RED else NEW_FAILURE
     judged_before = old is not None and old.verdict in JUDGED
     if new.verdict in (UNSUPPORTED, UNJUDGED):
         kind = NEWLY_UNSUPPORTED if new.verdict == UNSUPPORTED else NEWLY_UNJUDGED
-        # Another declaration makes another grid: cases that are new to it are unsupported for a reason that is new.
+        # A changed declaration changes the set of cases. A case that only the new run has counts as newly unsupported
+        # only if its reason is new too.
         newly = judged_before or (old is None and new.verdict == UNSUPPORTED and new.reason not in reasons)
         return kind if newly else None
     if old is None:
@@ -204,12 +215,12 @@ def _classify_present(old: Record | None, new: Record, reasons: set[str]) -> str
 
 
 def _classify_missing(old: Record, without_judgement: Record | None, *, asked: bool) -> str | None:
-    """Return the kind of change of a judgement that the new run lacks; none if it was no judgement.
+    """Return the kind of change for a judgement that the new run lacks, or None if the old run did not judge it.
 
     Args:
-      old: its record in the old run.
-      without_judgement: a record of the new run that gives a reason why the case was not judged.
-      asked: whether the new run planned to judge it, as far as is known.
+      old: record of the judgement in the old run.
+      without_judgement: a record of the new run with the reason why the case was not judged, or None.
+      asked: whether the new run planned this check of this case; true if its plan is unknown.
     """
     if old.verdict not in JUDGED and old.verdict not in RED:
         return None
@@ -219,9 +230,9 @@ def _classify_missing(old: Record, without_judgement: Record | None, *, asked: b
 
 
 def _align_records(old: Sequence[Record], new: Sequence[Record]) -> tuple[dict[Key, Record], dict[Key, Record]]:
-    """Return the records of both sides by what they answer.
+    """Index the records of both runs by implementation, platform, case, check and observable.
 
-    Names of implementations and platforms are empty where each side has only one.
+    In these keys the implementation is empty if each run has only one. The same holds for the platform.
     """
     sides = (old, new)
     is_single = all(len({record.implementation for record in side}) == 1 for side in sides)
@@ -243,9 +254,9 @@ def _align_records(old: Sequence[Record], new: Sequence[Record]) -> tuple[dict[K
 
 
 def _compute_share(record: Record) -> float | None:
-    """Return the ratio of a pass as a share of its limit.
+    """Return the error ratio of a passing record as a share of its limit.
 
-    The result is none if it has no finite ratio or no limit.
+    The result is None if the record did not pass, or has no finite ratio or no limit.
     """
     if record.verdict != PASS or record.ratio is None or not record.limit or not math.isfinite(record.ratio):
         return None
@@ -253,7 +264,7 @@ def _compute_share(record: Record) -> float | None:
 
 
 def _compute_shares(both: Iterable[tuple[Record, Record]], least: float) -> Shares:
-    """Return the judgements of which one share is at least so much, with both shares."""
+    """Return the judgements whose ratio is at least `least` of its limit in one of the runs, with both shares."""
     found = []
     for old, new in both:
         before, after = _compute_share(old), _compute_share(new)
@@ -348,9 +359,9 @@ def group_changes_by_cause(found: Comparison) -> list[ChangeGroup]:
 
 
 def list_reported_changes(found: Comparison) -> list[tuple[ChangeKey, list[Change]]]:
-    """Group the changes that are reported one by one.
+    """Group the changes that reports list.
 
-    Left out are changes of what was asked, which do not concern the kernel.
+    Judgements that only one run made (`NOT_ASKED_AGAIN`, `NEWLY_JUDGED`) are left out: they do not concern the kernel.
     """
     return group_changes(change for change in found.changes if change.kind not in (NOT_ASKED_AGAIN, NEWLY_JUDGED))
 
@@ -367,14 +378,14 @@ def _get_change_key(change: Change) -> ChangeKey:
 
 
 def format_transition(change: Change) -> str:
-    """Format from which verdict to which a judgement changed."""
+    """Format the change of a judgement as `old verdict → new verdict`."""
     old = change.old.verdict if change.old is not None else "not there"
     new = change.new.verdict if change.new is not None else "not there"
     return f"{old} → {new}"
 
 
 def format_changes_headline(found: Comparison) -> str:
-    """Format the whole comparison as one sentence."""
+    """Format the comparison of two runs as one sentence."""
     parts = [format_kind_count(count, kind) for kind, count in found.counts.items()]
     shifts = len(found.single_shifts) + len(found.common_shifts)
     parts += [f"{shifts:,} moved"] if shifts else []
@@ -385,19 +396,19 @@ def format_changes_headline(found: Comparison) -> str:
 
 
 def format_kind_count(count: int, kind: str) -> str:
-    """Format how many changes of a kind there are."""
+    """Format a number of changes with their kind, such as `2 new failures`."""
     plural = {NEW_FAILURE: "new failures", NEWLY_EXPECTED: "now expected failures"}
     return f"{count:,} {plural.get(kind, kind) if count > 1 else kind}"
 
 
 def compare_environments(old: RunInfo, new: RunInfo) -> list[tuple[str, str, str]]:
-    """Return name, old and new value of what is known of both environments, what differs first."""
+    """Return `(name, old value, new value)` of each entry of the runs' environments, differing entries first."""
     names = dict.fromkeys((*old.environment, *new.environment))
     rows = [(name, old.environment.get(name, ""), new.environment.get(name, "")) for name in names]
     return sorted(rows, key=lambda row: row[1] == row[2])
 
 
 def count_totals(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[str, int, int]]:
-    """Return each verdict with its number of records on both sides."""
+    """Return `(verdict, number of old records, number of new records)` for each verdict."""
     counts: list[Mapping[str, int]] = [Counter(record.verdict for record in side) for side in (old, new)]
     return [(verdict, counts[0].get(verdict, 0), counts[1].get(verdict, 0)) for verdict in VERDICTS]

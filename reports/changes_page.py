@@ -1,4 +1,4 @@
-"""Show a comparison of two runs as a page, as Markdown and in the terminal."""
+"""Render the comparison of two runs (`reports.changes`) as an HTML page, as Markdown and in the terminal."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from reports.template_environment import create_environment
 from reports.text_format import format_count, format_share
 
 MAX_CASES = 20
-"""Cases listed of a group; the page and the other texts state how many more there are."""
+"""The most cases listed for one group of changes, and the most single ratios listed in Markdown and the terminal."""
 
 Side = tuple[Sequence[Record], RunInfo]
-"""One of the two runs."""
+"""One of the two runs: its records and its run record."""
 
 
 def render_changes_page(found: Comparison, old: Side, new: Side) -> str:
-    """Render the page as text; the same comparison always gives the same text."""
+    """Render the comparison as the text of an HTML page. The same comparison always gives the same text."""
     template = create_environment().get_template("changes.html.j2")
     return template.render(
         headline=format_changes_headline(found),
@@ -62,12 +62,12 @@ def render_changes_page(found: Comparison, old: Side, new: Side) -> str:
 
 
 def save_changes_page(path: Path, found: Comparison, old: Side, new: Side) -> None:
-    """Render the page and write it to `path`."""
+    """Render the comparison as an HTML page and write it to `path`."""
     output_files.write_text(path, render_changes_page(found, old, new))
 
 
 def format_changes_markdown(found: Comparison) -> str:
-    """Format the comparison as Markdown, a block for each cause."""
+    """Format the comparison of two runs as Markdown, a block for each cause."""
     blocks = [f"## Attention conformance: compared\n\n**{escape_inline(format_changes_headline(found))}**"]
     for group in group_changes_by_cause(found):
         first = group.changes[0]
@@ -83,7 +83,7 @@ def format_changes_markdown(found: Comparison) -> str:
 
 
 def print_comparison(found: Comparison, console: Console, *, lists_all: bool = False) -> None:
-    """Print what changed, and the sentence that sums it up last.
+    """Print the changes between two runs, then one sentence that sums them up.
 
     Args:
       found: the comparison.
@@ -144,7 +144,7 @@ def _choose_command(group: ChangeGroup) -> str:
 
 
 def format_shift(shift: RatioShift) -> str:
-    """Format a ratio that moved, or the ratios of a result."""
+    """Format the change of a single error ratio, or of the median ratio of a result, as one line."""
     what = f"{shift.contender.label} {shift.check}/{shift.observable} {shift.dtype}"
     change = f"{format_share(shift.old)} to {format_share(shift.new)} of the limit"
     if shift.cases == 1:
@@ -153,5 +153,5 @@ def format_shift(shift: RatioShift) -> str:
 
 
 def _list_verdicts(records: Sequence[Record], run: RunInfo) -> list[tuple[str, str]]:
-    """List the label of each contender, and whether it conforms in words."""
+    """List each contender's label with a phrase that says whether it conforms."""
     return [(one.contender.label, one.text) for one in summarize_contenders(group_by_contender(records), run)]

@@ -1,4 +1,8 @@
-"""Build the section on what was compiled for accelerators that are not there, with the compilers' figures."""
+"""Build the report section on kernels that were compiled for accelerators without having such a chip.
+
+Records of the check `compiles` go in. Tables come out: which programs compiled for which chip, the memory and registers
+that the compilers report, and cycles counted in machine code. `reports.page_model` adds the section to the HTML page.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +26,26 @@ from reports.compiled_kernels.tpu_kernel_schedules import ScheduleTable, build_s
 from reports.record_groups import Compilations, Contender, get_contender, get_target, group_by
 
 ALL_TARGETS = "all"
-"""The target of a record that speaks for all targets at once."""
+"""The target that a record names if it holds for all targets at once."""
 _COMPILED = frozenset({PASS, UNEXPECTED_PASS})
 _FAILED = frozenset({FAIL, ERROR, EXPECTED_FAIL})
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCell:
-    """The programs of one implementation for one target.
+    """The programs of one implementation, compiled for one target chip.
+
+    Each maximum is over these programs, and None if no record has the number.
 
     Attributes:
       compiled, failed, others: how many programs compiled, did not compile, and were not tried.
-      seconds: the longest compilation.
+      seconds: the time of the longest compilation, in seconds.
       temporaries: the most bytes of HBM that the compiler adds for temporaries.
-      live: the most bytes that temporaries take at once, wherever the compiler keeps them.
+      live: the most bytes of temporaries that are in use at the same time, in any memory.
       vmem: the most bytes of VMEM of a TPU kernel.
       shared: the most bytes of shared memory of a GPU kernel.
-      registers: the most registers of a GPU thread; `spilled` the most bytes that it spills.
+      registers: the most registers of a GPU thread.
+      spilled: the most bytes that a GPU thread spills to memory.
     """
 
     compiled: int
@@ -54,13 +61,19 @@ class CompiledCell:
 
     @property
     def state(self) -> str:
-        """The word that colours the cell."""
+        """The name of the cell's colour: `fail`, `pass` or `unjudged`."""
         return "fail" if self.failed else "pass" if self.compiled else "unjudged"
 
 
 @dataclasses.dataclass(frozen=True)
 class CompilationNote:
-    """Why something did not compile or was not tried, and how often."""
+    """A reason why programs of one contender did not compile or were not tried.
+
+    Attributes:
+      contender, targets, verdict, reason: those of the records with this reason.
+      count: the number of these records.
+      example: the case id of the first of them.
+    """
 
     contender: Contender
     targets: tuple[str, ...]
@@ -72,7 +85,10 @@ class CompilationNote:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramRow:
-    """A program of a case that several implementations have: the largest figures over the targets."""
+    """One program of a case, to compare the implementations that compiled it.
+
+    Each cell has the largest numbers of one implementation over all targets.
+    """
 
     case: str
     program: str
@@ -81,15 +97,15 @@ class ProgramRow:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledSection:
-    """What was compiled for accelerators.
+    """The tables of the section on compiled kernels.
 
     Attributes:
-      contenders, targets: rows and columns of the table; `cells` are its cells.
-      programs: programs that several implementations have, side by side.
-      notes: why programs did not compile.
-      schedules: cycles of TPU kernels; none if no schedule was read.
-      calls: estimated cycles of whole calls on TPUs.
-      bounds: lower bounds of GPU kernels; none if no machine code was read.
+      contenders, targets: rows and columns of the main table; `cells` are its cells.
+      programs: programs that several implementations compiled, for comparison.
+      notes: reasons why programs did not compile or were not tried.
+      schedules: cycles of TPU kernels, from the compiler's schedules; None if no schedule was read.
+      calls: charts of the estimated cycles of whole calls on TPUs.
+      bounds: lower bounds of GPU kernels, from their machine code; None if no machine code was read.
     """
 
     contenders: tuple[Contender, ...]
@@ -103,7 +119,7 @@ class CompiledSection:
 
 
 def build_compiled_section(compilations: Compilations) -> CompiledSection | None:
-    """Build the section; none if nothing was to be compiled."""
+    """Build the section on compiled kernels, or return None if there are no records of the check `compiles`."""
     if not compilations.records:
         return None
     by_target = compilations.by_target

@@ -1,4 +1,7 @@
-"""Decide whether contenders conform, and say so in words, the same in every report."""
+"""Decide whether each contender (an implementation on a platform) conforms, and put that verdict into words.
+
+Records and the run record go in. Every report shows the resulting summaries, so all reports use the same words.
+"""
 
 from __future__ import annotations
 
@@ -34,26 +37,26 @@ CONFORMITY_GLYPHS = {
     DOES_NOT_CONFORM: GLYPHS[FAIL],
     NOT_JUDGED: GLYPHS[UNJUDGED],
 }
-"""A sign beside every colour of a conformity, for readers who do not see the colour."""
+"""The sign shown with each verdict on a contender, for readers who cannot see its colour."""
 
 Entry = TypeVar("Entry")
 
 
 @dataclasses.dataclass(frozen=True)
 class ContenderSummary:
-    """Whether a contender conforms, and the counts and words that say so.
+    """The verdict on one contender, with the counts and words that reports show.
 
     Attributes:
       contender: the implementation and its platform.
       conformity: `CONFORMS`, `KNOWN_FAILURES`, `DOES_NOT_CONFORM` or `NOT_JUDGED`.
-      counts: its records by verdict.
-      worst: the judged figure closest to its limit or furthest beyond it.
-      seconds: what judging took, all processes together.
-      checks: those that judged something.
-      extent: how much of what was planned was asked.
-      text: the conformity as a sentence goes on, with all that qualifies it.
-      declared: what it declares that asks less of it than the defaults; empty unless it conforms.
-      reason: the commonest reason why it could not be judged; empty if it was.
+      counts: the number of its records by verdict.
+      worst: the judged error figure that is closest to its limit, or furthest beyond it.
+      seconds: seconds spent on judging it, summed over all processes.
+      checks: the names of the checks that judged at least one record.
+      extent: how many of its planned jobs were judged, and whether that is the whole level.
+      text: the verdict with its qualifications, as a phrase that follows the contender's name.
+      declared: its declarations that lower the requirements below the defaults; empty unless it conforms.
+      reason: the most frequent reason why it could not be judged; empty if it was judged.
     """
 
     contender: Contender
@@ -69,19 +72,19 @@ class ContenderSummary:
 
     @property
     def is_of_one_check(self) -> bool:
-        """Whether a single check judged something: one question answered is no conformity."""
+        """Whether only one check judged anything. Passing a single check does not count as conforming."""
         return len(self.checks) == 1
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSummary:
-    """What the records of a run say as a whole.
+    """The verdict on each contender of a run, and the sentences at the top of its reports.
 
     Attributes:
-      contenders: whether each contender conforms.
-      headline: the whole run in one sentence.
-      state: whether the run is complete, and to what it was narrowed.
-      shortfall: a warning that not all that was planned was judged; empty if it was.
+      contenders: the verdict on each contender.
+      headline: one sentence about the whole run.
+      state: whether the run is complete, and to which part of its level it was narrowed.
+      shortfall: a warning that planned jobs were not judged; empty if all were judged.
     """
 
     contenders: tuple[ContenderSummary, ...]
@@ -91,10 +94,10 @@ class RunSummary:
 
 
 def compute_conformity(records: Iterable[Record]) -> str:
-    """Return whether these records say that a contender conforms.
+    """Return the verdict on a contender from its records, such as `CONFORMS` or `DOES_NOT_CONFORM`.
 
-    Any red record means that it does not conform. Without a single judged record there is nothing to conform by, which
-    is never the same as clean.
+    Any red record means that the contender does not conform. If no record was judged, the verdict is `NOT_JUDGED` and
+    never `CONFORMS`.
     """
     return _compute_conformity(count_verdicts(records))
 
@@ -114,7 +117,7 @@ def summarize_run(groups: Mapping[Contender, Sequence[Record]], run: RunInfo) ->
 
 
 def summarize_contenders(groups: Mapping[Contender, Sequence[Record]], run: RunInfo) -> tuple[ContenderSummary, ...]:
-    """Summarize the records of each contender, in the order given: nothing here ranks contenders."""
+    """Summarize the records of each contender. Their order is kept, since reports do not rank contenders."""
     return tuple(_summarize_contender(contender, records, run) for contender, records in groups.items())
 
 
@@ -151,9 +154,9 @@ def format_headline(contenders: Sequence[ContenderSummary]) -> str:
 
 
 def format_state(run: RunInfo) -> str:
-    """Format whether a run is complete, and to what it was narrowed.
+    """Format whether a run is complete, partial or interrupted, and to which part of its level it was narrowed.
 
-    Merged runs are complete if all of them are.
+    Runs that were merged into one report count as complete only if each of them is complete.
     """
     extents = run.extents.values() or (Extent(level=run.level, narrowed=run.narrowed),)
     if run.interrupted:
@@ -170,11 +173,11 @@ def format_state(run: RunInfo) -> str:
 
 
 def format_shortfall(run: RunInfo) -> str:
-    """Format a warning that not all that was planned was judged; empty if it was."""
+    """Format a warning that planned jobs were not judged; return an empty text if all were judged."""
     if run.interrupted:
         return "The run was interrupted. This page covers only the records written before it stopped."
     if any(not extent.known for extent in run.extents.values()):
-        return "There are records without a run record: whether they are all that was planned is unknown."
+        return "Some records have no run record, so it is unknown whether all that was planned was judged."
     partly = [extent for extent in run.extents.values() if extent.is_partial]
     if not partly:
         return ""
@@ -200,7 +203,10 @@ def _format_conformity(
     extent: Extent,
     run: RunInfo,
 ) -> str:
-    """Format a verdict; it says "conforms" only where the run record shows that all of a level was asked."""
+    """Format the verdict on a contender with its qualifications.
+
+    The text says "conforms" only if the run record shows that every job of the level was judged.
+    """
     narrowing = _format_narrowing(extent)
     if conformity not in (CONFORMS, KNOWN_FAILURES):
         return f"{conformity} ({narrowing})" if extent.narrowed else conformity
@@ -228,9 +234,9 @@ def _format_conformity(
 
 
 def _format_narrowing(extent: Extent) -> str:
-    """Format to what the run was narrowed.
+    """Format to which part of its level a run was narrowed.
 
-    The text is empty if the run was not narrowed. A stop alone is no narrowing.
+    The text is empty if the run was not narrowed. A run that was only stopped early does not count as narrowed.
     """
     parts = ["smoke"] if extent.level == "smoke" else []
     if extent.narrowed:
@@ -243,9 +249,9 @@ def _format_narrowing(extent: Extent) -> str:
 
 
 def _format_declined_cases(coverage: Mapping[str, Any]) -> str:
-    """Format in how many cases a contender was judged, and how many it declines.
+    """Format the number of cases in which a contender was judged, and the number of cases that it declines.
 
-    The text is empty if it declines none.
+    The text is empty if the contender declines no case.
     """
     judged, declined = coverage.get("cases judged"), coverage.get("declined")
     if not (isinstance(judged, int) and isinstance(declined, int) and declined):
@@ -254,11 +260,9 @@ def _format_declined_cases(coverage: Mapping[str, Any]) -> str:
 
 
 def _format_declined_pairs(coverage: Mapping[str, Any]) -> str:
-    """Format how many pairs of operands and masks a contender declines.
+    """Format how many pairs of an operand and a mask a contender declines although it takes each of the two separately.
 
-    The contender takes each of them alone.
-
-    The coverage states the pairs only where most of them are declined.
+    The coverage table has these numbers only if most pairs are declined. Otherwise the text is empty.
     """
     declined, pairs = coverage.get("pairs declined"), coverage.get("pairs")
     if not (isinstance(declined, int) and isinstance(pairs, int)):
@@ -267,7 +271,7 @@ def _format_declined_pairs(coverage: Mapping[str, Any]) -> str:
 
 
 def _format_refused(records: Sequence[Record], counts: Counts) -> str:
-    """Format how many questions calls refused in cases that are supported by what is declared."""
+    """Format how many judgements are missing because the call refused a case that its declarations support."""
     undeclared = sum(REFUSED in record.figures for record in records)
     if not undeclared:
         return ""
@@ -280,9 +284,9 @@ def _format_refused(records: Sequence[Record], counts: Counts) -> str:
 
 
 def _list_refused_checks(records: Iterable[Record]) -> list[str]:
-    """List the checks that the call refused in most of the supported cases.
+    """List the checks that the call refused in more than half of the supported cases.
 
-    It refused them as a whole, by raising `NotImplementedError`.
+    A check counts as refused in a case if the call raised `NotImplementedError` for the whole check.
     """
     cases: dict[str, dict[str, bool]] = {}
     for record in records:
@@ -299,7 +303,7 @@ def _find_coverage(contender: Contender, run: RunInfo) -> Mapping[str, Any]:
 
 
 def _find_entry(entries: Mapping[str, Entry], contender: Contender) -> Entry | None:
-    """Return the entry of a contender: by its label, or by the name of its implementation."""
+    """Return a contender's entry in a table whose keys are contender labels or implementation names, or None."""
     return entries.get(contender.label, entries.get(contender.implementation))
 
 

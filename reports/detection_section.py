@@ -1,6 +1,7 @@
-"""Build the section on what the gate catches.
+"""Build the report section on the errors that the checks detect.
 
-It has planted bugs by family and by check, and the smallest visible error.
+A table that `sensitivity.detection` measured with planted bugs (small mistakes in correct kernels) goes in. The section
+shows the detected bugs by family and by check, and the smallest error that is detected.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class BugFamily:
-    """How many planted bugs there are about one thing, and how many the gate sees."""
+    """A family of planted bugs: how many bugs it has, and how many of them some check detects (`seen`)."""
 
     name: str
     bugs: int
@@ -21,13 +22,13 @@ class BugFamily:
 
 @dataclasses.dataclass(frozen=True)
 class CheckPower:
-    """How many planted bugs a check sees, and at what cost.
+    """The number of planted bugs that one check detects, and the time that the check took.
 
     Attributes:
-      check: its name.
-      kills: how many bugs it sees.
-      alone: the bugs that no other check sees.
-      seconds: what judging the bank of planted bugs cost in this check.
+      check: the name of the check.
+      kills: the number of bugs that the check detects.
+      alone: the bugs that only this check detects.
+      seconds: the time that the check took on all planted bugs.
     """
 
     check: str
@@ -37,16 +38,16 @@ class CheckPower:
 
     @property
     def rate(self) -> float | None:
-        """Bugs seen a second."""
+        """The number of detected bugs per second; None if the check took no time."""
         return self.kills / self.seconds if self.seconds else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Detection:
-    """Which planted bugs and how small errors the gate detects.
+    """The contents of the section: which planted bugs are detected, and how small the smallest detected errors are.
 
     Attributes:
-      level: level of the grids on which the bugs were judged.
+      level: the level (such as `quick`) with whose cases the bugs were judged.
       environment: names and versions of the software that was used.
       bugs: rows of the measured table, one for each planted bug.
       survivors: the rows of bugs that no check detects.
@@ -69,7 +70,7 @@ class Detection:
 
 
 def build_detection(table: Mapping[str, Any] | None) -> Detection | None:
-    """Build the section from a measured table (`sensitivity.detection`); none if there is none."""
+    """Build the section from a table that `sensitivity.detection` measured; return None without a table."""
     if not table:
         return None
     bugs = table["bugs"]

@@ -1,6 +1,7 @@
-"""Draw where a result is wrong.
+"""Draw where a result is wrong, as SVG for the HTML page.
 
-The mask, and rows or keys by head, are shaded by how far beyond the limit they are.
+An `ErrorMap` (`conformance.error_maps`) goes in: the largest error in each cell of a coarse grid over the result. One
+drawing shades these cells by their error relative to the limit. Another shades the pairs that the mask allows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from conformance.error_maps import ErrorMap
 from reports.text_format import TIMES
 
 _CELL = 10
-_LONG_SIDE = 240  # the length that an axis should have: cells are between _CELL and _MAX_CELL wide to reach it
+_LONG_SIDE = 240  # the intended length of an axis in pixels; a cell's side stays between _CELL and _MAX_CELL
 _MAX_CELL = 24
 _LEFT, _TOP = 46, 18
 _AXIS_NAMES = {
@@ -25,7 +26,7 @@ _AXIS_NAMES = {
     "BN": "batch rows and heads",
     "BK": "batch rows and key/value heads",
 }
-# Shades of `conformance.error_maps`: a colour of the page, and its opacity.
+# For each cell character of `conformance.error_maps`: a colour variable of the page, and its opacity.
 _SHADES = {
     "-": ("--line", 0.55),
     "0": ("--pass-ink", 0.16),
@@ -54,8 +55,8 @@ def render_error_map(error_map: ErrorMap, level: int = 4) -> Markup:
     """Render the drawings of an error map side by side, and a legend of their shades.
 
     Args:
-      error_map: one drawing by its axes, and one of the mask where the map has that.
-      level: of the headings of the drawings.
+      error_map: the errors to draw. If it has a mask, the mask gets a drawing too.
+      level: the level of the drawings' headings, 4 for `<h4>`.
     """
     panels = [_render_mask(error_map, level)] if error_map.mask and error_map.marks else []
     panels.append(_render_cells(error_map, level))
@@ -71,19 +72,16 @@ def render_error_map(error_map: ErrorMap, level: int = 4) -> Markup:
 
 
 def _build_legend(used: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the shades that occur, with their meaning.
+    """Return the shades that occur, with their meanings, for the legend.
 
-    Of those beyond the limit, only the palest and the darkest are in the legend.
+    If several shades beyond the limit occur, the legend has only the palest and the darkest of them.
     """
     red = [shade for shade in _BEYOND_LIMIT if shade in used]
     return [(shade, text) for shade, text in _SHADE_TEXT.items() if shade in used and shade not in red[1:-1]]
 
 
 def _render_mask(error_map: ErrorMap, level: int) -> str:
-    """Render the pairs of query and key that may attend.
-
-    They are shaded by the error of their query or of their key.
-    """
+    """Render the pairs of query and key that the mask allows, shaded by the error of their query or of their key."""
     by_key = error_map.along == "S"
     marks = error_map.marks
     lines = [
@@ -96,7 +94,7 @@ def _render_mask(error_map: ErrorMap, level: int) -> str:
 
 
 def _iter_marked(line: str, y: int, *, by_key: bool) -> Iterator[tuple[int, str]]:
-    """Yield the pairs of a line of the mask, each with the place of its mark."""
+    """Yield `(index of the pair's shade in the marks, cell of the mask)` along line `y` of the mask."""
     for x, pair in enumerate(line):
         yield x if by_key else y, pair
 
@@ -121,15 +119,15 @@ def _render_panel(
     blocks: tuple[int, int],
     level: int,
 ) -> str:
-    """Render a drawing under its heading.
+    """Render one drawing with its heading and the names of its axes.
 
     Args:
       title: the heading, and the label of the drawing.
-      lines: a character for each cell, its shade.
+      lines: the rows of the drawing, with one shade character for each cell.
       axes: names of the vertical and the horizontal axis.
       shape: how many elements each axis has.
       blocks: how many elements a block has along each axis; 0 where that is not known.
-      level: of the heading.
+      level: the level of the heading, 4 for `<h4>`.
     """
     columns = max(map(len, lines), default=0)
     if not lines or not columns:
@@ -157,7 +155,7 @@ def _format_axis(name: str, count: int) -> str:
 
 
 def _render_paths(lines: Sequence[str], across: int, down: int) -> str:
-    """Render a path for each shade, in which a run of equal cells is one rectangle."""
+    """Render one SVG path for each shade. Adjacent equal cells of a row are drawn as one rectangle."""
     runs: dict[str, list[str]] = {}
     for y, line in enumerate(lines):
         start = 0
@@ -175,7 +173,7 @@ def _render_filled(shade: str, path: str) -> str:
 
 
 def _render_block_borders(shape: tuple[int, int], blocks: tuple[int, int], width: int, height: int) -> str:
-    """Render dashed lines between blocks, if there are few enough to be told apart."""
+    """Render dashed lines between blocks, unless there are too many blocks to distinguish."""
     path = ""
     for axis, (count, block) in enumerate(zip(shape, blocks, strict=True)):
         if not block or not 1 < -(-count // block) <= _MAX_CELL:
@@ -189,7 +187,7 @@ def _render_block_borders(shape: tuple[int, int], blocks: tuple[int, int], width
 
 
 def _render_swatch(shade: str) -> str:
-    """Render the square of a shade in the legend; an empty square for no shade."""
+    """Render the square that shows a shade in the legend; the square is empty if `shade` is empty."""
     fill = _render_filled(shade, "M0 0h12v12h-12z") if shade else ""
     frame = '<path d="M.5 .5h11v11h-11z" fill="none" stroke="var(--muted)"/>'
     return f'<svg width="12" height="12" viewBox="0 0 12 12" aria-hidden="true">{fill}{frame}</svg>'

@@ -15,30 +15,30 @@ from reports.record_groups import Contender, get_contender, group_by
 from reports.text_format import shorten_text
 
 MAX_ANNOTATIONS = 10
-"""Annotations of a kind that GitHub shows of a step.
+"""The most annotations of one kind (error or warning) that GitHub shows for a step.
 
-The last states how many more there are.
+If there are more, the last annotation states how many are left out.
 """
 ERROR_LEVEL, WARNING_LEVEL = "error", "warning"
 _MAX_REASON = 300
 _TITLE = "Attention conformance"
 
 Place = tuple[str, int]
-"""A file, and a line of it."""
+"""The path of a file, and a line number in it."""
 FindPlace = Callable[[Record], Place | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """A finding as GitHub shows it.
+    """A message that GitHub shows for a finding.
 
     Attributes:
       kind: `ERROR_LEVEL` or `WARNING_LEVEL`.
-      contender: label of the contender.
+      contender: label of the contender (implementation and platform).
       title: what is wrong.
-      lines: of the message; empty ones are left out.
-      count: how many records show it.
-      place: the line of the user's code that it is about, if there is one.
+      lines: the lines of the message; empty ones are left out.
+      count: the number of records that the finding covers.
+      place: the line of the user's code that raised the error, or None.
     """
 
     kind: str
@@ -52,22 +52,24 @@ class Annotation:
 def annotate_records(
     records: Iterable[Record], find_place: FindPlace, probes: Iterable[Record] = ()
 ) -> list[Annotation]:
-    """Annotate the findings of red records; an unexpected pass is a warning.
+    """Build an annotation for each finding among the red records of a run.
+
+    An unexpected pass becomes a warning, and every other finding an error.
 
     Args:
-      records: of a run.
+      records: the records of a run.
       find_place: finds the line of the user's code that raised a record's error.
-      probes: records that were judged to confirm findings.
+      probes: records of further cases, which were judged to confirm findings.
     """
     return [_build_annotation(finding, find_place) for finding in find_root_causes(records, probes)]
 
 
 def annotate_changes(found: Comparison, find_place: FindPlace, *, without_failures: bool = False) -> list[Annotation]:
-    """Annotate the regressions of a comparison.
+    """Build annotations for the regressions in a comparison of two runs.
 
     Args:
       found: the comparison.
-      find_place: as for `annotate_records`.
+      find_place: finds the line of the user's code that raised a record's error.
       without_failures: leave out new failures, which `annotate_records` annotates already.
     """
     new = [change.new for change in found.list_changes(NEW_FAILURE) if change.new is not None]
@@ -85,9 +87,10 @@ def annotate_changes(found: Comparison, find_place: FindPlace, *, without_failur
 
 
 def format_commands(annotations: Sequence[Annotation]) -> list[str]:
-    """Format annotations as workflow commands, a line each.
+    """Format annotations as workflow commands, one per line.
 
-    There are as many of a kind as GitHub shows, the foremost of every contender first.
+    At most `MAX_ANNOTATIONS` of each kind are formatted. The first annotation of each contender comes before the second
+    of any.
     """
     found = []
     for kind in (ERROR_LEVEL, WARNING_LEVEL):
@@ -106,7 +109,10 @@ def _get_annotation_key(change: Change) -> tuple[str, Contender, str]:
 
 
 def _interleave_contenders(annotations: Sequence[Annotation]) -> list[Annotation]:
-    """Return the first of each contender, then the second, and so on: no contender pushes another out."""
+    """Order annotations: the first of each contender, then the second of each, and so on.
+
+    Then a contender with many annotations cannot push out those of another.
+    """
     ranks: Counter[str] = Counter()
     ranked = []
     for one in annotations:

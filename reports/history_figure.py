@@ -1,4 +1,8 @@
-"""Draw a contender's history: verdict, largest figure, failures, judgements and time, run by run."""
+"""Draw the history of one contender over many runs, as SVG for the HTML page of a history.
+
+The drawing has one column for each run. Its rows show the verdict, the largest error figure, the failures, the judged
+records and the time.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_RUNS = 60
-"""Runs in a chart, the newest: more of them cannot be distinguished."""
+"""The most runs in a chart, which shows the newest. The columns of more runs could not be distinguished."""
 _MAX_NAMES = 2
-_MAX_LABELS = 24  # numbers below the axis
+_MAX_LABELS = 24  # the most run numbers below the axis
 _COLORS = {
     CONFORMS: GOOD,
     KNOWN_FAILURES: KNOWN,
@@ -37,17 +41,17 @@ _ROWS = (0.45, 1.3, 0.8, 0.8, 0.8)
 
 
 def render_history(track: RunTrack) -> Markup:
-    """Render the newest runs of a contender, one column each.
+    """Render the newest runs of a contender as inline SVG, with one column for each run.
 
-    A run that was not whole is hollow, and no line leads to it.
+    A run of only a part of its level has hollow marks, and no line connects them to other runs.
     """
     points = track.points[-MAX_RUNS:]
     return render_svg(lambda: draw_history(points), label=f"{track.contender.label} in {len(points)} runs")
 
 
 def draw_history(points: Sequence[RunPoint]) -> Figure:
-    """Draw runs as a matplotlib figure."""
-    from matplotlib.figure import Figure  # imported late: it takes as long as judging a small case
+    """Draw runs of one contender as a matplotlib figure, with one column for each run."""
+    from matplotlib.figure import Figure  # imported late: importing matplotlib takes as long as judging a small case
 
     figure = Figure(figsize=(max(7.0, 1.6 + 0.2 * len(points)), 5.2), layout="constrained")
     figure.patch.set_alpha(0)
@@ -79,7 +83,7 @@ def _draw_frame(axes: Axes, name: str, points: Sequence[RunPoint]) -> None:
 
 
 def _iter_changes(points: Sequence[RunPoint]) -> Iterator[int]:
-    """Yield the places of runs before which something changed, but for the first run that is drawn."""
+    """Yield the column of each run that was judged under other conditions than the run before, except column 0."""
     yield from (place for place, point in enumerate(points) if place and point.changed)
 
 
@@ -107,7 +111,7 @@ def _draw_verdicts(axes: Axes, points: Sequence[RunPoint]) -> None:
 def _draw_mark(axes: Axes, place: int, y: float, point: RunPoint, marker: str, colour: str, *, size: float) -> None:
     """Draw the mark of a run.
 
-    The mark of a run that was not whole is hollow, and muted unless it is red.
+    The mark is hollow if only a part of the level was run. Such a mark is grey, unless its colour is that of a failure.
     """
     colour = colour if point.is_whole or colour == BAD else MUTED
     inside = colour if point.is_whole else "none"
@@ -130,9 +134,9 @@ def _draw_largest(axes: Axes, points: Sequence[RunPoint]) -> None:
 
 
 def _is_comparable(before: RunPoint, point: RunPoint) -> bool:
-    """Return whether figures of two runs can be compared.
+    """Return whether a line may connect the largest error figures of two runs.
 
-    Both runs must be whole, of one level, with no run between them.
+    Both runs must be of the same whole level, with no run between them.
     """
     return before.is_whole and point.is_whole and before.level == point.level and before.number + 1 == point.number
 
@@ -145,13 +149,13 @@ def _draw_bars(
     *,
     symlog: bool = False,
 ) -> None:
-    """Draw stacked bars, hollow where the run was not whole.
+    """Draw a stacked bar for each run; the bar is hollow if only a part of the level was run.
 
     Args:
-      axes: to draw on.
+      axes: the axes to draw on.
       points: the runs.
-      parts: returns the heights of a run's bars, from the bottom.
-      colours: of the parts.
+      parts: returns the heights of the parts of a run's bar, from the bottom.
+      colours: the colour of each part.
       symlog: use a logarithmic scale above 1.
     """
     tallest = 0.0

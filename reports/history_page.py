@@ -1,4 +1,4 @@
-"""Show a history of runs as a page, as Markdown and in the terminal."""
+"""Render the history of many runs (`reports.history_tracks`) as an HTML page, as Markdown and in the terminal."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from reports.terminal import STYLES, print_uncut
 from reports.text_format import DASH, format_number, format_share
 
 MAX_ROWS = 200
-"""Runs in a table of the page, the newest; in the terminal and in Markdown `MAX_LINES`."""
+"""The most runs in a table of the page, which shows the newest. The terminal and Markdown show at most `MAX_LINES`."""
 MAX_LINES = 30
 MAX_NOTES = 50
 _COLUMNS = ("failures", "errors", "judged", "unsupported", "unjudged", "largest", "seconds")
 
 
 def render_history_page(tracks: Sequence[RunTrack], entries: Sequence[RunEntry], notes: Sequence[str]) -> str:
-    """Render the page as text; the same runs always give the same text."""
+    """Render the history as the text of an HTML page. The same runs always give the same text."""
     template = create_environment().get_template("history.html.j2")
     return template.render(
         headline=format_history_headline(tracks, entries),
@@ -46,12 +46,12 @@ def render_history_page(tracks: Sequence[RunTrack], entries: Sequence[RunEntry],
 def save_history_page(
     path: Path, tracks: Sequence[RunTrack], entries: Sequence[RunEntry], notes: Sequence[str]
 ) -> None:
-    """Render the page and write it to `path`."""
+    """Render the history as an HTML page and write it to `path`."""
     output_files.write_text(path, render_history_page(tracks, entries, notes))
 
 
 def format_history_markdown(tracks: Sequence[RunTrack], entries: Sequence[RunEntry], notes: Sequence[str]) -> str:
-    """Format the history as Markdown."""
+    """Format the history of runs as Markdown, with a table for each contender."""
     headline = format_history_headline(tracks, entries)
     blocks = [f"## Attention conformance: history\n\n**{escape_inline(headline)}**"]
     for track in tracks:
@@ -75,7 +75,7 @@ def format_history_markdown(tracks: Sequence[RunTrack], entries: Sequence[RunEnt
 def print_history(
     tracks: Sequence[RunTrack], entries: Sequence[RunEntry], notes: Sequence[str], console: Console
 ) -> None:
-    """Print a line for each run, what changed between runs, and a summary."""
+    """Print, for each contender, a line for each run and the changes between runs; then a summary of all."""
     for track in tracks:
         console.print(Text(track.contender.label, style="bold"), soft_wrap=True)
         print_uncut(_build_table(track.points[-MAX_LINES:]), console)
@@ -92,7 +92,7 @@ def print_history(
 
 
 def _choose_color(point: RunPoint) -> str:
-    """Return the class of a verdict's colour: that of a pass only where the run was whole."""
+    """Return the CSS class that colours a verdict. Only a verdict that says "conforms" has the colour of a pass."""
     return "unsupported" if _is_narrow_pass(point) else STATES[point.conformity]
 
 

@@ -1,4 +1,7 @@
-"""Follow contenders through many runs, and list what changed between them."""
+"""Follow each contender through many runs: its verdict in each run, and what changed between runs.
+
+Summaries of single runs go in. `reports.history_page` renders the resulting tracks.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,19 @@ UNTIMED = "unknown"
 _MAX_VALUE = 10
 
 Changed = tuple[str, str, str]
-"""What differs between two runs: its name, the old and the new value."""
+"""A difference between the conditions of two runs: what differs (such as a version), its old and its new value."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunEntry:
-    """A run as its history shows it.
+    """One run of a history.
 
     Attributes:
-      started: when it began (ISO, in UTC); empty where that is not known.
-      sources: names of its files.
-      contenders: whether each contender conforms.
-      info: what holds for the whole run.
-      planned: the implementations that it was to judge.
+      started: the time when the run began (ISO 8601, UTC); empty if unknown.
+      sources: the names of the files that hold its records.
+      contenders: the verdict on each contender.
+      info: the run record: level, versions and other facts about the whole run.
+      planned: the names of the implementations that the run planned to judge.
     """
 
     started: str
@@ -41,26 +44,26 @@ class RunEntry:
 
     @property
     def time(self) -> str:
-        """When it began, to the minute."""
+        """The time when the run began, to the minute."""
         return self.started[:16].replace("T", " ") or UNTIMED
 
     @property
     def files(self) -> str:
-        """The name of its first file, and how many more there are."""
+        """The name of the run's first file, and the number of its other files."""
         more = len(self.sources) - 1
         return self.sources[0] + (f" and {more} more" if more else "")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunPoint:
-    """A contender in one run.
+    """One contender in one run of a history.
 
     Attributes:
-      number: of the run, from 1.
+      number: the number of the run in the history, from 1.
       entry: the run.
-      summary: whether the contender conforms; none where it left no record.
-      extent: how much of what was planned was asked.
-      changed: what differs from its run before.
+      summary: the verdict on the contender; None if the run has no record of it.
+      extent: how many of the contender's planned jobs were judged, and whether that is the whole level.
+      changed: the differences from the contender's previous run.
     """
 
     number: int
@@ -71,19 +74,19 @@ class RunPoint:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the contender was asked all that its level has."""
+        """Whether every job of the level was judged for this contender."""
         return self.summary is not None and self.extent.is_whole
 
     @property
     def conformity(self) -> str:
-        """The conformity of the records, however little was asked."""
+        """The verdict that the records give, even if only a part of the level was run."""
         return self.summary.conformity if self.summary is not None else NOT_JUDGED
 
     @property
     def verdict(self) -> str:
-        """The conformity in a word or two.
+        """The verdict in a few words.
 
-        Only a whole run of several checks says that something conforms.
+        It says "passes" in place of "conforms" if only a part of the level was run, or if only one check judged.
         """
         if self.summary is None:
             return NO_RECORD
@@ -94,12 +97,12 @@ class RunPoint:
 
     @property
     def text(self) -> str:
-        """The verdict as every other report words it."""
+        """The verdict with its qualifications, in the words of all other reports."""
         return self.summary.text if self.summary is not None else NO_RECORD
 
     @property
     def asked(self) -> str:
-        """How much was asked: `whole`, or why it was not."""
+        """How much of the level was run: `whole`, `unknown`, or what made it less, such as `interrupted`."""
         extent = self.extent
         if not extent.known:
             return UNKNOWN
@@ -113,12 +116,12 @@ class RunPoint:
 
     @property
     def level(self) -> str:
-        """The level of its grid."""
+        """The level of the run, such as `quick`, which determines its cases."""
         return self.extent.level or (UNKNOWN if not self.extent.known else self.entry.info.level)
 
     @property
     def counts(self) -> Counts:
-        """Its records by verdict."""
+        """The number of the contender's records by verdict."""
         return self.summary.counts if self.summary is not None else Counts({})
 
     @property
@@ -133,39 +136,39 @@ class RunPoint:
 
     @property
     def judged(self) -> int:
-        """The number of records that rest on a comparison."""
+        """The number of records for which a result was compared."""
         return self.counts.judged
 
     @property
     def unsupported(self) -> int:
-        """The number of records of what is declared unsupported, or refused."""
+        """The number of records of cases that are declared unsupported, or that the call refused."""
         return self.counts[UNSUPPORTED]
 
     @property
     def unjudged(self) -> int:
-        """The number of records of what could not be judged."""
+        """The number of records that could not be judged."""
         return self.counts[UNJUDGED]
 
     @property
     def largest(self) -> float | None:
-        """The largest judged figure as a share of its limit."""
+        """The largest judged error figure as a share of its limit; None if there is none."""
         worst = self.summary.worst if self.summary is not None else None
         return worst.share if worst is not None else None
 
     @property
     def is_over(self) -> bool:
-        """Whether the largest judged figure is beyond its limit."""
+        """Whether the largest judged error figure is beyond its limit."""
         return rank_share(self.largest) > 1
 
     @property
     def seconds(self) -> float:
-        """What judging took, all processes together."""
+        """Seconds spent on judging the contender, summed over all processes."""
         return self.summary.seconds if self.summary is not None else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class RunTrack:
-    """A contender through the runs that were to judge it, from the oldest to the newest."""
+    """One contender in all runs that planned to judge it, from the oldest to the newest."""
 
     contender: Contender
     points: tuple[RunPoint, ...]
@@ -174,11 +177,12 @@ class RunTrack:
 def build_tracks(
     entries: Sequence[RunEntry], find_changed: Callable[[int, int, str], Sequence[Changed]]
 ) -> list[RunTrack]:
-    """Follow each contender through the runs.
+    """Build the track of each contender through the runs.
 
     Args:
-      entries: runs in their order.
-      find_changed: finds what differs between two runs, by their places, of what an implementation was judged under.
+      entries: the runs, from the oldest to the newest.
+      find_changed: takes the indices of two runs and the name of an implementation. Returns the differences between the
+        conditions under which the two runs judged the implementation.
     """
     summaries = [{one.contender: one for one in entry.contenders} for entry in entries]
     contenders = sorted({contender for found in summaries for contender in found})
@@ -208,10 +212,10 @@ def _build_unrecorded_extent(entry: RunEntry) -> Extent:
 
 
 def find_failing_since(track: RunTrack) -> RunPoint | None:
-    """Find the run since which a contender fails; none if no run fails, or a whole one has conformed since.
+    """Find the first run since which a contender fails; return None if it does not fail now.
 
-    A red run fails, whole or not. Only a whole run says that something conforms. Later runs that asked less, or left no
-    record, change nothing about a failure.
+    A run with a red record fails, even if it covered only a part of its level. A failure ends only with a run of the
+    whole level that conforms. Runs of a part of the level, and runs without records, do not end it.
     """
     first = None
     for point in reversed(track.points):
@@ -223,9 +227,10 @@ def find_failing_since(track: RunTrack) -> RunPoint | None:
 
 
 def format_since(track: RunTrack) -> str:
-    """Format the last verdict of a contender, and since when it holds.
+    """Format the latest verdict on a contender, and since which run it holds.
 
-    The text names the run since which a contender fails, or that failed last, and the last whole run that conformed.
+    The text names the run since which the contender fails, or the last run that failed. It also names the last run of a
+    whole level that conformed.
     """
     last = track.points[-1]
     parts = [f"{last.text} in run {last.number}"]
@@ -249,19 +254,19 @@ def _is_conforming(point: RunPoint) -> bool:
 
 
 def format_changed(changed: Changed) -> str:
-    """Format what differs between two runs."""
+    """Format one difference between two runs as `name old → new`."""
     name, old, new = changed
     return f"{name} {old} → {new}" if old or new else name
 
 
 def format_changed_briefly(changed: Changed) -> str:
-    """Format what differs between two runs where there is little room: its name, and the new value if it is short."""
+    """Format one difference between two runs for a label in a chart: its name, and the new value if it is short."""
     name, _, new = changed
     return f"{name} {new}" if new not in ("", "none") and len(new) <= _MAX_VALUE else name
 
 
 def format_history_headline(tracks: Sequence[RunTrack], entries: Sequence[RunEntry]) -> str:
-    """Format all runs as one sentence."""
+    """Format the history as one sentence that names the contenders that fail now."""
     runs = "1 run" if len(entries) == 1 else f"{len(entries):,} runs"
     red = [track.contender.label for track in tracks if find_failing_since(track) is not None]
     names = "1 implementation" if len(tracks) == 1 else f"{len(tracks):,} implementations"

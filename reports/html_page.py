@@ -1,6 +1,6 @@
-"""Render the HTML page of a run: one file that needs nothing beside it.
+"""Render the HTML page of a run from its model (`reports.page_model`), as one file that loads nothing else.
 
-It is small because it aggregates: records that passed are in its data only, as far as there is room.
+The page stays small because it shows aggregates. Passing records are only in the data for its script, up to a limit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SECTIONS = {
     "environment": "Environment",
     "cost": "Cost",
 }
-"""The sections of the page by their addresses, in order."""
+"""The titles of the page's sections, in order, by their HTML anchors."""
 RECORD_COLUMNS = (
     ("verdict", "verdict"),
     ("caseId", "case"),
@@ -54,14 +54,14 @@ RECORD_COLUMNS = (
     ("observable", "result"),
     ("contender", "implementation"),
 )
-"""Columns of the table of records, by the names that the script has for them, and their headings."""
+"""The columns of the table of records: the name in the page's script, and the heading."""
 STATES = {
     CONFORMS: "pass",
     KNOWN_FAILURES: "expected",
     DOES_NOT_CONFORM: "fail",
     NOT_JUDGED: "unjudged",
 }
-"""The colour of each conformity."""
+"""The CSS class that colours each verdict on a contender."""
 LEGEND = (
     ("pass", "passes, nothing red"),
     ("fail", "something is red"),
@@ -77,9 +77,9 @@ MARGIN_BUCKETS = tuple(
 
 
 def save_page(path: Path, summary: Summary, measurements: Sequence[Measurement] = ()) -> None:
-    """Render the page of a run and write it to `path`.
+    """Render the HTML page of a run and write it to `path`.
 
-    Its commands name the records beside it, if there are any.
+    The commands on the page read the `.jsonl` file of the same name if that exists, and otherwise `*.jsonl`.
     """
     beside = path.with_suffix(".jsonl")
     file = shlex.quote(beside.name) if beside.exists() else "*.jsonl"
@@ -87,11 +87,11 @@ def save_page(path: Path, summary: Summary, measurements: Sequence[Measurement] 
 
 
 def render_page(page: Page) -> str:
-    """Render the page as text; the same model always gives the same text."""
+    """Render the page as HTML text. The same model always gives the same text."""
     environment = create_environment()
     assert environment.loader is not None
     script, _, _ = environment.loader.get_source(environment, "report.js")
-    # The policy of the page lets this script run and no other, whatever a record says.
+    # The page's content security policy allows only the script with this hash: text in a record can never run.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = environment.get_template("report.html.j2")
     return template.render(

@@ -1,6 +1,6 @@
-"""Format a short Markdown summary for the page of a CI job.
+"""Format the summary of a run as short Markdown, to be shown on the page of a CI job.
 
-Findings come first, then verdicts and counts.
+The headline and warnings come first, then the findings, then the verdict and the counts of each contender.
 """
 
 from __future__ import annotations

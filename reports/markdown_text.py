@@ -1,4 +1,4 @@
-"""Format Markdown in which text from records shows as it is."""
+"""Format pieces of Markdown, with text from records escaped so that it is shown literally."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def escape_inline(text: str) -> str:
 
 
 def format_row(*cells: str) -> str:
-    """Format a row of a table."""
+    """Format one row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 

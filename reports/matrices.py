@@ -1,4 +1,7 @@
-"""Build matrices of contenders by features and by checks, and the records behind each cell."""
+"""Build the two matrices of the HTML page: contenders by features, and contenders by checks.
+
+Each cell has the counts of its records, its worst error figure, and the records to show first.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ from reports.metrics import Counts, Metric, count_verdicts, find_worst_metric, r
 from reports.record_groups import NO_FEATURE, Contender, RecordGroups
 
 SHOWN_PER_CELL = 3
-"""Records of each cell that are on the page without its script."""
+"""The most records of a cell that the page shows if its script does not run."""
 _MAX_REASONS = 3
 _WORST_FIRST = ("fail", "expected", "pass", "unjudged", "unsupported", "absent")
 
 
 @dataclasses.dataclass(frozen=True)
 class MatrixCell:
-    """What one contender did in one column of a matrix.
+    """A cell of a matrix: the records of one contender for one feature or one check.
 
     Attributes:
-      counts: its records by verdict.
-      worst: the judged figure closest to its limit or furthest beyond it.
-      reasons: why some of them have no judgement.
-      shown: the records that are on the page without its script, red ones first.
-      anchor: the address of these records on the page.
+      counts: the number of records by verdict.
+      worst: the judged error figure that is closest to its limit, or furthest beyond it.
+      reasons: the reasons why some of the records were not judged.
+      shown: the records that the page shows if its script does not run, red ones first.
+      anchor: the HTML anchor of the shown records.
     """
 
     counts: Counts
@@ -38,7 +41,7 @@ class MatrixCell:
 
     @property
     def state(self) -> str:
-        """The one word that colours the cell: fail, expected, pass, unjudged, unsupported or absent."""
+        """The name of the cell's colour: fail, expected, pass, unjudged, unsupported or absent."""
         if self.counts.red:
             return "fail"
         if self.counts[PASS]:
@@ -51,11 +54,10 @@ class MatrixCell:
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        """The sort key within a column, the worst first.
+        """The sort key of the cell within its column, the worst first.
 
-        It has the state, the largest share of a limit, and the number of red records.
-
-        A red cell without a figure, such as one where each call raised, ranks worse than any figure.
+        The key has the state, the largest error figure as a share of its limit, and the number of red records. A red
+        cell without an error figure ranks worst, for example one in which every call raised.
         """
         share = rank_share(self.worst.share) if self.worst is not None else math.inf if self.counts.red else -math.inf
         return _WORST_FIRST.index(self.state), -share, -self.counts.red
@@ -63,13 +65,13 @@ class MatrixCell:
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """Contenders by columns, which stand in groups of a kind; a pair without records has no cell.
+    """A matrix of contenders (rows) by features or by checks (columns).
 
     Attributes:
       kind: `feature` or `check`.
       contenders: the rows.
-      groups: the columns of each kind.
-      cells: by contender and column.
+      groups: pairs of a kind of column, such as `mask`, and the columns of that kind.
+      cells: the cells by contender and column; there is no cell where there are no records.
       ranks: the place of a cell in its column, the worst first; equal cells share a place.
     """
 
@@ -81,12 +83,12 @@ class Matrix:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns, in order."""
+        """The names of all columns, in order."""
         return tuple(column for _, columns in self.groups for column in columns)
 
 
 def build_matrices(groups: RecordGroups) -> tuple[Matrix, Matrix]:
-    """Build the matrix of contenders by features, and that by checks.
+    """Build the matrix of contenders by features, and the matrix of contenders by checks.
 
     A record counts in the column of each of its features.
     """
@@ -100,9 +102,10 @@ def build_matrices(groups: RecordGroups) -> tuple[Matrix, Matrix]:
 
 
 def rank_for_table(record: Record) -> tuple[int, float, tuple[str, ...]]:
-    """Return a sort key of records, those that did not pass first.
+    """Return the sort key of a record in the page's table of records.
 
-    Red records come first, then what else did not pass, then passes, the closest to their limits first.
+    Red records come first, then other records that did not pass, then passes. Within each of these groups, the records
+    closest to their limits come first.
     """
     others = {EXPECTED_FAIL: 1, UNJUDGED: 2, PASS: 4}
     return 0 if record.verdict in RED else others.get(record.verdict, 3), -rank_record(record), record.key

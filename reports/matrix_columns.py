@@ -1,4 +1,4 @@
-"""Order the columns of matrices by kind, whatever was judged first."""
+"""Order the columns of the report's matrices by kind, independently of the order in which cases were judged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
     "storage": tuple(FORMS),
     "quantised cache": ("kv_int8", "kv_int4", "kv_fp8", "kv_token_scales", "kv_head_scales", "kv_tensor_scales"),
 }
-"""Features by kind, in the order of columns."""
+"""The names of features by kind, in the order of the matrix columns."""
 CHECK_KINDS: Mapping[str, tuple[str, ...]] = {
     "results": ("forward", "residuals", "primal", "parts", "ensemble"),
     "gradients": ("gradients", "gradients_lse", "gradients_part", "differentiation"),
@@ -32,14 +32,17 @@ CHECK_KINDS: Mapping[str, tuple[str, ...]] = {
     "accelerators": ("compiles", "interpreter", "memory", "hardware"),
     "the case itself": ("support", "devices", "discrimination", "expectations", "files", "flags"),
 }
-"""Checks by the question that they ask, and what else records name in place of a check."""
+"""The names of checks by kind, in the order of the matrix columns.
+
+The last kind has the other values that a record's `check` may have, which concern the case and not the results.
+"""
 OTHERS = "others"
 
 
 def group_columns(found: Iterable[str], kinds: Mapping[str, tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Group the columns that were found by kind.
+    """Group the column names in `found` by kind.
 
-    Columns of no kind come last, in the order in which they came.
+    Names that belong to no kind come last, under `OTHERS`, in order of first appearance.
     """
     there = dict.fromkeys(found)
     known = {name for names in kinds.values() for name in names}

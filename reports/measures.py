@@ -1,4 +1,7 @@
-"""Compute what the figures in the records show: spread of ratios, gradients, margins and cost."""
+"""Compute the numeric tables of the HTML page from grouped records.
+
+The tables show the spread of error ratios, the gradients, the margins by which cases discriminate, and the cost.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from reports.record_groups import Contender, RecordGroups
 
 DTYPES = ("f32", "bf16", "f16")
 MARGIN_EDGES = (1.0, 10.0, 100.0, 1e4)
-"""Below 1 a null result would pass.
+"""The borders of the buckets in which margins are counted.
 
-The rest are decades that tell a close call from an obvious one.
+The margin of a case is the smallest ratio that simple wrong results (such as zeros) have in it, over the limit. Below 1
+such a result would pass. The other borders separate close calls from obvious ones.
 """
 _MAX_GRADIENT_ROWS = 200
 _QUANTILES = (0.05, 0.5, 0.95, 0.99)
@@ -24,7 +28,7 @@ _QUANTILES = (0.05, 0.5, 0.95, 0.99)
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Order statistics of shares (value over limit). Nothing is interpolated, so shares may be infinite."""
+    """Order statistics of error figures as shares of their limits. None is interpolated, so shares may be infinite."""
 
     least: float
     p05: float
@@ -41,16 +45,18 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """The judged figures of one observable in one dtype.
+    """The judged error figures of one observable (such as `out`) in one dtype.
 
     Attributes:
-      dtype, observable: what the records share.
+      dtype, observable: those of the records.
       count: how many records were judged by their largest ratio.
-      over: how many of them are beyond a limit.
-      limits, rms_limits: the different limits among them.
-      spread: of the largest ratios as shares of their limits.
-      max_ratio: the largest ratio; `max_ratio_flash` that against the flash backward pass.
-      max_rms: the largest rms; `max_rms_share` the largest as a share of its limit.
+      over: how many of these records are beyond a limit.
+      limits, rms_limits: the distinct limits of the records.
+      spread: the spread of the records' largest ratios as shares of their limits.
+      max_ratio: the largest ratio.
+      max_ratio_flash: the largest ratio against the backward pass from the saved `out` and `logsumexp`.
+      max_rms: the largest root mean square of ratios.
+      max_rms_share: the largest root mean square as a share of its limit.
     """
 
     dtype: str
@@ -68,9 +74,10 @@ class Distribution:
 
 @dataclasses.dataclass(frozen=True)
 class GradientCell:
-    """One gradient of one contender in one dtype.
+    """The largest errors of one gradient of one contender in one dtype.
 
-    `ratio` is judged; `ratio_flash` is the same figure against the flash backward pass, and not judged.
+    `ratio` is judged. `ratio_flash` is not: it is the error against the backward pass that is recomputed from the
+    implementation's own saved `out` and `logsumexp`.
     """
 
     count: int
@@ -82,7 +89,7 @@ class GradientCell:
 
 @dataclasses.dataclass(frozen=True)
 class GradientTable:
-    """Gradients by contender and observable (rows) and dtype (columns)."""
+    """The errors of gradients, by contender and observable (rows) and dtype (columns); `hidden` rows are left out."""
 
     rows: tuple[tuple[Contender, str], ...]
     dtypes: tuple[str, ...]
@@ -92,7 +99,10 @@ class GradientTable:
 
 @dataclasses.dataclass(frozen=True)
 class MarginRow:
-    """How well the cases of one contender discriminate; `buckets` counts cases between the `MARGIN_EDGES`."""
+    """The margins by which the cases of one contender discriminate between right and simple wrong results.
+
+    `buckets` has the number of cases between successive `MARGIN_EDGES`.
+    """
 
     contender: Contender
     cases: int
@@ -104,7 +114,7 @@ class MarginRow:
 
 @dataclasses.dataclass(frozen=True)
 class CostTable:
-    """Seconds by check (rows, the most expensive first) and contender (columns)."""
+    """Seconds spent on judging, by check (rows, the most expensive first) and contender (columns)."""
 
     contenders: tuple[Contender, ...]
     checks: tuple[str, ...]
@@ -112,7 +122,7 @@ class CostTable:
 
     @property
     def total(self) -> float:
-        """Seconds of all records."""
+        """Seconds spent on all records."""
         return math.fsum(self.seconds.values())
 
     def sum_check(self, check: str) -> float:
@@ -126,7 +136,7 @@ class CostTable:
 
 @dataclasses.dataclass(frozen=True)
 class Measures:
-    """What the figures of all records show."""
+    """The numeric tables of the HTML page."""
 
     distributions: tuple[Distribution, ...]
     gradients: GradientTable
@@ -135,7 +145,7 @@ class Measures:
 
 
 def build_measures(groups: RecordGroups) -> Measures:
-    """Compute what the figures of grouped records show."""
+    """Compute the numeric tables of the HTML page from grouped records."""
     return Measures(
         distributions=tuple(_build_distributions(groups)),
         gradients=_build_gradient_table(groups),
@@ -199,7 +209,7 @@ def _build_distribution(dtype: str, observable: str, records: Sequence[Record]) 
 
 
 def _build_gradient_table(groups: RecordGroups) -> GradientTable:
-    """Build the ratios of gradients against both backward passes."""
+    """Build the table of gradient ratios against the exact and the recomputed (flash) backward pass."""
     cells = {}
     for (contender, observable, dtype), records in groups.by_gradient.items():
         judged = [
@@ -227,12 +237,12 @@ def _build_gradient_cell(records: Sequence[Record]) -> GradientCell:
 
 
 def _build_margins(groups: RecordGroups) -> Iterator[MarginRow]:
-    """Yield how well the cases of each contender discriminate; a case counts once, by its smallest margin."""
+    """Yield the margins of each contender's cases. A case counts once, by its smallest margin."""
     for contender, records in groups.by_contender.items():
         smallest: dict[str, float] = {}
         for record in records:
             if record.margin is not None:
-                # A margin of NaN proves nothing, so it counts as none at all.
+                # A margin of NaN proves nothing, so it counts as a margin of 0.
                 margin = 0.0 if math.isnan(record.margin) else record.margin
                 smallest[record.case] = min(margin, smallest.get(record.case, math.inf))
         if smallest:
@@ -260,7 +270,7 @@ def _build_cost_table(groups: RecordGroups) -> CostTable:
 
 
 def _find_largest(values: Iterable[float | None]) -> float | None:
-    """Return the largest value that is there; NaN counts as the largest."""
+    """Return the largest value that is not None; NaN counts as the largest."""
     present = [value for value in values if value is not None]
     return max(present, key=lambda value: (math.isnan(value), rank_share(value)), default=None)
 

@@ -1,4 +1,8 @@
-"""Figures of records that were judged against limits, and counts of records by verdict."""
+"""Error figures of records relative to their limits, counts of records by verdict, and sort keys for both.
+
+An error figure is a record's largest ratio, or the root mean square (rms) of its ratios. A ratio is an element's error
+in units of its bound. All reports use these figures.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,12 @@ from conformance.records import ERROR, EXPECTED_FAIL, FAIL, JUDGED, RED, VERDICT
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A figure that was judged, and its limit.
+    """An error figure that was judged, and its limit.
 
     Attributes:
       name: `max` for the largest ratio, `rms` for the root mean square of the ratios.
-      value: the figure.
-      limit: the most that passes; none where there was no limit.
+      value: the error figure.
+      limit: the largest value that passes; None if there is no limit.
     """
 
     name: str
@@ -26,7 +30,7 @@ class Metric:
 
     @property
     def share(self) -> float | None:
-        """Value over limit: above 1 is over the limit. A limit of zero admits only zero."""
+        """The value divided by its limit, above 1 if it fails; None without a limit. A limit of 0 admits only 0."""
         if self.limit is None:
             return None
         if self.limit == 0:
@@ -41,7 +45,7 @@ class Metric:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Records by verdict; every verdict is present."""
+    """The number of records with each verdict; verdicts that do not occur have 0."""
 
     by_verdict: Mapping[str, int]
 
@@ -61,7 +65,7 @@ class Counts:
 
     @property
     def judged(self) -> int:
-        """The number of records that rest on a comparison which took place."""
+        """The number of records for which a result was compared."""
         return sum(self[verdict] for verdict in JUDGED)
 
     @property
@@ -77,10 +81,7 @@ def count_verdicts(records: Iterable[Record]) -> Counts:
 
 
 def list_metrics(record: Record) -> tuple[Metric, ...]:
-    """Return the judged figures of a record.
-
-    These are the largest ratio, and the rms where that has a limit.
-    """
+    """Return the judged error figures of a record: the largest ratio, and the rms if it has a limit."""
     found = []
     if record.ratio is not None:
         found.append(Metric("max", record.ratio, record.limit))
@@ -90,27 +91,27 @@ def list_metrics(record: Record) -> tuple[Metric, ...]:
 
 
 def find_decisive_metric(record: Record) -> Metric | None:
-    """Return the judged figure closest to its limit or furthest beyond it."""
+    """Return the error figure of a record that is closest to its limit or furthest beyond it, or None."""
     return max(list_metrics(record), key=lambda metric: rank_share(metric.share), default=None)
 
 
 def rank_share(share: float | None) -> float:
-    """Return a sort key for shares of a limit: no share comes first, NaN counts as infinity."""
+    """Return a sort key for shares of a limit: None comes first, and NaN counts as infinity."""
     if share is None:
         return -1.0
     return math.inf if math.isnan(share) else share
 
 
 def rank_record(record: Record) -> float:
-    """Return the sort key of the decisive figure of a record."""
+    """Return a sort key for a record: its error figure closest to the limit or furthest beyond it, as a share."""
     metric = find_decisive_metric(record)
     return rank_share(metric.share if metric else None)
 
 
 def rank_failure(record: Record) -> tuple[float, tuple[str, ...]]:
-    """Return a sort key of failures, the worst first.
+    """Return a sort key for failed records, the worst first.
 
-    What raised or has no figure is worst of all.
+    Records of calls that raised, and failures without an error figure, come before all others.
     """
     metric = find_decisive_metric(record)
     crashed = record.verdict == ERROR or (record.verdict == FAIL and metric is None)
@@ -118,10 +119,10 @@ def rank_failure(record: Record) -> tuple[float, tuple[str, ...]]:
 
 
 def find_worst_metric(records: Iterable[Record]) -> Metric | None:
-    """Return the worst judged figure of all records but expected failures.
+    """Return the worst judged error figure of all records except expected failures.
 
-    Expected failures stand in only where nothing else was judged. If they counted like the others, a contender that
-    conforms could show a figure beyond its limit, and a near miss of another case would be hidden by it.
+    Expected failures count only if nothing else was judged. If they always counted, a contender that conforms could
+    show an error figure beyond its limit. That figure would also hide near misses in other cases.
     """
     judged = [record for record in records if record.verdict in JUDGED]
     open_ones = [record for record in judged if record.verdict != EXPECTED_FAIL]

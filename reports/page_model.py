@@ -1,7 +1,7 @@
-"""Build what reports show of a run from its records, as plain data.
+"""Build the plain data that reports show, from the records of a run and its run record (`RunInfo`).
 
-Records go in, and nothing else of a run but its `RunInfo`. They are grouped once (`record_groups`). `Summary` is what
-every report shows; the terminal and the Markdown summary need no more. `Page` adds what only the HTML page shows.
+The records are grouped once (`reports.record_groups`). `Summary` is what every report shows, and all that the terminal
+and the Markdown summary need. `Page` adds what only the HTML page shows.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from reports.speed_section import SpeedPanel, build_speed_panels
 from reports.text_format import format_count
 
 SHOWN_PER_GROUP = 5
-"""Records of each group of a finding that are there without the script."""
+"""The most records of each group of a finding that the page shows if its script does not run."""
 MAX_FAILURES = 200
-"""Rows in the tables of expected failures: enough to see every pattern, few enough to open on a phone."""
+"""The most rows in the tables of expected failures: enough to see every pattern, few enough to open on a phone."""
 MAX_ROWS = 200
 MAX_CASES = 3_000
-"""Cases that have an address on the page."""
+"""The most cases that have an HTML anchor on the page."""
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K\d+\.H(\d+)\.V\d+")
 
 
 @dataclasses.dataclass(frozen=True)
 class UndecidedRows:
-    """Rows of a contender's cases that no record judges: rounding could change which keys their queries choose.
+    """Rows of a contender's results that were not judged: rounding could change which keys their queries select.
 
     Attributes:
-      contender: whose.
+      contender: the contender.
       cases: how many cases have such rows.
       rows: how many such rows there are.
-      of_rows: how many rows these cases have.
-      worst_case: the case with the largest share of them.
+      of_rows: how many rows these cases have in total.
+      worst_case: the case with the largest share of such rows.
     """
 
     contender: Contender
@@ -62,14 +62,20 @@ class UndecidedRows:
 
     @property
     def text(self) -> str:
-        """How many rows were not judged, and why, as a sentence."""
+        """A phrase that states how many rows were not judged, and why."""
         rows = f"{self.rows:,} of {self.of_rows:,} rows of {format_count(self.cases, 'case')}"
         return f"{rows} not judged: rounding could change which keys they choose"
 
 
 @dataclasses.dataclass(frozen=True)
 class FlagDifference:
-    """Judgements of a contender that change with the compiler's flags. Those under JAX's own flags count."""
+    """Judgements of a contender that differ between compiler flags. The judgements under JAX's own flags count.
+
+    Attributes:
+      contender: the contender.
+      count: the number of these judgements.
+      smallest: the record among them whose case is smallest.
+    """
 
     contender: Contender
     count: int
@@ -77,9 +83,12 @@ class FlagDifference:
 
     @property
     def text(self) -> str:
-        """How many judgements the flags decide, as a sentence."""
+        """A phrase that states how many judgements depend on the compiler's flags."""
         differ = "1 judgement differs" if self.count == 1 else f"{self.count:,} judgements differ"
-        return f"{differ} by the compiler's flags, and JAX's own stand: the smallest is {self.smallest.case}"
+        return (
+            f"{differ} by the compiler's flags, and the judgements under JAX's own flags count. "
+            f"The smallest case is {self.smallest.case}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +96,16 @@ class Summary:
     """What every report of a run shows.
 
     Attributes:
-      run: what holds for the whole run.
-      groups: its records.
-      total: all records by verdict.
-      headline: the whole run in one sentence.
-      state: whether the run is complete, and to what it was narrowed.
-      shortfall: a warning that not all that was planned was judged; empty if it was.
-      contenders: whether each contender conforms, in the order of their names.
+      run: the run record: level, versions and other facts about the whole run.
+      groups: the records of the run, grouped.
+      total: the number of records by verdict.
+      headline: one sentence about the whole run.
+      state: whether the run is complete, and to which part of its level it was narrowed.
+      shortfall: a warning that planned jobs were not judged; empty if all were judged.
+      contenders: the verdict on each contender, in the order of their names.
       findings: the causes of all red records.
-      undecided_rows: rows that no record judges.
-      flag_differences: judgements that the compiler's flags decide.
+      undecided_rows: rows of results that were not judged, by contender.
+      flag_differences: judgements that depend on the compiler's flags, by contender.
     """
 
     run: RunInfo
@@ -116,11 +125,11 @@ class FailureGroup:
     """Records of one contender, check, observable and verdict, worst first.
 
     Attributes:
-      contender, check, observable, verdict: what the records share.
-      records: all of them.
-      shown: how many of them are on the page without its script.
+      contender, check, observable, verdict: those of the records.
+      records: all records of the group.
+      shown: how many of them the page shows if its script does not run.
       common_features: the features that all their cases have.
-      evidence: figures and reason of the worst, a line each.
+      evidence: error figures and reason of the worst record, one per line.
     """
 
     contender: Contender
@@ -154,7 +163,7 @@ class FindingPanel:
 
 @dataclasses.dataclass(frozen=True)
 class ReasonGroup:
-    """Records without judgement that share a reason, with one case as an example."""
+    """A reason why records of one contender were not judged: `count` records have it, the first in case `example`."""
 
     contender: Contender
     verdict: str
@@ -165,7 +174,7 @@ class ReasonGroup:
 
 @dataclasses.dataclass(frozen=True)
 class CaseCounts:
-    """A case id, and its records by verdict."""
+    """A case id, and the number of its records by verdict."""
 
     case: str
     counts: Counts
@@ -175,7 +184,8 @@ class CaseCounts:
 class FreeTable:
     """A list of dictionaries as a table.
 
-    Its columns are the union of the keys; `numeric` names those that hold only numbers.
+    Its columns are the union of the keys. `numeric` names the columns that hold only numbers. `hidden` rows are left
+    out.
     """
 
     columns: tuple[str, ...]
@@ -190,16 +200,16 @@ class Page:
 
     Attributes:
       summary: what other reports show too.
-      files: the files of records that commands on the page name.
+      files: the files of records that commands on the page read.
       findings: the findings with their records.
       expected: groups of expected failures.
-      features, checks: contenders by features and by checks.
-      cases: the cases that have an address on the page; `cases_hidden` more have none.
-      reasons: why records have no judgement; `reasons_hidden` more are left out.
-      measures: spread of ratios, gradients, margins and cost.
-      compiled: what was compiled for accelerators; none if nothing was.
-      speed: implementations side by side.
-      detection: which planted bugs the gate catches; none if that was not measured.
+      features, checks: the matrices of contenders by features, and by checks.
+      cases: the cases that have an HTML anchor on the page; `cases_hidden` more have none.
+      reasons: reasons why records were not judged; `reasons_hidden` more are left out.
+      measures: tables of the spread of ratios, gradients, margins and cost.
+      compiled: the section on kernels compiled for accelerators; None if nothing was compiled.
+      speed: timings of implementations side by side, one panel for each case and phase.
+      detection: the section on planted bugs that the checks detect; None if that was not measured.
       coverage, tolerances: tables of the run record.
     """
 
@@ -222,12 +232,12 @@ class Page:
 
     @property
     def case_addresses(self) -> frozenset[str]:
-        """The cases that have an address on the page."""
+        """The ids of the cases that have an HTML anchor on the page."""
         return frozenset(line.case for line in self.cases)
 
 
 def build_summary(records: Sequence[Record], run: RunInfo) -> Summary:
-    """Build what every report of a run shows from its records."""
+    """Build the summary that every report of a run shows, from the run's records."""
     groups = group_records(records)
     found = summarize_run(groups.by_contender, run)
     causes = find_contender_causes(groups.by_contender, group_by_contender(run.probes))
@@ -252,9 +262,10 @@ def build_page(summary: Summary, measurements: Sequence[Measurement] = (), file:
     """Build all that the HTML page shows.
 
     Args:
-      summary: of the run.
-      measurements: of `bench`, to be shown beside the records.
-      file: where the records lie, as a shell reads it, but for contenders whose files the run record names.
+      summary: the summary of the run.
+      measurements: timings from the command `bench`, to be shown beside the records.
+      file: the files of records that commands on the page read, quoted for a shell. If the run record names the files
+        of a contender, the commands for that contender read them instead.
     """
     groups, run = summary.groups, summary.run
     names = {label: " ".join(map(shlex.quote, paths)) for label, paths in run.files.items()}
@@ -306,9 +317,9 @@ def build_free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MAX_ROWS) 
 
 
 def _build_panel(text: FindingText) -> FindingPanel:
-    """Build a finding with all of its records, those of its own kind first.
+    """Build the panel of a finding from all its records. Groups of the finding's own kind come first.
 
-    Each group shows a few.
+    Each group shows at most `SHOWN_PER_GROUP` records.
     """
     records = text.finding.records
     groups = [
@@ -320,20 +331,20 @@ def _build_panel(text: FindingText) -> FindingPanel:
 
 
 def _list_reasons(groups: RecordGroups) -> tuple[ReasonGroup, ...]:
-    """List why records have no judgement, the most frequent reasons of a contender and verdict first."""
+    """List the reasons why records were not judged, the most frequent reasons of a contender and verdict first."""
     found = groups.by_reason
     order = sorted(found, key=lambda key: (key[0], key[1], -len(found[key]), key[2]))
     return tuple(ReasonGroup(*key, count=len(found[key]), example=found[key][0].case) for key in order)
 
 
 def _list_cases(groups: RecordGroups) -> list[CaseCounts]:
-    """List the cases by their ids, those with something red first."""
+    """List the cases in the order of their ids, those with red records first."""
     lines = [CaseCounts(case, count_verdicts(records)) for case, records in groups.by_case.items()]
     return sorted(lines, key=lambda line: (not line.counts.red, line.case))
 
 
 def _find_undecided_rows(groups: RecordGroups) -> tuple[UndecidedRows, ...]:
-    """Find the rows that no record of a contender judges; each case counts once."""
+    """Find the rows of results that no record judges, for each contender; each case counts once."""
     found = []
     for contender, records in groups.by_contender.items():
         cases = {
@@ -359,10 +370,7 @@ def _find_flag_differences(groups: RecordGroups) -> tuple[FlagDifference, ...]:
 
 
 def _compute_size(case: str) -> float:
-    """Return the product of B, T, S, N and H of a case.
-
-    The result is infinity if its id names none.
-    """
+    """Return the product of B, T, S, N and H of a case id, or infinity if the id has no shape."""
     shape = _SHAPE.search(case)
     return math.prod(map(int, shape.groups())) if shape else math.inf
 

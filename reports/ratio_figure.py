@@ -1,4 +1,7 @@
-"""Draw how far from the limit each observable stays, a panel for each dtype."""
+"""Draw the spread of error ratios relative to their limits, as SVG for the HTML page.
+
+There is one panel for each dtype, and in it one row for each observable (a judged result, such as `out` or `dq`).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ MAX_ROWS, MAX_PANELS, MAX_PANELS_ABREAST = 24, 8, 3
 
 
 def render_distributions(distributions: Sequence[Distribution]) -> Markup:
-    """Render panels by dtype with rows by observable; empty without distributions."""
+    """Render the spread of error ratios as inline SVG, with a panel for each dtype; empty without distributions."""
     if not distributions:
         return Markup()
     dtypes = sorted({d.dtype for d in distributions}, key=rank_dtype)[:MAX_PANELS]
@@ -31,7 +34,7 @@ def render_distributions(distributions: Sequence[Distribution]) -> Markup:
 
 
 def _choose_rows(distributions: Sequence[Distribution]) -> list[str]:
-    """Choose the observables with the largest shares, in reading order."""
+    """Choose the observables whose errors are the largest shares of their limits, and return them in reading order."""
     worst: dict[str, float] = {}
     for d in distributions:
         worst[d.observable] = max(worst.get(d.observable, -1.0), rank_share(d.spread.most))
@@ -40,7 +43,7 @@ def _choose_rows(distributions: Sequence[Distribution]) -> list[str]:
 
 
 def _draw_distributions(distributions: Sequence[Distribution], dtypes: Sequence[str], rows: Sequence[str]) -> Figure:
-    from matplotlib.figure import Figure  # imported late: it takes as long as judging a small case
+    from matplotlib.figure import Figure  # imported late: importing matplotlib takes as long as judging a small case
 
     across = min(len(dtypes), MAX_PANELS_ABREAST)
     down = math.ceil(len(dtypes) / across)

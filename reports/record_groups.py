@@ -1,4 +1,4 @@
-"""Group the records of a run once, by all that a report asks of them.
+"""Group the records of a run once, by every key that the reports need.
 
 A contender is an implementation on a platform. An observable is a result that is judged, by name: `out`, `dq`, ...
 """
@@ -22,12 +22,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Contender:
-    """What a verdict is about: one implementation on one platform.
+    """The subject of a verdict: one implementation on one platform.
 
     Attributes:
-      implementation: its name.
-      platform: where it was judged.
-      run: tells runs of different provenance apart; empty where there is only one.
+      implementation: the name of the implementation.
+      platform: the platform on which it was judged, such as `cpu`.
+      run: distinguishes runs of different provenance (code, versions, machine); empty if there is only one.
     """
 
     implementation: str
@@ -36,24 +36,24 @@ class Contender:
 
     @property
     def place(self) -> str:
-        """The platform, and the run where there are several."""
+        """The platform, followed by the run if there are several."""
         return ", ".join(filter(None, (self.platform, self.run)))
 
     @property
     def label(self) -> str:
-        """The implementation with its place in brackets."""
+        """The name of the implementation, followed by the platform and run in brackets."""
         return f"{self.implementation} ({self.place})" if self.place else self.implementation
 
 
 @dataclasses.dataclass(frozen=True)
 class Compilations:
-    """The records of the check `compiles`, in order and by what its section shows.
+    """The records of the check `compiles`, in order and grouped for the section on compiled kernels.
 
     Attributes:
-      records: all of them.
-      by_target: records of a contender and a target.
-      by_program: records of a case and a program, whatever the contender and the target.
-      by_reason: records of a contender, verdict and reason, of what did not pass.
+      records: all records of the check.
+      by_target: records by contender and target chip.
+      by_program: records by case and program, of all contenders and targets.
+      by_reason: records that did not pass, by contender, verdict and reason.
     """
 
     records: Sequence[Record]
@@ -64,18 +64,18 @@ class Compilations:
 
 @dataclasses.dataclass(frozen=True)
 class RecordGroups:
-    """The records of a report, in order and grouped by what its parts show.
+    """The records of a run, in order and grouped by each key that the reports need.
 
     Attributes:
-      records: all of them.
-      by_contender: records of a contender, contenders in the order of their names.
-      by_case: records of a case id.
-      by_feature: records of a contender and a feature; a record is in the group of each of its features.
-      by_check: records of a contender and a check.
-      by_result: records of a contender, check, observable and verdict.
-      by_dtype: records of a dtype and an observable.
-      by_gradient: records of a contender, observable and dtype.
-      by_reason: unsupported and unjudged records of a contender, verdict and reason.
+      records: all records.
+      by_contender: records by contender, contenders in the order of their names.
+      by_case: records by case id.
+      by_feature: records by contender and feature; a record is in the group of each of its features.
+      by_check: records by contender and check.
+      by_result: records by contender, check, observable and verdict.
+      by_dtype: records by dtype and observable.
+      by_gradient: records by contender, observable and dtype.
+      by_reason: unsupported and unjudged records by contender, verdict and reason.
       compilations: records of the check `compiles`.
     """
 
@@ -97,12 +97,12 @@ def get_contender(record: Record) -> Contender:
 
 
 def get_target(record: Record) -> str:
-    """Return the target of a record of the check `compiles`."""
+    """Return the target chip that a record of the check `compiles` names."""
     return record.observable.partition(".")[0]
 
 
 def get_program(record: Record) -> str:
-    """Return the program of a record of the check `compiles`."""
+    """Return the compiled program that a record of the check `compiles` names."""
     return record.observable.partition(".")[2]
 
 
@@ -112,7 +112,7 @@ def list_record_features(record: Record) -> tuple[str, ...]:
 
 
 def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Group items by a key, keys and items in the order in which they come."""
+    """Group items by a key. Keys are in order of first appearance, and the items of a key keep their order."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -131,7 +131,7 @@ def group_by_result(records: Iterable[Record]) -> dict[tuple[Contender, str, str
 
 
 def group_records(records: Sequence[Record]) -> RecordGroups:
-    """Group the records of a report by all that its parts show."""
+    """Group the records of a run by every key that the reports need."""
     by_feature: dict[tuple[Contender, str], list[Record]] = {}
     for record in records:
         for feature in list_record_features(record):

@@ -1,4 +1,4 @@
-"""Build the commands that print records from their files, by `jq`."""
+"""Build the `jq` commands that the HTML page offers, to print records from their files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SELECT_RUNS = (
     'foreach inputs as $x (""; if ($x.schema|startswith("attention-conformance/run/")) then ($x.id//$x.started) '
     "else . end; select(IN(%s))|$x|%s)"
 )
-"""A program of `jq -n` that selects records of some runs: a record is of the run whose line stands before it."""
+"""A `jq -n` program that selects the records of some runs. A record belongs to the last run line before it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +20,10 @@ class RecordFiles:
     """The files of records, quoted for a shell.
 
     Attributes:
-      default: the files of all contenders that `by_label` lacks.
+      default: the files of the contenders that `by_label` does not have.
       by_label: the files of contenders, by their labels.
-      runs: what tells the runs of a contender from others in its files (`conformance.runs.Run.mark`), by its label.
+      runs: the ids of each contender's runs (`conformance.runs.Run.mark`), by its label. They are needed if its files
+        also hold other runs.
     """
 
     default: str
@@ -36,19 +37,19 @@ class RecordFiles:
     def format_runs(self, contender: Contender) -> str:
         """Return the runs of a contender as arguments of `IN` in `jq`.
 
-        The result is empty if its files have no others.
+        The result is empty if the contender's files hold no other runs.
         """
         return ",".join(map(_quote_json, self.runs.get(contender.label, ())))
 
 
 def build_query_command(contender: Contender, kind: str, column: str, files: RecordFiles) -> str:
-    """Build a command that prints the records of a matrix cell, one a line.
+    """Build a command that prints the records of a matrix cell, one per line.
 
     Args:
-      contender: the row.
-      kind: of the matrix, `feature` or `check`.
-      column: the feature or the check.
-      files: where the records lie.
+      contender: the row of the cell.
+      kind: the kind of the matrix, `feature` or `check`.
+      column: the column of the cell, a feature or a check.
+      files: the files that hold the records.
     """
     conditions = [
         '(.schema|startswith("attention-conformance/record/"))',

@@ -1,7 +1,7 @@
-"""Serialize the records of a page compactly, for its script to draw any table of them.
+"""Serialize the records of a run as compact JSON in the HTML page, from which the page's script draws its tables.
 
-Rows refer to lists of names by number. What did not pass comes first and whole. Of what passed, what is closest to its
-limit comes first, as far as there is room.
+Rows refer to shared lists of names by index. Records that did not pass come first. Passes follow, the closest to their
+limits first. Records beyond `MAX_RECORDS` are left out.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from reports.record_groups import NO_FEATURE, get_contender
 from reports.record_query import SELECT_RUNS
 
 MAX_RECORDS = 20_000
-"""Records that a page holds; a command on the page finds the others in the JSON lines."""
-_MAX_REASON, _MIN_REASON = 400, 80  # characters of a reason
-_MAX_ALL_REASONS = 800_000  # characters of all of them together
+"""The most records in a page. A command on the page prints the others from the file of JSON lines."""
+_MAX_REASON, _MIN_REASON = 400, 80  # bounds of the number of characters to which a reason is cut
+_MAX_ALL_REASONS = 800_000  # the intended number of characters of all reasons together
 
 
 class _NumberedValues:
-    """Values by number, in the order in which they came."""
+    """A list of distinct values that finds the index of each value; indices follow the order of first appearance."""
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
         self.values: list[Any] = []
@@ -37,7 +37,7 @@ class _NumberedValues:
             self.get_number(value)
 
     def get_number(self, value: Any) -> int:
-        """Return the number of a value, a new one if it has none."""
+        """Return the index of a value. A new value is appended to the list."""
         if value not in self._numbers:
             self._numbers[value] = len(self.values)
             self.values.append(value)
@@ -45,7 +45,7 @@ class _NumberedValues:
 
 
 def serialize_records(page: Page) -> Markup:
-    """Serialize the records of a page as JSON text that can stand in it."""
+    """Serialize the records of a page as JSON text that is safe inside an HTML element."""
     records = page.summary.groups.records
     numbers = {record.key: panel.text.number for panel in page.findings for record in panel.text.finding.records}
     contenders, files = page.features.contenders, page.files
@@ -77,14 +77,16 @@ def serialize_records(page: Page) -> Markup:
         "rows": rows,
     }
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    # No text of a record may end the element that it stands in.
+    # With `<` escaped, no text of a record can end the HTML element that holds this JSON.
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 
 def _serialize_row(record: Record, names: Mapping[str, _NumberedValues], finding: int, longest: int) -> list[Any]:
-    """Return contender, check, observable, verdict, case, share, and the numbers of finding, texts and command.
+    """Serialize one record as a list.
 
-    Trailing zeros and empty lists are left out.
+    The items are the indices of its contender, check, observable, verdict and case; its error figure as a share of the
+    limit; the number of its finding; the indices of its texts; and the index of its command. Trailing zeros and empty
+    lists are left out.
     """
     metric = find_decisive_metric(record)
     texts = names["texts"]
@@ -108,9 +110,9 @@ def _serialize_row(record: Record, names: Mapping[str, _NumberedValues], finding
 
 
 def _round_share(share: float | None) -> float | str | None:
-    """Round a share to four digits.
+    """Round a share of a limit to four digits.
 
-    A share that would round to 1 keeps its side of the limit.
+    A share that would round to 1 is not rounded, so that it stays on its side of the limit.
     """
     if share is None:
         return None

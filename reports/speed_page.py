@@ -1,4 +1,4 @@
-"""Render a page of measurements alone."""
+"""Render an HTML page that shows only timings: the section on speed and memory, without judged records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reports.template_environment import create_environment
 
 
 def render_speed_page(measurements: Sequence[Measurement], run: RunInfo) -> str:
-    """Render a page with this section alone; the same measurements and run always give the same text."""
+    """Render the page of timings as HTML text. The same measurements and run always give the same text."""
     template = create_environment().get_template("side_by_side_page.html.j2")
     return template.render(
         run=run, panels=build_speed_panels(measurements), headline=format_speed_headline(measurements)
@@ -21,5 +21,5 @@ def render_speed_page(measurements: Sequence[Measurement], run: RunInfo) -> str:
 
 
 def save_speed_page(path: Path, measurements: Sequence[Measurement], run: RunInfo) -> None:
-    """Render the page and write it to `path`."""
+    """Render the page of timings and write it to `path`."""
     output_files.write_text(path, render_speed_page(measurements, run))

@@ -1,4 +1,4 @@
-"""Build the section on measurements: for each case and phase, the implementations side by side."""
+"""Build the report section on time and memory: for each case and phase, the implementations side by side."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from conformance.measurements import AGREES, DIFFERS, Measurement
 from reports.record_groups import group_by
 
 _MIN_SPAN = 1.5
-"""Bars of speed span at least this factor to either side, so that noise does not fill the page."""
+"""The axis of speeds reaches at least this factor to either side of the baseline, so that noise looks small."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeedBar:
-    """Where the quartiles of a speed lie on an axis, in percent of its width.
-
-    The axis is logarithmic.
-    """
+    """The positions of the quartiles of a speed on a logarithmic axis, in percent of its width."""
 
     lower: float
     median: float
@@ -36,7 +33,7 @@ class SpeedPanel:
 
     @property
     def ceiling(self) -> float | None:
-        """FLOP/s that a large matrix product reached."""
+        """FLOP/s that a large matrix product reached on the device; None if not measured."""
         return next((row.ceiling for row in self.rows if row.ceiling is not None), None)
 
     @property
@@ -46,17 +43,20 @@ class SpeedPanel:
 
     @property
     def fastest(self) -> str:
-        """The implementation with the least median time, of two or more whose results agree with the oracle."""
+        """The implementation with the smallest median time among those whose results agree with the oracle.
+
+        The name is empty if fewer than two implementations agree.
+        """
         medians = {row.implementation: row.seconds.median for row in self.rows if row.outcome == AGREES and row.seconds}
         return min(medians, key=lambda name: medians[name]) if len(medians) > 1 else ""
 
     @property
     def baseline_place(self) -> float:
-        """Where the baseline's speed lies, in percent of the width."""
+        """The position of the baseline's speed on the axis, in percent of the axis's width."""
         return self._locate(1.0)
 
     def locate_speed(self, row: Measurement) -> SpeedBar | None:
-        """Return where the speed of a row lies on the axis; none if it has no speed."""
+        """Return the position of a row's speed on the axis, or None if the row has no speed."""
         if row.speed is None:
             return None
         return SpeedBar(*map(self._locate, row.speed))

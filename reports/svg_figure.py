@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, LINE, BAND, GOOD, BAD, KNOWN = (f"#01020{digit}" for digit in range(3, 10))
-"""Stand-ins that become the page's custom properties, so that one drawing serves light and dark."""
+"""Placeholder colours, which become CSS variables of the page, so that one drawing serves light and dark mode."""
 VARIABLES = {
     INK: "--ink",
     MUTED: "--muted",
@@ -28,7 +28,7 @@ VARIABLES = {
     KNOWN: "--warn-ink",
 }
 FLOOR, CEILING = 1e-5, 1e4
-"""Shares beyond these are drawn at the edge: exact zeros and infinities have no place on a log axis."""
+"""The range of shares on an axis. Others are drawn at its edge, since a log axis has no place for 0 and infinity."""
 
 
 def render_svg(draw: Callable[[], Figure], *, label: str) -> Markup:
@@ -38,7 +38,7 @@ def render_svg(draw: Callable[[], Figure], *, label: str) -> Markup:
     """
     import matplotlib  # imported late: it takes as long as judging a small case, and few runs write a page
 
-    # Names come from records: no dollar sign in them may be read as mathematics, no odd letter may warn.
+    # Names come from records: a dollar sign must not be read as mathematics, and an unusual letter must not warn.
     settings: Any = {"svg.hashsalt": "attention-conformance", "svg.fonttype": "none", "text.parse_math": False}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -49,7 +49,7 @@ def render_svg(draw: Callable[[], Figure], *, label: str) -> Markup:
 
 
 def clip_share(share: float | None) -> float:
-    """Clip a share of a limit to what an axis shows."""
+    """Clip a share of a limit to the range that an axis shows, `FLOOR` to `CEILING`."""
     return min(max(rank_share(share), FLOOR), CEILING)
 
 

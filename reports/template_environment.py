@@ -1,4 +1,4 @@
-"""Create the environment that templates are rendered in: everything is escaped, and undefined names are errors."""
+"""Create the Jinja environment that renders the HTML pages: all text is escaped, and undefined names are errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FILTERS = {
 
 
 def create_environment() -> jinja2.Environment:
-    """Create an environment with the templates of this package, and the formats of all reports as filters."""
+    """Create a Jinja environment with this package's templates, and with the text formats of all reports as filters."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("reports"),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""Print what a person reads in the terminal after a run, or of measurements."""
+"""Print the summary of a run, or tables of timings, in the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from reports.text_format import (
 
 MAX_FINDINGS = 10
 MAX_LINES = 8
-"""Lines of a finding, beside its title and its command."""
+"""The most lines printed for a finding, not counting its title and its command."""
 _MAX_WIDTH = 400
 _MAX_REASON = 300
 STYLES = {
@@ -45,11 +45,13 @@ STYLES = {
 
 
 def print_summary(summary: Summary, console: Console, page: str = "") -> None:
-    """Print the findings, then the counts and the verdict: what matters most stays next to the prompt.
+    """Print the findings, the counts and the verdict of a run, in this order.
+
+    The verdict comes last, so that what matters most is next to the shell's prompt.
 
     Args:
-      summary: of the run.
-      console: to print to.
+      summary: the summary of the run.
+      console: the console to print to.
       page: path of the HTML page, empty if there is none.
     """
     _print_findings(summary, console, page)
@@ -73,9 +75,9 @@ def format_findings(summary: Summary, page: str = "") -> list[str]:
 
 
 def print_measurements(measurements: Sequence[Measurement], console: Console) -> None:
-    """Print implementations side by side, in a table for each case and phase.
+    """Print the timings of implementations side by side, in a table for each case and phase.
 
-    Rows stand in the order in which the implementations took turns.
+    Rows are in the order in which each timing round ran the implementations.
     """
     for panel in build_speed_panels(measurements):
         title = Text(f"{panel.phase} ", style="bold")
@@ -95,7 +97,7 @@ def print_measurements(measurements: Sequence[Measurement], console: Console) ->
 
 
 def print_uncut(table: Table, console: Console) -> None:
-    """Print a table with no figure cut: where the terminal is too narrow, it wraps the lines."""
+    """Print a table without cutting any column off. A terminal that is too narrow wraps the lines instead."""
     wide = console.options.update(max_width=_MAX_WIDTH)
     wide = wide.update(width=console.measure(table, options=wide).maximum)
     for line in console.render_lines(table, wide, pad=False):
@@ -104,7 +106,7 @@ def print_uncut(table: Table, console: Console) -> None:
 
 
 def _print_remarks(summary: Summary, console: Console) -> None:
-    """Print what a reader must know beside the counts, such as what was not judged."""
+    """Print remarks on the counts, such as why a contender could not be judged."""
     for one in summary.contenders:
         if one.reason:
             reason = shorten_text(one.reason, longest=_MAX_REASON)
@@ -162,7 +164,7 @@ def _print_findings(summary: Summary, console: Console, page: str) -> None:
 
 
 def _print_finding(text: FindingText, console: Console) -> None:
-    """Print a finding in a dozen lines; a finding that is one failure is that failure."""
+    """Print a finding in a dozen lines. A finding of only one record is printed as that failure."""
     finding, smallest = text.finding, text.finding.smallest
     if len(finding.records) == 1:
         _print_failure(finding.records[0], text.resemblance, console)
@@ -192,7 +194,7 @@ def _print_failure(record: Record, resemblance: Sequence[str], console: Console)
 
 def _print_command(command: str, console: Console) -> None:
     if command:
-        # Neither wrapped, cropped nor indented: the line must survive being copied.
+        # The command is not wrapped, cropped or indented, so that it can be copied.
         console.print(Text(command, style="cyan"), soft_wrap=True)
 
 
@@ -209,7 +211,7 @@ def _build_speed_table(panel: SpeedPanel) -> Table:
 
 
 def _format_costs(row: Measurement) -> list[str]:
-    """Format the figures of a measurement, as the columns of its table; empty if nothing was timed."""
+    """Format times, speeds and memory of a measurement as the cells of its row; empty if nothing was timed."""
     if row.seconds is None:
         return []
     speed, quartiles = "", ""

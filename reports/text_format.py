@@ -1,4 +1,4 @@
-"""Format figures, elements and counts for people, the same in every report."""
+"""Format numbers, error figures, tensor elements and counts as text, in the same way for every report."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ GLYPHS = {
     UNSUPPORTED: DASH,
     UNJUDGED: "?",
 }
-"""A sign beside every colour of a verdict, for readers who do not see the colour."""
+"""The sign shown with each verdict, for readers who cannot see its colour."""
 MAX_REASON = 600
-"""Characters of a reason: a whole traceback is in the JSON lines, and so many still say what happened."""
+"""The most characters of a reason in a report, enough to say what happened. The JSON lines have the whole traceback."""
 
 
 def format_number(value: float | None, *, digits: int = 3) -> str:
-    """Format a figure with three digits, no padded exponent, infinities and NaN spelt out."""
+    """Format a number with three significant digits by default, such as `1.5e-7`, `∞` or `NaN`."""
     if value is None:
         return DASH
     if math.isnan(value):
@@ -50,10 +50,7 @@ def format_number(value: float | None, *, digits: int = 3) -> str:
 
 
 def format_share(value: float | None) -> str:
-    """Format a multiple of a limit.
-
-    It has enough digits to show on which side of 1 it is.
-    """
+    """Format an error figure as a multiple of its limit, with enough digits to show on which side of 1 it is."""
     if value is None:
         return "no limit"
     if not math.isfinite(value):
@@ -65,7 +62,7 @@ def format_share(value: float | None) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds, or minutes and hours where those are easier to grasp."""
+    """Format a duration in seconds, or from one minute on in minutes or hours."""
     if not math.isfinite(seconds):
         return format_number(seconds) + " s"
     if seconds < 60:
@@ -75,7 +72,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Format the time of a call in the largest unit of which there is at least one."""
+    """Format the time of a call in the largest unit (s, ms, µs or ns) in which it is at least 1."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if seconds * factor >= 1:
             return f"{format_number(seconds * factor)} {unit}"
@@ -83,7 +80,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_rate(flops_per_second: float | None) -> str:
-    """Format floating-point operations a second, in TFLOP/s, or GFLOP/s below one of them."""
+    """Format floating-point operations per second in TFLOP/s, or in GFLOP/s if they are below 1 TFLOP/s."""
     if flops_per_second is None:
         return DASH
     tera = flops_per_second / 1e12
@@ -91,12 +88,12 @@ def format_rate(flops_per_second: float | None) -> str:
 
 
 def format_factor(factor: float) -> str:
-    """Format a factor of speed."""
+    """Format a speed relative to the baseline as a factor, with a multiplication sign after it."""
     return f"{format_number(factor)}{TIMES}"
 
 
 def format_size(count: float) -> str:
-    """Format bytes in the largest binary unit of which there is at least one."""
+    """Format a number of bytes in the largest binary unit (up to GiB) in which it is at least 1."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{format_number(count)} {unit}"
@@ -105,12 +102,12 @@ def format_size(count: float) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Format how many there are of something."""
+    """Format a number with its noun, such as `1 record` or `2 records`."""
     return f"1 {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_figures(values: Sequence[float]) -> str:
-    """Format up to three figures as a list, and more as a range."""
+    """Format up to three sorted numbers as a list, and more of them as a range."""
     if not values:
         return DASH
     shown = values if len(values) <= 3 else (values[0], values[-1])
@@ -121,7 +118,7 @@ def format_figures(values: Sequence[float]) -> str:
 
 
 def format_metric(metric: Metric) -> str:
-    """Format a judged figure and its limit, with enough digits to tell the two apart."""
+    """Format a judged error figure and its limit, with enough digits to show that the two differ."""
     name = "max ratio" if metric.name == "max" else "rms ratio"
     if metric.limit is None:
         return f"{name} {format_number(metric.value)}, no limit"
@@ -137,7 +134,7 @@ def format_metric(metric: Metric) -> str:
 
 
 def format_judged(record: Record) -> str:
-    """Format all judged figures of a record on one line; empty where nothing was compared."""
+    """Format all judged error figures of a record on one line; empty if nothing was compared."""
     return "; ".join(map(format_metric, list_metrics(record)))
 
 
@@ -147,19 +144,19 @@ def format_worst(record: Record) -> str:
 
 
 def format_element(worst: Worst) -> str:
-    """Format an element: where it is, what was computed, what was expected, and the bound there."""
+    """Format a tensor element: its index, the computed and the expected value, and the bound."""
     got, expected = _format_distinct(worst.got, worst.expected)
     position = ", ".join(map(str, worst.index))
     return f"at [{position}]: got {got}, expected {expected}, bound {format_number(worst.bound)}"
 
 
 def format_pattern(record: Record) -> str:
-    """Format where the error is and what form it has; empty where no pattern fits."""
+    """Format the pattern of a record's error (where it is, and its form); empty if no known pattern fits."""
     return f"pattern: {shorten_text(record.pattern, longest=300)}" if record.pattern else ""
 
 
 def shorten_text(text: str, *, longest: int = MAX_REASON) -> str:
-    """Cut text to a length that a report can hold, and say so."""
+    """Cut text to at most `longest` characters; a text that was cut ends with a note that says so."""
     if len(text) <= longest:
         return text
     return f"{text[:longest]} … (cut; all {len(text):,} characters are in the JSON lines)"
@@ -181,7 +178,10 @@ def format_value(item: Any) -> str:
 
 
 def _format_distinct(got: float, expected: float) -> tuple[str, str]:
-    """Format both with seven digits, or as many as show their difference to a tenth."""
+    """Format both numbers with seven digits, or with more where their difference needs it.
+
+    The digits suffice if rounding changes the difference by at most a tenth.
+    """
     off = abs(got - expected)
     if not 0 < off < math.inf:
         return format_number(got, digits=7), format_number(expected, digits=7)

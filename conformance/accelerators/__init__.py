@@ -1,1 +1,1 @@
-"""Accelerators: generations of TPUs and GPUs, their compilers and interpreters, the size of programs."""
+"""Judge TPU and GPU kernels on a machine without the chip: compile them for it, and run them in JAX's interpreters."""

@@ -1,7 +1,8 @@
-"""Compile a program for an accelerator that is absent, by the accelerator's real compiler.
+"""Compile a JAX program for an accelerator that this machine lacks, with the accelerator's real compiler.
 
-Compiling decides a verdict of the check `compiles`. Figures of the compiled program come from observers
-(`conformance.accelerators.program_observers`), which optional packages add.
+`compile_for` takes a jitted function, its operands and a chip. It returns measurements of the compiled program, or
+raises the reason why the program does not compile. The check `compiles` turns this outcome into its verdict. Optional
+packages add further measurements by observers (`conformance.accelerators.program_observers`).
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ from conformance.accelerators import mosaic_kernels
 from conformance.accelerators.program_observers import CompilerRequests, ObservedProgram, load_observers
 from conformance.accelerators.targets import CompileTarget
 
-_MAX_REASON = 400
-# An error as the compiler of Mosaic GPU kernels prints it.
+_MAX_REASON = 400  # longest error message in a record, in characters
+# Matches an error line that the compiler of Mosaic GPU kernels prints.
 _MOSAIC_ERROR = re.compile(r"error: (.+)")
 _compilation_counter = itertools.count()
-# An instruction in a message. Its operands and attributes take hundreds of characters, and its name suffices.
+# Matches an HLO instruction in an error message. Its operands and attributes take hundreds of characters, so messages
+# keep only its name.
 _INSTRUCTION = re.compile(r"(%\S+) = .*? metadata=\{[^}]*\}")
 
 
-class NoCompiler(Exception):  # noqa: N818 -- a statement, as the message is
+class NoCompiler(Exception):  # noqa: N818 -- the name reads as a statement
     """This machine cannot compile for the target; the message says why."""
 
 
-class CallRefused(Exception):  # noqa: N818 -- likewise
-    """The implementation refuses the call for this target; the message is its reason."""
+class CallRefused(Exception):  # noqa: N818 -- the name reads as a statement
+    """The implementation refuses the call for this target; the message is the reason that it gives."""
 
 
 class CompileError(Exception):
@@ -53,18 +55,19 @@ class CompileError(Exception):
 def compile_for(
     target: CompileTarget, function: Any, operands: tuple[Any, ...], depths: tuple[int, int] | None = None
 ) -> Mapping[str, float]:
-    """Compile a program for one chip, and return its figures.
+    """Compile a program for one chip, and return measurements of the compiled program by name.
 
     Args:
       target: the chip.
       function: a jitted function.
-      operands: its operands, arrays or anything with a shape and a dtype, in any pytree.
-      depths: depths of keys and of values if the program is attention. Observers use them to count pairs.
+      operands: the function's operands in any pytree: arrays, or other objects with a shape and a dtype.
+      depths: the head dimensions of keys and of values (H, V), if the program is attention. Observers use them to count
+        the pairs of a query and a key.
 
     Returns:
-      figures by name: `compile_seconds`, which includes tracing and lowering; `argument_bytes`, `output_bytes` and
+      measurements by name: `compile_seconds`, which includes tracing and lowering; `argument_bytes`, `output_bytes` and
       `code_bytes` in HBM; `temporary_bytes`, the HBM that the compiler adds for temporaries, which is zero if it finds
-      room for them elsewhere; and the figures of the observers.
+      room for them elsewhere; and the measurements of the observers.
 
     Raises:
       NoCompiler: if this machine cannot compile for the target.
@@ -80,7 +83,7 @@ def compile_for(
             traced = function.trace(*placed)
         except NotImplementedError as error:
             raise CallRefused(format_first_line(error)) from error
-        except Exception as error:  # whatever the implementation raises is the finding
+        except Exception as error:  # the implementation may raise any type; it becomes the reason in the record
             raise CompileError(format_first_line(error)) from error
         try:
             lowered = traced.lower()
@@ -100,7 +103,7 @@ def compile_for(
 
 
 def trace_for_chip(target: CompileTarget) -> contextlib.AbstractContextManager[None]:
-    """Trace for one chip of `target` within this context.
+    """Return a context in which JAX traces programs for one chip of `target`.
 
     Raises:
       NoCompiler: if this machine cannot compile for the target.
@@ -110,7 +113,11 @@ def trace_for_chip(target: CompileTarget) -> contextlib.AbstractContextManager[N
 
 @contextlib.contextmanager
 def _trace_on_sharding(sharding: NamedSharding) -> Iterator[None]:
-    """Trace without x64, under which kernels do not lower, and with the chip as the mesh, which some kernels read."""
+    """Make JAX trace for the chip of `sharding` within this context.
+
+    x64 is off, since kernels do not lower under x64. The chip is the abstract mesh, since some kernels read the device
+    kind from the mesh.
+    """
     with jax.enable_x64(False), jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         yield
 
@@ -120,8 +127,11 @@ def _compile_lowered(
 ) -> tuple[Any, list[str]]:
     """Compile a lowered program; also return the lines that the compiler of its Mosaic GPU kernels printed.
 
+    That compiler prints its error instead of raising it. So its output is captured, and the printed error is added to
+    the message.
+
     Raises:
-      CompileError: if a program with Mosaic GPU kernels does not compile: their compiler only prints its error.
+      CompileError: if a program with Mosaic GPU kernels does not compile.
     """
     options = dict(target.toolchain.options)
     variables: dict[str, str] = {}
@@ -143,11 +153,11 @@ def _compile_lowered(
 
 
 def _rename_mosaic_kernels(module: Any) -> bool:
-    """Give the program's Mosaic GPU kernels unique names; return whether there are any.
+    """Give each Mosaic GPU kernel of the program a unique hash; return whether the program has such kernels.
 
-    The compiler caches such kernels in the process by a hash that comes with them. So for a second architecture it
-    would return what it compiled for the first one, even if that uses instructions which the second lacks. It would
-    also not print the kernel's figures again.
+    The compiler caches these kernels in the process by a hash in the module. The hash does not depend on the
+    architecture. So for a second GPU the compiler would return the code that it compiled for the first GPU. The second
+    GPU may lack instructions of that code. The compiler would also not print the kernel's registers and spills again.
     """
     kernels = list(mosaic_kernels.iter_mosaic_kernels(module))
     for operation, entries in kernels:
@@ -161,9 +171,10 @@ def _rename_mosaic_kernels(module: Any) -> bool:
 
 @contextlib.contextmanager
 def _capture_output() -> Iterator[list[str]]:
-    """Capture the lines that the process prints within this context, its C libraries included.
+    """Capture the lines that the process prints within this context, including the output of its C libraries.
 
-    Libraries buffer their output, so it is flushed at both ends.
+    C libraries buffer their output, so the buffers are flushed before and after. The list is filled when the context
+    ends.
     """
     lines: list[str] = []
     flush = ctypes.CDLL(None).fflush
@@ -185,7 +196,7 @@ def _capture_output() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _set_variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within this context; those that are set already stay as they are."""
+    """Set environment variables within this context; a variable that the user has set keeps its value."""
     set_here = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(set_here)
     try:
@@ -196,12 +207,12 @@ def _set_variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _place_operand(sharding: NamedSharding, x: Any) -> jax.ShapeDtypeStruct:
-    """Describe an operand on the chip."""
+    """Return the shape, dtype and placement of an operand on the chip, in place of the array."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call] # untyped upstream
 
 
 def _measure_memory(compiled: Any) -> dict[str, float]:
-    """Read the sizes that the compiler reports, in bytes."""
+    """Return the sizes that the compiler reports for a compiled program, in bytes, by name."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return {}
@@ -214,9 +225,9 @@ def _measure_memory(compiled: Any) -> dict[str, float]:
 
 
 def format_first_line(error: BaseException) -> str:
-    """Format the first line of an error with its type.
+    """Format an exception as one line: its type and the first line of its message.
 
-    If the line ends in a colon, the next one is appended. Instructions are reduced to their names.
+    If that line ends in a colon, the next line is appended. HLO instructions are shortened to their names.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     words = ""
@@ -231,7 +242,9 @@ def format_first_line(error: BaseException) -> str:
 
 @functools.cache
 def _build_sharding(target: CompileTarget) -> NamedSharding:
-    """Build the sharding that places everything on one chip; cached, since a topology is made once in a process.
+    """Build the sharding that places every array on one chip of the target.
+
+    The result is cached, so that each topology is created once per process.
 
     Raises:
       NoCompiler: if the compiler is missing or does not know the target.
@@ -239,13 +252,13 @@ def _build_sharding(target: CompileTarget) -> NamedSharding:
     toolchain = target.toolchain
     if (reason := toolchain.missing) is not None:
         raise NoCompiler(reason)
-    # In a process that has the accelerator, the library is loaded already, so its environment must not change.
+    # If this machine has the accelerator, its library is loaded already, and the environment must stay as it is.
     with _set_variables({} if jax.default_backend() == toolchain.platform else toolchain.environment):
         try:
             topology = topologies.get_topology_desc(platform=toolchain.topologies, **target.topology)
-        except Exception as error:  # of many types, since this loads a library
+        except Exception as error:  # this loads the compiler's library, which may raise any type
             raise NoCompiler(
-                f"{toolchain.modules[0]} describes no {target.name}: {format_first_line(error)}"
+                f"{toolchain.modules[0]} does not know the chip {target.name}: {format_first_line(error)}"
             ) from error
     mesh = Mesh(np.array(topology.devices[:1]), ("chip",))
     return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call] # untyped upstream

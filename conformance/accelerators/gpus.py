@@ -1,4 +1,7 @@
-"""Data sheets of the GPUs to compile for on a machine without one, as XLA's compiler needs them."""
+"""Data sheets of the GPUs that kernels are compiled for on a machine without a GPU.
+
+XLA's compiler needs the sizes and speeds of a GPU (`Gpu.config`). The bounds on a kernel's cycles use its throughputs.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,17 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What the compiler needs to know about a GPU.
+    """The sizes and speeds of one GPU.
 
     Threads, registers and shared memory are from the CUDA C++ programming guide, "Compute capabilities". Cores and
-    memory are from NVIDIA's data sheets. The compiler checks kernels against the shared memory; the speeds only steer
-    XLA's own choices.
+    memory are from NVIDIA's data sheets. The compiler rejects kernels that need more shared memory than the GPU has.
+    The speeds only influence XLA's own optimizations.
 
     Attributes:
-      name: its name in records.
-      kind: its `jax.Device.device_kind`, from which kernels choose their block sizes.
-      major: major compute capability; the minor one is 0 for all of them.
-      architecture: its name for `ptxas`.
+      name: name of the GPU in records.
+      kind: the GPU's `jax.Device.device_kind`, from which kernels choose their block sizes.
+      major: major compute capability; the minor compute capability is 0 for all GPUs here.
+      architecture: name of the architecture for `ptxas`, such as `sm_90a`.
       core_count: number of multiprocessors.
       fpus_per_core: f32 units of a multiprocessor.
       shared_memory_per_core: shared memory of a multiprocessor, in bytes.
@@ -25,7 +28,7 @@ class Gpu:
       l2_cache: size of the L2 cache, in bytes.
       memory: size of the memory, in bytes.
       bandwidth: bandwidth of the memory, in bytes per second.
-      clock_ghz: boost clock.
+      clock_ghz: boost clock in GHz.
       products_per_core: products of 16-bit numbers that a multiprocessor's tensor cores compute in a cycle. A100: 1024,
         from the white paper of its architecture. Hopper: twice as many, from its white paper. B200: the dense peak of
         its data sheet, 2,250 TFLOP/s, over multiprocessors and clock, rounded to the next power of two.
@@ -47,8 +50,8 @@ class Gpu:
 
     @property
     def config(self) -> str:
-        """XLA's `GpuTargetConfigProto` of this GPU, as text."""
-        # Since compute capability 9, matrix instructions are in the architecture-specific set only ("sm_90a").
+        """This GPU as XLA's `GpuTargetConfigProto` in text format."""
+        # From compute capability 9 on, matrix instructions exist only in the architecture-specific set ("sm_90a").
         extension = "ACCELERATED_FEATURES" if self.architecture.endswith("a") else "NONE"
         return f"""
 gpu_device_info {{

@@ -1,10 +1,11 @@
-"""Run JAX's simulating interpreters of TPU and Mosaic GPU kernels: set parameters, capture races, read errors.
+"""Configure JAX's simulating interpreters of TPU and Mosaic GPU kernels, and read the races and errors they report.
 
-These interpreters simulate memories, copies and cores, or warpgroups and barriers. So they see what the fast
-interpreter (`interpret=True`) cannot: reads of memory that nothing wrote, accesses out of bounds, and races.
+The check `interpreter` runs kernels in these interpreters. They simulate memories, copies and cores, or warpgroups and
+barriers. So they detect faults that the fast interpreter (`interpret=True`) cannot: reads of unwritten memory, accesses
+out of bounds, and races.
 
-JAX has no public interface that reports races. jax 0.10.2 prints them, and jax 0.12 logs them (some by the root
-logger). Both keep a flag for the last kernel only.
+JAX has no public interface that reports races. jax 0.10.2 prints races, and jax 0.12 logs them, some by the root
+logger. Both versions also set a flag, but only for the last kernel.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from typing import Any
 import jax
 
 SEEDS = 3
-"""Number of grid orders that a TPU kernel is run in.
+"""Number of orders of the grid in which a TPU kernel is run.
 
-A fault that one of two orders hides shows in half of the runs; a fault that one of 24 orders hides, in nearly all.
+A fault that is invisible in one of two orders shows in half of the runs. A fault that is invisible in one of 24 orders
+shows in nearly all runs.
 """
 
 _PRIVATE = "jax._src.pallas.mosaic.interpret"
@@ -36,7 +38,7 @@ _RAISED_ERROR = re.compile(r"^(\w+(?:Error|Exception)): (.*)$", re.MULTILINE)
 
 
 def list_seeds(platform: str | None) -> range:
-    """List the seeds to run kernels of a platform with; one on GPUs, whose programs run in a fixed order."""
+    """List the seeds to run a platform's kernels with: `SEEDS` on TPUs, one on GPUs, where the order is fixed."""
     return range(1 if platform == "gpu" else SEEDS)
 
 
@@ -44,7 +46,7 @@ def build_parameters(seed: int, platform: str | None = "tpu") -> Any:
     """Build strict interpreter parameters: fresh memory is NaN, races are detected, out-of-bounds reads raise.
 
     Args:
-      seed: seed of the order in which the parallel dimensions of a TPU's grid run, on two cores.
+      seed: seed of the random order in which the parallel dimensions of a TPU kernel's grid run on two cores.
       platform: `"tpu"` or `"gpu"`.
     """
     kind: Any = _load_tpu().InterpretParams
@@ -58,15 +60,16 @@ def build_parameters(seed: int, platform: str | None = "tpu") -> Any:
     else:
         options |= {"num_cores_or_threads": _CORES, "random_seed": seed}
     if "on_race" in {field.name for field in dataclasses.fields(kind)}:
-        options["on_race"] = "warn"  # since jax 0.12 the first race raises by default, which hides its effects
+        options["on_race"] = "warn"  # from jax 0.12 on, the first race raises by default and hides its wrong results
     return kind(**options)
 
 
 @contextlib.contextmanager
 def capture_races() -> Iterator[list[str]]:
-    """Collect the races within this context, as one line each; the list is filled when the context ends.
+    """Collect the races that occur within this context, one line for each race.
 
-    The interpreters are reset before and after, since an error leaves the state of the kernel that failed.
+    The list is filled when the context ends. The interpreters are reset before and after, since a kernel that raises
+    leaves its state behind.
     """
     found: list[str] = []
     printed = io.StringIO()
@@ -77,7 +80,7 @@ def capture_races() -> Iterator[list[str]]:
             _redirect_logger(None, _build_race_handler(printed)),
             _redirect_logger(
                 "jax._src.callback", logging.NullHandler()
-            ),  # logs the traceback of an exception that is raised too
+            ),  # this logger repeats the traceback of an exception that JAX also raises
             contextlib.redirect_stdout(printed),
         ):
             yield found
@@ -85,14 +88,14 @@ def capture_races() -> Iterator[list[str]]:
         text = printed.getvalue()
         found += [_format_race(race) for race in _RACE.findall(text)]
         if not found and _has_race_flag():
-            found.append("two accesses, of which nothing more is said")
+            found.append("two accesses that the interpreter does not describe")
         _reset_interpreters()
-        if rest := _RACE.sub("", text).strip("\n"):  # the kernel's own output
+        if rest := _RACE.sub("", text).strip("\n"):  # print the kernel's own output, which was captured too
             print(rest, file=sys.stdout)
 
 
 def _build_race_handler(stream: io.StringIO) -> logging.Handler:
-    """Build a log handler that writes only races to a stream."""
+    """Build a log handler that writes race reports to `stream`, and drops all other messages."""
     handler = logging.StreamHandler(stream)
     handler.addFilter(lambda record: "RACE DETECTED" in record.getMessage())
     return handler
@@ -100,7 +103,10 @@ def _build_race_handler(stream: io.StringIO) -> logging.Handler:
 
 @contextlib.contextmanager
 def _redirect_logger(name: str | None, handler: logging.Handler) -> Iterator[None]:
-    """Send a logger's messages to `handler` only, not to its parents; None names the root logger."""
+    """Send a logger's messages to `handler`, and not to parent loggers, within this context.
+
+    The name None stands for the root logger.
+    """
     logger = logging.getLogger(name)
     propagates, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
@@ -112,7 +118,11 @@ def _redirect_logger(name: str | None, handler: logging.Handler) -> Iterator[Non
 
 
 def format_interpreter_error(error: BaseException) -> str:
-    """Format the interpreter's error in one line: the error inside a callback's error, otherwise the first line."""
+    """Format an error of the interpreter as one line.
+
+    JAX wraps an error raised inside a callback. If the text contains such an inner error, the inner error is returned.
+    Otherwise the line is the type and the first line of the message.
+    """
     text = str(error)
     if raised := _RAISED_ERROR.findall(text):
         name, words = raised[-1]
@@ -122,27 +132,30 @@ def format_interpreter_error(error: BaseException) -> str:
 
 
 def _load_tpu() -> Any:
-    """Import Pallas for TPUs late: it takes a fifth of a second, which only interpreting needs."""
+    """Import Pallas for TPUs when it is needed: the import takes a fifth of a second."""
     return importlib.import_module("jax.experimental.pallas.tpu")
 
 
 def _reset_interpreters() -> None:
-    """Reset the interpreters, and drop the effects of a failed kernel, whose error JAX would raise again."""
+    """Reset the interpreters' state, and discard the pending effects of a failed kernel.
+
+    Otherwise JAX would raise the failed kernel's error again.
+    """
     _load_tpu().reset_tpu_interpret_mode_state()
     if (gpu := sys.modules.get(f"{_PRIVATE_GPU}.gpu_callbacks")) is not None:
         gpu.reset_gpu_interpret_mode_state()
-    with contextlib.suppress(Exception):  # the error of a kernel that failed, which the caller already has
+    with contextlib.suppress(Exception):  # the barrier repeats a failed kernel's error, which the caller already has
         jax.effects_barrier()  # type: ignore[no-untyped-call] # untyped upstream
-    importlib.import_module("jax._src.dispatch").runtime_tokens.clear()  # a barrier that fails leaves them
+    importlib.import_module("jax._src.dispatch").runtime_tokens.clear()  # a failed barrier leaves the tokens
 
 
 def _format_race(race: str) -> str:
-    """Format one race report as one line: its two accesses."""
+    """Format one race report as one line that names the two accesses."""
     return " and ".join(_RACE_ACCESS.findall(race)) or race.strip().replace("\n", " ")
 
 
 def _has_race_flag() -> bool:
-    """Read the interpreters' own flags, which say whether the last kernel raced."""
+    """Check the interpreters' own flags, which are set if the last kernel had a race."""
     states = (
         getattr(importlib.import_module(f"{_PRIVATE}.interpret_pallas_call"), "races", None),
         getattr(sys.modules.get(f"{_PRIVATE_GPU}.gpu_callbacks"), "_races", None),

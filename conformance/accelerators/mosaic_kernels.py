@@ -1,4 +1,7 @@
-"""Find the Mosaic GPU kernels in a lowered module."""
+"""Find the Mosaic GPU kernels in a lowered StableHLO module.
+
+The compiler (`compilation`) gives them unique hashes, and the GPU measurements read their shared memory.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from typing import Any
 from jaxlib.mlir import ir
 
 KERNEL_HASH = "kernel_hash"
-"""Name of the attribute by which the compiler of Mosaic GPU kernels identifies a kernel."""
+"""Name of the MLIR attribute by which the compiler of Mosaic GPU kernels identifies a kernel in its cache."""
 
 
 def iter_mosaic_kernels(module: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield the calls of Mosaic GPU kernels in a lowered module, each with its configuration."""
+    """Yield each call of a Mosaic GPU kernel in a lowered module, as (operation, its backend configuration)."""
     found = []
 
     def look(operation: ir.Operation) -> ir.WalkResult:

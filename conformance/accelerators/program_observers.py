@@ -1,8 +1,8 @@
-"""The hook by which optional packages measure programs that are compiled for absent accelerators.
+"""Define the hook by which optional packages measure programs that are compiled for absent accelerators.
 
-`conformance.accelerators.compilation` compiles a program and decides whether it compiles. An observer asks the compiler
-to write down more, and reads figures from what the compiler wrote. Figures stand in records beside the verdict and
-never change it.
+`conformance.accelerators.compilation` compiles a program and decides whether it compiles. An observer can ask the
+compiler to write additional files, and reads measurements from these files. Measurements are stored in records beside
+the verdict, and never change the verdict.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from conformance.extensions import load_attribute, load_extensions
 
 @dataclasses.dataclass(frozen=True)
 class CompilerRequests:
-    """What an observer asks of the compiler.
+    """Compiler options and environment variables that an observer needs for one compilation.
 
     Attributes:
-      options: options of this compilation (`jax.stages.Lowered.compile`).
+      options: compiler options by name, as for `jax.stages.Lowered.compile`.
       variables: environment variables that are set while the compiler of Mosaic GPU kernels runs.
     """
 
@@ -31,16 +31,16 @@ class CompilerRequests:
 
 @dataclasses.dataclass(frozen=True)
 class ObservedProgram:
-    """A program that an absent accelerator's compiler has compiled.
+    """A program compiled for an absent accelerator, in all its stages.
 
     Attributes:
-      target: the chip.
-      traced: the `jax.stages.Traced`.
-      lowered: the `jax.stages.Lowered` that it became.
-      compiled: the `jax.stages.Compiled` that this became.
-      folder: a temporary folder, which holds what the compiler was asked to write.
+      target: the chip that the program was compiled for.
+      traced: the traced program, a `jax.stages.Traced`.
+      lowered: the lowered program, a `jax.stages.Lowered`.
+      compiled: the compiled program, a `jax.stages.Compiled`.
+      folder: a temporary folder with the files that an observer asked the compiler to write.
       printed: lines that the compiler of Mosaic GPU kernels printed.
-      depths: depths of keys and of values if the program is attention, otherwise None.
+      depths: the head dimensions of keys and of values (H, V), if the program is attention; otherwise None.
     """
 
     target: CompileTarget
@@ -53,19 +53,19 @@ class ObservedProgram:
 
 
 class ProgramObserver(Protocol):
-    """Measures programs while they are compiled."""
+    """Interface of an object that measures programs compiled for absent accelerators."""
 
     def prepare(self, target: CompileTarget, folder: Path) -> CompilerRequests:
-        """Say what the compiler should do beside compiling, before a program is compiled for `target`.
+        """Return the options and variables that this observer needs; called before each compilation.
 
         Args:
           target: the chip that the program is compiled for.
-          folder: an empty temporary folder, which is removed after `measure`.
+          folder: an empty temporary folder for the compiler's files, which is removed after `measure`.
         """
         ...
 
     def measure(self, program: ObservedProgram) -> Mapping[str, float]:
-        """Return figures of a compiled program by name."""
+        """Return measurements of a compiled program by name; each becomes a field of a record."""
         ...
 
 

@@ -1,7 +1,8 @@
-"""The chips that kernels are compiled for on a machine without them, and the compilers that this needs.
+"""List the chips that kernels can be compiled for without the chip, and find the compiler for each platform.
 
-Each platform has a compiler in packages of its own, which describes chips as topologies
-(`jax.experimental.topologies`). To add a platform, add a `Toolchain` and its `CompileTarget`s.
+A platform's compiler comes in separate packages (libtpu, or JAX's CUDA plugin). It describes chips as topologies
+(`jax.experimental.topologies`). `conformance.accelerators.compilation` compiles for a `CompileTarget` from this module.
+To add a platform, add a `Toolchain` and its `CompileTarget`s.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ from conformance.accelerators.tpus import TPUS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Toolchain:
-    """The compiler of a platform.
+    """The compiler of one platform: where it is, and how to call it.
 
     Attributes:
-      platform: the platform as implementations name it (`Accelerator.platform`).
-      topologies: the platform as `jax.experimental.topologies` names it.
-      modules: the modules to import that contain the compiler.
+      platform: name of the platform in implementations (`Accelerator.platform`): `"tpu"` or `"gpu"`.
+      topologies: name of the platform in `jax.experimental.topologies`: `"tpu"` or `"cuda"`.
+      modules: Python modules that must be importable for the compiler to work.
       install: the command that installs the compiler.
       environment: environment variables that the compiler needs on a machine without the accelerator.
-      programs: finds the folder of the programs that the compiler calls; None if it calls none.
-      programs_are: names of these programs, for the message that they are missing.
-      folder_option: the compiler option that takes the folder.
-      flags: further compiler options.
-      slow: whether a program takes seconds. Then only the plainest and the fullest program of each case are compiled.
+      programs: function that finds the folder of external programs that the compiler calls, such as `ptxas`; None if
+        the compiler calls no such programs.
+      programs_are: names of these external programs, for the message that they are missing.
+      folder_option: the compiler option that takes the folder of these external programs.
+      flags: further compiler options, by name.
+      slow: whether compiling a program takes seconds. Then only two programs of each case are compiled: the one with
+        the fewest features and the one with the most.
     """
 
     platform: str
@@ -47,7 +50,7 @@ class Toolchain:
 
     @property
     def missing(self) -> str | None:
-        """Why this machine cannot compile for the platform; None if it can."""
+        """The reason why this machine cannot compile for the platform; None if it can."""
         absent = [module for module in self.modules if not _is_importable(module)]
         if not absent and self.programs is not None and self.programs() is None:
             absent = [self.programs_are]
@@ -57,7 +60,7 @@ class Toolchain:
 
     @property
     def options(self) -> dict[str, str]:
-        """Compiler options of every compilation (`jax.stages.Lowered.compile`)."""
+        """Options to pass to the compiler in every compilation (`jax.stages.Lowered.compile`)."""
         folder = self.programs() if self.programs is not None else None
         return {**self.flags, **({} if folder is None else {self.folder_option: str(folder)})}
 
@@ -67,9 +70,10 @@ class CompileTarget:
     """A chip to compile for.
 
     Attributes:
-      name: its name in records.
-      toolchain: its platform's compiler.
-      topology: arguments of `jax.experimental.topologies.get_topology_desc`, beside the platform.
+      name: name of the chip in records.
+      toolchain: the compiler of the chip's platform.
+      topology: keyword arguments that describe the chip to `jax.experimental.topologies.get_topology_desc`, in addition
+        to the platform.
     """
 
     name: str
@@ -78,14 +82,14 @@ class CompileTarget:
 
 
 def find_cuda_toolkit() -> Path | None:
-    """Find the folder with `bin/ptxas` and `nvvm/libdevice`: in `CUDA_HOME`, `/usr/local/cuda` or the wheels."""
+    """Find the folder with `bin/ptxas` and `nvvm/libdevice`: in `CUDA_HOME`, `/usr/local/cuda` or NVIDIA's wheels."""
     places = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     places += [Path("/usr/local/cuda"), *_list_wheel_folders()]
     return next((p for p in places if (p / "bin/ptxas").is_file() and (p / "nvvm/libdevice").is_dir()), None)
 
 
 def find_disassembler() -> Path | None:
-    """Find `nvdisasm`: in the CUDA toolkit, in the wheels, or on `PATH`."""
+    """Find the path of `nvdisasm`: in the CUDA toolkit, in NVIDIA's Python wheels, or on `PATH`."""
     places = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     places += [Path("/usr/local/cuda"), *_list_wheel_folders()]
     found = next((place / "bin/nvdisasm" for place in places if (place / "bin/nvdisasm").is_file()), None)
@@ -94,7 +98,7 @@ def find_disassembler() -> Path | None:
 
 
 def _list_wheel_folders() -> list[Path]:
-    """List the folders of NVIDIA's wheels for CUDA 13."""
+    """List the folders where NVIDIA's Python wheels for CUDA 13 are installed."""
     package = importlib.util.find_spec("nvidia")
     return [] if package is None else [Path(place) / "cu13" for place in package.submodule_search_locations or ()]
 
@@ -103,7 +107,7 @@ def _is_importable(module: str) -> bool:
     """Check whether a module can be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package is missing
+    except ModuleNotFoundError:  # `find_spec` raises if a parent package is missing
         return False
 
 
@@ -113,22 +117,23 @@ TPU = Toolchain(
     modules=("libtpu",),
     install='pip install "attention-conformance[tpu]"',
     environment={
-        # Do not ask the metadata server which chips a cloud machine has: without a TPU the library waits for it.
+        # Do not ask the cloud's metadata server for the machine's chips: without a TPU, libtpu waits for the server.
         "TPU_SKIP_MDS_QUERY": "1",
-        # A chip belongs to one process, so a second process that loads the library aborts. Without a chip that is
-        # needless.
+        # A TPU chip belongs to one process, so libtpu aborts in a second process. Without a chip, several processes may
+        # load it.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     },
 )
 GPU = Toolchain(
     platform="gpu",
     topologies="cuda",
-    modules=("jax_plugins.xla_cuda13", "jax_cuda13_plugin"),  # the compiler; the bindings of Triton and Mosaic
+    modules=("jax_plugins.xla_cuda13", "jax_cuda13_plugin"),  # the compiler, and the bindings of Triton and Mosaic
     install='pip install "attention-conformance[gpu-compile]" (CUDA 13)',
     programs=find_cuda_toolkit,
     programs_are="ptxas and libdevice",
     folder_option="xla_gpu_cuda_data_dir",
-    # Compile as users do, although the checks lower this level on the CPU (`conformance.environment`).
+    # Use the default optimization level, as users do. The checks lower the level for the CPU only
+    # (`conformance.environment`).
     flags={"xla_backend_optimization_level": "3"},
     slow=True,
 )
@@ -143,5 +148,5 @@ TARGETS: tuple[CompileTarget, ...] = (
 
 
 def list_targets(platform: str | None) -> tuple[CompileTarget, ...]:
-    """List the chips that kernels written for `platform` are compiled for; none for portable code."""
+    """List the chips of a platform; empty if `platform` is None, as for implementations in portable JAX."""
     return tuple(target for target in TARGETS if target.toolchain.platform == platform)

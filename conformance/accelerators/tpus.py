@@ -1,4 +1,7 @@
-"""Data sheets of the TPUs to compile for on a machine without one."""
+"""Data sheets of the TPUs that kernels are compiled for on a machine without a TPU.
+
+The estimates of a kernel's cycles use the clock, the bandwidth and the number of cores.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,28 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tpu:
-    """A TPU generation, described by one JAX device of it.
+    """The sizes and speeds of a TPU generation, for one JAX device of that generation.
 
     Peaks and bandwidths are from Google's page on each generation (docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e and
-    tpu7x, as of November 2026). The clock is the peak divided by the operations that a core's matrix units do in a
-    cycle. The compiler's schedules show these operations: two products of 512 by 512 by 128 take all units 1,024 cycles
-    up to v5p. From v6e on they take 512, with a depth of 128 that fills half of a unit. The resulting clocks are 1.05
-    GHz for v4 (as in Jouppi et al. 2023, arXiv:2304.01433), 1.5 for v5e, 1.75 for v5p and v6e, and 2.2 for 7x.
+    tpu7x, as of November 2026).
+
+    The clock is computed: the peak divided by the operations that the matrix units of all cores do in a cycle. The
+    operations in a cycle follow from the compiler's schedules. Up to v5p, two products of 512 by 512 by 128 keep all
+    matrix units of a core busy for 1,024 cycles. From v6e on, the same products take 512 cycles, although a depth of
+    128 fills only half of a unit. The resulting clocks are 1.05 GHz for v4 (as in Jouppi et al. 2023,
+    arXiv:2304.01433), 1.5 GHz for v5e, 1.75 GHz for v5p and v6e, and 2.2 GHz for 7x.
 
     Attributes:
-      name: its name in records.
-      topology: the smallest topology that libtpu describes.
-      kind: its `jax.Device.device_kind`.
-      cores: cores of a device, which share a call.
+      name: name of the generation in records.
+      topology: the smallest topology of this generation that libtpu describes.
+      kind: the device's `jax.Device.device_kind`.
+      cores: number of cores of a JAX device; the cores share one kernel call.
       tflops: peak of a chip in bf16, in TFLOP/s.
-      chip_cores: tensor cores of a chip.
-      operations: operations that a core's matrix units do in a cycle, in bf16.
+      chip_cores: number of tensor cores of a chip.
+      operations: operations that one core's matrix units do in a cycle, in bf16.
       hbm_gbps: bandwidth between HBM and one device, in 10^9 bytes per second.
-      delay: delay slots: bundles after a branch that run whether or not it is taken, as its schedules show.
+      delay: number of delay slots, which are bundles after a branch that run whether or not the branch is taken. The
+        compiler's schedules show the number.
     """
 
     name: str
@@ -39,15 +46,16 @@ class Tpu:
 
     @property
     def clock_ghz(self) -> float:
-        """Clock in GHz."""
+        """Clock of a core in GHz."""
         return self.tflops * 1e3 / (self.chip_cores * self.operations)
 
     @property
     def bytes_a_cycle(self) -> float:
-        """Largest number of bytes between HBM and a device in a cycle."""
+        """Largest number of bytes that HBM and a device can exchange in one cycle."""
         return self.hbm_gbps / self.clock_ghz
 
 
+# bf16 operations of a core in a cycle: 2 (multiply and add) times 4 matrix units times the size of a unit.
 _SMALL = 2 * 4 * 128**2
 _LARGE = 2 * 4 * 256**2
 TPUS: tuple[Tpu, ...] = (

@@ -1,1 +1,4 @@
-"""Measure what kernels cost: time, static cycles, memory. Optional: the core does not import this package."""
+"""Measure the cost of kernels: time, memory, and cycles counted from machine code without a chip.
+
+This package is optional: the core does not import it.
+"""

@@ -1,4 +1,8 @@
-"""Arguments and help of the commands `bench`, `tune` and `cycles`."""
+"""Define the arguments and help texts of the commands `bench`, `tune` and `cycles`.
+
+`conformance.cost.extension` passes these functions to the command line. The commands themselves are in
+`conformance.cost.commands`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ import argparse
 from conformance.commands.command_errors import CommandParser
 
 _BENCH = """\
-Time implementations side by side on the same operands: the call, and the call with its gradients. They take turns, so
-that a drift of the machine affects all of them alike, and each is compared round by round with the first one. The
-results are checked first: one that differs from the float64 oracle is marked beside its speed.
+Time implementations side by side on the same operands: the forward call, and the call with its gradients. In each round
+every implementation runs once, so that a drift of the machine affects all of them alike. Each is compared round by
+round with the first implementation. Results are checked first: an implementation whose results differ from the float64
+oracle is marked beside its speed.
 """
 
 _BENCH_EXAMPLES = """\
@@ -20,7 +25,7 @@ examples:
   python -m conformance bench --impl=block_flash --case=train/f32/B1.T1000.S1000.N4.K2.H64.V64/window-l127-r0/normal/s0
 
 Programs are compiled with JAX's default flags, or with your XLA_FLAGS.
-exit codes: 0 timed, and all that was timed agrees with the oracle, 1 something differs or raised, 2 nothing was timed
+exit codes: 0 timed, and all results agree with the oracle, 1 a result differs or a call raised, 2 nothing was timed
 """
 
 _TUNE_EXAMPLES = """\
@@ -33,7 +38,7 @@ Candidates are timed side by side in stages. After each stage the slower half is
 replaces the setting in force only if it is faster by more than the spread of the comparison. Candidates that do not
 compile, or whose results differ from the oracle, are shown and never chosen.
 With --static nothing is timed: the cycles of each candidate's call are counted in the schedules of the TPU's compiler.
-That is deterministic, and no chip has confirmed it.
+These cycles are deterministic, and no chip has confirmed them.
 exit codes: 0 tuned, 2 could not be tuned (nothing to tune, or not on this machine)
 """
 
@@ -48,18 +53,20 @@ examples:
   python -m conformance cycles --impl=flash_gpu --impl=jax_mha_gpu --target=a100 \\
     --case=train/bf16/B1.T4096.S4096.N1.K1.H64.V64/causal/normal/s0      # GPU kernels
 
-Kernels are compiled for absent TPUs, and their schedules are read: static estimates of a whole call, which no chip has
-confirmed. For GPU kernels (--target=h100) the instructions of their loops are counted: the least cycles in which a
-multiprocessor computes 1,000 pairs of a query and a key, forward, and backward too in cases of training.
-A figure more than 5% above the recorded one of the same compiler is too slow.
-exit codes: 0 no kernel is slower, or written, 1 one is, 2 could not run (no compiler, or nothing recorded for it)
+Kernels are compiled for TPUs that this machine need not have. The cycles of a whole call are estimated from the
+compiler's schedules; no chip has confirmed them. For GPU kernels (--target=h100) the instructions of their loops are
+counted. They give a lower bound on the cycles in which a multiprocessor computes 1,000 pairs of a query and a key, for
+the forward pass, and for the backward pass too in cases of training.
+A kernel is too slow if its cycles are more than 5% above those recorded with the same compiler.
+exit codes: 0 no kernel is slower, or figures recorded, 1 a kernel is slower, 2 could not run (no compiler, or nothing
+recorded for it)
 """
 
-Commands = argparse._SubParsersAction  # the type of the object that sub-commands are added to; argparse exports no name
+Commands = argparse._SubParsersAction  # type of the object that sub-commands are added to; argparse has no public name
 
 
 def add_bench(commands: Commands[CommandParser]) -> None:
-    """Add the parser of `bench`."""
+    """Add the parser of the command `bench` to the command line."""
     about = "time implementations side by side, and say what memory they take"
     bench = commands.add_parser("bench", help=about, description=_BENCH, epilog=_BENCH_EXAMPLES)
     what = bench.add_argument_group("what to time")
@@ -71,9 +78,9 @@ def add_bench(commands: Commands[CommandParser]) -> None:
         help="as for `run`, groups too; the first is the baseline",
     )
     what.add_argument("--case", action="append", default=[], metavar="ID", help="this case; may be repeated")
-    what.add_argument("--cases", metavar="QUERY", help="only those of the default cases that match")
+    what.add_argument("--cases", metavar="QUERY", help="only the default cases that match")
     what.add_argument(
-        "--phase", choices=("forward", "backward", "both"), default="both", help="backward is with its forward (both)"
+        "--phase", choices=("forward", "backward", "both"), default="both", help="backward includes forward (both)"
     )
     about = "how a plain function multiplies f32 operands (exact)"
     what.add_argument("--products", choices=("exact", "tf32", "bf16"), help=about)
@@ -81,36 +88,36 @@ def add_bench(commands: Commands[CommandParser]) -> None:
 
 
 def add_tune(commands: Commands[CommandParser]) -> None:
-    """Add the parser of `tune`."""
+    """Add the parser of the command `tune` to the command line."""
     about = "choose an implementation's block sizes by timing them on this machine"
     tune = commands.add_parser("tune", help=about, description=_to_sentence(about), epilog=_TUNE_EXAMPLES)
     what = tune.add_argument_group("what to tune")
     what.add_argument("--impl", required=True, metavar="NAME", help="a registered name (see `list`)")
     what.add_argument("--case", action="append", default=[], metavar="ID", help="on this case; may be repeated")
-    what.add_argument("--knob", action="append", default=[], metavar="NAME", help="only this; may be repeated")
+    what.add_argument("--knob", action="append", default=[], metavar="NAME", help="only this knob; may be repeated")
     what.add_argument("--static", action="store_true", help="for absent TPUs, by their compiler's schedules")
     what.add_argument(
-        "--target", action="append", default=[], metavar="NAME", help="with --static: only for this (v6e)"
+        "--target", action="append", default=[], metavar="NAME", help="with --static: only for this TPU (v6e)"
     )
     what.add_argument("--out", metavar="FILE.json", help="write the table here (where the implementation reads it)")
     _add_limits(tune, runs=20, seconds=600.0)
 
 
 def add_cycles(commands: Commands[CommandParser]) -> None:
-    """Add the parser of `cycles`."""
+    """Add the parser of the command `cycles` to the command line."""
     about = "compare the static cycles of our kernels with the recorded ones"
     cycles = commands.add_parser("cycles", help=about, description=_to_sentence(about), epilog=_CYCLES_EXAMPLES)
-    cycles.add_argument("--impl", action="append", default=[], metavar="NAME", help="only of this; may be repeated")
+    cycles.add_argument("--impl", action="append", default=[], metavar="NAME", help="only this kernel; may be repeated")
     cycles.add_argument("--target", action="append", default=[], metavar="NAME", help="only for this generation (v6e)")
     about = "show implementations side by side on this case, each at its best block sizes; may be repeated"
     cycles.add_argument("--case", action="append", default=[], metavar="ID", help=about)
-    about = "with --case: kernels of this setting (forward); may be repeated"
+    about = "with --case: the kernels of this knob (forward); may be repeated"
     cycles.add_argument("--knob", action="append", default=[], metavar="NAME", help=about)
-    cycles.add_argument("--save", action="store_true", help="record today's figures")
+    cycles.add_argument("--save", action="store_true", help="record these cycles as new baselines")
 
 
 def _add_limits(command: CommandParser, *, runs: int, seconds: float) -> None:
-    """Add the options for how long to time and where to write."""
+    """Add the options that limit the time of measuring (with these defaults), and those that name output files."""
     limits = command.add_argument_group("how long")
     limits.add_argument("--runs", type=int, default=runs, metavar="N", help=f"most rounds of a comparison ({runs})")
     limits.add_argument(
@@ -122,5 +129,5 @@ def _add_limits(command: CommandParser, *, runs: int, seconds: float) -> None:
 
 
 def _to_sentence(text: str) -> str:
-    """Make a help line a sentence."""
+    """Turn a help line into a sentence: begin with a capital, and end with a full stop."""
     return f"{text[0].upper()}{text[1:]}."

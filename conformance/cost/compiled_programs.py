@@ -1,6 +1,7 @@
-"""Measure programs that are compiled for absent chips: memory, static cycles of TPUs, bounds of GPU kernels.
+"""Measure programs compiled for absent chips: memory, static cycles of TPU kernels, cycle bounds of GPU kernels.
 
-This is the package's `ProgramObserver` (`conformance.accelerators.program_observers`).
+`CostObserver` is the `ProgramObserver` of this package (`conformance.accelerators.program_observers`). The core calls
+it for each program that the check `compiles` compiles, and stores the measurements in records.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from conformance.cost.gpu import gpu_figures
 from conformance.cost.program_memory import measure_program_memory
 from conformance.cost.tpu import pallas_calls, tpu_figures
 
-# Since jaxlib 0.11, emitters write PTX only if they are named here.
+# From jaxlib 0.11 on, XLA writes the PTX of an emitter only if this pattern matches the emitter's name.
 _DUMP_OPTIONS = {"xla_dump_emitter_re": ".*"}
 
 
 class CostObserver:
-    """Adds the figures of this package to every program that is compiled for an absent chip."""
+    """Measures every program that is compiled for an absent chip."""
 
     def prepare(self, target: CompileTarget, folder: Path) -> CompilerRequests:
-        """Remove schedules of earlier programs, and ask the compiler of GPU programs to write their PTX."""
+        """Prepare for a compilation: remove schedules of earlier TPU programs, or request the PTX of GPU programs."""
         if target.toolchain.platform == "tpu":
             _remove_schedules()
         if target.toolchain.platform != "gpu":
@@ -33,7 +34,7 @@ class CostObserver:
         return CompilerRequests({"xla_dump_to": str(folder), **_DUMP_OPTIONS}, gpu_figures.VERBOSE_VARIABLES)
 
     def measure(self, program: ObservedProgram) -> dict[str, float]:
-        """Return the figures of a program: of its memory, and of its kernels."""
+        """Return measurements of a program by name: of its memory, and of its kernels."""
         memory = measure_program_memory(program.compiled.as_text() or "")
         measure_kernels = _measure_tpu if program.target.toolchain.platform == "tpu" else _measure_gpu
         return memory | measure_kernels(program)
@@ -43,13 +44,13 @@ OBSERVER = CostObserver()
 
 
 def _remove_schedules() -> None:
-    """Remove the folder of schedules that libtpu wrote in this process, if it writes them."""
+    """Remove the schedules that libtpu has written in this process; do nothing if it writes none."""
     if (folder := environment.find_schedule_folder()) is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _measure_tpu(program: ObservedProgram) -> dict[str, float]:
-    """Compute the cycles of a TPU program's kernels; empty if libtpu writes no schedules in this process."""
+    """Estimate the cycles of a TPU program's kernels; empty if libtpu writes no schedules in this process."""
     schedules = environment.find_schedule_folder()
     tpu = next((tpu for tpu in TPUS if tpu.name == program.target.name), None)
     if schedules is None or tpu is None:
@@ -61,7 +62,7 @@ def _measure_tpu(program: ObservedProgram) -> dict[str, float]:
 
 
 def _measure_gpu(program: ObservedProgram) -> dict[str, float]:
-    """Compute the figures of a GPU program's kernels; empty without NVIDIA's assembler."""
+    """Measure the registers, shared memory and cycle bounds of a GPU program's kernels; empty without `ptxas`."""
     toolchain = program.target.toolchain
     toolkit = toolchain.programs and toolchain.programs()
     gpu = next((gpu for gpu in GPUS if gpu.name == program.target.name), None)

@@ -1,6 +1,7 @@
-"""What this package adds to the core (`conformance.extensions`): three commands, and figures of compiled programs.
+"""Register this package's three commands and its measurements of compiled programs with the core.
 
-Every process imports this module before JAX, so it imports nothing heavy.
+The core finds `EXTENSION` by `conformance.extensions`. Every process imports this module before JAX, so this module
+must import nothing heavy.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from conformance.extensions import Command, Extension
 
 
 def _is_timed_tuning(arguments: argparse.Namespace) -> bool:
-    """Check whether `tune` times programs; with `--static` it only compiles them."""
+    """Check whether the command `tune` times programs; with `--static` it only compiles them."""
     return not arguments.static
 
 
 EXTENSION = Extension(
     commands=(
-        # Programs are timed under JAX's default flags, as users run them.
+        # Commands that time programs need JAX's default flags, since users run kernels with them.
         Command(
             name="bench",
             add_parser=command_line.add_bench,

@@ -1,13 +1,13 @@
-"""Measure the memory of a compiled program from its text: live intermediate values, and the VMEM of its kernels.
+"""Measure the memory of a compiled program from its HLO text: live intermediate values, and the VMEM of its kernels.
 
-The compiler's own figure (`temp_size_in_bytes`) counts the HBM that it adds for temporaries. On TPUs that is often zero
-although there are temporaries. XLA keeps some in VMEM, which is 128 MiB on some generations, and puts others where
-results will be written. With larger operands the same program needs HBM for them. So this module counts all values that
-are live at once, in any memory.
+The compiler's own number (`temp_size_in_bytes`) is the HBM that it adds for temporaries. On TPUs this is often zero
+although the program has temporaries. XLA keeps some temporaries in VMEM, which is 128 MiB on some generations. It puts
+others in the buffers of results that are not written yet. With larger operands, the same program needs HBM for these
+temporaries. So this module counts all values that are live at once, in any memory.
 
-A value is live from the instruction that makes it to the last one that reads it, in the order of the schedule.
-Operands, constants and results do not count. A value that is copied from one memory to another counts once, even if it
-is copied in slices.
+A value is live from the instruction that computes the value to the last instruction that reads it, in the order of the
+schedule. Operands, constants and results do not count. A value that is copied from one memory to another counts once,
+even if it is copied in slices.
 """
 
 from __future__ import annotations
@@ -26,23 +26,29 @@ _OPERAND = re.compile(r"%([^\s,()]+)")
 _TILE = re.compile(r"T\(([\d,]+)\)")
 _ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?)\)\}")
 _ALIASED_PAIR = re.compile(r"\{(\d*)\}: \((\d+),")
-# Instructions whose result is a view of existing buffers.
+# Opcodes of instructions whose result is a view of existing buffers, so that they need no new buffer.
 _VIEWS = frozenset(
     {"bitcast", "get-tuple-element", "tuple", "copy-done", "slice-done", "async-done", "optimization-barrier", "while"}
 )
 _UNCOUNTED = frozenset({"parameter", "constant"})
-# Their results are the operand, its copy or slice in another memory, and a flag.
+# Asynchronous copies. Their result is a tuple: the operand, its copy or slice in another memory, and a flag.
 _COPY_STARTS = frozenset({"copy-start", "slice-start"})
-_CONCATENATION = 'custom_call_target="ConcatBitcast"'  # joins slices that are adjacent already
+# A custom call that joins slices which are already adjacent in memory.
+_CONCATENATION = 'custom_call_target="ConcatBitcast"'
 
-# A Pallas kernel in the text of a compiled program, and its scoped VMEM, which is XLA's memory space 1.
+# These patterns find a Pallas kernel in the text of a compiled program, and the sizes of its scoped VMEM. VMEM is XLA's
+# memory space 1.
 _PALLAS_KERNEL = 'custom_call_target="tpu_custom_call"'
 _SCOPED_MEMORY = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 _VMEM_SIZE = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
 
 
 def measure_program_memory(program: str) -> dict[str, float]:
-    """Measure `live_bytes` and `vmem_bytes` of a compiled program, as far as its text tells them."""
+    """Measure `live_bytes` and `vmem_bytes` of a compiled program; a number that its text does not contain is missing.
+
+    Args:
+      program: HLO text of the compiled program.
+    """
     sizes = {"live_bytes": measure_live_bytes(program), "vmem_bytes": measure_vmem_bytes(program)}
     return {name: float(size) for name, size in sizes.items() if size is not None}
 
@@ -50,13 +56,14 @@ def measure_program_memory(program: str) -> dict[str, float]:
 def measure_vmem_bytes(program: str) -> int | None:
     """Measure the largest scoped VMEM (blocks, scratch, stack) of one Pallas kernel.
 
-    The kernels of a program run one after the other. VMEM that XLA itself uses, as for small operands, does not count.
+    The largest kernel counts, since the kernels of a program run one after the other. VMEM that XLA itself uses, for
+    example for small operands, does not count.
 
     Args:
       program: text of the compiled program.
 
     Returns:
-      the bytes; None if there is no kernel, or the text does not say.
+      the bytes; None if the program has no Pallas kernel, or its text does not contain their sizes.
     """
     kernels = program.split(_PALLAS_KERNEL)[1:]  # an instruction may take several lines
     used = [match for text in kernels if (match := _SCOPED_MEMORY.search(text))]
@@ -65,16 +72,16 @@ def measure_vmem_bytes(program: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
-    """One instruction of the schedule.
+    """One HLO instruction of the schedule.
 
     Attributes:
       name: name of the result.
       opcode: name of the operation.
-      sizes: bytes of the result, one number for each array of a tuple.
+      sizes: bytes of the result; one number for each array if the result is a tuple.
       operands: names of the operands.
-      shared: pairs of a result's index and the index of the operand whose buffer it reuses.
-      put_together: whether the result is the concatenation of the operands, in place.
-      index: the index of a get-tuple-element, otherwise None.
+      shared: pairs (index of an array of the result, index of the operand whose buffer that array reuses).
+      put_together: whether the result joins operands that are already adjacent in memory, without copying them.
+      index: for a get-tuple-element, the index of the tuple's element; otherwise None.
     """
 
     name: str
@@ -90,17 +97,17 @@ def measure_live_bytes(program: str) -> int | None:
     """Measure the largest number of bytes of intermediate values that are live at once.
 
     Args:
-      program: text of the compiled program.
+      program: HLO text of the compiled program.
 
     Returns:
-      the bytes; None if the program is not scheduled.
+      the bytes; None if the instructions in the text are not in scheduled order.
     """
     if "is_scheduled=true" not in program.split("\n", 1)[0]:
         return None
     schedule = list(_iter_instructions(program))
     if not schedule:
         return None
-    places: dict[str, list[frozenset[str]]] = {}  # by value: for each of its arrays, the buffers that may hold it
+    places: dict[str, list[frozenset[str]]] = {}  # by name of a value: for each of its arrays, possible buffers
     sizes: dict[str, int] = {}
     last: dict[str, int] = {}
     results: frozenset[str] = frozenset()
@@ -126,7 +133,13 @@ def measure_live_bytes(program: str) -> int | None:
 def _assign_buffers(
     line: _Instruction, places: dict[str, list[frozenset[str]]], sizes: dict[str, int]
 ) -> list[frozenset[str]]:
-    """Find the buffers that may hold each array of an instruction's result; add new buffers to `sizes`."""
+    """Find the buffers that may hold each array of an instruction's result, and add new buffers to `sizes`.
+
+    Args:
+      line: the instruction.
+      places: by name of an earlier value, the possible buffers of each of its arrays.
+      sizes: by name of a buffer, its bytes.
+    """
     given = [places.get(name, []) for name in line.operands]
     if line.opcode in _UNCOUNTED:
         return [frozenset() for _ in line.sizes]
@@ -150,7 +163,7 @@ def _assign_buffers(
 
 
 def _iter_instructions(program: str) -> Iterator[_Instruction]:
-    """Yield the instructions of the entry computation; one may take several lines."""
+    """Yield the instructions of the program's entry computation; an instruction may take several lines of text."""
     _, _, entry = program.partition("\nENTRY ")
     body, _, _ = entry.partition("\n}\n")
     for text in _INSTRUCTION_START.split(body)[1:]:
@@ -159,7 +172,7 @@ def _iter_instructions(program: str) -> Iterator[_Instruction]:
 
 
 def _parse_instruction(name: str, text: str) -> _Instruction:
-    """Parse an instruction from the text after `%name = `."""
+    """Parse an HLO instruction from its name and the text after `%name = `."""
     shape, rest = _split_shape(text)
     match = _OPCODE.match(rest)
     opcode, tail = (match[1], match[2]) if match else ("", "")
@@ -179,7 +192,7 @@ def _parse_instruction(name: str, text: str) -> _Instruction:
 
 
 def _split_shape(text: str) -> tuple[str, str]:
-    """Split an instruction into its shape (one array, or a tuple in parentheses) and the rest."""
+    """Split the text of an instruction into its shape (one array, or a tuple in parentheses) and the remaining text."""
     if not text.startswith("("):
         shape, _, rest = text.partition(" ")
         return shape, rest
@@ -192,7 +205,13 @@ def _split_shape(text: str) -> tuple[str, str]:
 
 
 def _measure_array(dtype: str, dims: str, layout: str) -> int:
-    """Compute the bytes of an array, with its innermost dimensions padded to the tile of its layout."""
+    """Compute the bytes of an array, including the padding of its innermost dimensions to the layout's tiles.
+
+    Args:
+      dtype: dtype in HLO text, such as `bf16`.
+      dims: lengths of the axes, separated by commas.
+      layout: the layout in HLO text, such as `1,0:T(8,128)`.
+    """
     shape = [int(n) for n in dims.split(",") if n]
     order, _, tiling = layout.partition(":")
     inner_first = [int(n) for n in order.split(",") if n]

@@ -1,4 +1,4 @@
-"""Measure what the gate can see: by a bank of planted bugs, and by errors of known size."""
+"""Measure which faults the checks detect, with a bank of planted bugs and with errors of known size."""
 
 from __future__ import annotations
 

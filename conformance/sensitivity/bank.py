@@ -1,4 +1,8 @@
-"""Define planted bugs, small changes to a correct kernel that a real project has had, and load banks of them."""
+"""Define planted bugs, and load banks of planted bugs.
+
+A planted bug is a small change to a correct kernel that makes it wrong as a real project's kernel was. A bank is a
+sequence of planted bugs. The command `sensitivity` judges each kernel of a bank, to measure what the checks detect.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ _SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 def _matches_any_case(case: Case) -> bool:
-    """Return True: the default trigger."""
+    """Return True for every case; the default for `PlantedBug.trigger`."""
     return True
 
 
 def _find_no_obstacle() -> str | None:
-    """Return None: by default nothing keeps a bug from being measured."""
+    """Return None, which means that any machine can measure the bug; the default for `PlantedBug.unmeasurable`."""
     return None
 
 
@@ -31,14 +35,17 @@ class PlantedBug:
 
     Attributes:
       name: a slug that says what is wrong.
-      family: what the bug is about, as tables group it (`"soft cap"`, `"sinks"`, `"blocks"`, ...).
-      kind: the class of the bug. Bugs that differ only in detail share it.
-      reference: where a real project had it (repository and issue, pull request, commit), or `"inferred from ..."`.
-      shows: observables in which it should show, as records name them, or their first part (`"dq"`, `"out"`).
-      build: makes the implementation with the bug in it.
-      trigger: tells whether a case has the condition under which the bug shows. Such cases are judged first, which
-        saves time and changes no result.
-      unmeasurable: returns why this machine cannot tell whether the gate sees the bug, or None if it can.
+      family: the feature or code that the bug is about, by which tables group bugs (`"soft cap"`, `"sinks"`, ...).
+      kind: the class of the bug. Bugs that differ only in detail have the same kind.
+      reference: the real project that had this bug (repository and issue, pull request or commit), or `"inferred from
+        ..."`.
+      shows: names of the observables in which the bug should show, as in records, or the part of a name before its
+        first dot (`"dq"`, `"out"`).
+      build: function that builds the implementation with the bug.
+      trigger: function that returns whether a case has the condition under which the bug shows. Such cases are judged
+        first, which saves time and changes no result.
+      unmeasurable: function that returns the reason why this machine cannot measure whether the checks see the bug, or
+        None if it can.
     """
 
     name: str
@@ -59,11 +66,15 @@ class PlantedBug:
 
 
 class BankError(Exception):
-    """The bank cannot be used; the message is the one line that the user sees."""
+    """The bank cannot be loaded; the message is the one line that the user sees."""
 
 
 def load_bank(name: str) -> tuple[PlantedBug, ...]:
-    """Load the bank `module:attribute`. Raises `BankError`."""
+    """Load the bank that is named as `module:attribute`; the module may be in the current folder.
+
+    Raises:
+      BankError: if the name is incomplete, the import fails, or the attribute is no bank with unique names.
+    """
     source, _, attribute = name.partition(":")
     if not source or not attribute:
         raise BankError(f"bank {name!r} is incomplete: write module:attribute")
@@ -71,7 +82,7 @@ def load_bank(name: str) -> tuple[PlantedBug, ...]:
         sys.path.insert(0, current_folder)
     try:
         bugs = getattr(importlib.import_module(source), attribute)
-    except (Exception, SystemExit) as error:  # whatever the import raises, the user needs one line
+    except (Exception, SystemExit) as error:  # the import may raise any type; the user sees it as one line
         raise BankError(f"bank {name}: {type(error).__name__}: {error}".split("\n")[0]) from error
     if not (isinstance(bugs, Sequence) and bugs and all(isinstance(bug, PlantedBug) for bug in bugs)):
         raise BankError(f"bank {name} must be a sequence of conformance.sensitivity.PlantedBug, and not empty")

@@ -1,6 +1,7 @@
-"""Save and load what the gate saw of every planted bug, and the smallest errors that it sees.
+"""Save and load the detection table: which checks see each planted bug, and the smallest errors that checks see.
 
-`python -m conformance sensitivity --save` measures this and writes the file. Reports show it beside every verdict.
+`python -m conformance sensitivity --save` measures the table and writes it to `detection_table.json`. Reports show it,
+so that a reader knows what a pass means.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ def build_table(
     level: str,
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Build the table as plain data, for a file and for reports.
+    """Build the detection table as plain data, for a file and for reports.
 
     Args:
-      examined: what the gate found out about each bug.
-      resolutions: dataclasses of the smallest visible errors.
-      level: the level of the grid.
-      environment: versions that it was measured with.
+      examined: the result of examining each planted bug.
+      resolutions: the smallest visible errors, as dataclasses (`conformance.sensitivity.resolution.Resolution`).
+      level: the level of the grid of cases: `"smoke"`, `"quick"`, ...
+      environment: versions of the software that the table was measured with, by name.
     """
     return {
         "schema": SCHEMA,
@@ -46,14 +47,22 @@ def build_table(
 
 
 def merge_tables(table: Mapping[str, Any], last: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a table of newly measured and of kept bugs, with the former cost added, and the former smallest errors."""
+    """Complete a new table with the last one: add the seconds of each check, and take over the smallest errors.
+
+    Args:
+      table: the new table. Its rows contain bugs that were measured again, and bugs whose last results are still valid.
+      last: the table that was saved before, if any.
+    """
     cost = {row["check"]: row["seconds"] for row in (last or {}).get("checks", ())}
     checks = [row | {"seconds": round(row["seconds"] + cost.get(row["check"], 0.0), 1)} for row in table["checks"]]
     return {**table, "checks": checks, "resolution": (last or {}).get("resolution", [])}
 
 
 def parse_examinations(table: Mapping[str, Any] | None, names: Collection[str]) -> list[Examination]:
-    """Parse what a table says of the named bugs that it has. It does not contain what they cost."""
+    """Parse the rows of the named bugs from a table; names that are not in the table are ignored.
+
+    A table does not contain the time of each bug, so `seconds` is empty.
+    """
     return [
         Examination(
             bug=row["bug"],
@@ -72,12 +81,12 @@ def parse_examinations(table: Mapping[str, Any] | None, names: Collection[str]) 
 
 
 def _parse_kill(observable: str, ratio: float | str | None, case: str) -> Kill:
-    """Parse the first failure by which a check saw a bug."""
+    """Build a `Kill`, the first failure by which a check saw a bug, from its entry in the table."""
     return Kill(observable, case, FAIL, float(ratio) if ratio is not None else None)
 
 
 def _serialize_examination(examined: Examination) -> dict[str, Any]:
-    """Return the row of one bug."""
+    """Build the table's row for one planted bug."""
     return {
         "bug": examined.bug,
         "family": examined.family,
@@ -92,7 +101,7 @@ def _serialize_examination(examined: Examination) -> dict[str, Any]:
 
 
 def _round_ratio(ratio: float | None) -> float | str | None:
-    """Round to three digits; infinity and NaN become text, which JSON lacks numbers for."""
+    """Round a ratio to three digits; infinity and NaN become text, since JSON has no numbers for them."""
     if ratio is None:
         return None
     short = float(f"{ratio:.3g}")
@@ -100,7 +109,7 @@ def _round_ratio(ratio: float | None) -> float | str | None:
 
 
 def save_table(table: Mapping[str, Any], path: Path = FILE) -> None:
-    """Write the table, one bug a line, so that a change can be read in a diff."""
+    """Write the table as JSON with one bug per line, so that a change can be read in a diff."""
     lines = []
     for name, value in table.items():
         if isinstance(value, list):
@@ -112,7 +121,11 @@ def save_table(table: Mapping[str, Any], path: Path = FILE) -> None:
 
 
 def load_table(path: Path = FILE) -> dict[str, Any] | None:
-    """Load the table; None if there is none. Raises `ValueError` for another schema."""
+    """Load the detection table; None if the file does not exist.
+
+    Raises:
+      ValueError: if the file has another schema.
+    """
     if not path.is_file():
         return None
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

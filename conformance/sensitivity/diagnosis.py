@@ -1,16 +1,18 @@
-"""Name the planted bugs whose failures are most similar to those of a kernel.
+"""Find the planted bugs whose failures are most similar to those of a kernel, to suggest what is wrong with the kernel.
 
-Both are described by how wrong they are on the same cases (`conformance.sensitivity.failure_signatures`). They are
-compared by Tversky's index of two sets (Tversky, 1977, "Features of similarity"): the weight of what both have, divided
-by the weight of what either has. The elements are the wrong results.
+The input is the kernel's signature and the signatures of all planted bugs: the sizes of their errors on the same cases
+(`conformance.sensitivity.failure_signatures`). A run with failures reports the bugs that `diagnose` returns.
 
-- What a bug shows and the kernel does not counts in full: it speaks against the bug.
-- What the kernel shows beyond the bug counts less, since a kernel may have several faults.
-- What both show counts by how close the sizes are: the same wrong numbers have the same ratio.
+Signatures are compared by Tversky's index of two sets (Tversky, 1977, "Features of similarity"). The elements of a set
+are the wrong results. The index is the weight of the common elements, divided by the weight of all elements.
 
-A backward pass repeats most of the forward pass, and each gradient may do so by itself. So if only gradients are wrong,
-they are compared a second time, with what each bug shows in the same gradients: that may be the same mistake in another
-place.
+- An element that only the bug has counts in full: it is evidence against the bug.
+- An element that only the kernel has counts less, since a kernel may have several faults.
+- An element that both have counts by how close the two sizes are: the same mistake gives the same ratio.
+
+A backward pass recomputes most of the forward pass, and may do so separately for each gradient. So a bug of the forward
+pass may also occur in the code of one gradient. If only gradients are wrong, they are therefore compared a second time.
+The second comparison uses only those elements of a bug that are in the same gradients.
 """
 
 from __future__ import annotations
@@ -24,28 +26,28 @@ from cases.storage_forms.form_registry import FORMS
 from conformance.sensitivity.failure_signatures import CHECK_SEPARATOR, Element, KnownBug, Signature
 
 MAX_NAMED = 3
-"""The largest number of bugs that are named for a fault, and of faults that are told apart."""
+"""The largest number of bugs that are named for one fault, and the largest number of faults of a kernel."""
 MIN_SIMILARITY = 0.3
-"""The least similarity at which a bug is named; `measure_confusions` measures how often that is wrong."""
+"""Bugs with a lower similarity are not named. `measure_confusions` measures how often a named bug is wrong."""
 MIN_SIMILARITY_EVERYWHERE, MORE_FOR_FEW_CASES = 0.4, 0.4
-"""Two numbers for a kernel that is wrong in every judged case, whose least similarity must be higher.
+"""Minimum similarity for a kernel that is wrong in every judged case: the first + the second / sqrt(number of cases).
 
-Such a kernel is wrong in the same places as half of the bank. The least similarity is the first number, plus the second
-divided by the root of the number of cases.
+It is higher than `MIN_SIMILARITY`, because half of the planted bugs are wrong in the same places as such a kernel.
 """
 SAME_SIMILARITY = 0.97
-"""A bug of this similarity is wrong by the same numbers, except for rounding."""
-# Families that name a storage form and not a mistake: a kernel with such storage is compared with these bugs only.
+"""From this similarity on, a bug and a kernel compute the same wrong numbers, except for rounding."""
+# These families name a storage form, not a kind of mistake. So bugs in them are grouped by their kind instead.
 _STORAGE_FAMILIES = frozenset({*FORMS, "quantised caches"})
-# Families of code around a kernel: how devices share a sequence, which kernel a call is dispatched to, and attempts to
-# cheat the judge. Their numbers are similar to those of the mistake that they cause, and that is the one to name.
+# These families are about code around a kernel: how devices share a sequence, which kernel a call is dispatched to, and
+# attempts to cheat the judge. Such a bug causes the same errors as a mistake in a kernel. The mistake is named instead.
 _SURROUNDING_FAMILIES = frozenset({"context parallelism", "dispatch", "gaming"})
-# The weight of what the kernel shows beyond the bug. What the bug shows beyond the kernel has weight 1.
+# Weight of elements that only the kernel has. Elements that only the bug has weigh 1.
 _EXTRA_WEIGHT = 0.4
-# The factor of the second comparison, with what a bug shows in the wrong gradients alone.
+# Factor on the index of the second comparison, which uses only the bug's elements in the wrong gradients.
 _SHARED_RESULT_WEIGHT = 0.75
-# The closeness of two wrong results at one place has a constant share, a share that falls slowly with the difference of
-# their sizes, and the rest, which falls fast. The decays are differences of logarithms that leave 1/e of a share.
+# The closeness of two sizes of the same wrong result is a sum of three shares: a constant share, a share that falls
+# slowly with the difference of the sizes, and a share that falls fast. Sizes are base-10 logarithms. A decay is the
+# difference at which 1/e of the share is left.
 _SAME_PLACE_SHARE = 0.35
 _ORDER_SHARE, _ORDER_DECAY = 0.1, 0.5
 _SIZE_DECAY = 0.1
@@ -53,13 +55,13 @@ _SIZE_DECAY = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Similarity:
-    """A planted bug, and how similar a kernel's failures are to it: 1 means the same numbers everywhere.
+    """A planted bug, and how similar its failures are to those of a kernel.
 
     Attributes:
       bug: the planted bug.
-      similarity: Tversky's index.
-      shared: the wrong results that both have.
-      rest: number of further wrong results of the kernel.
+      similarity: Tversky's index, from 0 to 1; at 1 all errors of the bug and the kernel have the same sizes.
+      shared: the results that are wrong in both the bug and the kernel.
+      rest: number of the kernel's wrong results that are right in the bug.
     """
 
     bug: KnownBug
@@ -69,10 +71,10 @@ class Similarity:
 
 
 def diagnose(signature: Signature, bank: Sequence[KnownBug]) -> list[list[Similarity]]:
-    """Find, for each fault that can be told apart, the bugs that it is most similar to.
+    """Return one list of most similar bugs for each fault of a kernel; at most `MAX_NAMED` faults.
 
-    At most `MAX_NAMED` faults are found. The first is that of the kernel as a whole. Then the cases that its most
-    similar bug fails are left out, and the rest is compared again: a kernel with two faults is similar to two bugs.
+    The first list is for all failures of the kernel. Then the cases that its most similar bug fails are removed, and
+    the remaining failures are compared again. So a kernel with two faults gets two lists.
     """
     faults: list[list[Similarity]] = []
     while len(faults) < MAX_NAMED and (nearest := find_nearest(signature, bank)):
@@ -84,20 +86,19 @@ def diagnose(signature: Signature, bank: Sequence[KnownBug]) -> list[list[Simila
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Confusion:
-    """How the bugs of one family are diagnosed, each by all other bugs of the bank.
+    """How well diagnosis works for the bugs of one family, when each bug is compared with all other bugs of the bank.
 
-    It is right to name a bug of the same family or kind, or one that is wrong by the same numbers. Families overlap:
-    the derivative of a soft cap belongs to the backward pass too.
+    A named bug is right if it has the same family or kind, or the same wrong numbers. The wrong numbers count because
+    families overlap: the derivative of a soft cap belongs to the family of the backward pass too.
 
     Attributes:
-      family: the family.
-      bugs: number of its bugs that are wrong on any of the cases.
-      first: number of bugs for which the first name is right.
-      named: number of bugs for which the first, second or third name is right.
-      none: number of bugs for which none is named.
-      alone: number of bugs without another one of their family, or of their kind where that counts: no right name
-        exists.
-      others: the other families that were wrongly named first, the most frequent first.
+      family: name of the family.
+      bugs: number of bugs of the family that are wrong on any signature case; the other fields count among these.
+      first: number of bugs for which the first named bug is right.
+      named: number of bugs for which any of the (at most three) named bugs is right.
+      none: number of bugs for which no bug is named.
+      alone: number of bugs for which no right name exists, because no other bug has their family or kind.
+      others: families of first named bugs that are not right, the most frequent family first.
     """
 
     family: str
@@ -110,9 +111,9 @@ class Confusion:
 
 
 def measure_confusions(bank: Sequence[KnownBug]) -> list[Confusion]:
-    """Measure by family which bugs are named for each bug, if that bug itself were not in the bank.
+    """Diagnose each planted bug as if it were not in the bank, and count right and wrong names by family.
 
-    Bugs around a kernel are neither diagnosed nor named.
+    Bugs in code around a kernel (`_SURROUNDING_FAMILIES`) are left out.
     """
     visible = [bug for bug in bank if bug.signature.wrong and bug.family not in _SURROUNDING_FAMILIES]
     named: dict[str, list[tuple[KnownBug, list[Similarity]]]] = {}
@@ -125,7 +126,13 @@ def measure_confusions(bank: Sequence[KnownBug]) -> list[Confusion]:
 def _measure_confusion(
     family: str, named: Sequence[tuple[KnownBug, Sequence[Similarity]]], visible: Sequence[KnownBug]
 ) -> Confusion:
-    """Count right and wrong names for the bugs of one family."""
+    """Count right and wrong names for the bugs of one family.
+
+    Args:
+      family: name of the family.
+      named: each bug of the family, with the bugs that its diagnosis names.
+      visible: all bugs of the bank that are wrong on any signature case.
+    """
     rightness = [[_is_right(bug, each) for each in nearest] for bug, nearest in named]
     wrong = (
         nearest[0].bug.family
@@ -144,24 +151,24 @@ def _measure_confusion(
 
 
 def _is_right(bug: KnownBug, named: Similarity) -> bool:
-    """Tell whether it is right to name a bug for another one."""
+    """Check whether the diagnosis `named` is right for `bug`: the same class of mistake, or the same wrong numbers."""
     return _is_same_class(bug, named.bug) or named.similarity >= SAME_SIMILARITY
 
 
 def _is_same_class(bug: KnownBug, other: KnownBug) -> bool:
-    """Tell whether two bugs share their family or kind; where the family is a storage form, their kind."""
+    """Check whether two bugs have the same family or kind; if the family is a storage form, only the kind counts."""
     if bug.family in _STORAGE_FAMILIES:
         return _get_kind_prefix(bug) == _get_kind_prefix(other)
     return bug.kind == other.kind or bug.family == other.family
 
 
 def _get_kind_prefix(bug: KnownBug) -> str:
-    """Return the kind, or the first part of a kind with two: `kvscale` of `kvscale.twice`."""
+    """Return the part of a bug's kind before the first dot: `kvscale` for `kvscale.twice`."""
     return bug.kind.partition(".")[0]
 
 
 def find_nearest(signature: Signature, bank: Iterable[KnownBug]) -> list[Similarity]:
-    """Find the bugs, each of another kind, most similar to a kernel; empty if none is similar enough."""
+    """Find the bugs that are most similar to a kernel, at most one of each kind; empty if none is similar enough."""
     named: dict[str, Similarity] = {}
     minimum = _compute_min_similarity(signature)
     for each in rank_bugs(signature, bank):
@@ -172,7 +179,7 @@ def find_nearest(signature: Signature, bank: Iterable[KnownBug]) -> list[Similar
 
 
 def _compute_min_similarity(signature: Signature) -> float:
-    """Compute the least similarity at which a bug is named."""
+    """Compute the similarity that a bug must have to be named for a kernel with this signature."""
     everywhere = all(any(size is not None for size in sizes.values()) for sizes in signature.sizes.values())
     return (
         MIN_SIMILARITY_EVERYWHERE + MORE_FOR_FEW_CASES / math.sqrt(len(signature.sizes))
@@ -182,13 +189,13 @@ def _compute_min_similarity(signature: Signature) -> float:
 
 
 def rank_bugs(signature: Signature, bank: Iterable[KnownBug]) -> list[Similarity]:
-    """Rank the bugs that share any wrong result with a kernel, the most similar first."""
+    """Sort the bugs that share any wrong result with a kernel by similarity, the most similar first."""
     compared = (compare_signatures(signature, bug) for bug in bank if bug.family not in _SURROUNDING_FAMILIES)
     return sorted((each for each in compared if each.shared), key=lambda each: (-each.similarity, each.bug.name))
 
 
 def compare_signatures(signature: Signature, bug: KnownBug) -> Similarity:
-    """Compare a kernel with a planted bug, on the cases and results that both have."""
+    """Compare the errors of a kernel (its signature) with those of a planted bug, where both were judged."""
     of_kernel, of_bug = _select_comparable(signature, bug.signature), _select_comparable(bug.signature, signature)
     index = _compute_tversky_index(of_kernel, of_bug)
     wrong = {_get_result_name(element) for element in of_kernel}
@@ -200,13 +207,14 @@ def compare_signatures(signature: Signature, bug: KnownBug) -> Similarity:
 
 
 def _compute_tversky_index(kernel: Mapping[Element, float], bug: Mapping[Element, float]) -> float:
-    """Compute Tversky's index of what is wrong with a kernel and with a bug."""
+    """Compute Tversky's index of two sets of wrong results, given as the size of each wrong result."""
     weights = _compute_weights(kernel.keys() | bug.keys())
     both = {element: _compute_closeness(kernel[element], bug[element]) for element in kernel.keys() & bug.keys()}
     common = sum(weights[element] * close for element, close in both.items())
     differing = sum(weights[element] * (1 - close) for element, close in both.items())
     bug_only = sum(weights[element] for element in bug.keys() - kernel.keys())
-    # Where the forward pass is wrong the gradients follow: a bug in these gradients alone explains neither.
+    # If `out` is wrong in a case, the gradients are wrong as a consequence. A bug that is wrong only in these gradients
+    # does not explain the case. So all elements that only the kernel has in this case count in full.
     unexplained = {case for case, name in kernel.keys() - bug.keys() if name == "out"} & {case for case, _ in bug}
     kernel_elements = kernel.keys() - bug.keys()
     kernel_only = sum(weights[one] * (1 if one[0] in unexplained else _EXTRA_WEIGHT) for one in kernel_elements)
@@ -215,12 +223,12 @@ def _compute_tversky_index(kernel: Mapping[Element, float], bug: Mapping[Element
 
 
 def _get_result_name(element: Element) -> str:
-    """Return the name of the result, without the check that found it wrong."""
+    """Return the name of an element's result, without the suffix that names a check: `dq` for `dq@poison`."""
     return element[1].partition(CHECK_SEPARATOR)[0]
 
 
 def _select_comparable(one: Signature, other: Signature) -> dict[Element, float]:
-    """Return what is wrong with `one`, on the cases and results that `other` has too."""
+    """Return the wrong results of `one` with their sizes, for the cases and results that `other` also contains."""
     return {
         (case, name): size
         for (case, name), size in one.wrong.items()
@@ -229,16 +237,16 @@ def _select_comparable(one: Signature, other: Signature) -> dict[Element, float]
 
 
 def _compute_weights(elements: Iterable[Element]) -> Mapping[Element, float]:
-    """Compute the weight of each element.
+    """Compute the weight of each element: 1 / sqrt(number of elements of the same case).
 
-    Many wrong results of one case count more than few, but less than in proportion.
+    So a case with many wrong results counts more than a case with few, but not in proportion.
     """
     count = Counter(case for case, _ in elements)
     return {(case, name): 1 / math.sqrt(count[case]) for case, name in elements}
 
 
 def _compute_closeness(one: float, other: float) -> float:
-    """Compute from 0 to 1 how close two sizes of the same wrong result are."""
+    """Compute how close two sizes of the same wrong result are, from `_SAME_PLACE_SHARE` (far apart) to 1 (equal)."""
     difference = abs(one - other)
     fast_share = 1 - _SAME_PLACE_SHARE - _ORDER_SHARE
     return (

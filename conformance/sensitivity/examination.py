@@ -1,4 +1,8 @@
-"""Find out which checks see which planted bugs, and what each check contributes."""
+"""Find out which checks see which planted bugs, and which bugs only one check sees.
+
+`examine` judges the kernel with a planted bug on the cases of a run. A check *sees* the bug if one of its records is
+red, that is, failed or raised. The first such record of a check is its *kill*. `detection_table` saves the results.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,21 @@ from conformance.records import ERROR, RED, Record
 from conformance.sensitivity.bank import PlantedBug
 
 NEAREST_CASES = 2
-"""Number of grid cases that come first: those nearest to a bug's trigger."""
-# Of the rest of the grid, one case in so many is judged for a bug that a single check has seen.
+"""Number of grid cases that are judged first: those that best match the bug's trigger."""
+# If one check has seen a bug on the first jobs, only every fourth of the remaining cases is judged.
 _STRIDE = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """The first red record of a check for a bug."""
+    """The first red record of one check for a planted bug.
+
+    Attributes:
+      observable: the result that is wrong, as in the record.
+      case: id of the case.
+      verdict: verdict of the record, `"fail"` or `"error"`.
+      ratio: the error in units of the bound; None if the record has no ratio.
+    """
 
     observable: str
     case: str
@@ -34,15 +45,19 @@ class Kill:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What the gate found out about one planted bug.
+    """Result of judging one planted bug: which checks see it, and at what cost.
 
     Attributes:
-      bug: its name; `family`, `kind`, `reference` and `shows` as planted.
-      kills: for each check that sees the bug, its first kill.
-      judged: number of jobs that were judged.
-      planned: number of jobs in the plan. Fewer are judged if several checks see the bug on the nearest cases.
-      seconds: time by check.
-      first_red: seconds until a check saw it; None if none did, or if that was not kept.
+      bug: name of the planted bug.
+      family: `PlantedBug.family` of the bug.
+      kind: `PlantedBug.kind` of the bug.
+      reference: `PlantedBug.reference` of the bug.
+      shows: `PlantedBug.shows` of the bug.
+      kills: by name of a check that sees the bug, the check's first red record.
+      judged: number of jobs (a case with its checks) that were judged.
+      planned: number of jobs in a full run. Fewer jobs are judged if a check sees the bug early.
+      seconds: time that each check took, by name of the check.
+      first_red: seconds until a check saw the bug; None if no check did, or if the time was not saved.
     """
 
     bug: str
@@ -58,16 +73,17 @@ class Examination:
 
     @property
     def survives(self) -> bool:
-        """Whether no check sees it."""
+        """Whether no check sees the bug."""
         return not self.kills
 
 
 def order_jobs_for_bug(bug: PlantedBug, level: str) -> list[Job]:
-    """Order the jobs of the gate so that a bug is seen early.
+    """Order the jobs of a run so that some check sees the bug early.
 
-    `NEAREST_CASES` cases of the grid come first, then jobs beside the grid in the order of `SCOPES`, then the rest of
-    the grid. In the grid, cases with the bug's trigger come first, small before large. The order saves time and changes
-    no result. At `smoke` the order is that of a run, since how soon that turns red is measured.
+    `NEAREST_CASES` cases of the grid come first. Then come jobs on cases outside the grid, in the order of `SCOPES`.
+    The rest of the grid comes last. Within the grid, cases with the bug's trigger come first, and small cases come
+    before large ones. The order saves time and changes no result. At level `smoke` the order of a user's run is kept,
+    because there we measure how soon such a run turns red.
     """
     jobs = plan_run([bug.build()], level=level).jobs
     if level == "smoke":
@@ -79,30 +95,35 @@ def order_jobs_for_bug(bug: PlantedBug, level: str) -> list[Job]:
 
 
 def is_still_asked(bug: PlantedBug, level: str, kills: Mapping[str, Kill]) -> bool:
-    """Tell whether some check that saw the bug is still planned on the case on which it did."""
+    """Check whether a run still contains one of the kills: the same check on the same case."""
     planned = {(check.name, job.case.id) for job in order_jobs_for_bug(bug, level) for check in job.checks}
     return any((check, kill.case) in planned for check, kill in kills.items())
 
 
 def _compute_size(case: Case) -> int:
-    """Return the number of logits of a case."""
+    """Return the number of logits of a case, B * N * T * S, as a measure of its cost."""
     return case.batch * case.num_q_heads * case.q_length * case.kv_length
 
 
 def create_single_look_runner() -> Runner:
-    """Create a runner that judges no failure again.
+    """Create a runner that does not confirm failures by judging them a second time.
 
-    A planted bug is known to be wrong, and this saves a third of the time.
+    A kernel with a planted bug is known to be wrong, so this saves a third of the time.
     """
     return Runner(Settings(), confirmed=0)
 
 
 def iter_red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | None = None) -> Iterator[Record]:
-    """Yield red records as they come, so that the caller can stop once it has seen enough.
+    """Judge a planted bug, and yield its red records one by one, so that the caller can stop early.
 
-    `seen` has the kill of each check that saw the bug before. These checks run first, with only the questions that saw
-    it and beginning with its case. Then everything is run as if nothing were known, so a bug that other checks see by
-    now is still found.
+    If `seen` is given, the checks in it run first, on the case of the earlier kill before other cases. Of these checks,
+    only the subchecks that saw the bug run. After that, the whole run is judged as if nothing were known. So a bug that
+    only other checks see is still found.
+
+    Args:
+      bug: the planted bug.
+      level: the level of the grid of cases: `"smoke"`, `"quick"`, ...
+      seen: by name of a check, the kill that an earlier examination recorded.
     """
     runner = create_single_look_runner()
     jobs = order_jobs_for_bug(bug, level)
@@ -114,15 +135,19 @@ def iter_red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | Non
 
 
 def _iter_question_names(observable: str) -> Iterator[str]:
-    """Yield what may name the question that `observable` answers: `dq.deep` and `deep` for `dq.deep`."""
+    """Yield the names that the subcheck behind an observable may have: `dq.deep` and `deep` for `dq.deep`.
+
+    A subcheck is a named part of a check. Its name is the observable's name, or that name without its first parts.
+    """
     parts = observable.split(".")
     return (".".join(parts[first:]) for first in range(len(parts)))
 
 
 def _iter_red(records: Iterator[Record], questions: Collection[str] | None) -> Iterator[Record]:
-    """Yield the red records, of all questions or of these.
+    """Yield the red records, while only the subchecks named `questions` run; None runs all subchecks.
 
-    The limit to questions holds only while a record is made: the caller may judge something else meanwhile.
+    The selection of subchecks is in force only while a record is computed. Between two records the caller may judge
+    another kernel, which must not be restricted.
     """
     while True:
         with select_subchecks(questions):
@@ -134,9 +159,14 @@ def _iter_red(records: Iterator[Record], questions: Collection[str] | None) -> I
 
 
 def select_seen_jobs(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]:
-    """Return jobs reduced to checks that saw the bug; cases on which one saw it come first.
+    """Reduce jobs to the checks that saw the bug, and sort them so that the bug is seen again soon.
 
-    Among these, jobs whose check is early in `CHECKS` come first: plain questions compile the fewest programs.
+    Jobs without such a check are dropped. Cases on which one of the checks saw the bug come first. Jobs whose first
+    check is early in `CHECKS` come before others, because early checks compile the fewest programs.
+
+    Args:
+      jobs: jobs of a run.
+      seen: by name of a check that saw the bug, its kill.
     """
     cases = {kill.case for kill in seen.values()}
     with_seen_checks = [(job, tuple(check for check in job.checks if check.name in seen)) for job in jobs]
@@ -145,10 +175,11 @@ def select_seen_jobs(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]
 
 
 def examine(bug: PlantedBug, level: str) -> Examination:
-    """Find out which checks see a bug, and where first.
+    """Judge a planted bug, and find out which checks see it and on which case first.
 
-    Jobs are judged in the order of `order_jobs_for_bug` until two checks have seen the bug. If one check has seen it on
-    the nearest cases and beside the grid, a quarter of the rest of the grid is judged. If none has, all of it is.
+    Jobs are judged in the order of `order_jobs_for_bug` until two checks have seen the bug. If only one check has seen
+    it on the nearest cases and the cases outside the grid, a quarter of the remaining grid is judged. If no check has,
+    the whole remaining grid is judged.
     """
     runner = create_single_look_runner()
     started = time.perf_counter()
@@ -185,7 +216,10 @@ def examine(bug: PlantedBug, level: str) -> Examination:
 
 
 def shows_as_declared(bug: PlantedBug, red: Record) -> bool:
-    """Tell whether a red record has an observable in which the bug should show. A crash counts as `"error"`."""
+    """Check whether a red record is about an observable in which the bug should show (`PlantedBug.shows`).
+
+    For a record with verdict `error`, `shows` must contain `"error"`.
+    """
     if red.verdict == ERROR:
         return "error" in bug.shows
     return bool({red.observable, red.observable.partition(".")[0]} & set(bug.shows))
@@ -193,7 +227,14 @@ def shows_as_declared(bug: PlantedBug, red: Record) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class CheckPower:
-    """What a check contributes: bugs that it sees, those that it alone sees, and its cost."""
+    """The power of one check over a bank of planted bugs, and its cost.
+
+    Attributes:
+      check: name of the check.
+      kills: number of bugs that the check sees.
+      alone: names of the bugs that no other check sees.
+      seconds: time that the check took for all bugs.
+    """
 
     check: str
     kills: int
@@ -202,7 +243,7 @@ class CheckPower:
 
 
 def compute_check_powers(examined: Sequence[Examination]) -> list[CheckPower]:
-    """Compute the contribution of each check, in the order in which checks run."""
+    """Count for each check the bugs that it sees; checks are in the order in which they run."""
     return [
         CheckPower(
             check=check.name,

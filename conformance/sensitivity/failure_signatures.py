@@ -1,8 +1,10 @@
-"""Measure signatures: how wrong a kernel is on each of `cases.signature_cases`. Those of planted bugs are in a file.
+"""Measure the signature of a kernel: how large its errors are on a fixed set of cases (`cases.signature_cases`).
 
-For each case that the kernel supports, a signature has each judged result: None where it is right, the size of its
-ratio where it is wrong. Two kernels that compute the same wrong thing have the same signature. So the planted bug with
-the nearest signature names what may be wrong with a kernel (`conformance.sensitivity.diagnosis`).
+A signature has an entry for each supported case and each judged result of the case (`out`, `dq`, ...). The entry is
+None if the result is right. Otherwise it is the base-10 logarithm of the ratio, which is the error in units of the
+bound. Two kernels with the same mistake have the same signature. So the planted bug with the most similar signature
+shows what may be wrong with a kernel (`conformance.sensitivity.diagnosis`). The signatures of planted bugs are stored
+in `failure_signatures.json`.
 """
 
 from __future__ import annotations
@@ -26,41 +28,47 @@ from conformance.sensitivity.bank import PlantedBug
 SCHEMA = "attention-conformance/signatures/1"
 FILE = Path(__file__).with_name("failure_signatures.json")
 
-# One backward pass, of the plain call, which every kernel has. A case that asks for `gradients_lse` has both.
+# Differentiate only the call without residuals, which every kernel supports. Cases with the check `gradients_lse` also
+# differentiate the call that returns residuals.
 _PLAIN_ROTATION = Rotation(pullbacks=("plain",), cotangents=(), laws=(), poisons=("nan",))
 _BOTH_ROTATION = dataclasses.replace(_PLAIN_ROTATION, pullbacks=PULLBACKS)
-# The step of kept logarithms: 1% of a ratio, which is what two orders of summation may differ by.
+# Logarithms are rounded to multiples of this step, about 1% of a ratio: a kernel that only sums in another order may
+# have a ratio that differs by as much.
 _SIZE_STEP = 0.005
 _INFINITE_SIZE = 40.0
-"""The logarithm that stands for an infinite ratio, for NaN and for an error."""
-# A result that a later check finds wrong by ten times as much is wrong in another way.
+"""The logarithm that stands for an infinite ratio, for NaN, and for a call that raised."""
+# If a later check finds a ratio more than ten times as large (in logarithms), the result has a second kind of error.
 _MUCH_LARGER = 1.0
 
 CHECK_SEPARATOR = "@"
-"""Stands between a result and a later check that found it wrong in another way than the first check."""
+"""Separator in names such as `dq@poison`: `dq` has a much larger error in the later check `poison`."""
 
 Sizes = Mapping[str, float | None]
-"""For each judged result, the base-10 logarithm of its ratio where it is wrong; None where it is right."""
+"""The errors of one case, by name of the result: base-10 logarithm of the ratio, or None if the result is right."""
 Element = tuple[str, str]
-"""The id of a case, and the name of a result."""
+"""Key of one result in a signature: id of the case, and name of the result."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """How wrong a kernel is: sizes by the id of each judged case."""
+    """The errors of a kernel on the signature cases.
+
+    Attributes:
+      sizes: by id of a judged case, the size of each result's error (`Sizes`).
+    """
 
     sizes: Mapping[str, Sizes]
 
     @property
     def wrong(self) -> dict[Element, float]:
-        """The wrong results, each with the size of its ratio."""
+        """The wrong results of all cases, each with the base-10 logarithm of its ratio."""
         every = ((case, name, size) for case, sizes in self.sizes.items() for name, size in sizes.items())
         return {(case, name): size for case, name, size in every if size is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KnownBug:
-    """A planted bug with its signature; `name`, `family`, `kind` and `reference` as planted."""
+    """A planted bug with its measured signature; the other fields are copied from `PlantedBug`."""
 
     name: str
     family: str
@@ -70,7 +78,7 @@ class KnownBug:
 
 
 def iter_signature_jobs(implementation: Implementation) -> Iterator[Job]:
-    """Yield the jobs that measure the signature of a kernel."""
+    """Yield the jobs (a case with its checks) that measure the signature of a kernel; unsupported cases are skipped."""
     for signature_case in SIGNATURE_CASES:
         if implementation.supports(signature_case.case) is None:
             turn = _BOTH_ROTATION if "gradients_lse" in signature_case.checks else _PLAIN_ROTATION
@@ -80,7 +88,7 @@ def iter_signature_jobs(implementation: Implementation) -> Iterator[Job]:
 
 
 def build_signature(records: Iterable[Record]) -> Signature:
-    """Build the signature from records of these jobs; other records are left out."""
+    """Build a kernel's signature from the records of `iter_signature_jobs`; other records are ignored."""
     checks = {signature_case.case.id: signature_case.checks for signature_case in SIGNATURE_CASES}
     by_case: dict[str, list[Record]] = {}
     for record in records:
@@ -91,10 +99,11 @@ def build_signature(records: Iterable[Record]) -> Signature:
 
 
 def _compute_sizes(records: Iterable[Record]) -> dict[str, float | None]:
-    """Compute the size of each result of a case.
+    """Compute the size of the error of each result of one case.
 
-    A result that one check finds wrong is wrong in later checks too. It has a further entry only for a check that finds
-    it much more wrong.
+    The first check that judges a result gives its entry. A result that is wrong in one check is usually wrong in later
+    checks too. So a later check adds an entry (`dq@poison`) only if the result was right before, or if the error is
+    much larger.
     """
     sizes: dict[str, float | None] = {}
     for record in records:
@@ -110,14 +119,14 @@ def _compute_sizes(records: Iterable[Record]) -> dict[str, float | None]:
 
 
 def _compute_size(record: Record) -> float:
-    """Return the logarithm of a record's ratio, rounded to the step."""
+    """Return the base-10 logarithm of a record's ratio, rounded to `_SIZE_STEP`."""
     if record.ratio is None or not math.isfinite(record.ratio):
         return _INFINITE_SIZE
     return round(round(math.log10(max(record.ratio, 1.0)) / _SIZE_STEP) * _SIZE_STEP, 3)
 
 
 def measure_known_bug(bug: PlantedBug) -> KnownBug:
-    """Measure the signature of a planted bug."""
+    """Judge a planted bug on the signature cases, and return it with its signature."""
     from conformance.sensitivity.examination import create_single_look_runner
 
     runner = create_single_look_runner()
@@ -126,10 +135,11 @@ def measure_known_bug(bug: PlantedBug) -> KnownBug:
 
 
 def save_signatures(known_bugs: Iterable[KnownBug], path: Path = FILE) -> None:
-    """Write signatures, one bug a line, by name.
+    """Write signatures as JSON, one bug per line, sorted by name.
 
-    A row groups the numbers of its cases by their results. A right result is its name alone; a wrong one has its size
-    too. Most cases of a bug share the same results, all right.
+    A row maps the text of a case's results to the indices of the cases with exactly these results. In that text a right
+    result is written as its name, and a wrong result as `name:size`. This keeps rows short, since in most cases of a
+    bug all results are right.
     """
     rows = [
         [bug.name, bug.family, bug.kind, bug.reference, _pack_signature(bug.signature)]
@@ -142,7 +152,13 @@ def save_signatures(known_bugs: Iterable[KnownBug], path: Path = FILE) -> None:
 
 
 def load_signatures(path: Path = FILE) -> list[KnownBug]:
-    """Load the kept signatures, for cases that still exist; empty if there is no file."""
+    """Load the stored signatures of planted bugs; empty if the file does not exist.
+
+    Cases that are no longer signature cases are dropped.
+
+    Raises:
+      ValueError: if the file has another schema.
+    """
     if not path.is_file():
         return []
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -159,7 +175,7 @@ def load_signatures(path: Path = FILE) -> list[KnownBug]:
 
 
 def _pack_signature(signature: Signature) -> dict[str, list[int]]:
-    """Group the numbers of cases by the text of their sizes."""
+    """Convert a signature for its row in the file: group the indices of cases by the text of their results."""
     numbers = {signature_case.case.id: number for number, signature_case in enumerate(SIGNATURE_CASES)}
     packed: dict[str, list[int]] = {}
     for case, sizes in signature.sizes.items():
@@ -168,13 +184,16 @@ def _pack_signature(signature: Signature) -> dict[str, list[int]]:
 
 
 def _format_sizes(sizes: Sizes) -> Iterator[str]:
-    """Yield each result as text, with its size if it is wrong."""
+    """Yield each result of a case as text: `name` if it is right, `name:size` if it is wrong."""
     for name, size in sizes.items():
         yield name if size is None else f"{name}:{size:.4g}"
 
 
 def _unpack_signature(packed: Mapping[str, list[int]], case_ids: Sequence[str | None]) -> Signature:
-    """Restore a signature from its row; cases that no longer exist have no id, and are left out."""
+    """Convert a row of the file back to a signature; the inverse of `_pack_signature`.
+
+    Cases that no longer exist have no id, and are left out.
+    """
     sizes: dict[str, Sizes] = {}
     for words, numbers in packed.items():
         parsed = _parse_sizes(words)
@@ -184,6 +203,6 @@ def _unpack_signature(packed: Mapping[str, list[int]], case_ids: Sequence[str | 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _parse_sizes(words: str) -> Sizes:
-    """Parse the text of sizes."""
+    """Parse the text of a case's results; the inverse of `_format_sizes`."""
     split = (word.partition(":") for word in words.split())
     return {name: float(size) if size else None for name, _, size in split}

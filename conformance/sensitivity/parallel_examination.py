@@ -1,4 +1,8 @@
-"""Examine planted bugs in several processes. A bug is sent as its name."""
+"""Examine planted bugs and measure their signatures in several worker processes.
+
+Each worker gets the name of a bug and loads the bug from its bank. A bug itself contains functions, which as a rule
+cannot be sent to another process.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ from conformance.sensitivity.examination import Examination, examine
 from conformance.sensitivity.failure_signatures import KnownBug, measure_known_bug
 
 
-class BugKilledProcess(Exception):  # noqa: N818 -- a statement, as the message is
-    """A planted bug killed its process twice."""
+class BugKilledProcess(Exception):  # noqa: N818 -- the name reads as a statement
+    """A planted bug killed the process that examined it, twice in a row."""
 
 
 def examine_parallel(
@@ -21,14 +25,14 @@ def examine_parallel(
     """Examine planted bugs in worker processes. Ctrl-C stops the workers at once.
 
     Args:
-      bank: where the bugs are, `module:attribute`.
-      names: the bugs to examine.
-      level: the level of the grid.
-      processes: number of workers.
-      on_bug: called with each result as it comes.
+      bank: the bank that contains the bugs, as `module:attribute`.
+      names: names of the bugs to examine.
+      level: the level of the grid of cases: `"smoke"`, `"quick"`, ...
+      processes: number of worker processes.
+      on_bug: called with the result of each bug as soon as it is known.
 
     Raises:
-      BugKilledProcess: for a bug that kills the process that examines it.
+      BugKilledProcess: if a bug kills the process that examines it.
     """
     worker_pool.run_tasks(
         names,
@@ -41,7 +45,7 @@ def examine_parallel(
 
 
 def measure_parallel(bank: str, names: Sequence[str], processes: int, on_bug: Callable[[KnownBug], None]) -> None:
-    """Measure the signatures of planted bugs in worker processes, otherwise as `examine_parallel`."""
+    """Measure the signatures of planted bugs in worker processes; arguments and errors as in `examine_parallel`."""
     worker_pool.run_tasks(
         names,
         processes,
@@ -53,17 +57,17 @@ def measure_parallel(bank: str, names: Sequence[str], processes: int, on_bug: Ca
 
 
 def _raise_killed(name: str) -> None:
-    """Raise for a bug that kills its process."""
+    """Raise `BugKilledProcess` for the named bug."""
     raise BugKilledProcess(f"planted bug {name} kills the process that judges it: it cannot be measured")
 
 
 def _examine(bank: str, level: str, name: str) -> Examination:
-    """Examine one bug, in a worker."""
+    """Examine one planted bug in a worker process."""
     return examine(_load_bug(bank, name), level)
 
 
 def _measure(bank: str, name: str) -> KnownBug:
-    """Measure the signature of one bug, in a worker."""
+    """Measure the signature of one planted bug in a worker process."""
     return measure_known_bug(_load_bug(bank, name))
 
 

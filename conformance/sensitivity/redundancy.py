@@ -1,8 +1,9 @@
-"""Find out whether a second, independent case sees a planted bug too.
+"""Find out for each planted bug whether a second, independent case sees the bug too.
 
-What one case alone sees may be seen by luck: by its values, or by its seed. Two cases are independent if they share no
-compiled program, so that they differ in more than values. A file keeps the results, one bug a line, and a measurement
-goes on where the last one stopped.
+A case *sees* a bug if a check on this case fails. A bug that only one case sees may be seen by luck, because of the
+case's values or seed. Two cases are independent if they share no compiled program, so that they differ in more than
+values. `python -m conformance sensitivity --twice` writes the results to `redundancy.json`, one bug per line, and
+continues where the last measurement stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FILE = Path(__file__).with_name("redundancy.json")
 
 @dataclasses.dataclass(frozen=True)
 class Sighting:
-    """A check that saw a bug, with the observable and the case."""
+    """A failure by which a bug was seen: the name of the check, the wrong observable, and the id of the case."""
 
     check: str
     observable: str
@@ -35,12 +36,13 @@ class Sighting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BugSightings:
-    """The independent cases that saw a bug.
+    """Result of the search for two independent cases that see a planted bug.
 
     Attributes:
-      bug: its name.
-      seen: one sighting, or two on independent cases.
-      whole: whether the search is over: a second case was found, or none is left. False if the time ran out.
+      bug: name of the planted bug.
+      seen: one sighting, or two sightings on independent cases.
+      whole: whether the search is finished: a second case was found, or all cases were judged. It is False if the time
+        ran out.
     """
 
     bug: str
@@ -49,7 +51,12 @@ class BugSightings:
 
 
 def find_known_sightings(bug: str, kills: Mapping[str, Kill]) -> BugSightings:
-    """Return what the first kill of each check already tells, for a bug that some check saw."""
+    """Look for two independent cases among the kills that are already known, without judging anything.
+
+    Args:
+      bug: name of the planted bug.
+      kills: by name of each check that saw the bug, its first red record; not empty.
+    """
     sightings = [Sighting(check, kill.observable, kill.case) for check, kill in kills.items()]
     others = (other for other in sightings if _get_program(other.case) != _get_program(sightings[0].case))
     second = next(others, None)
@@ -59,16 +66,16 @@ def find_known_sightings(bug: str, kills: Mapping[str, Kill]) -> BugSightings:
 
 
 def find_second_sighting(bug: PlantedBug, level: str, kills: Mapping[str, Kill], seconds: float) -> BugSightings:
-    """Look for a second case that sees the bug, for so many seconds of processor time.
+    """Look for a second, independent case that sees a planted bug.
 
-    First, the checks that saw it run on the other cases: those with the bug's trigger first, small before large. Then
-    all other checks run.
+    First, the checks that saw the bug run on cases that share no program with the first sighting. Cases with the bug's
+    trigger come first, and small cases come before large ones. Then all other checks run on these cases.
 
     Args:
-      bug: a bug that was seen.
-      level: the level of the grid.
-      kills: the first kill of each check that saw it.
-      seconds: time after which no other case is begun.
+      bug: a planted bug that was seen.
+      level: the level of the grid of cases: `"smoke"`, `"quick"`, ...
+      kills: by name of each check that saw the bug, its first red record.
+      seconds: processor time in seconds after which no further case is begun.
     """
     known = find_known_sightings(bug.name, kills)
     if known.whole:
@@ -91,12 +98,12 @@ def find_second_sighting(bug: PlantedBug, level: str, kills: Mapping[str, Kill],
 
 
 def _get_program(case_id: str) -> str:
-    """Return what identifies the compiled programs of a case."""
+    """Return the key of a case's compiled programs; cases with equal keys share programs."""
     return parse_case_id(case_id).program
 
 
 def save_sightings(sightings: Sequence[BugSightings], level: str, path: Path = FILE) -> None:
-    """Write the results, one bug a line."""
+    """Write the results of all bugs as JSON, one bug per line."""
     rows = [
         [each.bug, [dataclasses.astuple(sighting) for sighting in each.seen], each.whole]
         for each in sorted(sightings, key=lambda each: each.bug)
@@ -107,7 +114,11 @@ def save_sightings(sightings: Sequence[BugSightings], level: str, path: Path = F
 
 
 def load_sightings(level: str, path: Path = FILE) -> list[BugSightings]:
-    """Load the results of a level; empty if there are none, or if they are of another level."""
+    """Load the results for a level of the grid; empty if there is no file, or if it was measured at another level.
+
+    Raises:
+      ValueError: if the file has another schema.
+    """
     if not path.is_file():
         return []
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

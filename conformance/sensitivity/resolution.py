@@ -1,9 +1,9 @@
-"""Measure the smallest error that the gate sees: how far a correct result must be perturbed before it fails.
+"""Measure the smallest error that the checks detect: how far a correct result must be perturbed before it fails.
 
-A correct attention, computed in f32 and rounded to the dtype at the end, is perturbed in one place by a relative error
-`e`. It is judged as the gate judges: same cases, bounds and limits. Bisection on a logarithmic scale finds the smallest
-visible `e` of each observable. The smallest over all cases is the resolution: an error of that kind and size cannot
-hide in a run with these cases.
+Attention is computed correctly in f32, and the results are rounded to the dtype of the case. One place of the
+computation is perturbed by a relative error `e`. The results are judged with the cases, bounds and limits of a run.
+Bisection on a logarithmic scale finds the smallest `e` at which each observable fails. The smallest `e` over all cases
+is the *resolution*: a run with these cases detects every error of this kind and at least this size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KEY = "probability of one key"
 ELEMENT = "one element of out"
 GRADIENT = "gradient {}"
 
-# Errors are powers of this, from far below a roundoff to 100%: neighbours are 10% apart.
+# The tried errors are powers of `_STEP`, from far below a roundoff to 100%. Neighbouring errors differ by 10%.
 _STEP = 1.1
 _MIN_POWER = round(math.log(2.0**-30, _STEP))
 _REVEALING_DISTRIBUTIONS = ("dominant", "heavy", "huge")
@@ -46,10 +46,15 @@ Values = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Resolution:
-    """The smallest relative error of one kind that one observable shows, and the case that shows it.
+    """The smallest relative error of one kind at which one observable fails, over all cases.
 
-    `roundoffs` is `smallest` in unit roundoffs of the dtype. Both are None, and `case` is empty, if an error of 100%
-    stays unseen in every case.
+    Attributes:
+      perturbation: the place that is perturbed: `SCALE`, `KEY`, `ELEMENT` or `GRADIENT`.
+      dtype: dtype of the operands.
+      observable: the result that fails, such as `"dq"`.
+      smallest: the smallest relative error at which it fails; None if even an error of 100% passes in every case.
+      roundoffs: `smallest` in unit roundoffs of the dtype; None if `smallest` is None.
+      case: id of the case in which it fails; empty if `smallest` is None.
     """
 
     perturbation: str
@@ -61,11 +66,12 @@ class Resolution:
 
 
 def select_default_cases(dtype: str, seed: int = 0) -> list[Case]:
-    """Select one to two dozen cases of the quick grid with gradients: some spread over it, and the most revealing.
+    """Select one to two dozen cases with gradients from the quick grid: every n-th case, and the most sensitive ones.
 
-    Rounding errors have the least room where a logit has few products and nothing cancels: with the smallest depth, and
-    with values that one coordinate or one key dominates. Logits that leave one key to a row are revealing too. The
-    first case with sinks is selected for their gradient.
+    A case is sensitive if its rounding bounds are small. They are small if a logit sums few products and nothing
+    cancels: at the smallest head dimension (16), with values in which one coordinate or one key dominates. Cases with
+    large logits, where one key gets all the weight of a row, are sensitive too. The first case with sinks is added,
+    for the gradient of the sinks.
     """
     candidates = [case for case in build_grid("quick", seed).cases if case.dtype == dtype and case.phase == "train"]
     stride = max(1, len(candidates) // 8)
@@ -87,13 +93,14 @@ def measure_resolutions(
     cases: Callable[[str], Sequence[Case]] = select_default_cases,
     ensemble: bool = True,
 ) -> list[Resolution]:
-    """Measure the resolution for each perturbation, dtype and observable that can show it.
+    """Measure the resolution for each perturbation, each dtype, and each observable that the perturbation changes.
 
     Args:
-      table: the tolerances in force; the calibrated ones by default.
+      table: the tolerances to judge with; the default tolerances if None.
       dtypes: dtypes of the operands.
-      cases: returns the cases to judge for a dtype.
-      ensemble: whether the ensemble check judges too, in bf16 and f16. Its observables are `out.bias` and the like.
+      cases: function that returns the cases to judge for a dtype.
+      ensemble: whether to judge by the check `ensemble` too, which runs in bf16 and f16. It judges the statistics of
+        an observable over several seeds: `out.bias`, `out.spread`, and so on.
     """
     table = table or tolerances.load_default_tolerances()
     resolutions: list[Resolution] = []
@@ -112,7 +119,7 @@ def measure_resolutions(
 
 
 def _build_resolution(dtype: str, perturbation: str, observable: str, smallest: float, case: str) -> Resolution:
-    """Build the resolution of one perturbation and observable."""
+    """Build the `Resolution` of one perturbation and observable; `smallest` is infinite if no error was seen."""
     if smallest == math.inf:
         return Resolution(perturbation, dtype, observable, None, None, "")
     return Resolution(perturbation, dtype, observable, smallest, smallest / UNIT_ROUNDOFF[dtype], case)
@@ -120,7 +127,13 @@ def _build_resolution(dtype: str, perturbation: str, observable: str, smallest: 
 
 @dataclasses.dataclass(frozen=True)
 class _Perturbation:
-    """A kind of error on one case; `seen(e)` tells for each observable whether it shows the error."""
+    """A kind of error on one case.
+
+    Attributes:
+      name: the perturbed place, as in `Resolution.perturbation`.
+      observables: names of the results that are judged.
+      seen: function from the relative error `e` to a mapping that says for each observable whether it fails.
+    """
 
     name: str
     observables: tuple[str, ...]
@@ -128,19 +141,25 @@ class _Perturbation:
 
 
 def _lower_best(perturbation: _Perturbation, case: Case, best: dict[tuple[str, str], tuple[float, str]]) -> None:
-    """Lower the entries of `best` that this case lowers."""
+    """Search the smallest visible error of a perturbation on a case, and enter it in `best` if it is smaller.
+
+    Args:
+      perturbation: the perturbation on this case.
+      case: the case.
+      best: by (perturbation, observable), the smallest visible error so far and the id of its case.
+    """
     seen = functools.cache(lambda power: perturbation.seen(_STEP**power))
     for observable in perturbation.observables:
         key = (perturbation.name, observable)
         smallest, _ = best.setdefault(key, (math.inf, ""))
-        # Search only if this case shows an error below the smallest so far.
+        # Bisect only if this case fails at an error one step below the smallest so far.
         high = 0 if smallest == math.inf else round(math.log(smallest, _STEP)) - 1
         if seen(high)[observable]:
             best[key] = (_STEP ** _find_least_power(seen, observable, high), case.id)
 
 
 def _find_least_power(seen: Callable[[int], Mapping[str, bool]], observable: str, high: int) -> int:
-    """Find the least power at which the observable shows the error, given that it does at `high`."""
+    """Find by bisection the least power of `_STEP` at which the observable fails; it must fail at `high`."""
     low = _MIN_POWER
     while high - low > 1:
         middle = (low + high) // 2
@@ -149,9 +168,10 @@ def _find_least_power(seen: Callable[[int], Mapping[str, bool]], observable: str
 
 
 def _iter_perturbations(case: Case, table: Tolerances) -> Iterator[_Perturbation]:
-    """Yield perturbations that are judged element by element, for cotangents on all rows and on a single one.
+    """Yield perturbations that are judged element by element, with a cotangent on all rows and one on a single row.
 
-    In a single row no sum over rows hides an error of the logits: dv and dk show it about as well as residuals do.
+    dk and dv are sums over the rows of queries, and such a sum can hide an error of the logits. With a cotangent on a
+    single row there is no sum, so dk and dv show an error of the logits about as well as the residuals do.
     """
     problem = draw_problem(case)
     cotangents = _build_cotangents(case, problem)
@@ -162,9 +182,9 @@ def _iter_perturbations(case: Case, table: Tolerances) -> Iterator[_Perturbation
 
 
 def _build_cotangents(case: Case, problem: Problem) -> list[Cotangent]:
-    """Build a cotangent on all rows, and one on the last row that attends to anything.
+    """Build a cotangent on all rows of queries, and one on the last row that may attend to at least one key.
 
-    The checks `gradients` and `gradients_part` have the same.
+    The checks `gradients` and `gradients_part` use the same two cotangents.
     """
     out = draw_cotangent(case).out
     live_rows = np.flatnonzero(~problem.empty_rows.all(axis=(0, 1)))
@@ -175,7 +195,15 @@ def _build_cotangents(case: Case, problem: Problem) -> list[Cotangent]:
 def _iter_judged_perturbations(
     case: Case, problem: Problem, cotangent: Cotangent, expected: Mapping[str, Bounded], table: Tolerances
 ) -> Iterator[_Perturbation]:
-    """Yield the perturbations of one cotangent, judged by bounds."""
+    """Yield the perturbations that are judged element by element against the bounds, for one cotangent.
+
+    Args:
+      case: the case.
+      problem: operands of the case.
+      cotangent: cotangent of `out`.
+      expected: exact value and bound of each observable that is judged.
+      table: the limits to judge with.
+    """
     attention = _Attention.of(problem, cotangent)
     exact = attention(0.0, 0.0)
 
@@ -201,7 +229,11 @@ def _iter_judged_perturbations(
 
 
 def _iter_ensemble_perturbations(case: Case) -> Iterator[_Perturbation]:
-    """Yield the perturbations that the ensemble check judges: those that change all elements of a result."""
+    """Yield the perturbations that the check `ensemble` judges: an error in the scale, or in a whole gradient.
+
+    That check judges statistics over several seeds of a case, so it can only see errors that change all elements of a
+    result.
+    """
     members = []
     for one in list_reseeded_cases(case):
         problem, cotangent = draw_problem(one), draw_cotangent(one)
@@ -209,7 +241,7 @@ def _iter_ensemble_perturbations(case: Case) -> Iterator[_Perturbation]:
     exact = [attention(0.0, 0.0) for attention, _ in members]
 
     def perturbation(name: str, results: Callable[[int, float], Values], observables: Sequence[str]) -> _Perturbation:
-        """Build a perturbation; `results` takes the number of a member and the error."""
+        """Build a perturbation; `results` takes the index of a seed in the ensemble, and the relative error."""
 
         def seen(e: float) -> dict[str, bool]:
             rounded = [_round_values(results(n, e), member.problem) for n, (member, _) in enumerate(members)]
@@ -236,12 +268,12 @@ def _iter_ensemble_perturbations(case: Case) -> Iterator[_Perturbation]:
 
 
 def _call_member(results: Sequence[Callable[[float], Values]], number: int, e: float) -> Values:
-    """Return the results of one member of the ensemble for an error."""
+    """Return the results for one seed of the ensemble (`number`), perturbed by the relative error `e`."""
     return results[number](e)
 
 
 def _round_values(values: Values, problem: Problem) -> Values:
-    """Round values to the dtypes in which an implementation returns them."""
+    """Round results to the dtypes in which an implementation returns them: the operands' dtype, or f32 for others."""
     dtypes = dict.fromkeys(("out", "dq", "dk", "dv"), problem.q.dtype)
     if problem.bias is not None:
         dtypes["dbias"] = problem.bias.dtype
@@ -249,7 +281,7 @@ def _round_values(values: Values, problem: Problem) -> Values:
 
 
 def _scale_observable(exact: Values, name: str, place: tuple[Any, ...] = ()) -> Callable[[float], Values]:
-    """Return a function that multiplies the observable, or its element at `place`, by `1 + e`."""
+    """Return a function of `e` that multiplies the exact observable, or only its element at `place`, by `1 + e`."""
 
     def results(e: float) -> Values:
         values = exact[name].astype(np.float64)
@@ -260,7 +292,7 @@ def _scale_observable(exact: Values, name: str, place: tuple[Any, ...] = ()) -> 
 
 
 def _find_clearest_element(expected: Bounded) -> tuple[Any, ...]:
-    """Find the element with the smallest bound relative to its value."""
+    """Find the index of the element whose bound is smallest relative to its value."""
     relative = np.divide(
         np.abs(expected.value), expected.bound, where=expected.bound > 0, out=np.zeros_like(expected.bound)
     )
@@ -269,21 +301,27 @@ def _find_clearest_element(expected: Bounded) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Attention:
-    """Attention and its backward pass (docs/contract.md, section 2), every operation in f32, heads first."""
+    """Attention and its backward pass as docs/contract.md, section 2, defines them, computed in f32 with NumPy.
+
+    Attributes:
+      problem: the operands.
+      do: cotangent of `out`, `[B, N, T, V]`.
+      key: index of the key whose probability can be perturbed.
+    """
 
     problem: Problem
-    do: np.ndarray  # [B, N, T, V]
+    do: np.ndarray
     key: int
 
     @classmethod
     def of(cls, problem: Problem, cotangent: Cotangent) -> _Attention:
-        """Build it for `problem`, with the key that has the largest probability of all."""
+        """Build the attention of `problem`; its `key` is the one with the largest probability in any row."""
         top = [(slab.p.max(), int(slab.p.max(axis=(0, 1)).argmax())) for slab in oracle.iter_slabs(problem)]
         return cls(problem, _move_heads_first(cotangent.out), max(top)[1])
 
     @functools.cached_property
     def operands(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q, k and v, each `[B, N, length, depth]`."""
+        """q, k and v in f32 as `[B, N, length, depth]`; keys and values are repeated for each query head."""
         k, v = (np.repeat(_move_heads_first(x), self.group, axis=1) for x in (self.problem.k, self.problem.v))
         return _move_heads_first(self.problem.q), k, v
 
@@ -293,11 +331,14 @@ class _Attention:
         return self.problem.q.shape[2] // self.problem.k.shape[2]
 
     def __call__(self, scale_error: float, key_error: float) -> Values:
-        """Compute all observables.
+        """Compute all results and gradients, with an error at two places.
 
         Args:
-          scale_error: a relative error in the scale of the logits.
-          key_error: a relative error in the normalised probability of the key.
+          scale_error: relative error of the scale of the logits.
+          key_error: relative error of the normalised probability of the key `self.key`.
+
+        Returns:
+          results by name (`out`, `logsumexp`, `dq`, ...), in the layouts in which an implementation returns them.
         """
         q, k, v = self.operands
         scale = np.float32(self.problem.effective_scale * (1 + scale_error))
@@ -331,7 +372,7 @@ class _Attention:
         return results
 
     def _compute_logits(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return capped and masked logits, and the derivative of the cap."""
+        """Return the logits after bias, soft cap and mask, and the derivative of the soft cap; `x` is scaled q k."""
         if self.problem.bias is not None:
             x = x + self.problem.bias.astype(np.float32)
         slope = np.ones((), np.float32)

@@ -2,7 +2,7 @@
 
 To first order, a bound is a sum over everything that rounds. The term of one source is the bound of an arithmetic in
 which nothing else rounds. If errors are not small (`expm1`, the cap on a probability's error), the terms do not add up
-to the bound, and callers report the rest.
+to the bound. Callers then report the difference. The command `explain --impl` prints the terms and the resemblance.
 
 An error that comes from one source is, element by element, the source's term times a random number. So the logarithm of
 error over term varies over the elements like that of a normal number's magnitude, with variance `pi^2 / 8`. For another
@@ -43,9 +43,10 @@ SOURCES = {
     "bias": "rounding dbias to the dtype of the bias",
     "tiny": "underflow",
 }
-"""What rounds, by the field of `Roundoff` that holds its unit roundoff."""
-MIN_ELEMENTS = 64  # fewest elements with an error, to say what their errors resemble
-_MIN_EXPLAINED = 0.05  # share of the variance that a term must explain: several times what chance explains of `ENOUGH`
+"""Sources of rounding: a description of each, by the field of `Roundoff` that holds its unit roundoff."""
+MIN_ELEMENTS = 64  # fewest elements with an error for which a resemblance is looked for
+# Least share of the variance that a term must explain: several times what chance explains in `MIN_ELEMENTS` elements.
+_MIN_EXPLAINED = 0.05
 _MIN_RANDOM_VARIANCE = np.pi**2 / 8 / 4  # a quarter of the variance of the logarithm of a normal number's magnitude
 _MAX_RANDOM_VARIANCE = np.pi**2 / 8 * 3  # three times it: bounds are no exact standard deviations
 _ALIKE_SHARE = 0.02  # terms whose remaining variance is within this share of the smallest are reported together
@@ -57,10 +58,10 @@ class Resemblance:
 
     Attributes:
       sources: names of the sources, the best first.
-      times: how many times the best source's term the errors are. For random errors it is the root mean square of
-        normal numbers that have the quotients' mean logarithm, otherwise the geometric mean of the quotients.
-      is_random: whether the quotients vary as rounding does. They vary less where errors are always about the same
-        multiple of the term, and more where something else than rounding is wrong in some elements.
+      times: typical quotient of the errors and the best source's term. For random errors, it is the root mean square of
+        normal numbers with the same mean logarithm. Otherwise it is the geometric mean of the quotients.
+      is_random: whether the quotients vary as those of rounding errors do. They vary less if the errors are nearly a
+        constant multiple of the term, and more if something else than rounding is wrong in some elements.
     """
 
     sources: tuple[str, ...]
@@ -75,7 +76,7 @@ def compute_expectation_by_source(
     *,
     empty_rows: EmptyRows = "zero",
 ) -> dict[str, Expectation]:
-    """Compute the expectation with one source alone rounding, for each source that rounds at all."""
+    """Compute, for each source that rounds at all, the exact results and the bounds if only this source rounds."""
     whole = Roundoff.of(arithmetic, problem)
     sizes = {name: getattr(whole, name) for name in SOURCES}
     silent = dict.fromkeys(SOURCES, 0.0)
@@ -89,7 +90,7 @@ def compute_expectation_by_source(
 
 
 def list_terms(terms: Mapping[str, Array], index: tuple[int, ...], bound: float) -> list[tuple[str, float]]:
-    """List the terms of the bound at one element, largest first, without those that do not show in three digits."""
+    """List the terms of the bound at one element, largest first, without terms below 0.05% of the bound."""
     found = [(name, float(term[index])) for name, term in terms.items()]
     return sorted((one for one in found if one[1] > 5e-4 * bound), key=lambda one: -one[1])
 
@@ -102,11 +103,11 @@ def find_resemblance(
     Args:
       error: `|got - expected|`.
       terms: the term of each source, in the same shape.
-      judged: which elements count, in the same shape.
-      most: how many times a term the errors may be to resemble it.
+      judged: booleans of the same shape, true for elements that count.
+      most: the largest multiple of a term that errors may be on average and still resemble it.
 
     Returns:
-      the resemblance; None if no term explains enough, or fewer than `ENOUGH` elements have an error.
+      the resemblance; None if no term explains enough, or fewer than `MIN_ELEMENTS` elements have an error.
     """
     off = judged & (error > 0) & np.isfinite(error)
     if off.sum() < MIN_ELEMENTS:
@@ -116,7 +117,7 @@ def find_resemblance(
     times: dict[str, float] = {}
     for name, term in terms.items():
         there = term[off]
-        if not (there > 0).all():  # some error is where this source has none
+        if not (there > 0).all():  # an element has an error although this source causes none there
             continue
         quotient = size - np.log(there)
         variance = float(quotient.var())
@@ -132,5 +133,5 @@ def find_resemblance(
 
 
 def select_bounds(expected: Mapping[str, Expectation], pick: Callable[[Expectation], Array]) -> dict[str, Array]:
-    """Select the bounds of one result by source; `pick` finds the result in an expectation."""
+    """Return the bound of one result for each source; `pick` takes this bound from an expectation."""
     return {name: pick(one) for name, one in expected.items()}

@@ -1,9 +1,10 @@
-"""Tabulate what correct implementations reach. The tolerance table follows from these figures.
+"""Tabulate the largest error ratios that correct implementations reached; the limits of judgements follow from them.
 
     python -m conformance run --impl=block_flash --level=standard --seed=0 --seed=1 --seed=2 --json=block_flash.jsonl
 
-writes the records of one implementation. `tabulate` puts the records of several implementations together, and `write`
-stores the table where `conformance.truth.tolerances` reads it. None of this needs JAX.
+writes the records of one implementation. `tabulate` builds one table from the records of several implementations.
+`write_calibration` stores the table as `calibration.json`, from which `conformance.truth.tolerances` computes the
+limits. None of this needs JAX.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from conformance import output_files
 from conformance.records import ERROR, FAIL, PASS, UNEXPECTED_PASS, Record
 from conformance.truth.tolerances import CALIBRATION, CALIBRATION_SCHEMA, DTYPES
 
-# Checks that compare with the oracle element by element. The others compare results with each other, or have limits of
-# their own.
+# Checks that compare results with the oracle element by element. Other checks compare results with each other, or have
+# limits of their own.
 _ORACLE_CHECKS = frozenset(
     (
         "forward",
@@ -40,18 +41,18 @@ _SIGNIFICANT_DIGITS = 3
 
 
 def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> dict[str, Any]:
-    """Build the calibration: one row for each dtype and observable, and the provenance of the figures.
+    """Build the calibration: one row for each dtype and observable, and how the ratios were measured.
 
     Only judgements against the oracle count, and only those that passed. A row has
 
     - the number of judgements, and quantiles of their largest ratios;
     - the largest ratio, with the implementation and the case that reached it;
-    - the largest root mean square, or None if that is never judged.
+    - the largest root mean square, or None if no root mean square was judged.
 
     Args:
       records: records of implementations that are known to be correct.
-      level: level of the grid that was judged, for the provenance.
-      jax: version of JAX, for the provenance.
+      level: the set of cases that was judged (`quick`, `standard`, `deep`); it is stored as provenance.
+      jax: version of JAX; it is stored as provenance.
 
     Raises:
       ValueError: if a judgement failed, or if an observable was never judged. A failure means that the implementation
@@ -70,7 +71,7 @@ def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> di
         if record.verdict == PASS and record.ratio is not None and (observable := _find_observable(record)):
             judged.setdefault((record.dtype, observable), []).append(record)
     if missing := [f"{d}.{o}" for d in DTYPES for o in OBSERVABLES if (d, o) not in judged]:
-        raise ValueError(f"no record judges {', '.join(missing)}: add an implementation that offers it")
+        raise ValueError(f"no record judges {', '.join(missing)}: add records of an implementation that returns it")
     counted = [record for group in judged.values() for record in group]
     provenance = {
         "implementations": sorted({record.implementation for record in counted}),
@@ -89,9 +90,10 @@ def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> di
 
 
 def merge_calibrations(table: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two calibrations: the larger of each figure, and the quantiles of the one with more judgements.
+    """Merge two calibrations: take the larger of each maximum, and the quantiles of the one with more judgements.
 
-    Only measuring everything again may narrow a limit: a correct implementation may reach again what it once reached.
+    So merging never narrows a limit, since an error that a correct implementation once reached may occur again. A limit
+    becomes narrower only if all implementations are measured anew.
     """
     rows = {(row["dtype"], row["observable"]): row for row in last["rows"]}
     both = [(row, rows[row["dtype"], row["observable"]]) for row in table["rows"]]
@@ -157,16 +159,17 @@ def _build_row(dtype: str, observable: str, group: Sequence[Record]) -> dict[str
 
 
 def _compute_quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the smallest of the sorted values that at least this share of them does not exceed."""
+    """Return the quantile of sorted values: the smallest one that at least `share` of the values do not exceed."""
     return ordered[math.ceil(share * len(ordered)) - 1]
 
 
 def _round_to_digits(value: float) -> float:
+    """Round to `_SIGNIFICANT_DIGITS` significant digits."""
     return float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
 
 
 def _format_source(provenance: Mapping[str, Any]) -> str:
-    """Format the provenance as the tolerance table shows it."""
+    """Format the level, the number of seeds and the platforms, as the tolerance table shows them."""
     level = f"at {provenance['level']}, " if provenance["level"] else ""
     seeds = len(provenance["seeds"])
     return f"{level}{seeds} {'seed' if seeds == 1 else 'seeds'}, on {', '.join(provenance['platforms'])}"

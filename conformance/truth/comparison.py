@@ -1,5 +1,8 @@
 """Compare results with the oracle, element by element, in NumPy.
 
+`compare` takes a result and the exact values with their bounds. It returns the largest ratio of error to bound, and the
+root mean square of the ratios.
+
 NaN never passes. So nothing here is written as `error > bound`, which is false for NaN. JAX is not used either: on
 XLA:CPU, `jnp.max` of f32 silently drops NaN in arrays of 4096 elements and more.
 """
@@ -47,7 +50,7 @@ def compare(got: object, expected: Bounded, judged: np.ndarray | None = None) ->
     Args:
       got: the array that the implementation returned.
       expected: exact values and bounds.
-      judged: booleans broadcastable to the shape; elements that are False are not compared. All by default.
+      judged: booleans broadcastable to the shape; elements where it is False are not compared. By default all are.
     """
     array = np.asarray(got)
     if array.shape != expected.value.shape:

@@ -1,13 +1,14 @@
-"""Cache numbers on disk that depend on a case and the declarations only, such as by how much a wrong result fails it.
+"""Cache numbers on disk that depend only on a case and the declarations, such as the ratio with which zeros fail it.
 
-Every kernel with the same declarations, and every later run on this machine, reuses them. An entry is named by a hash
-of everything that it was computed from: the operands to the last bit, the declarations, the code of this project, and
-the version of NumPy. So an entry that other code computed is never found.
+Every kernel with the same declarations, and every later run on this machine, reuses these numbers. An entry is named by
+a hash of everything that it was computed from: the operands to the last bit, the declarations, the code of this
+project, and the version of NumPy. So an entry that other code computed is never found.
 
-Exact results and their bounds are not cached. Computing them runs at 160 MB a second, about as fast as reading a disk,
-and those of one kernel at `quick` take 1.3 GB.
+Exact results and their bounds are not cached. Computing them runs at 160 MB a second, about as fast as reading a disk.
+For one kernel at level `quick` they take 1.3 GB.
 
-The environment variable `CONFORMANCE_CACHE` names another folder. If it is empty, nothing is cached.
+The environment variable `CONFORMANCE_CACHE` names another folder for the cache. If it is the empty string, nothing is
+cached.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import platformdirs
 import cases
 
 CACHE_VARIABLE = "CONFORMANCE_CACHE"
-# The first process that adds an entry removes the oldest ones beyond this number. Each takes 4 kB.
+# Most entries that the cache holds, of 4 kB each. Each process removes the oldest entries beyond this number once,
+# before it writes its first entry.
 _MAX_ENTRIES = 50_000
 
 _IS_ENABLED = contextvars.ContextVar("keeps", default=True)
@@ -37,7 +39,7 @@ _IS_ENABLED = contextvars.ContextVar("keeps", default=True)
 
 @contextlib.contextmanager
 def disable_cache() -> Iterator[None]:
-    """Neither read nor write the cache within this context: for cases that will not occur again."""
+    """Turn the cache off within this context, for cases that will not occur again."""
     token = _IS_ENABLED.set(False)
     try:
         yield
@@ -49,9 +51,9 @@ def compute_cached(asked: Any, make: Callable[[], Mapping[str, float]]) -> dict[
     """Return the numbers that `make` computes, from the cache if it has them.
 
     Args:
-      asked: everything that the numbers depend on, beside the code. It may hold dataclasses, arrays, mappings,
+      asked: everything that the numbers depend on, except the code. It may hold dataclasses, arrays, mappings,
         sequences and scalars.
-      make: computes the numbers by name.
+      make: a function that computes the numbers, by name.
 
     Raises:
       TypeError: if `asked` holds an object of another type, whose value cannot be hashed.
@@ -99,7 +101,7 @@ def _write_entry(path: Path, entry: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _remove_oldest(folder: Path) -> None:
-    """Remove the oldest entries beyond the largest number, once in a process."""
+    """Remove the oldest entries beyond `_MAX_ENTRIES`, once in a process."""
     with contextlib.suppress(OSError):  # another process may be doing the same
         newest = sorted(folder.glob("*.json"), key=lambda entry: entry.stat().st_mtime, reverse=True)
         for entry in newest[_MAX_ENTRIES:]:
@@ -108,7 +110,7 @@ def _remove_oldest(folder: Path) -> None:
 
 @functools.cache
 def _hash_code() -> str:
-    """Hash the code that computes: `cases`, `conformance`, and the version of NumPy."""
+    """Hash the code that computes cached numbers: the sources of `cases` and `conformance`, and NumPy's version."""
     found = hashlib.blake2b(np.__version__.encode(), digest_size=16)
     for package in (Path(cases.__path__[0]), Path(__file__).parents[1]):
         for source in sorted(package.rglob("*.py")):
@@ -117,7 +119,7 @@ def _hash_code() -> str:
 
 
 def _hash_request(asked: Any) -> str:
-    """Hash a value by content."""
+    """Hash the content of a value, as `_hash_value` feeds it."""
     found = hashlib.blake2b(digest_size=16)
     _hash_value(found, asked)
     return found.hexdigest()

@@ -6,7 +6,7 @@ leaves the same remainder. So `m` equal terms may be off by `m / 2` unit roundof
 by a unit of itself, the worst case (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). 365 equal
 terms were measured to be off by 34 unit roundoffs; a random walk allows 4.8.
 
-Such a sum is dq for a cotangent of `logsumexp` alone: `dx = p dlse` is equal wherever the weights of a row are equal,
+If only `logsumexp` has a cotangent, dq is such a sum: `dx = p dlse` is equal wherever the weights of a row are equal,
 and many keys may share a coordinate.
 """
 
@@ -19,7 +19,9 @@ from conformance.truth.roundoff import compute_walk_steps
 
 
 def compute_equal_term_excess(weights: Array, values: Array) -> Array | float:
-    """Compute by how much the roundings of `weights @ values` may exceed a random walk; 0 if its terms differ.
+    """Bound how far equal terms take the rounding error of `weights @ values` above that of a random walk.
+
+    The bound is 0 if few terms are equal.
 
     Args:
       weights: `[G, T, S]`.
@@ -37,7 +39,10 @@ def compute_equal_term_excess(weights: Array, values: Array) -> Array | float:
 
 
 def _count_most_frequent(x: Array) -> Array:
-    """Count the most frequent value along the last axis, in f32; zeros do not count, since adding them is exact."""
+    """Count how often the most frequent value occurs along the last axis, where values are compared in f32.
+
+    Zeros do not count, since adding them is exact.
+    """
     ordered = np.sort(x.astype(np.float32), axis=-1)
     place = np.arange(ordered.shape[-1])
     begins = np.ones(ordered.shape, bool)

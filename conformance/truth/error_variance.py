@@ -1,7 +1,8 @@
 """Compute the expected variance of a correct kernel's errors in bf16 or f16, element by element.
 
 The bounds of `conformance.truth.rounding_bounds` let errors pass that are smaller than one rounding of the output
-dtype. Such errors still show over many elements, since their mean square has an expected value. This module derives it.
+dtype. Such errors still show over many elements, since their mean square has an expected value. This module computes
+it, and the check `ensemble` compares it with the errors of a kernel.
 
 Rounding a value to nearest errs by up to half of the spacing `ulp`, uniformly and independently from one value to the
 next. So its variance is `ulp^2 / 12`. For a result, the spacing is that of the element's own binade. For the many terms
@@ -22,7 +23,7 @@ of the logits, and `s` the scale. Everything else is as in docs/contract.md, sec
 
 If logits are rounded, with `w_z = c u_z^2 z^2`, `k' = sum_j p k` and `e = sum_j p^2 w_z`, these terms are added:
 
-    out:  + sum_j w_z [p (v - out)]^2                       from dp_j = p_j (dz_j - sum_l p_l dz_l), d for an error
+    out:  + sum_j w_z [p (v - out)]^2                 from dp_j = p_j (dz_j - sum_l p_l dz_l), where d means "error of"
     dv:   + sum_i p^2 (w_z (1 - 2 p) + e) do^2
     dq:   + s^2 sum_j w_z [dz (k - k') - p dq / s]^2
     dk:   + s^2 sum_i [w_z dz^2 (1 - 4 p) + dz^2 e + p^2 sum_l w_z dz^2 + 2 dz p sum_l w_z p dz] q^2
@@ -97,7 +98,7 @@ def compute_error_variance(
     Args:
       problem: operands in bf16 or f16, without soft cap, sinks, bias and `score_mod`.
       arithmetic: the arithmetic that the implementation declares.
-      cotangent: cotangent of `out`; None for the forward pass alone.
+      cotangent: cotangent of `out`; None to compute the forward pass only.
 
     Raises:
       ValueError: if the derivation does not cover the problem.
@@ -105,12 +106,13 @@ def compute_error_variance(
     dtype = get_dtype_name(problem.q.dtype)
     u = Roundoff.of(arithmetic, problem)
     if dtype not in _PRECISION:
-        raise ValueError(f"the spread of errors is derived for {', '.join(_PRECISION)}, got operands in {dtype}")
+        raise ValueError(f"the variance of errors is derived for {', '.join(_PRECISION)} only, got operands in {dtype}")
     if problem.sinks is not None or problem.soft_caps is not None or problem.logit_terms or problem.head_factors:
-        raise ValueError("the spread of errors is derived for logits `scale <q, k>`; the problem has another operand")
+        raise ValueError("the variance of errors is derived for logits `scale <q, k>` only; the problem changes them")
     if u.scaled_q:
-        # Errors of q * scale are shared by all keys of a row: another derivation, that powers of two do not need.
-        raise ValueError(f"with scaled_q the scale must be a power of two, got {problem.effective_scale}")
+        # All keys of a row share the error of q * scale, which this derivation does not cover. There is no such error
+        # if the scale is a power of two.
+        raise ValueError(f"if scaled_q is declared, the scale must be a power of two, got {problem.effective_scale}")
     names = {"out": (problem.q.shape[:3] + problem.v.shape[3:])}
     if cotangent is not None:
         names |= {"dq": problem.q.shape, "dk": problem.k.shape, "dv": problem.v.shape}
@@ -128,7 +130,7 @@ def compute_error_variance(
 
 
 def _add_forward(values: dict[str, Array], variances: dict[str, Array], slab: Slab, u: Roundoff) -> None:
-    """Write one slab's `out` and its variance."""
+    """Write one slab's `out` and its error variance into `values` and `variances`."""
     squared = _to_float32(slab.p) ** 2
     v = _to_float32(slab.v)
     variance = TERM * u.probabilities**2 * (squared @ v**2)
@@ -146,7 +148,7 @@ def _add_forward(values: dict[str, Array], variances: dict[str, Array], slab: Sl
 def _add_backward(
     values: dict[str, Array], variances: dict[str, Array], slab: Slab, do: Array, u: Roundoff, dtype: str
 ) -> None:
-    """Write one slab's gradients and their variances."""
+    """Write one slab's gradients and their error variances into `values` and `variances`."""
     dp = slab.dp(do)
     d = (slab.p * dp).sum(axis=-1, keepdims=True)
     dz = slab.p * (dp - d)
@@ -216,7 +218,7 @@ def _compute_block_variance(x: Array, y: Array, u: Roundoff) -> Array | float:
     Args:
       x: `[G, n, m]`.
       y: `[m, .]` or `[G, m, .]`.
-      u: the unit roundoffs, which hold the size of the blocks of `m`.
+      u: the unit roundoffs, which hold the size of the blocks along `m`.
 
     Returns:
       the variance `[G, n, .]`, or 0 if no sum is rounded after a block.
@@ -230,7 +232,8 @@ def _compute_block_variance(x: Array, y: Array, u: Roundoff) -> Array | float:
         stop = start + u.block
         block = x[..., start:stop] @ y[:, start:stop]
         so_far = so_far + block
-        # A sum's first block is rounded only as the result of that block. Either end is first in one of the two orders.
+        # The first block is rounded only as the first partial sum, not also as an addend. The blocks at both ends are
+        # first in one of the two orders.
         ends = (start == 0) + (stop >= length)
         squares += (1 - ends / 2) * block**2
         if stop < length:
@@ -239,7 +242,7 @@ def _compute_block_variance(x: Array, y: Array, u: Roundoff) -> Array | float:
 
 
 def _compute_logit_variance(slab: Slab, u: Roundoff) -> Array:
-    """Compute `w_z` of the module docstring, `[G, T, S]`, in float32."""
+    """Compute the variance of the logits' errors, `w_z` in the module docstring, `[G, T, S]` in float32."""
     variance = (u.logits**2 + u.softmax**2) * slab.z**2
     if u.softmax:
         variance = variance + u.softmax**2 * ((slab.z - slab.pivot[..., None]) ** 2 + 1)

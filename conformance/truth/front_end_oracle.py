@@ -40,12 +40,12 @@ _FACTORS = ("prescale", "temperature")
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """q or k on its way through the steps.
+    """One projection (q or k) before and after each step of a front end, as the backward pass needs it.
 
     Attributes:
       steps: names of the steps, in order.
       at: position streams `[3, L]`.
-      norm: weights of the norm `[H]`, if there are any.
+      norm: weights of the norm `[H]`; None if there are none.
       before: the input of each step.
       after: the output of the last step.
     """
@@ -79,7 +79,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class FrontEnd:
-    """A front end that was applied to raw projections.
+    """The operands that a front end made from raw projections, with what its backward pass needs.
 
     Attributes:
       q: the queries.
@@ -110,7 +110,7 @@ class FrontEnd:
         """Compute the gradients of the raw projections and of the norms' weights.
 
         Args:
-          dq: gradient of q after the front end, with its bound, as it comes from attention.
+          dq: gradient of q after the front end, with its bound, as attention returns it.
           dk: gradient of k after the front end, with its bound.
           dv: gradient of v, with its bound.
           roundoff: unit roundoff of the dtype in which gradients of projections are stored.
@@ -182,7 +182,7 @@ def _compute_factor(step: str, at: Array) -> BoundedNumber:
     if step == "prescale":
         return BoundedNumber.exact(PRE_SCALE)
     value = compute_temperature(at[0])[:, None, None]
-    # The logarithm, its factor and the sum round.
+    # The error covers the roundings of the logarithm, of its product with the factor, and of the sum.
     return BoundedNumber(
         value, 2 * U * TEMPERATURE_SCALE * np.log1p((at[0].max() + 1) // TEMPERATURE_FLOOR) + U * value
     )

@@ -36,15 +36,15 @@ _MAX_SMALL_CHANGE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class LowPrecisionSoftmax:
-    """Errors of one slab's softmax that is computed in the operands' dtype.
+    """Errors of one slab's softmax if it is computed in the operands' dtype.
 
     Attributes:
       slab: the slab.
       u: unit roundoff of the operands' dtype.
       off: error of each logit, `[G, T, S]`.
       share: relative error of each row's sum, `[G, T]`.
-      p: err(p) as it is added by magnitude, `[G, T, S]`.
-      small: rows whose errors are added in quadrature, `[G, T]`.
+      p: err(p), the error of each probability, `[G, T, S]`. In rows that are not `small` it includes `share`.
+      small: booleans `[G, T]`, true for rows whose errors are added in quadrature.
     """
 
     slab: Slab
@@ -59,7 +59,7 @@ class LowPrecisionSoftmax:
         """Bound the errors of the slab's softmax; None if the softmax is in f32."""
         if not u.softmax:
             return None
-        sums = [slab.x]  # the logit after each term is added, the last one first
+        sums = [slab.x]  # the logit after each term is added, the final logit first
         for term in reversed(slab.terms):
             sums.append(sums[-1] - term.value)
         before_cap = (2 + len(slab.head_factors)) * np.abs(sums.pop())  # the product, the scale and other factors
@@ -82,7 +82,7 @@ class LowPrecisionSoftmax:
 
     @property
     def out(self) -> Array:
-        """The error that is added to `out`, `[G, T, V]`."""
+        """What the softmax adds to the error of `out`, `[G, T, V]`."""
         slab, by_pair = self.slab, self._squares(self.p)
         p2, v2, out2 = slab.averaging**2, slab.v**2, slab.out**2
         moved = by_pair @ v2 - 2 * slab.out * (by_pair @ slab.v) + out2 * by_pair.sum(axis=-1, keepdims=True)
@@ -91,7 +91,7 @@ class LowPrecisionSoftmax:
         return found + rounded + (slab.p_sink * self.share)[..., None] * np.abs(slab.out)
 
     def backward(self, do: Array, dp: Array, d: Array, dlse: Array) -> SoftmaxGradientErrors:
-        """Bound the errors that are added to gradients.
+        """Bound what the softmax adds to the errors of gradients.
 
         Args:
           do: cotangent of `out`, `[G, T, V]`.
@@ -119,15 +119,18 @@ class LowPrecisionSoftmax:
         return SoftmaxGradientErrors(slab.abs_scale * dq, slab.abs_scale * dk, dv, both, err_dsink)
 
     def _squares(self, x: Array) -> Array:
-        """Square errors `x [G, T, S]` of rows that are added in quadrature; 0 in the others."""
+        """Return the squares of errors `x [G, T, S]` in rows that are added in quadrature, and 0 in other rows."""
         return np.where(self.small[..., None], x, 0.0) ** 2
 
     def _magnitudes(self, x: Array) -> Array:
-        """Keep errors `x [G, T, S]` of rows that are added by magnitude; 0 in the others."""
+        """Return errors `x [G, T, S]` in rows whose errors are summed as absolute values, and 0 in other rows."""
         return np.where(self.small[..., None], 0.0, x)
 
     def _over_rows(self, x: Array, y: Array) -> Array:
-        """Sum errors `x [G, T, S]` times `y [G, T, .]` over the rows of each head: `[G, S, .]`."""
+        """Bound the errors of `x^T y`, `[G, S, .]`, from errors `x [G, T, S]` and factors `y [G, T, .]`.
+
+        The errors of different rows are added in quadrature, or by magnitude for rows that are not `small`.
+        """
         squares, magnitudes = (z.transpose(0, 2, 1) for z in (self._squares(x), self._magnitudes(x)))
         return np.sqrt(2 * (squares @ y**2)) + magnitudes @ np.abs(y)
 
@@ -137,11 +140,11 @@ class SoftmaxGradientErrors:
     """Errors that a softmax in the operands' dtype adds to gradients.
 
     Attributes:
-      dq: `[G, T, H]`.
-      dk: of each query head, `[G, S, H]`.
-      dv: of each query head, `[G, S, V]`.
-      dx: gradient of the logits, `[G, T, S]`.
-      dsink: each row's part of dsinks, `[G, T]`.
+      dq: error of dq, `[G, T, H]`.
+      dk: error of each query head's part of dk, `[G, S, H]`.
+      dv: error of each query head's part of dv, `[G, S, V]`.
+      dx: error of the gradient of the logits, `[G, T, S]`.
+      dsink: error of each row's part of dsinks, `[G, T]`.
     """
 
     dq: Array

@@ -36,14 +36,19 @@ Rows = slice | Array
 
 @dataclasses.dataclass(frozen=True)
 class LogitTerm:
-    """What an optional operand adds to scaled logits of a slab, `[G, T, S]`."""
+    """A term that an optional operand (bias, ALiBi, score function) adds to the scaled logits of a slab.
+
+    Attributes:
+      operand: the operand that the term comes from.
+      value: the term, `[G, T, S]`.
+    """
 
     operand: OptionalOperand
     value: Array
 
     @property
     def rounding(self) -> TermRounding:
-        """How a kernel rounds the term before it adds it."""
+        """The roundings that a kernel may make while it computes the term, before it adds it to the logit."""
         return self.operand.term_rounding
 
 
@@ -61,12 +66,12 @@ class Slab:
       k: keys `[S, H]`.
       v: values `[S, V]`.
       allowed: which pairs may attend, `[G, T, S]`.
-      terms: what operands add to the scaled logits, in the order in which it is added.
+      terms: the terms that operands add to the scaled logits, in the order of addition.
       sinks: logits of the sinks, `[G]`, or None.
-      soft_cap: a number, `[G, T, S]` if a `score_mod` computes it, or None.
-      fixed_scale: factor of the products of queries and keys.
-      head_factors: further factors by query head, `[G, 1, 1]`, by the name of the operand.
-      empty_rows: what a query that may attend to nothing returns.
+      soft_cap: the soft cap: a number, or `[G, T, S]` if a `score_mod` computes it; None without a cap.
+      fixed_scale: factor of the products of queries and keys that is the same for all heads.
+      head_factors: further factors, one for each query head, `[G, 1, 1]`, by the name of the operand.
+      empty_rows: what `out` is for a query that may attend to no key: zero, or the mean of the values.
     """
 
     batch: int
@@ -90,7 +95,7 @@ class Slab:
 
     @property
     def abs_scale(self) -> Any:
-        """The magnitude of `scale`, for bounds."""
+        """The absolute value of `scale`, which the error bounds use."""
         return np.abs(self.scale)
 
     @functools.cached_property
@@ -118,12 +123,15 @@ class Slab:
 
     @functools.cached_property
     def max_logits(self) -> Array:
-        """Largest allowed logit of each row, `[G, T]`; -inf in empty rows."""
+        """Largest logit of each row among its allowed keys, `[G, T]`; -inf in rows without allowed keys."""
         return np.max(self.z, axis=-1, where=self.allowed, initial=-np.inf)
 
     @functools.cached_property
     def pivot(self) -> Array:
-        """Maximum that logits are shifted by, sinks included, `[G, T]`; 0 where it is not finite."""
+        """The number subtracted from a row's logits before `exp`, `[G, T]`: their maximum, including the sink.
+
+        It is 0 where the maximum is not finite.
+        """
         pivot = self.max_logits if self.sinks is None else np.maximum(self.max_logits, self.sinks[:, None])
         return np.where(np.isfinite(pivot), pivot, 0.0)
 
@@ -156,9 +164,9 @@ class Slab:
 
     @functools.cached_property
     def averaging(self) -> Array:
-        """Weights of the values, `[G, T, S]`: `p`, or `1 / S` in empty rows that return the mean of `v`.
+        """Weights of the values in `out`, `[G, T, S]`: `p`, or `1 / S` in empty rows that return the mean of `v`.
 
-        With sinks an empty row is zero: its sink takes all the weight.
+        With sinks, the weights of an empty row are zero, since its sink takes all the weight.
         """
         if self.empty_rows == "zero" or self.sinks is not None:
             return self.p
@@ -180,7 +188,7 @@ class Slab:
     def drop_factor(self, operand: str) -> Slab:
         """Return the slab without terms and without the factor of `operand`.
 
-        Its logits `x` are the derivative of this slab's `x` by that factor.
+        The logits `x` of the returned slab are the derivative of this slab's `x` with respect to that factor.
         """
         factors = {name: factor for name, factor in self.head_factors.items() if name != operand}
         return dataclasses.replace(self, head_factors=factors, terms=())
@@ -199,7 +207,7 @@ class Forward:
     max_logits: Array
 
 
-# Stands for a sink of minus infinity. The exponential is zero too, but products with zero stay finite.
+# Replaces a sink logit of minus infinity. Its exponential is zero too, but its product with zero is 0 instead of NaN.
 _NO_SINK = -1e30
 
 
@@ -276,10 +284,10 @@ def compute_backward(
       problem: the operands.
       do: cotangent of `out`, `[B, T, N, V]`.
       dlse: cotangent of `logsumexp`, `[B, N, T]`, or None for zeros.
-      form: where `D` and `p` come from (module docstring).
+      form: `"vanilla"` or `"flash"`, which says where `D` and `p` come from (see the module docstring).
       saved: for `form="flash"`, the saved `out` and `logsumexp`, which may be an implementation's rounded results. By
         default they are the exact ones.
-      empty_rows: what a query that may attend to nothing returns.
+      empty_rows: what `out` is for a query that may attend to no key: zero, or the mean of the values.
     """
     gradients = Gradients.zeros(problem)
     for slab in iter_slabs(problem, empty_rows):
@@ -296,7 +304,7 @@ def compute_backward(
                 lse = saved.logsumexp[slab.batch, slab.heads].astype(np.float64)
             d = (out * do_slab).sum(axis=-1)
             shift = np.where(np.isfinite(lse), lse, 0.0)[..., None]
-            with np.errstate(over="ignore"):  # a wrong kernel may have saved any value
+            with np.errstate(over="ignore"):  # a wrong kernel may have saved any logsumexp
                 p = np.exp(np.where(slab.allowed, slab.z - shift, -np.inf))
                 averaging = np.where(slab.allowed.any(axis=-1, keepdims=True), p, averaging)
                 if slab.sinks is not None:
@@ -320,14 +328,22 @@ def compute_backward(
 
 
 def pull_back_factors(slab: Slab, dx: Array) -> dict[str, Array]:
-    """Return the gradients of the factors that differ by query head, by name, `[G]`, from that of the logits."""
+    """Compute the gradients of the factors that differ by query head, `[G]` each, from the gradient of the logits.
+
+    Args:
+      slab: the slab.
+      dx: gradient of the logits, `[G, T, S]`.
+
+    Returns:
+      gradients by the gradient's name.
+    """
     factors = slab.head_factors
     return {GRADIENT_OF[operand]: (dx * slab.drop_factor(operand).x).sum(axis=(1, 2)) for operand in factors}
 
 
 def _pull_back_keys(slab: Slab, dx: Array) -> Array:
-    """Return the gradient of the keys, `[S, H]`, from that of the logits."""
-    if not slab.head_factors:  # one product less for each pair
+    """Compute the gradient of the keys, `[S, H]`, from the gradient `dx [G, T, S]` of the logits."""
+    if not slab.head_factors:  # one scale for all heads: it is multiplied after the sum, not once for each pair
         dk: Array = slab.scale * np.einsum("gts,gth->sh", dx, slab.q, optimize=True)
         return dk
     return np.asarray(np.einsum("gts,gth->sh", slab.scale * dx, slab.q, optimize=True))
@@ -340,7 +356,7 @@ def pad_value_gradient(dv: Array, depth: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """Sums of gradients in the shapes of the operands, to which each slab adds its part."""
+    """Gradients by name, in the shapes of the operands; each slab adds its part to them."""
 
     arrays: Mapping[str, Array]
 
@@ -361,15 +377,16 @@ class Gradients:
         dx: Array,
         rows: Rows = slice(None),
     ) -> None:
-        """Add the parts of one slab.
+        """Add one slab's gradients to the totals.
 
         Args:
-          slab: where the parts belong.
-          dq: `[G, T, H]`.
-          dk: `[S, H]`.
-          dv: `[S, V]`.
-          by_head: gradients of operands with one value for each query head, by name, `[G]`.
-          dx: gradient of the logits, `[G, T, S]`; an added term gets its sum over the axes that it is broadcast along.
+          slab: the slab, which says to which batch row and heads the gradients belong.
+          dq: gradient of the slab's queries, `[G, T, H]`.
+          dk: gradient of the slab's keys, `[S, H]`.
+          dv: gradient of the slab's values, `[S, V]`.
+          by_head: gradients of operands with one value for each query head, `[G]`, by the gradient's name.
+          dx: gradient of the logits, `[G, T, S]`. The gradient of an added term is `dx`, summed over the axes along
+            which the term is broadcast.
           rows: which queries of the problem the slab holds.
         """
         self.arrays["dq"][slab.batch, rows, slab.heads] += dq.transpose(1, 0, 2)
@@ -384,7 +401,7 @@ class Gradients:
 
 
 def _add_broadcast(total: Array, slab: Slab, dx: Array, rows: Rows) -> None:
-    """Add `dx [G, T, S]` to `total`, which has the shape of an added term, summed over its broadcast axes."""
+    """Add `dx [G, T, S]`, summed over the axes that a term is broadcast along, to the term's gradient `total`."""
     batch = slab.batch if total.shape[0] > 1 else 0
     if total.shape[3] == 1:
         dx = dx.sum(axis=2, keepdims=True)
@@ -397,4 +414,5 @@ def _add_broadcast(total: Array, slab: Slab, dx: Array, rows: Rows) -> None:
 
 
 def _replace_infinite(lse: Array) -> Array:
+    """Replace entries that are not finite by 0."""
     return np.where(np.isfinite(lse), lse, 0.0)

@@ -25,15 +25,15 @@ unit roundoff. `scale` is the magnitude of the fixed scale times the factors by 
                + |p r| err(g) + (u_p + u_prod + u) |dx| + tiny (1 + |r|)
                with r = dp - D + dlse
     E(dq)    = scale sum_j [err(dx) + gamma(S) |dx|] |k| + (u_out + u_q) |dq| + tiny
-               + scale u max(0, m / 2 - gamma(S) / u) sum_j |dx k|    (of dlse alone, where m terms are equal)
+               + scale u max(0, m / 2 - gamma(S) / u) sum_j |dx k|    (if do = 0, where m terms are equal)
     E(dk)    = scale sum_i [err(dx) + gamma(GT) |dx|] |q| + u_out (sum over the group of |dk of the head| + |dk|) + tiny
     E(dv)    = sum_i [err(p) + (u_p + u_prod + gamma(GT)) p] |do| + u_out (group sum of |dv| + |dv|) + tiny
     err(ds)  = err(p_sink) |D - dlse| + p_sink (err(D) + u |dlse|)                                    (of one row)
     E(dsink) = 2 sqrt(sum_{b,i} err(ds)^2) + gamma(BT) sum_{b,i} |p_sink (D - dlse)| + u |dsink|
     E(dbias) = sum [err(dx) + gamma(n) |dx|] over the broadcast axes + u_bias |dbias|
     E(df)    = 2 sqrt(sum_{b,i} (sum_j [err(dx) |y| + |dx| err(y)])^2) + gamma(BTS) sum |dx y| + u |df|
-               of a factor f by query head, with y = x / f without added terms: the logit without f
-    E(dk)    = E(dk) + E(dv) + u_out |dk + dv|         of keys whose first coordinates are the values
+               for a factor f of each query head; y = x / f without added terms is the logit without f
+    E(dk)    = E(dk) + E(dv) + u_out |dk + dv|         if the values are the first coordinates of the keys
 
 These terms go beyond the usual first-order bound, for these reasons:
 
@@ -45,7 +45,7 @@ These terms go beyond the usual first-order bound, for these reasons:
   times the root mean square. With the factor 3/4 they stay at 3.5 times the bound. Sums of random signs keep the
   smaller bound.
 * `expm1`, and the cap at `max(p, 1 - p)`. With logits of 1e5 in f32, `err(z)` is no longer small against 1.
-* `u_prod` in the second products. Products in tf32 and bf16 round `p` and `dx` as well as `q` and `k`.
+* `u_prod` in `E(out)`, `err(dx)` and `E(dv)`. Products in tf32 and bf16 round `p` and `dx` as well as `q` and `k`.
 * `u_out` once more over the group. An implementation may round the dk and dv of each head before it sums the group.
 * Quadrature over the rows in `E(dsink)` and `E(df)`. Errors of rows are independent. Adding thousands of rows by
   magnitude would hide a gradient that is wrong altogether.
@@ -53,8 +53,8 @@ These terms go beyond the usual first-order bound, for these reasons:
   if a sink takes all the weight.
 * `tiny |r|` in `err(dx)`. A probability that underflows is off by `tiny`, and is multiplied by `r`.
 * A quantised cache adds `u_cache s|x|` to `err(x)` and `u_cache p` to `E(out)`: keys and values round when they are
-  multiplied by their scales. Their distance from the values before quantisation is an error of the operands
-  (`Inexact`), of half a step.
+  multiplied by their scales. Quantisation itself moves them by up to half a step, which counts as an error of the
+  operands (`OperandErrors`).
 * The underflow floor `tiny` counts only terms that exist. So structural zeros, such as a key that no query sees or the
   bias behind the mask, have a bound of exactly zero and must be exactly zero.
 """
@@ -98,10 +98,11 @@ class Bounded:
 
 @dataclasses.dataclass(frozen=True)
 class OperandErrors:
-    """Errors of the operands themselves: how far the implementation's q, k and v may be from the problem's.
+    """Errors of the operands themselves: how far q, k and v of the implementation may be from those of the problem.
 
-    To first order, an error of an operand adds to every product that the operand enters: `scale (dq |k| + |q| dk)` to
-    err(x), `sum_j p dv` to E(out), `sum_d |do| dv` to err(dp), `scale sum |dx| dk` to E(dq) and likewise to E(dk).
+    To first order, an error of an operand adds to every product that the operand enters. With `dq`, `dk` and `dv` for
+    the errors of q, k and v, it adds `scale (dq |k| + |q| dk)` to err(x), `sum_j p dv` to E(out), `sum_d |do| dv` to
+    err(dp), `scale sum |dx| dk` to E(dq), and `scale sum |dx| dq` to E(dk).
 
     Attributes:
       dtype: the dtype that the implementation computes in (`f32`, `bf16`, `f16`).
@@ -153,11 +154,11 @@ def compute_expectation(
     Args:
       problem: the operands.
       arithmetic: the arithmetic that the implementation declares.
-      cotangents: cotangents, each of which gets its gradients.
+      cotangents: cotangents of the outputs; gradients are computed for each of them.
       empty_rows: what the implementation declares to return for a query that may attend to nothing.
       rounds_out: whether `out` is rounded to the operands' dtype at the end, rather than left in f32.
-      inexact: errors of the implementation's operands, if they differ from those of `problem`. Then the operands of
-        `problem` may be float64.
+      inexact: how far the implementation's operands may be from the operands of `problem`; None if they are equal. If
+        it is given, the operands of `problem` may be float64.
     """
     u = Roundoff.of(arithmetic, problem, None if inexact is None else inexact.dtype)
     u = u if rounds_out else dataclasses.replace(u, out=U)
@@ -194,14 +195,14 @@ class _ForwardErrors:
     """Errors of the forward pass inside one slab, in the notation of the module docstring.
 
     Attributes:
-      x: err(x), `[G, T, S]`, without products of operands that are rounded to fewer bits.
-      z: err(z), `[G, T, S]`; 0 where attending is not allowed.
-      total: err(l), relative to the sum, `[G, T]`.
+      x: err(x), the error of the logits before the soft cap, `[G, T, S]`.
+      z: err(z), the error of the logits after the soft cap, `[G, T, S]`; 0 where attending is not allowed.
+      total: err(l), the relative error of the softmax's denominator, `[G, T]`.
       p: err(p), `[G, T, S]`.
       p_sink: err(p_sink), `[G, T]`.
       out: E(out) without the final rounding, `[G, T, V]`.
-      operands: errors of the slab's operands, if there are any.
-      narrow: errors of a softmax in the operands' dtype, if it is declared.
+      operands: errors of the slab's operands; None if the operands are exact.
+      narrow: errors of a softmax in the operands' dtype; None if the softmax is in f32.
     """
 
     x: Array
@@ -277,7 +278,7 @@ def _bound_coarse_products(u: Roundoff, size: Array, squares: Array) -> Array:
 
 
 def _bound_out_shift(slab: Slab, off: Array) -> Array:
-    """Bound how far `out` moves, `[G, T, V]`, if logits are off by `off`: by Cauchy-Schwarz over the keys."""
+    """Bound the error of `out`, `[G, T, V]`, if logits are off by `off [G, T, S]`: by Cauchy-Schwarz over the keys."""
     grown = np.expm1(np.minimum(off, 50.0))
     size = np.sqrt((slab.p * grown**2).sum(axis=-1)) * np.exp(np.minimum((slab.p * off).sum(axis=-1), 50.0))
     variance = slab.p @ slab.v**2 - (slab.p @ slab.v) ** 2
@@ -285,7 +286,7 @@ def _bound_out_shift(slab: Slab, off: Array) -> Array:
 
 
 def _bound_logit_errors(slab: Slab, u: Roundoff) -> Array:
-    """Bound err(x), `[G, T, S]`, without products of operands that are rounded to fewer bits."""
+    """Bound err(x), `[G, T, S]`, except for the errors of rounding q and k to fewer bits (tf32, bf16)."""
     products = slab.abs_scale * (np.abs(slab.q) @ np.abs(slab.k).T)
     magnitude: Array = products
     rounded_terms: Array | float = 0.0  # terms that round while they are computed
@@ -302,19 +303,19 @@ def _bound_logit_errors(slab: Slab, u: Roundoff) -> Array:
 
 
 def _bound_operand_errors(slab: Slab, operands: OperandErrors) -> Array:
-    """Return what errors of q and k add to err(x), `[G, T, S]`."""
+    """Bound what the errors of the operands q and k add to err(x), `[G, T, S]`."""
     found: Array = slab.abs_scale * (operands.q @ np.abs(slab.k).T + np.abs(slab.q) @ operands.k.T)
     return found
 
 
 def _bound_coarse_logits(slab: Slab, u: Roundoff) -> Array:
-    """Return what rounding q and k to fewer bits adds to err(x), `[G, T, S]`."""
+    """Bound what rounding q and k to fewer bits (tf32, bf16) adds to err(x), `[G, T, S]`."""
     found: Array = slab.abs_scale * _bound_coarse_products(u, np.abs(slab.q @ slab.k.T), slab.q**2 @ (slab.k**2).T)
     return found
 
 
 def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErrors, u: Roundoff) -> None:
-    """Write one slab's results and bounds into those of the problem."""
+    """Write one slab's results and their bounds into `forward`, which holds those of the whole problem."""
     out, lse, top = (forward[name] for name in ("out", "logsumexp", "max_logits"))
     out.value[slab.batch, :, slab.heads] = slab.out.transpose(1, 0, 2)
     sees = np.any(slab.allowed, axis=-1) | np.any(slab.averaging, axis=-1)
@@ -338,10 +339,10 @@ class _BackwardErrors:
     Attributes:
       dx: gradient of the logits, `[G, T, S]`.
       err_dx: err(dx), `[G, T, S]`.
-      err_dsink: err(ds) of each row, `[G, T]`.
+      err_dsink: err(ds), the error of each row's part of the gradient of the sink, `[G, T]`.
       dsink: each row's part of the gradient of the sink, `[G, T]`.
-      live: allowed pairs whose row has a cotangent, `[G, T, S]`.
-      narrow: errors that a softmax in the operands' dtype adds, if it is declared.
+      live: allowed pairs whose row has a cotangent, booleans `[G, T, S]`.
+      narrow: errors that a softmax in the operands' dtype adds; None if the softmax is in f32.
     """
 
     dx: Array
@@ -406,7 +407,7 @@ def _add_gradients(
     if len(rows) == 0:
         return
     if len(rows) < dlse.shape[1]:
-        # A query without a cotangent has no gradient and no error.
+        # Only queries with a cotangent are computed: the others have no gradient, and so no error.
         slab, do, dlse = slab.only(rows), do[:, rows], dlse[:, rows]
         errors = _ForwardErrors.of(slab, u, None if inexact is None else inexact.of(slab, rows))
     back = _BackwardErrors.of(slab, errors, do, dlse, u)
@@ -463,8 +464,8 @@ def _add_gradients(
 
 
 def _sum_scaled(slab: Slab, by_head: Array) -> Array:
-    """Sum arrays by head, `[G, ...]`, times the magnitude of the scale, over the group."""
-    if not slab.head_factors:  # one product for all heads
+    """Multiply an array `[G, ...]` by the magnitude of the scale, and sum it over the query heads of the group."""
+    if not slab.head_factors:  # one scale for all heads, so one product after the sum
         found: Array = slab.abs_scale * by_head.sum(axis=0)
         return found
     return np.asarray((slab.abs_scale * by_head).sum(axis=0))
@@ -473,7 +474,7 @@ def _sum_scaled(slab: Slab, by_head: Array) -> Array:
 def _bound_factor_gradient(
     slab: Slab, operand: str, back: _BackwardErrors, errors: _ForwardErrors, u: Roundoff
 ) -> Array:
-    """Return the bound of the gradient of a factor by query head, `[G]`: `E(dfactor)` of the module docstring."""
+    """Bound the gradient's error of a factor that differs by query head, `[G]`: `E(df)` in the module docstring."""
     others = slab.drop_factor(operand)
     err_logit = _bound_logit_errors(others, u)
     if errors.operands is not None:
@@ -488,7 +489,7 @@ def _bound_factor_gradient(
 
 def _finish_gradients(values: Gradients, bounds: Gradients, u: Roundoff, *, tied: bool) -> dict[str, Bounded]:
     """Add the final rounding to the bounds, except to those that are exactly zero."""
-    rounding = {"dq": u.out + u.scaled_q, "dk": u.out, "dv": u.out, "dbias": u.bias}  # others stay in f32
+    rounding = {"dq": u.out + u.scaled_q, "dk": u.out, "dv": u.out, "dbias": u.bias}  # other gradients stay in f32
     finished = {}
     for name, value in values.arrays.items():
         bound = bounds.arrays[name]
@@ -499,7 +500,7 @@ def _finish_gradients(values: Gradients, bounds: Gradients, u: Roundoff, *, tied
 
 
 def _add_value_gradient(dk: Bounded, dv: Bounded, u: Roundoff) -> Bounded:
-    """Add the gradient of values to that of the keys whose first coordinates they are.
+    """Add the gradient of the values to the gradient of the keys, if the values are the keys' first coordinates.
 
     An implementation may round each part before it adds them.
     """

@@ -12,39 +12,39 @@ from conformance.contract import Arithmetic
 # Unit roundoff 2**-p for p significand bits.
 UNIT_ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8, "tf32": 2.0**-11}
 U = UNIT_ROUNDOFF["f32"]
-# Underflow: half the smallest subnormal in f16, whose subnormals hardware keeps. In f32 and bf16 the smallest normal
-# number, since GPUs and TPUs flush subnormals to zero.
+# Largest absolute error of a result that underflows. In f16 it is half the smallest subnormal, since hardware keeps
+# f16 subnormals. In f32 and bf16 it is the smallest normal number, since GPUs and TPUs flush subnormals to zero.
 _TINY = {"f32": 2.0**-126, "bf16": 2.0**-126, "f16": 2.0**-25}
 
 
 @dataclasses.dataclass(frozen=True)
 class Roundoff:
-    """Unit roundoffs of an arithmetic on operands of one dtype, one for each thing that rounds; 0 if it does not.
+    """Unit roundoffs of a declared arithmetic on operands of one dtype: one field for each step that may round.
 
-    The last six are in f32 whatever is declared. They have fields of their own so that the term of each can be computed
-    alone (`conformance.truth.bound_sources`).
+    A field is 0 if its step does not round. The last six fields are roundoffs of f32, whatever is declared. They are
+    separate fields so that `conformance.truth.bound_sources` can compute the term of each in a bound.
 
     Attributes:
-      products: exact products of f32 operands.
-      coarse: operands that a product rounds to fewer bits than they have (tf32, bf16).
-      logits: logits rounded to the operands' dtype.
-      softmax: a softmax in the operands' dtype.
-      group_sums: sums over the heads of a group in the operands' dtype.
-      block_sums: sums rounded to the operands' dtype after each block.
-      block: keys or queries between two such roundings; None without them.
-      probabilities: probabilities rounded to the operands' dtype.
-      scaled_q: `q * scale` rounded to the operands' dtype.
-      residuals: residuals rounded to the operands' dtype.
-      out: results rounded to the operands' dtype.
-      bias: dbias rounded to the dtype of the bias.
-      cache: keys and values multiplied by the scales of a quantised cache.
-      tiny: underflow of the operands' dtype, an absolute error.
-      depth: the sum of a logit over the head dimension.
-      exponent: storing, shifting and exponentiating logits.
-      cap: the tanh of a soft cap and its derivative.
-      sums: sums over keys, queries and the depth of values.
-      log: the logarithm of the softmax's denominator.
-      backward: differences and products of the backward pass.
+      products: rounding the products of f32 operands to f32.
+      coarse: rounding f32 operands of a product to fewer bits (tf32, bf16).
+      logits: rounding logits to the operands' dtype.
+      softmax: rounding every step of a softmax to the operands' dtype.
+      group_sums: rounding sums over the heads of a group to the operands' dtype.
+      block_sums: rounding sums over keys or queries to the operands' dtype after each block.
+      block: number of keys or queries in such a block; None if sums are not rounded after blocks.
+      probabilities: rounding probabilities to the operands' dtype.
+      scaled_q: rounding `q * scale` to the operands' dtype.
+      residuals: rounding residuals to the operands' dtype.
+      out: rounding results to the operands' dtype.
+      bias: rounding dbias to the dtype of the bias.
+      cache: rounding keys and values after they are multiplied by the scales of a quantised cache.
+      tiny: absolute error by underflow in the operands' dtype.
+      depth: rounding the sum of a logit over the head dimension.
+      exponent: rounding logits when they are stored, shifted and exponentiated.
+      cap: rounding the tanh of a soft cap and its derivative.
+      sums: rounding sums over keys, queries and the depth of values.
+      log: rounding the logarithm of the softmax's denominator.
+      backward: rounding differences and products of the backward pass.
     """
 
     products: float
@@ -81,7 +81,7 @@ class Roundoff:
         return cls(
             products=U if single and exact else 0.0,
             coarse=UNIT_ROUNDOFF[arithmetic.products] if single and not exact else 0.0,
-            logits=below if arithmetic.logits == "input" and not in_input else 0.0,  # `softmax` includes it
+            logits=below if arithmetic.logits == "input" and not in_input else 0.0,  # else part of `softmax`
             softmax=below if in_input else 0.0,
             group_sums=below if arithmetic.group_sums == "input" else 0.0,
             block_sums=below if arithmetic.block_sums is not None else 0.0,
@@ -100,7 +100,7 @@ class Roundoff:
         return self.sums * compute_walk_steps(terms)
 
     def blocks(self, length: int) -> int:
-        """Return the number of blocks of `length` keys or queries; one if no sum is rounded after a block."""
+        """Return the number of blocks that hold `length` keys or queries; one if sums are not rounded after blocks."""
         return 1 if self.block is None else -(-length // self.block)
 
     def bound_block_sums(self, length: int) -> float:
@@ -127,5 +127,8 @@ def compute_gamma(terms: int) -> float:
 
 
 def compute_walk_steps(terms: int) -> float:
-    """Compute how many unit roundoffs the partial sums of `terms` terms may add, as a random walk; at least 1."""
+    """Compute how many unit roundoffs a sum of `terms` terms may be off by: `max(1, sqrt(terms) / 4)`.
+
+    The roundings of the partial sums add like a random walk (`conformance.truth.rounding_bounds`).
+    """
     return float(max(1.0, np.sqrt(terms) / 4))

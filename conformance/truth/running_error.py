@@ -6,6 +6,7 @@ Stability of Numerical Algorithms, section 3.3). For an exact value `x` and a co
     |X - x| <= error        |XY - xy| <= |x| error(y) + |y| error(x) + u |xy|        ...
 
 Library functions (square root, sine, cosine) are allowed twice the unit roundoff.
+`conformance.truth.front_end_oracle` computes norms and rotary positions with these numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class BoundedNumber:
 
     Attributes:
       value: the exact values.
-      error: how far a computation in f32 may be from each.
+      error: how far a computation in f32 may be from each exact value.
     """
 
     value: Array
@@ -56,7 +57,7 @@ class BoundedNumber:
     def __truediv__(self, other: BoundedNumber) -> BoundedNumber:
         value = self.value / other.value
         error = (self.error + np.abs(value) * other.error) / np.abs(other.value)
-        return _add_rounding(value, error, 2 * U)  # an implementation may multiply by the reciprocal
+        return _add_rounding(value, error, 2 * U)  # two roundings: an implementation may multiply by the reciprocal
 
     def __getitem__(self, where: Any) -> BoundedNumber:
         return BoundedNumber(self.value[where], self.error[where])
@@ -79,9 +80,9 @@ class BoundedNumber:
         return self._summed(axis, self.error.sum(axis=axis, keepdims=keepdims), keepdims)
 
     def sum_independent(self, axis: tuple[int, ...]) -> BoundedNumber:
-        """Sum over `axis`, adding the terms' errors in quadrature: they are independent.
+        """Sum over `axis`, adding the terms' errors in quadrature, since they are independent.
 
-        `conformance.truth.rounding_bounds` does the same for dsinks.
+        `conformance.truth.rounding_bounds` adds the errors of dsinks in the same way.
         """
         return self._summed(axis, 2 * np.sqrt((self.error**2).sum(axis=axis)), False)
 
@@ -93,7 +94,7 @@ class BoundedNumber:
         return BoundedNumber(value, error + compute_gamma(terms) * sizes)
 
     def stored(self, roundoff: float, tiny: float) -> BoundedNumber:
-        """Round to a dtype with this unit roundoff and underflow."""
+        """Add the error of storing the values in a dtype, given its unit roundoff and its underflow `tiny`."""
         return BoundedNumber(self.value, self.error + roundoff * np.abs(self.value) + tiny * (self.error > 0))
 
 
@@ -106,7 +107,7 @@ def replace_last_axis(parts: tuple[tuple[Array, BoundedNumber], ...], whole: Bou
     """Replace entries along the last axis of `whole` by parts.
 
     Args:
-      parts: indices along the last axis, each with what stands there.
+      parts: pairs of indices along the last axis and the new entries at these indices.
       whole: the array that keeps its other entries.
     """
     value, error = whole.value.copy(), whole.error.copy()

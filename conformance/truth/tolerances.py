@@ -3,16 +3,17 @@
 The limits follow from what correct implementations reached, which is in `calibration.json`
 (`conformance.truth.calibration` writes it):
 
-- The largest ratio has one limit for all: 1.5 times the largest of any dtype and observable, rounded up to a whole
-  number. It is the extreme of many elements and has a long tail. A correct kernel reached 2.05 in dk of f32 outside the
-  grid; the most on the grid is 0.73.
-- The root mean square varies less: the same kernel reached 0.178 there, and the most on the grid is 0.15. So each dtype
-  and observable has a limit of its own: three times its largest, rounded up to a tenth, and never more than 1.5 times
-  the largest of all, rounded up to a half. The factor of three leaves room for errors of few rows that have one cause.
-  It is judged only if there are enough elements (`RMS_MIN_ELEMENTS`).
+- The largest ratio has one limit for all dtypes and observables: 1.5 times the largest ratio of any of them, rounded up
+  to a whole number. The largest ratio is the extreme of many elements, so its distribution has a long tail. The largest
+  on the fixed set of cases (the grid) is 0.73; on a case outside the grid, a correct kernel reached 2.05 in dk of f32.
+- The root mean square of the ratios varies less: the largest on the grid is 0.15, and the same kernel reached 0.178
+  outside it. So each dtype and observable has a limit of its own: three times its largest root mean square, rounded up
+  to a tenth. This limit is never more than 1.5 times the largest root mean square of all, rounded up to a half. The
+  factor of three leaves room for errors of few rows that have one cause. The root mean square is judged only if there
+  are enough elements (`RMS_MIN_ELEMENTS`).
 
 These limits hold for what was measured: the default arithmetic, on the platforms of the calibration. An implementation
-that declares further roundings or runs elsewhere is judged by the widest of all limits (`Tolerances.of`).
+that declares further roundings, or runs on another platform, is judged by the widest of all limits (`Tolerances.of`).
 
 A limit is never widened to make a case pass. If a correct kernel fails, it declares the wrong arithmetic, or the bound
 lacks a term.
@@ -39,7 +40,7 @@ CALIBRATION = Path(__file__).with_name("calibration.json")
 CALIBRATION_SCHEMA = "attention-conformance/calibration/1"
 _HEADROOM = 1.5
 _HEADROOM_RMS = 3.0
-_RMS_STEPS_PER_UNIT = 10  # in 1
+_RMS_STEPS_PER_UNIT = 10  # limits of the root mean square are rounded up to a tenth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Limit:
     Attributes:
       ratio: the largest allowed ratio.
       rms: the largest allowed root mean square of the ratios.
-      source: where both numbers come from, for people.
+      source: a sentence for reports that says where both numbers come from.
     """
 
     ratio: float
@@ -59,11 +60,11 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True)
 class Tolerances:
-    """A tolerance table.
+    """The limits of every dtype and observable.
 
     Attributes:
-      limits: limits by dtype and observable.
-      platforms: platforms on which the figures were measured.
+      limits: limits by `(dtype, observable)`.
+      platforms: JAX backends on which the limits were calibrated.
     """
 
     limits: Mapping[tuple[str, str], Limit]
@@ -76,11 +77,11 @@ class Tolerances:
         return self if plain and platform in self.platforms else self._widen_all()
 
     def _widen_all(self) -> Tolerances:
-        """Return the table with every calibrated limit set to the widest one; the user's own limits stay."""
+        """Return the table with every calibrated limit replaced by the widest one; limits set by the user stay."""
         calibrated = load_default_tolerances().limits
         ratio = max(limit.ratio for limit in calibrated.values())
         rms = max(limit.rms for limit in calibrated.values())
-        why = "the widest limit of all: nothing narrower was measured for this arithmetic and platform"
+        why = "the widest limit of all, since no limit was measured for this arithmetic and platform"
         wide = {key: Limit(ratio, rms, why) if x == calibrated.get(key) else x for key, x in self.limits.items()}
         return dataclasses.replace(self, limits=wide)
 
@@ -89,7 +90,7 @@ class Tolerances:
         return self.limits[dtype, observable]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the table as plain rows, for reports."""
+        """Return the table as one dictionary for each dtype and observable, for reports."""
         return [
             {"dtype": dtype, "observable": name, "limit": x.ratio, "rms_limit": x.rms, "source": x.source}
             for (dtype, name), x in self.limits.items()
@@ -98,7 +99,7 @@ class Tolerances:
 
 @functools.cache
 def load_default_tolerances() -> Tolerances:
-    """Load the calibrated table that comes with the project."""
+    """Load the limits that follow from the project's own calibration."""
     return build_tolerances(load_calibration())
 
 
@@ -135,12 +136,12 @@ def _compute_rms_limit(largest: float | None) -> float:
 
 @functools.cache
 def load_calibration() -> Mapping[str, Any]:
-    """Load the stored figures of correct implementations."""
+    """Load `calibration.json`, the table of ratios that correct implementations reached."""
     return json.loads(CALIBRATION.read_text())
 
 
 def _format_limit_source(row: Mapping[str, Any], name: str) -> str:
-    """Format where the limits of a row come from."""
+    """Format the sentence that says where the limits of a calibration row come from."""
     rms = "" if row["max_rms"] is None else f" (rms {row['max_rms']:.2f})"
     return f"correct kernels reached {row['max_ratio']:.2f}{rms} {name}"
 

@@ -1,4 +1,4 @@
-"""The canonical call, passed on unchanged to the chosen kernel."""
+"""Attention that chooses a kernel for each call, and passes all operands of the call on to that kernel."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def attention(
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
       phase: phase of the call; by default inferred from the lengths.
-      kernel: name of the kernel to use in any case. It refuses features that it lacks.
+      kernel: name of a kernel to use instead of choosing one. A call with a feature that the kernel lacks is refused.
       fall_back: whether to try the next kernel if the suitable one lacks a feature; if False, the call is refused.
       candidates: kernels to choose from, in order of preference.
-      on_route: called with the route.
+      on_route: a function that is called with the chosen route.
       **opt_in: operands that only some kernels take (docs/contract.md, section 1): `kv_scales`, `alibi_slopes`,
         `score_mod`, `logit_scale`.
 

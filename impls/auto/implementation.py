@@ -1,4 +1,4 @@
-"""Declarations of the automatic choice, and of each candidate requested by name."""
+"""Declare as implementations to judge: the automatic choice of a kernel, and each candidate requested by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from impls.auto.kernel_routes import CANDIDATES, Candidate
 
 
 def build_forced(candidate: Candidate) -> Implementation:
-    """Declare the call with one candidate requested by name; it shares the kernel's declarations."""
+    """Declare the call with one candidate requested by name. Its other declarations are those of the kernel itself."""
     kernel = candidate.kernel
     return dataclasses.replace(
         kernel,

@@ -1,4 +1,4 @@
-"""Candidates of the automatic choice, and the choice for a call with its reason."""
+"""Choose the kernel for a call from a list of candidates, and state the reason for the choice."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from impls import block_flash, dot_product, flash_gpu, moba, quantized_kv, ragge
 from impls.requested_features import PHASES, Phase, infer_phase, list_requested_features
 
 MAX_DENSE_LOGITS = 2**17
-"""Up to this many logits, keeping all of them is as fast as a loop over blocks. Forward and backward in f32 on CPU
-under a causal mask: blocks took 0.84 of the time at 2**16 logits, 0.64 at 2**18, 0.80 at 2**20 and 0.23 at 2**22."""
+"""Up to this many logits, keeping all of them in memory is about as fast as a loop over blocks. Measured for forward
+and backward in f32 on CPU under a causal mask: the loop over blocks took 0.84 of the time of keeping all logits at
+2**16 logits, 0.64 at 2**18, 0.80 at 2**20 and 0.23 at 2**22."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,10 +27,10 @@ class Candidate:
 
     Attributes:
       kernel: the implementation.
-      platform: platform of the process; None for any.
-      phases: phases that it is chosen for.
-      special: whether it is chosen only for calls that use one of the opt-in features it offers.
-      up_to_logits: largest `B * N * T * S` that it is chosen for; None for any.
+      platform: platform of the process for which the kernel is chosen; None for any.
+      phases: phases for which the kernel is chosen.
+      special: whether the kernel is chosen only for calls that use one of the opt-in features that it offers.
+      up_to_logits: largest `B * N * T * S` for which the kernel is chosen; None for any.
     """
 
     kernel: Implementation
@@ -39,7 +40,7 @@ class Candidate:
     up_to_logits: int | None = None
 
     def unfit(self, platform: str, phase: Phase, logits: int, features: tuple[str, ...], *, said: bool) -> str | None:
-        """Return why the kernel is not chosen, or None. `said` tells whether the caller named the phase."""
+        """Return why the kernel is not chosen, or None if it is. `said` is true if the caller named the phase."""
         if self.platform not in (None, platform):
             return f"is for {self.platform}, the process runs on {platform}"
         if self.special and not self.kernel.offers & set(features):
@@ -82,12 +83,12 @@ CANDIDATES: tuple[Candidate, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The kernel that is chosen for a call.
+    """The kernel that is chosen for a call, with the reason.
 
     Attributes:
-      kernel: its name.
-      reason: why it was chosen.
-      passed_over: candidates before it, and why they were not chosen, so that no fallback is silent.
+      kernel: name of the kernel.
+      reason: why the kernel was chosen.
+      passed_over: names of earlier candidates, each with the reason why it was not chosen. So no fallback is silent.
     """
 
     kernel: str
@@ -112,7 +113,7 @@ def find_route(
     candidates: tuple[Candidate, ...] = CANDIDATES,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Route, Candidate]:
-    """Choose the kernel of a call from shapes alone. Operands may be abstract.
+    """Choose the kernel of a call without reading values, so operands may be abstract.
 
     Args:
       q: queries `[B, T, N, H]`.
@@ -121,8 +122,8 @@ def find_route(
       mask: which pairs may attend.
       phase: phase of the call; by default inferred from the lengths. Kernels without gradients are only chosen if it is
         given.
-      kernel: name of the kernel to use in any case.
-      platform: by default that of the process.
+      kernel: name of a kernel to use instead of choosing one.
+      platform: platform to choose for; by default the platform of the process.
       fall_back: whether to try the next kernel if the suitable one lacks a feature; if False, the call is refused.
       candidates: kernels to choose from, in order of preference.
       options: the optional operands of the canonical call, by name.

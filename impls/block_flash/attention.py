@@ -44,9 +44,9 @@ def attention(
     """Compute softmax attention block by block, skipping blocks that the mask hides.
 
     The result is `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`. Blocks follow Dao
-    et al. 2022, arXiv:2205.14135. Memory is linear in the lengths if the mask is a formula. Blocks that the mask leaves
-    empty are never computed; segment ids only mask inside blocks. Query heads share key/value heads (Ainslie et al.
-    2023, arXiv:2305.13245) without copies of k and v.
+    et al. 2022, arXiv:2205.14135. Memory is linear in the lengths if the mask is a formula of positions, not an array.
+    Blocks that the mask leaves empty are never computed; segment ids only mask inside blocks. Query heads share
+    key/value heads (Ainslie et al. 2023, arXiv:2305.13245) without copies of k and v.
 
     All operands except the slopes are differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient
     zero. The residuals of the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies. A query
@@ -71,7 +71,7 @@ def attention(
       save_residuals: also return `logsumexp` and `max_logits`.
       block_q: queries per block, at most all of them; the last block is padded internally. The default was measured for
         the device and the lengths (`block_sizes.TABLE`), or is 128 where nothing was measured.
-      block_kv: keys per block, likewise.
+      block_kv: keys per block, at most all of them, with a default chosen in the same way.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
@@ -116,7 +116,7 @@ def _flash(plan: BlockFlashPlan, operands: Operands) -> Outputs:
 def _flash_forward(plan: BlockFlashPlan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
     outputs = forward(plan, operands)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
+    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # untyped in JAX
     return Outputs(out, logsumexp, outputs.max_logits), (operands, out, logsumexp)
 
 

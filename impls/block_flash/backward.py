@@ -1,7 +1,7 @@
-"""Backward pass: one scan over the active pairs of blocks, probabilities recomputed from `logsumexp`.
+"""Backward pass of block flash attention: one scan over the active pairs of blocks.
 
-Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent `dlse` of `logsumexp`, soft cap, bias and sinks. With
-the logits z of `impls.block_flash.operand_blocks`:
+Probabilities are recomputed from `logsumexp`. This is algorithm 2 of Dao 2023, arXiv:2307.08691, extended by the
+cotangent `dlse` of `logsumexp`, soft cap, bias and sinks. With the logits z of `impls.block_flash.operand_blocks`:
 
     (8)  p_ij = exp(z_ij - logsumexp_i)
     (9)  dv_j = sum_i p_ij dout_i
@@ -53,7 +53,7 @@ class PairGradients(NamedTuple):
     dq: Float32[Array, "B K G block_q H"]
     dk: Float32[Array, "B K block_kv H"]
     dv: Float32[Array, "B K block_kv V"]
-    dx: Float32[Array, "B K G block_q block_kv"] | None  # only with a bias
+    dx: Float32[Array, "B K G block_q block_kv"] | None  # gradient of the biased logits x; None without a bias
 
 
 class _GradientSums(NamedTuple):
@@ -80,14 +80,14 @@ def backward(
     Args:
       plan: static sizes and schedule.
       operands: operands of the forward pass.
-      out: its result.
-      logsumexp: its residual.
+      out: result of the forward pass.
+      logsumexp: residual of the forward pass.
       d_out: cotangent of `out`.
       d_logsumexp: cotangent of `logsumexp`.
     """
     blocks = cut_operands(plan, operands)
     shift = replace_neg_inf(logsumexp)
-    # D - dlse, with D from (11)
+    # The row sums D - dlse, where D is equation (11).
     row_sums = jnp.einsum("btnv,btnv->bnt", out, d_out, precision="highest", preferred_element_type=jnp.float32)
     row_sums = row_sums - d_logsumexp
     d_outs, shifts, rows = cut_queries(plan, d_out), cut_rows(plan, shift), cut_rows(plan, row_sums)
@@ -125,8 +125,8 @@ def backward(
     if len(pairs.q):
         sums, _ = lax.scan(step, sums, jax.tree.map(jnp.asarray, pairs))
     return Operands(
-        q=join_queries(plan, (sums.q * plan.scale).astype(operands.q.dtype)),  # (14)
-        k=join_keys(plan, (sums.k * plan.scale).astype(operands.k.dtype)),  # (15)
+        q=join_queries(plan, (sums.q * plan.scale).astype(operands.q.dtype)),  # dq, equation (14)
+        k=join_keys(plan, (sums.k * plan.scale).astype(operands.k.dtype)),  # dk, equation (15)
         v=join_keys(plan, sums.v.astype(operands.v.dtype)),
         bias=_finish_bias_gradient(sums.bias, operands.bias),
         alibi_slopes=None,
@@ -148,20 +148,20 @@ def compute_pair_gradients(
       block: operands and logits of the pair.
       do: cotangent of `out`.
       shift: `logsumexp`, 0 for rows that attend to nothing.
-      row_sums: `D - dlse`, see (11).
+      row_sums: `D - dlse`, where `D` is equation (11) of the module docstring.
     """
     dtype = block.q.dtype
-    p = jnp.exp(block.logits - shift[..., None])  # (8)
-    dv = multiply("bkgts,bkgtv->bksv", p.astype(dtype), do)  # (9)
-    dp = multiply("bkgtv,bksv->bkgts", do, block.v)  # (10)
-    dx = p * (dp - row_sums[..., None])  # (12)
+    p = jnp.exp(block.logits - shift[..., None])  # probabilities, equation (8)
+    dv = multiply("bkgts,bkgtv->bksv", p.astype(dtype), do)  # dv, equation (9)
+    dp = multiply("bkgtv,bksv->bkgts", do, block.v)  # dp, equation (10)
+    dx = p * (dp - row_sums[..., None])  # gradient of the logits, equation (12)
     if block.slope is not None:
-        dx = dx * block.slope  # (13)
+        dx = dx * block.slope  # through the soft cap, equation (13)
     if block.allowed is not None:
         dx = jnp.where(block.allowed, dx, 0.0)
     rounded = dx.astype(dtype)
-    dq = multiply("bkgts,bksh->bkgth", rounded, block.k)  # (14), not scaled
-    dk = multiply("bkgts,bkgth->bksh", rounded, block.q)  # (15), not scaled
+    dq = multiply("bkgts,bksh->bkgth", rounded, block.k)  # dq, equation (14), not yet scaled
+    dk = multiply("bkgts,bkgth->bksh", rounded, block.q)  # dk, equation (15), not yet scaled
     return PairGradients(dq, dk, dv, dx)
 
 
@@ -176,7 +176,7 @@ def _add_bias(
         return None
     start, size = locate_pair(plan, total, pair)
     broadcast = tuple(axis for axis, (n, m) in enumerate(zip(size, dx.shape, strict=True)) if n < m)
-    update = lax.dynamic_slice(total, start, size) + dx.sum(axis=broadcast, keepdims=True)  # dbias, (16)
+    update = lax.dynamic_slice(total, start, size) + dx.sum(axis=broadcast, keepdims=True)  # dbias, equation (16)
     return lax.dynamic_update_slice(total, update, start)
 
 
@@ -190,8 +190,8 @@ def _finish_bias_gradient(total: jax.Array | None, bias: jax.Array | None) -> ja
 def compute_dsinks(
     sinks: Float[Array, " N"] | None, shift: Float32[Array, "B N T"], row_sums: Float32[Array, "B N T"]
 ) -> Float[Array, " N"] | None:
-    """Compute the gradient of the sinks from `row_sums = D - dlse`, by (17)."""
+    """Compute the gradient of the sinks from `row_sums = D - dlse`, by equation (17) of the module docstring."""
     if sinks is None:
         return None
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - shift)
-    return -(p * row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # dsinks, (17)
+    return -(p * row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # dsinks, equation (17)

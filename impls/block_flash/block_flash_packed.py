@@ -38,11 +38,12 @@ def packed_attention(
     block_q: int | None = None,
     block_kv: int | None = None,
 ) -> Any:
-    """Compute softmax attention of concatenated sequences, each to itself (docs/contract.md, section 8).
+    """Compute softmax attention over packed sequences (docs/contract.md, section 8).
 
-    Query `i` of a sequence has the position `kv_len - q_len + i`. Blocks without a query and a key of the same sequence
-    are skipped: the work grows with the sequences, not with the square of the total length. Memory is linear in the
-    lengths.
+    The sequences are concatenated along one axis, and a query attends only to keys of its own sequence.
+    Query `i` of a sequence has the position `kv_len - q_len + i`. Pairs of blocks without a query and a key of the same
+    sequence are skipped. So the work grows with the number of pairs within sequences, not with the square of the total
+    length. Memory is linear in the lengths.
 
     q, k, v and sinks are differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient zero. The
     residuals of the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.
@@ -52,7 +53,8 @@ def packed_attention(
       k: keys `[total_kv, K, H]`, `N % K == 0`.
       v: values `[total_kv, K, V]`.
       cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
-      cu_kv_lens: int32 `[max_seqs + 1]`, where its keys begin. A sequence may have no queries, or no keys.
+      cu_kv_lens: int32 `[max_seqs + 1]`, where the keys of each sequence begin. A sequence may have no queries, or no
+        keys.
       num_seqs: int32 `[1]`, the number of sequences. Later entries of the tables may hold any value.
       causal: whether queries see no later keys of their sequence.
       window: `(left, right)`, how many keys a query sees before and after its own position; None for an open side.
@@ -60,8 +62,8 @@ def packed_attention(
       sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      block_q: queries per block, at most all of them; by default as for dense operands.
-      block_kv: keys per block, likewise.
+      block_q: queries per block, at most all of them; with the default of `impls.block_flash.attention`.
+      block_kv: keys per block, at most all of them; with the default of `impls.block_flash.attention`.
 
     Returns:
       `out [total_q, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[total_q, N]`. A
@@ -106,7 +108,7 @@ _Saved = tuple[PackedOperands, SequenceTables, jax.Array, jax.Array]
 def _flash_forward(plan: PackedPlan, operands: PackedOperands, tables: SequenceTables) -> tuple[Outputs, _Saved]:
     outputs = refuse_reverse_mode(_KERNEL_NAME, functools.partial(forward, plan), operands, tables)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
+    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # untyped in JAX
     return Outputs(out, logsumexp, outputs.max_logits), (operands, tables, out, logsumexp)
 
 

@@ -1,4 +1,4 @@
-"""Static plan of a call: sizes, blocks, and which pairs of blocks are computed."""
+"""Plan a call of block flash attention before it is traced: sizes, blocks, and the pairs of blocks to compute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cases.masks import EMPTY, FULL, And, Lengths, Mask, Or, iter_leaves
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlashSizes:
-    """Sizes, blocks, scale and soft cap: the part of a plan that dense and packed calls share."""
+    """Sizes, block sizes, scale and soft cap: the part of a plan that dense and packed calls share."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -33,12 +33,12 @@ class FlashSizes:
 
     @property
     def num_q_blocks(self) -> int:
-        """Blocks along the query axis, the last one padded."""
+        """Number of blocks along the query axis; the last block may be padded."""
         return -(-self.q_length // self.block_q)
 
     @property
     def num_kv_blocks(self) -> int:
-        """Blocks along the key axis, the last one padded."""
+        """Number of blocks along the key axis; the last block may be padded."""
         return -(-self.kv_length // self.block_kv)
 
     @property
@@ -52,19 +52,20 @@ class BlockFlashPlan(FlashSizes):
     """Static part of one call, compared by value: equal plans share one compiled function."""
 
     mask: Mask
-    masked_at_run_time: bool  # by segment ids or a selection of keys
-    score_mod: Callable[..., Any] | None = None  # (score, b, n, i, j) -> score
+    masked_at_run_time: bool  # whether segment ids or a traced selection of keys mask in addition to `mask`
+    score_mod: Callable[..., Any] | None = None  # the operand score_mod: (score, b, n, i, j) -> score
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """The active pairs of blocks."""
+        """The pairs of blocks to compute, with their masks."""
         return _build_schedule(self)
 
 
 class PairIndices(NamedTuple):
-    """Indices of pairs of blocks, `[P]`, or of one pair inside the scan.
+    """Indices of pairs of blocks, `[P]` each, or of one pair inside the scan.
 
-    Indices are unsigned: for signed ones JAX adds code that wraps negative indices around.
+    `q` and `kv` are the indices of the blocks, and `stored` the index of the pair's mask in `Schedule.stored`. Indices
+    are unsigned: for signed indices JAX adds code that wraps negative values around.
     """
 
     q: Any

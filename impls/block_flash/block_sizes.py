@@ -1,4 +1,4 @@
-"""Block sizes: a table of measured ones by device and length, and the description for the tuner."""
+"""Look up block sizes in a table measured by device and length, and describe them to the tuner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from cases.case import Case
 from conformance.tunable import Knob, KnobSettings, Setting, Tunable, read_table
 
 DEFAULT_SIZES = {"block_q": 128, "block_kv": 128}
-"""Used where nothing was measured, and for short calls, which would be a single larger block."""
+"""Block sizes where nothing was measured, and for short calls. A short call would fit into one block of a larger size.
+"""
 MIN_TUNED_LENGTH = 1024
 
 TABLE = Path(__file__).with_name("block_sizes.json")
@@ -21,7 +22,10 @@ _BLOCK_LENGTHS = (64, 128, 256, 512)
 
 
 def look_up(q_length: int, kv_length: int) -> Setting:
-    """Look up the block sizes for the default device: those measured at the longest length within both lengths."""
+    """Look up the block sizes for the default device.
+
+    Of the measured lengths that are at most both lengths, the longest counts.
+    """
     device = jax.devices()[0].device_kind
     fitting = [
         entry

@@ -1,4 +1,4 @@
-"""Forward pass: one scan over the active pairs of blocks, updating an online softmax with each block of keys.
+"""Forward pass of block flash attention: one scan over the active pairs of blocks, which updates an online softmax.
 
 From the logits z of `impls.block_flash.operand_blocks`:
 
@@ -7,8 +7,8 @@ From the logits z of `impls.block_flash.operand_blocks`:
     (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
 
-`maximum`, `total` and `out` of `RunningSoftmax` are m, l and the sum of (6) for the keys so far, without the sink. A
-block that raises m multiplies the others by `decay = exp(old m - new m)`.
+The fields `maximum`, `total` and `out` of `RunningSoftmax` are m, l and the sum in equation (6) over the keys visited
+so far, without the sink. A block that raises m multiplies the old l and the old sum by `decay = exp(old m - new m)`.
 
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao et al. 2022, arXiv:2205.14135 and
 Dao 2023, arXiv:2307.08691 (blocks, normalisation once at the end).
@@ -82,7 +82,7 @@ def forward(plan: BlockFlashPlan, operands: Operands) -> Outputs:
 
 
 def start_softmax(rows: tuple[int, ...], depth: int) -> RunningSoftmax:
-    """Create the softmax over no keys, for rows of shape `rows` and values of this depth."""
+    """Create the online softmax before any key is visited, for rows of shape `rows` and values of this depth."""
     return RunningSoftmax(
         maximum=jnp.full(rows, -jnp.inf, jnp.float32),
         total=jnp.zeros(rows, jnp.float32),
@@ -91,34 +91,34 @@ def start_softmax(rows: tuple[int, ...], depth: int) -> RunningSoftmax:
 
 
 def add_block(old: RunningSoftmax, block: Pair) -> RunningSoftmax:
-    """Update the softmax of a block of queries `[B, K, G, block_q]` with one more block of keys."""
-    maximum = jnp.maximum(old.maximum, block.logits.max(axis=-1))  # (4)
+    """Update the online softmax of a block of queries `[B, K, G, block_q]` with one more block of keys."""
+    maximum = jnp.maximum(old.maximum, block.logits.max(axis=-1))  # the maximum m, equation (4)
     shift = replace_neg_inf(maximum)
     weights = jnp.exp(block.logits - shift[..., None])
     decay = jnp.exp(old.maximum - shift)
     update = multiply("bkgts,bksv->bkgtv", weights.astype(block.v.dtype), block.v)
     return RunningSoftmax(
         maximum,
-        total=old.total * decay + weights.sum(axis=-1),  # (5)
-        out=old.out * decay[..., None] + update,  # (6), not divided
+        total=old.total * decay + weights.sum(axis=-1),  # the softmax sum l, equation (5)
+        out=old.out * decay[..., None] + update,  # the sum in equation (6), not yet divided by l
     )
 
 
 def finish_softmax(plan: FlashSizes, running: RunningSoftmax, sinks: Float[Array, " N"] | None, dtype: Any) -> Outputs:
-    """Add the sinks to (4) and (5), then normalise; `out` gets this dtype."""
+    """Add the sinks to the maxima m and the sums l, then divide; `out` is converted to `dtype`."""
     maximum, total, out = running
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, 1, plan.num_kv_heads, -1, 1)
-        maximum = jnp.maximum(maximum, sink)  # (4)
+        maximum = jnp.maximum(maximum, sink)  # the maximum m, equation (4)
         shift = replace_neg_inf(maximum)
         decay = jnp.exp(running.maximum - shift)
-        total = total * decay + jnp.exp(sink - shift)  # (5)
+        total = total * decay + jnp.exp(sink - shift)  # the softmax sum l, equation (5)
         out = out * decay[..., None]
     has_keys = total != 0
     total = jnp.where(has_keys, total, 1.0)
-    logsumexp = jnp.where(has_keys, maximum + jnp.log(total), -jnp.inf)  # (7)
+    logsumexp = jnp.where(has_keys, maximum + jnp.log(total), -jnp.inf)  # logsumexp, equation (7)
     return Outputs(
-        out=join_queries(plan, (out / total[..., None]).astype(dtype)),  # (6)
+        out=join_queries(plan, (out / total[..., None]).astype(dtype)),  # out, equation (6)
         logsumexp=join_rows(plan, logsumexp),
         max_logits=join_rows(plan, running.maximum),
     )

@@ -1,4 +1,4 @@
-"""Declarations of block-sparse flash attention: dense, packed and latent."""
+"""Declare block-sparse flash attention as implementations to judge: over dense, packed and latent operands."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class Operands(NamedTuple):
-    """Arrays of the canonical call, in its shapes."""
+    """Array operands of an attention call, in the shapes of the contract (docs/contract.md, section 1)."""
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B S K H"]
@@ -44,11 +44,11 @@ class Blocks(NamedTuple):
     q: Float[Array, "q_blocks B K G block_q H"]
     k: Float[Array, "kv_blocks B K block_kv H"]
     v: Float[Array, "kv_blocks B K block_kv V"]
-    bias: Float[Array, "b k g t s"] | None  # padded
+    bias: Float[Array, "b k g t s"] | None  # padded to whole blocks by `pad_pairs`
     alibi_slopes: Float32[Array, "1 K G 1 1"] | None
     q_ids: Int[Array, "q_blocks B block_q"] | None
     kv_ids: Int[Array, "kv_blocks B block_kv"] | None
-    selected: Bool[Array, "b k g t s"] | None  # padded
+    selected: Bool[Array, "b k g t s"] | None  # padded to whole blocks by `pad_pairs`
 
 
 class Pair(NamedTuple):
@@ -59,7 +59,7 @@ class Pair(NamedTuple):
     v: Float[Array, "B K block_kv V"]
     allowed: Bool[Array, "#B #K #G block_q block_kv"] | None  # None if all pairs are allowed
     logits: Float32[Array, "B K G block_q block_kv"]  # -inf where not allowed
-    slope: Float32[Array, "B K G block_q block_kv"] | None  # derivative of score_mod and (2), None without both
+    slope: Float32[Array, "B K G block_q block_kv"] | None  # dz/dx through score_mod and soft cap; None without both
 
 
 def cut_operands(plan: BlockFlashPlan, operands: Operands) -> Blocks:
@@ -85,7 +85,7 @@ def cut_queries(plan: FlashSizes, x: Shaped[Array, "B T N D"]) -> Shaped[Array, 
 
 
 def join_queries(plan: FlashSizes, x: Shaped[Array, "q_blocks B K G block_q D"]) -> Shaped[Array, "B T N D"]:
-    """Invert `cut_queries`."""
+    """Join blocks of queries to `[B, T, N, D]`, without the padding: the inverse of `cut_queries`."""
     x = x.transpose(1, 0, 4, 2, 3, 5)  # [B, q blocks, block_q, K, G, D]
     return x.reshape(x.shape[0], -1, plan.num_q_heads, x.shape[5])[:, : plan.q_length]
 
@@ -96,7 +96,7 @@ def cut_rows(plan: FlashSizes, x: Shaped[Array, "B N T"]) -> Shaped[Array, "q_bl
 
 
 def join_rows(plan: FlashSizes, x: Shaped[Array, "q_blocks B K G block_q"]) -> Shaped[Array, "B N T"]:
-    """Invert `cut_rows`."""
+    """Join blocks of one value per query to `[B, N, T]`, without the padding: the inverse of `cut_rows`."""
     x = jnp.moveaxis(x, 0, 3)  # [B, K, G, q blocks, block_q]
     return x.reshape(x.shape[0], plan.num_q_heads, -1)[..., : plan.q_length]
 
@@ -107,7 +107,7 @@ def cut_keys(plan: FlashSizes, x: Shaped[Array, "B S K D"]) -> Shaped[Array, "kv
 
 
 def join_keys(plan: FlashSizes, x: Shaped[Array, "kv_blocks B K block_kv D"]) -> Shaped[Array, "B S K D"]:
-    """Invert `cut_keys`."""
+    """Join blocks of keys or values to `[B, S, K, D]`, without the padding: the inverse of `cut_keys`."""
     x = x.transpose(1, 0, 3, 2, 4)  # [B, kv blocks, block_kv, K, D]
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : plan.kv_length]
 
@@ -122,14 +122,14 @@ def pad_pairs(plan: BlockFlashPlan, bias: Shaped[Array, "b n t s"]) -> Shaped[Ar
 
 
 def split_heads(plan: BlockFlashPlan, x: Shaped[Array, "b n *rest"]) -> Shaped[Array, "b k g *rest"]:
-    """Split the axis of query heads: `[b, n, ...]` to `[b, k, g, ...]`."""
+    """Split the axis of query heads into key/value heads and groups: `[b, n, ...]` to `[b, k, g, ...]`."""
     return x[:, :, None] if x.shape[1] == 1 else x.reshape(x.shape[0], plan.num_kv_heads, -1, *x.shape[2:])
 
 
 def locate_pair(
     plan: BlockFlashPlan, bias: jax.Array, pair: PairIndices
 ) -> tuple[tuple[jax.Array | int, ...], tuple[int, ...]]:
-    """Find start and size of a pair's slice in the padded bias."""
+    """Find start and size of the slice of the padded bias that belongs to a pair of blocks."""
     zero = jnp.uint32(0)
     row, rows = (pair.q * plan.block_q, plan.block_q) if bias.shape[3] > 1 else (zero, 1)
     column, columns = (pair.kv * plan.block_kv, plan.block_kv) if bias.shape[4] > 1 else (zero, 1)
@@ -157,7 +157,7 @@ def multiply(equation: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> F
 
 
 def compute_pair(plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices) -> Pair:
-    """Compute the logits of one pair of blocks, an entry of the schedule."""
+    """Compute the logits of one pair of blocks; `pair` is an entry of the schedule."""
     q, k, v = take_block(blocks.q, pair.q), take_block(blocks.k, pair.kv), take_block(blocks.v, pair.kv)
     bias = None
     if blocks.bias is not None:
@@ -190,19 +190,19 @@ def compute_pair_logits(
 
     Args:
       plan: static sizes.
-      q: as in `Pair`.
-      k: likewise.
-      v: likewise.
-      allowed: likewise.
+      q: queries of the block, as in `Pair`.
+      k: keys of the block, as in `Pair`.
+      v: values of the block, as in `Pair`.
+      allowed: which positions of the pair may attend, as in `Pair`.
       bias: added to the logits.
-      penalty: subtracted from the logits.
-      score: applied to the logits after that.
+      penalty: subtracted from the logits (the ALiBi term).
+      score: applied to the logits after bias and penalty.
     """
     if allowed is not None:
         # Keys and values that no query attends to may be NaN, and 0 * NaN is not 0.
         seen = allowed.any(axis=(2, 3))[..., None]  # [b, k, block_kv, 1]
         k, v = (jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in (k, v))
-    logits = multiply("bkgth,bksh->bkgts", q, k) * plan.scale  # (1)
+    logits = multiply("bkgth,bksh->bkgts", q, k) * plan.scale  # the scaled logits x, equation (1)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
     if penalty is not None:
@@ -217,7 +217,7 @@ def compute_pair_logits(
     if score_slope is not None:
         slope = score_slope if slope is None else score_slope * slope
     if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
+        logits = jnp.where(allowed, logits, -jnp.inf)  # mask, equation (3)
     return Pair(q, k, v, allowed, logits, slope)
 
 

@@ -1,4 +1,4 @@
-"""Key blocks that each query block of packed sequences visits, from the key range of each query."""
+"""Compute which blocks of keys each block of queries visits over packed sequences, from the key range of each query."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class PackedPlan(FlashSizes):
 
 
 class KeyRanges(NamedTuple):
-    """Keys, and blocks of keys, that each block of queries sees; int32."""
+    """Ranges of keys that each query sees, and of key blocks that each block of queries visits; int32."""
 
-    low: Int32[Array, "q_blocks block_q"]  # 0 for a query that sees no key
-    high: Int32[Array, "q_blocks block_q"]  # likewise
-    first: Int32[Array, " q_blocks"]  # the first block of keys
-    end: Int32[Array, " q_blocks"]  # one past the last
+    low: Int32[Array, "q_blocks block_q"]  # first key of each query; 0 for a query that sees no key
+    high: Int32[Array, "q_blocks block_q"]  # one past the last key of each query; 0 for a query that sees no key
+    first: Int32[Array, " q_blocks"]  # the first block of keys to visit
+    end: Int32[Array, " q_blocks"]  # one past the last block of keys to visit
 
 
 def compute_ranges(plan: PackedPlan, tables: SequenceTables) -> KeyRanges:
@@ -43,7 +43,8 @@ def has_pair(
 ) -> Bool[Array, ""]:
     """Return whether any query of a block `[block_q]` sees any key of a block of keys.
 
-    The range of key blocks may contain unseen ones: of sequences without queries, or before their windows.
+    The range of key blocks that a block of queries visits may contain unseen key blocks: keys of a sequence without
+    queries, or keys before the windows of all these queries.
     """
     start = kv_block * plan.block_kv
     return ((low < start + plan.block_kv) & (high > start)).any()

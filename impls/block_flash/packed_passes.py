@@ -1,9 +1,9 @@
 """Forward and backward pass over packed sequences: each block of queries visits the key blocks of its sequences.
 
 The steps and the numbers of the formulas are those of `impls.block_flash.forward` and `impls.block_flash.backward`.
-Dense operands have a static schedule. For packed ones the range of key blocks per query block is only known at run
-time: the loop runs over that range and skips blocks in which no query sees a key. Under `vmap` over tables both
-branches run, since a block may be empty for only some of the tables.
+Dense operands have a static schedule. For packed operands, the range of key blocks of each query block is only known at
+run time. The loop runs over that range and skips blocks in which no query sees a key. Under `vmap` over tables, skipped
+blocks are computed too, since a block may be empty for only some of the tables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from impls.varying_axes import find_varying_axes, mark_varying
 
 
 class PackedOperands(NamedTuple):
-    """The differentiable operands."""
+    """The differentiable operands of a packed call."""
 
     q: Float[Array, "total_q N H"]
     k: Float[Array, "total_kv K H"]
@@ -43,24 +43,27 @@ class PackedOperands(NamedTuple):
 
 
 class _QueryBlocks(NamedTuple):
-    """One block of queries, or all blocks with the block index as first axis."""
+    """One block of queries with its key ranges (`KeyRanges`), or all blocks with the block index as first axis."""
 
     q: Float[Array, "1 K G block_q H"]
     low: Int32[Array, " block_q"]
     high: Int32[Array, " block_q"]
-    first: Int32[Array, ""]  # first block of keys
-    end: Int32[Array, ""]  # one past the last
+    first: Int32[Array, ""]  # first block of keys to visit
+    end: Int32[Array, ""]  # one past the last block of keys to visit
 
 
 class _KeyBlocks(NamedTuple):
-    """All keys and values in blocks, or their gradients."""
+    """All keys and values split into blocks, or their gradients in the same shapes."""
 
     k: Float[Array, "kv_blocks 1 K block_kv H"]
     v: Float[Array, "kv_blocks 1 K block_kv V"]
 
 
 def forward(plan: PackedPlan, operands: PackedOperands, tables: SequenceTables) -> Outputs:
-    """Attend, returning a batch axis of 1. Memory beyond operands and outputs is linear in the lengths."""
+    """Compute attention over packed sequences. Results have a batch axis of size 1.
+
+    Memory beyond operands and outputs is linear in the lengths.
+    """
     queries, keys = _cut_operands(plan, operands, tables)
     nothing = start_softmax(queries.q.shape[1:-1], operands.v.shape[-1])
     nothing = mark_varying(nothing, find_varying_axes((operands, tables)))
@@ -88,10 +91,10 @@ def backward(
     d_out: Float[Array, "1 total_q N V"],
     d_logsumexp: Float32[Array, "1 N total_q"],
 ) -> PackedOperands:
-    """Compute the gradient of every operand, in its shape and dtype; zero for tokens past the last sequence."""
+    """Compute the gradient of every operand, in the operand's shape and dtype; 0 for tokens past the last sequence."""
     queries, keys = _cut_operands(plan, operands, tables)
     shift = replace_neg_inf(logsumexp)
-    # (11)
+    # The row sums D - dlse, where D is equation (11) of `impls.block_flash.backward`.
     row_sums = jnp.einsum("btnv,btnv->bnt", out, d_out, precision="highest", preferred_element_type=jnp.float32)
     row_sums = row_sums - d_logsumexp
     nothing = PairGradients(
@@ -126,8 +129,8 @@ def backward(
     given = queries, cut_queries(plan, d_out), cut_rows(plan, shift), cut_rows(plan, row_sums)
     sums, dq = lax.scan(with_queries, zeros, given)
     return PackedOperands(
-        q=join_queries(plan, (dq * plan.scale).astype(operands.q.dtype))[0],  # (14)
-        k=join_keys(plan, (sums.k * plan.scale).astype(operands.k.dtype))[0],  # (15)
+        q=join_queries(plan, (dq * plan.scale).astype(operands.q.dtype))[0],  # dq, equation (14)
+        k=join_keys(plan, (sums.k * plan.scale).astype(operands.k.dtype))[0],  # dk, equation (15)
         v=join_keys(plan, sums.v.astype(operands.v.dtype))[0],
         sinks=compute_dsinks(operands.sinks, shift, row_sums),
     )

@@ -1,6 +1,6 @@
 """Context parallelism by all-gather: every device gets all keys and attends for its own queries.
 
-The scheme of Llama 3 (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2), with queries in load-balanced order.
+This is the scheme of Llama 3 (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2), with queries in load-balanced order.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def all_gather(
     bias: Float[Array, "#B #N #T_local s"] | None = None,
     scale: float | None = None,
 ) -> tuple[Float32[Array, "B T_local N V"], dict[str, Float32[Array, "B N T_local"]]]:
-    """Attend from this device's queries. Call it inside `shard_map`, over the mesh axis `axis_name`.
+    """Compute attention of this device's queries to all keys, inside a `shard_map` over the mesh axis `axis_name`.
 
     Args:
       q: this device's queries `[B, queries.local, N, H]`, in the order of `queries.deal`.
       k: this device's keys `[B, keys.local, K, H]`, in sequence order (`keys.balanced` false).
-      v: its values `[B, keys.local, K, V]`.
-      kernel: a canonical call with a differentiable `logsumexp`. In the backward pass it gets q, k and v in f32,
-        whatever their dtype.
+      v: this device's values `[B, keys.local, K, V]`.
+      kernel: an attention function with the contract's arguments (docs/contract.md, section 1) and a differentiable
+        `logsumexp`. In the backward pass it gets q, k and v in f32, whatever their dtype.
       mask: mask of the whole sequence.
       queries: how queries are distributed.
       keys: how keys are distributed.
@@ -70,7 +70,14 @@ def all_gather(
 
 @dataclasses.dataclass(frozen=True)
 class _GatherPlan:
-    """Static part of a call: the kernel with its masks, the mask of each device, the layout of keys, the mesh axis."""
+    """Static part of a call of all-gather attention.
+
+    Attributes:
+      local: the kernel with its masks.
+      masks: for each device, the index of its queries' mask in `local.masks`.
+      keys: how keys are distributed.
+      axis_name: the mesh axis.
+    """
 
     local: LocalAttention
     masks: tuple[int, ...]
@@ -78,11 +85,11 @@ class _GatherPlan:
     axis_name: str
 
     def index(self) -> jax.Array:
-        """Look up the index of the mask of this device's queries."""
+        """Look up the index, in `local.masks`, of the mask of this device's queries."""
         return jnp.asarray(self.masks, jnp.int32)[lax.axis_index(self.axis_name)]
 
     def whole(self, operands: Operands) -> Operands:
-        """Replace this device's keys by those of all devices."""
+        """Replace this device's keys, values and key segment ids by those of all devices."""
         ids = operands.segment_ids
         return operands._replace(
             k=self._gather(operands.k),
@@ -94,7 +101,7 @@ class _GatherPlan:
         return lax.all_gather(x, self.axis_name, axis=1, tiled=True)[:, : self.keys.length]
 
     def summed(self, x: jax.Array) -> jax.Array:
-        """Sum `x [B, S, K, depth]` over the devices, and return this device's keys."""
+        """Sum gradients `x [B, S, K, depth]` of all keys over devices, and return the part of this device's keys."""
         padding = self.keys.local * self.keys.devices - self.keys.length
         padded = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
         added: jax.Array = lax.psum_scatter(  # type: ignore[no-untyped-call]  # JAX leaves it untyped
@@ -113,7 +120,8 @@ def _forward(gathered: _GatherPlan, operands: Operands) -> tuple[Outputs, Operan
 
 
 def _backward(gathered: _GatherPlan, operands: Operands, cotangents: Outputs) -> tuple[Operands]:
-    # In f32, since the devices' gradients of a key are summed: rounding each to bf16 loses more with more devices.
+    # Gradients are f32, since those of a key are summed over devices. Rounding each of them to bf16 would lose more
+    # with more devices.
     local = dataclasses.replace(gathered.local, wide=True)
     found = local.backward(gathered.index(), gathered.whole(operands), lambda _: (cotangents.out, cotangents.logsumexp))
     found = found._replace(k=gathered.summed(found.k), v=gathered.summed(found.v))

@@ -1,4 +1,4 @@
-"""The canonical call on several devices: distribute operands, attend in a `shard_map`, and collect the results."""
+"""Attention to whole arrays on several devices: distribute operands, attend in a `shard_map`, collect the results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNSUPPORTED = {"indexer": "the masks of the devices are found before the program
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ContextPlan:
-    """Static part of a call. Equal plans share one compiled function."""
+    """Static part of a context-parallel call. Equal plans share one compiled function."""
 
     method: Method
     kernel: Kernel
@@ -73,8 +73,9 @@ def attention(
       bias: broadcastable to `[B, N, T, S]`.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      kernel: a canonical call with a differentiable `logsumexp`; calls that it refuses are refused. It gets q, k and v
-        in f32, whatever their dtype, where its results are summed: in a ring, and in an all-gather's backward pass.
+      kernel: an attention function with the contract's arguments (docs/contract.md, section 1) and a differentiable
+        `logsumexp`. A call that the kernel refuses is refused. The kernel gets q, k and v in f32, whatever their dtype,
+        where its results are summed: in a ring, and in an all-gather's backward pass.
       method: `"all_gather"` or `"ring"`.
       devices: number of devices that share the sequence.
       balanced: whether queries, and the keys of a ring, are in load-balanced order; else they are contiguous.
@@ -160,7 +161,7 @@ def _attend(plan: _ContextPlan, arrays: dict[str, Any]) -> tuple[jax.Array, dict
 
 @functools.lru_cache(maxsize=8)
 def _build_mesh(devices: int) -> Mesh:
-    """Build a mesh of the first `devices` devices. Raises `ValueError` if there are fewer."""
+    """Build a mesh of the first `devices` devices. Raises `ValueError` if the process has fewer devices."""
     if (count := len(jax.devices())) < devices:
         raise ValueError(
             f"devices must be at most the number of devices, got {devices} and there are {count}; on CPU, XLA_FLAGS "

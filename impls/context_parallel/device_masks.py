@@ -1,4 +1,4 @@
-"""Masks between one device's queries and another device's keys."""
+"""Compute the masks between one device's queries and another device's keys, from the mask of the whole sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STRIP_LENGTH = 512
 
 @dataclasses.dataclass(frozen=True)
 class PlacedMask(Mask):
-    """A formula mask, restricted to the sequence positions of some queries and keys. Padding is hidden."""
+    """A mask given by a formula, restricted to the sequence positions of some queries and keys. Padding is hidden."""
 
     mask: Mask
     rows: SequencePlaces
@@ -35,7 +35,7 @@ class PlacedMask(Mask):
         return allowed
 
     def check_lengths(self, q_length: int, kv_length: int) -> None:
-        """Raise `ValueError` if the mask is for other lengths."""
+        """Raise `ValueError` if the mask is for other numbers of queries and keys."""
         if (q_length, kv_length) != (self.rows.size, self.columns.size):
             raise ValueError(
                 f"mask is for T={self.rows.size} queries and S={self.columns.size} keys of a device, "
@@ -57,7 +57,7 @@ def restrict_mask(mask: Mask, rows: SequencePlaces, columns: SequencePlaces) -> 
 
 
 def _cut_array(array: np.ndarray, rows: SequencePlaces | None, columns: SequencePlaces) -> np.ndarray:
-    """Take `array [b, n, T, S]` at `rows` and `columns`, False in padding."""
+    """Select the `rows` and `columns` of a boolean mask `array [b, n, T, S]`, with False in padding."""
     for axis, places in ((2, rows), (3, columns)):
         if places is not None:
             positions = places.position(np.arange(places.size))
@@ -68,10 +68,13 @@ def _cut_array(array: np.ndarray, rows: SequencePlaces | None, columns: Sequence
 
 @dataclasses.dataclass(frozen=True)
 class MaskSchedule:
-    """Masks of all pairs of devices: `masks[table[rank][source]]`, None where no pair may attend.
+    """Masks of all pairs of devices.
 
-    Masks that allow the same pairs are shared, so that a program has one kernel per kind of step. A causal mask in
-    balanced order has three kinds, for any number of devices.
+    `masks[table[rank][source]]` is the mask between the queries of device `rank` and the keys of device `source`. It is
+    None if no query may attend to any of the keys.
+
+    Masks that allow the same pairs are shared, so that a program has one kernel for each distinct mask. A causal mask
+    in balanced order has three distinct masks, for any number of devices.
     """
 
     masks: tuple[Mask | None, ...]
@@ -98,7 +101,7 @@ def build_schedule(mask: Mask, queries: Layout, keys: Layout) -> MaskSchedule:
 
 
 def _identify_mask(mask: Mask, q_length: int, kv_length: int) -> tuple[bytes, Mask | None]:
-    """Compute a digest of the allowed pairs, and simplify the mask: None if it allows nothing, `Full` if all."""
+    """Compute a digest of the allowed pairs, and simplify the mask: None if it allows no pair, `Full` if all."""
     digest = hashlib.sha256()
     some, every = False, True
     j = np.arange(kv_length)[None, :]

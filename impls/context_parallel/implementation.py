@@ -1,4 +1,4 @@
-"""Declarations of a kernel whose sequence is sharded over several devices."""
+"""Declare as implementations to judge: kernels whose sequence is sharded over several devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def build_implementation(name: str, kernel: Implementation, method: Method, **op
     """Declare `kernel` on several devices under `name`, with further options of `attention`.
 
     Raises:
-      ValueError: its `logsumexp` carries no gradient, or its mask is not the mask object.
+      ValueError: the kernel does not return `max_logits` and a differentiable `logsumexp`.
     """
     if not {"logsumexp", "max_logits"} <= kernel.residuals or "logsumexp" not in kernel.differentiable_residuals:
         raise ValueError(f"{name}: {kernel.name} must return max_logits and a differentiable logsumexp")

@@ -1,4 +1,4 @@
-"""Attention on one device: its queries against some keys, under one of several masks selected at run time."""
+"""Attention of one device's queries to some keys, under one of several masks that is selected at run time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from jaxtyping import Array, Float32
 from cases.masks import Mask
 
 Kernel = Callable[..., Any]
-"""A canonical call (`conformance.contract`) with a differentiable `logsumexp`; called with `save_residuals=True`."""
+"""An attention function with the contract's arguments and a differentiable `logsumexp` (docs/contract.md, section 1).
+
+It is called with `save_residuals=True`.
+"""
 
 
 class Operands(NamedTuple):
-    """Arrays of one call, in the canonical shapes. All but the first three may be None."""
+    """Arrays of one call, in the shapes of the contract. All except q, k and v may be None."""
 
     q: Any  # [B, T, N, H]
     k: Any  # [B, S, K, H]
@@ -29,7 +32,7 @@ class Operands(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Results of one call."""
+    """Results of one call: attention of this device's queries to some of the keys, f32."""
 
     out: Float32[Array, "B T N V"]
     logsumexp: Float32[Array, "B N T"]
@@ -42,14 +45,14 @@ Cotangents = Callable[[Outputs], tuple[jax.Array, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class LocalAttention:
-    """A kernel with its static operands, and the masks that may be selected; None where no pair may attend.
+    """A kernel with its static operands, and the masks that may be selected. A mask of None hides every pair.
 
     Each pass is one `switch` with a kernel for each mask. The backward pass recomputes the results and differentiates
     the kernel inside the selected branch. Differentiating the `switch` itself would save the residuals of every branch.
 
     With `wide`, the kernel gets q, k and v in f32, so that its results and gradients are f32 too. This is needed where
-    they are summed over several calls: rounding each to bf16 loses more with more calls (ring-flash-attention issue
-    42).
+    results are summed over several calls: rounding each result to bf16 loses more with more calls (ring-flash-attention
+    issue 42).
     """
 
     kernel: Kernel
@@ -59,11 +62,11 @@ class LocalAttention:
     wide: bool = False
 
     def forward(self, index: Any, operands: Operands) -> Outputs:
-        """Compute the results under mask `index`."""
+        """Compute the results under the mask `masks[index]`."""
         return self._switch(index, [functools.partial(self._call, mask) for mask in self.masks], operands)
 
     def backward(self, index: Any, operands: Operands, cotangents: Cotangents) -> Operands:
-        """Compute the gradients of the operands, except ids, under mask `index`; f32 with `wide`."""
+        """Compute the gradients of the operands, except segment ids, under the mask `masks[index]`; f32 with `wide`."""
 
         def branch(mask: Mask | None) -> Callable[[Operands], Operands]:
             def pull_back(x: Operands) -> Operands:

@@ -1,4 +1,7 @@
-"""Conversion between results with `logsumexp [B, N, T]` and parts to merge, whose rows follow `out [B, T, N, V]`."""
+"""Convert between results of attention and parts that `impls.softmax_merge` merges.
+
+Results have `logsumexp [B, N, T]`. In a part, the axes of maxima and sums are those of `out [B, T, N, V]`.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Ring attention: keys and values rotate around the devices, and each device merges the steps by `logsumexp`.
 
-Liu et al. 2023, arXiv:2310.01889. In the backward pass keys and values rotate again, together with their gradients,
-which are back on their own device after the last step. Only a device's own operands and results are saved, so memory is
-that of its share of the sequence. Step `a` has the weight `W_a = exp(lse_a - lse)` in the merged `out` and `lse`, and
-its cotangents are
+This is ring attention as in Liu et al. 2023, arXiv:2310.01889. In the backward pass keys and values rotate again,
+together with their gradients, which are back on their own device after the last step. A device saves only its own
+operands and results, so it needs memory only for its share of the sequence. Step `a` has the weight
+`W_a = exp(lse_a - lse)` in the merged `out` and `lse`. The cotangents of its results are
 
     dout_a = W_a dout        dlse_a = W_a (<dout, out_a> - <dout, out> + dlse)
 """
@@ -43,15 +43,16 @@ def ring(
     bias: Float[Array, "#B #N #T_local s"] | None = None,
     scale: float | None = None,
 ) -> tuple[Float32[Array, "B T_local N V"], dict[str, Float32[Array, "B N T_local"]]]:
-    """Attend from this device's queries. Call it inside `shard_map`, over the mesh axis `axis_name`.
+    """Compute attention of this device's queries to all keys, inside a `shard_map` over the mesh axis `axis_name`.
 
     Steps whose keys no query of the device may attend to compute nothing. Sinks are added once, after the last step.
 
     Args:
       q: this device's queries `[B, queries.local, N, H]`, in the order of `queries.deal`.
       k: this device's keys `[B, keys.local, K, H]`, in the order of `keys.deal`.
-      v: its values `[B, keys.local, K, V]`.
-      kernel: a canonical call with a differentiable `logsumexp`.
+      v: this device's values `[B, keys.local, K, V]`.
+      kernel: an attention function with the contract's arguments (docs/contract.md, section 1) and a differentiable
+        `logsumexp`.
       mask: mask of the whole sequence.
       queries: how queries are distributed.
       keys: how keys are distributed.
@@ -77,7 +78,14 @@ def ring(
 
 @dataclasses.dataclass(frozen=True)
 class _RingPlan:
-    """Static part of a call: the kernel with its masks, the mask of each pair of devices, and the mesh axis."""
+    """Static part of a call of ring attention.
+
+    Attributes:
+      local: the kernel with its masks.
+      table: `table[rank][source]` is the index, in `local.masks`, of the mask between the queries of device `rank` and
+        the keys of device `source`.
+      axis_name: the mesh axis.
+    """
 
     local: LocalAttention
     table: tuple[tuple[int, ...], ...]
@@ -92,7 +100,7 @@ class _RingPlan:
         return (lax.axis_index(self.axis_name) - step) % self.devices
 
     def index(self, source: jax.Array) -> jax.Array:
-        """Look up the index of the mask between this device's queries and the keys of `source`."""
+        """Look up the index, in `local.masks`, of the mask between this device's queries and the keys of `source`."""
         return jnp.asarray(self.table, jnp.int32)[lax.axis_index(self.axis_name), source]
 
     def passed_on(self, x: Any) -> Any:
@@ -103,14 +111,14 @@ class _RingPlan:
 
 
 def _cut_columns(bias: jax.Array | None, source: jax.Array, length: int) -> jax.Array | None:
-    """Cut out the columns of `bias` for the keys of `source`."""
+    """Cut out the columns of `bias` for the keys of device `source`."""
     if bias is None or bias.shape[3] == 1:
         return bias
     return lax.dynamic_slice_in_dim(bias, source * length, length, axis=3)
 
 
 def _build_step_operands(operands: Operands, moving: Any, source: jax.Array) -> Operands:
-    """Build the operands of a step: this device's queries, and the keys and values of `source`."""
+    """Build the operands of a step: this device's queries, and the keys and values of device `source`."""
     k, v, kv_ids = moving
     ids = None if operands.segment_ids is None else (operands.segment_ids[0], kv_ids)
     return Operands(operands.q, k, v, _cut_columns(operands.bias, source, k.shape[1]), None, ids)
@@ -125,7 +133,7 @@ def _list_moving(operands: Operands) -> Any:
 def _attend(steps: _RingPlan, operands: Operands) -> Outputs:
     def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
         moving, done, top = carry
-        received = steps.passed_on(moving)  # first, so that the transfer overlaps with the computation
+        received = steps.passed_on(moving)  # before the computation, so that the two overlap
         source = steps.source(number)
         found = steps.local.forward(steps.index(source), _build_step_operands(operands, moving, source))
         done = softmax_merge.merge([done, build_part(found.out, found.logsumexp)])
@@ -175,12 +183,12 @@ _attend.defvjp(_forward, _backward)
 
 
 def _compute_row_sums(do: jax.Array, out: jax.Array) -> jax.Array:
-    """Compute `<do, out>`, `[B, N, T]`."""
+    """Compute `<do, out>` of each row, `[B, N, T]`."""
     return jnp.einsum("btnv,btnv->bnt", do, out, precision="highest")
 
 
 def _add_columns(total: Any, part: Any, source: jax.Array, length: int) -> Any:
-    """Add the gradient of the columns of `source` to `total`."""
+    """Add `part`, the bias gradient in the columns of device `source`, to the bias gradient `total`."""
     if total is None:
         return None
     part = part.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Distribution of a sequence: equal chunks, assigned to devices in an order that balances causal work."""
+"""Distribute a sequence over devices in equal chunks, in an order that balances the work under a causal mask."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class SequencePlaces:
 
     @property
     def size(self) -> int:
-        """Number of positions."""
+        """Number of positions that the device has, padding included."""
         return len(self.starts) * self.chunk
 
     @property
     def padded(self) -> bool:
-        """Whether some of them are padding."""
+        """Whether some of the positions are padding."""
         return max(self.starts) + self.chunk > self.length
 
     def position(self, i: Any) -> Any:
@@ -40,8 +40,8 @@ class Layout:
     """Distribution of a sequence of `length` over `devices`, padded to equal chunks.
 
     With `balanced`, there are `2 * devices` chunks, and device `r` has chunks `r` and `2 * devices - 1 - r`. Under a
-    causal mask the first sees few keys and the second many, together the same number on every device. Otherwise each
-    device has one chunk.
+    causal mask the queries of the first chunk see few keys and those of the second many. Together they see the same
+    number of keys on every device. Without `balanced`, each device has one chunk.
     """
 
     length: int
@@ -55,35 +55,35 @@ class Layout:
 
     @property
     def chunk(self) -> int:
-        """Positions per chunk."""
+        """Number of positions per chunk."""
         return -(-self.length // len(self.order))
 
     @property
     def local(self) -> int:
-        """Positions per device, padding included."""
+        """Number of positions per device, padding included."""
         return self.chunk * len(self.order) // self.devices
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Indices of the chunks, device by device."""
+        """Indices of the chunks, in the order of the devices that have them."""
         if not self.balanced:
             return tuple(range(self.devices))
         return tuple(chunk for rank in range(self.devices) for chunk in (rank, 2 * self.devices - 1 - rank))
 
     def places(self, rank: int) -> SequencePlaces:
-        """Compute the positions of device `rank`."""
+        """Compute the sequence positions that device `rank` has."""
         each = len(self.order) // self.devices
         chunks = self.order[rank * each : (rank + 1) * each]
         return SequencePlaces(tuple(chunk * self.chunk for chunk in chunks), self.chunk, self.length)
 
     def deal(self, x: Any, axis: int) -> Any:
-        """Pad `x` along `axis` with zeros, and reorder it by devices."""
+        """Pad `x` along `axis` with zeros, and reorder it so that the positions of each device are contiguous."""
         padding = self.chunk * len(self.order) - self.length
         x = jnp.pad(x, [(0, padding if a == axis else 0) for a in range(x.ndim)]) if padding else jnp.asarray(x)
         return self._taken(x, axis, np.asarray(self.order))
 
     def collect(self, x: Any, axis: int) -> Any:
-        """Invert `deal`."""
+        """Restore the sequence order that `deal` changed, and drop the padding."""
         whole = self._taken(x, axis, np.argsort(self.order))
         return whole[(slice(None),) * axis + (slice(self.length),)]
 

@@ -130,12 +130,14 @@ def attend(
     score_mod: ScoreMod | None = None,
     logit_scale: Float[Array, " N"] | None = None,
 ) -> Any:
-    """Compute `attention` of validated operands, with mask and segment ids as booleans.
+    """Compute `attention` of validated operands, with mask and segment ids combined into booleans.
+
+    Arguments that are not listed are those of `attention`.
 
     Args:
-      q: as for `attention`, and so are the arguments that are not listed.
-      k: likewise.
-      v: likewise.
+      q: queries `[B, T, N, H]`.
+      k: keys `[B, S, K, H]`.
+      v: values `[B, S, K, V]`.
       allowed: booleans `[b, k, g, T, S]`, which may be traced. Axes have size 1 where nothing differs. None: all pairs.
       kv_scales: f32 `[b, s, K]` of k and of v. The keys are `k * k_scale` and the values `v * v_scale`. Probabilities
         then stay in f32.
@@ -150,7 +152,7 @@ def attend(
     qk, pv = EINSUMS[compute_axis_order]
 
     operands = (q.astype(jnp.float32), k.astype(jnp.float32)) if float32_qk_product else (q, k)
-    logits = _multiply(qk, *operands) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)  # (1)
+    logits = _multiply(qk, *operands) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)  # equation (1)
     if k_scales is not None:
         logits = logits * k_scales
     if logit_scale is not None:
@@ -166,11 +168,11 @@ def attend(
     if not (float32_logits or float32_qk_product):
         logits = _round_to_dtype(logits, dtype)
     if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
+        logits = jnp.where(allowed, logits, -jnp.inf)  # mask, equation (3)
 
     sink = None if sinks is None else jnp.asarray(sinks, jnp.float32).reshape(1, num_kv_heads, -1, 1)
     probabilities, logsumexp, max_logits = _compute_softmax(logits, sink)
-    # (6)
+    # The output, equation (6).
     if v_scales is None:
         out = _multiply(pv, probabilities.astype(dtype), v)
     else:
@@ -205,7 +207,7 @@ def _apply_score_mod(
     """Apply `score_mod` to logits `[B, K, G, T, S]`."""
     batch, num_kv_heads, group, q_length, kv_length = logits.shape
     if allowed is not None:
-        # As in `_apply_soft_cap`: the derivative at a hidden NaN would be NaN.
+        # As in `_apply_soft_cap`: a bias behind the mask may be NaN, and the derivative there would be NaN too.
         logits = jnp.where(allowed, logits, 0.0)
     n = jnp.arange(num_kv_heads * group).reshape(num_kv_heads, group, 1, 1)
     b, i, j = jnp.arange(batch).reshape(-1, 1, 1, 1, 1), jnp.arange(q_length)[:, None], jnp.arange(kv_length)
@@ -232,18 +234,18 @@ def _round_to_dtype(x: jax.Array, dtype: Any) -> jax.Array:
 def _compute_softmax(
     logits: Float[Array, "B K G T S"], sink: Float32[Array, "1 K G 1"] | None
 ) -> tuple[Float[Array, "B K G T S"], Float[Array, "B K G T"], Float[Array, "B K G T"]]:
-    """Compute probabilities, logsumexp and maximum of logits; a sink joins the denominator."""
+    """Compute probabilities, logsumexp and maximum of the logits of each row; a sink joins the denominator."""
     max_logits = lax.stop_gradient(jnp.max(logits, axis=-1, initial=-jnp.inf))
-    shift = max_logits if sink is None else jnp.maximum(max_logits, lax.stop_gradient(sink))  # (4)
+    shift = max_logits if sink is None else jnp.maximum(max_logits, lax.stop_gradient(sink))  # equation (4)
     shift = jnp.where(shift == -jnp.inf, 0.0, shift)
     weights = jnp.exp(logits - shift[..., None])
-    total = weights.sum(axis=-1)  # (5)
+    total = weights.sum(axis=-1)  # the softmax sum l, equation (5)
     if sink is not None:
         total = total + jnp.exp(sink - shift)
     # An empty row has total 0. Both branches of a select are differentiated: neither may divide by it or take its log.
     has_keys = total != 0
     total = jnp.where(has_keys, total, 1.0)
-    logsumexp = jnp.where(has_keys, shift + jnp.log(total), -jnp.inf)  # (7)
+    logsumexp = jnp.where(has_keys, shift + jnp.log(total), -jnp.inf)  # logsumexp, equation (7)
     return weights / total[..., None], logsumexp, max_logits
 
 

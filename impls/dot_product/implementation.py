@@ -1,4 +1,4 @@
-"""Declarations of dot-product attention, for each choice of its options."""
+"""Declare dot-product attention, with any choice of its options, as an implementation to judge."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build_implementation(name: str, **options: Any) -> Implementation:
 
 
 def _build_axis_variants(options: dict[str, Any]) -> dict[str, Any]:
-    """Bind the same attention in each axis order other than the chosen one."""
+    """Build variants of the same attention, with each axis order except the one in `options`."""
     default = inspect.signature(attention).parameters["compute_axis_order"].default
     orders = [order for order in EINSUMS if order != options.get("compute_axis_order", default)]
     return {

@@ -1,6 +1,7 @@
-"""Backward pass over the same blocks, probabilities recomputed from `logsumexp` (Dao 2023, arXiv:2307.08691).
+"""Backward pass of mixture of block attention (MoBA), over the same blocks as the forward pass.
 
-With the logits z of `impls.moba.moba_blocks`:
+Probabilities are recomputed from `logsumexp` (Dao 2023, arXiv:2307.08691). The logits x before the
+soft cap and z after it are those of `impls.moba.moba_blocks`, and dlse is the cotangent of `logsumexp`:
 
     (8)  p_ij = exp(z_ij - logsumexp_i)
     (9)  dv_j = sum_i p_ij dout_i
@@ -13,8 +14,10 @@ With the logits z of `impls.moba.moba_blocks`:
     (16) dbias = dx, summed over the axes along which the bias is broadcast
     (17) dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
 
-The gate only selects chunks, and gets no gradient. dk and dv of a bin are summed block after block. A row has one part
-of dq for each of its slots, stored where the slot was placed (`MobaWork.places`).
+The gate only selects chunks, and gets no gradient. The computation visits one block of queries after another; all
+queries of a block selected the same chunk of keys (`impls.moba.moba_plan`). Each block adds to dk and dv of its chunk.
+A query gets a part of dq from each chunk that it selected. The parts are stored by block, and summed at the end by
+their index in `MobaWork.places`.
 """
 
 from __future__ import annotations
@@ -49,21 +52,21 @@ Array = jax.Array
 def backward(
     plan: MobaPlan, operands: Operands, work: MobaWork, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array
 ) -> Operands:
-    """Compute the gradient of every operand, in its shape and dtype.
+    """Compute the gradient of every operand, in the operand's shape and dtype.
 
     `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
     """
     lanes = split_lanes(plan, operands)
-    # (11)
+    # The row sums D - dlse, where D is equation (11).
     row_sums = jnp.einsum("btnv,btnv->bnt", out, d_out, precision="highest", preferred_element_type=jnp.float32)
     row_sums = row_sums - d_logsumexp
-    logsumexp = replace_neg_inf(logsumexp)  # -inf in rows whose logits are all -inf
+    logsumexp = replace_neg_inf(logsumexp)  # logsumexp is -inf in rows whose logits are all -inf
     make = moba_tpu.sum_gradients if plan.backend == "tpu" else _sum_gradients
     sums = make(plan, lanes, work, flatten_rows(plan, d_out), logsumexp.reshape(-1), row_sums.reshape(-1))
-    dq = gather_slots(sums.q, work.places, 0).sum(axis=1) * plan.scale  # (14)
+    dq = gather_slots(sums.q, work.places, 0).sum(axis=1) * plan.scale  # dq, equation (14)
     return Operands(
         q=restore_rows(plan, dq.astype(operands.q.dtype)),
-        k=join_bins(plan, (sums.k * plan.scale).astype(operands.k.dtype)),  # (15)
+        k=join_bins(plan, (sums.k * plan.scale).astype(operands.k.dtype)),  # dk, equation (15)
         v=join_bins(plan, sums.v.astype(operands.v.dtype)),
         bias=_finish_bias_gradient(plan, sums.bias, operands.bias),
         sinks=_compute_dsinks(operands.sinks, logsumexp, row_sums),
@@ -80,16 +83,16 @@ def _sum_gradients(
             block.rows, plan.lanes * plan.rows - 1
         )  # padding rows may read any row, since their p is zero
         do = d_outs[row]
-        p = jnp.exp(block.logits - lses[row][:, None])  # (8)
-        dp = multiply("rv,jv->rj", do, block.v)  # (10)
-        dx = p * (dp - sums_of_rows[row][:, None])  # (12)
+        p = jnp.exp(block.logits - lses[row][:, None])  # probabilities, equation (8)
+        dp = multiply("rv,jv->rj", do, block.v)  # dp, equation (10)
+        dx = p * (dp - sums_of_rows[row][:, None])  # gradient of the logits, equation (12)
         if block.slope is not None:
-            dx = dx * block.slope  # (13)
+            dx = dx * block.slope  # through the soft cap, equation (13)
         rounded = dx.astype(dtype)
-        dk = multiply("rj,rh->jh", rounded, block.q)  # (15), not scaled
-        dv = multiply("rj,rv->jv", p.astype(dtype), do)  # (9)
+        dk = multiply("rj,rh->jh", rounded, block.q)  # dk, equation (15), not yet scaled
+        dv = multiply("rj,rv->jv", p.astype(dtype), do)  # dv, equation (9)
         return GradientSums(
-            q=put_block(sums.q, multiply("rj,jh->rh", rounded, block.k), number),  # (14), not scaled
+            q=put_block(sums.q, multiply("rj,jh->rh", rounded, block.k), number),  # dq, equation (14), not yet scaled
             k=put_block(sums.k, take_block(sums.k, block.bin) + dk, block.bin),
             v=put_block(sums.v, take_block(sums.v, block.bin) + dv, block.bin),
             bias=None if sums.bias is None else _add_bias(plan, sums.bias, dx, block),
@@ -107,9 +110,9 @@ def _sum_gradients(
 
 
 def _add_bias(plan: MobaPlan, total: Array, dx: Array, block: RowBlock) -> Array:
-    """Add `dx [r, chunk]` to the bias rows that its rows were read from; rows that share a bias row are summed."""
+    """Add `dx [r, chunk]` to the gradients of the bias rows that the block read. Rows of one bias row are summed."""
     added = dx if total.shape[2] > 1 or dx.shape[1] == 1 else dx.sum(axis=1, keepdims=True)
-    return total.at[locate_bias(plan, total, block.rows, block.bin)].add(added)  # (16)
+    return total.at[locate_bias(plan, total, block.rows, block.bin)].add(added)  # dbias, equation (16)
 
 
 def _finish_bias_gradient(plan: MobaPlan, total: Array | None, bias: Array | None) -> Array | None:
@@ -119,8 +122,8 @@ def _finish_bias_gradient(plan: MobaPlan, total: Array | None, bias: Array | Non
 
 
 def _compute_dsinks(sinks: Array | None, logsumexp: Array, row_sums: Array) -> Array | None:
-    """Compute the gradient of the sinks from `row_sums = D - dlse`, by (17)."""
+    """Compute the gradient of the sinks from `row_sums = D - dlse`, by equation (17) of the module docstring."""
     if sinks is None:
         return None
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - logsumexp)
-    return -(p * row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # (17)
+    return -(p * row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # dsinks, equation (17)

@@ -1,4 +1,4 @@
-"""Forward pass: attend from each block of rows to its chunk, then merge the parts of each row.
+"""Forward pass of MoBA: attend from each block of query rows to its chunk of keys, then merge the parts of each row.
 
 From the logits z of `impls.moba.moba_blocks`:
 
@@ -7,8 +7,9 @@ From the logits z of `impls.moba.moba_blocks`:
     (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
 
-First each block computes m, l and the sum of (6) over the keys of its chunk (`BlockSoftmax`). Then each row merges the
-parts of its chunks: a part is multiplied by `exp(its m - m_i)`, and the sink is added.
+First each block computes m, l and the sum in equation (6) over the keys of its chunk (`BlockSoftmax`). Then each row
+merges the parts of its chunks: the l and the sum of a part are multiplied by `exp(m of the part - m_i)`, and the sink
+is added.
 
 Parts of a softmax over disjoint keys are merged by their maxima and sums (Milakov & Gimelshein 2018,
 arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135), as MoBA's authors do it (arXiv:2502.13189, algorithm 1).
@@ -33,7 +34,7 @@ Array = jax.Array
 
 
 class Outputs(NamedTuple):
-    """Results of attention."""
+    """Results of the forward pass."""
 
     out: Array  # [B, T, N, V]
     logsumexp: Array  # [B, N, T] f32
@@ -41,29 +42,29 @@ class Outputs(NamedTuple):
 
 
 def forward(plan: MobaPlan, operands: Operands, work: MobaWork) -> Outputs:
-    """Compute attention. Memory beyond operands and outputs is linear in the lengths."""
+    """Compute attention from the blocks in `work`. Memory beyond operands and outputs is linear in the lengths."""
     parts = (moba_tpu.compute_parts if plan.backend == "tpu" else _compute_parts)(
         plan, split_lanes(plan, operands), work
     )
     maximum, total, out = (gather_slots(x, work.places, fill) for x, fill in zip(parts, (-jnp.inf, 0, 0), strict=True))
-    top = maximum.max(axis=-1)  # (4) without the sink, [L R]
+    top = maximum.max(axis=-1)  # the maxima m without the sink, equation (4), [L R]
     pivot = top
     if operands.sinks is not None:
         sink = _broadcast_sinks(plan, operands.sinks)
-        pivot = jnp.maximum(top, sink)  # (4)
+        pivot = jnp.maximum(top, sink)  # the maximum m, equation (4)
     # A bias of -inf may leave a row without any weight: its output is zero, and its logsumexp -inf.
     some = pivot != -jnp.inf
     pivot = replace_neg_inf(pivot)
     weight = jnp.exp(maximum - pivot[:, None])
-    total = (weight * total).sum(axis=-1)  # (5)
+    total = (weight * total).sum(axis=-1)  # the softmax sum l, equation (5)
     if operands.sinks is not None:
         total = total + jnp.exp(sink - pivot)
     total = jnp.where(some, total, 1.0)
-    out = (weight[..., None] * out).sum(axis=1) / total[:, None]  # (6)
+    out = (weight[..., None] * out).sum(axis=1) / total[:, None]  # out, equation (6)
     rows = (plan.batch, plan.num_q_heads, plan.q_length)
     return Outputs(
         out=restore_rows(plan, out.astype(operands.q.dtype)),
-        logsumexp=jnp.where(some, pivot + jnp.log(total), -jnp.inf).reshape(rows),  # (7)
+        logsumexp=jnp.where(some, pivot + jnp.log(total), -jnp.inf).reshape(rows),  # logsumexp, equation (7)
         max_logits=top.reshape(rows),
     )
 
@@ -71,10 +72,10 @@ def forward(plan: MobaPlan, operands: Operands, work: MobaWork) -> Outputs:
 def _compute_parts(plan: MobaPlan, lanes: Lanes, work: MobaWork) -> BlockSoftmax:
     def step(number: Array, parts: BlockSoftmax) -> BlockSoftmax:
         block = compute_block(plan, lanes, work, number)
-        maximum = block.logits.max(axis=-1)  # (4) of the chunk
+        maximum = block.logits.max(axis=-1)  # m of the chunk, equation (4)
         weights = jnp.exp(block.logits - replace_neg_inf(maximum)[:, None])
-        out = multiply("rj,jv->rv", weights.astype(block.v.dtype), block.v)  # (6) of the chunk, not divided
-        part = BlockSoftmax(maximum, weights.sum(axis=-1), out)  # (5) of the chunk
+        out = multiply("rj,jv->rv", weights.astype(block.v.dtype), block.v)  # the sum in equation (6) over the chunk
+        part = BlockSoftmax(maximum, weights.sum(axis=-1), out)  # l of the chunk, equation (5)
         return BlockSoftmax(*(put_block(x, y, number) for x, y in zip(parts, part, strict=True)))
 
     shape = (plan.most_blocks, plan.block_rows)

@@ -1,4 +1,4 @@
-"""Declarations of both forms of mixture of block attention."""
+"""Declare mixture of block attention (MoBA) as implementations to judge: block-sparse, in Pallas for TPU, and dense."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     ),
     _build_implementation(
         "moba_tpu",
-        _bind_tpu_call(keys_together=128),  # so that larger chunks are computed in several steps
+        _bind_tpu_call(keys_together=128),  # below the default, so that chunks above 128 keys take several steps
         "mixture of block attention in Pallas for TPU, a grid step for each block of queries that took a chunk",
         variants={"default_keys": _bind_tpu_call(), "rows_16": _bind_tpu_call(keys_together=128, most_rows=16)},
         memory="linear",

@@ -1,4 +1,7 @@
-"""Split operands into lanes, and compute the logits of one block of rows and its chunk for both passes.
+"""Split the operands of MoBA by key/value head, and compute the logits of one block.
+
+A block is a number of queries that selected the same chunk of keys. The forward and the backward pass both use this
+code. Lanes, rows, bins and blocks are explained in `impls.moba.moba_plan`. The logits z are
 
 (1)  x_ij = scale <q_i, k_j> + bias_ij
 (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
@@ -19,7 +22,10 @@ Array = jax.Array
 
 
 class Operands(NamedTuple):
-    """Arrays of the canonical call, in its shapes. k, v and bias are truncated after the last query's position."""
+    """Array operands of a MoBA call, in the shapes of the contract (docs/contract.md, section 1).
+
+    k, v and bias are truncated after the last query's position.
+    """
 
     q: Array  # [B, T, N, H]
     k: Array  # [B, S, K, H]
@@ -40,13 +46,13 @@ class Lanes(NamedTuple):
 class RowBlock(NamedTuple):
     """One block of rows, with the logits of its rows and the keys of its bin."""
 
-    rows: Array  # [r], `L R` for padding rows
+    rows: Array  # [r], index of each row among the rows of all lanes; `L R` for padding rows
     bin: Array  # []
     q: Array  # [r, H]
     k: Array  # [chunk, H]
     v: Array  # [chunk, V]
     logits: Array  # [r, chunk] f32, -inf where not allowed
-    slope: Array | None  # derivative of (2), same shape; None without a soft cap
+    slope: Array | None  # derivative dz/dx of the soft cap, same shape; None without a soft cap
 
 
 class BlockSoftmax(NamedTuple):
@@ -67,7 +73,7 @@ class GradientSums(NamedTuple):
 
 
 def split_lanes(plan: MobaPlan, operands: Operands) -> Lanes:
-    """Split the operands into lanes."""
+    """Split the operands into lanes: queries become rows, and keys and values become bins."""
     return Lanes(
         q=flatten_rows(plan, operands.q),
         k=split_bins(plan, operands.k),
@@ -82,7 +88,7 @@ def flatten_rows(plan: MobaPlan, x: Array) -> Array:
 
 
 def restore_rows(plan: MobaPlan, x: Array) -> Array:
-    """Invert `flatten_rows`."""
+    """Restore rows `[L R, D]` to the shape `[B, T, N, D]`: the inverse of `flatten_rows`."""
     return x.reshape(plan.batch, plan.num_q_heads, plan.q_length, -1).transpose(0, 2, 1, 3)
 
 
@@ -93,16 +99,16 @@ def split_bins(plan: MobaPlan, x: Array) -> Array:
 
 
 def join_bins(plan: MobaPlan, x: Array) -> Array:
-    """Invert `split_bins`."""
+    """Join bins to keys or values `[B, S, K, D]`, without the padding: the inverse of `split_bins`."""
     x = x.reshape(plan.batch, plan.num_kv_heads, plan.chunks * plan.moba.chunk, -1)
     return x[:, :, : plan.kv_length].transpose(0, 2, 1, 3)
 
 
 def compute_block(plan: MobaPlan, lanes: Lanes, work: MobaWork, number: Array) -> RowBlock:
-    """Compute the logits of block `number`."""
+    """Compute the logits of the rows of block `number` and the keys of its bin."""
     rows, which = take_block(work.rows, number), take_block(work.bins, number)
     q, k, v = lanes.q.at[rows].get(mode="fill", fill_value=0), take_block(lanes.k, which), take_block(lanes.v, which)
-    logits = multiply("rh,jh->rj", q, k) * plan.scale  # (1)
+    logits = multiply("rh,jh->rj", q, k) * plan.scale  # the scaled logits x, equation (1)
     if lanes.bias is not None:
         logits = logits + lanes.bias[locate_bias(plan, lanes.bias, rows, which)].astype(jnp.float32)
     slope = None
@@ -113,12 +119,12 @@ def compute_block(plan: MobaPlan, lanes: Lanes, work: MobaWork, number: Array) -
     # A padding row gets the position of another row, so it is hidden by its row index instead.
     position = plan.position[rows % plan.rows]
     allowed = (key <= position[:, None]) & (rows < plan.lanes * plan.rows)[:, None]
-    logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
+    logits = jnp.where(allowed, logits, -jnp.inf)  # mask, equation (3)
     return RowBlock(rows, which, q, k, v, logits, slope)
 
 
 def locate_bias(plan: MobaPlan, bias: Array, rows: Array, which: Array) -> tuple[Array, Array]:
-    """Find a block's rows in `bias [rows of the bias, C or 1, chunk or 1]`; padding rows get any place."""
+    """Find the indices of a block's rows in `bias [rows of the bias, C or 1, chunk or 1]`; any for padding rows."""
     assert plan.bias_shape is not None
     batch, heads, queries, _ = plan.bias_shape
     row = jnp.minimum(rows, plan.lanes * plan.rows - 1)
@@ -137,6 +143,6 @@ def _flatten_bias(plan: MobaPlan, bias: Array) -> Array:
 
 
 def restore_bias(plan: MobaPlan, x: Array) -> Array:
-    """Invert `_flatten_bias`."""
+    """Restore a flattened bias to its own shape `[b, n, t, s]`: the inverse of `_flatten_bias`."""
     assert plan.bias_shape is not None
     return x.reshape(*plan.bias_shape[:3], -1)[..., : plan.bias_shape[3]]

@@ -1,4 +1,7 @@
-"""The dense form: compute the selected chunks as booleans over all pairs, then plain dot-product attention."""
+"""Mixture of block attention (MoBA) with all logits in memory.
+
+The selected chunks become booleans over all pairs of query and key, which mask plain dot-product attention.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate of the block-sparse form: select each query's chunks as indices, in memory linear in the lengths."""
+"""Select the chunks of keys that each query attends to (the gate of MoBA), in memory linear in the lengths."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Array = jax.Array
 
 
 def choose_chunks(moba: Moba, q: Array, k: Array, position: Array) -> Array:
-    """Select the chunks of each query, int32 `[L, R, slots]`: its own first, and `C` in empty slots.
+    """Select the chunks of each query, int32 `[L, R, slots]`: its own chunk first, and `C` in empty slots.
 
     Args:
       moba: the mask.
       q: queries of each key/value head, `[L, R, H]`.
-      k: its keys, `[L, C, chunk, H]`. The last chunk is zero-padded; its mean is never used, since it is no query's
-        earlier chunk.
+      k: keys of each key/value head, `[L, C, chunk, H]`. The last chunk is zero-padded. Its mean is never used, since
+        no query is in a later chunk.
       position: position of each query among the keys, `[R]`.
     """
     chunks = k.shape[1]
@@ -40,7 +40,7 @@ def choose_chunks(moba: Moba, q: Array, k: Array, position: Array) -> Array:
         # a gate depends on its column.
         gates = jnp.moveaxis(lax.map(gate, means.swapaxes(0, 1)), 0, -1)
         gates = jnp.where(jnp.arange(chunks, dtype=jnp.int32) < own, gates, -jnp.inf)
-        return lax.top_k(gates, others)[1]  # equal gates in the order of their index
+        return lax.top_k(gates, others)[1]  # of equal gates, the lower index comes first
 
     rows = min(_ROWS_AT_ONCE, q.shape[1])
     chosen = _join_rows(lax.map(of_rows, (_split_rows(q, rows), _split_rows(own, rows))), q.shape[1]).astype(jnp.int32)

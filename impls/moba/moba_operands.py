@@ -1,4 +1,4 @@
-"""Validation of the operands of both forms."""
+"""Validate the operands of mixture of block attention (MoBA), for its block-sparse and its dense form."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def find_moba(mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length
     """Return the mask if it is a `Moba` mask that fits the lengths.
 
     Raises:
-      NotImplementedError: it is another mask, or combined with one.
-      ValueError: it does not fit the lengths.
+      NotImplementedError: the mask is not a `Moba` mask, or is combined with another mask.
+      ValueError: the mask does not fit the lengths.
     """
     if isinstance(mask, Moba):
         mask.check_lengths(q_length, kv_length)
@@ -32,11 +32,11 @@ def find_moba(mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length
 def validate_moba(
     q: Any, k: Any, v: Any, *, mask: Mask, segment_ids: tuple[jax.Array, jax.Array] | None, **options: Any
 ) -> Moba:
-    """Validate the operands and return the mask.
+    """Validate the operands of a MoBA call and return its mask.
 
     Raises:
       ValueError: an operand or an option is wrong; the message names it.
-      NotImplementedError: segment ids, or another mask than `Moba`.
+      NotImplementedError: there are segment ids, or the mask is not a `Moba` mask.
     """
     validate_operands(q, k, v, segment_ids=segment_ids, **options)
     if segment_ids is not None:

@@ -1,9 +1,9 @@
-"""Division of the work: pairs of a query and one of its chunks, sorted by chunk and split into blocks of rows.
+"""Divide the work of MoBA: sort pairs of a query and one of its chunks by chunk, and split them into blocks of rows.
 
 Internally, the key/value heads of all batch rows are *lanes* (`L = B K`), each with the queries of its group as *rows*
-(`R = G T`). A chunk of a lane is a *bin*. The queries that selected it are the rows of its blocks, as in a grouped
-matrix
-product: no block has rows of two bins, and the last block of a bin may have padding rows.
+(`R = G T`). A chunk of a lane's keys is a *bin*. Each row has *slots* for the chunks that it selected. The rows that
+selected a bin are divided into *blocks*, as in a grouped matrix product: no block has rows of two bins, and the last
+block of a bin may have padding rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Backend = Literal["portable", "tpu"]
 
 @dataclasses.dataclass(frozen=True)
 class MobaPlan:
-    """Static part of a call."""
+    """Static part of a MoBA call: mask, sizes, scale, soft cap and choice of kernel."""
 
     moba: Moba
     batch: int
@@ -37,53 +37,56 @@ class MobaPlan:
     bias_shape: tuple[int, ...] | None
     most_rows: int
     backend: Backend = "portable"
-    keys_together: int = 1024  # of a TPU's kernels, a multiple of 128
-    interpret: Interpret = False  # of a TPU's kernels, as `pallas_call` takes it
+    keys_together: int = 1024  # keys of a chunk that the TPU kernels compute at once, a multiple of 128
+    interpret: Interpret = False  # `interpret` of the `pallas_call` of the TPU kernels
 
     @property
     def group(self) -> int:
-        """Query heads per key/value head."""
+        """Number of query heads per key/value head."""
         return self.num_q_heads // self.num_kv_heads
 
     @property
     def rows(self) -> int:
-        """Rows per lane."""
+        """Number of rows per lane, `R`."""
         return self.group * self.q_length
 
     @property
     def lanes(self) -> int:
-        """Key/value heads of all batch rows."""
+        """Number of lanes, `L`: key/value heads of all batch rows."""
         return self.batch * self.num_kv_heads
 
     @property
     def chunks(self) -> int:
-        """Chunks per lane."""
+        """Number of chunks per lane, `C`."""
         return self.moba.count_chunks(self.kv_length)
 
     @property
     def bins(self) -> int:
-        """Chunks of all lanes."""
+        """Number of bins: chunks of all lanes."""
         return self.lanes * self.chunks
 
     @property
     def slots(self) -> int:
-        """Largest number of chunks per query."""
+        """Number of slots per row: the largest number of chunks that a query selects."""
         return min(self.moba.topk, self.chunks)
 
     @property
     def pairs(self) -> int:
-        """Slots of all rows."""
+        """Number of slots of all rows: the largest number of pairs of a row and a selected chunk."""
         return self.lanes * self.rows * self.slots
 
     @property
     def block_rows(self) -> int:
-        """Rows per block, a power of two: about half of a bin's average, so that there are few padding rows."""
+        """Number of rows per block, a power of two.
+
+        It is about half of the average number of rows per bin, so that there are few padding rows.
+        """
         half = self.pairs // (2 * self.bins)
         return min(self.most_rows, max(16, 1 << max(0, half - 1).bit_length()))
 
     @property
     def most_blocks(self) -> int:
-        """Upper bound of the number of blocks, whatever chunks are selected."""
+        """Upper bound of the number of blocks, for any selection of chunks."""
         in_a_bin = -(-self.rows // self.block_rows)
         return min(self.pairs // self.block_rows + self.bins, self.bins * in_a_bin)
 
@@ -95,16 +98,19 @@ class MobaPlan:
 
 
 class MobaWork(NamedTuple):
-    """The blocks of a call, all int32."""
+    """The division of a call's rows into blocks; all arrays are int32."""
 
-    in_use: Array  # [], number of blocks with rows
+    in_use: Array  # [], number of blocks that have rows; the blocks after them are not computed
     bins: Array  # [blocks], bin of each block
-    rows: Array  # [blocks, block_rows], index among the rows of all lanes, `L R` for padding rows
-    places: Array  # [L R, slots], index of each slot among `blocks * block_rows`, which stands for none
+    rows: Array  # [blocks, block_rows], index of each row among the rows of all lanes; `L R` for padding rows
+    places: Array  # [L R, slots], place of each slot in `rows`, flattened; `blocks * block_rows` for empty slots
 
 
 def divide_work(plan: MobaPlan, chosen: Array) -> MobaWork:
-    """Divide the rows into blocks by `chosen`, int32 `[L, R, slots]`: chunks of their lane, `C` for an empty slot."""
+    """Divide the rows into blocks by the chunks that they selected.
+
+    `chosen`, int32 `[L, R, slots]`, has the indices of these chunks in their lane, and `C` for an empty slot.
+    """
     lane = jnp.arange(plan.lanes, dtype=jnp.int32)[:, None, None]
     bins = jnp.where(chosen < plan.chunks, lane * plan.chunks + chosen, plan.bins).reshape(-1)
     number = jnp.arange(plan.pairs, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""The block-sparse form: the public call and its derivative rule."""
+"""Block-sparse mixture of block attention (MoBA): the public call and its derivative rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from impls.moba.moba_tpu import fit_block_rows
 from impls.splash_tpu.block_sizes import LANES
 from impls.varying_axes import find_varying_axes, mark_varying
 
-# docs/hardware.md explains the choice for TPU.
+# Largest number of queries per block, by backend. docs/hardware.md explains the choice for TPU.
 _MAX_ROWS: Mapping[Backend, int] = {"portable": 256, "tpu": 512}
 
 
@@ -74,7 +74,7 @@ def attention(
         reduced to fit VMEM.
       backend: `"tpu"` for the Pallas kernels (`impls.moba.moba_tpu`), which support no bias and no f16.
       keys_together: keys of a chunk that the TPU kernels compute at once, a multiple of 128.
-      interpret: for the TPU kernels, as for `pallas_call`; by default true unless the process runs on a TPU.
+      interpret: `interpret` of the TPU kernels' `pallas_call`; by default true unless the process runs on a TPU.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
@@ -159,7 +159,7 @@ def _get_derivative_refusal(plan: MobaPlan) -> Callable[..., Any]:
 def _flash_forward(plan: MobaPlan, operands: Operands, work: MobaWork) -> tuple[Outputs, _Residuals]:
     outputs = _get_derivative_refusal(plan)("moba", functools.partial(forward, plan), operands, work)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
+    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # untyped in JAX
     return Outputs(out, logsumexp, outputs.max_logits), (operands, work, out, logsumexp)
 
 

@@ -1,15 +1,16 @@
-"""Both passes in Pallas for TPU, with a grid step for each block of rows and their chunk.
+"""Forward and backward pass of MoBA in Pallas for TPU, with a grid step for each block of rows and its chunk.
 
-With the formulas of `impls.moba.forward` and `impls.moba.backward`. The grid is as long as there are blocks, and their
-chunks are prefetched to scalar memory. Blocks of one chunk follow one another, so that its keys and values are fetched
-once, and dk and dv stay in VMEM until its last block has added to them.
+The formulas are those of `impls.moba.forward` and `impls.moba.backward`. The grid has as many steps as there are
+blocks. The index of each block's chunk is prefetched to scalar memory. Blocks of one chunk follow one another, so the
+chunk's keys and values are fetched only once. For the same reason dk and dv of the chunk stay in VMEM until its last
+block has added to them.
 
-Keys are gone through some at a time, as many as VMEM has room for, up to the last that any row of the block sees. Steps
-that every row sees have no mask: only in the chunk of a query itself is anything hidden. As in
-`impls.splash_tpu.forward`, logits and maxima are counted in units of log 2 here, l is kept for each lane by itself
-until the end, and m begins finite.
+Inside a grid step, the keys of the chunk are computed several at a time, as many as fit into VMEM. The loop stops at
+the last key that any row of the block sees. Keys that every row sees need no mask: keys are hidden only in a query's
+own chunk. As in `impls.splash_tpu.forward`, logits and maxima are in units of log 2, l is kept separately for each
+vector lane until the end, and m starts at a finite value.
 
-Rows are gathered before, as for a grouped matrix product (Gale et al. 2022, arXiv:2211.15841).
+Rows are gathered before the kernel, as for a grouped matrix product (Gale et al. 2022, arXiv:2211.15841).
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ MIN_ROWS = 64
 class _Steps(NamedTuple):
     """Schedule of the kernels by block, int32. The first three fields are in scalar memory."""
 
-    bins: Array  # [blocks]
+    bins: Array  # [blocks], bin (chunk of a key/value head) of each block
     seen: Array  # [blocks], number of keys of the chunk that every row sees
     some: Array  # [blocks], number of keys of the chunk that some row sees
     last: Array  # [blocks, 1, block_rows], the last key of the chunk that each row sees
 
 
 def compute_parts(plan: MobaPlan, lanes: Lanes, work: MobaWork) -> BlockSoftmax:
-    """Compute the softmax of each block's rows over its chunk. Blocks that are not in use hold arbitrary values."""
+    """Compute attention of each block's rows to its chunk, not normalised. Blocks not in use hold arbitrary values."""
     steps, room = _build_steps(plan, work), _find_room(plan, *_get_sizes(lanes), backward=False)
     q = lanes.q.at[work.rows].get(mode="fill", fill_value=0)  # [blocks, r, H]
     rows, depth = plan.block_rows, lanes.v.shape[-1]
@@ -94,7 +95,7 @@ def sum_gradients(
     )
     chunk, number = plan.moba.chunk, jnp.where(jnp.arange(plan.most_blocks) < work.in_use, work.bins, plan.bins)
     taken = jnp.zeros(plan.bins, bool).at[number].set(True, mode="drop")[:, None, None]
-    dk, dv = (jnp.where(taken, x[:, :chunk], 0.0) for x in (dk, dv))  # not written for chunks without rows
+    dk, dv = (jnp.where(taken, x[:, :chunk], 0.0) for x in (dk, dv))  # never written for chunks that no row selected
     return GradientSums(dq, dk, dv, None)
 
 
@@ -115,13 +116,16 @@ def _get_sizes(lanes: Lanes) -> tuple[tuple[int, int], int]:
 
 
 class _VmemRoom(NamedTuple):
-    """Keys of a chunk that are computed at once, and the VMEM to request; None if the default suffices."""
+    """The number of keys that are computed at once, and the bytes of VMEM to request.
+
+    `vmem` is None if the default amount of VMEM suffices.
+    """
 
     keys: int
     vmem: int | None
 
     def padded(self, x: Array) -> Array:
-        """Pad `[bins, chunk, D]` with zeros to whole steps of keys."""
+        """Pad keys or values `[bins, chunk, D]` with zeros, so that a chunk is a multiple of the keys per step."""
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.keys), (0, 0)))
 
 
@@ -143,7 +147,7 @@ def fit_block_rows(plan: MobaPlan, depths: tuple[int, int], itemsize: int) -> Mo
 
 
 def _find_room(plan: MobaPlan, depths: tuple[int, int], itemsize: int, *, backward: bool) -> _VmemRoom:
-    """Find the number of keys at once: the requested number, halved until it fits VMEM.
+    """Find the number of keys to compute at once: the requested number, halved until the kernel fits VMEM.
 
     Raises:
       NotImplementedError: no number of keys fits.
@@ -162,7 +166,10 @@ def _find_room(plan: MobaPlan, depths: tuple[int, int], itemsize: int, *, backwa
 
 
 def _estimate_vmem(plan: MobaPlan, depths: tuple[int, int], item: int, keys: int, *, backward: bool) -> int:
-    """Estimate the VMEM in bytes: blocks twice, since the next ones are prefetched, and a step's values once."""
+    """Estimate the bytes of VMEM that a kernel needs.
+
+    Blocks count twice, since the next blocks are prefetched. The intermediate values of a step count once.
+    """
     h, v = (round_up(depth, LANES) for depth in depths)
     rows, chunk = plan.block_rows, round_up(plan.moba.chunk, keys)
     fetched = (rows * h + chunk * (h + v)) * item
@@ -201,7 +208,7 @@ def _call_kernel(
     shapes: Sequence[tuple[int, ...]],
     name: str,
 ) -> Any:
-    """Run the kernel over `blocks` blocks; results are f32 in `shapes`."""
+    """Run the kernel with a grid of `blocks` steps; results are f32 with these `shapes`."""
     scalars: Any = steps[:3]
     arrays: Any = tuple(x for x, _ in inputs)
     scalars, arrays = mark_varying((scalars, arrays), find_varying_axes((scalars, arrays)))
@@ -241,12 +248,13 @@ def _forward_kernel(
         out, top, total = so_far
         keys = pl.ds(pl.multiple_of(step * size, size), size)
         z, _ = _compute_logits(plan, q_ref[...], k_ref[keys, :], step * size, last if masked else None)
-        now = jnp.maximum(top, z.max(axis=-1, keepdims=True))  # (4)
+        now = jnp.maximum(top, z.max(axis=-1, keepdims=True))  # the maximum m, equation (4)
         weights = jnp.exp2(z - repeat_lanes(now, size))
         decay = jnp.exp2(top - now)
         v = v_ref[keys, :]
         added = _multiply(plan, weights.astype(v.dtype), v, 1, 0)
-        return out * repeat_lanes(decay, v.shape[1]) + added, now, total * decay + sum_by_lane(weights)  # (6), (5)
+        # The sum in equation (6), the maximum m, and the softmax sum l, equation (5).
+        return out * repeat_lanes(decay, v.shape[1]) + added, now, total * decay + sum_by_lane(weights)
 
     none = (
         jnp.zeros(out_ref.shape, jnp.float32),
@@ -290,21 +298,24 @@ def _backward_kernel(
         keys = pl.ds(pl.multiple_of(step * size, size), size)
         q, k, v, do = q_ref[...], k_ref[keys, :], v_ref[keys, :], do_ref[...]
         z, slope = _compute_logits(plan, q, k, step * size, last if masked else None)
-        p = jnp.exp2(z - repeat_lanes(lse, size))  # (8)
-        dx = p * (_multiply(plan, do, v, 1, 1) - repeat_lanes(delta, size))  # (10), (12)
+        p = jnp.exp2(z - repeat_lanes(lse, size))  # probabilities, equation (8)
+        dx = p * (_multiply(plan, do, v, 1, 1) - repeat_lanes(delta, size))  # equations (10) and (12)
         if slope is not None:
-            dx = dx * slope  # (13)
+            dx = dx * slope  # through the soft cap, equation (13)
         rounded = dx.astype(q.dtype)
-        dk_ref[keys, :] += _multiply(plan, rounded, q, 0, 0)  # dk, (15), not yet scaled
-        dv_ref[keys, :] += _multiply(plan, p.astype(q.dtype), do, 0, 0)  # (9)
-        return dq + _multiply(plan, rounded, k, 1, 0)  # dq, (14) of `impls.moba.backward`, not yet scaled
+        dk_ref[keys, :] += _multiply(plan, rounded, q, 0, 0)  # dk, equation (15), not yet scaled
+        dv_ref[keys, :] += _multiply(plan, p.astype(q.dtype), do, 0, 0)  # dv, equation (9)
+        return dq + _multiply(plan, rounded, k, 1, 0)  # dq, equation (14), not yet scaled
 
     dq = jnp.zeros(dq_ref.shape, jnp.float32)
     dq_ref[...] = _visit_keys(size, seen_ref[number], some_ref[number], add, dq)
 
 
 def _visit_keys(size: int, seen: Any, some: Any, add: Callable[..., Any], start: Scalar) -> Any:
-    """Add the keys of a chunk, `size` at a time: unmasked those that every row sees, then those that some row sees."""
+    """Call `add` for the keys of a chunk, `size` keys at a time.
+
+    Keys that every row sees come first and need no mask. Keys that only some rows see follow, with a mask.
+    """
     every, steps = lax.div(seen, jnp.int32(size)), lax.div(some + (size - 1), jnp.int32(size))
     so_far = lax.fori_loop(jnp.int32(0), every, functools.partial(add, masked=False), start)
     return lax.fori_loop(every, steps, functools.partial(add, masked=True), so_far)
@@ -313,17 +324,20 @@ def _visit_keys(size: int, seen: Any, some: Any, add: Callable[..., Any], start:
 def _compute_logits(
     plan: MobaPlan, q: Array, k: Array, first: Scalar, last: Array | None
 ) -> tuple[Array, Array | None]:
-    """Compute (1) to (3) in units of log 2, `[r, size]`, and the derivative of (2); unmasked if `last` is None."""
+    """Compute the logits z in units of log 2, `[r, size]`, and the derivative of the soft cap.
+
+    These are equations (1) to (3) of `impls.moba.moba_blocks`. If `last` is None, no logit is masked.
+    """
     x = _multiply(plan, q, k, 1, 1)
     slope = None
     if plan.soft_cap is None:
-        z = x * jnp.float32(plan.scale / LOG_2)  # (1)
+        z = x * jnp.float32(plan.scale / LOG_2)  # the scaled logits x, equation (1)
     else:
         tanh = jnp.tanh(x * jnp.float32(plan.scale / plan.soft_cap))
-        z, slope = tanh * jnp.float32(plan.soft_cap / LOG_2), 1 - tanh * tanh  # (2)
+        z, slope = tanh * jnp.float32(plan.soft_cap / LOG_2), 1 - tanh * tanh  # soft cap, equation (2)
     if last is not None:
         place = lax.broadcasted_iota(jnp.int32, z.shape, 1) + first
-        z = jnp.where(place <= repeat_lanes(last, z.shape[1]), z, -jnp.inf)  # (3)
+        z = jnp.where(place <= repeat_lanes(last, z.shape[1]), z, -jnp.inf)  # mask, equation (3)
     return z, slope
 
 

@@ -1,4 +1,4 @@
-"""Declarations of attention over a quantised cache, in both forms."""
+"""Declare attention over a quantised cache as implementations to judge: with scaled products, or dequantised first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantisation of keys and values."""
+"""Quantise keys and values of a cache to int8, int4 or fp8, with scales."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_what_the_implementation_raises_while_traced_fails() -> None:
 @needs_compiler
 def test_a_target_that_the_compiler_does_not_know_is_no_failure_of_the_kernel() -> None:
     unknown = dataclasses.replace(TPUS[0], name="v99", topology={"topology_name": "v99:2x2"})
-    with pytest.raises(compilation.NoCompiler, match="describes no v99"):
+    with pytest.raises(compilation.NoCompiler, match="v99"):
         compilation.compile_for(unknown, None, ())
 
 

@@ -223,7 +223,7 @@ def test_what_older_files_lack_is_unknown() -> None:
     assert (info.tolerances, info.coverage) == ([], [])
     for text in (render_html(found, info), render_markdown(found, info)):
         assert "✓ conforms" not in text
-        assert "whether they are all that was planned is unknown" in text
+        assert "it is unknown whether all that was planned was judged" in text
     assert "unknown" in info.notes[0]
 
 

@@ -1,1 +1,1 @@
-"""The commands `bench`, `tune` and `cycles`."""
+"""Implement the commands `bench`, `tune` and `cycles` of `python -m conformance`."""

@@ -1,4 +1,8 @@
-"""`bench`: compare the time and memory of implementations."""
+"""Implement the command `bench`: compare the time and memory of implementations on this machine.
+
+`run_bench` gets the parsed arguments, times the implementations (`conformance.cost.timing`), prints a table, and writes
+the files that the user asked for.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ _PHASES = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BAC
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    """Time implementations and print them; return the exit code, which says whether all agree with the oracle."""
+    """Time implementations and print the measurements; return the exit code, as the help of `bench` lists it."""
     started = time.perf_counter()
     limits = parse_limits(arguments)
     chosen = project_lookup.load_project_settings()
@@ -58,8 +62,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
             implementations, comparisons, limits, chosen.tolerances, on_step=steps.say, on_compared=on_compared
         )
     if compared.interrupted:
-        interrupts.stop_raising()  # what was timed gets written whole
-        console.print("Interrupted: only what was timed before the stop is kept.", style="yellow")
+        interrupts.stop_raising()  # a second Ctrl-C must not cut off the files written below
+        console.print("Interrupted: only measurements from before the interruption are kept.", style="yellow")
     write_outputs(
         outputs, compared.measurements, "bench", time.perf_counter() - started, interrupted=compared.interrupted
     )
@@ -67,10 +71,12 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def _reject_process_ending_kernel(name: str, kernels: KernelOptions, cases: Sequence[Case]) -> None:
-    """Refuse a kernel that exits, crashes or hangs, by tracing it once in a sandbox before it is timed in this process.
+    """Refuse a kernel that would end or hang this process, in which it would be timed.
+
+    To find out, the kernel is traced once in a sandbox, on each case.
 
     Raises:
-      CannotJudge: if its process ends.
+      CannotJudge: if the sandbox's process ends or hangs.
     """
     implementation = project_lookup.find_implementation(name, kernels)
     if not is_sandboxed(implementation) or implementation.accelerator.absent is not None:
@@ -79,19 +85,19 @@ def _reject_process_ending_kernel(name: str, kernels: KernelOptions, cases: Sequ
     try:
         for case in cases:
             if implementation.supports(case) is None:
-                with contextlib.suppress(Exception):  # its measurement will report the exception
+                with contextlib.suppress(Exception):  # timing the kernel will raise and report the exception again
                     executor.run(single_calls.trace_call, draw_problem(case))
     except ProcessLost as lost:
         raise CannotJudge(f"{name} cannot be timed: {lost}") from lost
     finally:
-        end_process(implementation)  # frees the memory that it holds on a device
+        end_process(implementation)  # frees the device memory that the sandbox holds
 
 
 def parse_limits(arguments: argparse.Namespace) -> TimingLimits:
-    """Return the limits of a command line.
+    """Return the limits on timing that the command line sets (`--runs`, `--seconds`).
 
     Raises:
-      CannotJudge: if one is not positive.
+      CannotJudge: if a limit is not positive.
     """
     if arguments.runs < 1:
         raise CannotJudge(f"--runs must be at least 1, got {arguments.runs}")
@@ -101,7 +107,7 @@ def parse_limits(arguments: argparse.Namespace) -> TimingLimits:
 
 
 def warn_of_distorted_timing(console: Console) -> None:
-    """Warn of flags that make timings of this process meaningless."""
+    """Print a warning if this process runs under flags that make timings meaningless."""
     if (reason := environment.find_timing_distortion()) is not None:
         console.print(f"These timings say little: {reason}.", style="yellow", highlight=False, soft_wrap=True)
 
@@ -109,7 +115,14 @@ def warn_of_distorted_timing(console: Console) -> None:
 def write_outputs(
     outputs: Outputs, found: Sequence[Measurement], level: str, seconds: float, *, interrupted: bool
 ) -> None:
-    """Write the measurements and the page that the user asked for.
+    """Write the files that the user asked for: measurements as JSON lines, and a page with its data.
+
+    Args:
+      outputs: paths of the files; a path that is None is skipped.
+      found: the measurements.
+      level: name of the command, which the page shows in place of a level of the grid.
+      seconds: duration of the command.
+      interrupted: whether Ctrl-C ended the timing.
 
     Raises:
       CannotJudge: if a file cannot be written.

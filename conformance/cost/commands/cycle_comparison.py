@@ -1,4 +1,8 @@
-"""`cycles --case`: compare the static cycles of TPU kernels, each at its best block sizes."""
+"""Implement `cycles --case` for TPUs: compare the static cycles of kernels, each at its best block sizes.
+
+Static cycles are estimates from the compiler's schedules. `print_comparison` prints a table with one row for each
+kernel and one column for each TPU generation.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +31,8 @@ class ComparisonRow:
     Attributes:
       case: the case.
       implementation: name of the implementation.
-      knob: name of the kernel's knob, or `ALL_KERNELS`.
-      best: the best estimate for each target.
+      knob: name of the knob that sets the kernel's block sizes, or `ALL_KERNELS`.
+      best: for each TPU generation, the estimate at the best block sizes.
     """
 
     case: Case
@@ -37,7 +41,7 @@ class ComparisonRow:
     best: tuple[Estimate, ...]
 
     def line(self, baseline: ComparisonRow) -> str:
-        """Format the row in Markdown, with ratios to a baseline row."""
+        """Format the row in Markdown, with the ratio of its cycles to those of a baseline row."""
         cells = [self.case.id, f"`{self.implementation}`", self.knob]
         cells += [_format_cell(one, other) for one, other in zip(self.best, baseline.best, strict=True)]
         return f"| {' | '.join(cells)} |"
@@ -51,20 +55,20 @@ def print_comparison(
     knobs: Sequence[str],
     on_step: Callable[[str], None],
 ) -> int:
-    """Print the table, with each row as soon as it is known.
+    """Print a table of static cycles; each row is printed as soon as it is known.
 
     Args:
       shown: the console to print to.
-      implementations: the implementations; the first is the baseline of the ratios.
+      implementations: the implementations to compare; ratios are relative to the first one.
       cases: the cases to compile.
       targets: the TPU generations, one column each.
-      knobs: names of the kernels' knobs to show.
-      on_step: called with what happens now, for the progress display.
+      knobs: names of the knobs whose kernels are shown, such as `forward`.
+      on_step: function that is called with a description of each step, for the progress display.
 
     Returns:
-      the number of cells that have a figure.
+      the number of cells with known cycles.
     """
-    shown.print("Static kilocycles of a whole call at its best blocks, never checked on a chip; (of the first row's)\n")
+    shown.print("Static kilocycles of a whole call at its best blocks, never checked on a chip; (ratio to first row)\n")
     heads = ["case", "implementation", "kernel", *(target.name for target in targets)]
     for line in (heads, ["---"] * 3 + ["---:"] * len(targets)):
         shown.print(f"| {' | '.join(line)} |", highlight=False, soft_wrap=True)
@@ -85,7 +89,10 @@ def iter_rows(
     knobs: Sequence[str],
     on_step: Callable[[str], None],
 ) -> Iterator[ComparisonRow]:
-    """Yield a row for each kernel with block sizes to choose; without any, one row for all kernels as they are."""
+    """Yield a row for each kernel that has block sizes to choose.
+
+    If no kernel has block sizes to choose, yield one row for all kernels together.
+    """
     if (reason := implementation.supports(case)) is not None:
         best = tuple(Estimate({}, None, reason) for _ in targets)
         yield ComparisonRow(case, implementation.name, ALL_KERNELS, best)
@@ -107,7 +114,10 @@ def _find_best(
     told: CompileCall,
     on_step: Callable[[str], None],
 ) -> list[Estimate]:
-    """Find each kernel's candidate with the fewest cycles, or the reason why there is none."""
+    """Return for each knob the estimate of the candidate with the fewest cycles, for one TPU generation.
+
+    Without knobs, return one estimate of the whole implementation. An estimate without cycles contains the reason.
+    """
     on_step(f"compiling {implementation.name} for {target.name}, {case.id}")
     if not knobs or implementation.tunable is None:
         return [_estimate_fixed(told(Executor(implementation), native_compilation.build_problem(case), target))]
@@ -118,7 +128,10 @@ def _find_best(
 
 
 def _estimate_fixed(told: CompileResult) -> Estimate:
-    """Estimate an implementation without knobs: the sum over the calls of its kernels."""
+    """Estimate an implementation without knobs as the sum of the cycles of its kernel calls.
+
+    `told` is the result of compiling it.
+    """
     if isinstance(told, str):
         return Estimate({}, None, told)
     calls = [value for name, value in told.items() if name.endswith(".call_cycles")]
@@ -135,6 +148,6 @@ def _format_cell(one: Estimate, baseline: Estimate) -> str:
         return one.reason
     ratio = "" if one is baseline or not baseline.cycles else f" ({one.whole / baseline.whole:.2f})"
     beside = f" + {one.beside / 1000:,.1f}" if one.beside else ""
-    named = len(one.setting) == 1  # a single number needs its name
+    named = len(one.setting) == 1  # show the name of a single number; several are shown without names
     chosen = ", ".join(f"{name}={value}" if named else str(value) for name, value in one.setting.items())
     return f"{one.cycles / 1000:,.1f}{beside}{ratio}" + (f" at {chosen}" if chosen else "")

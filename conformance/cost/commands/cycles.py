@@ -1,6 +1,7 @@
-"""`cycles`: compare static cycles of kernels with the recorded baselines, or with other kernels; record baselines.
+"""Implement the command `cycles`: compare static cycles of kernels with recorded baselines, or with other kernels.
 
-Static cycles are estimates from schedules for TPU kernels, and lower bounds from machine code for GPU kernels.
+Static cycles are computed without a chip. For TPU kernels they are estimates from the compiler's schedules; for GPU
+kernels they are lower bounds from the machine code. With `--save` the command records new baselines.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NEW_FIGURES = "`python -m conformance cycles --save` records new figures"
 
 
 def explain_unavailable(platform: str = "tpu") -> str | None:
-    """Say why this machine has no static cycles for a platform; None if it has."""
+    """Return the reason why static cycles of a platform cannot be computed on this machine; None if they can."""
     if platform == "gpu":
         return gpu_cycles.explain_gpu_unavailable()
     if TPU.missing is not None:
@@ -38,7 +39,7 @@ def explain_unavailable(platform: str = "tpu") -> str | None:
 
 
 def run_cycles(arguments: argparse.Namespace) -> int:
-    """Compile kernels, and compare or record their static cycles; return the exit code."""
+    """Compile kernels, and compare or record their static cycles as the arguments say; return the exit code."""
     gpus = {target.name: target for target in list_targets("gpu")}
     platform = "gpu" if arguments.target and all(name in gpus for name in arguments.target) else "tpu"
     if (reason := explain_unavailable(platform)) is not None:
@@ -55,7 +56,7 @@ def run_cycles(arguments: argparse.Namespace) -> int:
 
 
 def _compare_with_baselines(arguments: argparse.Namespace, targets: Sequence[CompileTarget], platform: str) -> int:
-    """Compile the recorded kernels again, and compare their cycles with the baselines, or record new ones."""
+    """Compile the kernels that have baselines, and compare or record their static cycles; return the exit code."""
     all_bars = cycle_baselines.GPU_BASELINES if platform == "gpu" else cycle_baselines.TPU_BASELINES
     bars = [bar for bar in all_bars if not arguments.impl or bar.implementation in arguments.impl]
     if not bars:
@@ -85,7 +86,7 @@ def _compare_with_baselines(arguments: argparse.Namespace, targets: Sequence[Com
 
 
 def _compare_implementations(arguments: argparse.Namespace, targets: Sequence[CompileTarget], platform: str) -> int:
-    """Compare kernels on the cases of the command line."""
+    """Print the static cycles of implementations side by side on the given cases; return the exit code."""
     if not arguments.impl or arguments.save:
         raise CannotJudge("--case compares implementations: name them by --impl, and leave out --save")
     if platform == "gpu" and arguments.knob:
@@ -104,10 +105,10 @@ def _compare_implementations(arguments: argparse.Namespace, targets: Sequence[Co
 
 
 def measure_baseline(bar: CycleBaseline, target: CompileTarget) -> cycle_baselines.Figures:
-    """Compile a baseline's call for one target and return the figures that must not rise.
+    """Compile a baseline's call for one chip, and return the static cycles that must not rise, by name.
 
     Raises:
-      CannotJudge: if it does not compile.
+      CannotJudge: if the call does not compile.
     """
     case = parse_case_id(bar.case)
     executor = Executor(implementation_registry.find_implementation(bar.implementation))
@@ -120,9 +121,9 @@ def measure_baseline(bar: CycleBaseline, target: CompileTarget) -> cycle_baselin
 
 
 def _format_line(place: str, now: Mapping[str, float], recorded: Mapping[str, float] | None) -> str:
-    """Format one baseline as a line: each figure, with its change since it was recorded."""
+    """Format the static cycles of one baseline as a line, each number with its change since it was recorded."""
     parts = []
     for name, value in now.items():
         before = (recorded or {}).get(name)
         parts.append(f"{name} {value:,.6g}" + ("" if before is None else f" ({value / before - 1:+.1%})"))
-    return f"{place}: {', '.join(parts) or 'no figure was read'}"
+    return f"{place}: {', '.join(parts) or 'no static cycles were found'}"

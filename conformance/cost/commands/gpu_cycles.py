@@ -1,4 +1,8 @@
-"""`cycles --target=h100`: print lower bounds on the cycles of GPU kernels side by side."""
+"""Implement `cycles --case` for GPUs: print lower bounds on the cycles of GPU kernels side by side.
+
+The bounds are computed from the kernels' machine code (`conformance.cost.gpu`). No GPU is needed, but NVIDIA's compiler
+and disassembler are.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,13 @@ COLUMNS = ("case", "implementation", "kernel", "at least", "masked", "issue", "m
 RESOURCE_COLUMNS = ("registers", "spilled", "warps")
 _EXPLANATION = (
     f"Least cycles of a multiprocessor for {gpu_cycle_bounds.PAIRS_PER_FIGURE:,} pairs of a query and a key: of the "
-    "busiest unit, and of three units; for full blocks, and for masked ones. Static: no chip has confirmed them, and "
-    "waits are not included."
+    "busiest unit, and of three units; for full blocks, and for masked blocks. They are computed from machine code: no "
+    "chip has confirmed them, and waits are not included."
 )
 
 
 def explain_gpu_unavailable() -> str | None:
-    """Say why this machine cannot disassemble GPU kernels; None if it can."""
+    """Return the reason why this machine cannot compile or disassemble GPU kernels; None if it can."""
     if targets.GPU.missing is not None:
         return targets.GPU.missing
     if targets.find_disassembler() is None:
@@ -39,17 +43,17 @@ def print_gpu_cycles(
     chosen: Sequence[CompileTarget],
     on_step: Callable[[str], None],
 ) -> int:
-    """Print a table for each GPU, with each row as soon as it is known.
+    """Print a table of cycle bounds for each GPU; each row is printed as soon as it is known.
 
     Args:
       shown: the console to print to.
-      implementations: the implementations; cases of training include kernels of the backward pass.
-      cases: the cases to compile.
-      chosen: the GPUs.
-      on_step: called with what happens now, for the progress display.
+      implementations: the implementations to compare.
+      cases: the cases to compile. Cases of phase `train` include the kernels of the backward pass.
+      chosen: the GPUs to compile for, one table each.
+      on_step: function that is called with a description of each step, for the progress display.
 
     Returns:
-      the number of kernels that have figures.
+      the number of kernels whose bounds are known.
     """
     known = 0
     for target in chosen:
@@ -69,10 +73,13 @@ def print_gpu_cycles(
 
 
 def iter_gpu_rows(implementation: Implementation, case: Case, target: CompileTarget) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each kernel, or one cell that says why there are none."""
+    """Yield the cells of a table row for each kernel of an implementation.
+
+    If no bound is known, yield one row with a single cell, which contains the reason.
+    """
     reason = implementation.supports(case)
     if implementation.accelerator.native is None:
-        reason = reason or implementation.accelerator.absent or "it declares no `native` call for the compiler"
+        reason = reason or implementation.accelerator.absent or "it declares no `native` call to compile"
     if reason is not None:
         yield (reason,)
         return
@@ -86,7 +93,7 @@ def iter_gpu_rows(implementation: Implementation, case: Case, target: CompileTar
         if name.endswith(f".{gpu_cycle_bounds.BOUND_FIGURE}")
     ]
     if not kernels:
-        yield (f"{one.outcome}: {one.reason}" if one.reason else "no loop of products was found",)
+        yield (f"{one.outcome}: {one.reason}" if one.reason else "no loop with matrix products was found",)
     for kernel in kernels:
         yield (kernel, *iter_cells({name: one.figures.get(f"{kernel}.{name}", 0.0) for name in _NEEDED_FIGURES}))
 
@@ -99,7 +106,7 @@ _NEEDED_FIGURES = (
 
 
 def iter_cells(told: Mapping[str, float]) -> Iterator[str]:
-    """Yield a kernel's figures as cells of the table."""
+    """Yield the bounds, registers, spills and resident warps of a kernel as cells of the table."""
     unit = max(gpu_cycle_bounds.UNITS, key=lambda unit: told[f"{unit}_cycles"])
     yield f"{told[gpu_cycle_bounds.BOUND_FIGURE]:.1f} ({unit})"
     for name in (

@@ -1,4 +1,8 @@
-"""`tune --static`: choose settings for absent TPUs by their compiler's schedules, and write them to the table."""
+"""Implement `tune --static`: choose an implementation's settings for TPUs that this machine lacks.
+
+Candidate settings (block sizes and the like) are compared by static cycles, which are estimated from the compiler's
+schedules (`conformance.cost.static.static_tuning`). The chosen settings are written to the implementation's table.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +32,14 @@ from conformance.session.failures import CannotJudge
 from conformance.tunable import Knob, TableEntry, Tunable
 
 STATIC_CYCLES = "static cycles"
-"""Key in the provenance of a table entry. Its value maps each knob to the cycles of all its candidates."""
+"""Key in the provenance of a table entry. Its value maps each knob to the static cycles of its candidates, by name."""
 
 
 def choose_targets(names: Sequence[str]) -> list[CompileTarget]:
-    """Find the named TPU generations; all of them without names.
+    """Return the named TPU generations, or all of them if `names` is empty.
 
     Raises:
-      CannotJudge: if there is no compiler, or no such TPU.
+      CannotJudge: if the TPU compiler is missing, or a name is unknown.
     """
     if (reason := cycles.explain_unavailable()) is not None:
         raise CannotJudge(reason)
@@ -55,11 +59,20 @@ def choose_settings(
 ) -> int:
     """Choose settings for each chip and case, print every candidate, and write the table after each case.
 
+    Args:
+      implementation: the implementation to tune.
+      declared: the implementation's declaration of knobs.
+      cases: the cases to compile.
+      chips: the TPU generations to compile for.
+      knobs: the knobs to choose.
+      path: the file with the table of settings.
+
     Returns:
       the exit code.
 
     Raises:
-      CannotJudge: if the implementation declares nothing that schedules can tune, or the table cannot be written.
+      CannotJudge: if the implementation declares no knobs that can be tuned by schedules, or the table cannot be
+        written.
     """
     if declared.native is None or not all(knob.kernel or knob.ways for knob in knobs):
         raise CannotJudge(f"{implementation.name} declares nothing that schedules can tune (Tunable.native)")
@@ -98,7 +111,7 @@ def _print_choice(shown: Console, chip: CompileTarget, case: Case, choice: Stati
 def _build_entry(
     implementation: Implementation, declared: Tunable, case: Case, chip: CompileTarget, found: Sequence[StaticChoice]
 ) -> TableEntry:
-    with compilation.trace_for_chip(chip):  # knobs that are not tuned keep the setting in force
+    with compilation.trace_for_chip(chip):  # read the settings in force, which knobs that are not tuned keep
         settings = {name: dict(setting) for name, setting in declared.settings(case).items()}
     settings |= {choice.knob: dict(choice.setting) for choice in found}
     kernels = {knob.name for knob in declared.knobs if knob.kernel}
@@ -116,21 +129,21 @@ def _build_entry(
             "how": how,
             "checked": "by no chip: static cycles of a whole call",
             "knobs": {choice.knob: _format_choice(choice) for choice in found},
-            # Timing on a chip is compared with these cycles (`rank_agreement`).
+            # When `tune` times candidates on a chip, it compares their order with these cycles (`rank_agreement`).
             STATIC_CYCLES: {choice.knob: _collect_cycles(choice) for choice in found if choice.knob in kernels},
         },
     )
 
 
 def _collect_cycles(choice: StaticChoice) -> dict[str, float]:
-    """Return the cycles of each candidate that has an estimate, including its HBM traffic outside the call."""
+    """Return the cycles of each candidate with a known estimate, including HBM traffic outside the call, by name."""
     return {
         format_setting(choice.knob, one.setting): round(one.whole) for one in choice.estimates if one.cycles is not None
     }
 
 
 def _format_choice(choice: StaticChoice) -> str:
-    """Format the cycles of the chosen and the replaced setting, and count the tried and the refused settings."""
+    """Describe a choice for the table: cycles of the chosen and the replaced setting, and the number of candidates."""
     now, before = choice.of(choice.setting), choice.of(choice.before)
     refused = sum(one.cycles is None for one in choice.estimates)
     before_it = f"where {format_setting(choice.knob, choice.before)} has {_format_cycles(before)}"
@@ -146,7 +159,7 @@ def _format_cycles(one: Estimate) -> str:
 def _write_entry(path: Path, entry: TableEntry) -> None:
     try:
         kept = tunable.read_table(path)
-        for old in kept:  # knobs that were not tuned keep their provenance
+        for old in kept:  # an entry for the same place keeps the provenance of knobs that were not tuned
             if old.place == entry.place:
                 said = {
                     name: {**old.provenance.get(name, {}), **entry.provenance[name]}

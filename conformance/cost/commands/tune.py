@@ -1,4 +1,8 @@
-"""`tune`: choose an implementation's settings by timing them on this machine, and write them to its table."""
+"""Implement the command `tune`: choose an implementation's settings by timing them on this machine.
+
+A setting is block sizes and the like; a *knob* is one setting that can be tuned (`conformance.tunable`). The chosen
+settings are written to the implementation's table, a JSON file. `tune --static` is in `static_tune`.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +36,16 @@ from reports import terminal
 
 
 def run_tune(arguments: argparse.Namespace) -> int:
-    """Time candidates, print them, and write the table; return the exit code."""
+    """Time the candidates of each knob, print them, and write the table of settings; return the exit code."""
     started = time.perf_counter()
     limits = bench.parse_limits(arguments)
     implementation = project_lookup.find_implementation(
         arguments.impl, KernelOptions(in_process=True)
-    )  # which are called in turns
+    )  # candidates are timed alternately, which requires that they run in one process
     declared = _get_tunable(implementation)
     path = declared.table if arguments.out is None else check_writable(arguments.out, "out")
     if path is None:
-        raise CannotJudge(f"{implementation.name} reads no table: say by --out where to write one")
+        raise CannotJudge(f"{implementation.name} reads no table: name the file to write with --out")
     outputs = check_outputs(arguments)
     tolerances = project_lookup.load_project_settings().tolerances
     knobs = _choose_knobs(implementation, declared, arguments.knob)
@@ -54,7 +58,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
     bench.warn_of_distorted_timing(console)
     measured: list[Measurement] = []
     written, interrupted = 0, False
-    static: dict[str, dict[str, float]] = {}  # of the case that is tuned
+    static: dict[str, dict[str, float]] = {}  # recorded static cycles for the current case, by knob and candidate
 
     def on_choice(choice: KnobChoice) -> None:
         measured.extend(choice.measurements)
@@ -79,11 +83,11 @@ def run_tune(arguments: argparse.Namespace) -> int:
                 on_choice=on_choice,
             )
             if tuned.choices:
-                # Written after each case, so an interruption loses only the rest.
+                # Write the table after each case, so that an interruption loses only the current case.
                 _write_table(path, [_build_entry(implementation, declared, tuned, static, narrowed)])
                 written += 1
             if interrupted := tuned.interrupted:
-                interrupts.stop_raising()  # what was timed gets written whole
+                interrupts.stop_raising()  # a second Ctrl-C must not cut off the files written below
                 break
     shown.print(f"{written} entries written to {path}", highlight=False, soft_wrap=True)
     bench.write_outputs(outputs, measured, "tune", time.perf_counter() - started, interrupted=interrupted)
@@ -91,10 +95,10 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
 
 def _get_tunable(implementation: Implementation) -> Tunable:
-    """Return the declaration of knobs.
+    """Return the implementation's declaration of knobs.
 
     Raises:
-      CannotJudge: if there is none.
+      CannotJudge: if the implementation declares no knobs.
     """
     if implementation.tunable is None:
         raise CannotJudge(f"{implementation.name} declares nothing to tune (Implementation.tunable)")
@@ -102,10 +106,10 @@ def _get_tunable(implementation: Implementation) -> Tunable:
 
 
 def _choose_knobs(implementation: Implementation, declared: Tunable, asked: Sequence[str]) -> list[Knob]:
-    """Find the named knobs; all of them without names.
+    """Return the knobs named in `asked`, or all knobs if it is empty.
 
     Raises:
-      CannotJudge: if the implementation has no such knob.
+      CannotJudge: if the implementation has no knob of that name.
     """
     known = {knob.name: knob for knob in declared.knobs}
     for name in asked:
@@ -123,7 +127,9 @@ def _choose_cases(
     accelerator = implementation.accelerator
     if declared.native is not None and accelerator.platform not in (None, jax.default_backend()):
         missing = str(accelerator.platform).upper()
-        raise CannotJudge(f"there is no {missing} to time {implementation.name} on: add --static, and no clock decides")
+        raise CannotJudge(
+            f"there is no {missing} to time {implementation.name} on: add --static to choose by static cycles instead"
+        )
     for case in cases:
         for knob in knobs:
             if (declined := explain_not_timed(implementation, case, knob.phase)) is not None:
@@ -132,7 +138,11 @@ def _choose_cases(
 
 
 def _read_static_cycles(declared: Tunable, case: Case) -> dict[str, dict[str, float]]:
-    """Read the static cycles that `tune --static` recorded for this device and case, by knob and candidate."""
+    """Read the static cycles that `tune --static` recorded for this kind of device and this case.
+
+    Returns:
+      by name of a knob, and by name of a candidate, its cycles; empty if none are recorded.
+    """
     kind, key = jax.devices()[0].device_kind, dict(declared.key(case))
     entries = tunable.read_table(declared.table) if declared.table is not None else ()
     found = next((entry for entry in entries if entry.device == kind and dict(entry.key) == key), None)
@@ -140,7 +150,7 @@ def _read_static_cycles(declared: Tunable, case: Case) -> dict[str, dict[str, fl
 
 
 def _describe_static_order(choice: KnobChoice, static: Mapping[str, Mapping[str, float]]) -> str:
-    """Say whether timing agrees with the static cycles of the candidates; empty if there are none."""
+    """Describe how far times and static cycles of a knob's candidates agree; empty if no cycles are recorded."""
     seconds = {
         name: row.seconds.median
         for row in choice.measurements
@@ -176,7 +186,7 @@ def _build_entry(
 
 
 def _describe_choice(choice: KnobChoice) -> str:
-    """Say how the chosen setting compares with the one that it replaces."""
+    """Describe for the table how the chosen setting compares with the setting that it replaces."""
     tried = f"of {len(choice.measurements)} settings"
     if not choice.changed:
         return f"{format_setting(choice.knob, choice.before)} kept, {tried} none faster beyond the spread"

@@ -1,1 +1,1 @@
-"""Bound the cycles of GPU kernels by their machine code."""
+"""Compute lower bounds on the cycles of GPU kernels from their machine code."""

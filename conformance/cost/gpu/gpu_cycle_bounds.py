@@ -1,17 +1,18 @@
-"""Bound the cycles of a GPU kernel from below, by counting the instructions of its loops.
+"""Compute lower bounds on the cycles of a GPU kernel, by counting the instructions of its loops.
 
-The instructions of one iteration (`conformance.cost.gpu.sass_loops`) keep each unit of a multiprocessor busy for some
-cycles. The busiest unit bounds the loop. The bound leaves out waits, the latency of memory, and units that do not
+The input is the loops of a kernel (`conformance.cost.gpu.sass_loops`); `gpu_figures` stores the bounds in records. The
+instructions of one iteration keep each unit of a multiprocessor busy for some cycles. The cycles of the busiest unit
+are a lower bound for the iteration. The real time is longer by waits, by the latency of memory, and where units do not
 overlap.
 
 Throughputs are from the CUDA C++ programming guide, "Throughput of native arithmetic instructions", for compute
 capability 8.0, 9.0 and 10.0:
 
-- f32 arithmetic has as many lanes as `conformance.accelerators.gpus` says.
+- The number of lanes of f32 arithmetic is in `conformance.accelerators.gpus`.
 - Integers, comparisons, selections, shifts and conversions have 64 lanes; special functions have 16.
 - Each of four schedulers issues one instruction of a warp in a cycle.
 - Shared memory has 32 banks of 4 bytes (same guide, "Compute capabilities").
-- Tensor cores are in `conformance.accelerators.gpus`.
+- The throughput of tensor cores is in `conformance.accelerators.gpus`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from conformance.cost.gpu.sass_loops import Instruction, Loop
 
 _WARP_SIZE = 32
 _SCHEDULERS = 4
-_SHARED_BYTES_PER_CYCLE = 128  # bytes of shared memory in a cycle
+_SHARED_BYTES_PER_CYCLE = 128  # bytes of shared memory that a multiprocessor reads or writes in a cycle
 _LANES = {"mufu": 16, "alu": 64, "convert": 64}
 _F32 = ("FADD", "FMUL", "FFMA", "FADD2", "FMUL2", "FFMA2", "FADD32I", "FMUL32I", "FFMA32I")
-_INTEGER_PRODUCTS = ("IMAD", "IMUL", "IDP")  # on half of the lanes of f32
+_INTEGER_PRODUCTS = ("IMAD", "IMUL", "IDP")  # these run on half of the lanes of f32 arithmetic
 _ALU = (
     *("FMNMX", "FMNMX3", "FSEL", "FSET", "FSETP", "FCHK", "ISETP", "SEL", "IADD", "IADD3", "VIADD", "IMNMX", "VIMNMX"),
     *("LOP", "LOP3", "PLOP3", "PRMT", "SHF", "SHL", "SHR", "LEA", "IABS", "SGXT", "BMSK", "P2R", "R2P", "VIADDMNMX"),
@@ -51,28 +52,29 @@ _INSTRUCTION_GROUPS = {
     "barrier": _BARRIERS,
 }
 UNITS = ("issue", "tensor", "mufu", "f32", "alu", "convert", "shared")
-"""Units that may bound a loop."""
+"""Units of a multiprocessor that may bound a loop; `issue` stands for the four schedulers."""
 _EXPONENTIALS = "exponentials"
-_ROUNDED_NUMBERS = "rounded"  # f32 numbers that are rounded to 16 bits
+_ROUNDED_NUMBERS = "rounded"  # name of the count of f32 numbers that are rounded to 16 bits
 BOUND_FIGURE = "pair_cycles"
-"""Name of the figure that bounds a kernel's full blocks."""
+"""Name of the lower bound for a kernel's full blocks, in which no pair is masked."""
 TENSOR_PREFIX = "tensor_"
-"""Prefix of the figures that count tensor-core instructions by their shape."""
+"""Prefix of the names that count tensor-core instructions by the shape of their product."""
 PAIRS_PER_FIGURE = 1000
-"""Cycles are given for this many pairs of a query and a key of one head."""
+"""Number of pairs of a query and a key of one head that all cycles in this module are given for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopKind:
-    """A kind of loop over blocks, told by its matrix products.
+    """A kind of loop over blocks of attention, recognised by its matrix products.
 
     Attributes:
-      name: what the products compute.
-      of_pairs: number of products with one result for each pair: those that sum over the depth of keys, and those that
-        sum over the depth of values.
-      of_sums: number of products that add to sums which the loop carries, in the same order.
-      operands: numbers of each pair that these products take, rounded to the dtype of the tensor cores.
-      more: largest number of exponentials beside the one of each pair, as a share of these.
+      name: name of the result that the loop computes: `forward`, `dq`, `dkv`, or `all` for all gradients.
+      of_pairs: number of products with one result for each pair of a query and a key: (products that sum over the head
+        dimension of keys, such as q k; products that sum over that of values, such as do v).
+      of_sums: number of products that sum over pairs and add to an accumulator of the loop: (products whose result has
+        the head dimension of keys, such as dx k; products whose result has that of values, such as p v).
+      operands: how many values of each pair (such as p or dx) are rounded to be operands of the products in `of_sums`.
+      more: largest number of further exponentials, beside one for each pair, as a share of the number of pairs.
     """
 
     name: str
@@ -82,25 +84,27 @@ class LoopKind:
     more: float
 
 
+# The comments name the products: those with one result for each pair, then those that add to sums.
 LOOP_KINDS = (
-    LoopKind("forward", (1, 0), (0, 1), 1, 0.5),  # q k; p v. Rescaling a row takes an exponential
+    LoopKind("forward", (1, 0), (0, 1), 1, 0.5),  # q k; p v. Rescaling a row takes further exponentials
     LoopKind("dq", (1, 1), (1, 0), 1, 0.02),  # q k, do v; dx k
     LoopKind("dkv", (1, 1), (1, 1), 2, 0.02),  # q k, do v; dx q, p do
-    LoopKind("all", (1, 1), (2, 1), 2, 0.02),  # all three gradients
+    LoopKind("all", (1, 1), (2, 1), 2, 0.02),  # q k, do v; dx k, dx q, p do
 )
 _REPETITIONS = (1, 2, 4)
-"""How often a pair may be computed: warps that share the sums may each compute the pair."""
+"""How often a pair of a query and a key may be computed in a block: several warps may each compute the same pair."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopBound:
-    """The bound of one iteration of a loop by a warp.
+    """The lower bound for one iteration of a loop, as a warp runs it.
 
     Attributes:
-      kind: name of the loop's kind.
-      pairs: pairs of a query and a key in an iteration; pairs that several warps compute are divided among them.
-      cycles: cycles of each unit for `PAIRS` pairs.
-      counts: number of instructions by what they do.
+      kind: name of the loop's kind (`LoopKind.name`).
+      pairs: number of pairs of a query and a key in an iteration. Pairs that several warps compute are divided among
+        these warps.
+      cycles: by name of a unit, the cycles that it is busy for `PAIRS_PER_FIGURE` pairs.
+      counts: numbers of instructions of the iteration, as `count_instructions` names them.
     """
 
     kind: str
@@ -110,23 +114,26 @@ class LoopBound:
 
     @property
     def unit(self) -> str:
-        """The busiest unit, which bounds the loop."""
+        """Name of the busiest unit, whose cycles are the bound of the loop."""
         return max(self.cycles, key=self.cycles.__getitem__)
 
     @property
     def least(self) -> float:
-        """Least number of cycles for `PAIRS` pairs."""
+        """Lower bound on the cycles for `PAIRS_PER_FIGURE` pairs: those of the busiest unit."""
         return self.cycles[self.unit]
 
 
 def bound_loop(loop: Loop, gpu: Gpu, warps: int, depths: tuple[int, int]) -> tuple[LoopBound, LoopBound] | None:
-    """Bound the shortest and the longest path through a loop; None if the number of its pairs is not known.
+    """Compute lower bounds for the shortest and the longest path through a loop.
 
     Args:
       loop: a loop of a kernel.
       gpu: the GPU, which determines throughputs.
-      warps: warps of a block, among which a product of the whole block is divided.
-      depths: depths of keys and of values.
+      warps: number of warps of a block. A product of the whole block is divided among them.
+      depths: head dimensions of keys and of values (H, V).
+
+    Returns:
+      the bounds of the shortest and the longest path; None if the number of pairs in an iteration is not known.
     """
     found = [_bound_path(way, loop.idle, gpu, warps, depths) for way in (loop.shortest, loop.longest)]
     return (found[0], found[1]) if found[0] and found[1] else None
@@ -135,7 +142,15 @@ def bound_loop(loop: Loop, gpu: Gpu, warps: int, depths: tuple[int, int]) -> tup
 def _bound_path(
     way: Sequence[Instruction], idle: Sequence[Instruction], gpu: Gpu, warps: int, depths: tuple[int, int]
 ) -> LoopBound | None:
-    """Bound one path through a loop; None if the number of its pairs is not known."""
+    """Compute the lower bound for one path through a loop; None if the number of its pairs is not known.
+
+    Args:
+      way: instructions of the path.
+      idle: instructions of a warp while another warp issues the products of the whole block.
+      gpu: the GPU, which determines throughputs.
+      warps: number of warps of a block.
+      depths: head dimensions of keys and of values (H, V).
+    """
     products = sum(one.product.multiplications / (one.product.warps or warps) for one in way if one.product)
     counts = count_instructions(way)
     known = count_pairs(products, counts[_EXPONENTIALS], counts[_ROUNDED_NUMBERS], depths)
@@ -143,7 +158,7 @@ def _bound_path(
         return None
     kind, pairs = known
     if any(one.product and not one.product.warps for one in way):
-        # One warp issues the products of the whole block. The others skip that part.
+        # One warp issues the products of the whole block, and the other warps skip that part. So average over warps.
         others = count_instructions(idle)
         counts = {name: (count + (warps - 1) * others.get(name, 0.0)) / warps for name, count in counts.items()}
     tensor = sum(
@@ -165,7 +180,11 @@ def _bound_path(
 
 
 def count_instructions(way: Iterable[Instruction]) -> dict[str, float]:
-    """Count the instructions of a path: all of them, those of each unit, and those that tell the pairs."""
+    """Count the instructions of a path, by name.
+
+    The counts are: all instructions, those of each unit, tensor-core instructions by shape, exponentials, and numbers
+    that are rounded to 16 bits. The last two determine the number of pairs (`count_pairs`).
+    """
     way = list(way)
     names = Counter(one.name for one in way)
     return {
@@ -183,25 +202,26 @@ def count_instructions(way: Iterable[Instruction]) -> dict[str, float]:
 def count_pairs(
     products: float, exponentials: float, rounded: float, depths: tuple[int, int]
 ) -> tuple[str, float] | None:
-    """Find how many pairs an iteration of a warp computes, and the kind of the loop.
+    """Infer the kind of a loop, and how many pairs of a query and a key one iteration of a warp computes.
 
-    Each product multiplies once for every pair and every term that it sums over. That leaves open which products the
-    loop has, whether a depth is padded to a multiple of 64 or to a power of two, and whether several warps compute the
-    same pairs. Two more counts decide:
+    Every product of the loop multiplies once for each pair and each element of the head dimension. So the number of
+    multiplications gives the number of pairs, if three things are known: the kind of the loop, whether a head dimension
+    is padded to a multiple of 64 or to a power of two, and whether several warps compute the same pairs. All
+    combinations are tried. A combination fits if two more counts agree:
 
-    - Each pair takes one exponential; in the forward pass rows take some more.
-    - One or two numbers of each pair are rounded as operands of a product.
+    - Each pair takes one exponential; in the forward pass, rescaling a row takes some more.
+    - One or two numbers of each pair are rounded to be operands of a product.
 
-    If several answers fit, one without repeated pairs is preferred, then the one with the most pairs.
+    If several combinations fit, those without repeated pairs are preferred, then the one with the most pairs.
 
     Args:
-      products: multiplications of one warp on the tensor cores.
+      products: number of scalar multiplications of one warp on the tensor cores.
       exponentials: number of `MUFU.EX2` instructions, each of which computes one exponential in every thread.
-      rounded: numbers that each thread rounds to 16 bits; 0 if the operands have more bits.
-      depths: depths of keys and of values.
+      rounded: number of values that each thread rounds to 16 bits; 0 if the operands have more bits.
+      depths: head dimensions of keys and of values (H, V).
 
     Returns:
-      the name of the loop's kind and the number of pairs; None if nothing fits.
+      the name of the loop's kind and the number of pairs; None if no combination fits.
     """
     there = exponentials * _WARP_SIZE
     of_keys, of_values = ({-(-depth // 64) * 64, 1 << (depth - 1).bit_length()} for depth in depths)
@@ -220,7 +240,7 @@ def count_pairs(
 
 
 def _count_shared_bytes(one: Instruction) -> int:
-    """Count the bytes of shared memory that an instruction of a warp reads or writes."""
+    """Count the bytes of shared memory that a load or store of a warp reads or writes; 0 for other instructions."""
     if one.name in ("LDSM", "STSM"):
         matrices = one.opcode.rpartition(".")[2]
         return 128 * (int(matrices) if matrices.isdigit() else 1)
@@ -231,21 +251,21 @@ def _count_shared_bytes(one: Instruction) -> int:
 
 
 def _count_product_bytes(way: Iterable[Instruction], warps: int) -> float:
-    """Count the bytes of shared memory that the matrix products of one warp read."""
+    """Count the bytes of shared memory that the matrix products on a path read, per warp that shares a product."""
     return sum(one.product.shared_bytes / (one.product.warps or warps) for one in way if one.product)
 
 
 def compute_occupancy(gpu: Gpu, *, threads: int, registers: float, shared_bytes: float) -> float:
-    """Compute the occupancy: the share of a multiprocessor's 64 warps that fit at once.
+    """Compute the occupancy of a kernel: the share of a multiprocessor's 64 warps that fit at once.
 
-    Limits of compute capability 8.0, 9.0 and 10.0 (CUDA C++ programming guide, "Compute capabilities"): 65,536
-    registers, allocated to a warp in units of 256; 32 blocks; 1 KiB of shared memory reserved for each block.
+    The limits are those of compute capability 8.0, 9.0 and 10.0 (CUDA C++ programming guide, "Compute capabilities"):
+    65,536 registers, allocated to a warp in units of 256; 32 blocks; 1 KiB of shared memory reserved for each block.
 
     Args:
       gpu: the GPU, which determines the shared memory.
-      threads: threads of a block.
-      registers: registers of a thread.
-      shared_bytes: shared memory of a block.
+      threads: number of threads of a block.
+      registers: number of registers of a thread.
+      shared_bytes: shared memory of a block, in bytes.
     """
     warps = -(-threads // _WARP_SIZE)
     of_warp = -(-int(registers) * _WARP_SIZE // 256) * 256
@@ -262,11 +282,21 @@ _MAX_BLOCKS, MAX_WARPS, _MAX_REGISTERS = 32, 64, 65536
 
 
 def compute_kernel_figures(loops: Sequence[Loop], gpu: Gpu, warps: int, depths: tuple[int, int]) -> dict[str, float]:
-    """Compute the figures of a kernel from its loops; empty if the number of pairs of a loop is not known.
+    """Compute the bounds and instruction counts of a kernel from its loops, by name.
 
-    A kernel may have several loops of one kind, for blocks with and without a mask. Each pair is in one of them. So the
-    shortest path counts for full blocks, and the longest for masked blocks. Loops of different kinds each compute all
-    pairs, so their cycles are added.
+    A kernel may have several loops of the same kind, for blocks with and without a mask. Each pair is computed in one
+    of these loops. So the shortest path gives the bound for full blocks, and the longest path the bound for masked
+    blocks. Loops of different kinds each compute all pairs, so their cycles are added.
+
+    Args:
+      loops: the loops of the kernel.
+      gpu: the GPU, which determines throughputs.
+      warps: number of warps of a block.
+      depths: head dimensions of keys and of values (H, V).
+
+    Returns:
+      cycles for `PAIRS_PER_FIGURE` pairs, and counts for one iteration; empty if the number of pairs of a loop is not
+      known.
     """
     of_kind: dict[str, list[LoopBound]] = {}
     for loop in loops:
@@ -292,5 +322,5 @@ def compute_kernel_figures(loops: Sequence[Loop], gpu: Gpu, warps: int, depths: 
 
 
 def _get_sort_key(one: LoopBound) -> tuple[float, float]:
-    """Return the key by which bounds are sorted."""
+    """Return the sort key of a bound: its least cycles, then the cycles of issuing instructions."""
     return one.least, one.cycles["issue"]

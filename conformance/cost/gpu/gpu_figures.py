@@ -1,8 +1,9 @@
 """Measure the kernels of a compiled GPU program: registers, spills, shared memory, and a lower bound on cycles.
 
-XLA writes the PTX of its own kernels, Triton's included, to a folder. The compiler of Mosaic GPU kernels prints it.
-NVIDIA's assembler, `ptxas --verbose`, reports a kernel's registers and spills. The disassembler, `nvdisasm`, shows the
-machine code.
+XLA writes the PTX of its own kernels and of Triton kernels to a folder. The compiler of Mosaic GPU kernels prints its
+PTX. This module assembles the PTX again with NVIDIA's `ptxas --verbose`, which reports a kernel's registers and spills.
+It disassembles the result with `nvdisasm`, and computes bounds from the machine code (`sass_loops`,
+`gpu_cycle_bounds`). `CostObserver` adds the measurements to records.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from conformance.cost.gpu import gpu_cycle_bounds, sass_loops
 VERBOSE_VARIABLES = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1"}
 _MODULE = "module"
 _LAUNCH, _FUNCTION = "gpu.launch", "func.func"
-_MOSAIC_SUFFIX = "_mosaic_gpu"  # suffix of its kernels' names; functions on the GPU have `_kernel` after it
+# Suffix of the names of Mosaic GPU kernels; the names of their functions on the GPU continue with `_kernel`.
+_MOSAIC_SUFFIX = "_mosaic_gpu"
 _LAUNCH_LINE = re.compile(r"(?:([\w.$]+) grid: .*)?shared_memory: (\d+) bytes")
 _ENTRY_LINE = re.compile(r"Compiling entry function '([^']+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLED_BYTES = re.compile(r"(\d+) bytes spill stores")
-_PTX_START = ".version "  # begins PTX within printed lines
+_PTX_START = ".version "  # the first line of PTX within printed lines begins with this directive
 _PTXAS_LINE = "ptxas "
 _ENTRY = re.compile(r"\.entry\s+([\w.$]+)\s*\(.*?\)\s*((?:\.\w+[^{\n]*\n)*)", re.DOTALL)
 _THREADS_DIRECTIVE = re.compile(r"\.(?:req|max)ntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?")
@@ -37,11 +39,11 @@ _THREADS_DIRECTIVE = re.compile(r"\.(?:req|max)ntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*
 
 @dataclasses.dataclass(frozen=True)
 class NvidiaTools:
-    """Paths of NVIDIA's programs.
+    """Paths of NVIDIA's assembler and disassembler.
 
     Attributes:
-      ptxas: the assembler.
-      nvdisasm: the disassembler, if it is installed.
+      ptxas: path of the assembler.
+      nvdisasm: path of the disassembler; None if it is not installed.
     """
 
     ptxas: Path
@@ -56,20 +58,20 @@ def compute_gpu_figures(
     gpu: Gpu,
     depths: tuple[int, int] | None,
 ) -> dict[str, float]:
-    """Compute measurements of a GPU program: maxima over all kernels, and those of each kernel with matrix products.
+    """Measure a GPU program: maxima over all its kernels, and each kernel with matrix products.
 
     Args:
-      folder: the folder that XLA wrote to.
+      folder: the folder that XLA wrote PTX and launches to.
       said: lines that were printed while the program was compiled.
-      shared: shared memory of each Mosaic GPU kernel of the program, in bytes, by its name.
+      shared: by name of a Mosaic GPU kernel of the program, its shared memory in bytes.
       programs: NVIDIA's assembler and disassembler.
       gpu: the GPU that the program was compiled for.
       depths: head dims of keys and of values, if the program is attention; else None.
 
     Returns:
-      `shared_bytes` of a block, and `registers` and `spilled_bytes` of a thread, as far as they are known. Then, for
-      each kernel that has a loop with matrix products, these figures as `<kernel>.<figure>`, its `occupancy`, and its
-      bound (`conformance.cost.gpu.gpu_cycle_bounds`).
+      numbers by name; numbers that are not known are missing. `shared_bytes` of a block, and `registers` and
+      `spilled_bytes` of a thread, are maxima over all kernels. Each kernel that has a loop with matrix products has the
+      same numbers as `<kernel>.<name>`, its `occupancy`, and its bounds (`conformance.cost.gpu.gpu_cycle_bounds`).
     """
     launched = [found for text in folder.glob("*.thunk_sequence.txt") for found in _parse_launches(text.read_text())]
     lines, kernels = list(said), list[tuple[str, dict[str, float]]]()
@@ -87,7 +89,10 @@ def compute_gpu_figures(
 
 
 def _number_names(kernels: Iterable[tuple[str, dict[str, float]]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Make kernel names unique: a second kernel of the same name, measured differently, becomes `<name>_2`."""
+    """Make kernel names unique: a second kernel of the same name becomes `<name>_2`.
+
+    Kernels with the same name and the same measurements are yielded once.
+    """
     known: dict[str, list[dict[str, float]]] = {}
     for name, told in kernels:
         alike = known.setdefault(name, [])
@@ -97,7 +102,7 @@ def _number_names(kernels: Iterable[tuple[str, dict[str, float]]]) -> Iterator[t
 
 
 def list_ptx_files(folder: Path, said: Sequence[str]) -> list[Path]:
-    """List the PTX files in the folder, after writing the PTX that was printed there too."""
+    """Write the PTX in the printed lines to files in the folder, then list all PTX files in the folder."""
     texts: list[list[str]] = []
     inside = False
     for line in said:
@@ -112,17 +117,20 @@ def list_ptx_files(folder: Path, said: Sequence[str]) -> list[Path]:
 
 
 def _parse_launches(text: str) -> list[tuple[str, int]]:
-    """Parse the launches of XLA's thunks: name of the kernel, or empty, and its shared memory in bytes."""
+    """Parse the kernel launches in XLA's dump of thunks, as pairs (kernel's name or empty, shared memory in bytes)."""
     return [(found[1] or "", int(found[2])) for found in map(_LAUNCH_LINE.search, text.splitlines()) if found]
 
 
 def _iter_numbers(pattern: re.Pattern[str], lines: Iterable[str]) -> Iterator[int]:
-    """Yield the number in each line that matches."""
+    """Yield the number (the pattern's first group) from each line that the pattern matches."""
     return (int(match[1]) for line in lines if (match := pattern.search(line)))
 
 
 def _assemble(source: Path, programs: NvidiaTools, architecture: str) -> tuple[list[str], str]:
-    """Assemble PTX, and return the assembler's output and the disassembly; the latter is empty if there is none."""
+    """Assemble a PTX file; return the assembler's output lines and the disassembly.
+
+    The disassembly is empty if there is no disassembler, if assembling failed, or if the PTX has no matrix products.
+    """
     binary = source.with_suffix(".cubin")
     command = [str(programs.ptxas), "--verbose", f"--gpu-name={architecture}", f"--output-file={binary}", str(source)]
     heard = subprocess.run(command, capture_output=True, text=True, check=False).stderr.splitlines()
@@ -170,14 +178,14 @@ def _iter_kernel_figures(
 
 
 def _count_threads(directives: str) -> int:
-    """Return the number of threads per block, as the directives of a kernel say; 0 if they do not."""
+    """Return the number of threads per block from the PTX directives of a kernel; 0 if they do not contain it."""
     found = _THREADS_DIRECTIVE.search(directives)
     sizes = [int(size) for size in found.groups() if size] if found else [0]
     return sizes[0] * (sizes[1] if len(sizes) > 1 else 1) * (sizes[2] if len(sizes) > 2 else 1)
 
 
 def _select_kernel_lines(kernel: str, heard: Sequence[str]) -> list[str]:
-    """Select the lines of the assembler's output that belong to one kernel."""
+    """Select the lines of the output of `ptxas --verbose` that belong to one kernel."""
     own: list[str] = []
     current = ""
     for line in heard:
@@ -189,15 +197,16 @@ def _select_kernel_lines(kernel: str, heard: Sequence[str]) -> list[str]:
 
 
 def measure_mosaic_shared_bytes(module: Any) -> dict[str, int]:
-    """Read the shared memory, in bytes, that each Mosaic GPU kernel of a lowered module requests, by name.
+    """Read the shared memory in bytes that each Mosaic GPU kernel of a lowered module requests, by name of the kernel.
 
-    It is the last operand of the kernel's launch, a constant. Kernels of another form are left out.
+    The shared memory is the last operand of the kernel's `gpu.launch`, a constant. Kernels without such a constant are
+    left out.
     """
     sizes: dict[str, int] = {}
     last: list[int] = []
 
     def look(operation: ir.Operation) -> ir.WalkResult:
-        # The walk is in post-order: a function comes after the launch inside it.
+        # The walk is in post-order, so it visits the launch inside a function before the function itself.
         if operation.name.endswith(_LAUNCH):
             constant: Any = operation.operands[len(operation.operands) - 1].owner
             if "value" in constant.attributes:

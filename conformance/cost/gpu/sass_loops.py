@@ -1,9 +1,10 @@
 """Find the loops of a GPU kernel in its machine code (SASS), as NVIDIA's disassembler `nvdisasm` prints it.
 
-The only assumption is that an attention kernel spends its time in loops over blocks that multiply matrices. The code is
-split into basic blocks at branches and labels, and back edges give the loops. Of each loop, the paths from its start to
-its end are considered that have the most matrix products. An inner loop without matrix products is a wait, and a path
-avoids it if it can.
+`gpu_cycle_bounds` counts the instructions of these loops. The only assumption is that an attention kernel spends its
+time in loops over blocks that multiply matrices. The code is split into basic blocks at branches and labels, and back
+edges give the loops. For each loop, this module finds the shortest and the longest path through one iteration, among
+the paths with the most matrix products. An inner loop without matrix products is taken for a wait, and paths go around
+it if possible.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _ENDS = ("EXIT", "RET", "BRX", "JMX", "KILL")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction of a warp.
+    """One SASS instruction of a warp.
 
     Attributes:
       opcode: the opcode with its modifiers, such as `HMMA.16816.F32.BF16`.
       operands: text of the operands.
-      predicate: the predicate under which it acts; empty if it always acts. It is issued either way.
-      labels: labels in front of it.
-      product: the matrix product that it does on the tensor cores, if any.
+      predicate: the predicate under which the instruction acts; empty if it always acts. It is issued in both cases.
+      labels: labels directly before the instruction.
+      product: the matrix product that the instruction computes on the tensor cores; None if it computes none.
     """
 
     opcode: str
@@ -44,36 +45,36 @@ class Instruction:
 
     @functools.cached_property
     def name(self) -> str:
-        """The opcode without modifiers."""
+        """The opcode without modifiers: `HMMA` for `HMMA.16816.F32.BF16`."""
         return self.opcode.partition(".")[0]
 
     @functools.cached_property
     def target(self) -> str | None:
-        """The label that it may jump to, or None."""
+        """The label that the instruction may jump to; None if it is no jump to a label."""
         found = _TARGET.search(self.operands) if self.name in _JUMPS else None
         return found[1] if found else None
 
     @property
     def falls_through(self) -> bool:
-        """Whether execution may continue with the next instruction."""
+        """Whether execution may continue with the instruction that follows this one in the code."""
         if self.name in _ENDS:
             return bool(self.predicate)
-        # The condition of a conditional jump is a predicate, or an operand before the target.
+        # A conditional jump has a predicate, or an operand in front of the target as its condition.
         return self.name not in ("BRA", "JMP") or bool(self.predicate) or not self.operands.lstrip().startswith("`")
 
 
 PathWork = tuple[float, float]
-"""Work of a path: multiplications on the tensor cores, and instructions."""
+"""Work by which paths are compared: (multiplications on the tensor cores, number of instructions, maybe negated)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """An innermost loop that multiplies matrices, as instructions that one iteration of a warp runs.
+    """An innermost loop that multiplies matrices, as the instructions that a warp runs in one iteration.
 
     Attributes:
-      cheapest: the shortest path from start to end among those with the most matrix products.
-      dearest: the longest path among those with the most matrix products.
-      idle: the shortest path of a warp for which another warp issues the products.
+      shortest: the shortest path from start to end, among the paths with the most matrix products.
+      longest: the longest path from start to end, among the paths with the most matrix products.
+      idle: the shortest of all paths. A warp runs it while another warp issues the products of the whole block.
     """
 
     shortest: tuple[Instruction, ...]
@@ -82,7 +83,7 @@ class Loop:
 
 
 def parse_sass(text: str) -> dict[str, tuple[Instruction, ...]]:
-    """Parse the output of `nvdisasm --print-code` into the instructions of each function, by its name."""
+    """Parse the output of `nvdisasm --print-code`; return the instructions of each function, by its name."""
     found: dict[str, list[Instruction]] = {}
     here: list[Instruction] | None = None
     labels: list[str] = []
@@ -125,7 +126,7 @@ def find_loops(code: Sequence[Instruction]) -> list[Loop]:
 
 
 def _split_blocks(code: Sequence[Instruction]) -> list[range]:
-    """Split the code into basic blocks: at labels, and after jumps and ends."""
+    """Split the code into basic blocks, as ranges of instructions: at labels, and after jumps and ends."""
     starts = {0} | {at for at, one in enumerate(code) if one.labels}
     starts |= {at + 1 for at, one in enumerate(code) if one.target or not one.falls_through or one.name in _ENDS}
     cuts = sorted(start for start in starts if start < len(code))
@@ -133,7 +134,7 @@ def _split_blocks(code: Sequence[Instruction]) -> list[range]:
 
 
 def _find_edges(code: Sequence[Instruction], blocks: Sequence[range]) -> list[tuple[int, ...]]:
-    """Find the blocks that may follow each block."""
+    """Find for each basic block the indices of the blocks that may follow it."""
     at_label = {label: number for number, block in enumerate(blocks) for label in code[block.start].labels}
     found = []
     for number, block in enumerate(blocks):
@@ -146,7 +147,7 @@ def _find_edges(code: Sequence[Instruction], blocks: Sequence[range]) -> list[tu
 
 
 def _order_blocks(follow: Sequence[Sequence[int]]) -> list[int]:
-    """List the reachable blocks in reverse post-order: each before its successors, except along back edges."""
+    """List the reachable blocks in reverse post-order: each block before its successors, except along back edges."""
     seen, done = {0}, list[int]()
     stack = [(0, iter(follow[0]))]
     while stack:
@@ -162,12 +163,12 @@ def _order_blocks(follow: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _find_natural_loops(follow: Sequence[Sequence[int]], order: Sequence[int]) -> dict[int, set[int]]:
-    """Find the blocks of each natural loop by its head, which dominates all of them."""
+    """Find the natural loops: by index of a loop's head, the indices of its blocks. The head dominates all of them."""
     before: dict[int, list[int]] = {at: [] for at in order}
     for at in order:
         for after in follow[at]:
             before[after].append(at)
-    # The dominators of a block are itself and the common dominators of its predecessors.
+    # The dominators of a block are the block itself and the common dominators of its predecessors.
     above = {at: set(order) for at in order}
     above[order[0]] = {order[0]}
     changed = True
@@ -194,11 +195,11 @@ class _LoopPaths:
 
     Attributes:
       code: the instructions of the function.
-      blocks: the basic blocks, as ranges of instructions.
-      follow: the successors of each block.
-      order: reachable blocks in reverse post-order.
-      head: the first block of the loop.
-      body: the blocks of the loop that paths may use.
+      blocks: the basic blocks of the function, as ranges of instructions.
+      follow: for each block, the indices of its successors.
+      order: indices of reachable blocks in reverse post-order.
+      head: index of the first block of the loop.
+      body: indices of the loop's blocks that a path may use.
     """
 
     code: Sequence[Instruction]
@@ -209,7 +210,7 @@ class _LoopPaths:
     body: frozenset[int]
 
     def avoid(self, wait: Iterable[int]) -> _LoopPaths:
-        """Return the paths that avoid these blocks, unless that loses matrix products."""
+        """Return the paths that avoid the blocks in `wait`, or all paths if avoiding them loses matrix products."""
         other = dataclasses.replace(self, body=self.body - frozenset(wait))
         most, left = (_count_multiplications(ways.best(-1, 1)) for ways in (self, other))
         return other if left >= most else self
@@ -246,22 +247,22 @@ class _LoopPaths:
         return tuple(i for at in max(ends, key=lambda end: end[0])[1] for i in self._instructions(at))
 
     def _weigh(self, at: int, longer: int) -> PathWork:
-        """Return the multiplications of a block, and its length times `longer`."""
+        """Return the multiplications of a block on the tensor cores, and its number of instructions times `longer`."""
         inside = self._instructions(at)
         return _count_multiplications(inside), longer * len(inside)
 
     def _instructions(self, at: int) -> Sequence[Instruction]:
-        """Return the instructions of a block."""
+        """Return the instructions of the basic block with index `at`."""
         return self.code[self.blocks[at].start : self.blocks[at].stop]
 
 
 def _count_multiplications(code: Iterable[Instruction]) -> float:
-    """Count the multiplications on the tensor cores."""
+    """Count the scalar multiplications that instructions do on the tensor cores."""
     return sum(i.product.multiplications for i in code if i.product)
 
 
 def iter_kernels_with_loops(functions: Mapping[str, Sequence[Instruction]]) -> Iterator[tuple[str, list[Loop]]]:
-    """Yield each function that has loops with matrix products, with these loops."""
+    """Yield (name, loops) for each function that has loops with matrix products."""
     for name, code in functions.items():
         if any(i.product for i in code) and (found := find_loops(code)):
             yield name, found

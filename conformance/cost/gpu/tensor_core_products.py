@@ -1,8 +1,9 @@
-"""Read the matrix products of tensor-core instructions, and the shared memory that they read.
+"""Read the shape of the matrix product from a tensor-core instruction (SASS), and the shared memory that it reads.
 
-Up to Hopper the opcode contains the shape: `HMMA.16816` is 16 by 8 by 16, of a warp; `HGMMA.64x128x16` is of a
-warpgroup of four warps. Since Blackwell the shape is in the instruction descriptor, a word of 32 bits (PTX ISA,
-"tcgen05 instruction descriptor"), which the code writes to a uniform register as a constant.
+`sass_loops` calls `parse_product` for each instruction. Up to Hopper the opcode contains the shape. `HMMA.16816` is a
+product of 16 by 8 by 16 by one warp; `HGMMA.64x128x16` is a product by a warpgroup of four warps. From Blackwell on,
+the shape is in the instruction descriptor, a word of 32 bits (PTX ISA, "tcgen05 instruction descriptor"). The code
+writes this word to a uniform register as a constant, so constants of uniform registers are tracked (`note_constant`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _WRITTEN = re.compile(r"(UR\d+)\b")
 
 @dataclasses.dataclass(frozen=True)
 class MatrixProduct:
-    """A matrix product of one instruction.
+    """The matrix product of one tensor-core instruction, `[m, k]` times `[k, n]`.
 
     Attributes:
-      m: rows of the result.
-      n: columns of the result.
-      k: terms of each sum.
-      bits: bits of an operand's element.
-      warps: number of warps that share the product; 0 if the whole block does.
+      m: number of rows of the result.
+      n: number of columns of the result.
+      k: number of terms of each sum.
+      bits: number of bits of an element of the operands.
+      warps: number of warps that share the product; 0 if all warps of the block share it.
       first_in_shared_memory: whether the left operand is in shared memory.
       second_in_shared_memory: whether the right operand is in shared memory.
     """
@@ -44,28 +45,28 @@ class MatrixProduct:
 
     @property
     def name(self) -> str:
-        """Name of the product in figures."""
+        """Name of the product in records, which contains its shape."""
         return f"tensor_{self.m}x{self.n}x{self.k}"
 
     @property
     def multiplications(self) -> int:
-        """Number of scalar multiplications."""
+        """Number of scalar multiplications of the product."""
         return self.m * self.n * self.k
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that are read, if each operand there is read once."""
+        """Bytes of shared memory that the product reads, if each operand in shared memory is read once."""
         rows = self.m * self.first_in_shared_memory + self.n * self.second_in_shared_memory
         return rows * self.k * self.bits // 8
 
 
 def parse_product(opcode: str, operands: str, constants: MutableMapping[str, int]) -> MatrixProduct | None:
-    """Return the matrix product of an instruction; None if it has none, or its shape is not known.
+    """Return the matrix product of an instruction; None if the instruction has none, or its shape is not known.
 
     Args:
       opcode: the opcode with its modifiers.
       operands: text of the operands.
-      constants: known values of uniform registers.
+      constants: by name of a uniform register, its value; only registers whose value is known.
     """
     if shape := _WARP.match(opcode):
         m, n, k = map(int, shape.groups())
@@ -91,7 +92,7 @@ def parse_product(opcode: str, operands: str, constants: MutableMapping[str, int
     bits = 32 if wide else 16 if opcode.startswith("UTCHMMA") else 8
     m = ((word >> 24) & 0x1F) << 4
     return MatrixProduct(
-        m // 2 if ".2CTA" in opcode else m,  # two blocks share it
+        m // 2 if ".2CTA" in opcode else m,  # two blocks share the product of a .2CTA instruction
         ((word >> 17) & 0x3F) << 3,
         256 // bits,
         bits=bits,
@@ -101,11 +102,11 @@ def parse_product(opcode: str, operands: str, constants: MutableMapping[str, int
     )
 
 
-_TF32 = 2  # the descriptor's code for operands in tf32
+_TF32 = 2  # code for operands in tf32 in the instruction descriptor
 
 
 def note_constant(constants: MutableMapping[str, int], opcode: str, operands: str) -> None:
-    """Update the known values of uniform registers by an instruction; call it in the order of the code."""
+    """Update the known values of uniform registers after one instruction; call this in the order of the code."""
     written = _WRITTEN.match(operands)
     if written is None:
         return
@@ -117,7 +118,7 @@ def note_constant(constants: MutableMapping[str, int], opcode: str, operands: st
 
 
 def _get_operand_bits(opcode: str) -> int:
-    """Return the bits of an operand's element, by the opcode."""
+    """Return the number of bits of an operand's element, from the opcode's name and modifiers."""
     if ".TF32" in opcode:
         return 32
     if opcode.startswith("DMMA"):

@@ -1,8 +1,9 @@
-"""Recorded static cycles of our kernels, so that no change makes one slower unnoticed.
+"""Record static cycles of our kernels, and list the kernels that a change has made slower.
 
-For TPU kernels these are cycles from the compiler's schedules. For GPU kernels they are the lower bound and the issued
-instructions of the loops in their machine code. Each compiler version has figures of its own. `python -m conformance
-cycles --save` records the figures of TPUs, and those of GPUs with `--target=h100`.
+Static cycles are computed without a chip. For TPU kernels they are cycles from the compiler's schedules. For GPU
+kernels they are the lower bound on cycles and the cycles of issuing instructions, from the loops in the machine code.
+They are recorded for each compiler version in `cycle_baselines.json`. `python -m conformance cycles --save` records
+those of TPU kernels; with `--target=h100` it records those of GPU kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from conformance.cost.gpu import gpu_cycle_bounds
 TABLE = Path(__file__).with_name("cycle_baselines.json")
 SCHEMA = "attention-conformance/cycles/1"
 MAX_SLOWDOWN = 0.05
-"""Largest accepted increase over the recorded figure: the compiler's own scheduling varies by 3%."""
+"""Largest accepted relative increase over the recorded cycles: the compiler's own scheduling varies by 3%."""
 _TPU_FIGURES = (".call_cycles", ".full_block_cycles")
 _GPU_FIGURES = tuple(
     f".{name}" for one in (gpu_cycle_bounds.BOUND_FIGURE, "issue_cycles") for name in (one, f"masked_{one}")
@@ -27,13 +28,13 @@ _GPU_FIGURES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class CycleBaseline:
-    """What is compiled for one baseline: an implementation's call on a case, with gradients if the case has them.
+    """A kernel call whose static cycles are recorded: an implementation on a case, with gradients if the case has them.
 
     Attributes:
       implementation: name of the implementation.
       case: id of the case.
       platform: `"tpu"` or `"gpu"`.
-      only: targets of the platform that it is for; all of them if empty.
+      only: names of the chips that this baseline is recorded for; empty for all chips of the platform.
     """
 
     implementation: str
@@ -42,7 +43,7 @@ class CycleBaseline:
     only: tuple[str, ...] = ()
 
     def asks(self, target: str) -> bool:
-        """Check whether the baseline is for this target."""
+        """Check whether this baseline is recorded for the chip `target`."""
         return not self.only or target in self.only
 
 
@@ -55,42 +56,47 @@ TPU_BASELINES = (
     CycleBaseline("ragged_tpu", "decode/bf16/B2.T1.S2000.N8.K2.H128.V128/lengths-1999-300/normal/s0"),
     CycleBaseline("moba_tpu", "train/bf16/B1.T2048.S2048.N2.K1.H128.V128/moba-512-3/normal/s0"),
 )
-"""Several depths, a short and a long mask, both dtypes, the fused backward pass, decoding and MoBA.
+"""Recorded calls of TPU kernels. Each takes seconds to compile for one TPU generation.
 
-Each takes seconds to compile for one generation.
+They cover several head dimensions, a window and a causal mask, bf16 and f32, the fused backward pass, decoding, and
+MoBA.
 """
 GPU_BASELINES = tuple(
     CycleBaseline(name, f"train/bf16/B1.T4096.S4096.N1.K1.H{depth}.V{depth}/causal/normal/s0", "gpu", only)
     for name, only in (("flash_gpu", ()), ("flash_gpu_mosaic", ("h100",)))
     for depth in (64, 128)
 )
-"""Both back ends at the depths that they are tuned for; the Mosaic back end is for Hopper only.
+"""Recorded calls of GPU kernels. Each takes about ten seconds to compile for one GPU.
 
-Each takes about ten seconds to compile for one GPU.
+They cover the Triton and the Mosaic back end at the head dimensions that these are tuned for. The Mosaic back end is
+for Hopper only.
 """
 
 Figures = dict[str, float]
-"""Cycles by `<kernel>.<figure>`, named as in records of the check `compiles`."""
+"""Static cycles by `<kernel>.<figure>`, with the names that records of the check `compiles` use."""
 Table = dict[str, dict[str, Figures]]
-"""Figures by compiler, and by implementation, case and generation."""
+"""Recorded static cycles: by compiler version, then by `format_key` (implementation, case and chip)."""
 
 
 def get_compiler_version(platform: str = "tpu") -> str:
-    """Return the versions that determine a kernel's code: of the compiler, and of jaxlib, which lowers the kernel."""
+    """Return the versions that determine a kernel's machine code: of the compiler and of jaxlib, as text.
+
+    jaxlib counts because it lowers the kernel.
+    """
     package = {"tpu": "libtpu", "gpu": "nvidia-cuda-nvcc"}[platform]
     return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in (package, "jaxlib"))
 
 
 def format_key(bar: CycleBaseline, target: str) -> str:
-    """Format the key of a baseline's figures for one target in the table."""
+    """Format the key under which the table stores a baseline's cycles for the chip `target`."""
     return f"{bar.implementation} {bar.case} {target}"
 
 
 def select_estimates(figures: Mapping[str, float]) -> Figures:
-    """Select the figures of a program that must not rise.
+    """Select the static cycles that must not rise from all measurements of a compiled program.
 
-    For a TPU kernel these are the cycles of its call, or those of a block if the call's are not known. For a GPU kernel
-    they are the bound and the issued instructions.
+    For a TPU kernel these are the cycles of its call, or the cycles of a full block if those of the call are not known.
+    For a GPU kernel they are the lower bound and the cycles of issuing instructions.
     """
     kernels = dict.fromkeys(name.rpartition(".")[0] for name in figures if name.endswith(_TPU_FIGURES))
     found = ((kernel + figure for figure in _TPU_FIGURES if kernel + figure in figures) for kernel in kernels)
@@ -99,7 +105,12 @@ def select_estimates(figures: Mapping[str, float]) -> Figures:
 
 
 def list_regressions(recorded: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
-    """List regressions, one line each: figures that rose by more than `SLOWER`, and figures that disappeared."""
+    """List regressions as lines of text: numbers that rose by more than `MAX_SLOWDOWN`, and numbers that are missing.
+
+    Args:
+      recorded: recorded static cycles of one baseline, by name.
+      now: newly measured static cycles of the same baseline, by name.
+    """
     gone = [f"{name} is no longer known, and was {recorded[name]:,.0f}" for name in recorded if name not in now]
     return gone + [
         f"{name} is {now[name]:,.6g}, {now[name] / kept - 1:.1%} more than the recorded {kept:,.6g}"
@@ -109,7 +120,7 @@ def list_regressions(recorded: Mapping[str, float], now: Mapping[str, float]) ->
 
 
 def read_baselines(path: Path = TABLE) -> Table:
-    """Read the table; empty if there is no file.
+    """Read the recorded static cycles of all compilers; empty if the file does not exist.
 
     Raises:
       ValueError: if the file has another schema.
@@ -124,7 +135,13 @@ def read_baselines(path: Path = TABLE) -> Table:
 
 
 def write_baselines(found: Mapping[str, Figures], path: Path = TABLE, platform: str = "tpu") -> None:
-    """Record figures by key for the installed compiler; figures of other keys and compilers stay."""
+    """Record static cycles for the installed compiler; entries of other keys and other compilers stay.
+
+    Args:
+      found: static cycles by `format_key`.
+      path: the file.
+      platform: `"tpu"` or `"gpu"`, which determines the compiler.
+    """
     table = read_baselines(path)
     kept = table.get(get_compiler_version(platform), {}) | dict(found)
     table[get_compiler_version(platform)] = {place: dict(sorted(kept[place].items())) for place in sorted(kept)}

@@ -1,4 +1,7 @@
-"""Compare the order of a knob's candidates by static cycles with their order by time."""
+"""Compare the order of a knob's candidate settings by static cycles with their order by measured time.
+
+`tune` prints and stores the result, so that users see how far static cycles can be trusted on a chip.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from conformance.cost.static.static_tuning import MIN_SAVING
 
 
 def describe_rank_agreement(static: Mapping[str, float], seconds: Mapping[str, float]) -> str:
-    """Say how many pairs of candidates have the same order by static cycles and by time.
+    """Describe in one sentence how many pairs of candidates have the same order by static cycles and by time.
 
-    Only pairs count whose static cycles differ clearly. If there are none, the text is empty.
+    Only pairs count whose static cycles differ by more than `MIN_SAVING`. If there are no such pairs, the text is
+    empty. Only candidates that are in both mappings are compared.
 
     Args:
-      static: static cycles of a call by candidate.
-      seconds: median seconds of a call on the chip by candidate. Candidates in both mappings are compared.
+      static: static cycles of a call, by name of the candidate.
+      seconds: median seconds of a call on the chip, by name of the candidate.
     """
     both = sorted((cycles, name) for name, cycles in static.items() if name in seconds)
     told = [

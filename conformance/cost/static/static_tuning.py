@@ -1,13 +1,18 @@
-"""Choose an implementation's settings without its accelerator, by the static cycles of its compiler's schedules.
+"""Choose an implementation's settings (block sizes and the like) without its accelerator, by static cycles.
 
-Every candidate is compiled, and the cycles of its kernel's call are estimated (`conformance.cost.tpu.tpu_figures`).
-That is deterministic, and no chip has confirmed it. The first candidate is chosen whose cycles do not clearly exceed
-the fewest. The setting in force comes first, then the others in the order of the implementation. A candidate that does
-not compile, or whose cycles are not known, is shown and never chosen.
+A *knob* is the setting of one kernel, and its *candidates* are the settings to try (`conformance.tunable`). Every
+candidate is compiled for a TPU, and the cycles of the kernel's call are estimated from the compiler's schedule
+(`conformance.cost.tpu.tpu_figures`). The estimate is deterministic, and no chip has confirmed it. The command `tune
+--static` writes the chosen settings to the implementation's table.
 
-The cycles of a call are at least those in which HBM transfers everything for it. Other traffic of a kernel
-(`Knob.traffic`) is added. If several sets of kernels compute the same results, the first is chosen unless another is
-shorter by more than `MIN_SAVING`. Sums over kernels are less exact than two schedules of one kernel.
+Candidates are ordered: first the setting in force, then the others in the order of the implementation. The first
+candidate is chosen whose cycles exceed the fewest by at most `SCHEDULING_NOISE`. A candidate that does not compile, or
+whose cycles are not known, is shown and never chosen.
+
+The cycles of a call are at least the cycles in which HBM transfers the call's data. Other traffic of a kernel
+(`Knob.traffic`) is added. If several sets of kernels compute the same results, the first set is chosen, unless another
+set is shorter by more than `MIN_SAVING`. This margin is larger, because sums over several kernels are less exact than
+two schedules of the same kernel.
 """
 
 from __future__ import annotations
@@ -26,24 +31,25 @@ from conformance.execution.executor import Executor
 from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
 
 SCHEDULING_NOISE = 0.03
-"""Relative difference of cycles that means nothing: the scheduling itself varies by this much."""
+"""Relative difference of cycles below which candidates count as equal: the compiler's scheduling varies this much."""
 MIN_SAVING = 0.05
-"""Relative saving by which one set of kernels must be shorter than another."""
+"""Relative saving of cycles by which a set of kernels must beat an earlier set to be chosen instead."""
 
 CompileResult = Mapping[str, float] | str
-"""Result of compiling: figures, or why there are none."""
+"""Result of compiling a call: measurements of the program by name, or the reason why it does not compile."""
 CompileCall = Callable[[Executor, object, CompileTarget], CompileResult]
+"""A function that compiles a call of an executor's implementation on a problem, for one chip."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The static cycles of a candidate.
+    """The static cycles of one candidate setting.
 
     Attributes:
-      setting: the candidate.
-      cycles: cycles of its kernel's call; None if they are not known.
-      reason: why they are not known.
-      beside: cycles in which HBM transfers what else the kernel needs (`Knob.traffic`).
+      setting: the candidate setting.
+      cycles: cycles of the kernel's call with this setting; None if they are not known.
+      reason: the reason why the cycles are not known; otherwise empty.
+      beside: cycles of HBM transfers before and after the call (`Knob.traffic`).
     """
 
     setting: Setting
@@ -53,7 +59,7 @@ class Estimate:
 
     @property
     def whole(self) -> float:
-        """Cycles of the call and beside it; infinite if those of the call are not known."""
+        """Cycles of the call plus transfers before and after it; infinite if the cycles of the call are not known."""
         return float("inf") if self.cycles is None else self.cycles + self.beside
 
 
@@ -64,8 +70,8 @@ class StaticChoice:
     Attributes:
       knob: name of the knob.
       setting: the chosen setting.
-      before: the setting that was in force.
-      estimates: the estimate of each candidate.
+      before: the setting that was in force before tuning.
+      estimates: the estimate of each candidate, in order.
     """
 
     knob: str
@@ -74,7 +80,7 @@ class StaticChoice:
     estimates: tuple[Estimate, ...]
 
     def of(self, setting: Setting) -> Estimate:
-        """Return the estimate of a setting."""
+        """Return the estimate of a candidate setting."""
         return next(one for one in self.estimates if dict(one.setting) == dict(setting))
 
 
@@ -88,19 +94,23 @@ def tune_statically(
     knobs: Sequence[Knob],
     on_step: Callable[[str], None] = lambda text: None,
 ) -> list[StaticChoice]:
-    """Choose settings for one case and one chip.
+    """Choose the settings of some knobs by static cycles, for one case and one chip.
 
-    Kernels of one call are compiled together: with their first candidates, then with their second ones, and so on.
+    To save compilations, the kernels of one call are compiled together: all with their first candidates, then all with
+    their second candidates, and so on.
 
     Args:
-      implementation: the implementation.
-      tunable: its declaration of knobs, which has a `native` call.
+      implementation: the implementation to tune.
+      tunable: the implementation's declaration of knobs, which must have a `native` call.
       case: the case to compile.
-      target: the chip.
-      compiled: compiles a call of the problem, with its gradients if a knob belongs to the backward pass.
-      knobs: the knobs to choose. If one chooses among kernels, kernels that are not in `knobs` keep the setting in
-        force.
-      on_step: called with what happens now, for the progress display.
+      target: the chip to compile for.
+      compiled: function that compiles a call of the problem, with gradients if a knob belongs to the backward pass.
+      knobs: the knobs to choose. If one of them chooses among kernels, kernels whose knob is not in `knobs` keep the
+        setting in force.
+      on_step: function that is called with a description of each step, for the progress display.
+
+    Returns:
+      the choice for each of `knobs`, in the same order.
     """
     native = tunable.native
     assert native is not None
@@ -131,7 +141,7 @@ def tune_statically(
             now = [(knob, tried[knob.name][turn]) for knob in together if turn < len(tried[knob.name])]
             told = ask({**base, **given, **{knob.name: setting for knob, setting in now}})
             for knob, setting in now:
-                # What does not compile together may do so alone.
+                # If these settings do not compile together, each may compile with the other kernels' settings in force.
                 own = ask({**base, **given, knob.name: setting}) if isinstance(told, str) else told
                 found[knob.name].append(_estimate_candidate(knob, setting, own, knob.traffic(case, setting), target))
     choices = {name: _choose_setting(name, estimates) for name, estimates in found.items()}
@@ -140,9 +150,10 @@ def tune_statically(
 
 
 def _group_by_call(knobs: Sequence[Knob]) -> list[list[Knob]]:
-    """Group kernels that one call compiles together.
+    """Group the knobs whose kernels can be compiled in one call.
 
-    Kernels with the same other settings (`Knob.given`) are a group. Kernels without any join the first group.
+    Knobs that require the same settings of other knobs (`Knob.given`) form a group. Knobs without such requirements
+    join the first group.
     """
     found: dict[str, list[Knob]] = {}
     for knob in sorted(knobs, key=lambda knob: not knob.given):
@@ -151,14 +162,22 @@ def _group_by_call(knobs: Sequence[Knob]) -> list[list[Knob]]:
 
 
 def _remove_duplicates(settings: Sequence[Setting]) -> list[Setting]:
-    """Keep the first of equal settings."""
+    """Remove settings that equal an earlier one; keep the order."""
     return [one for place, one in enumerate(settings) if dict(one) not in [dict(other) for other in settings[:place]]]
 
 
 def _estimate_candidate(
     knob: Knob, setting: Setting, told: CompileResult, traffic: Traffic, target: CompileTarget
 ) -> Estimate:
-    """Estimate a candidate from the figures of its program, or from the reason why there are none."""
+    """Build the estimate of a candidate from the result of compiling it.
+
+    Args:
+      knob: the knob that the candidate is for.
+      setting: the candidate setting.
+      told: measurements of the compiled program, or the reason why it does not compile.
+      traffic: HBM traffic of the kernel besides its blocks.
+      target: the chip, which determines the HBM bandwidth.
+    """
     if isinstance(told, str):
         return Estimate(setting, None, told)
     kernel = next((name.rpartition(".")[0] for name in told if name.endswith(f"{knob.kernel}.call_cycles")), None)
@@ -172,14 +191,25 @@ def _estimate_candidate(
 
 
 def _choose_setting(knob: str, estimates: Sequence[Estimate]) -> StaticChoice:
-    """Choose the first candidate whose cycles do not clearly exceed the fewest; the setting in force comes first."""
+    """Choose the first candidate whose cycles exceed the fewest by at most `SCHEDULING_NOISE`.
+
+    The first estimate is that of the setting in force, which is kept if no candidate has known cycles.
+    """
     before, least = estimates[0].setting, min(one.whole for one in estimates)
     few = (one.setting for one in estimates if one.cycles is not None and one.whole <= (1 + SCHEDULING_NOISE) * least)
     return StaticChoice(knob, next(few, before), before, tuple(estimates))
 
 
 def _choose_kernels(knob: Knob, before: Setting, choices: Mapping[str, StaticChoice]) -> StaticChoice:
-    """Choose among sets of kernels, each at its chosen setting: the first, unless another is much shorter."""
+    """Choose among the sets of kernels of a knob (`Knob.ways`), with each kernel at its chosen setting.
+
+    The first set is chosen, unless another set is shorter by more than `MIN_SAVING`.
+
+    Args:
+      knob: a knob that chooses among sets of kernels.
+      before: the knob's setting in force, which is kept if the chosen set has no known cycles.
+      choices: by name of a kernel's knob, its choice.
+    """
     estimates = []
     for setting, names in knob.ways:
         parts = [choices[name].of(choices[name].setting) for name in names]

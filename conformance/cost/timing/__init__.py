@@ -1,1 +1,1 @@
-"""Time implementations side by side, and choose block sizes by timing."""
+"""Time implementations side by side on this machine, and choose block sizes by timing."""

@@ -1,8 +1,9 @@
 """Check roughly whether a timed program computes attention, so that no wrong program is ranked by its speed.
 
-Only `run` decides whether a kernel conforms. Here some queries of every batch row and head are compared with the
-float64 oracle. The cotangent is zero for all other queries, so the oracle can leave them out of the gradients too.
-Errors are measured against the bounds of the checks, with a wider limit.
+`bench` and `tune` use this before they time a program. Whether a kernel conforms is decided only by `run`. This module
+compares some queries of every batch row and head with the float64 oracle. The cotangent is zero for all other queries,
+so the oracle can leave them out of the gradients too. Errors are measured against the bounds of the checks, with a
+wider limit.
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ from conformance.truth.rounding_bounds import Bounded, Expectation, compute_expe
 from conformance.truth.tolerances import Tolerances
 
 MAX_ERROR_OVER_LIMIT = 8.0
-"""Largest accepted error over the limit of the checks, which is calibrated at lengths of hundreds, not thousands."""
-_MAX_PAIRS = 1 << 21  # the oracle takes a few seconds in NumPy for this many
+"""Largest accepted error, as a multiple of the limit of the checks.
+
+It is above 1, because that limit is calibrated at lengths of hundreds, and timed cases have lengths of thousands.
+"""
+_MAX_PAIRS = 1 << 21  # pairs of a query and a key to compare; the oracle takes a few seconds for this many
 _MIN_ROWS, _MAX_ROWS = 4, 32
 _BY_GRADIENT = {operand.gradient: operand for operand in OPERANDS if operand.gradient}
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """How well sampled rows agree with the oracle.
+    """Result of comparing sampled queries with the oracle.
 
     Attributes:
-      error: the largest error over the limit of the checks.
-      reason: where the largest error is, if it is too large; otherwise empty.
+      error: the largest error, as a multiple of the limit of the checks; may be NaN.
+      reason: description of the largest error if it is too large; otherwise empty.
     """
 
     error: float
@@ -44,12 +48,15 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Whether the error is accepted; NaN is not."""
+        """Whether the error is accepted; NaN is not accepted."""
         return self.error <= MAX_ERROR_OVER_LIMIT
 
 
 class SampledRows:
-    """Some queries of a problem with their exact results, computed once for each declared arithmetic."""
+    """Some sampled queries of a problem, with the oracle's results for them.
+
+    The results are computed once for each declared arithmetic and handling of empty rows.
+    """
 
     def __init__(self, case: Case, problem: Problem, cotangent: np.ndarray, tolerances: Tolerances) -> None:
         """Choose the queries that are compared with the oracle.
@@ -68,21 +75,29 @@ class SampledRows:
         self._known: dict[Hashable, Expectation] = {}
 
     def cotangent(self, implementation: Implementation) -> np.ndarray:
-        """Return a cotangent of `out`, `[B, T, N, V]`: zero, except for sampled rows with a defined output."""
+        """Return a cotangent of `out`, `[B, T, N, V]`, that is zero except at sampled queries with a defined output."""
         shape = (*self._problem.q.shape[:3], self._problem.v.shape[3])
         found = np.zeros(shape, self._do.dtype)
         found[:, self.rows] = self._select_cotangent(implementation)
         return found
 
     def judge(self, implementation: Implementation, results: Mapping[str, np.ndarray]) -> Agreement:
-        """Compare the results of a program for `cotangent(implementation)`: `out`, and gradients if there are any."""
+        """Compare `out`, and gradients if there are any, with the oracle.
+
+        Args:
+          implementation: the implementation that computed the results.
+          results: `out` and gradients by name, computed with the cotangent `self.cotangent(implementation)`.
+
+        Returns:
+          the comparison of the result with the largest error.
+        """
         expectation = self._compute_expectation(implementation)
         expected = {"out": expectation.forward["out"], **expectation.gradients[0]}
         found = [self._compare(implementation, name, got, expected[name]) for name, got in results.items()]
         return max(found, key=lambda finding: finding.error)
 
     def describe_misshapen(self, name: str, shape: tuple[int, ...]) -> str:
-        """Say what is wrong with the shape of `out` or of a gradient; empty if it is right."""
+        """Describe what is wrong with the shape of `out` or of a gradient; empty if the shape is right."""
         problem = self._problem
         if name == "out":
             expected = (*problem.q.shape[:3], problem.v.shape[3])
@@ -103,12 +118,12 @@ class SampledRows:
         where = comparison.problem
         if worst := comparison.worst:
             where = f"got {worst.got:.4g}, expected {worst.expected:.4g}"
-        return Agreement(error, f"{name} is off by {error:.3g} times the gate's limit: {where}")
+        return Agreement(error, f"{name} is off by {error:.3g} times the limit of the checks: {where}")
 
     def _compute_expectation(self, implementation: Implementation) -> Expectation:
-        arithmetic = dataclasses.replace(implementation.arithmetic, residuals="f32")  # residuals are not looked at
+        arithmetic = dataclasses.replace(implementation.arithmetic, residuals="f32")  # residuals are not compared
         if self._case.dtype != "f32":
-            arithmetic = dataclasses.replace(arithmetic, products="exact")  # as bf16 and f16 always multiply
+            arithmetic = dataclasses.replace(arithmetic, products="exact")  # products of bf16 and f16 are always exact
         key = (arithmetic, implementation.empty_rows)
         if key not in self._known:
             self._known[key] = compute_expectation(
@@ -123,12 +138,15 @@ class SampledRows:
         return np.where(self._judged(implementation), self._do, np.zeros_like(self._do))
 
     def _judged(self, implementation: Implementation) -> np.ndarray:
-        """Find the sampled rows of `out` that are defined, as booleans `[B, rows, N, 1]`."""
+        """Return which sampled rows of `out` have a defined value, as booleans `[B, rows, N, 1]`.
+
+        A row whose query may attend to no key is undefined, unless the implementation declares its value.
+        """
         keep = ~self._part.empty_rows | (implementation.empty_rows != "undefined")
         return keep.transpose(0, 2, 1)[..., None]
 
     def _select_rows(self, problem: Problem) -> Problem:
-        """Build the problem of the sampled queries only; its mask includes the segment ids."""
+        """Build a problem with only the sampled queries; its mask is dense and includes the segment ids."""
         part = problem.map_along("T", self._taken)
         return dataclasses.replace(part, mask=Dense(self._allowed), segment_ids=None)
 

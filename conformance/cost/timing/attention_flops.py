@@ -1,15 +1,17 @@
-"""Count the pairs that a case's mask allows, and the floating-point operations that they require.
+"""Count the pairs of a query and a key that a case's mask allows, and the floating-point operations that they require.
 
-Operations are counted from the allowed pairs, not from what a kernel computes. A kernel that visits blocks which the
-mask leaves empty gets no credit for them. A multiplication and an addition are two operations. For each pair and query
-head:
+`bench` divides these operations by the measured time. Operations are counted from the allowed pairs, not from the
+kernel's own work. A kernel that visits blocks which the mask leaves empty gets no credit for them. A multiplication and
+an addition are two operations. For each pair and query head (H and V are the head dimensions of keys and of values):
 
     forward             2 H for <q, k>, 2 V for p v
-    forward+backward    beside these, 2 H each for the logits once more, dq and dk; 2 V each for dp and dv
+    forward+backward    in addition, 2 H each for recomputed logits, dq and dk, and 2 V each for dp and dv
 
-This is 3.5 times the forward pass for H = V (the convention of Dao 2023, arXiv:2307.08691, section 4.1). An
-implementation that stores its probabilities need not recompute the logits, and is credited for them all the same.
-Exponentials, masks and the softmax's sums do not count.
+Forward and backward together are 3.5 times the forward pass for H = V (the convention of Dao 2023, arXiv:2307.08691,
+section 4.1). An implementation that stores its probabilities need not recompute the logits. The recomputation is
+counted for such an implementation too. Exponentials, masks and the softmax's sums do not count.
+
+The module also lists the cases that `bench` times by default.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ from cases.case import Case
 from cases.operand_values import Problem
 from conformance.measurements import FORWARD
 
-_SLAB = 1 << 24  # pairs of the mask that are in memory at a time
+_SLAB = 1 << 24  # number of pairs of the mask that are in memory at a time
 
-# Tokens of a default case on an accelerator, over the batch: enough work for every core at any of the lengths.
+# Batch size times length of a default case on an accelerator. This is enough work for every core at any length.
 _TOKENS = 16384
-_WIDTH = 1024  # number of query heads times their depth
+_WIDTH = 1024  # number of query heads times head dimension, in a default case on an accelerator
 
 
 def count_allowed_pairs(problem: Problem) -> int:
-    """Count the allowed pairs of a query and a key over batch rows and query heads, segment ids included."""
+    """Count the pairs of a query and a key that mask and segment ids allow, over all batch rows and query heads."""
     batch, q_length, num_q_heads, _ = problem.q.shape
     kv_length = problem.k.shape[1]
     step = max(1, _SLAB // kv_length)
@@ -44,11 +46,11 @@ def _count_pairs(problem: Problem, rows: np.ndarray, batch: int, num_q_heads: in
 
 
 def compute_allowed(problem: Problem, rows: np.ndarray) -> np.ndarray:
-    """Compute which keys some queries may attend to, by mask and segment ids.
+    """Compute which keys the queries in `rows` may attend to, by mask and segment ids.
 
     Args:
-      problem: the operands.
-      rows: indices of the queries.
+      problem: the operands of a case.
+      rows: indices of queries, `[rows]`.
 
     Returns:
       booleans `[b, n, rows, S]`, where `b` is B or 1, and `n` is N or 1.
@@ -64,14 +66,17 @@ def compute_allowed(problem: Problem, rows: np.ndarray) -> np.ndarray:
 
 
 def count_flops(pairs: int, case: Case, phase: str) -> float:
-    """Count the floating-point operations of a case with this many allowed pairs (module docstring)."""
+    """Count the floating-point operations of a case with `pairs` allowed pairs, as the module docstring defines."""
     forward = 2 * (case.head_dim + case.v_head_dim)
     backward = 2 * (3 * case.head_dim + 2 * case.v_head_dim)
     return float(pairs) * (forward if phase == FORWARD else forward + backward)
 
 
 def list_default_cases(platform: str) -> tuple[Case, ...]:
-    """List the default cases of a platform: causal self-attention at usual lengths and depths, at a suitable size."""
+    """List the cases that `bench` times by default: causal self-attention at common lengths and head dimensions.
+
+    Batch and heads are chosen by platform: small on a CPU, and enough to fill an accelerator.
+    """
     if platform == "cpu":
         return tuple(
             _build_case("f32", length, depth, batch=1, heads=256 // depth)

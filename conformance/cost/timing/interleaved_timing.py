@@ -1,4 +1,8 @@
-"""Time implementations side by side: compile each, check its results, and time it in turn with the others."""
+"""Time implementations side by side: compile each one, check its results, and time it alternately with the others.
+
+The inputs are implementations, cases and phases (forward, or forward and backward). The output is one `Measurement` for
+each combination. The command `bench` uses `compare_all`, and `tune` uses `prepare_entrant` and `time_entrants`.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +32,20 @@ from conformance.measurements import AGREES, BACKWARD, DIFFERS, Measurement, Qua
 from conformance.records import ERROR, UNJUDGED, UNSUPPORTED
 from conformance.truth.tolerances import Tolerances
 
-# On an accelerator a call returns before it is done, so a sample of several calls hides the cost of dispatch. On CPU
-# calls could overlap, so each is a sample of its own.
+# On an accelerator a call returns before it is finished. So a sample consists of several successive calls, which hides
+# the cost of dispatching them. On a CPU successive calls could overlap, so each sample is a single call.
 _MIN_SAMPLE_SECONDS = {"cpu": 0.0}
 _MIN_SAMPLE_ELSEWHERE = 5e-3
-_PRODUCT_NAME = "the matrix product"  # no implementation has this name
+_PRODUCT_NAME = "the matrix product"  # key of the large matrix product among the timed functions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimingLimits:
-    """How long to measure.
+    """Limits on how long to measure.
 
     Attributes:
-      rounds: most rounds of each comparison.
-      seconds: most seconds of timing over all comparisons.
+      rounds: largest number of rounds of each comparison; every implementation is timed once in a round.
+      seconds: largest number of seconds of timing, over all comparisons.
     """
 
     rounds: int = 30
@@ -50,13 +54,13 @@ class TimingLimits:
 
 @dataclasses.dataclass(frozen=True)
 class DrawnCase:
-    """A case with everything that is the same for all implementations.
+    """A case with the data that all timed implementations share.
 
     Attributes:
       case: the case.
-      problem: its operands.
+      problem: operands of the case.
       cotangent: cotangent of `out` for timed calls, `[B, T, N, V]`.
-      sample: the queries whose results are checked.
+      sample: the sampled queries whose results are compared with the oracle.
     """
 
     case: Case
@@ -66,25 +70,25 @@ class DrawnCase:
 
     @classmethod
     def of(cls, case: Case, tolerances: Tolerances) -> DrawnCase:
-        """Draw the operands of `case`."""
+        """Draw the operands and the cotangent of `case`, and sample the queries to check against `tolerances`."""
         problem, cotangent = draw_problem(case), draw_cotangent(case).out
         return cls(case, problem, cotangent, SampledRows(case, problem, cotangent, tolerances))
 
     @functools.cached_property
     def pairs(self) -> int:
-        """Number of pairs that the mask allows."""
+        """Number of pairs of a query and a key that the mask allows, over batch rows and query heads."""
         return attention_flops.count_allowed_pairs(self.problem)
 
 
 @dataclasses.dataclass(frozen=True)
 class Entrant:
-    """An implementation that can be timed.
+    """An implementation that is compiled and ready to be timed.
 
     Attributes:
       implementation: the implementation.
-      program: its compiled program.
-      finding: how well its results agree with the oracle.
-      memory: its memory in bytes, as in `Measurement`.
+      program: the compiled program of the implementation.
+      finding: result of comparing the program's results with the oracle.
+      memory: memory of the program in bytes, by the names that `Measurement.memory` uses.
     """
 
     implementation: Implementation
@@ -95,11 +99,11 @@ class Entrant:
 
 @dataclasses.dataclass(frozen=True)
 class ComparisonResult:
-    """Result of a comparison.
+    """Result of timing implementations side by side.
 
     Attributes:
-      measurements: one for each implementation.
-      interrupted: whether Ctrl-C ended it.
+      measurements: one measurement for each implementation, case and phase.
+      interrupted: whether Ctrl-C ended the timing.
     """
 
     measurements: list[Measurement]
@@ -115,15 +119,15 @@ def compare_all(
     on_step: Callable[[str], None] = lambda text: None,
     on_compared: Callable[[list[Measurement]], None] = lambda found: None,
 ) -> ComparisonResult:
-    """Time implementations on each case and phase.
+    """Time implementations side by side on each case and phase.
 
     Args:
-      implementations: the implementations; the first is the baseline wherever it runs.
-      comparisons: cases, each with a phase.
-      limits: how long to measure. Seconds that a comparison does not use go to the later ones.
-      tolerances: limits of the checks, in units of which errors are reported.
-      on_step: called with what happens now, for the progress display.
-      on_compared: called with the measurements of each comparison.
+      implementations: the implementations; the first is the baseline if it can be timed.
+      comparisons: pairs of a case and a phase. Each pair is one comparison of all implementations.
+      limits: limits on how long to measure. Seconds that a comparison does not use go to later comparisons.
+      tolerances: limits of the checks; errors are reported as multiples of them.
+      on_step: function that is called with a description of each step, for the progress display.
+      on_compared: function that is called with the measurements of each comparison.
     """
     found: list[Measurement] = []
     left = limits.seconds
@@ -153,7 +157,7 @@ def compare_one(
     *,
     on_step: Callable[[str], None] = lambda text: None,
 ) -> tuple[ComparisonResult, float]:
-    """Time implementations on one case in one phase; also return the seconds that timing took."""
+    """Time implementations on one case in one phase; also return the seconds that timing took, without compiling."""
     declined: list[Measurement] = []
     entrants: dict[str, Entrant] = {}
     for implementation in implementations:
@@ -187,12 +191,15 @@ def time_entrants(
     *,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[Measurement], bool]:
-    """Time entrants in turn, with a large matrix product among them; also return whether Ctrl-C ended it."""
+    """Time entrants and a large matrix product alternately; also return whether Ctrl-C ended the timing.
+
+    The rate of the matrix product is the ceiling that the entrants' rates are compared with.
+    """
     functions = {name: entrant.program.run for name, entrant in entrants.items()}
     product = CeilingProduct(drawn.case.dtype)
     if functions:
         with interrupts.delay_signals():
-            product.run(1)  # compiles it
+            product.run(1)  # the first call compiles the product
         functions[_PRODUCT_NAME] = product.run
     backend = jax.default_backend()
     sampled = interleave(
@@ -208,19 +215,19 @@ def time_entrants(
 
 
 def forget_programs() -> None:
-    """Free compiled programs and the operands that they hold."""
+    """Free the memory of compiled programs and of their operands."""
     gc.collect()
     jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
 
 
 def explain_not_timed(implementation: Implementation, case: Case, phase: str) -> tuple[str, str] | None:
-    """Return the outcome and the reason if an implementation cannot be timed on a case here; otherwise None."""
+    """Return (outcome, reason) if an implementation cannot be timed on a case on this machine; otherwise None."""
     accelerator = implementation.accelerator
     if accelerator.absent is not None:
         return UNJUDGED, accelerator.absent
     if accelerator.interpreted:
         platform = (accelerator.platform or "accelerator").upper()
-        return UNJUDGED, f"no {platform} in this machine: timing the interpreter says nothing of the kernel"
+        return UNJUDGED, f"no {platform} in this machine: timing its interpreter says nothing about the kernel"
     if (reason := implementation.supports(case)) is not None:
         return UNSUPPORTED, reason
     if phase == BACKWARD and case.phase != "train":
@@ -236,10 +243,11 @@ def prepare_entrant(
     """Compile an implementation, run it once, and check its results.
 
     Args:
-      implementation: the implementation.
-      drawn: the case.
-      phase: the phase.
-      compiled: returns the program, or raises what compiling it raised, if that was done before.
+      implementation: the implementation to time.
+      drawn: the case and its operands.
+      phase: one of `PHASES` in `conformance.measurements`.
+      compiled: function that returns the program if it was compiled before, or raises the exception that compiling it
+        raised. If None, the program is compiled here.
 
     Returns:
       the entrant, or a measurement that says why the implementation cannot be timed.
@@ -253,7 +261,7 @@ def prepare_entrant(
     except NotImplementedError as error:
         return _build_untimed(implementation, drawn, phase, UNSUPPORTED, format_first_line(error))
     except (Exception, SystemExit) as error:  # one implementation's failure must not end the run
-        # If `out` has a wrong shape, the cotangent does not fit and JAX raises. The shape is the better reason.
+        # If `out` has a wrong shape, JAX raises because the cotangent does not fit. Then report the shape instead.
         wrong = _describe_misshapen(implementation, drawn) if phase == BACKWARD else ""
         return _build_untimed(
             implementation, drawn, phase, *((DIFFERS, wrong) if wrong else (ERROR, _format_error(error)))
@@ -264,16 +272,16 @@ def prepare_entrant(
 
 
 def _describe_misshapen(implementation: Implementation, drawn: DrawnCase) -> str:
-    """Say what is wrong with the shape of `out`, without running anything; empty if it is right."""
+    """Describe what is wrong with the shape of `out`, without running a kernel; empty if the shape is right."""
     plain, arrays = Executor(implementation).bind(drawn.problem)
     try:
         return drawn.sample.describe_misshapen("out", jax.eval_shape(plain, arrays).shape)
-    except Exception:  # the first exception is the better reason
+    except Exception:  # the caller reports its own exception instead
         return ""
 
 
 def _format_error(error: BaseException) -> str:
-    """Format an exception with the line of the user's code that raised it."""
+    """Format an exception as one line, with the place in the user's code that raised it if it is known."""
     if isinstance(error, kernel_errors.WrongReturn):
         return kernel_errors.describe_kernel_error(error)
     place = kernel_errors.find_place(error)
@@ -283,7 +291,15 @@ def _format_error(error: BaseException) -> str:
 def _build_measurements(
     entrants: Mapping[str, Entrant], sampled: Samples, drawn: DrawnCase, phase: str, ceiling: float | None
 ) -> Iterable[Measurement]:
-    """Build measurements from samples; the first entrant that was timed and agrees is the baseline."""
+    """Yield one measurement for each entrant; the baseline is the first timed entrant that agrees with the oracle.
+
+    Args:
+      entrants: the entrants by name of the implementation.
+      sampled: seconds of each entrant, and exceptions of those that raised.
+      drawn: the case.
+      phase: the phase that was timed.
+      ceiling: rate of the large matrix product in floating-point operations per second; None if it was not timed.
+    """
     for name, error in sampled.failures.items():
         if name in entrants:
             yield _build_untimed(entrants[name].implementation, drawn, phase, ERROR, _format_error(error))
@@ -311,14 +327,14 @@ def _build_measurements(
 def _build_untimed(
     implementation: Implementation, drawn: DrawnCase, phase: str, outcome: str, reason: str
 ) -> Measurement:
-    """Build the measurement of an implementation that was not timed."""
+    """Build the measurement of an implementation that was not timed, with the outcome and the reason."""
     row = _build_row(implementation, drawn, phase)
     platform = implementation.accelerator.platform if outcome == UNJUDGED else None
     return dataclasses.replace(row, outcome=outcome, reason=reason, platform=platform or row.platform)
 
 
 def _build_row(implementation: Implementation, drawn: DrawnCase, phase: str) -> Measurement:
-    """Build a measurement without results."""
+    """Build a measurement that names implementation, device, case and phase, but has no results."""
     return Measurement(
         implementation=implementation.name,
         platform=jax.default_backend(),

@@ -1,4 +1,7 @@
-"""Time a large matrix product between the kernels: the rate that the device's matrix units reach right then."""
+"""Define a large matrix product that is timed between the kernels, as a ceiling for their rate.
+
+`interleaved_timing` runs it in every round. So it shows which rate the device's matrix units reach at that moment.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ import jax.numpy as jnp
 from cases.operand_values import DTYPES
 
 _SIDE_ON_CPU = 1024
-_SIDE = 8192  # 1.1e12 operations: a millisecond or more, so that neither dispatch nor the memory bounds it
+_SIDE = 8192  # 1.1e12 operations take a millisecond or more, so neither dispatch nor memory limits the rate
 
 
 @dataclasses.dataclass(frozen=True)
 class CeilingProduct:
     """The product of two square matrices in a dtype, at JAX's default precision.
 
-    For f32 on an accelerator, that is the rounded product (tf32, bf16) of its matrix units. Exact products of f32 are
-    far slower.
+    On an accelerator, JAX's default precision rounds f32 operands to tf32 or bf16 before multiplying. Exact products of
+    f32 are far slower.
     """
 
     dtype: str
@@ -31,16 +34,16 @@ class CeilingProduct:
 
     @property
     def side(self) -> int:
-        """Number of rows, and of columns."""
+        """Number of rows of each matrix, which equals its number of columns."""
         return _SIDE_ON_CPU if jax.default_backend() == "cpu" else _SIDE
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of one product."""
+        """Number of floating-point operations of one product."""
         return 2.0 * self.side**3
 
     def run(self, calls: int) -> None:
-        """Multiply `calls` times, and return when the device has done the last product."""
+        """Multiply `calls` times, and return when the device has finished the last product."""
         for _ in range(calls):
             c = _multiply(*self._factors)
         jax.block_until_ready(c)  # type: ignore[no-untyped-call] # untyped upstream

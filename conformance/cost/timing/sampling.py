@@ -1,7 +1,8 @@
-"""Time several functions in turn, A B C, A B C, so that a drift of the machine affects all of them alike.
+"""Time several functions alternately, in rounds A B C, A B C, so that a drift of the machine affects all of them alike.
 
-Functions are compared round by round (`compare_pairs`). If the machine slows down for a second, or its clock rises,
-both members of a pair change. This module knows neither what the functions do nor which clock is read.
+Two functions are compared round by round (`compare_pairs`). If the machine slows down for a second, or its clock rises,
+both times of a round change, and their ratio stays. The functions and the clock are arguments, so this module does not
+depend on JAX. `interleaved_timing` uses it to time kernels.
 """
 
 from __future__ import annotations
@@ -14,24 +15,28 @@ from collections.abc import Callable, Mapping, Sequence
 from conformance.measurements import Quartiles
 
 MIN_ROUNDS = 3
-"""Rounds that run whatever the time limit; if an interruption leaves fewer, the samples do not count."""
+"""Number of rounds that run even if the time limit is exceeded.
+
+If an interruption leaves fewer rounds, the samples are dropped.
+"""
 WARM_UP_ROUNDS, WARM_UP_SECONDS = 3, 1.0
-"""Limits of warming up. Each function runs at least once; slow functions need no more."""
+"""Largest number of warm-up rounds, and the seconds after which no further one starts. The first one always runs."""
 MAX_CALLS = 1000
+"""Largest number of successive calls in one sample."""
 
 RunCalls = Callable[[int], None]
-"""A function that makes this many successive calls, and returns when the last is done."""
+"""A function that takes a number of calls, makes them in succession, and returns when the last call is finished."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Result of timing functions in turn.
+    """Result of timing functions alternately.
 
     Attributes:
-      seconds: by function, the mean seconds per call in each round; only functions that ran in every round.
-      calls: by function, the number of calls of each sample.
-      failures: by function, the exception that it raised.
-      interrupted: whether Ctrl-C ended it.
+      seconds: by name of a function, its mean seconds per call in each round; only functions that ran in every round.
+      calls: by name of a function, the number of calls in each of its samples.
+      failures: by name of a function that raised, its exception.
+      interrupted: whether Ctrl-C ended the timing.
     """
 
     seconds: Mapping[str, tuple[float, ...]]
@@ -50,17 +55,17 @@ def interleave(
     clock: Callable[[], float] = time.perf_counter,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> Samples:
-    """Time functions in turn, in the given order, after warming up each of them.
+    """Warm up each function, then time all functions alternately, in the given order.
 
     Args:
-      functions: the functions by name. One that raises is left out from then on.
-      rounds: how often each is timed.
-      seconds: start no round after this time, warm-up included, once there are `MIN_ROUNDS`.
-      least: least seconds of a sample. Dispatch or the clock would dominate a shorter one, so a sample consists of as
-        many successive calls as it takes.
-      warm_up: start no round of warming up after this many seconds.
-      clock: returns seconds from any start.
-      on_round: called with the number of rounds that are done.
+      functions: the functions by name. A function that raises is left out of later rounds.
+      rounds: number of rounds; each function is timed once in a round.
+      seconds: number of seconds, warm-up included, after which no further round starts. `MIN_ROUNDS` rounds always run.
+      least: least duration of a sample in seconds. Dispatch or the resolution of the clock would dominate a shorter
+        sample. So a sample consists of as many successive calls as this duration takes.
+      warm_up: number of seconds after which no further round of warming up starts.
+      clock: function that returns the time in seconds, from any origin.
+      on_round: function that is called with the number of finished rounds.
     """
     running = dict(functions)
     failures: dict[str, Exception] = {}
@@ -102,12 +107,15 @@ def interleave(
 
 
 def count_calls(least: float, fastest: float) -> int:
-    """Count the successive calls that last at least `least` seconds if one takes `fastest`; at most `MAX_CALLS`."""
+    """Compute how many calls of `fastest` seconds each last at least `least` seconds; at most `MAX_CALLS`."""
     if fastest <= 0:
         return MAX_CALLS if least > 0 else 1
     return min(MAX_CALLS, max(1, math.ceil(least / fastest)))
 
 
 def compare_pairs(baseline: Sequence[float], other: Sequence[float]) -> Quartiles:
-    """Compute quartiles of `baseline / other`, round by round: how many times as fast as the baseline the other is."""
+    """Compute the quartiles over rounds of `baseline / other`, where each argument has the seconds of every round.
+
+    A ratio of 2 means that the other function is twice as fast as the baseline.
+    """
     return Quartiles.of([a / b for a, b in zip(baseline, other, strict=True)])

@@ -1,4 +1,7 @@
-"""Compile an implementation on a case into one program that can be timed, and measure its memory."""
+"""Compile an implementation on a case into one program that can be timed, and measure the program's memory.
+
+`compile_program` takes an implementation and operands, and returns a `TimedProgram`. `interleaved_timing` runs it.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,11 @@ class TimedProgram:
     """A compiled program with its operands on the device.
 
     Attributes:
-      call: takes a cotangent of `out`, which the forward pass ignores, and returns results by name, on the device.
-      cotangent: cotangent of timed calls, on the device.
-      compile_seconds: time of tracing, lowering and compiling.
-      memory: `temporary` and `peak` bytes, as far as the compiler reports them.
+      call: function that runs the program. It takes a cotangent of `out`, which a forward program ignores, and returns
+        results by name, on the device.
+      cotangent: cotangent of `out` for timed calls, on the device.
+      compile_seconds: seconds of tracing, lowering and compiling.
+      memory: `temporary` and `peak` memory in bytes; empty if the compiler does not report them.
     """
 
     call: Callable[[Any], Mapping[str, Any]]
@@ -35,13 +39,13 @@ class TimedProgram:
     memory: Mapping[str, float]
 
     def run(self, calls: int) -> None:
-        """Make `calls` successive calls, and return when the device has done the last."""
+        """Make `calls` successive calls, and return when the device has finished the last call."""
         for _ in range(calls):
             results = self.call(self.cotangent)
         jax.block_until_ready(results)  # type: ignore[no-untyped-call] # untyped upstream
 
     def results(self, cotangent: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the results of one call with another cotangent, on the host."""
+        """Run the program once with the given cotangent of `out`, and return its results by name, on the host."""
         found = self.call(jax.device_put(cotangent))
         return {name: np.asarray(x) for name, x in jax.device_get(dict(found)).items()}
 
@@ -49,13 +53,13 @@ class TimedProgram:
 def compile_program(
     implementation: Implementation, problem: Problem, cotangent: np.ndarray, phase: str
 ) -> TimedProgram:
-    """Compile one call for the default device, with its gradients if the phase has them.
+    """Compile one call of an implementation for the default device, with gradients if the phase includes them.
 
     Args:
       implementation: the implementation to call.
-      problem: the operands.
+      problem: the operands of the call.
       cotangent: cotangent of `out`, `[B, T, N, V]`, in the operands' dtype.
-      phase: one of `PHASES`.
+      phase: one of `PHASES` in `conformance.measurements`.
 
     Raises:
       Exception: whatever tracing, lowering or compiling raises.
@@ -88,18 +92,23 @@ def _measure_memory(compiled: Any) -> dict[str, float]:
     analysis = compiled.memory_analysis()
     if analysis is None:
         return {}
-    # The temporaries are one arena, as large as all values that are live at once. So temporaries, operands and results
-    # add up to the peak. Some compilers report a peak without the temporaries.
+    # All temporaries are in one arena, whose size is the largest size of values that are live at once. So the peak is
+    # the sum of temporaries, operands and results. The compiler's own peak is not used: some compilers leave out the
+    # temporaries.
     whole = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     temporary = analysis.temp_size_in_bytes
     return {"temporary": float(temporary), "peak": float(whole + temporary)}
 
 
 def measure_device_peak(work: Callable[[], None]) -> float | None:
-    """Do some work, and measure by how many bytes the allocator's high-water mark exceeds what was in use before.
+    """Measure the peak memory of some work, as the allocator's high-water mark minus the bytes in use before the work.
+
+    Args:
+      work: function that does the work.
 
     Returns:
-      the bytes; None if the device does not report them, or if the mark was higher before: it cannot be reset.
+      the bytes; None if the device does not report them. Also None if the work does not raise the high-water mark,
+      since the mark cannot be reset.
     """
     device = jax.devices()[0]
     before = device.memory_stats()

@@ -1,9 +1,13 @@
-"""Choose an implementation's settings by timing them: one knob after the other, with its candidates side by side.
+"""Choose an implementation's settings (block sizes and the like) by timing them on this machine.
 
-Candidates are timed in turn with the setting in force. After each stage the slower half is dropped, and the rest run
-twice as many rounds (successive halving: Jamieson & Talwalkar 2016, arXiv:1502.07943). The last few are timed at
-length. The fastest of them replaces the setting in force only if it is faster by more than the spread of the
-comparison. A candidate that does not compile, does not fit, or gives a wrong result is shown and never chosen.
+A *knob* is one independent setting, and its *candidates* are the settings to try (`conformance.tunable`). Knobs are
+tuned one after the other. The command `tune` writes the chosen settings to the implementation's table.
+
+The candidates of a knob and the setting in force are timed alternately. After each stage the slower half is dropped,
+and the other candidates run twice as many rounds (successive halving: Jamieson & Talwalkar 2016, arXiv:1502.07943). The
+last few candidates are timed for longer. The fastest of them replaces the setting in force only if it is faster in more
+than three quarters of the rounds. A candidate that does not compile, does not fit, or gives a wrong result is shown and
+never chosen.
 """
 
 from __future__ import annotations
@@ -38,8 +42,8 @@ class KnobChoice:
     Attributes:
       knob: name of the knob.
       setting: the chosen setting.
-      before: the setting that was in force.
-      measurements: one for each candidate.
+      before: the setting that was in force before tuning.
+      measurements: the measurement of each candidate, including the setting that was in force.
     """
 
     knob: str
@@ -55,12 +59,12 @@ class KnobChoice:
 
 @dataclasses.dataclass(frozen=True)
 class TuningResult:
-    """Result of tuning on one case.
+    """Result of tuning an implementation on one case.
 
     Attributes:
       case: the case.
-      settings: the settings of all knobs.
-      choices: results of the knobs that were tuned.
+      settings: the settings of all knobs after tuning, by name of the knob.
+      choices: the result of each knob that was tuned.
       interrupted: whether Ctrl-C left some knobs untuned.
     """
 
@@ -81,17 +85,17 @@ def tune_by_time(
     on_step: Callable[[str], None] = lambda text: None,
     on_choice: Callable[[KnobChoice], None] = lambda choice: None,
 ) -> TuningResult:
-    """Tune `knobs` on one case.
+    """Tune `knobs` one after the other on one case.
 
     Args:
-      implementation: the implementation.
-      tunable: its declaration of knobs.
-      case: the case that it is timed on.
-      limits: most rounds of each knob's last comparison, and most seconds of timing over all knobs.
-      tolerances: limits of the checks, for the results of candidates.
+      implementation: the implementation to tune.
+      tunable: the implementation's declaration of knobs.
+      case: the case to time the implementation on.
+      limits: largest number of rounds of each knob's last stage, and of seconds of timing over all knobs.
+      tolerances: limits of the checks, to check the results of candidates.
       knobs: the knobs to tune, in order. A knob without candidates for the case keeps its setting.
-      on_step: called with what happens now, for the progress display.
-      on_choice: called with the result of each knob.
+      on_step: function that is called with a description of each step, for the progress display.
+      on_choice: function that is called with the result of each knob.
     """
     settings = dict(tunable.settings(case))
     choices: list[KnobChoice] = []
@@ -123,7 +127,7 @@ def _tune_knob(
     limits: TimingLimits,
     on_step: Callable[[str], None],
 ) -> KnobChoice:
-    """Tune one knob: compare the setting in force with the `tried` ones; other knobs are as in `settings`."""
+    """Tune one knob: compare the setting in force with the settings in `tried`; `settings` has those of other knobs."""
     before = settings[knob.name]
     candidates = {
         f"{implementation.name} {format_setting(knob.name, setting)}": setting for setting in (before, *tried)
@@ -161,7 +165,10 @@ def _tune_knob(
 def _iter_entrants(
     variants: Mapping[str, Implementation], drawn: DrawnCase, phase: str, on_step: Callable[[str], None]
 ) -> Iterator[tuple[str, Entrant | Measurement]]:
-    """Yield each candidate, compiled and checked; they compile in parallel, since that takes most of the time."""
+    """Compile and check each candidate, and yield it by name; a candidate that fails is yielded as a measurement.
+
+    Candidates are compiled in parallel, since compiling takes most of the time.
+    """
     cores = ThreadPoolExecutor(os.cpu_count())
     try:
         programs = {
@@ -172,22 +179,29 @@ def _iter_entrants(
             on_step(f"compiling {name}, {position} of {len(variants)}")
             yield name, prepare_entrant(variant, drawn, phase, programs[name].result)
     finally:
-        cores.shutdown(cancel_futures=True)  # compilations that have started are finished
+        cores.shutdown(cancel_futures=True)  # waits for compilations that have started, and drops the others
 
 
 FINALISTS = 3
-"""Number of candidates that are timed at length; with a single one, a moment's noise would decide."""
+"""Number of candidates in the last stage, which is timed for longer.
+
+If only one candidate were left, the noise of an earlier stage would decide.
+"""
 
 TimeCandidates = Callable[[Sequence[str], int, float], Mapping[str, Measurement]]
-"""A function that times candidates for some rounds and at most some seconds; the first one is the baseline."""
+"""A function of (names of candidates, number of rounds, most seconds) that times them; the first is the baseline."""
 
 
 def halve_candidates(
     names: Sequence[str], current: str, times: TimeCandidates, limits: TimingLimits
 ) -> tuple[str, dict[str, Measurement]]:
-    """Find the candidate to choose by successive halving; also return the last measurement of each.
+    """Choose a candidate by successive halving; also return the last measurement of each candidate.
 
-    `current`, if it is among `names`, takes part in every stage as the baseline.
+    Args:
+      names: names of the candidates that can be timed.
+      current: name of the setting in force. If it is in `names`, it is the baseline in every stage.
+      times: function that times candidates side by side.
+      limits: largest number of rounds of the last stage, and of seconds over all stages.
     """
     found: dict[str, Measurement] = {}
     alive = [name for name in names if name != current]
@@ -205,7 +219,7 @@ def halve_candidates(
 
 
 def _rank_by_time(names: Sequence[str], found: Mapping[str, Measurement]) -> list[str]:
-    """Sort the candidates that were timed by their medians, the fastest first."""
+    """Sort the candidates by their median seconds, the fastest first; candidates without a time are left out."""
     medians = {name: seconds.median for name in names if (seconds := found[name].seconds) is not None}
     return sorted(medians, key=lambda name: medians[name])
 
@@ -216,7 +230,7 @@ def _is_faster(measurement: Measurement) -> bool:
 
 
 def format_setting(knob: str, setting: Setting) -> str:
-    """Format the name of a candidate."""
+    """Format a candidate's name from the name of its knob and its setting: `forward block_q=128 block_kv=64`."""
     return f"{knob} {' '.join(f'{name}={value}' for name, value in setting.items())}"
 
 
@@ -228,10 +242,10 @@ def _time_candidates(
     seconds: float,
     on_step: Callable[[str], None],
 ) -> dict[str, Measurement]:
-    """Time candidates side by side.
+    """Time candidates side by side, and return their measurements by name.
 
     Raises:
-      KeyboardInterrupt: if Ctrl-C ended it.
+      KeyboardInterrupt: if Ctrl-C ended the timing.
     """
     found, interrupted = time_entrants(
         entrants,

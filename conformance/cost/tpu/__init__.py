@@ -1,1 +1,1 @@
-"""Estimate the cycles of TPU kernels by their schedules."""
+"""Estimate the cycles of TPU kernels from the schedules that their compiler writes."""

@@ -1,8 +1,8 @@
-"""Find the Pallas calls of a traced program: their grids, their scalar operands, and the HBM traffic of their blocks.
+"""Find the Pallas calls of a traced TPU program: their grids, their scalar operands, and the HBM traffic of blocks.
 
-A kernel fetches lists to scalar memory before it starts, which say which blocks to visit. As a rule they depend on the
-mask and not on the operands. Then this module computes them on the host from the constants of the program. If they
-depend on an operand, they are unknown.
+Before a kernel starts, it fetches scalar operands to scalar memory: lists of the blocks to visit. As a rule these lists
+depend on the mask, and not on the operands of attention. Then this module computes them on the host from the constants
+in the traced program. Lists that depend on an operand are unknown. `tpu_figures` uses the results to estimate cycles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 
 _MAX_ELEMENTS = 2**22
-"""Largest array that is computed on the host: lists are shorter."""
+"""Number of elements of the largest array that is computed on the host; lists of blocks are shorter."""
 _MAX_STEPS = 2**20
 _CALL_PRIMITIVES = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
@@ -27,8 +27,8 @@ _CALL_PRIMITIVES = frozenset(
 _TILE = re.compile(r"\(([\d,]+)\)")
 
 
-class UnknownValue(Exception):  # noqa: N818 -- a statement, as the message is
-    """A value depends on the operands that the program is called with."""
+class UnknownValue(Exception):  # noqa: N818 -- the name reads as a statement
+    """A value cannot be computed on the host, as a rule because it depends on the operands of the program."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,10 +37,10 @@ class PallasCall:
 
     Attributes:
       name: name of the kernel.
-      grid: number of steps along each axis; empty if it is not known.
-      lists: known scalar operands, by index of the operand.
-      hbm_bytes: bytes of the blocks that move between HBM and the kernel, which they do whenever the block changes;
-        None if that is not known.
+      grid: number of steps along each axis of the grid; empty if it is not known.
+      lists: by index of a scalar operand, its values; only operands whose values are known.
+      hbm_bytes: bytes of all blocks that move between HBM and the kernel. A block moves in each step that uses another
+        block than the step before. None if the number is not known.
     """
 
     name: str
@@ -50,7 +50,7 @@ class PallasCall:
 
 
 def find_pallas_calls(program: core.ClosedJaxpr) -> list[PallasCall]:
-    """Find every call of a Pallas kernel in a traced program."""
+    """Find every call of a Pallas kernel in a traced program, with its scalar operands as far as they are known."""
     found = []
     with jax.enable_x64(False), jax.ensure_compile_time_eval():
         known = {v: _KnownValue(value) for v, value in zip(program.jaxpr.constvars, program.consts, strict=True)}
@@ -60,40 +60,40 @@ def find_pallas_calls(program: core.ClosedJaxpr) -> list[PallasCall]:
 
 
 class _LazyValue:
-    """A result of an equation that is computed when it is first read."""
+    """A result of a jaxpr equation, computed on the host when it is first read."""
 
     def __init__(self, equation: Any, env: Mapping[Any, Any], number: int) -> None:
         self.equation, self.env, self.number = equation, env, number
 
     @functools.cached_property
     def value(self) -> Any:
-        """The result.
+        """The equation's result.
 
         Raises:
-          UnknownValue: if it depends on operands, is too large, or cannot be computed on the host.
+          UnknownValue: if the result depends on operands, is too large, or cannot be computed on the host.
         """
         if any(math.prod(v.aval.shape) > _MAX_ELEMENTS for v in self.equation.outvars):
             raise UnknownValue
         given = [_get_value(v, self.env) for v in self.equation.invars]
         try:
             found = self.equation.primitive.bind(*given, **self.equation.params)
-        except Exception as error:  # of any type: some primitives need more than their operands
+        except Exception as error:  # some primitives cannot run outside their program, and raise any type
             raise UnknownValue from error
         return found[self.number] if self.equation.primitive.multiple_results else found
 
 
 @dataclasses.dataclass(frozen=True)
 class _KnownValue:
-    """A value that is known already."""
+    """A constant of the program, or another value that needs no computation."""
 
     value: Any
 
 
 def _get_value(v: Any, env: Mapping[Any, Any]) -> Any:
-    """Return the value of a variable or literal.
+    """Return the value of a jaxpr variable or literal; `env` maps known variables to their values.
 
     Raises:
-      UnknownValue: if it is not known.
+      UnknownValue: if the value is not known.
     """
     if isinstance(v, core.Literal):
         return v.val
@@ -103,7 +103,14 @@ def _get_value(v: Any, env: Mapping[Any, Any]) -> Any:
 
 
 def _iter_calls(jaxpr: Any, env: dict[Any, Any]) -> Iterator[tuple[Any, Mapping[Any, Any]]]:
-    """Yield the equations of Pallas calls, each with the values that are known there; add known values to `env`."""
+    """Yield each equation that calls a Pallas kernel, with the values known at that place.
+
+    The search enters inner jaxprs: called functions with their known arguments, and the bodies of loops without them.
+
+    Args:
+      jaxpr: the program to search.
+      env: known values by variable; values that the program computes are added.
+    """
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
             yield equation, env
@@ -133,7 +140,7 @@ def _iter_calls(jaxpr: Any, env: dict[Any, Any]) -> Iterator[tuple[Any, Mapping[
 
 
 def _iter_subprograms(value: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """Yield the programs inside a parameter of an equation, each with its constants."""
+    """Yield the jaxprs inside a parameter of an equation, each with its constants."""
     if isinstance(value, core.ClosedJaxpr):
         yield value.jaxpr, value.consts
     elif isinstance(value, core.Jaxpr):
@@ -144,9 +151,9 @@ def _iter_subprograms(value: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
 
 
 def _build_call(equation: Any, env: Mapping[Any, Any]) -> PallasCall:
-    """Build the description of one call from its equation."""
+    """Build the description of one kernel call from its `pallas_call` equation and the known values."""
     mapping = equation.params["grid_mapping"]
-    bounds = mapping.num_dynamic_grid_bounds  # these are operands too, ahead of the others
+    bounds = mapping.num_dynamic_grid_bounds  # lengths of the grid that are operands; they precede the other operands
     lists = {}
     for number, v in enumerate(equation.invars[: bounds + mapping.num_index_operands]):
         try:
@@ -162,7 +169,15 @@ def _build_call(equation: Any, env: Mapping[Any, Any]) -> PallasCall:
 
 
 def _count_hbm_bytes(mapping: Any, grid: tuple[int, ...], lists: Sequence[np.ndarray]) -> int | None:
-    """Count the bytes of blocks that Pallas fetches and writes: each block whenever it differs from the last one."""
+    """Count the bytes of blocks that Pallas moves between HBM and the kernel; None if the number is not known.
+
+    Pallas moves a block in each step that uses another block of the array than the step before.
+
+    Args:
+      mapping: Pallas's grid mapping.
+      grid: number of steps along each axis of the grid.
+      lists: the scalar operands, on which the index of a block may depend.
+    """
     steps = math.prod(grid)
     if not steps or steps > _MAX_STEPS:
         return None
@@ -181,12 +196,12 @@ def _count_hbm_bytes(mapping: Any, grid: tuple[int, ...], lists: Sequence[np.nda
 
 @dataclasses.dataclass(frozen=True)
 class _BlockAccess:
-    """How the steps of a grid access the blocks of one array; a key of the cache of `_crossings`.
+    """The way in which the steps of a grid access the blocks of one array; the cache key of `_count_crossings`.
 
     Attributes:
-      told: text of the index map and of the block's shape.
-      grid: number of steps along each axis.
-      steered: bytes of the scalar operands.
+      told: text of the index map and of the block's shape; part of the cache key.
+      grid: number of steps along each axis of the grid; part of the cache key.
+      steered: bytes of the scalar operands; part of the cache key.
       block: Pallas's block mapping.
       lists: the scalar operands.
     """
@@ -200,9 +215,10 @@ class _BlockAccess:
 
 @functools.lru_cache(maxsize=512)
 def _count_crossings(way: _BlockAccess) -> int | None:
-    """Count how often the block changes over the grid, the first block included; None if it has no single index.
+    """Count the steps of the grid that use another block than the step before, including the first step.
 
-    Cached, since arrays of a kernel share few access patterns, and each takes tens of milliseconds.
+    The count is None if the position of a block is not a single index. Results are cached: several arrays of a kernel
+    share an access pattern, and each pattern takes tens of milliseconds.
     """
     steps = math.prod(way.grid)
     places = [place.astype(np.int32) for place in np.unravel_index(np.arange(steps), way.grid or (1,))]
@@ -212,24 +228,24 @@ def _count_crossings(way: _BlockAccess) -> int | None:
 
     try:
         starts = jax.vmap(start)(*places)
-    except ValueError:  # the block has no single index
+    except ValueError:  # the position of the block is not a single index
         return None
     at = np.stack([np.broadcast_to(axis, steps) for axis in starts])
     return 1 + int((at[:, 1:] != at[:, :-1]).any(axis=0).sum())
 
 
 def lay_out_words(values: np.ndarray, layout: str) -> np.ndarray:
-    """Lay out an array as it lies in scalar memory.
+    """Compute the words of an array in the order in which they lie in scalar memory.
 
     Args:
       values: the array.
-      layout: its layout in the memory that it is copied from, as XLA writes it: `{1,0:T(8,128)(4,1)S(1)}`.
+      layout: layout of the array in the memory that it is copied from, in HLO text: `1,0:T(8,128)(4,1)S(1)`.
 
     Returns:
-      the words, int32.
+      the words as int32, `[words]`.
 
     Raises:
-      ValueError: if the layout is of another form.
+      ValueError: if the last axis is not the innermost one.
     """
     order, _, tiling = layout.partition(":")
     if [int(axis) for axis in re.findall(r"\d+", order)] != list(range(values.ndim))[::-1]:
@@ -240,7 +256,7 @@ def lay_out_words(values: np.ndarray, layout: str) -> np.ndarray:
 
 
 def _tile(values: np.ndarray, tile: Sequence[int]) -> np.ndarray:
-    """Split the last axes into tiles: first the index of the tile, then the index inside it."""
+    """Split the last axes into padded tiles: first the axes that index a tile, then the axes inside the tile."""
     lead = values.ndim - len(tile)
     padding = [(0, -length % size) for length, size in zip(values.shape[lead:], tile, strict=True)]
     values = np.pad(values, [(0, 0)] * lead + padding)

@@ -1,11 +1,11 @@
-"""Simulate the scalar unit of a TPU core, to find the path that a kernel takes through its schedule.
+"""Simulate the scalar unit of a TPU core, to count how often each bundle of a kernel's schedule runs.
 
-A kernel's loops and conditions depend on scalars: the position in the grid, and lists that say which blocks the mask
-leaves. If those lists are known, running the scalar instructions of a schedule
-(`conformance.cost.tpu.tpu_schedule`) shows how often each bundle runs. Vector instructions only take their cycles.
+A kernel's loops and conditions depend on scalars: the position in the grid, and the lists of blocks that the mask
+leaves. If these lists are known, the scalar instructions of a schedule (`conformance.cost.tpu.tpu_schedule`) can be
+run. They determine which branches are taken. Vector instructions are not run; they only take their cycles.
 
-A value from unknown memory is unknown, and so is everything computed from it. If a branch depends on an unknown value,
-the simulation stops and there is no figure.
+A value that is read from unknown memory is unknown, and so is everything computed from it. If a branch depends on an
+unknown value, the simulation raises `UnknownPath`. `tpu_figures` uses the resulting cycles as the estimate of a call.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MAX_INSTRUCTIONS = 8_000_000
-"""Most scalar instructions of a simulation: some seconds in Python, and tens of thousands of steps of a grid."""
+"""Largest number of scalar instructions in a simulation; they take some seconds in Python.
+
+This is enough for tens of thousands of steps of a grid.
+"""
 
 
-class UnknownPath(Exception):  # noqa: N818 -- a statement, as the message is
+class UnknownPath(Exception):  # noqa: N818 -- the name reads as a statement
     """The path of the kernel cannot be determined; the message says why."""
 
 
@@ -30,8 +33,8 @@ class ScheduleRun:
     """Result of simulating a schedule.
 
     Attributes:
-      cycles: number of bundles that ran.
-      entries: by index of a bundle, how often it was the first one after a branch.
+      cycles: number of bundles that ran, each of which takes one cycle.
+      entries: by index of a bundle, how often a basic block (the bundles up to a branch) began with it.
     """
 
     cycles: int
@@ -40,14 +43,15 @@ class ScheduleRun:
 
 @dataclasses.dataclass(frozen=True)
 class ScalarInstruction:
-    """A scalar instruction.
+    """A scalar instruction of a TPU schedule.
 
     Attributes:
-      result: name of its result; empty without one.
+      result: name of the instruction's result; empty if it has none.
       code: the opcode.
-      given: the operands: names, numbers and addresses in memory.
-      condition: name of the predicate under which it acts, with `!` in front if that must be false; empty if always.
-      otherwise: name of the value that the result takes if the predicate fails; empty without one.
+      given: texts of the operands: names, numbers, and addresses in memory.
+      condition: name of the predicate under which the instruction acts, with `!` in front if the predicate must be
+        false; empty if the instruction always acts.
+      otherwise: name of the value that the result takes if the condition does not hold; empty if there is none.
     """
 
     result: str
@@ -73,13 +77,13 @@ _VALUE, _ADDRESS, _CORE = "operand", "address of operand", "/* core id */"
 
 
 def parse_instructions(slots: str) -> tuple[ScalarInstruction, ...]:
-    """Parse the scalar instructions in the text of a bundle, in order."""
+    """Parse the scalar instructions in the text of one bundle, in order; other instructions are left out."""
     found = (_parse_instruction(slot) for slot in slots.split(" ;; "))
     return tuple(instruction for instruction in found if instruction is not None)
 
 
 def _parse_instruction(text: str) -> ScalarInstruction | None:
-    """Parse one slot of a bundle; None if it is no scalar instruction."""
+    """Parse the text of one slot of a bundle; None if the slot has no scalar instruction."""
     slot = _SLOT_TEXT.match(_COMMENT.sub("", text).strip(" {}\n"))
     if slot is None:
         return None
@@ -98,16 +102,16 @@ def _parse_instruction(text: str) -> ScalarInstruction | None:
 
 
 def run_schedule(bundles: Sequence[str], lists: Mapping[int, Sequence[int]], delay: int, core: int = 0) -> ScheduleRun:
-    """Simulate a schedule from its first bundle to its last.
+    """Simulate a schedule from its first bundle to its last, and count the bundles that run.
 
     Args:
       bundles: text of each bundle.
-      lists: words of the known scalar operands as they lie in scalar memory, by index of the operand.
-      delay: delay slots: bundles after a branch that run whether or not it is taken.
-      core: index of the simulated core among those that share the call.
+      lists: by index of a known scalar operand, its words in the order in which they lie in scalar memory.
+      delay: number of delay slots: bundles after a branch that run whether or not the branch is taken.
+      core: index of the simulated core among the cores that share the call.
 
     Raises:
-      UnknownPath: if a branch depends on an unknown value, or the schedule runs too long.
+      UnknownPath: if a branch depends on an unknown value, or more than `MAX_INSTRUCTIONS` instructions run.
     """
     machine = _ScalarMachine(_select_needed([parse_instructions(text) for text in bundles]), lists, core)
     cycles, at, done, entries = 0, 0, 0, collections.Counter[int]()
@@ -126,9 +130,9 @@ def run_schedule(bundles: Sequence[str], lists: Mapping[int, Sequence[int]], del
 
 
 def _select_needed(bundles: Sequence[Sequence[ScalarInstruction]]) -> list[list[ScalarInstruction]]:
-    """Select the instructions that branches depend on, by bundle.
+    """Select for each bundle the instructions that branches depend on, directly or through other instructions.
 
-    Phi instructions come first in a bundle, since values merge before it runs.
+    Phi instructions are sorted to the front of their bundle, since they merge values before the bundle runs.
     """
     every = [one for bundle in bundles for one in bundle]
     by_result = {one.result: one for one in every if one.result}
@@ -149,7 +153,11 @@ def _select_needed(bundles: Sequence[Sequence[ScalarInstruction]]) -> list[list[
 
 
 def _cannot_alias(stored: str, loaded: str) -> bool:
-    """Check whether a load certainly does not read a store's address: spilled values are loaded only by name."""
+    """Check whether a load certainly does not read the address of a store.
+
+    Addresses with different symbols are disjoint. A spilled value is loaded only by its symbol, so an address without a
+    symbol does not read it.
+    """
     stores, loads = _SYMBOL.findall(stored), _SYMBOL.findall(loaded)
     if stores and loads:
         return stores != loads
@@ -158,13 +166,13 @@ def _cannot_alias(stored: str, loaded: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A basic block of bundles, up to a branch and its delay slots.
+    """A basic block: the bundles up to a branch and its delay slots.
 
     Attributes:
-      length: number of bundles.
-      work: what the instructions do, one function each.
+      length: number of bundles in the block.
+      work: for each instruction, a function that performs it.
       target: index of the bundle that the branch jumps to.
-      taken: decides whether the branch is taken.
+      taken: function that returns whether the branch is taken.
     """
 
     length: int
@@ -175,18 +183,21 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True)
 class _OperandAddress:
-    """The address of an operand; the instructions before a copy change it without leaving the operand."""
+    """The address of an operand outside scalar memory, represented by the operand's index.
+
+    Before a copy, instructions convert the address. The result still points to the same operand.
+    """
 
     operand: int
 
 
 def _to_signed(x: int) -> int:
-    """Wrap to a signed 32-bit integer."""
+    """Wrap an integer to the range of signed 32-bit integers."""
     return (x + 2**31) % 2**32 - 2**31
 
 
 def _to_unsigned(x: int) -> int:
-    """Wrap to an unsigned 32-bit integer."""
+    """Wrap an integer to the range of unsigned 32-bit integers."""
     return x % 2**32
 
 
@@ -211,13 +222,14 @@ _FUNCTIONS: dict[str, Callable[..., int]] = {
     "int_to_ptr": lambda a: a,
     "scalar_lea": lambda a, b: _to_signed(a + b),
 }
-_WORDS_PER_GRANULE = 512 // 4  # words in a granule, the unit of the sizes of copies; the largest of all generations
+# Sizes of copies are given in granules. Their size depends on the generation; this is the largest, in words of 4 bytes.
+_WORDS_PER_GRANULE = 512 // 4
 _ADDRESS_KEEPING = frozenset({"sshll", "sand", "smov", "int_to_ptr"})
 _RESOLVABLE = "[resolvable"
 
 
 def _get_function(code: str) -> Callable[..., int] | None:
-    """Return the function that an opcode computes; None if it is not known."""
+    """Return the function of integers that an opcode computes; None if the opcode is not known."""
     name, *kind = code.split(".")
     read = _to_unsigned if "u32" in kind else _to_signed
     if name in ("smin", "smax"):
@@ -230,9 +242,9 @@ def _get_function(code: str) -> Callable[..., int] | None:
 
 
 class _ScalarMachine:
-    """The state of the scalar unit: values by name, and scalar memory. None stands for an unknown value.
+    """The state of a simulated scalar unit: values by name, and scalar memory. None stands for an unknown value.
 
-    Instructions are translated once into functions that change the state (`work`), and then run often.
+    Each instruction is translated once into a Python function that changes this state. Loops call the function often.
     """
 
     def __init__(
@@ -249,7 +261,7 @@ class _ScalarMachine:
         }
 
     def block(self, start: int, delay: int) -> _Block:
-        """Translate the basic block that starts at a bundle."""
+        """Translate the basic block that starts at bundle `start`; `delay` is the number of delay slots."""
         for at in range(start, len(self.bundles)):
             branch = next((one for one in self.bundles[at] if one.code == _BRANCH), None)
             if branch is not None:
@@ -258,11 +270,14 @@ class _ScalarMachine:
         return _Block(len(self.bundles) - start, self.works(range(start, len(self.bundles))), 0, lambda: False)
 
     def works(self, part: range) -> tuple[Callable[[], None], ...]:
-        """Translate the instructions of some bundles, without branches."""
+        """Translate the instructions of the bundles in `part` into functions, except branches."""
         return tuple(self.work(one) for at in part for one in self.bundles[at] if one.code != _BRANCH)
 
     def holds(self, condition: str) -> Callable[[], bool]:
-        """Translate a condition to a function that raises `UnknownPath` if the predicate is unknown."""
+        """Translate a condition into a function that returns whether it holds.
+
+        The function raises `UnknownPath` if the predicate is unknown.
+        """
         values, name, asked = self.values, condition.removeprefix("!"), not condition.startswith("!")
 
         def found() -> bool:
@@ -274,7 +289,7 @@ class _ScalarMachine:
         return found if condition else lambda: True
 
     def work(self, one: ScalarInstruction) -> Callable[[], None]:
-        """Translate an instruction with its condition."""
+        """Translate an instruction with its condition into a function that performs it."""
         act = self.act(one)
         if not one.condition:
             return act
@@ -291,7 +306,7 @@ class _ScalarMachine:
         return conditionally
 
     def act(self, one: ScalarInstruction) -> Callable[[], None]:
-        """Translate what an instruction does if its condition holds."""
+        """Translate an instruction into a function that performs it, without regard to its condition."""
         if one.code == _STORE:
             place, value = self.place(one.given[0]), self.value(one.given[1])
             return lambda: self.store(place(), [value()])
@@ -309,7 +324,7 @@ class _ScalarMachine:
         return act
 
     def found(self, one: ScalarInstruction) -> Callable[[], Any]:
-        """Translate the result of an instruction."""
+        """Translate an instruction into a function that returns its result; None stands for an unknown result."""
         if one.code in (_VALUE, _ADDRESS):
             number = int(one.given[0])
             known = int(self.lists[number][0]) if one.code == _VALUE and number in self.lists else None
@@ -344,7 +359,7 @@ class _ScalarMachine:
         return computed
 
     def value(self, text: str) -> Callable[[], Any]:
-        """Translate an operand: a name, a number or an address."""
+        """Translate an operand (a name, a number or an address) into a function that returns its value."""
         values, name = self.values, text.lstrip("!%")
         if text.startswith("%"):
             return lambda: values[name]
@@ -356,11 +371,11 @@ class _ScalarMachine:
         return lambda: number
 
     def place(self, text: str) -> Callable[[], int | None]:
-        """Translate an address in scalar memory, which is a sum of terms."""
+        """Translate an address in scalar memory, a sum of terms, into a function that returns it; None if unknown."""
         fixed, names = 0, []
         for term in text.replace("[smem:", "").strip("[]").split(" + "):
             if term.startswith("#"):
-                # Symbols get disjoint ranges of addresses, each as large as a core's scalar memory may be.
+                # Each symbol gets its own range of addresses, which is as large as any core's scalar memory.
                 fixed += self.symbols.setdefault(term, (len(self.symbols) + 1) << 18)
             elif term.startswith("%"):
                 names.append(term[1:])
@@ -375,13 +390,13 @@ class _ScalarMachine:
         return found
 
     def keep(self, name: str, value: Any) -> None:
-        """Set a value by name, and note that it is the newest: a phi takes the newest of its values."""
+        """Set a value by name, and record the time: a phi instruction takes the newest of its operands."""
         self.clock += 1
         self.kept_at[name] = self.clock
         self.values[name] = value
 
     def store(self, at: int | None, words: Sequence[Any]) -> None:
-        """Store words in scalar memory.
+        """Store words in scalar memory from address `at` on.
 
         Raises:
           UnknownPath: if the address is unknown.
@@ -391,7 +406,7 @@ class _ScalarMachine:
         self.memory.update(zip(range(at, at + len(words)), words, strict=True))
 
     def copy(self, source: Any, granules: Any, to: Any) -> None:
-        """Copy an operand to scalar memory; an unknown operand makes the memory unknown.
+        """Copy an operand to address `to` of scalar memory; if the operand is not known, the memory becomes unknown.
 
         Raises:
           UnknownPath: if the address or the size is unknown.

@@ -1,8 +1,9 @@
 """Estimate the cycles of a whole call of a TPU kernel from its schedule and the mask. No chip has confirmed them.
 
-The schedule's scalar code runs over the grid with the lists that the kernel fetches (`tpu_scalars`, `tpu_calls`). So
-every step, block and loop counts as often as the mask requires. The estimate is at least the time that HBM takes to
-transfer the blocks.
+The inputs are the schedules that libtpu wrote (`tpu_schedule`) and the kernel's calls in the traced program
+(`pallas_calls`). The schedule's scalar code is simulated over the grid (`scalar_unit`). Its inputs are the lists of
+blocks that the kernel fetches, which depend on the mask. So every step, block and loop counts as often as the mask
+requires. The estimate is at least the time that HBM takes to transfer the blocks. Records store the results.
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 
 
 def compute_tpu_figures(folder: Path, calls: Sequence[PallasCall], program: str, tpu: Tpu) -> dict[str, float]:
-    """Compute the figures of each kernel whose schedule is in the folder, by `<kernel>.<figure>`.
+    """Estimate the cycles of each kernel whose schedule is in the folder.
 
     Args:
       folder: the folder that the compiler wrote schedules to.
-      calls: calls of kernels in the traced program.
-      program: text of the compiled program.
-      tpu: the TPU that it was compiled for.
+      calls: calls of Pallas kernels in the traced program.
+      program: HLO text of the compiled program.
+      tpu: the TPU that the program was compiled for.
 
     Returns:
-      the figures of the kernel's parts (`tpu_schedule.compute_schedule_figures`). If the program has one call of that
-      name, also the figures of the call (`compute_call_figures`). If it has several, the parts are those of the call
-      with the longest block.
+      numbers named `<kernel>.<figure>`. Every kernel has the cycles of its parts
+      (`tpu_schedule.compute_schedule_figures`). A kernel that is called once also has the cycles of the whole call
+      (`compute_call_figures`). If a kernel is called several times, its parts are those of the call with the longest
+      full block.
     """
     found: dict[str, float] = {}
     kernels = tpu_schedule.read_schedules(folder)
-    alone = len(kernels) == len(calls) == 1  # then they belong together, whatever the compiler named the kernel
+    # A single schedule belongs to a single call, even if the compiler gave the kernel another name.
+    alone = len(kernels) == len(calls) == 1
     for kernel, schedules in kernels.items():
         parts = max(
             map(tpu_schedule.compute_schedule_figures, schedules), key=lambda told: told[tpu_schedule.FULL_BLOCK_FIGURE]
@@ -52,18 +55,19 @@ def compute_tpu_figures(folder: Path, calls: Sequence[PallasCall], program: str,
 def compute_call_figures(
     schedule: TpuSchedule, call: PallasCall, lists: Mapping[int, Sequence[int]], tpu: Tpu
 ) -> dict[str, float]:
-    """Estimate the cost of one call; empty if the path that the kernel takes depends on unknown values.
+    """Estimate the cycles of one kernel call; empty if the kernel's path depends on values that are not known.
 
     Args:
       schedule: the kernel's schedule.
-      call: the call.
-      lists: known scalar operands as they lie in scalar memory, by index of the operand.
-      tpu: the TPU.
+      call: the kernel call in the traced program.
+      lists: by index of a known scalar operand, its words in the order in which they lie in scalar memory.
+      tpu: the TPU that the kernel was compiled for.
 
     Returns:
-      `call_cycles`: the estimate, for the core that takes longest; `hbm_floor_cycles`: cycles in which HBM transfers
-      the blocks, the least possible estimate; `steps`: steps of the grid; `blocks`: blocks that run; `masked_blocks`:
-      those of the longest kind, if there are several kinds.
+      numbers by name. `call_cycles`: estimated cycles of the call, on the core that takes longest. `hbm_floor_cycles`:
+      cycles in which HBM transfers the blocks, which is a lower bound of the estimate. `steps`: number of steps of the
+      grid. `blocks`: number of conditional parts with matrix products that run. `masked_blocks`: how many of these are
+      of the longest kind, if there are several kinds.
     """
     if call.hbm_bytes is None:
         return {}
@@ -89,7 +93,16 @@ def compute_call_figures(
 
 
 def lay_out_lists(kernel: str, lists: Mapping[int, np.ndarray], program: str) -> dict[int, list[int]]:
-    """Lay out the scalar operands of a call as the compiled program does; those of unknown layout are left out."""
+    """Compute the words of a call's scalar operands in the order in which they lie in scalar memory.
+
+    Args:
+      kernel: name of the kernel in the compiled program.
+      lists: by index of a scalar operand, its values.
+      program: HLO text of the compiled program, which contains the layouts.
+
+    Returns:
+      by index of an operand, its words; operands whose layout is not known are left out.
+    """
     line = re.search(rf"%{re.escape(kernel)}(?:\.\d+)? = [^\n]*? custom-call\(([^)]*)\)", program)
     if line is None:
         return {}
@@ -97,7 +110,7 @@ def lay_out_lists(kernel: str, lists: Mapping[int, np.ndarray], program: str) ->
     for number, name in enumerate(_OPERAND.findall(line[1])):
         if number not in lists:
             continue
-        if lists[number].ndim == 0:  # the length of an axis of the grid
+        if lists[number].ndim == 0:  # a scalar is the length of an axis of the grid
             found[number] = [int(lists[number])]
             continue
         made = re.search(rf"%{re.escape(name)} = \w+\[([\d,]*)\](\{{[^}}]*\}})", program)

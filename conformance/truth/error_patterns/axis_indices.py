@@ -1,4 +1,4 @@
-"""Describe which indices along one axis are wrong: the first, the last, those from a block's border on, and so on."""
+"""Describe which indices along one axis are wrong: the first, the last, all from a block's border on, and so on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOUNS = {
 }
 """Word for an index along each axis; a row is a query."""
 MIN_FILLED = 0.75
-"""Least share of a run of indices that must be wrong."""
+"""Least share of the judged indices in a description that must be wrong."""
 _MIN_BLOCK = 8
 _MAX_LISTED = 3
 
@@ -44,7 +44,7 @@ def describe_indices(letter: str, wrong: np.ndarray, judged: np.ndarray, group: 
     Args:
       letter: the axis, in the letters of `NOUNS`.
       wrong: booleans along the axis.
-      judged: booleans along the axis.
+      judged: booleans along the axis, true for judged indices.
       group: number of query heads that share a key/value head.
 
     Returns:
@@ -60,7 +60,10 @@ def describe_indices(letter: str, wrong: np.ndarray, judged: np.ndarray, group: 
 
 
 def _iter_candidates(letter: str, wrong: np.ndarray, group: int) -> Iterator[AxisIndices]:
-    """Yield possible descriptions, the most specific first; exact ones only if they hold exactly."""
+    """Yield descriptions of the wrong indices, the most specific first.
+
+    Only a run may include right indices. All other descriptions name exactly the wrong ones.
+    """
     yield from _iter_single(letter, wrong)
     if letter == "N":
         yield from _iter_head_groups(wrong, group)
@@ -102,9 +105,9 @@ def _iter_head_groups(wrong: np.ndarray, group: int) -> Iterator[AxisIndices]:
 
 
 def _iter_periodic(letter: str, wrong: np.ndarray) -> Iterator[AxisIndices]:
-    """Yield descriptions of indices that repeat with at least two blocks.
+    """Yield descriptions of wrong indices that repeat from block to block, if there are at least two blocks.
 
-    The largest block comes first, since it implies the smaller ones.
+    The largest block comes first, since a pattern of large blocks may fit smaller ones too.
     """
     places, noun = np.arange(len(wrong)), NOUNS[letter]
     for block in _list_powers_of_two(len(wrong) // 2):

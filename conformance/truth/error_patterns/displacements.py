@@ -10,7 +10,7 @@ from conformance.truth.error_patterns.axis_indices import NOUNS
 from conformance.truth.error_patterns.failure import Failure
 from conformance.truth.error_patterns.fitting import MIN_EXPLAINED, Sample
 
-_MAX_SLICES = 32  # longest axis along which any order is tried
+_MAX_SLICES = 32  # longest axis along which other orders of slices are tried
 _MAX_LISTED = 16
 
 
@@ -40,7 +40,7 @@ def iter_other_results(sample: Sample) -> Iterator[str]:
 
 
 def _iter_shifts(sample: Sample) -> Iterator[str]:
-    """Yield shifts by one row or key, and reversals."""
+    """Yield descriptions of values shifted by one row or key, or in reverse order; empty if they do not fit."""
     for letter in "TS":
         if letter not in sample.failure.letters:
             continue
@@ -55,7 +55,7 @@ def _iter_shifts(sample: Sample) -> Iterator[str]:
 
 
 def _iter_transpositions(sample: Sample) -> Iterator[str]:
-    """Yield exchanges of two axes of the same length."""
+    """Yield descriptions of two exchanged axes of the same length; empty if they do not fit."""
     letters, shape = sample.failure.letters, sample.failure.got.shape
     for one in range(len(letters)):
         for other in range(one + 1, len(letters)):
@@ -67,7 +67,7 @@ def _iter_transpositions(sample: Sample) -> Iterator[str]:
 
 
 def _iter_relayouts(sample: Sample) -> Iterator[str]:
-    """Yield neighbouring axes that are laid out in memory in one order and read in the other."""
+    """Yield descriptions of neighbouring axes stored in one order and read in the other; empty if they do not fit."""
     letters, shape = sample.failure.letters, sample.failure.got.shape
     for axis in range(len(letters) - 1):
         if 1 in shape[axis : axis + 2]:
@@ -81,11 +81,11 @@ def _iter_relayouts(sample: Sample) -> Iterator[str]:
 
 
 def _describe_reordering(sample: Sample, letter: str) -> str:
-    """Describe slices along an axis that stand in another order; empty if they do not.
+    """Describe the order in which right slices along an axis stand; empty if no other order explains the errors.
 
     Args:
-      sample: the elements.
-      letter: the axis.
+      sample: the sampled elements of the wrong result.
+      letter: the letter of the axis.
     """
     failure = sample.failure
     if letter not in failure.letters:
@@ -114,10 +114,10 @@ def _describe_reordering(sample: Sample, letter: str) -> str:
 
 
 def _format_order(source: dict[int, int], length: int, noun: str, failure: Failure) -> str:
-    """Describe an order of slices.
+    """Describe in which order slices stand along an axis.
 
     Args:
-      source: for each slice, which right one stands there.
+      source: for each slice, the index of the right slice that stands there.
       length: number of slices along the axis.
       noun: word for a slice.
       failure: the wrong result.

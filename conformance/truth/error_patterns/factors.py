@@ -14,8 +14,8 @@ from conformance.truth.error_patterns.failure import Failure
 from conformance.truth.error_patterns.fitting import MAX_ENERGY_LEFT, MIN_EXPLAINED, Sample, measure_distance
 
 _RELATIVE_TOLERANCE = 2e-3  # relative distance at which a number counts as a known one; known ones differ by 2% or more
-_MIN_COLUMNS = 8  # fewest columns for which a row's own factor says anything
-_MAX_CHANCE_SHARE = 0.3  # largest share of rows that may also fit as multiples of the row beside them
+_MIN_COLUMNS = 8  # fewest columns of a row for which a fitted factor of its own is evidence
+_MAX_CHANCE_SHARE = 0.3  # largest share of rows that may also fit as multiples of the neighbouring row
 _DIGITS = 4
 
 
@@ -44,7 +44,7 @@ def _fits_factor(sample: Sample, factor: float, *, parameters: int) -> bool:
 
 
 def _is_near(value: float, known: float) -> bool:
-    """Check whether a number is a known one; 0 and 1 say nothing."""
+    """Check whether a number equals a known one up to the tolerance; 0 and 1 are no explanation and never count."""
     return known not in (0, 1) and abs(value - known) <= _RELATIVE_TOLERANCE * abs(known)
 
 
@@ -57,7 +57,7 @@ def describe_offset(sample: Sample) -> str:
     if not errors.size or not np.isfinite(errors).all():
         return ""
     found = float(np.median(errors))
-    # The bounds are those of the right values. They hold for shifted values only if those are larger than the offset.
+    # The bounds belong to the right values. They hold for the shifted values only if the offset is not the larger part.
     if found == 0 or not sample.fits(sample.right + found, parameters=1):
         return ""
     size, way = abs(found), "large" if found > 0 else "small"
@@ -83,7 +83,7 @@ def describe_row_multiples(sample: Sample) -> str:
     predicted, widened = slopes[:, None] * right, np.maximum(1, np.abs(slopes))[:, None] * bound
     if not _do_rows_fit(failure, got, right, bound, predicted, widened, wrong):
         return ""
-    # If rows are multiples of each other, as with one query, each fits for any factor, so a fit says nothing.
+    # If the right rows are multiples of one another, every row fits with some factor. Such a fit proves nothing.
     beside = np.roll(right, 1, axis=0)
     by_neighbour = _fit_row_factors(got, beside, bound)[:, None] * beside
     if len(rows) > 1 and (np.abs(got - by_neighbour) <= failure.limit * widened).all(axis=1).mean() > _MAX_CHANCE_SHARE:
@@ -125,7 +125,7 @@ def _do_rows_fit(
     widened: np.ndarray,
     wrong: np.ndarray,
 ) -> bool:
-    """Check whether rows fit, each with its own factor: one column gives the factor, and the others must agree.
+    """Check whether rows fit, each with a factor of its own: one column determines it, the other columns must agree.
 
     Args:
       failure: the wrong result.
@@ -145,17 +145,22 @@ def _do_rows_fit(
     explained = close & wrong
     if not wrong.any() or close.mean() < MIN_EXPLAINED or explained.sum() < MIN_EXPLAINED * wrong.sum():
         return False
-    if (np.abs(predicted[explained]) <= tolerance[explained]).mean() > 0.5:  # zeros would fit as well
+    if (np.abs(predicted[explained]) <= tolerance[explained]).mean() > 0.5:  # zeros would fit most predictions too
         return False
     decades = np.log10(np.clip(before, 1.0, None))
     decades[~explained] = 0
-    # The largest error of each row is spent on its factor. Most wrong rows must have strong evidence beyond that.
+    # The largest error of each row determines its factor, so it is no evidence. The other errors of most wrong rows
+    # must be strong evidence.
     left = decades.sum(axis=1) - decades.max(axis=1)
     return bool(np.median(left[wrong.any(axis=1)]) >= 8)
 
 
 def _fit_factor(sample: Sample) -> float | None:
-    """Fit the factor of the larger values; None if no value can tell."""
+    """Fit the factor by which the results differ from the right values.
+
+    Only the half of the right values with the largest magnitudes counts. Returns None if no such value is usable: the
+    right value must not be zero, and both values must be finite.
+    """
     large = np.abs(sample.right) > np.median(np.abs(sample.right)) if sample.right.size > 2 else sample.right != 0
     large &= np.isfinite(sample.got) & np.isfinite(sample.right) & (sample.right != 0)
     if not large.any():
@@ -179,7 +184,7 @@ def _fit_row_factors(got: np.ndarray, right: np.ndarray, bound: np.ndarray) -> n
 
 
 def _list_factors(failure: Failure) -> Mapping[str, float]:
-    """List factors that mistakes introduce, by name: logarithms' bases, scales, the depth, the size of a group."""
+    """List factors that common mistakes introduce, by name: bases of logarithms, scales, the depth, a group's size."""
     problem = failure.problem
     depth, group = problem.q.shape[3], failure.group
     basic = {
@@ -201,7 +206,7 @@ def _list_factors(failure: Failure) -> Mapping[str, float]:
 
 
 def _list_offsets(failure: Failure) -> Mapping[str, float]:
-    """List offsets that mistakes introduce, by name."""
+    """List offsets that common mistakes introduce, by name: logarithms of 2, the depth and the length, the soft cap."""
     problem = failure.problem
     found = {"ln(2)": math.log(2), "ln(H)": math.log(problem.q.shape[3]), "ln(S)": math.log(problem.k.shape[1])}
     if problem.soft_cap is not None:

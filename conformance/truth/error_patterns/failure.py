@@ -1,4 +1,7 @@
-"""A failed comparison: the wrong result, the right one, the meaning of the axes, and the problem."""
+"""Hold a failed comparison: the wrong result, the right one, the meaning of the axes, and the problem.
+
+Every other module of this package takes a `Failure`.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ AXIS_LETTERS: Mapping[str, str] = {
 }
 """Axes of each observable, in the letters of the contract."""
 DEPTH_LETTERS = "HV"
+"""Axes of depth: `H` of queries and keys, `V` of values."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,15 +31,15 @@ class Failure:
     """A wrong result beside the right one.
 
     Attributes:
-      observable: plain name of the result.
-      letters: one letter for each axis.
+      observable: name of the result, such as `out` or `dq`.
+      letters: the letters of the axes, such as `BTNV`.
       got: what the implementation returned.
       expected: the right values with their bounds.
-      judged: booleans of the same shape.
-      limit: the largest ratio that passes.
-      problem: the problem.
-      is_core: whether the result is that of the whole, unchanged problem. Only then does the mask apply to its rows.
-      others: other right results of the problem, by name.
+      judged: booleans of the same shape, true for judged elements.
+      limit: the largest ratio of error to bound that passes.
+      problem: operands and mask of the case.
+      is_core: whether the result belongs to the whole, unchanged problem. Only then does the mask apply to its rows.
+      others: all right results of the problem, by name, to recognise one in place of another; empty unless `is_core`.
     """
 
     observable: str
@@ -65,9 +69,9 @@ class Failure:
 
     @functools.cached_property
     def informative(self) -> np.ndarray:
-        """Judged elements, without right ones that say nothing because they do not depend on the weights.
+        """Judged elements, except right ones that do not depend on the attention weights and so prove nothing.
 
-        These are exact zeros and infinities. Without sinks, they are also `out` and `dq` of rows that see one key only.
+        Exceptions are exact zeros and infinities. Without sinks, they are also `out` and `dq` of rows that see one key.
         """
         nothing = (self.expected.value == 0) & (self.expected.bound == 0) | np.isinf(self.expected.value)
         if self.is_core and self.observable in ("out", "dq") and self.problem.sinks is None:
@@ -77,7 +81,7 @@ class Failure:
 
     @functools.cached_property
     def errors(self) -> np.ndarray:
-        """Absolute errors of the elements that say something; 0 for the others, and where an error is not finite."""
+        """Absolute errors of informative elements; 0 for other elements, and where an error is not finite."""
         with np.errstate(invalid="ignore", over="ignore"):
             errors = np.where(self.informative, np.abs(self.values - self.expected.value), 0.0)
         return np.nan_to_num(errors, posinf=0.0)
@@ -89,15 +93,15 @@ class Failure:
 
     @property
     def unit_letters(self) -> str:
-        """Axes without the depth: those of units, which are rows, keys or pairs."""
+        """Letters of the axes without the depth. They index the units of a result: its rows, keys or pairs."""
         return self.letters.rstrip(DEPTH_LETTERS)
 
     def reduce_to_units(self, elements: np.ndarray) -> np.ndarray:
-        """Reduce `elements` to the largest of each unit, over the depth of its row or key."""
+        """Reduce `elements` to one value for each unit (row, key or pair): the largest along the depth."""
         return elements.max(axis=-1) if self.unit_letters != self.letters else elements
 
     def to_elements(self, units: np.ndarray) -> np.ndarray:
-        """Make booleans of units broadcastable to the shape of the elements."""
+        """Give booleans of units a last axis, if the result has a depth, so that they broadcast to the elements."""
         return units[..., None] if self.unit_letters != self.letters else units
 
 
@@ -114,13 +118,14 @@ def build_failure(
     """Build the failure of a comparison; None if the meaning of the axes is not known.
 
     Args:
-      observable: plain name of the result.
+      observable: name of the result, such as `out` or `dq`.
       got: what the implementation returned.
       expected: the right values with their bounds.
       judged: booleans broadcastable to the shape; all by default.
       limit: the largest ratio that passes.
       problem: the problem of the case.
-      core: right results of the whole, unchanged problem. If `expected` is none of them, the mask does not apply to it.
+      core: right results of the whole, unchanged problem. If `expected` is not one of them, the result belongs to a
+        changed problem, to which the mask does not apply.
     """
     array = np.asarray(got)
     letters = AXIS_LETTERS.get(observable, "")

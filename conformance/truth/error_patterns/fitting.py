@@ -1,6 +1,7 @@
 """Decide whether a prediction explains a wrong result: within the bounds, and not by chance.
 
-A sample of the elements suffices. It is the same for the same shapes.
+A prediction is an array that a result may hold instead of the right one, such as the right values times 2. It is
+compared with a sample of the result's elements. The same elements always give the same sample.
 """
 
 from __future__ import annotations
@@ -13,21 +14,27 @@ import numpy as np
 from conformance.truth.error_patterns.failure import Failure
 
 MIN_EXPLAINED = 0.99
-"""Least share of the elements, and of the wrong ones among them, that must come within the limit."""
+"""Least share of the elements, and of the wrong elements, that must be within the limit of the prediction."""
 MIN_EVIDENCE = 8.0
-"""Least number of decades by which all errors together shrink: for some fifty forms, one false claim in a million."""
+"""Least number of decades by which the explained errors exceed the tolerance, all together.
+
+With some fifty kinds of predictions, this allows one false description in a million.
+"""
 MAX_ENERGY_LEFT = 0.1
-"""Largest share of the errors' energy, in units of the bound, that may remain: loose bounds let much come near."""
+"""Largest share of the sum of squared errors, in units of the tolerance, that a prediction may leave.
+
+Without this condition, loose bounds would let many predictions fit.
+"""
 MIN_WRONG = 2
-"""Fewest wrong elements that a prediction must explain, beside one for each number that is fitted."""
+"""Fewest wrong elements that a prediction must explain, in addition to one for each number that was fitted."""
 _MAX_DISTANCE = 1e6
 _MAX_SAMPLED = 4096
-_F32_ROUNDOFF = 2.0**-22  # rounding of a prediction that is computed in another order than the bound assumes
+_F32_ROUNDOFF = 2.0**-22  # allowed for a kernel that computes the predicted values in another order than assumed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sample:
-    """A sample of a result's elements.
+    """A sample of a wrong result's elements.
 
     Attributes:
       failure: the wrong result.
@@ -58,7 +65,7 @@ class Sample:
         return self.failure.wrong[self.index]
 
     def only(self, kept: np.ndarray) -> Sample:
-        """Select some of the elements, by booleans."""
+        """Return the sample reduced to the elements where `kept` is true."""
         return Sample(self.failure, tuple(axis[kept] for axis in self.index))
 
     def tolerance(self, predicted: np.ndarray, bound: np.ndarray) -> np.ndarray:
@@ -91,22 +98,22 @@ class Sample:
         if not np.sum(after[close] ** 2) <= MAX_ENERGY_LEFT * np.sum(before[close] ** 2):
             return False
         decades = np.log10(np.clip(before[explained], 1.0, None))
-        # Many predictions are near zero. Results near zero then fit all of them, which says nothing.
+        # If most predicted values are near zero, any results near zero fit them. Such a fit proves nothing.
         if (np.abs(predicted[explained]) <= self.tolerance(predicted, bound)[explained]).mean() > 0.5:
             return False
-        # Each fitted number explains one element whatever its value.
+        # Each fitted number can explain one element, whatever its value. So these elements are no evidence.
         return bool(decades.sum() * (1 - parameters / len(decades)) >= MIN_EVIDENCE)
 
 
 def measure_distance(tolerance: np.ndarray, got: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Compute how far two arrays are apart, in units of the tolerance and at most a million of them."""
+    """Compute the distance of two arrays, element by element, in units of the tolerance; at most a million."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         apart = np.where(got == other, 0.0, np.abs(got - other) / tolerance)
     return np.clip(np.nan_to_num(apart, nan=_MAX_DISTANCE, posinf=_MAX_DISTANCE), 0.0, _MAX_DISTANCE)
 
 
 def sample_elements(failure: Failure, elements: np.ndarray) -> Sample:
-    """Sample at most some thousands of the elements that are judged and say something, evenly spread."""
+    """Sample up to a few thousand of the informative elements (`Failure.informative`), evenly spread."""
     flat = np.flatnonzero(np.broadcast_to(elements, failure.got.shape) & failure.informative)
     if len(flat) > _MAX_SAMPLED:
         # With an even step, a sample could miss half of the rows, heads or columns.

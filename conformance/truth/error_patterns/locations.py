@@ -2,11 +2,11 @@
 
 A location is accepted only if all of these hold. A unit is a row, a key or a pair.
 
-- No judged element outside is wrong, and at least half of the units inside are (`DENSE`).
-- Units that are wrong at random would all lie inside with a probability of `10**CHANCE` at most.
-- The error ends at the border. In units of the bound, the median wrong unit is `CONTRAST` times as wrong as the worst
-  unit outside. In absolute values, it is `CONTRAST` times as wrong as the median unit outside. So neither an error that
-  fades out nor narrow bounds make a location.
+- No judged element outside is wrong, and at least half of the units inside are (`MIN_DENSITY`).
+- Units that are wrong at random would all lie inside with a probability of at most `10**MAX_LOG_CHANCE`.
+- The error ends at the border. In units of the bound, the error of the median wrong unit is `MIN_CONTRAST` times that
+  of the worst unit outside. As an absolute error, it is `MIN_CONTRAST` times that of the median unit outside. So an
+  error that fades out has no location, and narrow bounds alone make none.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from conformance.truth.error_patterns.mask_facts import iter_mask_facts
 MIN_DENSITY = 0.5
 MIN_CONTRAST = 3.0
 _AXIS_ORDER = "BNKTS"  # order in which the axes are described
-_AXES_RANK = 1  # rank of locations along axes: between causes by the mask (0) and other facts of the mask (2)
+_AXES_RANK = 1  # rank of locations by indices: after likely causes by the mask (0), before other mask relations (2)
 MAX_LOG_CHANCE = -5.0
-"""Largest logarithm (base 10) of the probability of each of some hundred locations.
+"""Largest logarithm (base 10) of the probability that units wrong at random would all lie in a location.
 
-So one in a thousand errors at random gets a location.
+Some hundred locations are tried, so one in a thousand random errors gets a location.
 """
 
 
@@ -38,8 +38,8 @@ class Location:
 
     Attributes:
       words: the description, which follows the word "only".
-      elements: booleans broadcastable to the elements.
-      blocks: sizes of the blocks of queries and of keys whose borders it follows; 0 if it follows none.
+      elements: booleans broadcastable to the elements, true inside the location.
+      blocks: sizes of the blocks of queries and of keys whose borders the location follows; 0 if it follows none.
     """
 
     words: str
@@ -53,11 +53,11 @@ class _Candidate:
 
     Attributes:
       words: the description.
-      name: the fact of the mask, without heads and batch rows; empty for indices along axes.
-      units: booleans of the units.
+      name: the relation to the mask, without heads and batch rows; empty if the location is given by indices.
+      units: booleans of the units, true inside the location.
       filled: share of its judged units that are wrong.
-      rank: the lower, the sooner it is chosen among equally filled ones.
-      blocks: as in `Place`.
+      rank: order of preference among locations with the same `filled`; the lowest rank is chosen.
+      blocks: sizes of the blocks of queries and of keys whose borders the location follows; 0 if it follows none.
     """
 
     words: str
@@ -83,7 +83,8 @@ def find_location(failure: Failure, special: np.ndarray | None = None) -> Locati
     if units.sum() == 1 and judged.sum() > 1:
         return _describe_single_unit(failure, wrong, units)
     strengths = [failure.reduce_to_units(x) for x in _measure_errors(failure, special)]
-    # Special values in all rows without keys and in no other row are no chance, however few these rows are.
+    # Special values in exactly the units of a cause by the mask, such as all rows without keys, are not there by
+    # chance, however few these units are.
     found = [
         one
         for one in _iter_candidates(failure, units, judged)
@@ -102,7 +103,7 @@ def find_location(failure: Failure, special: np.ndarray | None = None) -> Locati
 
 
 def _describe_single_unit(failure: Failure, wrong: np.ndarray, units: np.ndarray) -> Location:
-    """Describe a single unit by its index."""
+    """Describe the location of a single wrong unit by its index."""
     index = ", ".join(str(int(i[0])) for i in np.nonzero(units))
     if wrong.sum() == 1 and wrong.size > units.size:
         return Location("one element", wrong)
@@ -111,9 +112,9 @@ def _describe_single_unit(failure: Failure, wrong: np.ndarray, units: np.ndarray
 
 
 def _iter_candidates(failure: Failure, wrong: np.ndarray, judged: np.ndarray) -> Iterator[_Candidate]:
-    """Yield locations that hold all wrong units: by indices along axes, and by facts of the mask."""
+    """Yield locations that hold all wrong units: by indices along axes, and by relations to the mask."""
     product, words, sizes = np.ones(wrong.shape, bool), [], dict.fromkeys("TS", 0)
-    beside = np.ones(wrong.shape, bool), list[str]()  # only heads and batch rows, which may be combined with a fact
+    beside = np.ones(wrong.shape, bool), list[str]()  # heads and batch rows, to be combined with a mask fact
     for letter in sorted(failure.unit_letters, key=_AXIS_ORDER.index):
         axis = failure.unit_letters.index(letter)
         others = tuple(other for other in range(wrong.ndim) if other != axis)
@@ -167,17 +168,17 @@ def _choose_best(found: Sequence[_Candidate], judged: np.ndarray) -> tuple[str, 
 
 
 def _compute_filled(units: np.ndarray, wrong: np.ndarray, judged: np.ndarray) -> float:
-    """Compute the share of the judged units inside that are wrong."""
+    """Compute which share of the judged units inside a location is wrong."""
     inside = int((units & judged).sum())
     return float((wrong & units).sum() / inside) if inside else 0.0
 
 
 def _measure_errors(failure: Failure, special: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """Measure how wrong each element is: in units of its bound, and as an absolute error."""
-    if special is not None:  # special values need no contrast to their surroundings
+    if special is not None:  # special values need no contrast: they are either there or not
         return 1.0 * special, 1.0 * special
     ratios = np.where(failure.informative, failure.ratios, -1.0)
-    exact = not failure.expected.bound[failure.wrong].any()  # with a bound of zero, the size of an error says nothing
+    exact = not failure.expected.bound[failure.wrong].any()  # with bounds of zero, any error is wrong
     return ratios, 1.0 * failure.wrong if exact else failure.errors
 
 
@@ -208,7 +209,7 @@ def _reduce_any(units: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 def _find_columns(
     failure: Failure, wrong: np.ndarray, inside: np.ndarray, special: np.ndarray | None
 ) -> Location | None:
-    """Find wrong columns, along the depth, within the location that was found; None if there are none."""
+    """Find the columns (indices along the depth) that hold all wrong elements of a location; None if there are none."""
     if failure.letters[-1] not in DEPTH_LETTERS or wrong.shape[-1] < 2:
         return None
     axes = tuple(range(wrong.ndim - 1))

@@ -1,4 +1,7 @@
-"""Draw the coarse picture of an error that a record stores (`conformance.error_maps`)."""
+"""Draw a coarse picture of where a result is wrong, as lines of digits that a record stores.
+
+`conformance.error_maps` defines the picture and shows it in reports.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import numpy as np
 from conformance.error_maps import MAX_CELLS, ErrorMap
 from conformance.truth.error_patterns.failure import DEPTH_LETTERS, Failure
 
-_LARGEST_SHADE = 8  # the shade of the largest ratios, and of all beyond them
+_LARGEST_SHADE = 8  # the shade of the largest ratios, and of all ratios beyond them
 _NOT_FINITE_SHADE = 9  # the shade of wrong elements that are NaN or infinite
 
 
@@ -52,7 +55,7 @@ def draw_error_map(failure: Failure, blocks: tuple[int, int] = (0, 0)) -> ErrorM
 def _find_worst_head(failure: Failure, worst: tuple[np.intp, ...]) -> tuple[int, int]:
     """Return the batch row and the query head of the worst element.
 
-    If the result has key/value heads, the query head is the first that reads the worst one.
+    If the result has key/value heads, return the first query head that reads the worst key/value head.
     """
     places = {letter: int(n) for letter, n in zip(failure.letters, worst, strict=True)}
     return places["B"], places["N"] if "N" in places else places["K"] * failure.group
@@ -61,8 +64,8 @@ def _find_worst_head(failure: Failure, worst: tuple[np.intp, ...]) -> tuple[int,
 def _choose_axes(failure: Failure, ratios: np.ndarray, along: str) -> tuple[str, str]:
     """Choose the two axes of the picture.
 
-    Rows or keys are drawn against heads if there are several, and against columns if there is one. Results with an
-    entry for each pair are drawn as queries against keys.
+    Rows or keys are drawn against heads if there are several heads or batch rows, and against columns otherwise.
+    Results with an entry for each pair are drawn as queries against keys.
     """
     sizes = dict(zip(failure.letters, ratios.shape, strict=True))
     if failure.letters == "BNTS":
@@ -74,7 +77,10 @@ def _choose_axes(failure: Failure, ratios: np.ndarray, along: str) -> tuple[str,
 
 
 def _project(values: np.ndarray, letters: str, axes: tuple[str, str]) -> np.ndarray:
-    """Reduce to the largest value for each index along two axes; the second may be two letters, which are flattened."""
+    """Reduce an array to two axes, by the largest value along all others.
+
+    The second of `axes` may be two letters. Their axes are then flattened into one.
+    """
     order = [letters.index(letter) for letter in "".join(axes)]
     rest = [n for n in range(len(letters)) if n not in order]
     kept = values.transpose([*order, *rest]).max(axis=tuple(range(len(order), len(letters))))
@@ -82,7 +88,7 @@ def _project(values: np.ndarray, letters: str, axes: tuple[str, str]) -> np.ndar
 
 
 def _project_slice(failure: Failure, values: np.ndarray, along: str, batch: int, head: int) -> np.ndarray:
-    """Reduce to the largest value of each row or key in one batch row and one head."""
+    """Reduce an array to the largest value of each row or key, in one batch row and one head."""
     letters = failure.letters
     heads = head if "N" in letters else head // failure.group
     one = [batch if x == "B" else heads if x in "NK" else slice(None) for x in letters]
@@ -119,6 +125,6 @@ def _draw_mask(pairs: np.ndarray) -> tuple[str, ...]:
 
 
 def _compute_cell_starts(length: int) -> np.ndarray:
-    """Compute where each cell begins if an axis is drawn as at most `MOST_CELLS` cells."""
+    """Compute the index at which each cell begins if an axis is drawn as at most `MAX_CELLS` cells."""
     cells = min(length, MAX_CELLS)
     return np.arange(cells) * length // cells

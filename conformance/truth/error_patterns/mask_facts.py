@@ -1,4 +1,7 @@
-"""Group rows and keys by their relation to the mask: those that see nothing, one key, an empty block, and so on."""
+"""Group rows and keys by their relation to the mask, such as rows that see no key or rows that see one key.
+
+`locations.py` looks for a group that holds all wrong elements.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from conformance.truth.error_patterns.failure import Failure
 
 BLOCK_SIZES = (128, 64, 32, 16)
 """Sizes of blocks that kernels use."""
-_MAX_PAIRS = 4_000_000  # largest mask whose blocks are looked at: beyond, that takes longer than all else
+_MAX_PAIRS = 4_000_000  # most pairs of a mask for which blocks are examined: this takes longer than all else
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,10 +22,11 @@ class MaskFact:
     """Units (rows, keys or pairs) that have the same relation to the mask.
 
     Attributes:
-      words: the relation.
-      units: booleans broadcastable to the units of the observable.
-      is_cause: whether the relation is preferred to indices along axes that fit as well.
-      block: size of the blocks of keys that it is about; 0 if it is about none.
+      words: the relation in words, such as "rows that see the last key".
+      units: booleans broadcastable to the units of the observable, true for units that have the relation.
+      is_cause: whether the relation may be the cause of an error. Then it is preferred to a description by indices
+        that fits as well.
+      block: size of the blocks of keys that the relation mentions; 0 if it mentions none.
     """
 
     words: str
@@ -32,14 +36,14 @@ class MaskFact:
 
 
 def iter_mask_facts(failure: Failure) -> Iterator[MaskFact]:
-    """Yield the facts of an observable's units; none if the mask does not apply to the result."""
+    """Yield groups of a result's units by their relation to the mask; nothing if the mask does not apply to it."""
     if not failure.is_core or failure.problem.allowed.shape[-2] == 0:
         return
     letters = failure.unit_letters
     if letters == "BNTS":
         allowed = failure.problem.allowed
         for axis, length in enumerate(failure.got.shape):
-            if length == 1:  # a broadcast bias is behind the mask only if it is so along the whole axis
+            if length == 1:  # an entry of a broadcast bias counts as masked only if all its pairs are
                 allowed = np.logical_or.reduce(allowed, axis=axis, keepdims=True)
         yield MaskFact("pairs behind the mask", ~allowed)
     elif letters == "BSK":
@@ -51,7 +55,7 @@ def iter_mask_facts(failure: Failure) -> Iterator[MaskFact]:
 
 
 def _iter_row_facts(failure: Failure) -> Iterator[MaskFact]:
-    """Yield facts of rows, as booleans `[b, n, T]`."""
+    """Yield groups of rows (queries) by what they see, as booleans `[b, n, T]` with `b` and `n` 1 or full."""
     problem = failure.problem
     allowed = problem.allowed
     seen = allowed.sum(axis=-1)
@@ -80,7 +84,7 @@ def _iter_row_facts(failure: Failure) -> Iterator[MaskFact]:
 
 
 def _iter_key_facts(failure: Failure) -> Iterator[MaskFact]:
-    """Yield facts of keys, as booleans `[B, S, K]`."""
+    """Yield groups of keys by which queries see them, as booleans `[B, S, K]`."""
     problem = failure.problem
     yield MaskFact("keys that no query may attend to", problem.dead_keys)
     groups, heads = problem.k.shape[2], problem.q.shape[2]

@@ -1,4 +1,8 @@
-"""Describe an error in one line: where the result is wrong, and what it holds there."""
+"""Describe an error in one line: where the result is wrong, and what it holds there.
+
+`find_pattern` combines the locations of `locations.py` with the kinds of values of `value_patterns.py`. Records and
+reports hold the line.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ def find_pattern(failure: Failure) -> Pattern:
 
 
 def _find_pattern(failure: Failure) -> Pattern:
-    """Find the description: special values first, then the location, then what stands there."""
+    """Find the description: first NaN and infinity, then the location of the error, then the values there."""
     lost = failure.wrong & ~np.isfinite(failure.values)
     if lost.any():
         nan, infinite = np.isnan(failure.values[lost]).any(), np.isinf(failure.values[lost]).any()
@@ -45,10 +49,10 @@ def _find_pattern(failure: Failure) -> Pattern:
         if what := describe_values(failure, np.ones((), bool)):
             return Pattern(what)
         return (_find_special_values(failure, zeros, "zero") if zeros.sum() >= _MIN_ZEROS else None) or Pattern()
-    if what := describe_displaced(failure):  # over all elements, since some may keep their place
+    if what := describe_displaced(failure):  # fitted to all elements, since some may keep their place
         return Pattern(what)
     what = describe_values(failure, where.elements)
-    # A right row fits a factor of its own, namely 1, so that description is not compared with the outside.
+    # Right rows outside would fit "a factor of its own" too, namely 1. So that description is not tested on them.
     if what and "of its own" not in what and _holds_outside(failure, where.elements, what):
         return Pattern(what)
     only = "" if where.words.startswith(("all ", "every ")) else "only "
@@ -56,7 +60,7 @@ def _find_pattern(failure: Failure) -> Pattern:
 
 
 def _holds_outside(failure: Failure, inside: np.ndarray, what: str) -> bool:
-    """Check whether the right elements outside fit the description too; then the location says nothing.
+    """Check whether the right elements outside the location fit the description too; then the location is dropped.
 
     Zeros, for instance, fit every factor.
     """
@@ -84,13 +88,13 @@ def _find_special_values(failure: Failure, elements: np.ndarray, what: str) -> P
         return None
     only = "" if where.words.startswith(("all ", "every ")) else "only "
     other = "; other values are wrong too" if (failure.wrong & ~elements).any() else ""
-    if other and where.words.startswith("one "):  # the other values are most of the error
+    if other and where.words.startswith("one "):  # most of the error is elsewhere
         return None
     return Pattern(f"{what}, {only}{where.words}{other}", where.blocks)
 
 
 def _format_share(failure: Failure, elements: np.ndarray) -> str:
-    """Format which share of the judged values some elements are, and whether others are wrong too."""
+    """Format which share of the judged values the given elements are, and whether other values are wrong too."""
     part = elements.sum() / failure.judged.sum()
     other = "; other values are wrong too" if (failure.wrong & ~elements).any() else ""
     return f"{f'{part:.0%}' if part >= 0.01 else 'less than 1%'} of the values{other}"

@@ -1,7 +1,8 @@
 """Recognise errors that look like rounding: values with fewer bits, or errors scattered evenly in both directions.
 
-The thresholds separate two groups that were measured. One is probabilities rounded to bf16 and f16, in a dozen cases.
-The other is a lost key, a key too many, and a scale that is 0.1% or 2% off.
+The thresholds separate two groups of measured errors. The errors of the first group come from probabilities rounded to
+bf16 and f16, in a dozen cases. Those of the second come from a lost key, a key too many, and a scale that is 0.1% or 2%
+off.
 
 | | rounding | other errors |
 |---|---|---|
@@ -27,13 +28,13 @@ _MAX_ROW_RATIO = 4.0  # largest ratio of the 90% quantile of the rows' errors to
 _MAX_OUTLIER = 6.0  # largest 99% quantile of the elements' errors, in root mean squares
 _MIN_MEDIAN = 0.35  # smallest median of the elements' errors, in root mean squares; 0.67 for normal numbers
 _MAX_CORRELATION = 0.15  # largest mean, in root mean squares, and largest correlation with the right values
-_MAX_ONE_CAUSE = 2.5  # largest share of a head's errors that one rank-one matrix explains, relative to normal numbers
+_MAX_ONE_CAUSE = 2.5  # largest share of a head's squared errors in one rank-one matrix, relative to normal numbers
 
 
 def describe_rounded(found: Sample) -> str:
     """Describe f32 results that are rounded to bf16 or f16; empty if they are not.
 
-    Every value is one that the format has, and near the right one.
+    Every value must be exact in that format. Nearly all values must be within one rounding of the right ones.
     """
     if found.failure.got.dtype != np.float32 or found.got.size < _MIN_ELEMENTS or not np.isfinite(found.got).all():
         return ""
@@ -58,7 +59,7 @@ def describe_scattered(found: Sample) -> str:
     Such errors have a similar size in all rows, occur in both directions, and have no large outliers.
     """
     error, right = found.got - found.right, found.right
-    if found.failure.letters[-1] not in DEPTH_LETTERS:  # residuals have one error in each row, which is too few
+    if found.failure.letters[-1] not in DEPTH_LETTERS:  # residuals have only one error in each row
         return ""
     if found.got.size < _MIN_ELEMENTS or not np.isfinite(error).all() or not np.isfinite(right).all():
         return ""
@@ -78,7 +79,7 @@ def describe_scattered(found: Sample) -> str:
 
 
 def _is_even(found: Sample) -> bool:
-    """Check whether all rows have errors of similar size, relative to their error bounds."""
+    """Check whether the errors of all rows have a similar size, in units of their bounds."""
     failure = found.failure
     flat = np.unique(np.ravel_multi_index(found.index[:-1], failure.got.shape[:-1]))
     rows = np.unravel_index(flat[:: len(flat) // _MAX_ROWS | 1], failure.got.shape[:-1])

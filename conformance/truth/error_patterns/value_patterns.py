@@ -16,7 +16,7 @@ _MIN_ALIKE = 8
 
 
 def describe_displaced(failure: Failure) -> str:
-    """Describe right values at wrong places, over all elements of the result; empty if they are not."""
+    """Describe the result as right values at wrong places, fitted to all its elements; empty if that does not fit."""
     whole = sample_elements(failure, np.ones((), bool))
     return next((words for words in _iter_displaced(whole) if words), "") if whole.wrong.any() else ""
 
@@ -53,18 +53,18 @@ def _iter_descriptions(whole: Sample) -> Iterator[str]:
 
 
 def _limit_to_wrong(words: str) -> str:
-    """Say that a description holds for the wrong elements only."""
+    """Turn a description of the wrong elements into one that says so; empty if it is empty."""
     return f"what is wrong is {words}" if words else ""
 
 
 def _describe_zero(found: Sample) -> str:
-    """Describe zeros in place of other values."""
+    """Describe zeros in place of other values; empty if not all elements are zero."""
     zeros = not found.got.any()
     return "zero" if zeros and found.wrong.sum() >= min(MIN_WRONG, found.got.size) and found.right.any() else ""
 
 
 def _describe_constant(found: Sample) -> str:
-    """Describe one value in place of many."""
+    """Describe one value in place of different ones; empty if the elements are not all equal."""
     right = _select_finite(found.right)
     if found.got.size < _MIN_ALIKE or not (found.got == found.got[0]).all() or (np.ptp(right) == 0 and right.any()):
         return ""
@@ -78,7 +78,7 @@ def _select_finite(values: np.ndarray) -> np.ndarray:
 
 
 def _describe_finite(found: Sample) -> str:
-    """Describe finite values where -inf is right, as in rows without keys."""
+    """Describe finite values where -inf is right, as in rows without keys; empty if there are other errors."""
     wrong = found.wrong
     if wrong.any() and np.isneginf(found.right[wrong]).all() and np.isfinite(found.got[wrong]).all():
         return "finite where -inf is right"
@@ -86,7 +86,7 @@ def _describe_finite(found: Sample) -> str:
 
 
 def _describe_same_rows(failure: Failure, found: Sample) -> str:
-    """Describe rows or keys that are all the same where the right ones differ."""
+    """Describe rows or keys that are all equal although the right ones differ; empty if they are not."""
     axis = next((failure.letters.index(letter) for letter in "TS" if letter in failure.letters), None)
     if axis is None or failure.got.shape[axis] < MIN_WRONG or failure.letters[-1] not in DEPTH_LETTERS:
         return ""
