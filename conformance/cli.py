@@ -186,7 +186,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     what.add_argument(
         "--level",
         choices=LEVELS,
-        help="every pair (quick), triple or quadruple of levels; smoke: the most revealing ten seconds of quick",
+        help="every pair (quick), triple or quadruple of levels; smoke: what tells most, in 15 to 40 s of two cores",
     )
     what.add_argument("--case", metavar="ID", help="one case by its id")
     what.add_argument(

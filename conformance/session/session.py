@@ -71,6 +71,10 @@ from reports.changes import Comparison
 from reports.page_model import Summary, build_summary
 
 FIRST_FAILURE = "stopped at the first failure, as --fail-fast says"
+_START_SECONDS, _JOB_SECONDS = 4.0, 0.3
+"""Seconds to start, and processor seconds for a job of a plain function on a CPU; only a guess is made from them."""
+_LOOP_STEPS, _LOOP_SECONDS = 200_000, 0.006
+"""An empty loop of Python that tells how fast a machine is, and its time where jobs took `_JOB_SECONDS`."""
 _FEW_JOBS = 8
 """Runs with at most this number of jobs use one process: they are done before worker processes would have started."""
 # The most workers on each JAX backend. Compiling takes most of the time and runs on the CPU, so several processes share
@@ -398,6 +402,23 @@ class Session:
         else:
             self._journal.add_job(number, judged)
 
+    def describe_plan(self) -> str:
+        """Describe in one line what will be judged, and about how long that takes on this machine."""
+        options = self.options
+        done = len(self._finished or ())
+        waiting = max(0, len(self.jobs) - done)
+        workers = self._count_workers(waiting)
+        parts = [f"judging {', '.join(one.name for one in self.implementations)} on {jax.default_backend()}"]
+        level = options.recorded_level
+        parts.append(level if options.is_one_case_or_problem or options.regressions else f"level {level}")
+        jobs = "1 job" if waiting == 1 else f"{waiting:,} jobs"
+        parts.append(f"{jobs} in 1 process" if workers == 1 else f"{jobs} in {workers} processes")
+        seconds = _START_SECONDS + waiting * _JOB_SECONDS / workers
+        return f"{', '.join(parts)}: about {_format_rough_time(seconds * _measure_slowness())}"
+
+    def _count_workers(self, jobs: int) -> int:
+        return 1 if self._is_given else self.options.jobs or _choose_worker_count(jobs)
+
     def judge_jobs(self, show_progress: ShowProgress = show_no_progress) -> tuple[str, str]:
         """Judge and record all jobs, except those that the resumed file has.
 
@@ -434,7 +455,7 @@ class Session:
 
     def _judge_waiting(self, jobs: Sequence[Job], on_job: Callable[[Job, list[Record]], None]) -> None:
         runner = self._create_runner()
-        workers = 1 if self._is_given else self.options.jobs or _choose_worker_count(len(jobs))
+        workers = self._count_workers(len(jobs))
         if workers == 1:
             runner.run(jobs, on_job)
         else:
@@ -595,6 +616,24 @@ def _choose_worker_count(jobs: int) -> int:
     """Choose the number of processes that judge so many jobs on this machine."""
     most = _MAX_WORKERS.get(jax.default_backend(), 1)
     return min(os.cpu_count() or 1, most) if jobs > _FEW_JOBS else 1
+
+
+def _measure_slowness() -> float:
+    """Measure how much slower this machine is than the one on which jobs were timed, by the best of three loops."""
+    took = []
+    for _ in range(3):
+        started = time.perf_counter()
+        for _ in range(_LOOP_STEPS):
+            pass
+        took.append(time.perf_counter() - started)
+    return min(max(0.3, min(took) / _LOOP_SECONDS), 5.0)
+
+
+def _format_rough_time(seconds: float) -> str:
+    """Format a time that is a guess, with as few digits as it deserves."""
+    if seconds < 90:
+        return f"{max(5, 5 * round(seconds / 5))} s"
+    return f"{round(seconds / 60)} min"
 
 
 def run_session(
