@@ -248,13 +248,13 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "--confirm-seconds",
         type=float,
         metavar="N",
-        help="time for cases that confirm findings (default: part of a tenth of the run's time; 0 for none)",
+        help="time for cases that confirm findings (part of 15 s, or of a tenth of a longer run; 0 for none)",
     )
     how.add_argument(
         "--diagnose-seconds",
         type=float,
         metavar="N",
-        help="time to compare a failing kernel with planted bugs (default: the rest of that tenth; 0 for none)",
+        help="time to compare each finding with planted bugs (the rest of that time; 0 for none)",
     )
     how.add_argument(
         "--shrink", action="store_true", help="then search for the smallest case of each finding, a minute each at most"

@@ -86,7 +86,7 @@ def add_options(parser: pytest.Parser) -> None:
             f"--conformance-{name}-seconds",
             type=float,
             metavar="N",
-            help=f"time for {what}, at the end of a red run (both together: a tenth of the run's time; 0 for none)",
+            help=f"time for {what} after a red run (both together: 15 s, or a tenth of a longer run; 0 for none)",
         )
     group.addoption(
         "--require-platform", choices=("cpu", "gpu", "tpu"), help="fail if nothing was judged on this platform"
