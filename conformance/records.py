@@ -49,7 +49,7 @@ _WORST_FIRST = (FAIL, ERROR, UNEXPECTED_PASS, EXPECTED_FAIL, PASS, UNJUDGED, UNS
 
 _NUMERIC_FIELDS = ("ratio", "rms", "ratio_flash", "limit", "rms_limit", "margin")
 # Fields of a record with text that may come from a kernel or its author.
-_TEXT_FIELDS = ("implementation", "case", "check", "observable", "reason", "remedy", "pattern", "reproduce")
+_TEXT_FIELDS = ("implementation", "case", "check", "observable", "reason", "remedy", "pattern", "reproduce", "host")
 
 
 _MAX_MESSAGE_LENGTH = 500
@@ -123,6 +123,7 @@ class Record:
         that was judged with `--in-process` has `in_process`.
       files: digests of the files that the kernel read for the first time during this judgement. The run record has the
         files that the kernel read when it was loaded.
+      host: the host that judged it, if an executor did, such as a cluster; else empty, for the host of the run.
       run: a label of the record's run if runs that differ were merged; else empty. The label is not written to files,
         since the record's position in a file shows its run.
       schema: the name and version of the format in which the record is written.
@@ -151,6 +152,7 @@ class Record:
     seconds: float = 0.0
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     files: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    host: str = ""
     run: str = ""
     schema: str = RECORD_SCHEMA
 
@@ -200,6 +202,40 @@ class Extent:
         return self.known and not (self.narrowed or self.is_partial or self.stopped or self.level == "smoke")
 
 
+@dataclasses.dataclass(frozen=True)
+class SimilarBug:
+    """A planted bug that the failures of a finding resemble.
+
+    Attributes:
+      name: the name of the bug.
+      family: what the bug is about, such as `soft cap`.
+      reference: where a real project had it.
+      similarity: from 0 to 1; 1 means wrong by the same numbers in the same places.
+    """
+
+    name: str
+    family: str
+    reference: str
+    similarity: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The planted bugs that a finding resembles.
+
+    Attributes:
+      bugs: the most similar ones, the first most of all; empty if none is similar.
+      cases: how many cases the finding was compared on; 0 if there was no time to compare it.
+      known: how many planted bugs there are.
+      is_shown: whether the finding shows on any of these cases.
+    """
+
+    bugs: tuple[SimilarBug, ...]
+    cases: int
+    known: int
+    is_shown: bool = True
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:
     """Everything that a report shows besides records, for one run or several merged runs.
@@ -221,10 +257,11 @@ class RunInfo:
       extents: how many of the planned jobs were judged.
       narrowed: the options that selected only a part of the level, if `extents` is empty.
       probes: records that confirm findings; they are not counted.
-      diagnoses: which planted bugs the failures resemble, in words.
+      diagnoses: which planted bugs each finding resembles, by the finding's key.
       files: for contenders that several runs judged, the files of these runs.
       runs: for the same contenders, the marks that identify these runs within their files (`Run.identity_mark`).
       unsandboxed: whether the kernel ran without a complete sandbox.
+      check_meanings: what each check tests, in one sentence, by the name of the check.
     """
 
     command: str
@@ -241,10 +278,11 @@ class RunInfo:
     extents: dict[str, Extent] = dataclasses.field(default_factory=dict)
     narrowed: str = ""
     probes: list[Record] = dataclasses.field(default_factory=list)
-    diagnoses: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    diagnoses: dict[tuple[str, ...], Diagnosis] = dataclasses.field(default_factory=dict)
     files: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     runs: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     unsandboxed: dict[str, bool] = dataclasses.field(default_factory=dict)
+    check_meanings: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def serialize_record(record: Record) -> str:
@@ -256,7 +294,7 @@ def to_plain_data(record: Record) -> dict[str, Any]:
     """Return the JSON object of a record, without its empty optional fields."""
     data = dataclasses.asdict(record)
     del data["run"]
-    for name in ("figures", "files", "pattern", "error_map"):  # most records have none
+    for name in ("figures", "files", "pattern", "error_map", "host"):  # most records have none
         if not data[name]:
             del data[name]
     return data

@@ -14,12 +14,13 @@ The command line, the pytest gate and Python callers all use `Session`. It goes 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -28,6 +29,7 @@ import jax
 
 from conformance import interrupts
 from conformance.check_api.rotation import FULL_ROTATION, Rotation
+from conformance.check_api.scopes import ImplementationGrids
 from conformance.checks import CHECKS, CHECKS_BY_NAME, Check
 from conformance.contract import Implementation
 from conformance.execution import implementation_registry
@@ -41,9 +43,12 @@ from conformance.judging.journal import (
     load_resumed_run,
 )
 from conformance.judging.parallel_judging import judge_in_parallel
+from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.judging.run_plan import Plan
-from conformance.judging.runner import Runner, build_changed_file_records, build_hardware_records
+from conformance.judging.runner import ENOUGH_CONFIRMED, Runner, build_changed_file_records, build_hardware_records
+from conformance.judging.task_pools import ExecutorFailed, LocalPool
+from conformance.name_suggestions import suggest_name, suggest_query
 from conformance.records import JUDGED, RED, Record, RunInfo
 from conformance.runs import COMPLETE, FAILED, INTERRUPTED, RecordedRun, Run, read_runs
 from conformance.sandbox import kernel_process
@@ -60,6 +65,7 @@ from conformance.session.project_lookup import (
     parse_case,
     select_problem_cases,
 )
+from conformance.session.remote_pools import RemotePool, open_pool
 from conformance.session.run_comparison import compare_runs, gather_compared_runs, read_compared_runs
 from conformance.session.run_options import RunOptions
 from conformance.session.run_outputs import check_outputs, check_writable, find_step_summary
@@ -69,6 +75,10 @@ from reports.changes import Comparison
 from reports.page_model import Summary, build_summary
 
 FIRST_FAILURE = "stopped at the first failure, as --fail-fast says"
+_START_SECONDS, _JOB_SECONDS = 4.0, 0.3
+"""Seconds to start, and processor seconds for a job of a plain function on a CPU; only a guess is made from them."""
+_LOOP_STEPS, _LOOP_SECONDS = 200_000, 0.006
+"""An empty loop of Python that tells how fast a machine is, and its time where jobs took `_JOB_SECONDS`."""
 _FEW_JOBS = 8
 """Runs with at most this number of jobs use one process: they are done before worker processes would have started."""
 # The most workers on each JAX backend. Compiling takes most of the time and runs on the CPU, so several processes share
@@ -166,6 +176,10 @@ class Session:
         folder: Path | None = None,
         handshakes: Sequence[tuple[str, str]] = (),
         is_worker: bool = False,
+        executor: concurrent.futures.Executor | None = None,
+        format_repetition: Callable[[Record], str] | None = None,
+        compiler_options: Mapping[str, bool | int] | None = None,
+        writes_step_summary: bool = True,
     ) -> None:
         """Check files, find implementations and plan the jobs.
 
@@ -176,6 +190,12 @@ class Session:
           folder: the folder whose project has the settings; the current one if left out.
           handshakes: pairs of a kernel's name and its handshake with the process that started this one.
           is_worker: whether this is a worker of pytest-xdist. Then another process checks and writes the files.
+          executor: runs the jobs in its processes, in place of worker processes of this session. They find
+            implementations by name, so it cannot be combined with `implementations`. `options.jobs` is the number of
+            its workers (one a core).
+          format_repetition: formats what reproduces a record, such as Python code, in place of a command.
+          compiler_options: for first judgements in a process whose XLA flags were not set for judging.
+          writes_step_summary: whether a step of GitHub Actions gets a summary of the run.
 
         Raises:
           CannotJudge: if the run is not possible; the message is one line.
@@ -183,12 +203,17 @@ class Session:
         self._started = time.perf_counter()
         self.options = options
         self._is_worker = is_worker
+        self._format_repetition = format_repetition
+        self._compiler_options = compiler_options
+        self._writes_step_summary = writes_step_summary
         self._is_given = bool(implementations)
+        self._is_selection_pending = bool(options.selection)  # `select_jobs` will be called
         self._journal: Journal | None = None
         self._runner: Runner | None = None
-        self._run: Run | None = None
-        self._finished: dict[int, tuple[Record, ...]] | None = None
+        self._run: Run | None
+        self._finished: dict[int, tuple[Record, ...]] | None
         self._shrunk: list[str] = []
+        self._is_followed_up = False
         if not is_worker:
             self._check_files()
         self.settings = load_project_settings(folder)
@@ -209,11 +234,42 @@ class Session:
         self.plan = self._build_plan()
         if not self.plan.jobs:
             raise CannotJudge(self._describe_empty_plan())
-        self._numbers = {id(job): number for number, job in enumerate(self.plan.jobs)}
         self.jobs = run_plan.select_shard(self.plan.jobs, *options.shard) if options.shard else tuple(self.plan.jobs)
-        if options.resume is not None and not is_worker:
+        self._remote: RemotePool | None = None
+        if executor is not None or options.cluster is not None:
+            self._remote = open_pool(options, self.implementations, executor, is_given=self._is_given)
+        self._prepare_plan()
+
+    def _prepare_plan(self) -> None:
+        """Number the planned jobs, and load those that a resumed file has finished."""
+        self._numbers = {id(job): number for number, job in enumerate(self.plan.jobs)}
+        self._run, self._finished = None, None
+        if self.options.resume is not None and not self._is_worker and not self._is_selection_pending:
             self._run, self._finished = self._load_resumed()
         self.notes = [] if not self._finished else [describe_resumed_jobs(len(self._finished))]
+        if self._remote is not None:
+            self.notes += self._remote.notes
+
+    def select_jobs(self, select: Callable[[Job], Job | None], selection: str, *, further: Sequence[Job] = ()) -> None:
+        """Leave out planned jobs, or some of their checks. Call this before `begin`.
+
+        The plan stays as it is if nothing would be left.
+
+        Args:
+          select: returns the job to judge in place of a planned one, or None to leave it out.
+          selection: how the caller selects, as the user wrote it, such as `-k forward`.
+          further: jobs to add that the plan lacks.
+
+        Raises:
+          CannotJudge: if the file to resume is from another run.
+        """
+        self._is_selection_pending = False
+        selected = {id(job): found for job in self.plan.jobs if (found := select(job)) is not None}
+        if selected or further:
+            self.jobs = (*(selected[id(job)] for job in self.jobs if id(job) in selected), *further)
+            self.plan = dataclasses.replace(self.plan, jobs=(*selected.values(), *further))
+            self.options = dataclasses.replace(self.options, selection=selection)
+        self._prepare_plan()
 
     def _check_files(self) -> None:
         """Check that outputs can be written, and read the baseline, before the slow steps of a session."""
@@ -223,7 +279,8 @@ class Session:
         outputs = check_outputs(
             report=options.report, json=options.json, markdown=options.markdown, prefix=options.option_prefix
         )
-        self._outputs = dataclasses.replace(outputs, step=find_step_summary())
+        step = find_step_summary() if self._writes_step_summary else None
+        self._outputs = dataclasses.replace(outputs, step=step)
         self._baseline = None
         if options.baseline is None:
             return
@@ -262,7 +319,8 @@ class Session:
             if name not in CHECKS_BY_NAME:
                 if "," in name:
                     raise CannotJudge(f"{name!r} is several names: give {self.options.spell('check')} once for each")
-                raise CannotJudge(f"unknown check {name!r}: known are {', '.join(CHECKS_BY_NAME)}")
+                known = f"known are {', '.join(CHECKS_BY_NAME)}"
+                raise CannotJudge(f"unknown check {name!r}: {known}{suggest_name(name, CHECKS_BY_NAME)}")
         return tuple(check for check in CHECKS if not self.options.checks or check.name in self.options.checks)
 
     def _build_plan(self) -> Plan:
@@ -294,7 +352,14 @@ class Session:
             query = f"{options.spell('cases')}={options.cases!r}"
             if options.problem:
                 return f"no case of {options.problem} matches {query}"
-            return f"no case of the grid matches {query} (see `python -m conformance list cases`)"
+            grids = [
+                ImplementationGrids(one, options.level or "quick", seed)
+                for one in self.implementations
+                for seed in options.seeds or (0,)
+            ]
+            ids = (case.id for one in grids for grid in one.all_grids for case in grid.cases)
+            closest = suggest_query(options.cases, ids)
+            return f"no case of the grid matches {query}{closest} (see `python -m conformance list cases`)"
         return f"no case asks for {', '.join(options.checks) or 'any check'}"
 
     @property
@@ -306,7 +371,7 @@ class Session:
 
     def _describe_run(self) -> Run:
         options = self.options
-        return provenance.build_run(
+        run = provenance.build_run(
             self.implementations,
             self.plan,
             command=options.command,
@@ -318,6 +383,8 @@ class Session:
             limits=self.settings.tolerances.rows(),
             kernels=self.kernel_options,
         )
+        remote = self._remote.environment if self._remote is not None else {}
+        return dataclasses.replace(run, environment={**run.environment, **remote})
 
     def _load_resumed(self) -> tuple[Run, dict[int, tuple[Record, ...]]]:
         """Load the run that `--resume` continues, and the records of its finished jobs by number."""
@@ -371,8 +438,14 @@ class Session:
             self._runner = self._create_runner()
         return self._runner.judge(job)
 
-    def _create_runner(self) -> Runner:
-        return Runner(self.settings, options=self.kernel_options.options)
+    def _create_runner(self, *, confirmed: float = ENOUGH_CONFIRMED) -> Runner:
+        return Runner(
+            self.settings,
+            confirmed=confirmed,
+            options=self.kernel_options.options,
+            format_repetition=self._format_repetition,
+            compiler_options=self._compiler_options,
+        )
 
     def record(self, number: int | None, judged: Sequence[Record]) -> None:
         """Write the records of a job to the files. Raises `JournalWriteError`.
@@ -386,6 +459,23 @@ class Session:
             self._journal.add_records(judged)
         else:
             self._journal.add_job(number, judged)
+
+    def describe_plan(self) -> str:
+        """Describe in one line what will be judged, and about how long that takes on this machine."""
+        options = self.options
+        done = len(self._finished or ())
+        waiting = max(0, len(self.jobs) - done)
+        workers = self._count_workers(waiting)
+        parts = [f"judging {', '.join(one.name for one in self.implementations)} on {jax.default_backend()}"]
+        level = options.recorded_level
+        parts.append(level if options.is_one_case_or_problem or options.regressions else f"level {level}")
+        jobs = "1 job" if waiting == 1 else f"{waiting:,} jobs"
+        parts.append(f"{jobs} in 1 process" if workers == 1 else f"{jobs} in {workers} processes")
+        seconds = _START_SECONDS + waiting * _JOB_SECONDS / workers
+        return f"{', '.join(parts)}: about {_format_rough_time(seconds * _measure_slowness())}"
+
+    def _count_workers(self, jobs: int) -> int:
+        return 1 if self._is_given else self.options.jobs or _choose_worker_count(jobs)
 
     def judge_jobs(self, show_progress: ShowProgress = show_no_progress) -> tuple[str, str]:
         """Judge and record all jobs, except those that the resumed file has.
@@ -415,6 +505,8 @@ class Session:
             return INTERRUPTED, str(error)
         except implementation_registry.ImplementationNotFound as error:  # a worker may fail to load a kernel
             return FAILED, str(error)
+        except (ExecutorFailed, WorkerMismatch) as error:
+            return FAILED, str(error)
         except KeyboardInterrupt:
             return INTERRUPTED, interrupts.describe_signal()
         if missing := sum(self._numbers[id(job)] not in self.recorded.done for job in self.jobs):
@@ -423,13 +515,17 @@ class Session:
 
     def _judge_waiting(self, jobs: Sequence[Job], on_job: Callable[[Job, list[Record]], None]) -> None:
         runner = self._create_runner()
-        workers = 1 if self._is_given else self.options.jobs or _choose_worker_count(len(jobs))
-        if workers == 1:
-            runner.run(jobs, on_job)
+        if self._remote is not None:
+            pool = self._remote.pool
         else:
-            judge_in_parallel(
-                jobs, workers, self.kernel_options, on_job, runner.report_lost, one_by_one=self.options.fail_fast
-            )
+            workers = self._count_workers(len(jobs))
+            if workers == 1:
+                runner.run(jobs, on_job)
+                return
+            pool = LocalPool(workers)
+        judge_in_parallel(
+            jobs, pool, self.kernel_options, on_job, runner.report_lost, one_by_one=self.options.fail_fast
+        )
 
     def follow_up(self, say: Say = say_nothing) -> None:
         """Confirm findings, compare failing kernels with planted bugs, and with `--shrink` shrink findings.
@@ -439,17 +535,25 @@ class Session:
         assert self._journal is not None
         if interrupts.get_received_signal() or not any(record.verdict in RED for record in self.recorded.records):
             return
-        options, runner = self.options, self._create_runner()
+        options, implementations = self.options, self._list_implementations_here()
         if not options.is_one_case_or_problem:
             seconds = follow_up.FollowUpSeconds(options.confirm_seconds, options.diagnose_seconds)
             spent = time.perf_counter() - self._started
-            follow_up.follow_up(self._journal, self.implementations, runner, seconds, spent=spent, say=say)
+            runner = self._create_runner(confirmed=0)
+            follow_up.follow_up(self._journal, implementations, runner, seconds, spent=spent, say=say)
+            self._is_followed_up = options.diagnose_seconds != 0
         if options.shrink and interrupts.get_received_signal() is None:
             from conformance.session.probes import finding_shrinker  # imported late: it loads Hypothesis
 
             with interrupts.end_on_signal():
-                for line in finding_shrinker.shrink_findings(self._journal, self.implementations, runner, say):
+                runner = self._create_runner()
+                for line in finding_shrinker.shrink_findings(self._journal, implementations, runner, say):
                     self._shrunk.append(line)  # one by one, so that a signal loses no finished line
+
+    def _list_implementations_here(self) -> list[Implementation]:
+        """Return the implementations that this process can judge further, on the platform where they were judged."""
+        elsewhere = self._remote.pool.platforms if self._remote is not None else frozenset()
+        return [each for each in self.implementations if each.accelerator.platform not in elsewhere]
 
     def finish(self, how: str, reason: str) -> SessionResult:
         """Add the records that concern the run as a whole, close the files, and build the result.
@@ -465,12 +569,17 @@ class Session:
         excess: list[Record] = []
         try:
             judged = {record.implementation for record in self.recorded.records}
-            self._journal.add_records(
-                build_hardware_records(each for each in self.implementations if each.name in judged)
-            )
-            excess = flag_share.find_excess(self.recorded.records)
+            on_chip = {(record.implementation, record.platform) for record in self.recorded.records}
+            present = [
+                each
+                for each in self.implementations
+                if each.name in judged and (each.name, each.accelerator.platform) not in on_chip
+            ]
+            self._journal.add_records(self._set_repetition(build_hardware_records(present)))
+            excess = self._set_repetition(flag_share.find_excess(self.recorded.records))
             self._journal.add_records(excess)
-            self._journal.add_records(build_changed_file_records(self._journal.run, self.recorded.records))
+            changed = build_changed_file_records(self._journal.run, self.recorded.records)
+            self._journal.add_records(self._set_repetition(changed))
             is_whole = self.options.is_whole and len(self.recorded.done) == len(self.plan.jobs)
             if how == COMPLETE and is_whole:
                 stale = self.settings.find_stale_entries(self.recorded.records, jax.__version__)
@@ -478,10 +587,7 @@ class Session:
             self._journal.end(how, reason=reason, seconds=time.perf_counter() - self._started)
         except JournalWriteError as error:
             how, reason = FAILED, self._abandon(error)
-        records, info = aggregate_runs(
-            [self.recorded], command=self.run.command, detection=detection_table.load_table()
-        )
-        info = bug_diagnosis.add_diagnoses(info, records)
+        records, info = merge_runs([self.recorded], command=self.run.command, is_followed_up=self._is_followed_up)
         lacks_platform = self._lacks_platform(records)
         code = compute_exit_code(records, self.implementations, how, lacks_platform=lacks_platform)
         return SessionResult(
@@ -497,6 +603,12 @@ class Session:
             lacks_platform=lacks_platform,
             exit_code=interrupts.resolve_exit_code(code),
         )
+
+    def _set_repetition(self, found: Sequence[Record]) -> list[Record]:
+        """Return records of the run as a whole with what reproduces them, if the caller formats that."""
+        if (format_repetition := self._format_repetition) is None:
+            return list(found)
+        return [dataclasses.replace(record, reproduce=format_repetition(record)) for record in found]
 
     def _abandon(self, error: JournalWriteError) -> str:
         """End the run without writing its files further, and return the reason for the user."""
@@ -534,9 +646,11 @@ class Session:
         try:
             self.begin()
         except JournalWriteError as error:
+            self.close()
             raise CannotJudge(str(error)) from error
         try:
             how, reason = self.judge_jobs(show_progress)
+            self.close()
             if how == COMPLETE:
                 self.follow_up(say)
         except JournalWriteError as error:
@@ -547,13 +661,34 @@ class Session:
                 seconds = time.perf_counter() - self._started
                 self._journal.end(FAILED, reason=f"{type(error).__name__}: {error}", seconds=seconds)
             raise
+        finally:
+            self.close()
         result = self.finish(how, reason)
         self.write_outputs(result)
         return result
 
+    def close(self) -> None:
+        """End the connection to a cluster, if there is one. `run_to_end` does this itself."""
+        if self._remote is not None:
+            self._remote.close()
+
     def _lacks_platform(self, records: Sequence[Record]) -> bool:
         required = self.options.require_platform
         return bool(required) and not any(r.platform == required and r.verdict in JUDGED for r in records)
+
+
+def merge_runs(
+    recorded: Sequence[RecordedRun], *, command: str, is_followed_up: bool = False
+) -> tuple[list[Record], RunInfo]:
+    """Merge the records of runs, and collect what a report shows besides them, such as the likeliest planted bugs.
+
+    Args:
+      recorded: the runs.
+      command: the command that the report shows.
+      is_followed_up: whether failing kernels were compared with planted bugs after judging.
+    """
+    records, info = aggregate_runs(recorded, command=command, detection=detection_table.load_table())
+    return records, bug_diagnosis.add_diagnoses(info, records, is_followed_up=is_followed_up)
 
 
 def compute_exit_code(
@@ -583,12 +718,34 @@ def _choose_worker_count(jobs: int) -> int:
     return min(os.cpu_count() or 1, most) if jobs > _FEW_JOBS else 1
 
 
+def _measure_slowness() -> float:
+    """Measure how much slower this machine is than the one on which jobs were timed, by the best of three loops."""
+    took = []
+    for _ in range(3):
+        started = time.perf_counter()
+        for _ in range(_LOOP_STEPS):
+            pass
+        took.append(time.perf_counter() - started)
+    return min(max(0.3, min(took) / _LOOP_SECONDS), 5.0)
+
+
+def _format_rough_time(seconds: float) -> str:
+    """Format a time that is a guess, with as few digits as it deserves."""
+    if seconds < 90:
+        return f"{max(5, 5 * round(seconds / 5))} s"
+    return f"{round(seconds / 60)} min"
+
+
 def run_session(
     options: RunOptions,
     *,
     implementations: Sequence[Implementation] = (),
     show_progress: ShowProgress = show_no_progress,
     say: Say = say_nothing,
+    executor: concurrent.futures.Executor | None = None,
+    format_repetition: Callable[[Record], str] | None = None,
+    compiler_options: Mapping[str, bool | int] | None = None,
+    writes_step_summary: bool = True,
 ) -> SessionResult:
     """Run a whole session in this process, and end the kernels' processes.
 
@@ -597,6 +754,10 @@ def run_session(
       implementations: the implementations to judge, in place of those that the options name. They run in this process.
       show_progress: opens a display of the run's progress.
       say: called with lines for the user while the session goes on.
+      executor: runs the jobs in its processes, which find implementations by name.
+      format_repetition: formats what reproduces a record, such as Python code, in place of a command.
+      compiler_options: for first judgements in a process whose XLA flags were not set for judging.
+      writes_step_summary: whether a step of GitHub Actions gets a summary of the run.
 
     Raises:
       CannotJudge: if the run is not possible; the message is one line.
@@ -605,7 +766,14 @@ def run_session(
     with interrupts.record_signals():
         try:
             with interrupts.raise_on_signal():
-                session = Session(options, implementations=implementations)
+                session = Session(
+                    options,
+                    implementations=implementations,
+                    executor=executor,
+                    format_repetition=format_repetition,
+                    compiler_options=compiler_options,
+                    writes_step_summary=writes_step_summary,
+                )
             return session.compare_with_baseline(session.run_to_end(show_progress, say))
         finally:
             kernel_process.end_all_processes()

@@ -16,7 +16,7 @@ from typing import Any
 
 from cases.operand_registry import OPTIONAL
 from cases.storage_forms.form_registry import FORMS, read_storage
-from reports.matrix_columns import FEATURE_KINDS
+from reports.matrix_rows import FEATURE_KINDS
 
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
 _SIZES = ("batch", "q_length", "kv_length", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim")
@@ -179,6 +179,9 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
         yield _create_level(
             kind, _MASKS.get(kind, f"under a mask of kind {kind}"), "mask", example=_find_offset_mask(kind)
         )
+    if "causal" not in kinds:
+        counter = {"mask": "causal"}
+        yield _create_level("not causal", "under any mask but causal", "mask", odds=_RARE, counter=counter)
     if _ROW_MASKS & kinds:
         yield _create_level("row mask", "under a mask that differs by batch row", "mask", odds=_RARER / 2)
     if len(terms) > 1:
