@@ -226,7 +226,7 @@ def kinds_of_masks() -> set[str]:
 
 
 def test_every_verdict_is_described() -> None:
-    found = {names(name)[0]: red for name, _, red in rows("docs/verdicts.md", "verdict", "means", "red")}
+    found = {names(name)[0]: red for name, _, red in rows("docs/outcomes.md", "verdict", "means", "red")}
     assert set(found) == set(VERDICTS)
     assert {name for name, red in found.items() if red == "red"} == set(RED)
 
