@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / ".github" / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "conformance").rglob("*.md")),
 )
 CONTRACT, CHECKED = (ROOT / "docs" / name for name in ("contract.md", "checks.md"))
@@ -94,7 +94,7 @@ def words(path: Path) -> str:
 def told() -> dict[Path, str]:
     """What modules and documents say, but for files to come (README) and gone (changes)."""
     said = {path: words(path) for path in SOURCES}
-    pages = (path for path in (ROOT / "docs").glob("*.md") if path.name != "changelog.md")
+    pages = (path for path in (ROOT / "docs").rglob("*.md") if path.name != "changelog.md")
     return said | {path: path.read_text(encoding="utf-8") for path in pages}
 
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in sorted((ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / ".github").rglob("*.md")))
+    for path in sorted((ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")))
 }
 
 
@@ -226,7 +226,7 @@ def kinds_of_masks() -> set[str]:
 
 
 def test_every_verdict_is_described() -> None:
-    found = {names(name)[0]: red for name, _, red in rows("docs/outcomes.md", "verdict", "means", "red")}
+    found = {names(name)[0]: red for name, _, red in rows("docs/reference/outcomes.md", "verdict", "means", "red")}
     assert set(found) == set(VERDICTS)
     assert {name for name, red in found.items() if red == "red"} == set(RED)
 
