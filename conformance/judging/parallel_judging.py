@@ -1,4 +1,7 @@
-"""Judge jobs in several processes. A job is sent as names, and its records come back."""
+"""Judge jobs in several worker processes.
+
+A worker gets the names of the implementation, case and checks of a job, finds them itself, and sends the records back.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from conformance.records import Record
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.sandboxed_executor import collect_handshakes
 
-# Short jobs in a task: few enough to share work evenly, enough to keep overhead low. Jobs that share compiled programs
-# stay together even beyond this number.
+# The number of short jobs that a worker gets at once: few enough to share work evenly, enough to keep overhead low.
+# Jobs that share compiled programs stay together even beyond this number.
 _JOBS_PER_TASK = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class _JobSpec:
-    """A job as names, which can be pickled."""
+    """A job in a form that can be pickled: by the names of its parts."""
 
     implementation: str
     kernels: KernelOptions
@@ -46,12 +49,12 @@ def judge_in_parallel(
     """Judge `jobs` in worker processes. Ctrl-C stops the workers at once.
 
     Args:
-      jobs: what to judge.
+      jobs: the jobs to judge.
       processes: number of workers.
       kernels: how kernels are found, and where they run.
       on_job: called with each job and its records as it ends.
       lost: returns the records of a job that kills its process.
-      one_by_one: whether a worker takes one job at a time, so that the first of them ends soonest.
+      one_by_one: whether each worker gets a single job at a time. Then the first jobs of the list end soonest.
     """
     kernels = dataclasses.replace(
         kernels, handshakes=collect_handshakes({job.implementation.name: job.implementation for job in jobs}.values())
@@ -73,7 +76,7 @@ def judge_in_parallel(
 
 
 def _serialize_job(job: Job, kernels: KernelOptions) -> _JobSpec:
-    """Return the names by which a worker finds the job."""
+    """Replace the parts of a job by the names from which a worker finds them."""
     checks = tuple(check.name for check in job.checks)
     return _JobSpec(job.implementation.name, kernels, job.case.id, checks, job.rotation)
 
@@ -102,13 +105,13 @@ def _group_jobs(jobs: Sequence[Job], *, one_by_one: bool) -> list[list[Job]]:
 
 @functools.cache
 def _create_runner(folder: Path, kernels: KernelOptions) -> Runner:
-    """Create the runner of this process, with the settings of the project in which the command was given."""
+    """Create the runner of this worker, once, with the settings of the project in `folder`."""
     return Runner(settings.load_settings(folder), options=kernels.options)
 
 
 @functools.cache
 def _find_implementation(name: str, kernels: KernelOptions) -> Implementation:
-    """Find an implementation by its name, once in each process."""
+    """Find an implementation by its name, once in each worker."""
     return kernels.find(name)
 
 

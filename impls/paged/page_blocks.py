@@ -44,7 +44,7 @@ class PageBlocks(NamedTuple):
     end: jax.Array  # one past the last index into this row that the tile needs
     length: jax.Array  # number of the tile's blocks
     before: jax.Array  # number of blocks of all earlier tiles
-    following: jax.Array  # the next tile that has a block; L if no later tile has one
+    following: jax.Array  # index of the next tile that has a block; `L` if no later tile has one
 
 
 def build_blocks(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> PageBlocks:

@@ -58,7 +58,7 @@ class Scratch(NamedTuple):
     dq: Any  # [2, block_q, H], buffers of blocks copied from HBM and back, if fused
     copied_in: Any  # [2] semaphores of copies from HBM, if fused
     copied_out: Any  # [2] semaphores of copies to HBM, if fused
-    num_added: Any  # [1] int32, blocks of dq added to so far for this key block, if fused
+    num_added: Any  # [1] int32, number of dq blocks that this key block has updated so far, if fused
 
 
 def compute_dkv(call: KernelCall, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:

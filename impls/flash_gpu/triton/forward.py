@@ -135,4 +135,5 @@ def add_sink(old: RunningSoftmax, sink: jax.Array) -> RunningSoftmax:
     maximum = jnp.maximum(old.maximum, sink)  # maximum, equation (4)
     shift = replace_neg_inf(maximum)
     decay = jnp.exp2(old.maximum - shift)
-    return RunningSoftmax(maximum, old.total * decay + jnp.exp2(sink - shift), old.out * decay[:, None])  # sum, eq. (5)
+    # The total is the sum of weights, equation (5).
+    return RunningSoftmax(maximum, old.total * decay + jnp.exp2(sink - shift), old.out * decay[:, None])

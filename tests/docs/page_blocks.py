@@ -1,0 +1,88 @@
+"""Run the blocks of a page in order, and compare what they print with what the page shows."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from website.fences import Fence
+
+ROOT = Path(__file__).parent.parent.parent
+_FILE_NAME = re.compile(r"# ([\w./-]+\.(?:py|toml|ya?ml))\s*$")
+_NUMBER = re.compile(r"(?<![\w.])-?\d+\.?\d*(?:e[+-]?\d+)?(?![\w.]\w)")
+_TIME = re.compile(r"\b\d+(?:\.\d+)? ?(?:s|ms|min|h|seconds?|minutes?)\b")
+_COMMAND_SECONDS = 300
+
+
+def run_block(fence: Fence, folder: Path, names: dict[str, Any]) -> str | None:
+    """Run one block in a folder, and return what a Python block printed.
+
+    Args:
+      fence: the block.
+      folder: the page's folder.
+      names: the global names of the page's Python blocks, which the block may add to.
+
+    Raises:
+      AssertionError: if a command exits with another code than the page says, or prints something else.
+    """
+    name = _FILE_NAME.match(fence.text.partition("\n")[0])
+    if name and fence.language in ("python", "toml", "yaml"):
+        (folder / name[1]).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name[1]).write_text(fence.text, encoding="utf-8")
+    elif fence.language == "python":
+        return _execute(fence, names)
+    elif fence.language in ("sh", "console"):
+        commands = [(fence.text, None)] if fence.language == "sh" else list(split_console(fence.text))
+        for number, (command, shown) in enumerate(commands, 1):
+            code = int(fence.options.get("exit", 0)) if number == len(commands) else 0
+            printed = _run_command(command, ROOT if "in-clone" in fence.classes else folder, code)
+            if shown is not None:
+                assert_shown(shown, printed)
+    return None
+
+
+def split_console(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each command of a console block with the output below it. A command ends in its line, or continues by `\\`."""
+    parts = re.split(r"^\$ ((?:.*\\\n)*.*)\n?", text, flags=re.MULTILINE)
+    assert not parts[0].strip(), f"a console block begins with a command: {text}"
+    yield from zip(parts[1::2], parts[2::2], strict=True)
+
+
+def assert_shown(shown: str, printed: str) -> None:
+    """Check that a text was printed, where a line `...` of it stands for any lines."""
+    pieces = re.split(r"^\.\.\.\n?", normalize(shown), flags=re.MULTILINE)
+    pattern = r"(?:.*\n)*?".join(re.escape(piece) for piece in pieces)
+    assert re.fullmatch(pattern, normalize(printed)), f"the page shows:\n{shown}\nbut this was printed:\n{printed}"
+
+
+def normalize(text: str) -> str:
+    """Round numbers to three digits, and drop times and spaces at ends of lines, which differ between machines."""
+    text = _TIME.sub("TIME", text)
+    text = _NUMBER.sub(lambda number: f"{float(number[0]):.3g}", text)
+    return re.sub(r"[ \t]+$", "", text.rstrip("\n") + "\n", flags=re.MULTILINE)
+
+
+def _execute(fence: Fence, names: dict[str, Any]) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(fence.text, f"<block at line {fence.line}>", "exec"), names)  # what a reader would paste
+    return printed.getvalue()
+
+
+def _run_command(command: str, folder: Path, code: int) -> str:
+    environment = dict(os.environ, COLUMNS="120", NO_COLOR="1")
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    for name in [name for name in environment if name.startswith("PYTEST_")]:
+        del environment[name]
+    done = subprocess.run(
+        ["bash", "-euc", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=_COMMAND_SECONDS
+    )
+    assert done.returncode == code, f"$ {command}\nexit code {done.returncode}, not {code}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
