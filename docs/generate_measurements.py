@@ -319,7 +319,16 @@ def _format_provenance(measured: Mapping[str, Any]) -> str:
     text = f"Measured {measured['date']} on: {measured['machine']}. Versions: {measured['versions']}."
     if not measured["commands"]:
         return text
-    return f"{text} To measure it again:\n\n```sh\n" + "\n".join(measured["commands"]) + "\n```"
+    commands = "\n".join(_break_command(command) for command in measured["commands"])
+    return f"{text} To measure it again:\n\n```sh\n{commands}\n```"
+
+
+def _break_command(command: str) -> str:
+    """Break a long command before each of its cases, and then before other options."""
+    for option in (" --case=", " --knob=fused", " --target=v5e", " --impl=jax_mha_gpu"):
+        if max(map(len, command.split("\n"))) > 110:
+            command = command.replace(option, f" \\\n {option}", 1 if option != " --case=" else -1)
+    return command
 
 
 def _format_source(file: str) -> str:
