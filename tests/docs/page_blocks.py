@@ -38,6 +38,8 @@ def run_block(fence: Fence, folder: Path, names: dict[str, Any]) -> str | None:
         (folder / name[1]).write_text(fence.text, encoding="utf-8")
     elif fence.language == "python":
         return _execute(fence, names)
+    elif fence.language == "diff":
+        apply_diff(fence.text, folder)
     elif fence.language in ("sh", "console"):
         commands = [(fence.text, None)] if fence.language == "sh" else list(split_console(fence.text))
         for number, (command, shown) in enumerate(commands, 1):
@@ -53,6 +55,22 @@ def split_console(text: str) -> Iterator[tuple[str, str]]:
     parts = re.split(r"^\$ ((?:.*\\\n)*.*)\n?", text, flags=re.MULTILINE)
     assert not parts[0].strip(), f"a console block begins with a command: {text}"
     yield from zip(parts[1::2], parts[2::2], strict=True)
+
+
+def apply_diff(text: str, folder: Path) -> None:
+    """Change a file of `folder` as a diff says: `--- PATH` first, then hunks that begin with `@@`.
+
+    A hunk has no line numbers. Its unchanged and removed lines are looked for in the file, which must have them.
+    """
+    header, *hunks = re.split(r"^@@\n", text, flags=re.MULTILINE)
+    path = folder / header.removeprefix("--- ").strip()
+    content = path.read_text(encoding="utf-8")
+    for hunk in hunks:
+        lines = hunk.splitlines(keepends=True)
+        before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
+        assert before in content, f"{path} has no lines\n{before}"
+        content = content.replace(before, after, 1)
+    path.write_text(content, encoding="utf-8")
 
 
 def assert_shown(shown: str, printed: str) -> None:

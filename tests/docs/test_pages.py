@@ -21,16 +21,22 @@ PAGES = {
     str(path.relative_to(ROOT)): list(find_fences(path.read_text(encoding="utf-8")))
     for path in (ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted((ROOT / "docs/how-to").glob("*.md")))
 }
-LANGUAGES = {"python", "sh", "console", "text", "toml", "yaml", "json", ""}
+LANGUAGES = {"python", "sh", "console", "text", "toml", "yaml", "json", "diff", ""}
 LONG: set[str] = set()
 """Pages that take more than ten seconds."""
 
+CHANGE_THE_PROJECT = {page for page, fences in PAGES.items() if any(fence.language == "diff" for fence in fences)}
+"""Pages that change this project: their blocks run in a copy of its packages."""
 NOT_RUN = [(page, fence) for page, fences in PAGES.items() for fence in fences if "not-run" in fence.classes]
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.long] * (page in LONG)) for page in PAGES])
 def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(GIVEN, tmp_path, dirs_exist_ok=True)
+    if page in CHANGE_THE_PROJECT:
+        for package in ("cases", "conformance", "impls", "reports"):
+            shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
