@@ -20,12 +20,13 @@ from cases.moba_mask import Moba
 from conformance import declare
 from conformance.checks import CHECKS
 from conformance.contract import Accelerator, Arithmetic, Implementation
+from website import reference_pages
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / ".github" / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),  # `mkdocs build --strict` checks the links of the others
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "conformance").rglob("*.md")),
 )
 CONTRACT, CHECKED = (ROOT / "docs" / name for name in ("contract.md", "checks.md"))
@@ -48,7 +49,8 @@ def prose(text: str) -> str:
 
 
 def headings(path: Path) -> list[str]:
-    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    page = reference_pages.fill_in(path.read_text(encoding="utf-8"))
+    text = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
 
 

@@ -28,6 +28,8 @@ class Fence:
       language: the word after the backticks, `""` if there is none.
       text: the lines between the fences, without the fence's indentation.
       line: the number of the opening fence's line, from 1.
+      start: where the block begins in the page, in characters.
+      end: where it ends.
       classes: the attributes that begin with a dot, without it.
       options: the attributes of the form `name=value`.
     """
@@ -35,6 +37,8 @@ class Fence:
     language: str
     text: str
     line: int
+    start: int
+    end: int
     classes: frozenset[str]
     options: dict[str, str]
 
@@ -47,6 +51,8 @@ def find_fences(page: str) -> Iterator[Fence]:
             language=match["language"],
             text=re.sub(f"^{match['indent']}", "", match["text"], flags=re.MULTILINE),
             line=page.count("\n", 0, match.start()) + 1,
+            start=match.start(),
+            end=match.end(),
             classes=frozenset(word[1:] for word in words if word.startswith(".")),
             options=dict(word.split("=", 1) for word in words if "=" in word),
         )
@@ -55,6 +61,20 @@ def find_fences(page: str) -> Iterator[Fence]:
 def drop_attributes(page: str) -> str:
     """Return the page without the attributes of its fences."""
     return re.sub(r"^([ ]*```+[\w+-]*)[ ]+\{[^}\n]*\}", r"\1", page, flags=re.MULTILINE)
+
+
+def split_console(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each command of a console block with the output below it.
+
+    A command follows `$ `. It is one line, or several of which all but the last end with a backslash.
+
+    Raises:
+      ValueError: if the block does not begin with a command.
+    """
+    parts = re.split(r"^\$ ((?:.*\\\n)*.*)\n?", text, flags=re.MULTILINE)
+    if parts[0].strip():
+        raise ValueError(f"a console block must begin with a command: {text}")
+    yield from zip(parts[1::2], parts[2::2], strict=True)
 
 
 def split_at_code(page: str) -> Iterator[tuple[bool, str]]:

@@ -22,7 +22,7 @@ PAGES = {
     for path in (ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted((ROOT / "docs/how-to").glob("*.md")))
 }
 LANGUAGES = {"python", "sh", "console", "text", "toml", "yaml", "json", "diff", ""}
-LONG: set[str] = set()
+LONG = {"README.md", "docs/tutorial.md"}
 """Pages that take more than ten seconds."""
 
 CHANGE_THE_PROJECT = {page for page, fences in PAGES.items() if any(fence.language == "diff" for fence in fences)}
@@ -88,6 +88,15 @@ def test_output_is_compared_but_for_what_differs_between_machines() -> None:
         page_blocks.assert_shown("a 1.2341\n", "a 1.25\n")
     with pytest.raises(AssertionError, match="but this was printed"):
         page_blocks.assert_shown("a\n", "a\nb\n")
+
+
+def test_only_judging_gets_more_time() -> None:
+    options = "--confirm-seconds=600 --diagnose-seconds=600"
+    command = "python -m conformance run --impl=a.py:b"
+    assert page_blocks.raise_time_limits(command) == f"{command} {options}"
+    assert page_blocks.raise_time_limits(f"{command} > a.txt") == f"{command} {options} > a.txt"
+    assert page_blocks.raise_time_limits("python -m conformance list checks") == "python -m conformance list checks"
+    assert page_blocks.raise_time_limits(f"{command} --diagnose-seconds=0") == f"{command} --diagnose-seconds=0"
 
 
 def test_a_command_with_another_exit_code_fails(tmp_path: Path) -> None:
