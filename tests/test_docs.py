@@ -96,7 +96,10 @@ def words(path: Path) -> str:
 def told() -> dict[Path, str]:
     """What modules and documents say, but for files to come (README) and gone (changes)."""
     said = {path: words(path) for path in SOURCES}
-    pages = (path for path in (ROOT / "docs").rglob("*.md") if path.name != "changelog.md")
+    # How-to pages name files that the reader creates.
+    pages = (
+        path for path in (ROOT / "docs").rglob("*.md") if path.name != "changelog.md" and path.parent.name != "how-to"
+    )
     return said | {path: path.read_text(encoding="utf-8") for path in pages}
 
 
