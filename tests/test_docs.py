@@ -94,13 +94,18 @@ def words(path: Path) -> str:
 
 
 def told() -> dict[Path, str]:
-    """What modules and documents say, but for files to come (README) and gone (changes)."""
+    """What modules and documents say, but for files to come (README, blocks of `add-*.md`) and gone (changes)."""
     said = {path: words(path) for path in SOURCES}
-    # How-to pages name files that the reader creates.
-    pages = (
-        path for path in (ROOT / "docs").rglob("*.md") if path.name != "changelog.md" and path.parent.name != "how-to"
-    )
-    return said | {path: path.read_text(encoding="utf-8") for path in pages}
+    pages = (path for path in (ROOT / "docs").rglob("*.md") if path.name != "changelog.md")
+    return said | {path: prose_of_guide(path) for path in pages}
+
+
+def prose_of_guide(path: Path) -> str:
+    """The text of a page, without blocks if it guides an addition: their files are to come, as `NAME` is."""
+    page = path.read_text(encoding="utf-8")
+    if not path.name.startswith("add-"):
+        return page
+    return re.sub(r"^```.*?^```|`[^`\n]*\bNAME\b[^`\n]*`", "", page, flags=re.DOTALL | re.MULTILINE)
 
 
 def is_there(module: str) -> bool:

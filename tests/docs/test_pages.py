@@ -22,7 +22,10 @@ PAGES = {
     for path in (ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted((ROOT / "docs/how-to").glob("*.md")))
 }
 LANGUAGES = {"python", "sh", "console", "text", "toml", "yaml", "json", "diff", ""}
-LONG = {"README.md", "docs/tutorial.md"}
+_LONG_GUIDES = (
+    "add-a-kernel add-a-mask compare-versions explore other-layout paged read-a-finding tpu-without-chip many-machines"
+)
+LONG = {"README.md", "docs/tutorial.md", *(f"docs/how-to/{name}.md" for name in _LONG_GUIDES.split())}
 """Pages that take more than ten seconds."""
 
 CHANGE_THE_PROJECT = {page for page, fences in PAGES.items() if any(fence.language == "diff" for fence in fences)}

@@ -24,7 +24,7 @@ def flash_attention(
     if cap is not None:
         x = cap * jnp.tanh(x / cap)
     if causal:
-        x = jnp.where(jnp.tri(*x.shape[2:], dtype=bool), x, -jnp.inf)
+        x = jnp.where(jnp.tri(q.shape[2], k.shape[2], dtype=bool), x, -jnp.inf)
         hidden = jnp.arange(k.shape[2]) >= q.shape[2]  # keys behind the last query may hold NaN
         v = jnp.where(hidden[:, None], 0, v)
     logsumexp = jax.nn.logsumexp(x, axis=-1)
