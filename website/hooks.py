@@ -34,10 +34,11 @@ _LARGEST_FILE = 200_000  # bytes shown of one file; measured tables are larger, 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the mirrored documents, and a page for each source file that a page links to."""
+    shown: set[str] = set()
     for source, uri in MIRRORED.items():
         text = (ROOT / source).read_text(encoding="utf-8")
+        shown |= set(_find_source_links(text, source))
         files.append(File.generated(config, uri, content=rewrite_links(text, source, uri)))
-    shown: set[str] = set()
     for file in list(files.documentation_pages()):
         source = _find_source(file.src_uri)
         shown |= set(_find_source_links(file.content_string, source))
