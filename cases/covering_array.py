@@ -162,7 +162,8 @@ def list_combinations(sizes: Sequence[int], strength: int, feasible: Feasible) -
 def count_coverage(rows: Iterable[Row], sizes: Sequence[int], strength: int, feasible: Feasible) -> Coverage:
     """Count the feasible combinations that `rows` contain.
 
-    A combination that no full row can contain is not feasible: its levels exclude each other through a third axis.
+    A combination counts as feasible only if some complete row contains it. Its levels may be allowed together and yet
+    leave no level allowed for another axis.
     """
     present = {found for row in rows for found in _iter_combinations(row, strength)}
     wanted = list_combinations(sizes, strength, feasible)

@@ -24,7 +24,7 @@ def _format_offset(value: int) -> str:
 
 def _format_causal_end(q: int, kv: int, batch: int) -> str:
     """Return the spec of a causal mask that aligns the last query with the last key."""
-    # At equal lengths the aligned offset is 0, which is plain causal; 3 differs from it.
+    # At equal lengths the offset would be 0, which is the plain causal mask. The offset 3 gives another mask.
     return f"causal{_format_offset(kv - q if kv != q else 3)}"
 
 

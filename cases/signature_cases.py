@@ -36,7 +36,7 @@ _BEHIND = ("residuals", "poison")
 SIGNATURE_CASES: tuple[SignatureCase, ...] = tuple(
     SignatureCase(parse_case_id(f"{case}/s0"), ("forward", "gradients", *beside))
     for case, beside in (
-        # Attention alone; then features that every kernel has in some form.
+        # The first case is attention without a feature. The others have features that every kernel has in some form.
         (f"train/f32/{_ONE}/full/normal", _SAVED),
         (f"train/f32/{_GROUPS}/full/normal", _LSE),
         (f"train/f32/{_ONE}/causal/normal", _SAVED),

@@ -14,7 +14,7 @@ def main() -> None:
     """Start recording stop signals, then load the command line and run the command."""
     with interrupts.record_signals():
         try:
-            from conformance.cli import run_main  # imported late: signals are recorded by now
+            from conformance.cli import run_main  # slow, so signals during the import are recorded too
         except Exception as error:  # for example a missing library, or an unreadable file
             line = f"error: the command line does not load: {type(error).__name__}: {error}".replace("\n", " ")
             os.write(2, f"{line}\n".encode(errors="backslashreplace"))

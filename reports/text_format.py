@@ -61,6 +61,12 @@ def format_share(value: float | None) -> str:
     return f"{format_number(value, digits=digits)}{TIMES}"
 
 
+def format_multiple(share: float | None) -> str:
+    """Format a multiple of a limit for a sentence: with a times sign whatever it is."""
+    text = format_share(share)
+    return text if share is None or text.endswith(TIMES) else f"{text}{TIMES}"
+
+
 def format_duration(seconds: float) -> str:
     """Format a duration in seconds, or from one minute on in minutes or hours."""
     if not math.isfinite(seconds):
@@ -178,7 +184,10 @@ def format_value(item: Any) -> str:
 
 
 def _format_distinct(got: float, expected: float) -> tuple[str, str]:
-    """Format both numbers with seven digits, or with more if needed to show their difference to a tenth of itself."""
+    """Format both numbers with seven digits, or with more where their difference needs it.
+
+    The digits suffice if rounding changes the difference by at most a tenth.
+    """
     off = abs(got - expected)
     if not 0 < off < math.inf:
         return format_number(got, digits=7), format_number(expected, digits=7)

@@ -1,1 +1,1 @@
-"""The space of cases that `explore` draws from: what is in it, how to draw from it, what is new in a case."""
+"""The space of random cases for the command `explore`: its alternatives, Hypothesis strategies, and case novelty."""

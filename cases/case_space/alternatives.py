@@ -1,8 +1,8 @@
-"""The alternatives of each choice in the case space, the plainest first, as far as they are supported.
+"""Find the alternatives that an implementation supports for each field of a random case, the plainest first.
 
-An implementation says case by case what it supports. If cases were drawn from everything and then filtered, a kernel
-that supports little would have almost none left. So each alternative is first tried alone, on a case that is otherwise
-plain. An alternative that is never supported is not drawn.
+An implementation says only for a whole case whether it supports the case. If cases were drawn from everything and then
+filtered, almost none would be left for a kernel that supports little. So `build_space` first tries each alternative
+alone, on an otherwise plain case. `case_strategies` then draws only from the supported alternatives.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from cases.operand_registry import OPTIONAL
 from cases.score_functions import CAPPING
 
 Supports = Callable[[Case], "str | None"]
-"""Returns why a case is not wanted, or None if it is."""
+"""A function that returns why a case is not supported, or None if it is."""
 
 MASKS: Mapping[str, str] = {kind.name: kind.example for kind in KINDS}
-"""An example spec that fits the plain case, by kind of mask, the plainest first."""
+"""For each kind of mask, an example spec that fits the plain case; the plainest kind comes first."""
 _OFFSETS = {kind.name: f"{kind.example}-o3" for kind in KINDS if kind.offset == "any"}
 _JOINTS = {"_and_": "causal_and_window-l31-r7", "_or_": "causal_or_window-l7-r7"}
-# Some kernels take only lengths and depths that are multiples of a block. The first supported step is used. Each step
-# has a size that is tried.
+# Some kernels take only lengths and depths that are multiples of a block, the step. Each entry is a step and the size
+# that is tried for it: a multiple of this step, but not of the next. The first step whose size is supported is used.
 _LENGTH_STEPS = {1: 77, 8: 72, 128: 128}
 _DEPTH_STEPS = {1: 37, 8: 40, 64: 64, 128: 128}
 
 
-class NothingToDraw(ValueError):  # noqa: N818 -- a statement, as the message is
-    """No case is supported, however plain."""
+class NothingToDraw(ValueError):  # noqa: N818 -- the name says what happened, without the suffix Error
+    """Raised if not even one of the plainest cases is supported."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,14 +40,17 @@ class Space:
     """The alternatives to draw cases from; every tuple has the plainest one first.
 
     Attributes:
-      phases, dtypes, masks, distributions: as in `Case`.
-      operands: by field of `Case`, its possible values; for a number, one that stands for all.
-      offsets: the kinds of mask that may have an offset.
-      joints: how masks may be combined.
-      grouped: whether query heads may share a key/value head.
-      unequal_lengths, v_head_dim: whether T may differ from S, and V from H.
-      length_step, depth_step: lengths and depths are multiples of these.
-      clues: numbers found in the implementation; sizes beside them are drawn too.
+      phases, dtypes, distributions: the supported values of the fields of `Case`.
+      masks: the supported kinds of masks.
+      operands: by the field of `Case`, the supported values of an optional operand. For an operand that is a number,
+        one value stands for all numbers.
+      offsets: the kinds of masks that may have an offset.
+      joints: the supported ways to combine two masks in a mask spec, `_and_` and `_or_`.
+      grouped: the supported answers to whether query heads share a key/value head.
+      unequal_lengths: the supported answers to whether T differs from S.
+      v_head_dim: the supported answers to whether V differs from H.
+      length_step, depth_step: all lengths, and all depths, are multiples of this number.
+      clues: numbers found in the implementation; sizes near them are drawn too.
     """
 
     phases: tuple[str, ...]
@@ -66,10 +69,10 @@ class Space:
 
 
 def build_space(supports: Supports = lambda case: None, phases: tuple[str, ...] = PHASES) -> Space:
-    """Build the space that `supports` leaves of the given phases.
+    """Build the space of the alternatives that `supports` accepts, for cases of the given phases.
 
     Raises:
-      NothingToDraw: no plain case is supported; the message has the reason for the plainest.
+      NothingToDraw: no plain case is supported; the message has the reason for the plainest case.
     """
     base = _find_base(supports, phases)
 
@@ -80,7 +83,7 @@ def build_space(supports: Supports = lambda case: None, phases: tuple[str, ...] 
         return supports(dataclasses.replace(base, **changes)) is None
 
     def keep_supported(field: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the values of the field that are supported."""
+        """Return the values of `field` with which the plain case is supported."""
         return tuple(value for value in values if is_supported(**{field: value}, **_choose_phase(field, value, base)))
 
     return Space(
@@ -107,29 +110,30 @@ def build_space(supports: Supports = lambda case: None, phases: tuple[str, ...] 
 
 
 def _adapt_mask(mask: str, length: int) -> str:
-    """Return the plain case's mask at another length: a balanced one needs a length that divides."""
+    """Adapt the plain case's mask to another length: `causal` replaces `balanced` unless 4 divides the length."""
     return "causal" if mask == MASKS["balanced"] and length % 4 else mask
 
 
 def _find_step(steps: Mapping[int, int], supported: Callable[[int], bool]) -> int:
-    """Return the smallest step that is supported."""
+    """Return the first step whose size is supported, or the largest step if none is."""
     return next((step for step, probe in steps.items() if supported(probe)), max(steps))
 
 
 def _choose_phase(field: str, value: Any, base: Case) -> dict[str, Any]:
-    """Choose the phase of a case with this value where it cannot be that of the plain one: a cache is not trained."""
+    """Return the phase to change to: a case with a quantised cache cannot be in training, so it becomes prefill."""
     return {"phase": "prefill"} if field == "kv_cache" and value and base.phase == "train" else {}
 
 
 def _build_phase_fields(phase: str) -> dict[str, Any]:
-    """Return the fields of a phase."""
+    """Return the fields of a case in this phase; decode has one query."""
     return {"phase": phase, "q_length": 1} if phase == "decode" else {"phase": phase}
 
 
 def _is_impossible(changed: Mapping[str, Any]) -> bool:
-    """Return whether no case can have these fields.
+    """Return whether no case can have this combination of fields.
 
-    Examples are one query in a balanced mask, a knee without a cap, two caps, and training on a cache.
+    Impossible are a balanced mask with one query, the distribution `knee` without a soft cap, a soft cap beside a score
+    function that caps, and training with a quantised cache.
     """
     if changed.get("kv_cache") and changed.get("phase", "train") == "train":
         return True
@@ -140,7 +144,7 @@ def _is_impossible(changed: Mapping[str, Any]) -> bool:
 
 
 def _find_base(supports: Supports, phases: tuple[str, ...]) -> Case:
-    """Find the plainest supported case, with one or two changes if need be."""
+    """Find the plainest supported case: `Case()`, or `Case()` with one or two changes."""
     plain = Case()
     first: str | None = None
     changes: list[dict[str, Any]] = [

@@ -1,7 +1,7 @@
-"""Hypothesis strategies over the whole case space, not only the levels of the grid.
+"""Hypothesis strategies that draw random cases for the command `explore`, beyond the fixed values of the grid.
 
-Everything is drawn so that it fits what was drawn before. It shrinks towards the smallest and plainest case: one query,
-one key, one head, f32, no mask and no optional operand.
+Each value is drawn so that it fits the values drawn before it. Hypothesis shrinks a case towards the smallest and
+plainest: one query, one key, one head, f32, no mask and no optional operand.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from cases.operand_registry import QUIET
 from cases.score_functions import CAPPING
 from cases.storage_forms.form_cases import Caches, FormCases, load_all_form_cases
 
-LONGEST = 600
-_USUAL = 300
-# Time and memory of the oracle grow with B * N * T * S. Beyond this product, more heads and batch rows cost seconds.
+LONGEST = 600  # the longest length that is drawn without a clue
+_USUAL = 300  # the longest length that is drawn often
+# Time and memory of the oracle grow with B * N * T * S. Heads and batch rows are drawn so that the product stays below
+# this, since a case takes seconds beyond it.
 _PAIRS = 150_000
 _MOST_BATCH = 3
 _MOST_HEADS = 3
@@ -32,16 +33,18 @@ _LARGEST_GROUP = 4
 _DEPTHS = (8, 136)
 _USUAL_DEPTHS = (16, 32, 64, 72, 128)
 _BLOCKS = (32, 64, 128)
-# Logits of 7e4 round so coarsely in f32 that probabilities change by 1%, which hides one key among many.
+# The longest length with the distribution `huge`. Its logits of 7e4 round so coarsely in f32 that probabilities change
+# by 1%. Among more keys, such an error hides a fault in one key.
 _LONGEST_HUGE = 128
-_MANY_QUERIES = 16
-# Limits beside clues: pairs of query and key with few heads, and depths that keep long sequences cheap.
+_MANY_QUERIES = 16  # the fewest queries of a case whose values have the distribution `levels`
+# Limits that keep cases cheap. Lengths near a clue (a number found in the kernel) may be long. `_MOST_PAIRS` bounds
+# T * S, and such cases have few heads. If a length is above `_LONG`, depths are small.
 _MOST_PAIRS = 1_400_000
 _LONG = 2048
 _LITTLE_DEPTHS = (8, 16, 64, 128)  # the first two supported ones are used
-_BRIEF = (1, 16, 40, 64, 100, 128)
+_BRIEF = (1, 16, 40, 64, 100, 128)  # lengths of the shorter side if the other is long
 _MOST_COUNTED = {"batch": 9, "heads": 34, "depth": 272}
-# The usual size of large logits at scale 1 and usual depths.
+# The usual magnitude of the largest logits at scale 1 and usual depths: a clue is divided by it to give a scale.
 _LOGIT = 16
 _LARGEST_LOGIT = 4000.0
 _COMMON_MASKS = ("full", "causal", "window", "lengths")
@@ -56,17 +59,17 @@ def draw_cases(
     """Return the strategy of cases of the given phases that `supports` accepts.
 
     Args:
-      supports: returns why a case is not wanted, or None if it is.
-      phases: which phases to draw.
-      clues: numbers found in a kernel: sizes, masks, caps and scales beside them are drawn too.
+      supports: returns why a case is not supported, or None if it is.
+      phases: the phases to draw from.
+      clues: numbers found in a kernel; sizes, masks, caps and scales near them are drawn too.
 
     Raises:
-      cases.case_space.alternatives.NothingToDraw: no case is supported, however plain.
+      cases.case_space.alternatives.NothingToDraw: not even one of the plainest cases is supported.
     """
     try:
         within = dataclasses.replace(build_space(supports, phases), clues=clues)
     except NothingToDraw:
-        # An implementation that takes stored operands takes no others.
+        # An implementation that takes operands in a storage form supports no dense case.
         forms = load_all_form_cases().values()
         form = next((form for form in forms if _list_supported_caches(form, supports)), None)
         if form is None or supports(Case()) is None:
@@ -77,13 +80,13 @@ def draw_cases(
 
 
 def _list_supported_caches(form: FormCases, supports: Supports) -> Caches:
-    """Return the caches with which the plain case of a storage form is supported."""
+    """Return the formats of caches with which the plain case of a storage form is supported."""
     return tuple(cache for cache in form.caches if supports(dataclasses.replace(form.plain, kv_cache=cache)) is None)
 
 
 @st.composite
 def draw_any_case(draw: st.DrawFn, within: Space) -> Case:
-    """Draw a case within a space."""
+    """Draw a case with dense operands from the alternatives of `within`."""
     phase = draw(_draw_seldom(within.phases))
     dtype = draw(st.sampled_from(within.dtypes))
     q_length, kv_length = draw(draw_lengths(phase, within))
@@ -93,12 +96,12 @@ def draw_any_case(draw: st.DrawFn, within: Space) -> Case:
     head_dim = draw(depth)
     other_depth = draw(st.sampled_from(within.v_head_dim))
     mask = draw(draw_mask_specs(batch, q_length, kv_length, within))
-    # Most draws leave an operand out; otherwise every case would have half of them.
+    # Leave each operand out in at least half of the draws, so that cases do not have too many operands at once.
     operands: dict[str, Any] = {}
     for field, levels in within.operands.items():
-        if field == "kv_cache" and phase == "train":  # a cache is read, not differentiated
+        if field == "kv_cache" and phase == "train":  # a quantised cache has no gradients
             continue
-        if field in QUIET and len(levels) == 1:  # draws for implementations without it do not change
+        if field in QUIET and len(levels) == 1:  # so that other kernels' cases do not depend on it
             continue
         level = draw(_draw_seldom(levels))
         operands[field] = draw(_draw_number(field, within)) if level is not None and field in _NUMBERS else level
@@ -109,7 +112,8 @@ def draw_any_case(draw: st.DrawFn, within: Space) -> Case:
     capped = operands["soft_cap"] is not None
     flat = capped or operands.get("score") == CAPPING
     huge = not flat and not operands["sinks"] and phase == "train" and max(q_length, kv_length) <= _LONGEST_HUGE
-    # Each level of those logits needs a query. A cap is flat there, and a sink gets all of the weight or none.
+    # The distribution `levels` has logits of several magnitudes and needs a query for each. A soft cap would flatten
+    # them, and a sink would get all of the weight or none.
     leveled = not flat and not operands["sinks"] and phase == "train" and q_length >= _MANY_QUERIES
     fitting = {"knee": capped, "huge": huge, "levels": leveled}
     return Case(
@@ -130,9 +134,9 @@ def draw_any_case(draw: st.DrawFn, within: Space) -> Case:
 
 
 def _can_hide_keys(operands: Mapping[str, Any], mask: str) -> bool:
-    """Return whether a bias may hide keys.
+    """Return whether a bias that hides keys (`biasinf`) is allowed beside this mask and these operands.
 
-    Beside segments or a narrow mask it might hide all that they leave to a row.
+    Segments or a narrow mask leave a query few keys, and the bias might hide all of them.
     """
     return mask in ("full", "causal") and operands["segments"] is None and operands["soft_cap"] is None
 
@@ -143,7 +147,7 @@ def draw_lengths(draw: st.DrawFn, phase: str, within: Space) -> tuple[int, int]:
     step = within.length_step
     kv_length = draw(_draw_length(within))
     unequal = draw(st.sampled_from(within.unequal_lengths))
-    if phase == "decode":  # after as many draws as in the plain case, since Hypothesis counts fewer as smaller
+    if phase == "decode":  # after the plain case's draws: Hypothesis takes a case with fewer draws as smaller
         return 1, kv_length
     if not unequal:
         return (
@@ -163,14 +167,14 @@ def draw_lengths(draw: st.DrawFn, phase: str, within: Space) -> tuple[int, int]:
 
 
 def _draw_short_length(within: Space, length: int = 1) -> int:
-    """Return a short length that is supported."""
+    """Round `length` up to a multiple of the supported step of lengths."""
     return -(-length // within.length_step) * within.length_step
 
 
 def _draw_length(within: Space) -> st.SearchStrategy[int]:
-    """Return the strategy of lengths up to 300, and now and then up to 600.
+    """Return the strategy of lengths, mostly up to 300, sometimes up to 600.
 
-    Blocks and their neighbours come more often than others, and so do lengths beside clues.
+    Multiples of usual block sizes, their neighbours, and lengths near clues are drawn more often than other lengths.
     """
     step = within.length_step
     if step > 1:
@@ -188,14 +192,14 @@ def _draw_length(within: Space) -> st.SearchStrategy[int]:
 
 @st.composite
 def _draw_near_block(draw: st.DrawFn) -> int:
-    """Draw a multiple of a usual block, or one more or less, where the last block goes wrong."""
+    """Draw a multiple of a usual block size, or one more or less; there kernels often get the last block wrong."""
     block = draw(st.sampled_from(_BLOCKS))
     return block * draw(st.integers(1, _USUAL // block)) + draw(st.sampled_from((0, 1, -1)))
 
 
 @st.composite
 def draw_heads(draw: st.DrawFn, pairs: int, within: Space) -> tuple[int, int, int]:
-    """Draw B, N and K, as many as `pairs` = T * S leave room for."""
+    """Draw B, N and K, so that B * N * T * S stays small; `pairs` is T * S."""
     room = max(1, _PAIRS // pairs)
     num_kv_heads = draw(_draw_count("heads", _MOST_HEADS, room, within))
     fewest = 1 if False in within.grouped else 2
@@ -206,14 +210,21 @@ def draw_heads(draw: st.DrawFn, pairs: int, within: Space) -> tuple[int, int, in
 
 
 def _draw_count(of: str, usual: int, room: int, within: Space) -> st.SearchStrategy[int]:
-    """Return the strategy of counts up to the usual number and to `room`, or beside a clue."""
+    """Return the strategy of counts of heads or batch rows: at most `usual` and `room`, or near a clue.
+
+    Args:
+      of: `heads` or `batch`, which decides the largest count near a clue.
+      usual: the largest count that is not near a clue.
+      room: the largest count that keeps the case cheap.
+      within: the alternatives to draw from.
+    """
     few = st.integers(1, max(1, min(usual, room)))
     beside = within.clues.list_counts(min(_MOST_COUNTED[of], room))
     return st.one_of(few, few, st.sampled_from(beside)) if beside else few
 
 
 def _draw_depth(within: Space) -> st.SearchStrategy[int]:
-    """Return the strategy of depths."""
+    """Return the strategy of depths H and V: any in a range, usual ones, and ones near clues."""
     step = within.depth_step
     low, high = _DEPTHS
     if step > 1:
@@ -226,13 +237,13 @@ def _draw_depth(within: Space) -> st.SearchStrategy[int]:
 
 
 def _draw_small_depth(within: Space) -> st.SearchStrategy[int]:
-    """Return the strategy of depths for long sequences."""
+    """Return the strategy of the small depths that are used with long sequences."""
     fitting = [depth for depth in _LITTLE_DEPTHS if depth % within.depth_step == 0]
     return st.sampled_from(fitting[:2])
 
 
 def _draw_seldom(values: tuple[_T, ...]) -> st.SearchStrategy[_T]:
-    """Return the strategy of values that gives the plainest half the time."""
+    """Return the strategy that draws the plainest value, the first, in half of all draws."""
     plainest, *others = values
     return st.sampled_from((plainest,) * (1 + len(others)) + tuple(others))
 
@@ -244,7 +255,7 @@ _NUMBERS = {
 
 
 def _draw_number(field: str, within: Space) -> st.SearchStrategy[float]:
-    """Return the strategy of a cap or a scale: usual ones, and those that put logits around a clue."""
+    """Return the strategy of soft caps or scales: usual ones, and ones that bring logits near a clue."""
     levels = within.clues.levels
     if field == "scale":
         levels = tuple(x / _LOGIT for x in levels if x <= _LARGEST_LOGIT)
@@ -253,15 +264,15 @@ def _draw_number(field: str, within: Space) -> st.SearchStrategy[float]:
 
 @st.composite
 def draw_mask_specs(draw: st.DrawFn, batch: int, q_length: int, kv_length: int, within: Space) -> str:
-    """Draw a mask that fits the lengths: mostly one term, else two or three joined by `_and_` and `_or_`."""
+    """Draw a mask spec that fits the lengths: mostly one mask, else two or three joined by `_and_` and `_or_`."""
     unfit = {"balanced": q_length % 2 == 1, "moba": q_length > kv_length}
     fitting = [kind for kind in within.masks if not unfit.get(kind)] or ["full"]
-    # Beside clues, masks for which kernels have their own code paths come more often.
+    # If there are clues, draw the masks for which kernels have their own code paths more often.
     common = [kind for kind in _COMMON_MASKS if kind in fitting and within.clues]
     kind = draw(st.sampled_from([*fitting, *common * 3]))
     spec = draw(_draw_term(kind, batch, q_length, kv_length, within))
     partners = [kind for kind in fitting if kind not in ("full", "own")]
-    if kind in ("full", "own") or not within.joints:  # other masks have one position for all batch rows
+    if kind in ("full", "own") or not within.joints:  # `own` has positions per batch row, other masks do not
         return spec
     for _ in range(draw(st.sampled_from((0, 0, 0, 0, 0, 1) if within.clues else (0, 0, 0, 1, 1, 2)))):
         # Masks that count queries along the sequence do not combine with those in load-balanced order.
@@ -281,7 +292,7 @@ _NUMBERED = {kind.name: kind.numbers for kind in KINDS}
 
 @st.composite
 def _draw_term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int, within: Space) -> str:
-    """Draw one term of a mask spec."""
+    """Draw the spec of one mask of this kind."""
     if kind == "spans":
         # Edges past the end are allowed: a mask may have been made for longer operands.
         edge = st.integers(0, max(q_length, kv_length) + 8)
@@ -294,7 +305,7 @@ def _draw_term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length:
         beside = [kv_length - n for n in reversed(within.clues.lengths) if n <= kv_length]
         left_out = st.integers(0, kv_length) | st.sampled_from(beside) if beside else st.integers(0, kv_length)
         missing = draw(st.lists(left_out, min_size=batch, max_size=batch))
-        missing[-1] %= kv_length  # some query sees a key
+        missing[-1] %= kv_length  # the last batch row has at least one key
         name = "lengths" if kind == "lengths" else f"own-l{draw(st.integers(0, kv_length).map(str) | st.just('inf'))}"
         return "-".join((name, *(str(kv_length - n) for n in missing)))
     if kind == "moba":
@@ -314,7 +325,10 @@ def _draw_term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length:
 
 
 def _draw_offset(q_length: int, kv_length: int) -> st.SearchStrategy[str]:
-    """Return the strategy of offsets: none, the one that aligns the ends, or any that leaves some query a key."""
+    """Return the strategy of offsets as a mask spec writes them.
+
+    They are no offset, the offset that aligns the last query with the last key, or any that leaves some query a key.
+    """
     aligned = max(0, kv_length - q_length)
     drawn = st.one_of(st.just(0), st.just(aligned), st.integers(1 - q_length, kv_length))
     return drawn.map(lambda n: f"-o{n}" if n else "")

@@ -1,7 +1,8 @@
-"""Measure what is new in a case: which pairs of its marks no earlier case had.
+"""Measure the novelty of a case: how many pairs of its marks no earlier case had.
 
-A mark is one coarse property of a case: a kind of mask, an operand, how long it is and what divides its length. The
-grid combines levels of its own in pairs. Exploring prefers pairs of marks that the grid leaves out.
+A mark is a coarse property of a case: a kind of mask, an operand, or a range of lengths and the block size that divides
+the length. The command `explore` judges the drawn cases with the most new pairs first, since the fixed grid has covered
+many pairs already.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cases.operand_registry import OPTIONAL
 
 Pair = tuple[str, str]
 _BLOCKS = (256, 128, 64, 8)
-# How many new pairs a new size beside a clue is worth.
+# How many new pairs of marks a size near a new clue counts as.
 _NEW_CLUE = 10
 
 
@@ -54,7 +55,7 @@ def find_marks(case: Case) -> frozenset[str]:
 
 
 def find_clue_marks(case: Case, clues: Clues) -> frozenset[str]:
-    """Return the clues that sizes of the case are beside, each with the size and the side."""
+    """Return the clues that sizes of the case are near, each as text with the name of the size: `T 2*128+1`."""
     sizes = {
         "T": case.q_length,
         "S": case.kv_length,
@@ -77,29 +78,29 @@ def pair_marks(found: Iterable[str]) -> frozenset[Pair]:
 
 
 class Novelty:
-    """The pairs of marks that occurred in the grids, and those that occurred since."""
+    """The pairs of marks that occurred in the grid's cases and in the cases judged since."""
 
     def __init__(self, grid: Iterable[Case], clues: Clues) -> None:
-        """Start with the pairs of the cases of `grid`."""
+        """Start with the pairs of marks of all cases of `grid`; `clues` are the numbers found in the kernel."""
         self._clues = clues
         self._gridded = frozenset().union(*(pair_marks(find_marks(case)) for case in grid))
         self._met = set(self._gridded)
         self._beside: set[Pair] = set()  # pairs of a clue with a mark or another clue
         self.used: set[str] = set()
-        """Clues that sizes of cases were beside, as `clues_in` writes them."""
+        """The clues that sizes of judged cases were near, as `find_clue_marks` writes them."""
 
     def count_new(self, case: Case) -> int:
-        """Count the pairs of marks, and weigh the clues, that no earlier case had."""
+        """Count the pairs of marks that no earlier case had; each new clue counts as several pairs."""
         found, clues = find_marks(case), find_clue_marks(case, self._clues)
         new = len(pair_marks(found) - self._met) + len(_pair_with_clues(clues, found) - self._beside)
         return new + _NEW_CLUE * len(clues - self.used)
 
     def find_best(self, among: Sequence[Case]) -> Case:
-        """Return the case with the most that is new; the first of several."""
+        """Return the case with the highest count of `count_new`; of equal ones, the first."""
         return max(among, key=self.count_new)
 
     def add_case(self, case: Case) -> None:
-        """Record that a case was judged."""
+        """Record the marks and clues of a case that was judged."""
         found, clues = find_marks(case), find_clue_marks(case, self._clues)
         self._met |= pair_marks(found)
         self._beside |= _pair_with_clues(clues, found)
@@ -107,17 +108,17 @@ class Novelty:
 
     @property
     def beyond(self) -> int:
-        """The number of pairs that occurred since and that the grids do not have."""
+        """The number of pairs of marks that judged cases had and no case of the grid has."""
         return len(self._met - self._gridded)
 
 
 def _pair_with_clues(clues: Iterable[str], found: Iterable[str]) -> frozenset[Pair]:
-    """Return each clue paired with each mark, and with each other clue."""
+    """Return the pairs of each clue with each mark, and of each clue with each other clue."""
     return frozenset(itertools.product(clues, found)) | pair_marks(clues)
 
 
 def _format_length(name: str, length: int) -> str:
-    """Return a length as a mark: its power of two, and the largest usual block that divides it."""
+    """Format a length as a mark: the power of two at or below it, and the largest usual block that divides it."""
     if length <= 16:
         return f"{name}<=16" if length > 1 else f"{name}1"
     divisor = next((block for block in _BLOCKS if length % block == 0), 1)
@@ -125,7 +126,7 @@ def _format_length(name: str, length: int) -> str:
 
 
 def _format_depth(name: str, depth: int) -> str:
-    """Return a depth as a mark."""
+    """Format a depth as a mark: the power of two at or below it, and whether a larger depth is odd or even."""
     return f"{name}{_round_down_to_power_of_two(depth)}" + (
         "" if depth & (depth - 1) == 0 else ("odd" if depth % 2 else "even")
     )

@@ -1,11 +1,12 @@
-"""Attention masks as small value objects.
+"""Attention masks as small value objects: cases are built with them, and kernels get them as an argument.
 
-A mask answers three questions (docs/contract.md, section 3): may query `i` attend to key `j` (`allowed`), what does
-that look like as booleans (`dense`), and which blocks of it are empty, partial or full (`blocks`). Masks combine with
-`&` and `|`.
+A mask answers three questions (docs/contract.md, section 3). `allowed` says whether query `i` may attend to key `j`.
+`dense` returns the same as an array of booleans. `blocks` says which blocks are empty, partial or full. Masks combine
+with `&` and `|`.
 
-The class of a mask also says which feature it is, which operands it fits, what remains of it for some of the queries or
-keys, and what of it JAX traces (`cases.masks.mask_base.Mask`). `cases.mask_spec` says how a case id writes it.
+The class of a mask also says which feature an implementation needs for the mask, and which operands the mask fits. It
+can cut the mask down to some of the queries or keys, and says which fields JAX traces (`cases.masks.mask_base.Mask`).
+`cases.mask_spec` defines how a case id writes each mask.
 
 `i` is an index along the query axis `T` and `j` one along the key axis `S`. An `offset` moves queries to their absolute
 position: `offset = S - T` aligns the last query with the last key.

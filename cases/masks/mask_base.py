@@ -1,4 +1,4 @@
-"""The base class of masks, masks given as arrays, and masks composed of others."""
+"""The base class of all attention masks, masks given as boolean arrays, and masks combined by `&` and `|`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 class Mask:
     """Base of all masks.
 
-    `computed` masks are a formula of `(i, j)`, the same for every batch row and head. Their `allowed` works on any
-    array type with operators (NumPy, JAX, a Pallas tile). The others are backed by an array `[b, n, T, S]`.
+    A mask with `computed=True` is a formula of `(i, j)`, the same for every batch row and head. Its `allowed` works on
+    any array type with operators (NumPy, JAX, a Pallas tile). Any other mask has values `[b, n, T, S]`.
 
     Attributes:
       feature: what an implementation must support to take the mask (`cases.case.FEATURES`).
-      refusal: how a message goes on that says why an implementation without the feature refuses the mask. It is empty
-        if the feature is not opt-in.
-      relative: whether the mask depends on `i - j` alone, so that it stays the same when queries and keys move
-        together.
-      traced: the fields that are masks or arrays of any library, which JAX traces; the others are static.
+      refusal: the end of the message with which an implementation without the feature refuses the mask, such as "takes
+        no window that moves with each batch row". It is empty if the feature is not opt-in.
+      relative: whether the mask depends only on `i - j`. Then it stays the same if all queries and keys move by the
+        same number of positions.
+      traced: the names of the fields that JAX traces: masks, or arrays of any library. All other fields are static.
     """
 
     computed: ClassVar[bool] = True
@@ -40,50 +40,51 @@ class Mask:
     def allowed(self, i: Any, j: Any) -> Any:
         """Return whether query `i` may attend to key `j`.
 
-        The shape is that of `i` and `j` broadcast together, with `[b, n]` in front if the mask is not computed.
+        The result has the shape of `i` and `j` broadcast together. If the mask is not `computed`, the axes `[b, n]`
+        come before that shape.
         """
         raise NotImplementedError
 
     @property
     def is_computed(self) -> bool:
-        """True if `allowed` is one formula for every batch row and head."""
+        """Whether `allowed` is the same formula for every batch row and head."""
         return self.computed
 
     @property
     def at_run_time(self) -> bool:
-        """True if the mask is unknown until run time: an `Indexer` whose array is not NumPy's."""
+        """Whether the mask is unknown until run time, as an `Indexer` is whose array is not a NumPy array."""
         return False
 
     @property
     def query_order(self) -> str:
-        """The order of queries along their axis that the mask assumes; empty if it assumes none."""
+        """The order in which the mask assumes the queries along the axis `T`; empty if any order will do."""
         return ""
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The names of the features that a call with this mask needs.
+        """The names of the features that an implementation must support to be called with this mask.
 
-        Those of a case's mask spec are the same or more.
+        The mask spec in a case id names the same features, or more.
         """
         return (self.feature or ("dense" if self.is_computed else "dense_batch"),)
 
     def check_lengths(self, q_length: int, kv_length: int) -> None:
-        """Raise `ValueError` if the mask is for other lengths."""
+        """Raise `ValueError` if the mask is not for `q_length` queries and `kv_length` keys."""
 
     def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
-        """Raise `ValueError`, naming the mask, if it is for other operands (docs/contract.md, section 7)."""
+        """Raise `ValueError`, naming the mask, if it does not fit these sizes (docs/contract.md, section 7)."""
 
     def select_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
-        """Return the mask of queries `start` to `stop - 1` alone; `lengths` are T and S of the whole."""
+        """Return the mask for only the queries `start` to `stop - 1`; `lengths` are T and S before the cut."""
         return Dense(self.dense(*lengths)[:, :, start:stop])
 
     def select_keys(self, start: int, stop: int) -> Mask | None:
-        """Return the mask of keys `start` to `stop - 1` alone, or None if that has no form."""
+        """Return the mask for only the keys `start` to `stop - 1`, or None if no mask class can express it."""
         return None
 
     @property
     def key_step(self) -> int | None:
-        """`select_keys` may cut at multiples of this; None if it may cut at any key."""
+        """The step whose multiples are the keys where `select_keys` may cut; None if it may cut at any key."""
         return None
 
     def dense(self, q_length: int, kv_length: int) -> np.ndarray:
@@ -95,12 +96,13 @@ class Mask:
         return np.array(np.broadcast_to(allowed, (*_get_leading_shape(allowed.shape), q_length, kv_length)))
 
     def blocks(self, q_length: int, kv_length: int, block_q: int, block_kv: int) -> np.ndarray:
-        """Summarise blocks as `EMPTY`, `PARTIAL` and `FULL`, `[b, n, ceil(T / block_q), ceil(S / block_kv)]`.
+        """Classify each block as `EMPTY`, `PARTIAL` or `FULL`, `[b, n, ceil(T / block_q), ceil(S / block_kv)]`.
 
-        A block at the end counts only the pairs that exist. Memory is one strip of `block_q` rows, not `T * S`.
+        In a block that reaches past the last query or key, only existing pairs of query and key count. The memory in
+        use at any time is one strip of `block_q` rows, not `T * S`.
 
         Raises:
-          ValueError: a block size is not positive, or the mask is for other lengths.
+          ValueError: a block size is not positive, or the mask is not for these lengths.
         """
         if block_q <= 0 or block_kv <= 0:
             raise ValueError(f"block sizes must be positive, got block_q={block_q}, block_kv={block_kv}")
@@ -125,13 +127,13 @@ class Mask:
 
 
 def _get_leading_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the sizes of the axes in front of `T` and `S`."""
+    """Return the sizes of the axes before `T` and `S`: `(1, 1)` if `shape` has only these two axes."""
     return (1, 1) if len(shape) <= 2 else (shape[0], shape[1])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dense(Mask):
-    """A boolean array `[T, S]`, or `[b, n, T, S]` with `b` 1 or the batch size and `n` 1 or `num_q_heads`."""
+    """A mask given as booleans `[T, S]` or `[b, n, T, S]`; `b` is 1 or the batch size, `n` is 1 or `num_q_heads`."""
 
     array: np.ndarray
     computed: ClassVar[bool] = False
@@ -140,14 +142,14 @@ class Dense(Mask):
     def __post_init__(self) -> None:
         try:
             given = np.asarray(self.array)
-        except TypeError as error:  # JAX raises it for a traced array
+        except TypeError as error:  # JAX raises a TypeError if the array is traced
             raise TypeError(
                 f"mask array of {type(self).__name__} must be known before tracing, got {type(self.array).__name__}; "
                 f"wrap an array that is traced in Indexer"
             ) from error
         if given.dtype.kind not in "bui":
             raise ValueError(f"mask array must be booleans, true where a query may attend, got {given.dtype}")
-        array = np.array(given, bool)  # a copy: the caller's array may change, and stays writable
+        array = np.array(given, bool)  # copied, so that the caller may go on writing to the original
         if array.ndim == 2:
             array = array[None, None]
         if array.ndim != 4:
@@ -157,7 +159,7 @@ class Dense(Mask):
 
     @functools.cached_property
     def _digest(self) -> bytes:
-        """A hash of the array, which compares large masks quickly."""
+        """A hash of the array, so that large masks can be compared quickly."""
         return hashlib.sha256(repr(self.array.shape).encode() + np.packbits(self.array).tobytes()).digest()
 
     def __eq__(self, other: object) -> bool:
@@ -193,7 +195,7 @@ class Dense(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Pair(Mask):
-    """Two masks combined into one. Both must assume the same order of queries, or one of them none."""
+    """Two masks combined into one. If both assume an order of the queries, it must be the same order."""
 
     left: Mask
     right: Mask
@@ -234,7 +236,7 @@ class Pair(Mask):
 
 
 class And(Pair):
-    """Pairs that both masks allow."""
+    """A mask that allows a query and a key if both `left` and `right` allow them."""
 
     def allowed(self, i: Any, j: Any) -> Any:
         return self.left.allowed(i, j) & self.right.allowed(i, j)
@@ -256,7 +258,7 @@ class And(Pair):
 
 
 class Or(Pair):
-    """Pairs that either mask allows."""
+    """A mask that allows a query and a key if `left` or `right` allows them."""
 
     def allowed(self, i: Any, j: Any) -> Any:
         return self.left.allowed(i, j) | self.right.allowed(i, j)
@@ -266,14 +268,14 @@ class Or(Pair):
 
 
 def list_conjuncts(mask: Mask) -> tuple[Mask, ...]:
-    """List the masks whose conjunction `mask` is: `a & b & c` gives `(a, b, c)`."""
+    """List the masks that `&` combines into `mask`: `a & b & c` gives `(a, b, c)`."""
     if isinstance(mask, And):
         return list_conjuncts(mask.left) + list_conjuncts(mask.right)
     return (mask,)
 
 
 def iter_leaves(mask: Mask) -> Iterator[Mask]:
-    """Iterate over the masks that `&` and `|` combine in `mask`."""
+    """Yield the masks that `&` and `|` combine into `mask`: `a & (b | c)` gives `a`, `b`, `c`."""
     if isinstance(mask, Pair):
         yield from iter_leaves(mask.left)
         yield from iter_leaves(mask.right)

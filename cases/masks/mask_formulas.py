@@ -1,4 +1,4 @@
-"""Masks that are a formula of the positions of query and key, the same for every batch row and head."""
+"""Mask classes that are a formula of query and key positions, the same for every batch row and head."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ __all__ = ["Bidirectional", "Causal", "Chunked", "Full", "LoadBalancedCausal", "
 
 
 SEQUENCE = "sequence order"
+"""The `query_order` of masks that take query `i` to come after query `i - 1` in the sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Full(Mask):
-    """Every query may attend to every key."""
+    """The mask that lets every query attend to every key."""
 
     feature: ClassVar[str] = "full"
     relative: ClassVar[bool] = True
@@ -32,7 +33,7 @@ class Full(Mask):
 
 
 class OffsetMask(Mask):
-    """A mask whose query `i` stands at position `i + offset`, and whose key `j` at `j`."""
+    """Base of masks that put query `i` at position `i + offset`, and key `j` at position `j`."""
 
     offset: int
 
@@ -45,9 +46,9 @@ class OffsetMask(Mask):
         return (self.feature, "offset") if self.offset else (self.feature,)
 
     def shift(self, by: int) -> Self:
-        """Return the mask of queries that stand `by` positions later."""
+        """Return the same mask with all queries `by` positions later in the sequence."""
         changed: dict[str, Any] = {"offset": self.offset + by}
-        return dataclasses.replace(self, **changed)  # type: ignore[type-var]  # every form is a dataclass
+        return dataclasses.replace(self, **changed)  # type: ignore[type-var]  # every subclass is a dataclass
 
     def select_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
         return self.shift(start)
@@ -58,7 +59,7 @@ class OffsetMask(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Causal(OffsetMask):
-    """`j <= i + offset`. `offset = S - T` is bottom-right alignment."""
+    """The causal mask `j <= i + offset`; `offset = S - T` aligns the last query with the last key (bottom right)."""
 
     offset: int = 0
     feature: ClassVar[str] = "causal"
@@ -73,10 +74,10 @@ class Causal(OffsetMask):
 
 @dataclasses.dataclass(frozen=True)
 class Window(OffsetMask):
-    """`i + offset - left <= j <= i + offset + right`; None leaves a side unbounded.
+    """The window `i + offset - left <= j <= i + offset + right`; None leaves a side unbounded.
 
-    A sliding window of `w` keys that includes the query's own is `Window(w - 1, 0)`. A side that reaches beyond every
-    position (`FAR`) is unbounded and becomes None, whatever its number: `Window(4, 2**31 - 1)` is `Window(4, None)`.
+    A causal sliding window of `w` keys, with the key at the query's own position, is `Window(w - 1, 0)`. A side that
+    reaches to `FAR` or beyond hides no key and becomes None: `Window(4, 2**31 - 1)` equals `Window(4, None)`.
     """
 
     left: int | None
@@ -111,7 +112,7 @@ class Window(OffsetMask):
 
 @dataclasses.dataclass(frozen=True)
 class Chunked(OffsetMask):
-    """Causal inside chunks of `size` absolute positions: `p // size == j // size and j <= p`, `p = i + offset`."""
+    """Causal inside chunks of `size` positions: `p // size == j // size and j <= p`, with `p = i + offset`."""
 
     size: int
     offset: int = 0
@@ -139,7 +140,10 @@ class Chunked(OffsetMask):
 
 @dataclasses.dataclass(frozen=True)
 class Bidirectional(Mask):
-    """Query and key inside the same span `[start, stop)`. Combine it with `Causal` by `|` for image tokens."""
+    """The mask that allows a query and a key inside the same span `[start, stop)`.
+
+    Image tokens in a causal sequence attend to each other both ways: `Causal() | Bidirectional(spans)`.
+    """
 
     spans: tuple[tuple[int, int], ...]
     feature: ClassVar[str] = "bidirectional"
@@ -167,11 +171,12 @@ class Bidirectional(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class LoadBalancedCausal(Mask):
-    """Causal for queries in load-balanced context-parallel order; keys stay in sequence order.
+    """The causal mask for queries in load-balanced context-parallel order; keys stay in sequence order.
 
     The `length` queries are cut into `2 * cp_size` chunks. Device `r` holds chunks `r` and `2 * cp_size - 1 - r`, in
-    that order, and devices follow one another along the query axis. The mask combines with masks that assume no order
-    of queries or this one. It does not combine with those that count queries along the sequence, such as a window.
+    that order. The queries of device 0 come first along the query axis, then those of device 1, and so on. The mask
+    combines with masks that assume the same order of queries, or no order. It does not combine with masks that assume
+    sequence order, such as a window.
     """
 
     cp_size: int
@@ -200,7 +205,7 @@ class LoadBalancedCausal(Mask):
             )
 
     def compute_position(self, i: Any) -> Any:
-        """Return the sequence position of the query at permuted index `i`."""
+        """Return the sequence position of the query at index `i` of the load-balanced order."""
         chunk_length = self.length // (2 * self.cp_size)
         slot = i // chunk_length
         rank, second = slot // 2, slot % 2
@@ -212,13 +217,16 @@ class LoadBalancedCausal(Mask):
 
 
 def relax_to_known(mask: Mask) -> Mask:
-    """Replace what is unknown before run time by `Full`: the result allows all that `mask` may turn out to allow."""
+    """Replace each part of `mask` that is unknown before run time by `Full`.
+
+    The result allows every query and key that `mask` may allow once its values are known.
+    """
     if isinstance(mask, Pair):
         return type(mask)(relax_to_known(mask.left), relax_to_known(mask.right))
     return Full() if mask.at_run_time else mask
 
 
 def _check_positive(name: str, value: int) -> None:
-    """Raise `ValueError`, naming the number, unless it is positive."""
+    """Raise `ValueError` unless `value` is positive; the message calls it `name`."""
     if value <= 0:
         raise ValueError(f"{name} must be positive, got {value}")

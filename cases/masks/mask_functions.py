@@ -1,4 +1,4 @@
-"""Masks as functions of batch row, query head and positions, for kernels that compute a mask beside each logit."""
+"""Masks as functions of batch row, query head and positions, for kernels with a `mask_mod` parameter."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ __all__ = ["MaskFunction", "has_formula"]
 
 
 def has_formula(mask: Mask) -> bool:
-    """Return whether `mask` is a formula of positions and batch row, and no array."""
+    """Return whether `mask` is a formula of positions and batch row, with no part that is an array."""
     return all(leaf.is_computed or isinstance(leaf, Lengths | OwnWindow) for leaf in iter_leaves(mask))
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskFunction:
-    """`(b, n, i, j) -> booleans`: whether query `i` of head `n` in batch row `b` may attend to key `j`.
+    """A function `(b, n, i, j)` that returns whether query `i` of head `n` in batch row `b` may attend to key `j`.
 
-    All arguments are integers or integer arrays that broadcast with each other, of any library with operators (NumPy,
-    JAX, a Pallas tile). `i` and `j` are positions along the axes, from 0. It captures no array. The result broadcasts
-    with the arguments: it may lack axes along which nothing differs.
+    All arguments are integers, or integer arrays that broadcast with each other. The arrays may be of any library with
+    operators (NumPy, JAX, a Pallas tile). `i` and `j` are indices along the axes `T` and `S`, from 0. The function
+    captures no array, so a kernel can call it inside its body. The result broadcasts with the arguments: it may lack
+    axes along which the mask is constant.
     """
 
     mask: Mask
@@ -33,7 +34,7 @@ class MaskFunction:
             raise ValueError(f"mask must be a formula of places to be a function, got {self.mask}")
 
     def __call__(self, b: Any, n: Any, i: Any, j: Any) -> Any:
-        """Return whether each pair may attend."""
+        """Return booleans: whether each query may attend to each key."""
         return _evaluate(self.mask, b, i, j)
 
 
@@ -52,7 +53,7 @@ def _evaluate(mask: Mask, b: Any, i: Any, j: Any) -> Any:
 
 
 def _select_row(numbers: Sequence[int], b: Any) -> Any:
-    """Return the number of batch row `b` by arithmetic alone, so that no array is captured."""
+    """Return `numbers[b]` as a sum over batch rows, so that a kernel that calls this captures no array."""
     found: Any = 0
     for row, number in enumerate(numbers):
         found = found + (b == row) * number

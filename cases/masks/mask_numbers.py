@@ -1,4 +1,7 @@
-"""Numbers in masks: integers, known before tracing, and small enough to be added to a position in int32."""
+"""Validate the numbers in masks, such as offsets and window sizes.
+
+They must be integers that are known before JAX traces. They are clipped so that adding a position fits in int32.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Any
 __all__ = ["FAR"]
 
 FAR = 2**30
-"""No query and no key stands here or beyond, so that an offset or a bound this far off can be said in another way.
+"""A position that no query or key reaches, so larger offsets and bounds may be clipped to it.
 
-The sum of two numbers up to it fits in int32, in which kernels compute positions.
+Kernels compute positions in int32. The sum of two numbers that are at most `FAR` fits in int32.
 """
 
 
@@ -18,7 +21,7 @@ def require_integer(name: str, value: Any) -> int:
     """Return `value` as a Python integer.
 
     Raises:
-      TypeError: naming it, if it is no integer or is not known before tracing.
+      TypeError: `value` is no integer, or is not known before tracing; the message calls it `name`.
     """
     try:
         return operator.index(value)
@@ -33,7 +36,7 @@ def require_integers(name: str, values: Any) -> tuple[int, ...]:
     """Return `values` as Python integers.
 
     Raises:
-      TypeError: naming them, if they are no integers or are not known before tracing.
+      TypeError: a value is no integer, or is not known before tracing; the message calls the values `name`.
     """
     try:
         each = tuple(values)

@@ -1,4 +1,4 @@
-"""Masks that differ by batch row: key lengths, windows that end with each sequence, selections made at run time."""
+"""Mask classes that differ by batch row: key lengths, windows at each row's position, keys selected at run time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Indexer", "Lengths", "OwnWindow"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Indexer(Dense):
-    """A selection of keys per batch row, `[B, 1, T, S]`, given at run time.
+    """Booleans `[B, 1, T, S]` that select keys for each query, known only at run time (sparse attention's indexer).
 
-    No kernel may rely on its structure at trace time, so every block of it counts as partial. Its array may be of
-    another library, and traced. Such a mask has no value yet and can be neither compared nor hashed.
+    No kernel may rely on the values at trace time, so `blocks` calls every block partial. The array may be a traced
+    array of JAX or another library. Then the mask has no values yet, and can be neither compared nor hashed.
     """
 
     feature: ClassVar[str] = "indexer"
@@ -55,7 +55,7 @@ class Indexer(Dense):
 
 @dataclasses.dataclass(frozen=True)
 class Lengths(Mask):
-    """`j < lengths[b]`: the keys of batch row `b` that exist (ragged prefill and decode)."""
+    """The mask `j < lengths[b]`: batch row `b` has only `lengths[b]` keys (ragged prefill and decode)."""
 
     lengths: tuple[int, ...]
     computed: ClassVar[bool] = False
@@ -82,10 +82,10 @@ class Lengths(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class OwnWindow(Mask):
-    """`p - left <= j <= p` with `p = positions[b] + i`: each batch row's queries start at their own position.
+    """The window `p - left <= j <= p` with `p = positions[b] + i`: each batch row has its own first position.
 
-    It is a window in ragged decode, where every sequence ends elsewhere, and causal with `left=None`. A position may be
-    negative: such a query sees nothing.
+    Query 0 of batch row `b` stands at `positions[b]`. Ragged decode needs this window, because sequences have different
+    lengths. With `left=None` it is a causal mask. A query at a negative position sees no key.
     """
 
     left: int | None
@@ -101,7 +101,7 @@ class OwnWindow(Mask):
             raise ValueError(f"window left must be >= 0 or None (unbounded), got {left}")
         if any(abs(position) > FAR for position in positions):
             raise ValueError(f"mask positions must be at most {FAR} from 0, got {positions}")
-        # From any of these positions, a window of `2 * FAR` keys reaches all keys.
+        # A window of `2 * FAR` keys reaches all keys from any of these positions, so it is unbounded.
         object.__setattr__(self, "left", None if left is None or left >= 2 * FAR else left)
         object.__setattr__(self, "positions", positions)
 

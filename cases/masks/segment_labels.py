@@ -1,4 +1,7 @@
-"""Draw segment ids: sequences that share one row, cut at random positions."""
+"""Draw the segment ids of a case: labels of the sequences that share one batch row.
+
+The operand module `cases.optional_operands.segment_ids_operand` calls `draw_segment_ids`.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,22 @@ import numpy as np
 from cases.counter_rng import draw_integers
 from cases.masks import Mask
 
-if TYPE_CHECKING:  # cases have operands, whose modules import this one
+if TYPE_CHECKING:  # `cases.case` imports the operand modules, and they import this module
     from cases.case import Case
 
 
 def draw_segment_ids(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | None:
-    """Draw packed sequences with new cuts in every batch row, int32 `[B, T]` and `[B, S]`; labels are not sorted.
+    """Draw segment ids of queries and keys, int32 `[B, T]` and `[B, S]`; None if the case has none.
+
+    The cuts between sequences differ in every batch row. Labels are not sorted.
 
     Args:
-      case: `case.segments` says which. `segpad` adds padding on both sides. `segwild` has labels that a narrower type
-        confuses, and they return. `segmany` has short sequences, each with a label of its own. `segamid` has text with
-        one label, and pictures inside it that are shorter than any block.
-      mask: the case's mask, with every choice made. Queries that would see no key of their segment move to another.
+      case: the case; `case.segments` names the kind of labels. `segpad` adds padding to queries and keys. `segwild` has
+        labels that are equal once cast to a narrower type, and a label that occurs again after larger ones. `segmany`
+        has many short sequences, each with its own label. `segamid` has text with one label, and pictures inside the
+        text that are shorter than any block.
+      mask: the case's mask; the keys that a MoBA mask selects must be known. A query that would see no key of its
+        segment gets the label of another segment.
     """
     if case.segments is None:
         return None
@@ -31,28 +38,33 @@ def draw_segment_ids(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | 
     else:
         q_ids = np.stack([_draw_labels(case, f"q{b}", case.q_length, b) for b in range(case.batch)])
     if case.segments == "segpad":
-        # Padding of q and padding of kv have different ids, so that no query attends from or to padding.
+        # Padding of queries and padding of keys have different ids, so padding neither attends nor is attended to.
         kv_ids[:, case.kv_length - max(1, shorter // 6) :] = -2
         q_ids[:, case.q_length - shorter // 6 :] = -1
     return _make_reachable(q_ids, kv_ids, mask.dense(case.q_length, case.kv_length)), kv_ids
 
 
-# Zero is a label like any other. Two labels equal it in 8 and in 16 bits, the largest equals another one in f32, and
-# one is negative. The first label returns at the end, after larger ones.
+# Labels that a kernel may confuse. 256 equals 0 in 8 bits, and 65536 equals 0 in 16 bits. `2**31 - 2` and `2**31 - 1`
+# are equal in f32. -1 is negative. 0 occurs again at the end, after larger labels, and is no special label.
 _CONFUSABLE_LABELS = (0, 2**31 - 2, -1, 256, 65536, 2**31 - 1, 0)
 
 
-# The most positions that a sequence of `segmany` has.
+# The largest number of positions of one sequence under `segmany`.
 _MAX_SHORT_LENGTH = 12
-# The middle positions of each period are a picture's, so a block of 16 or more begins and ends with text and has both.
+# The period, in positions, of `segamid`: positions 5 to 9 of each period are a picture, the others are text. So a block
+# of 16 or more begins and ends with text and contains a picture.
 _TEXT_AND_PICTURE_PERIOD = 16
 
 
 def _draw_labels(case: Case, stream: str, length: int, row: int) -> np.ndarray:
-    """Draw the labels of one row. Two cuts are random; two are where the last and the first queries can see them."""
+    """Draw the labels of one batch row, `[length]`.
+
+    Two cuts are random. Two more are half of `min(T, S)` from the start and from the end of the row. There the first
+    and the last queries can see them, even under a mask that hides most keys.
+    """
     if case.segments == "segmany":
         lengths = 1 + draw_integers(case.seed, f"lengths-{stream}", (length,), _MAX_SHORT_LENGTH)
-        # Neighbours differ, and no label equals its index.
+        # Labels fall from sequence to sequence, so neighbours differ, and labels are not the sequences' indices.
         return np.repeat(np.arange(length)[::-1] * 3, lengths)[:length].astype(np.int32)
     if case.segments == "segamid":
         place = np.arange(length) % _TEXT_AND_PICTURE_PERIOD
@@ -68,7 +80,7 @@ def _draw_labels(case: Case, stream: str, length: int, row: int) -> np.ndarray:
 
 
 def _make_reachable(q_ids: np.ndarray, kv_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Move queries that see no key of their segment to the segment of the last key that they may see."""
+    """Give each query that sees no key of its own segment the label of the last key that `mask` lets it see."""
     visible = mask.any(axis=1) & (kv_ids != -2)[:, None, :]  # [B, T, S]
     meets = (visible & (q_ids[:, :, None] == kv_ids[:, None, :])).any(axis=-1)
     last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)

@@ -1,6 +1,7 @@
-"""ALiBi: logits fall with the distance of query and key, by a slope for each query head (arXiv:2108.12409).
+"""The operand `alibi_slopes`: logits fall with the distance of query and key, by one slope per query head.
 
-Queries are counted from the end: the last query stands at the last key. Slopes are constants, without a gradient.
+This is ALiBi (arXiv:2108.12409). Positions are aligned at the end: the last query stands at the last key. Slopes are
+constants and have no gradient.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ if TYPE_CHECKING:
     from cases.case import Case
     from cases.operand_values import Problem
 
-# By how much the logit of the furthest key falls, in the first head and in the one past the last.
+# By how much ALiBi lowers the logit of the furthest key: in head 0, and by extrapolation in head N (one past the last).
 _FALLS = (6.0, 1.5)
 
 
 def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
-    """Draw slopes that fall from head to head and leave the furthest key a visible weight; no powers of two."""
+    """Draw slopes `[N]` that fall from head to head and leave the furthest key a visible weight.
+
+    No slope is a power of two, so that its product with a distance rounds.
+    """
     heads = np.arange(case.num_q_heads) / case.num_q_heads
     falls = _FALLS[0] * (_FALLS[1] / _FALLS[0]) ** heads * 2 ** (draw_normal(case.seed, "alibi", heads.shape) / 8)
     return (falls * max(1.0, spread / 2) / max(case.q_length, case.kv_length)).astype(np.float32)
@@ -34,7 +38,7 @@ def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) 
 
 
 def _compute_term(problem: Problem) -> np.ndarray:
-    """Return `-slope_n |i + S - T - j|`, `[1, N, T, S]`."""
+    """Compute the term `-slope_n |i + S - T - j|` that ALiBi adds to the logits, `[1, N, T, S]`."""
     assert problem.alibi_slopes is not None
     q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
     distance = np.abs(np.arange(q_length)[:, None] + (kv_length - q_length) - np.arange(kv_length))
@@ -61,8 +65,9 @@ OPERAND = OptionalOperand(
     is_quiet=True,
     is_positional=True,
     vmap="alibi_slopes",
-    # Under a causal mask ALiBi is a number for each key, as far as weights go, but for sinks. A window is counted from
-    # the first key and distances from the last one: that differs where there are fewer queries.
+    # Under a causal mask, ALiBi's term is a number for each key plus one for each query. The latter cancels in the
+    # softmax, except against a sink: hence a case with sinks. A window counts positions from the first key, but ALiBi
+    # counts them from the last key. The two differ if T < S: hence a case with fewer queries than keys.
     calls={
         "sloped": {"mask": "causal", "alibi": True},
         "sloped_sunk": {"mask": "causal", "alibi": True, "sinks": True},
@@ -73,5 +78,5 @@ OPERAND = OptionalOperand(
     validate=_validate,
     null=_build_null,
     term=_compute_term,
-    term_rounding=TermRounding(integers=1, products=1),  # the distance, and its product with the slope
+    term_rounding=TermRounding(integers=1, products=1),  # the distance is an integer, its product with the slope rounds
 )

@@ -1,4 +1,4 @@
-"""Bias: numbers that are added to scaled logits, broadcastable to `[B, N, T, S]`."""
+"""The operand `bias`: numbers, broadcastable to `[B, N, T, S]`, that are added to the scaled logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cases.case import Case
     from cases.operand_values import Problem
 
-# The axes of `[B, N, T, S]` along which a bias of each level varies; on the others its length is 1.
+# For each kind of bias, the axes of `[B, N, T, S]` along which it varies. Its length along the other axes is 1.
 _AXES = {
     "bias": "BNTS",
     "biashead": "NTS",
@@ -26,15 +26,16 @@ _AXES = {
     "biasinf": "BTS",
 }
 BIASES = tuple(_AXES)
-"""What a case id may ask for."""
-# `biasinf` is a mask. Of ten keys it hides one by minus infinity, and one by the finite number that some prefer.
+"""The kinds of bias that a case id can name."""
+# `biasinf` hides keys, as a mask does. Of every ten keys, it hides key 3 with minus infinity, and key 7 with the finite
+# number that some models use in place of infinity.
 _HIDING = {3: -np.inf, 7: -1e9}
 
 
 def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
-    """Draw a bias as large as the logits' own spread, so that both matter.
+    """Draw a bias as large as the logits' standard deviation, so that both the bias and the logits matter.
 
-    `biaskey` has the operands' dtype, the others f32.
+    A `biaskey` has the dtype of `q`. Every other kind is f32.
     """
     assert case.bias is not None
     sizes = {"B": case.batch, "N": case.num_q_heads, "T": case.q_length, "S": case.kv_length}

@@ -1,6 +1,7 @@
-"""Scales of a quantised cache: k and v hold low-precision numbers, to be multiplied by these scales.
+"""The operand `kv_scales`: the scales by which a kernel multiplies the quantised `k` and `v` of a cache.
 
-Quantising a tensor gives both its numbers and its scales, so `cases.operand_values.draw_problem` draws both together.
+Quantising a tensor gives both its low-precision numbers and its scales. So this module has no `draw`:
+`cases.operand_values.draw_problem` draws numbers and scales together.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) 
 
 
 def _build_null(problem: Problem) -> Any:
-    """Return scales of one."""
+    """Build scales that are all 1; None if the problem has no scales."""
     return None if problem.kv_scales is None else tuple(np.ones_like(scales) for scales in problem.kv_scales)
 
 

@@ -1,12 +1,12 @@
-"""Logit scale: a learned factor of the logits for each query head, beside the fixed scale.
+"""The operand `logit_scale`: a learned factor of the logits for each query head, beside the fixed scale.
 
 Cosine attention and attention with normalised queries and keys learn a temperature for each head: Swin v2
 (arXiv:2111.09883, equation 2), ViT-22B (arXiv:2302.05442, section 2.1), query-key normalisation (arXiv:2010.04245).
 
     x_ij = logit_scale_n * scale * <q_i, k_j>, before the bias and the soft cap
 
-It multiplies the scale and does not stand in its place: a model whose temperature is the whole factor passes `scale=1`.
-Its gradient is `sum_{b,i,j} dx_ij * scale * <q_i, k_j>`.
+The logit scale does not replace the scale: both multiply the product of query and key. A model whose temperature is the
+only factor passes `scale=1`. The gradient of the logit scale is `sum_{b,i,j} dx_ij * scale * <q_i, k_j>`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from cases.case import Case
     from cases.operand_values import Problem
 
-# The factors of the first head and of the one past the last: heads differ, and no softmax is flat or one key alone.
+# The factors of head 0 and, by extrapolation, of head N (one past the last). Between them, heads differ visibly, and no
+# softmax is nearly uniform or nearly one-hot.
 _FIRST, _PAST_LAST = 0.6, 1.8
 
 
 def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
-    """Draw factors that grow from head to head; no powers of two."""
+    """Draw factors `[N]` that grow from head to head; none is a power of two, so that each product rounds."""
     heads = np.arange(case.num_q_heads) / case.num_q_heads
     noise = 2 ** (draw_normal(case.seed, "logit_scale", heads.shape) / 8)
     return (_FIRST * (_PAST_LAST / _FIRST) ** heads * noise).astype(np.float32)

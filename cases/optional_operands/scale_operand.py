@@ -1,4 +1,4 @@
-"""Scale: the number that multiplies `<q, k>` in place of `1 / sqrt(H)`."""
+"""The operand `scale`: the number that multiplies `<q, k>` in place of the default `1 / sqrt(H)`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) 
 
 
 def _build_null(problem: Problem) -> float:
-    """Return the scale of a call without one."""
+    """Return `1 / sqrt(H)`, the scale that a call without the operand uses."""
     return float(problem.q.shape[-1] ** -0.5)
 
 

@@ -1,6 +1,6 @@
-"""Score by formula: a function `(score, b, n, i, j) -> score` of scaled logits (`cases.score_functions`).
+"""The operand `score_mod`: a function `(score, b, n, i, j) -> score` that changes each scaled logit.
 
-The formulas of cases either add a term to the logit or are its soft cap.
+`cases.score_functions` has the functions that cases use. Each either adds a term to the logit or applies a soft cap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _draw(case: Case, problem: Problem, spread: float) -> score_functions.Score:
-    """Build the score of the case. It is the same for every seed, so that calls under `vmap` share it."""
+    """Build the score function of the case; the seed does not change it, so all calls under `vmap` can share it."""
     assert case.score is not None
     sizes = {"num_q_heads": case.num_q_heads, "q_length": case.q_length, "kv_length": case.kv_length}
     return score_functions.build_score(case.score, spread=spread, **sizes)
@@ -57,6 +57,6 @@ OPERAND = OptionalOperand(
     draw=_draw,
     validate=_validate,
     term=lambda problem: _compute(problem, caps=False),
-    term_rounding=TermRounding(integers=1),  # a whole number times a power of two
+    term_rounding=TermRounding(integers=1),  # the term is a whole number times a power of two
     cap=lambda problem: _compute(problem, caps=True),
 )

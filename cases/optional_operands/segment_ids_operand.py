@@ -1,4 +1,7 @@
-"""Segment ids: sequences that lie in one row; a query attends only to keys with its own id."""
+"""The operand `segment_ids`: labels of the sequences that share a batch row.
+
+A query attends only to keys with the same label. `cases.masks.segment_labels` draws the labels.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ if TYPE_CHECKING:
     from cases.operand_values import Problem
 
 SEGMENTS = ("seg", "segpad", "segwild", "segmany", "segamid")
-"""What a case id may ask for (`cases.masks.segment_labels`)."""
+"""The kinds of segment ids that a case id can name; `cases.masks.segment_labels` describes them."""
 
 
 def find_equal_segments(segment_ids: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Return where query and key have equal ids, booleans `[B, 1, T, S]`."""
+    """Return whether each query and key have the same segment id, booleans `[B, 1, T, S]`."""
     q_ids, kv_ids = segment_ids
     found: np.ndarray = q_ids[:, None, :, None] == kv_ids[:, None, None, :]
     return found
@@ -43,7 +46,7 @@ def _validate(name: str, segment_ids: Any, sizes: CallSizes, dtypes: Collection[
 
 
 def _build_null(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids that are all equal."""
+    """Build segment ids that are all 0, so that they hide no key."""
     return np.zeros(problem.q.shape[:2], np.int32), np.zeros(problem.k.shape[:2], np.int32)
 
 

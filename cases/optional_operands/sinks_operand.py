@@ -1,7 +1,7 @@
-"""Sinks: one learned logit for each query head, which joins the denominator of the softmax.
+"""The operand `sinks`: one learned logit for each query head, which joins the denominator of the softmax.
 
-A sink is neither scaled nor capped nor masked. The oracle adds it to the softmax itself, since it is no part of the
-logits (`conformance.truth.oracle.Slab.sinks`).
+A sink is neither scaled nor capped nor masked. It belongs to no key, so it is neither a term nor a factor of the logits
+here. The oracle adds it to the softmax (`conformance.truth.oracle.Slab.sinks`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
-    """Draw sinks near the typical logsumexp of the keys alone, so that they take a visible part of the weight."""
+    """Draw sinks `[N]` near the typical logsumexp over the keys, so that a sink takes a visible part of the weight."""
     allowed = problem.allowed
     rows = max(1, int(allowed.any(axis=-1).sum()))
     keys = math.log(max(1.0, int(allowed.sum()) / rows))
     typical = keys + spread**2 / 2 if spread < math.sqrt(2 * keys) else spread * math.sqrt(2 * keys)
     if case.score == CAPPING:
-        typical = min(typical, max(2.0, spread))  # about where it bends
+        typical = min(typical, max(2.0, spread))  # about where the capping score function bends
     if case.soft_cap is not None:
-        # A cap below log(keys) leaves many keys of like weight; a higher one, the few largest.
+        # Under a cap below log(number of keys), many keys have similar weights. Under a higher cap, few keys dominate.
         many = case.soft_cap < keys
         typical = keys + case.soft_cap / 2 if many else case.soft_cap * math.tanh(typical / case.soft_cap)
     if case.distribution == "huge":
@@ -46,7 +46,7 @@ def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) 
 
 
 def _build_null(problem: Problem) -> np.ndarray:
-    """Return sinks without weight."""
+    """Build sinks of minus infinity, which take no weight."""
     return np.full(problem.q.shape[2], -np.inf, np.float32)
 
 

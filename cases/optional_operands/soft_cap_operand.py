@@ -1,4 +1,4 @@
-"""Soft cap: logits become `soft_cap * tanh(x / soft_cap)`."""
+"""The operand `soft_cap`: a number that bounds each logit `x`, which becomes `soft_cap * tanh(x / soft_cap)`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Named regressions: bugs that published attention kernels had, each as the smallest case that triggers it.
+"""Named regressions: published bugs of attention kernels, each with the smallest case that triggers the bug.
 
-The grid reaches most of these conditions too. Here each stands alone with its reference, so that a kernel with the bug
-fails under the bug's name.
+Runs judge these cases beside the fixed grid. The grid reaches most of the same conditions, but a kernel that fails a
+regression's case fails under the name of a known bug, with a link to it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from cases.regressions.row_regressions import ROWS
 __all__ = ["REGRESSIONS", "Regression", "find_regression"]
 
 REGRESSIONS: tuple[Regression, ...] = (*MASKS, *ROWS, *FEATURES, *NUMERICS)
-"""All of them, by subject."""
+"""All regressions, grouped by subject: masks, rows, operands, numerics."""
 
 _BY_CASE = {regression.case.id: regression for regression in REGRESSIONS}
 
 
 def find_regression(case_id: str) -> Regression | None:
-    """Return the regression whose case has this id, or None. No two regressions share a case."""
+    """Return the regression whose case has this id, or None; no two regressions share a case."""
     return _BY_CASE.get(case_id)

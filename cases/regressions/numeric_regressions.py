@@ -1,4 +1,4 @@
-"""Regressions of lengths, depths, layouts, residuals and the arithmetic of the softmax."""
+"""Named regressions about lengths, depths, memory layouts, residuals and the arithmetic of the softmax."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUMERICS: tuple[Regression, ...] = (
         case=parse_case_id("train/f32/B1.T192.S192.N2.K2.H64.V64/full/normal/s0"),
         kind="len.nonmultiple-gpu",
         reference="jax-ml/jax#27224",
-        shows="the last block has no bounds",
+        shows="the last block is not bounded by the length",
     ),
     Regression(
         name="length-82",
@@ -81,14 +81,14 @@ NUMERICS: tuple[Regression, ...] = (
         case=parse_case_id("train/bf16/B1.T48.S48.N2.K2.H24.V24/causal/normal/s0"),
         kind="hd.swizzle",
         reference="openxla/tokamax@5cf45f2",
-        shows="a small depth that is no power of two is refused or misread",
+        shows="a small depth that is not a power of two is refused or misread",
     ),
     Regression(
         name="depth-48-at-a-tail",
         case=parse_case_id("train/f32/B1.T100.S100.N2.K2.H48.V48/causal/normal/s0"),
         kind="hd.nonpow2-garbage",
         reference="jax-ml/jax#27224",
-        shows="padding lanes hold whatever memory had",
+        shows="padding lanes hold whatever was in memory",
     ),
     Regression(
         name="depth-72",
@@ -109,7 +109,7 @@ NUMERICS: tuple[Regression, ...] = (
         case=parse_case_id("train/f32/B1.T64.S64.N2.K2.H128.V72/causal/normal/s0"),
         kind="hdv.lane-multiple",
         reference="jax-ml/jax@c9a5799a2a",
-        shows="lanes of out are wrong where V is no multiple of 128",
+        shows="lanes of out are wrong if V is not a multiple of 128",
     ),
     Regression(
         name="depth-of-v-larger",
@@ -144,28 +144,28 @@ NUMERICS: tuple[Regression, ...] = (
         case=parse_case_id("train/bf16/B1.T64.S256.N2.K2.H64.V64/full/normal/s0"),
         kind="residual.dtype",
         reference="jax-ml/jax@178e622ef1",
-        shows="logsumexp keeps 8 bits",
+        shows="logsumexp has only 8 bits of precision",
     ),
     Regression(
         name="logsumexp-in-base-2",
         case=parse_case_id("train/f32/B1.T64.S64.N2.K2.H64.V64/causal/normal/s0"),
         kind="lse.log2-returned",
         reference="pytorch/pytorch#181645",
-        shows="logsumexp is off by the factor ln 2",
+        shows="logsumexp is wrong by the factor ln 2",
     ),
     Regression(
         name="logsumexp-not-written",
         case=parse_case_id("prefill/f32/B1.T64.S64.N2.K2.H32.V32/causal/normal/s0"),
         kind="lse.zeros",
         reference="meta-pytorch/attention-gym#37",
-        shows="logsumexp is zero where no gradient is asked for",
+        shows="logsumexp is zero unless a gradient is computed",
     ),
     Regression(
         name="logsumexp-without-gradient",
         case=parse_case_id("train/f32/B1.T40.S56.N2.K2.H32.V32/full/large/s0"),
         kind="cotangent.dstats-drop",
         reference="openxla/tokamax@62aeeb2",
-        shows="dq and dk miss the cotangent of logsumexp",
+        shows="dq and dk ignore the cotangent of logsumexp",
     ),
     Regression(
         name="logsumexp-of-one-block",
@@ -207,28 +207,28 @@ NUMERICS: tuple[Regression, ...] = (
         case=parse_case_id("train/bf16/B1.T64.S64.N2.K2.H64.V64/causal/huge/s0"),
         kind="softmax.dummy-max",
         reference="HabanaAI/vllm-fork#275",
-        shows="a wired-in maximum overflows with logits in the thousands",
+        shows="a constant in place of the row maximum overflows with logits in the thousands",
     ),
     Regression(
         name="pivot-of-another-row",
         case=parse_case_id("train/f16/B1.T64.S64.N2.K2.H64.V64/causal/huge/s0"),
         kind="softmax.max-copy-paste",
         reference="pytorch/pytorch#156379",
-        shows="a wrong pivot cancels until logits are extreme",
+        shows="a wrong softmax pivot cancels out unless logits are extreme",
     ),
     Regression(
         name="ties-in-f16",
         case=parse_case_id("train/f16/B1.T64.S64.N2.K2.H32.V32/full/scale0.5/ties/s0"),
         kind="softmax.exact-tie-input",
         reference="triton-lang/triton#5971",
-        shows="dv is off where many logits tie",
+        shows="dv is wrong if many logits are equal",
     ),
     Regression(
         name="ties-round-one-way",
         case=parse_case_id("train/bf16/B1.T96.S96.N2.K2.H64.V64/causal/ties/s0"),
         kind="accum.biased-rounding",
         reference="arXiv:2510.04212",
-        shows="weights of 1 make the rounding of out, and of the D of the backward, one-sided",
+        shows="with weights of 1, out and the backward pass's D (sum of dout * out) round to one side",
     ),
     Regression(
         name="statistics-in-bf16",

@@ -1,4 +1,4 @@
-"""Regressions of the soft cap, sinks, bias and scale."""
+"""Named regressions about the soft cap, sinks, the bias and the scale."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ FEATURES: tuple[Regression, ...] = (
         case=parse_case_id("train/f32/B1.T64.S64.N2.K2.H32.V32/causal/softcap2/normal/s0"),
         kind="cap.order-mask",
         reference="AI-Hypercomputer/maxtext@a56309f6f",
-        shows="hidden logits become -cap, which is a weight",
+        shows="hidden logits become -soft_cap instead of -inf, and keep weight",
     ),
     Regression(
         name="cap-not-passed-on",
         case=parse_case_id("train/bf16/B1.T64.S64.N2.K1.H64.V64/full/softcap30/normal/s0"),
         kind="cap.not-passed",
         reference="AI-Hypercomputer/maxtext@a56309f6f",
-        shows="the wrapper forgets the cap",
+        shows="the wrapper drops the soft cap",
     ),
     Regression(
         name="cap-multiplied-wrongly",
         case=parse_case_id("train/f32/B1.T48.S48.N2.K2.H32.V32/full/softcap15/normal/s0"),
         kind="cap.formula-mult",
         reference="Dao-AILab/flash-attention#2396",
-        shows="x * tanh(x) instead of cap * tanh(x / cap)",
+        shows="the soft cap is computed as x * tanh(x) instead of cap * tanh(x / cap)",
     ),
     Regression(
         name="cap-derivative-missing",
@@ -46,21 +46,21 @@ FEATURES: tuple[Regression, ...] = (
         case=parse_case_id("prefill/bf16/B1.T32.S96.N4.K2.H64.V64/window-l31-r0-o64/softcap30/normal/s0"),
         kind="cap.dropped-by-backend",
         reference="sgl-project/sglang#33915",
-        shows="one backend takes cap and window and uses neither",
+        shows="one backend accepts the soft cap and the window, and uses neither",
     ),
     Regression(
         name="cap-in-base-2",
         case=parse_case_id("train/f32/B1.T48.S48.N2.K2.H64.V64/full/softcap8/normal/s0"),
         kind="cap.log2-fold",
         reference="sgl-project/sgl-kernel-xpu#491",
-        shows="tanh is taken of logits that carry log2(e) already",
+        shows="tanh is applied to logits that are multiplied by log2(e) already",
     ),
     Regression(
         name="cap-with-bounds-in-the-backward",
         case=parse_case_id("train/f32/B1.T1025.S1025.N1.K1.H16.V16/causal/softcap5/normal/s0"),
         kind="flex.bwd-nan-nonmult",
         reference="pytorch/pytorch#153799",
-        shows="gradients are NaN: the cap is applied to rows beyond the end",
+        shows="gradients are NaN, since the soft cap is applied to rows past the end",
     ),
     Regression(
         name="sinks-in-base-2",
@@ -81,7 +81,7 @@ FEATURES: tuple[Regression, ...] = (
         case=parse_case_id("train/f32/B2.T40.S40.N2.K2.H32.V32/full/sinks/normal/s0"),
         kind="sink.dlse-term",
         reference="Dao-AILab/flash-attention#2706",
-        shows="dsinks lacks the share of the cotangent of logsumexp",
+        shows="dsinks ignores the cotangent of logsumexp",
     ),
     Regression(
         name="sinks-far-above-the-logits",
@@ -111,7 +111,7 @@ FEATURES: tuple[Regression, ...] = (
         case=parse_case_id("train/f32/B1.T64.S64.N2.K2.H32.V32/causal/softcap5/sinks/normal/s0"),
         kind="sink.seed-scale-cap",
         reference="ROCm/rocm-libraries#12229",
-        shows="the cap is applied to the sink, or the scale is",
+        shows="the soft cap or the scale is applied to the sink",
     ),
     Regression(
         name="sinks-of-grouped-heads",
@@ -125,14 +125,14 @@ FEATURES: tuple[Regression, ...] = (
         case=parse_case_id("prefill/bf16/B2.T1.S512.N8.K2.H32.V32/full/sinks/normal/s0"),
         kind="splitkv.gqa-sink-stats",
         reference="vllm-project/vllm-xpu-kernels#556",
-        shows="a split's statistics are read from another head's row",
+        shows="the softmax statistics of a split of the keys are read from another head's row",
     ),
     Regression(
         name="sinks-never-read",
         case=parse_case_id("train/f32/B1.T64.S64.N2.K2.H32.V32/window-l15-r0/sinks/normal/s0"),
         kind="sink.dead-code",
         reference="vllm-project/vllm-metal#550",
-        shows="the flag that turns sinks on is a constant",
+        shows="the flag that turns sinks on is a constant, so sinks are never read",
     ),
     Regression(
         name="bias-before-the-scale",
@@ -153,7 +153,7 @@ FEATURES: tuple[Regression, ...] = (
         case=parse_case_id("train/bf16/B1.T48.S48.N2.K2.H32.V32/causal/bias/normal/s0"),
         kind="dbias.fp32-nan",
         reference="jax-ml/jax#32242",
-        shows="an f32 bias is read with the operands' dtype: gradients are NaN",
+        shows="an f32 bias is read as if it had the operands' dtype: gradients are NaN",
     ),
     Regression(
         name="bias-summed-in-bf16",
@@ -174,7 +174,7 @@ FEATURES: tuple[Regression, ...] = (
         case=parse_case_id("train/f32/B1.T48.S48.N2.K2.H32.V32/full/scale0.3/normal/s0"),
         kind="scale.dropped",
         reference="jax-ml/jax@916e53a8a2",
-        shows="the scale is applied by caller and library, or by neither",
+        shows="the scale is applied twice, by caller and library, or not at all",
     ),
     Regression(
         name="scale-folded-into-the-weights",
@@ -188,14 +188,14 @@ FEATURES: tuple[Regression, ...] = (
         case=parse_case_id("train/f32/B1.T48.S48.N4.K2.H64.V64/causal/scale1/normal/s0"),
         kind="scale.default-vs-custom",
         reference="NVIDIA/Megatron-LM#848",
-        shows="1 / sqrt(H) is wired in",
+        shows="the scale is always 1 / sqrt(H), whatever the caller passes",
     ),
     Regression(
         name="scale-divided-by",
         case=parse_case_id("train/f32/B1.T40.S40.N2.K2.H192.V128/causal/scale0.1/normal/s0"),
         kind="scale.reversed",
         reference="AI-Hypercomputer/maxtext#1370",
-        shows="q is divided by the scale where depths differ",
+        shows="q is divided by the scale instead of multiplied, if H and V differ",
     ),
     Regression(
         name="scale-lost-in-dk",

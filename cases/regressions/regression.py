@@ -1,4 +1,4 @@
-"""The type of a named regression."""
+"""Define `Regression`: a published bug of an attention kernel, with a case that triggers it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Regression:
-    """A published attention bug, and the least case that triggers it.
+    """A published bug of an attention kernel, with the smallest case that triggers it.
 
     Attributes:
-      name: how lists and reports name it: lower-case words with hyphens.
-      case: the condition that the bug needs, otherwise as small and plain as the bug allows.
-      kind: family and class of the bug, such as `cap.order-mask`.
-      reference: where it was published: `owner/repository#number` of an issue or pull request,
+      name: the name of the bug in lists and reports, lower-case words with hyphens.
+      case: a case that meets the condition of the bug, and is otherwise as small and plain as possible.
+      kind: the family and class of the bug, such as `cap.order-mask`.
+      reference: the publication of the bug: `owner/repository#number` for an issue or pull request,
         `owner/repository@commit`, or `arXiv:number`.
-      shows: what goes wrong, in one line.
+      shows: one line that says what a kernel with the bug does wrong.
     """
 
     name: str
@@ -31,4 +31,4 @@ class Regression:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise ValueError(f"a regression's name is lower-case words with hyphens, got {self.name!r}")
+            raise ValueError(f"a regression's name must be lower-case words with hyphens, got {self.name!r}")

@@ -1,4 +1,4 @@
-"""Regressions of rows that see nothing or not everything: empty rows, segments, head groups."""
+"""Named regressions about rows of the attention matrix: rows without keys, segments, and groups of query heads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ROWS: tuple[Regression, ...] = (
         case=parse_case_id("train/f32/B1.T70.S70.N2.K2.H32.V32/dense-d40/normal/s0"),
         kind="zero-rows.convention",
         reference="tracel-ai/cubecl#1070",
-        shows="empty rows come out as NaN, or as something else than declared",
+        shows="the output of empty rows is NaN, or not what the kernel declares",
     ),
     Regression(
         name="empty-rows-change-the-others",
         case=parse_case_id("train/f32/B1.T40.S40.N2.K2.H32.V32/causal-o-8/large/s0"),
         kind="maskval.finite-s",
         reference="openxla/tokamax@8cb7202",
-        shows="a finite mask value turns empty rows into averages of v, and max_logits with them",
+        shows="a finite mask value turns empty rows into averages of v, and makes their max_logits finite",
     ),
     Regression(
         name="empty-rows-in-the-backward",
@@ -53,49 +53,49 @@ ROWS: tuple[Regression, ...] = (
         case=parse_case_id("train/f32/B1.T64.S300.N2.K2.H32.V32/causal/normal/s0"),
         kind="bwd.empty-kv-tile",
         reference="openxla/tokamax@21fcf2b",
-        shows="dk and dv of keys that nobody sees are left as memory had them",
+        shows="dk and dv of keys that no query sees are never written",
     ),
     Regression(
         name="empty-leading-rows-with-sinks",
         case=parse_case_id("train/f32/B1.T40.S40.N1.K1.H512.V512/causal-o-20/sinks/normal/s0"),
         kind="nan.leading-block",
         reference="ikawrakow/ik_llama.cpp#2344",
-        shows="rows are NaN if the leading block is the hidden one",
+        shows="rows are NaN if their first key block is hidden",
     ),
     Regression(
         name="empty-batch-row",
         case=parse_case_id("train/f32/B2.T64.S64.N2.K2.H32.V32/lengths-0-64/normal/s0"),
         kind="varlen.zero-len",
         reference="Dao-AILab/flash-attention#2562",
-        shows="a sequence of no keys hangs the kernel, or leaves dk and dv unwritten",
+        shows="a sequence without keys hangs the kernel, or leaves dk and dv unwritten",
     ),
     Regression(
         name="empty-batch-row-with-sinks",
         case=parse_case_id("train/f32/B2.T48.S64.N2.K2.H32.V32/lengths-0-40/sinks/normal/s0"),
         kind="sink.empty-kv-lse",
         reference="Dao-AILab/flash-attention#2706",
-        shows="logsumexp of a row without keys is -inf, where it is the sink",
+        shows="logsumexp of a row without keys is -inf instead of the sink",
     ),
     Regression(
         name="empty-in-every-part",
         case=parse_case_id("train/f32/B2.T16.S300.N2.K2.H32.V32/lengths-0-290/normal/s0"),
         kind="merge.empty-empty",
         reference="flashinfer-ai/flashinfer#4051",
-        shows="merging two empty parts gives NaN",
+        shows="merging the partial results of two parts without keys gives NaN",
     ),
     Regression(
         name="nan-behind-the-mask",
         case=parse_case_id("train/f32/B2.T40.S100.N2.K2.H32.V32/lengths-70-90/normal/s0"),
         kind="nan.masked-v",
         reference="jax-ml/jax@11cf85deb0",
-        shows="0 * NaN: garbage in the tail of v reaches out",
+        shows="garbage in the tail of v reaches out, since 0 * NaN is NaN",
     ),
     Regression(
         name="huge-logits-behind-the-mask",
         case=parse_case_id("train/f32/B1.T64.S64.N2.K2.H32.V32/dense-d40/large/s0"),
         kind="softmax.where-nan-grad",
         reference="jax-ml/jax@a282d586b6",
-        shows="gradients are NaN though out is right: the hidden branch overflows",
+        shows="gradients are NaN although out is right, since the branch that the mask hides overflows",
     ),
     Regression(
         name="segments-of-q-for-kv",
@@ -109,7 +109,7 @@ ROWS: tuple[Regression, ...] = (
         case=parse_case_id("train/f32/B2.T64.S64.N2.K2.H32.V32/causal_and_lengths-50-64/seg/normal/s0"),
         kind="packing.ignored-when-mask",
         reference="huggingface/transformers#46634",
-        shows="packed sequences see one another once a padding mask is given",
+        shows="packed sequences attend to one another if a padding mask is given",
     ),
     Regression(
         name="segments-with-grouped-heads",
@@ -123,14 +123,14 @@ ROWS: tuple[Regression, ...] = (
         case=parse_case_id("train/bf16/B2.T96.S96.N2.K2.H64.V64/causal/seg/normal/s0"),
         kind="te.thd-bwd",
         reference="NVIDIA/TransformerEngine#3333",
-        shows="gradients of packed sequences are wrong, out is right",
+        shows="gradients of packed sequences are wrong, although out is right",
     ),
     Regression(
         name="segment-padding-attends-padding",
         case=parse_case_id("train/f32/B2.T60.S60.N2.K2.H32.V32/full/segpad/normal/s0"),
         kind="seg.padding-ids",
         reference="erfanzar/ejkernel@e99bc5a",
-        shows="a padding mask turned into segment ids makes a segment of the padding",
+        shows="a padding mask is turned into segment ids, which make the padding a segment of its own",
     ),
     Regression(
         name="segment-padding-to-a-block",
@@ -158,7 +158,7 @@ ROWS: tuple[Regression, ...] = (
         case=parse_case_id("train/f32/B1.T32.S32.N6.K2.H32.V32/causal/normal/s0"),
         kind="gqa.interleave-div",
         reference="XunhaoLai/native-sparse-attention-triton#27",
-        shows="dk and dv confuse the number of groups with their size",
+        shows="dk and dv are computed with the number of head groups in place of the group size",
     ),
     Regression(
         name="heads-of-a-group-overwrite-dk",
@@ -186,13 +186,13 @@ ROWS: tuple[Regression, ...] = (
         case=parse_case_id("train/f32/B1.T42.S42.N4.K2.H32.V32/densehead-d40/normal/s0"),
         kind="gqa.perhead-mask",
         reference="intel/torch-xpu-ops#5090",
-        shows="the mask's head axis is read by key head",
+        shows="the mask's head axis is indexed by key/value head instead of query head",
     ),
     Regression(
         name="heads-as-many-as-batch-rows",
         case=parse_case_id("train/f32/B2.T42.S42.N4.K2.H32.V32/densebatch-d40/normal/s0"),
         kind="gqa.mask-broadcast-collision",
         reference="ml-explore/mlx-lm#1903",
-        shows="with B == K, a mask of each batch row is broadcast along the heads",
+        shows="if B equals K, a mask with a batch axis is broadcast along the heads instead",
     ),
 )

@@ -1,7 +1,11 @@
-"""Storage forms: how the operands of a problem lie in memory, and the cases that kernels of each form are judged on.
+"""Storage forms: ways in which operands lie in memory, and the cases that kernels of each form are judged on.
 
-A form is two modules. `NAME_form` has its `StorageForm` (`storage_form`): how a case id writes it, the operands and
-tables of a plain function, the layout of a case, and how dense operands become stored ones. `NAME_cases` has its
-`FormCases` (`form_cases`): models for the covering arrays, drawn cases, traces of a server, cases for accelerators. A
-line of `form_registry` lists it. Nothing else names a single form, but for calls that write pages (`page_writes`).
+Each form has two modules and a line in `form_registry`:
+
+- `NAME_form` has a `StorageForm` (`storage_form`): how a case id writes the form, which operands and tables a kernel
+  gets, how to draw the layout of a case, and how dense operands become stored ones.
+- `NAME_cases` has a `FormCases` (`form_cases`): models for covering arrays, strategies of random cases, server traces,
+  and cases to compile or interpret for accelerators.
+
+No other module depends on a single form, except `page_writes`, for calls that write pages.
 """

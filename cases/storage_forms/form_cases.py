@@ -1,6 +1,6 @@
-"""Describe the cases on which kernels of one storage form are judged.
+"""Define `FormCases`, the description of all cases on which kernels of one storage form are judged.
 
-Each form has a module `NAME_cases` with one `FormCases`, named `CASES`, beside its module `NAME_form`.
+Each form has a module `NAME_cases` that defines one `FormCases` as `CASES`. `load_form_cases` imports it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from hypothesis import strategies as st
 
 Caches = tuple[str | None, ...]
-"""Formats of quantised caches (`Case.kv_cache`), with None for the dtype of the operands."""
+"""Formats of quantised caches, as in `Case.kv_cache`; None is a cache in the dtype of the operands."""
 SAVED = ("residuals",)
-"""The checks of a signature case that asks for residuals."""
+"""The checks that judge a signature case's residuals."""
 SAVED_WITH_GRADIENT = ("residuals", "gradients_lse")
-"""The checks of a signature case that asks for residuals and the gradient of `logsumexp`."""
+"""The checks that judge a signature case's residuals and its gradients for a cotangent of `logsumexp`."""
 BEHIND_MASK = ("residuals", "poison")
-"""The checks of a signature case that asks what lies behind the mask."""
+"""The checks that judge a signature case's residuals, and whether memory behind the mask affects results."""
 TraceStep = tuple[tuple[int, int, int], ...]
-"""A call of a server: `(request, first query, one past the last)` of each sequence that it has."""
+"""One call of a server's trace: `(request, first query, one past its last query)` for each sequence of the call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,22 +35,25 @@ class FormCases:
     """The cases of one storage form.
 
     Attributes:
-      models: the axes of features and of sizes that the covering arrays vary along.
-      find_models: other models for a kernel that writes pages, or that offers these features; none if there are no
-        others.
+      models: two models of the covering arrays: one varies features, the other varies sizes.
+      find_models: returns the two models for a kernel, from whether it writes pages and from the opt-in features that
+        it offers; None if every kernel of the form uses `models`.
       plain: a plain case, which every kernel of the form supports.
-      draw_cases: the Hypothesis strategy for cases of these phases and caches.
+      draw_cases: returns the Hypothesis strategy for cases of the given phases and formats of caches.
       caches: the formats of caches that a kernel of the form may take.
-      further_sequences: sequences that no case of the grids has, by name: the fields of a case that differ.
-      other_masks: masks that any case of the form may have; none if those of `list_other_masks` are meant.
-      has_sized_sequences: whether a case of another length has as many slots as tokens.
-      trace_fields: fields of the cases whose sequences a server's trace has; the first supported one is taken.
-      trace_sizes: sizes of pages or rings of these cases.
-      trace_windows: the left sides of their windows.
-      iter_trace_layouts: yields the layout of each step of a trace, for B, T and S of its steps; none without traces.
-      build_compiled: builds the cases that accelerators' compilers are asked for.
-      build_interpreted: builds those for accelerators' interpreters: of each line the first supported one is taken.
-      signature_cases: ids of `cases.signature_cases` without a seed, each with checks beside `forward` and `gradients`.
+      further_sequences: by name, sequences that no case of the grid has, as the fields of `Case` to change.
+      other_masks: mask specs that fit any case of the form; None if they depend on the case (`list_other_masks`).
+      has_sized_sequences: whether `stored_cases.with_length` gives a case as many slots as its sequence has tokens.
+      trace_fields: fields of `Case` for the cases of server traces. The first entry that a kernel supports is used.
+      trace_sizes: the sizes of pages or rings to try in the cases of server traces, in order.
+      trace_windows: the left sides of the windows in the cases of server traces, as a case id writes them.
+      iter_trace_layouts: yields the layout of each step of a trace; its arguments are the case, the steps, and B, T and
+        S of a step. None if the form has no traces.
+      build_compiled: builds the cases that are compiled for accelerators.
+      build_interpreted: builds the cases that run in the accelerators' interpreters, in groups. From each group, the
+        first case that a kernel supports is used.
+      signature_cases: pairs of a case id without its seed, and the checks beside `forward` and `gradients` that judge
+        the case (`cases.signature_cases`).
     """
 
     models: tuple[Model, Model]
@@ -71,20 +74,23 @@ class FormCases:
 
 
 def load_form_cases(form: str) -> FormCases:
-    """Load the cases of the storage form of this name."""
+    """Load the `FormCases` of the storage form with this name."""
     found: FormCases = importlib.import_module(f"cases.storage_forms.{form}_cases").CASES
     return found
 
 
 def load_all_form_cases() -> dict[str, FormCases]:
-    """Load the cases of all storage forms, by name of the form."""
+    """Load the `FormCases` of all storage forms, by the name of the form."""
     return {name: load_form_cases(name) for name in FORMS}
 
 
 def build_case(
     lengths: int | tuple[int, int], heads: tuple[int, int], depths: tuple[int, int], mask: str, **changes: Any
 ) -> Case:
-    """Build a case in bf16 of these lengths `(T, S)`, heads `(N, K)` and depths `(H, V)`, with other fields changed."""
+    """Build a bf16 case from lengths `(T, S)`, heads `(N, K)`, depths `(H, V)` and a mask spec.
+
+    A single number as `lengths` is both T and S. `changes` sets other fields of `Case`, or another dtype.
+    """
     q_length, kv_length = lengths if isinstance(lengths, tuple) else (lengths, lengths)
     sizes = {"q_length": q_length, "kv_length": kv_length}
     named = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": depths[0], "v_head_dim": depths[1]}

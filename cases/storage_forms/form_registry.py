@@ -1,4 +1,4 @@
-"""The storage forms that exist, and how a case id names one."""
+"""The registry of storage forms; it parses the storage in a case id and recognises the form of a function."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from cases.storage_forms.ring_form import RING
 from cases.storage_forms.storage_form import MAX_SIZE, StorageForm, StorageSpec
 
 FORMS: dict[str, StorageForm] = {form.name: form for form in (PACKED, PAGED, LATENT, LATENT_PAGES, RING)}
-"""The storage forms by name, in the order of lists and columns."""
+"""The storage forms by name, in the order in which lists and report columns show them."""
 FEATURES: dict[str, str] = {form.name: form.description for form in FORMS.values()}
-"""The features that cases of the forms need, each with a description."""
+"""The description of each form by its name, which is also the feature that cases of the form need."""
 SYNTAX = "|".join(form.syntax for form in FORMS.values()) + "[-qL-...]"
-"""How a case id writes a storage, in messages."""
+"""The syntax of a storage in a case id, for messages."""
 
 
 def read_storage(part: str) -> StorageSpec | None:
-    """Read the storage that a part of a case id names, without a look at sizes; None if it names none."""
+    """Parse a part of a case id as a storage, without checking its sizes; return None if it is no storage."""
     for form in FORMS.values():
         if found := form.pattern.fullmatch(part):
             lengths = tuple(int(n) for n in found[3].split("-")) if found[3] else ()
@@ -31,15 +31,15 @@ def read_storage(part: str) -> StorageSpec | None:
 
 
 def parse_storage(text: str, batch: int, q_length: int) -> StorageSpec:
-    """Parse the part of a case id that names the storage.
+    """Parse the part of a case id that names the storage, and check that it fits the sizes of the case.
 
     Args:
-      text: the part of the id.
-      batch: how many sequences there are.
+      text: the part of the case id.
+      batch: the number of sequences.
       q_length: the largest number of queries of a sequence.
 
     Raises:
-      ValueError: if the text names no storage, or one that does not fit these sizes.
+      ValueError: the text names no storage, or a storage that does not fit these sizes.
     """
     spec = read_storage(text)
     if spec is None:
@@ -59,10 +59,11 @@ def parse_storage(text: str, batch: int, q_length: int) -> StorageSpec:
 
 
 def find_form(parameters: Sequence[str]) -> StorageForm | None:
-    """Return the form in which a plain function takes its operands; None if they are dense.
+    """Return the storage form whose operands a user's function takes; None if it takes dense operands.
 
-    A function with a latent is recognised by its second parameter. Any other one is recognised by its keywords: the
-    fewer keywords mark a form, the more they say.
+    A function that takes latents is recognised by the name of its second parameter. Any other function is recognised by
+    its keyword parameters (`StorageForm.marks`). If they match several forms, the form with the fewest marks is taken,
+    since its marks are the most specific.
 
     Args:
       parameters: the names of the function's parameters, in order.

@@ -1,4 +1,7 @@
-"""The cases of dense latents, with gradients; depths and scales are as in `cases.storage_forms.latent_pages_cases`."""
+"""Cases of the storage form `latent`: dense latents, in training with gradients, prefill and decode.
+
+Depths and scales are those of `cases.storage_forms.latent_pages_cases`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ from cases.storage_forms.sequence_shapes import VALUE_AXES, is_compatible
 
 @dataclasses.dataclass(frozen=True)
 class _Lengths:
-    """A level of dense latents: phase, B, T and S, in the model of sizes with heads and depths of its own."""
+    """A level of the axis `lengths`: phase, B, T and S.
+
+    In the model of sizes, a level also has its own heads `(N, K)` and depths `(H, V)`; otherwise these are None.
+    """
 
     phase: str
     batch: int
@@ -37,7 +43,7 @@ class _Lengths:
     depths: tuple[int, int] | None = None
 
 
-# How a case id writes the levels of masks; `o` is the key of the first query if the last query is at the last key.
+# The mask spec of each level of the axis `mask`. `{o}` is S - T, which aligns the last query with the last key.
 _MASKS = {
     "causal": "causal-o{o}",
     "full": "full",
@@ -92,7 +98,7 @@ def _draw_cases(phases: tuple[str, ...], caches: Caches) -> st.SearchStrategy[Ca
 
 @st.composite
 def _draw_latents(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
-    """Draw a case of a dense latent: any rank, rotary part, lengths and window."""
+    """Draw a case of dense latents, with any rank, rotary dimensions, lengths and window."""
     phase = draw(st.sampled_from(phases))
     q_length = 1 if phase == "decode" else draw(st.sampled_from(_DRAWN_LENGTHS))
     kv_length, rank = draw(st.sampled_from(_DRAWN_LENGTHS)), draw(st.sampled_from(DRAWN_RANKS))
@@ -154,7 +160,7 @@ CASES = FormCases(
     draw_cases=_draw_cases,
     other_masks=("window-l9-r0", "window-l2-r0", "causal", "full"),
     signature_cases=(
-        # Latents: as they are trained, with operands, a chunk, one query; then in pages, like the pages above.
+        # Training, training with optional operands and in bf16, a chunk of a prompt, and decode.
         (f"train/f32/{_SIZES}/full/scale0.144/latent/normal", SAVED_WITH_GRADIENT),
         (f"train/f32/{_SIZES}/causal/seg/scale0.144/latent/normal", ()),
         (f"train/f32/{_SIZES}/causal/softcap2/sinks/bias/scale0.3/latent/normal", SAVED),

@@ -1,9 +1,9 @@
-"""Storage form `latent`: dense operands with one latent in place of keys and values, as in multi-head latent attention.
+"""Storage form `latent`: dense operands with a latent in place of keys and values (multi-head latent attention).
 
     attention(q, latent, *, value_dim, scale, causal=False, window=None, mask=None, segment_ids=None, ...)
 
-The latent, `[B, S, H]`, is the one key of all query heads, and its first `value_dim` coordinates are the value: the
-absorbed form of arXiv:2405.04434.
+The latent is `[B, S, H]`. All query heads share it as their key, and its first `value_dim` coordinates are their value.
+This is the form with absorbed projections of multi-head latent attention (arXiv:2405.04434).
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from cases.operand_registry import REMOVABLE
 from cases.storage_forms.storage_form import StorageForm
 
 REQUIRED = {
-    "value_dim": "how many of a latent's coordinates, the first ones, are the values",
-    "scale": "the factor of logits, which goes by the depth of the expanded heads",
+    "value_dim": "the number of a latent's coordinates, counted from the first, that are the value",
+    "scale": "the factor of the logits, which depends on the depth of the expanded heads",
 }
 
 
 def check_sizes(text: str, num_kv_heads: int, head_dim: int, v_head_dim: int, extra: str | None) -> None:
-    """Refuse sizes and operands that no latent has.
+    """Raise `ValueError` for sizes or operands that a case of latents cannot have.
 
     Args:
-      text: the storage as the case id writes it.
+      text: the storage as the case id writes it, for messages.
       num_kv_heads: K of the case.
       head_dim: H of the case.
       v_head_dim: V of the case.
-      extra: a quantised cache or a front end of the case, if it has one.
+      extra: the quantised cache or the front end of the case, which latents do not combine with; None if the case has
+        neither.
 
     Raises:
-      ValueError: naming what must be.
+      ValueError: a size does not fit, or `extra` is given; the message says what is required.
     """
     if num_kv_heads != 1:
         raise ValueError(f"storage {text!r} is one latent for all query heads, so K must be 1, got {num_kv_heads}")
@@ -38,7 +39,7 @@ def check_sizes(text: str, num_kv_heads: int, head_dim: int, v_head_dim: int, ex
             f"got {v_head_dim}"
         )
     if extra is not None:
-        raise ValueError(f"storage {text!r} and {extra!r} have no form together")
+        raise ValueError(f"storage {text!r} cannot be combined with {extra!r}")
 
 
 LATENT = StorageForm(

@@ -1,9 +1,9 @@
-"""The cases of latents in pages: those of pages, with latents in place of keys and values.
+"""Cases of the storage form `latent_pages`: the cases of pages, with latents in place of keys and values.
 
-Depths are those of a latent: its rank and its rotary part together, of which the rank is the values. The scale goes by
-the heads that the latent stands for: 0.144 is that of 32 + 16 dimensions, 0.072 that of 128 + 64. One shape of the
-model of sizes has the rank and the heads of DeepSeek V3 (arXiv:2412.19437). Kernels that take no others are asked about
-that one alone.
+A latent has `H = rank + rotary dimensions` coordinates. The first `V = rank` of them are the value. The scale is
+`1 / sqrt` of the depth of the heads that the latent was compressed from: 0.144 for 32 + 16 dimensions, and 0.072 for
+128 + 64. One shape of the model of sizes has the rank and the heads of DeepSeek V3 (arXiv:2412.19437), for kernels that
+support no other rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
 
     first: int
     second: int
-    instead_of: Any = None  # a level that only kernels without support for that other one are asked about
+    instead_of: Any = None  # the level that this one replaces, for kernels that do not support that level
 
 
 DEEPSEEK_DEPTHS = (576, 512)
@@ -41,19 +41,20 @@ HEADS = Axis(
     rich=Sizes(4, 1),
 )
 SCALE = Axis("scale", (0.144, 0.072, 0.3), rich=0.072)
-# Without `cancel`: two keys that are all but the same have values that are, too, so nothing cancels.
+# The distribution `cancel` is left out: it needs values that cancel although their keys are nearly equal. In latents,
+# nearly equal keys have nearly equal values.
 VALUES = Axis("distribution", ("normal", "large", "dominant", "heavy", "small", "ties", "knee"), cheap=True)
 
 
 def convert_to_latents(case: Case) -> Case:
-    """Return a case of keys and values in pages with latents in their place."""
+    """Return a case of keys and values in pages as a case of latents in pages."""
     assert case.storage is not None
     pages = case.storage.replace("paged", "latent", 1).replace("shared", "latentshared", 1)
     return dataclasses.replace(case, storage=pages)
 
 
 def _build_model(usual: Model, *changed: Axis) -> Model:
-    """Build a model from that of pages of keys and values, with some of its axes changed."""
+    """Build a model of latents in pages from a model of keys and values in pages, with the axes `changed` replaced."""
     axes = {**{axis.name: axis for axis in usual.axes}, **{axis.name: axis for axis in (*changed, SCALE, VALUES)}}
 
     def assemble(levels: Mapping[str, Any], seed: int) -> Case:
@@ -83,7 +84,7 @@ def _draw_cases(phases: tuple[str, ...], caches: Caches) -> st.SearchStrategy[Ca
 
 @st.composite
 def _draw_latents(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
-    """Draw a case of pages of keys and values, and put latents of any rank and rotary part in their place."""
+    """Draw a paged case, then replace its keys and values by latents of any rank and rotary dimensions."""
     case = draw(paged_cases.draw_paged_cases(phases))
     rank = draw(st.sampled_from(DRAWN_RANKS))
     return convert_to_latents(
@@ -99,7 +100,10 @@ def _draw_latents(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
 
 
 def _build_compiled() -> tuple[Case, ...]:
-    """Build latents of the rank and the heads of DeepSeek V3 too, as wide as they are and in whole lanes."""
+    """Build cases to compile, two of them with the rank and heads of DeepSeek V3.
+
+    One of these has its depth, 576. The other has depth 640, a whole number of TPU lanes.
+    """
     real: dict[str, Any] = {"heads": (128, 1), "scale": 0.072}
     return (
         build_case(
@@ -152,7 +156,7 @@ CASES = FormCases(
         },
         "border": {**paged_cases.BORDER, "storage": "latent16-q2-4-1"},
         "room": {**paged_cases.ROOM, "storage": "latent16-q0-2-0-1-0-0"},
-        # A rank and a rotary part that no vector divides.
+        # Depths (rank 35, 10 rotary dimensions) that are no multiple of a vector's width.
         "uneven": {**paged_cases.BORDER, "storage": "latent16-q2-4-1", "head_dim": 45, "v_head_dim": 35},
     },
     trace_fields=(

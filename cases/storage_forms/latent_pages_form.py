@@ -2,8 +2,8 @@
 
     attention(q, latent_pages, *, value_dim, scale, kv_lens, page_indices, cu_q_lens, num_seqs, window=None, ...)
 
-`q` is `[total_q, N, H]` and `latent_pages` `[pages, page_size, H]`. A latent is as in the form `latent`, and all else
-is as in the form `paged`.
+`q` is `[total_q, N, H]` and `latent_pages` is `[pages, page_size, H]`. The latents are those of the storage form
+`latent` (`latent_form`). The tables and pages are those of the storage form `paged` (`paged_form`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Masks of stored sequences, reduced to how far a query sees to each side of its own position."""
+"""Reduce a mask of stored sequences to its sides: how far a query sees to the left and right of its own position.
+
+Stored calls take only such masks, as `causal` or `window`. `stored_cases` lowers masks to them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, list_con
 
 @dataclasses.dataclass(frozen=True)
 class Sides:
-    """How many keys a query sees to the left and to the right of its own position; None for all."""
+    """The number of keys that a query sees to the left and to the right of its own position; None if it sees all."""
 
     left: int | None = None
     right: int | None = None
@@ -21,15 +24,16 @@ class Sides:
 
 
 def find_kv_lengths(mask: Mask, batch: int, kv_length: int) -> tuple[int, ...]:
-    """Return how many keys each sequence has: the lengths in the mask, or all `kv_length`."""
+    """Return the number of keys of each sequence: the mask's lengths if it has any, otherwise `kv_length` for all."""
     found = [part.lengths for part in list_conjuncts(mask) if isinstance(part, Lengths)]
     return found[0] if found else (kv_length,) * batch
 
 
 def find_sides(mask: Mask, q_length: int, kv_length: int) -> Sides | None:
-    """Return the sides of `mask` for sequences whose last query stands at their own last key; None if it has none.
+    """Return the sides of `mask`, or None if it has none.
 
-    A mask that counts along the axes means the same for all sequences only if all have the same length.
+    In each sequence, the last query stands at the last key. A causal mask or window that counts positions along the
+    axes `T` and `S` therefore has sides only if all sequences have the same length.
 
     Args:
       mask: the mask of the dense problem.

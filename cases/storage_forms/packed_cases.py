@@ -1,6 +1,7 @@
-"""The cases of packed sequences: as they are trained, with gradients, and as they are served.
+"""Cases of the storage form `packed`: packed sequences in training, with gradients, and in prefill and decode.
 
-The model of sizes has more heads and sequences, and lengths around blocks of 128.
+The model of features varies masks and operands. The model of sizes has more heads and sequences, and lengths around
+blocks of 128.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _SHAPES = (
     Shape("train", fix_lengths((24, 24), (1, 1), (17, 17), (30, 30)), phase="train"),
     Shape("one", fix_lengths((40, 40)), phase="train"),
     Shape("cross", fix_lengths((12, 30), (20, 7), (1, 16), (9, 9)), phase="train"),
-    # Without queries, without keys, without both.
+    # Sequences without queries, without keys, and without both.
     Shape("gaps", fix_lengths((10, 10), (0, 6), (5, 0), (0, 0), (21, 21)), phase="train"),
     Shape("long", fix_lengths((1, 1), (2, 2), (90, 90), (3, 3)), phase="train"),
     Shape("prefill", fix_lengths((13, 45), (1, 32), (1, 33), (9, 9))),
     Shape("decode", fix_lengths((1, 20), (0, 7), (1, 1), (1, 33)), phase="decode"),
 )
 _SIZES = (
-    # Around whole blocks, long ones among short, and queries and keys of a sequence up to 129 tokens apart.
+    # Lengths around whole blocks of 128, long and short sequences mixed. T and S of a sequence differ by up to 129.
     Shape(
         "borders",
         fix_lengths((128, 128), (2, 131), (131, 2), (1, 1), (127, 129)),
@@ -49,20 +50,20 @@ _SIZES = (
     Shape("odd_heads", fix_lengths((6, 20), (50, 3), (9, 9)), phase="train", heads=(10, 2), depths=(80, 80)),
     Shape("deep", fix_lengths((21, 21), (16, 16)), phase="train", heads=(3, 1), depths=(192, 128)),
 )
-# Keys beside the query's own; None for no mask.
+# Left sides of windows: the number of keys before the query's own that it sees. "inf" is causal, None is no mask.
 _WINDOWS: tuple[Any, ...] = ("inf", 5, 0, None)
 _MAX_DRAWN_QUERIES = 40
 
 
 def _draw_cases(phases: tuple[str, ...], caches: Caches) -> st.SearchStrategy[Case]:
-    """Draw packed cases of these phases."""
+    """Return the Hypothesis strategy for packed cases of these phases; `caches` is not used."""
     own = tuple(phase for phase in ("train", "prefill", "decode") if phase in phases)
     return draw_sequences("packed", own, None, _draw_lengths) if own else st.nothing()
 
 
 @st.composite
 def _draw_lengths(draw: st.DrawFn, phase: str, size: int | None) -> tuple[int, int]:
-    """Draw queries and keys of a sequence, in training often as many of both."""
+    """Draw the numbers of queries and keys of one sequence; except in decode, half the draws have equal numbers."""
     keys = draw(st.one_of(st.integers(0, MAX_DRAWN_LENGTH), st.integers(1, 24)))
     if phase == "decode":
         return draw(st.sampled_from((1, 1, 1, 0))), keys
@@ -83,7 +84,8 @@ def _build_compiled() -> tuple[Case, ...]:
 def _build_interpreted() -> tuple[tuple[Case, ...], ...]:
     return (
         (build_case(100, (4, 2), (64, 64), "own-linf-100-37-1", dtype="f32", batch=3, storage="packed-q100-37-1"),),
-        # Packs of several blocks each way: borders inside blocks, windows, and blocks that hold no pair of a sequence.
+        # Several blocks of queries and of keys. Sequences end inside blocks, windows skip keys, and some pairs of a
+        # query block and a key block have no sequence in common.
         (
             build_case(
                 (200, 300),
@@ -110,13 +112,14 @@ CASES = FormCases(
     plain=Case(mask="own-linf-128", storage="packed", phase="prefill"),
     draw_cases=_draw_cases,
     further_sequences={
-        # One sequence alone, a chunk of it, whose window is open to the left and sees three keys to the right.
+        # The last 24 of the 40 tokens of a single sequence. The window is unbounded to the left and sees three keys to
+        # the right.
         "one_chunk": {
             **{"batch": 1, "q_length": 24, "kv_length": 40, "mask": "window-linf-r3-o16"},
             **MANY_KEY_HEADS,
             "storage": "packed",
         },
-        # As many keys as queries in all, and in none of the sequences.
+        # The total numbers of queries and keys are equal, but they differ in every sequence.
         "as_many_in_all": {
             "batch": 3,
             "q_length": 17,
@@ -136,7 +139,7 @@ CASES = FormCases(
     build_compiled=_build_compiled,
     build_interpreted=_build_interpreted,
     signature_cases=(
-        # Packed: as they are trained, without a mask, and as they are served.
+        # Training, training without a causal mask, training with empty sequences, prefill, and training in bf16.
         (f"train/f32/{_PACKED}/own-linf-24-1-17-30/packed-q24-1-17-30/normal", SAVED_WITH_GRADIENT),
         (f"train/f32/{_PACKED}/own-l5-24-1-17-30/softcap2/packed-q24-1-17-30/normal", ()),
         (f"train/f32/{_PACKED}/own-linf-24-1-17-30/sinks/scale0.3/packed-q24-1-17-30/normal", SAVED),

@@ -1,8 +1,8 @@
-"""Storage form `packed`: queries, keys and values of all sequences behind each other, with cumulative lengths.
+"""Storage form `packed`: all sequences concatenated along one axis, with cumulative lengths (variable-length layout).
 
     attention(q, k, v, *, cu_q_lens, cu_kv_lens, num_seqs, causal=False, window=None, ...)
 
-`q` is `[total_q, N, H]`, `k` `[total_kv, K, H]` and `v` `[total_kv, K, V]`.
+`q` is `[total_q, N, H]`, `k` is `[total_kv, K, H]` and `v` is `[total_kv, K, V]`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ TABLES = ("cu_q_lens", "cu_kv_lens", "num_seqs")
 
 
 def compute_padding(case: StoredCase) -> int:
-    """Return how many packed tokens past the last sequence the case has."""
+    """Compute how many tokens of padding follow the last sequence of the case: 0, 3 or 13."""
     return (0, 3, 13)[(case.q_length + case.kv_length) % 3]
 
 
 def compute_max_seqs(case: StoredCase) -> int:
-    """Return how many sequences the tables of the case have room for."""
+    """Compute how many sequences the tables of the case have room for: `batch` or up to two more."""
     return case.batch + (case.batch + case.q_length) % 3
 
 
 def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
-    """Draw the layout of a case; shapes depend on the case alone, entries on its seed."""
+    """Draw the layout of a case. The seed decides only the junk in unused table entries, and no shape."""
     q_lengths = spec.get_q_lengths(case.batch, case.q_length)
     rows = [Request(row=b, queries=q, keys=n) for b, (q, n) in enumerate(zip(q_lengths, case.kv_lengths, strict=True))]
     return build_layout(rows, case, compute_max_seqs(case), compute_padding(case))
 
 
 def build_layout(requests: Sequence[Request], case: StoredCase, max_seqs: int, padding: int) -> Storage:
-    """Return the layout of `requests`, with as much padding behind their queries as behind their keys."""
+    """Build the layout of `requests`, with `padding` unused tokens after the last query and after the last key."""
     queries = pack_queries(
         requests,
         case.batch,
@@ -47,7 +47,7 @@ def build_layout(requests: Sequence[Request], case: StoredCase, max_seqs: int, p
     held = [np.arange(request.keys) + request.row * case.kv_length for request in requests]
     starts = draw_junk(case.seed, "cu_kv_lens", (max_seqs + 1,))
     starts[: len(requests) + 1] = np.cumsum([0, *(request.keys for request in requests)])
-    # A tensor without any keys would be no tensor.
+    # Keep at least one place, so that no array of keys has an axis of length 0.
     end = np.full(max(padding, 1 if not sum(map(len, held)) else 0), NOBODY)
     return Storage(
         form="packed",
@@ -72,7 +72,8 @@ PACKED = StorageForm(
         "cu_q_lens": "where the queries of each sequence begin, [max_seqs + 1]",
         "cu_kv_lens": "where the keys of each sequence begin, [max_seqs + 1]",
     },
-    # Any table marks a packed function, those of paged ones too: it is then told which tables it lacks.
+    # `kv_lens` is a table of paged functions. A function with it, but without `page_indices`, counts as packed, and the
+    # message then names the tables that it lacks.
     marks=(*TABLES, "kv_lens"),
     noun="packed sequences",
     example="packed",

@@ -1,7 +1,8 @@
-"""The models of kernels that write pages: those of paged kernels, with sequences that such a kernel can have.
+"""Build the covering-array models for kernels that write pages, from the models for paged kernels.
 
-The tokens of the queries are among the keys, so no sequence has more queries than keys. No call writes into pages that
-sequences share: sequences that begin alike have whole pages of a prefix before their own tokens, as servers keep them.
+Only the shapes (lengths of sequences) change. A call that writes pages gets new tokens, which are both its queries and
+its last keys, so no sequence may have more queries than keys. No call may write a page that sequences share. So
+sequences with a common prefix have whole pages of that prefix before their new tokens, as in servers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from cases.storage_forms.sequence_shapes import SequenceLengths, Shape
 def _mix_lengths(p: int) -> SequenceLengths:
     """Return `(queries, keys)` of four sequences, for pages of `p` tokens.
 
-    They are a chunk that starts on a page border, a token that fills a page, a token that starts a page, and a prompt
-    shorter than a page. Pages of one token have a chunk in place of that prompt.
+    The sequences are a chunk that starts on a page border, a token that fills a page, a token that starts a page, and a
+    prompt shorter than a page. If `p` is 1, no prompt is shorter than a page, so a chunk replaces the prompt.
     """
     short = min(9, p - 1)
     return (13, 13 + 2 * p), (1, 2 * p), (1, 2 * p + 1), (short, short) if short else (2, 4)
@@ -27,14 +28,15 @@ _SHAPES = (
     Shape("mixed", _mix_lengths),
     Shape("decode", lambda p: ((1, 3 * p), (0, p), (1, 2 * p + 1), (1, max(2, p - 1))), phase="decode"),
     Shape("prompts", lambda p: ((23, 23), (1, 1), (p + 1 if p < 60 else 40, p + 1))),
-    # Whole pages, from the border of one to that of another.
+    # New tokens that fill whole pages, from one page border to another.
     Shape("whole", lambda p: ((min(p, 32), 3 * p), (2 * min(p, 16), 4 * p), (1, p + 2))),
     Shape("chunk", lambda p: ((16, 17 + 2 * p),)),
-    # A sequence that waits, one that has ended, and the first token of another page.
+    # Among others: a sequence without queries, one with neither queries nor keys, and new tokens that begin a page.
     Shape("idle", lambda p: ((1, p + 2), (0, 2 * p), (5, 5 + 2 * p), (0, 0), (1, 2))),
     Shape("alike", lambda p: ((4, 4 * p + 4), (1, 4 * p), (7, 4 * p + 9))),
 )
-# Chunks in place of prompts, so that what is before them can be shared.
+# Lengths that replace those of the shapes of paged kernels, by name of the shape. They are chunks in place of whole
+# prompts, so that the pages before a chunk can be shared.
 _OTHER_LENGTHS: Mapping[str, SequenceLengths] = {
     "borders": ((128, 256), (127, 255), (1, 129), (129, 257)),
     "heads": ((17, 49), (1, 40)),
@@ -43,7 +45,7 @@ _OTHER_LENGTHS: Mapping[str, SequenceLengths] = {
 
 
 def build_write_models(paged: tuple[Model, Model]) -> tuple[Model, Model]:
-    """Build the models of features and of sizes from those of paged kernels."""
+    """Build the models of features and of sizes for kernels that write pages, from the two for paged kernels."""
     features, sizes = paged
     return _replace_shapes(features, lambda shapes: _SHAPES), _replace_shapes(
         sizes, lambda shapes: tuple(map(_replace_lengths, shapes))

@@ -1,10 +1,10 @@
-"""Calls that write pages: the rows that new tokens go to, and pages before and after the call.
+"""Compute what a call that writes pages must do: the rows that new tokens go to, and the pages before and after it.
 
     attention(q, k, v, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None, ...)
 
-The tokens of the queries are the last of their sequence. A call that writes gets their keys and values packed as the
-queries are, puts them in their rows of the pages, attends to all keys, and returns the pages too. Every other row keeps
-its bits (docs/contract.md, section 8).
+The new tokens of a sequence are its queries and its last keys. The call gets their keys and values as `k` and `v`,
+packed as the queries are. It writes them into their rows of the pages, attends to all keys, and returns the output and
+the pages. Every other row must keep its bits (docs/contract.md, section 8).
 """
 
 from __future__ import annotations
@@ -22,19 +22,25 @@ from cases.storage_forms.paged_form import count_shared_pages
 from cases.storage_forms.storage_layout import NOBODY, Storage
 
 PAGE_ARRAYS = ("k_pages", "v_pages")
-"""The pages that such a call takes and returns."""
-# The bits of a NaN that are set, and how many numbers its other ones, but for the sign, may be. The first bit of its
-# fraction is set, as processors set it in what passes through. In bf16 there is no choice: on a CPU, XLA has a scatter
-# of bf16 computed in f32, and every NaN comes back as this one.
+"""The names of the arrays of pages that a call takes and returns."""
+# For each dtype, the bits that are set in every NaN that is drawn, and the number of values of the bits that are free
+# (the sign is free too). The first bit of the fraction is always set, because processors set it in any NaN that passes
+# through them. In bf16 there is only one NaN of each sign: on a CPU, XLA computes a scatter of bf16 in f32, which turns
+# every NaN into this one.
 _NAN = {"float16": (0x7E00, 0x200), "bfloat16": (0x7FC0, 1), "float32": (0x7FC00000, 0x400000)}
 _FINITE = 2.0**6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenSlots:
-    """Where each packed token goes, int32 `[total_q]`: its key in the dense problem, its page, and its row there.
+    """The place in the pages that each packed token is written to; all arrays are int32 `[total_q]`.
 
-    All three are `NOBODY` for tokens past the last sequence.
+    Tokens of padding, past the last sequence, have `NOBODY` in all arrays.
+
+    Attributes:
+      key: the token's key in the dense problem, `b * S + j`.
+      page: the page that the token is written to.
+      row: the row within that page.
     """
 
     key: np.ndarray
@@ -43,12 +49,12 @@ class TokenSlots:
 
     @functools.cached_property
     def there(self) -> np.ndarray:
-        """Which tokens are written, booleans `[total_q]`."""
+        """Whether each packed token is written, booleans `[total_q]`; padding is not."""
         return self.key != NOBODY
 
 
 def find_slots(storage: Storage) -> TokenSlots:
-    """Return where the tokens of the queries go in pages."""
+    """Find the page and the row that each new token is written to."""
     tables = storage.tables
     size, (_, q_length), (_, kv_length) = storage.held.shape[1], storage.places.shape, storage.owner.shape
     key, page, row = (np.full(len(storage.q_rows), NOBODY, np.int32) for _ in range(3))
@@ -62,19 +68,22 @@ def find_slots(storage: Storage) -> TokenSlots:
 
 
 def clear_written(storage: Storage, slots: TokenSlots) -> np.ndarray:
-    """Return the dense key in each place of each page before the call, `[pages, page_size]`."""
+    """Return the dense key in each row of each page before the call, `[pages, page_size]`.
+
+    The rows that the call writes have `NOBODY`.
+    """
     held = storage.held.copy()
     held[slots.page[slots.there], slots.row[slots.there]] = NOBODY
     return held
 
 
 def find_write_refusal(case: Case) -> str | None:
-    """Return why no call that writes pages is asked for a case in pages, or None if one is."""
+    """Return why a call that writes pages cannot be judged on a paged case, or None if it can."""
     spec = case.stored
     assert spec is not None
     lengths = list(zip(case.q_lengths, case.kv_lengths, strict=True))
     if any(queries > keys for queries, keys in lengths):
-        return f"{case.storage}: more queries than keys, and the new tokens of a call that writes are among the keys"
+        return f"{case.storage}: more queries than keys, but the new tokens of a call that writes are among the keys"
     alike = count_shared_pages(spec, case.kv_lengths)
     kept = [max(alike), *alike[1:]]
     size = spec.size or 1
@@ -85,13 +94,13 @@ def find_write_refusal(case: Case) -> str | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Writing:
-    """What one call writes.
+    """The inputs of a call that writes pages, and the pages that it must return.
 
     Attributes:
-      tokens: `k` and `v`, packed as the queries are, with arbitrary numbers past the last sequence.
+      tokens: `k` and `v` of the new tokens, packed as the queries are, with arbitrary numbers in the padding.
       before: `k_pages` and `v_pages` as the call gets them.
-      after: the pages as it must return them.
-      written: which rows it writes, booleans `[pages, page_size]`.
+      after: `k_pages` and `v_pages` as the call must return them.
+      written: whether the call writes each row, booleans `[pages, page_size]`.
     """
 
     tokens: Mapping[str, np.ndarray]
@@ -103,13 +112,14 @@ class Writing:
 def build_writing(
     problem: Problem, seed: int, *, finite: bool, before: Mapping[str, np.ndarray] | None = None
 ) -> Writing:
-    """Build what the call of a problem in pages gets and must write.
+    """Build the inputs of a call that writes pages, and the pages that it must return.
 
     Args:
       problem: the operands, dense.
-      seed: of the numbers where no key or value of the problem lies.
-      finite: whether all of these are finite; else they are NaN of many bit patterns.
-      before: pages as an earlier call left them; by default they hold the keys of the problem and arbitrary numbers.
+      seed: the seed of the arbitrary numbers in rows that hold no key or value of the problem.
+      finite: whether these arbitrary numbers are finite; otherwise they are NaNs of many bit patterns.
+      before: the pages that an earlier call returned. By default, pages are built from the earlier keys of the problem,
+        with arbitrary numbers in all other rows.
     """
     storage = problem.storage
     assert storage is not None
@@ -127,19 +137,25 @@ def build_writing(
 
 
 def view_bits(x: np.ndarray) -> np.ndarray:
-    """Return `x` as unsigned integers of its width, so that NaN can be compared."""
+    """View the bits of `x` as unsigned integers of the same width, so that NaNs can be compared."""
     return x.view(f"u{x.dtype.itemsize}")
 
 
 def _gather_pages(x: np.ndarray, held: np.ndarray, seed: int, stream: str, *, finite: bool) -> np.ndarray:
-    """Return `x [B, S, K, depth]` at the keys `held [...]`, `[..., K, depth]`, with arbitrary numbers elsewhere."""
+    """Gather keys or values `x [B, S, K, depth]` at the dense keys `held [...]`, as `[..., K, depth]`.
+
+    Where `held` is `NOBODY`, the result has arbitrary numbers.
+    """
     flat = x.reshape(-1, *x.shape[2:])
     anything = _draw_garbage(seed, stream, (*held.shape, *x.shape[2:]), x.dtype, finite=finite)
     return np.where((held != NOBODY)[..., None, None], flat[np.maximum(held, 0)], anything)
 
 
 def _draw_garbage(seed: int, stream: str, shape: tuple[int, ...], dtype: np.dtype, *, finite: bool) -> np.ndarray:
-    """Draw other bits for each row, so that a moved row shows: NaN of either sign, or numbers around 64."""
+    """Draw arbitrary numbers whose bits differ from row to row, so that a row that moved is noticed.
+
+    They are NaNs of either sign, or finite numbers of magnitude 64 to 128.
+    """
     drawn = draw_integers(seed, f"written-{stream}", shape, 2**31)
     sign = drawn % 2
     if finite:

@@ -1,8 +1,9 @@
-"""The cases of pages: steps of a server, with whole prompts, chunks of them and single tokens.
+"""Cases of the storage form `paged`: steps of a server, which mix whole prompts, chunks of prompts and single tokens.
 
-A shape gives lengths for a page of `p` tokens: one token more than a page, exactly as many, none at all. The model of
-sizes has more heads and sequences, and lengths around blocks of 128. Kernels that take quantised pages have one axis
-more, and kernels that write pages have shapes of their own (`cases.storage_forms.page_write_cases`).
+A shape computes the lengths of its sequences from the page size `p`, so that some are a whole page, one token more, or
+zero. The model of sizes has more heads and sequences, and lengths around blocks of 128. The models for kernels that
+take quantised pages have one more axis, the format of the cache. Kernels that write pages have their own shapes
+(`cases.storage_forms.page_write_cases`).
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from cases.storage_forms.sequence_shapes import (
 )
 from cases.storage_forms.storage_layout import NOBODY, Request, Storage
 
-# A chunk of a prompt, two single tokens at the end of a page and just behind it, and a whole prompt.
+# A chunk of a prompt, a single token in the last row of a page, a single token in the first row, and a whole prompt.
 _MIXED = Shape("mixed", lambda p: ((13, 13 + 2 * p), (1, p), (1, p + 1), (9, 9)))
 _SHAPES = (
     _MIXED,
     Shape("decode", lambda p: ((1, 3 * p), (0, p), (1, 2 * p + 1), (1, max(1, p - 1))), phase="decode"),
     Shape("prompts", lambda p: ((23, 23), (1, 1), (p + 1 if p < 60 else 40, p + 1))),
     Shape("chunk", lambda p: ((16, 17 + 2 * p),)),
-    # A sequence that has ended, one that waits, and one without keys.
+    # Among others: a sequence without queries, one with neither queries nor keys, and one with a query but no keys.
     Shape("idle", lambda p: ((1, p + 2), (0, 2 * p), (5, 5 + p), (0, 0), (1, 0))),
-    # Sequences that begin alike, of which some keep whole pages.
+    # Sequences long enough that they can share whole pages of a common prefix.
     Shape("alike", lambda p: ((4, 4 * p + 4), (1, 4 * p), (7, 4 * p + 9))),
 )
 _SIZES = (
@@ -55,7 +56,8 @@ _SIZES = (
     Shape("many", lambda p: tuple((1, 1 + 7 * n % 90) for n in range(17)), phase="decode", heads=(4, 4)),
     Shape("deep", fix_lengths((5, 21), (1, 64)), heads=(3, 1), depths=(192, 128)),
 )
-# Keys beside the query's own: none, within a page, exactly pages of 16 with the query's own, more than a page.
+# Left sides of windows: the number of keys before the query's own that it sees. "inf" is causal. For pages of 16: 5 is
+# less than a page, 15 with the query's own key is a whole page, 40 is several pages. 0 leaves only the query's own key.
 _WINDOWS: tuple[Any, ...] = ("inf", 5, 15, 40, 0)
 _PAGE_SIZES = (16, 1, 5, 64, 256)
 _SHARED = Axis("shared", (False, True), rich=True)
@@ -79,11 +81,11 @@ MODELS: tuple[Model, Model] = (
         strongest=2,
     ),
 )
-"""The models of features and of sizes, for pages in the dtype of the operands."""
+"""The models of features and of sizes for kernels whose pages have the dtype of the operands."""
 
 
 def _add_caches(*caches: str | None) -> tuple[Model, Model]:
-    """Return the models with what pages hold as one more axis, for kernels that offer it alone."""
+    """Return `MODELS` with the formats `caches` as one more axis, which is left out if only the first is supported."""
 
     def add(model: Model) -> Model:
         def assemble(levels: Mapping[str, Any], seed: int) -> Case:
@@ -96,17 +98,17 @@ def _add_caches(*caches: str | None) -> tuple[Model, Model]:
 
 
 WRITE_MODELS = build_write_models(MODELS)
-"""The models of kernels that write pages."""
+"""The models for kernels that write pages."""
 TOKEN_SCALE_MODELS = _add_caches(None, *PAGED_CACHES)
-"""The models of kernels that take a scale for each token and head."""
+"""The models for kernels that take pages with a scale for each token and head."""
 WHOLE_SCALE_MODELS = _add_caches(None, *WHOLE_CACHES)
-"""The models of kernels that take one scale for all keys and one for all values."""
+"""The models for kernels that take pages with one scale for all keys and one for all values."""
 BOTH_SCALE_MODELS = _add_caches(*PAGES_HOLD)
-"""The models of kernels that take both sorts of scales."""
+"""The models for kernels that take both kinds of scales."""
 
 
 def find_models(writes_pages: bool, offers: frozenset[str]) -> tuple[Model, Model]:
-    """Return the models of a kernel that writes pages or not, and that offers these features."""
+    """Return the models for a kernel, from whether it writes pages and from the opt-in features that it offers."""
     if writes_pages:
         return WRITE_MODELS
     if not offers & KV_FEATURES:
@@ -121,7 +123,7 @@ _MAX_DRAWN_QUERIES = 40
 
 
 def draw_paged_cases(phases: tuple[str, ...], caches: Caches = (None,)) -> st.SearchStrategy[Case]:
-    """Return the strategy for paged cases of these phases, whose pages hold what one of `caches` does."""
+    """Return the Hypothesis strategy for paged cases of these phases, with pages in one of the formats `caches`."""
     own = tuple(phase for phase in ("prefill", "decode") if phase in phases)
     if not own:
         return st.nothing()
@@ -137,7 +139,7 @@ def _draw_caches(draw: st.DrawFn, drawn: st.SearchStrategy[Case], caches: Caches
 
 @st.composite
 def _draw_lengths(draw: st.DrawFn, phase: str, size: int | None) -> tuple[int, int]:
-    """Draw queries and keys of a sequence, keys often around whole pages."""
+    """Draw the numbers of queries and keys of one sequence; keys often fill whole pages, give or take one token."""
     ways: list[Any] = [st.integers(0, MAX_DRAWN_LENGTH), st.integers(1, 24)]
     if size is not None and size <= MAX_DRAWN_LENGTH:
         whole = st.integers(0, MAX_DRAWN_LENGTH // size).map(lambda n: n * size)
@@ -148,14 +150,19 @@ def _draw_lengths(draw: st.DrawFn, phase: str, size: int | None) -> tuple[int, i
     return draw(st.integers(0, min(keys, _MAX_DRAWN_QUERIES))), keys
 
 
-_BUCKET = 32  # packed queries of a step of a trace, with padding
-_TRACE_SEQUENCES = 4  # rows of its tables
+_BUCKET = 32  # the number of packed queries in each step of a trace, padding included
+_TRACE_SEQUENCES = 4  # the number of rows of the tables in each step of a trace
 
 
 def iter_trace_layouts(case: Case, steps: Sequence[TraceStep], sizes: tuple[int, int, int]) -> Iterator[Storage]:
-    """Yield the layout of each step: requests take pages as they grow, and give them back when they end.
+    """Yield the layout of each step of a trace: requests take pages as they grow, and free them when they end.
 
-    A page that is taken anew still holds what it held before, behind the length of its new owner.
+    A page that is taken again keeps the old keys in the rows that its new owner has not yet written.
+
+    Args:
+      case: the case of the whole trace.
+      steps: the steps of the trace.
+      sizes: B, T and S of the dense problem of a step.
     """
     assert case.stored is not None
     assert case.stored.size is not None
@@ -163,7 +170,7 @@ def iter_trace_layouts(case: Case, steps: Sequence[TraceStep], sizes: tuple[int,
     last = {row: stop for step in steps for row, _, stop in step}
     width = -(-case.kv_length // size) + 1
     pool = 3 * width + 2
-    # The pages that were given back last are taken first.
+    # The free pages, a stack: the pages that were freed last are taken first.
     free = np.argsort(draw_integers(case.seed, "life", (pool,), 2**32), kind="stable").tolist()
     held = np.full((pool, size), NOBODY, np.int32)
     pages: dict[int, tuple[int, ...]] = {}
@@ -193,12 +200,13 @@ def iter_trace_layouts(case: Case, steps: Sequence[TraceStep], sizes: tuple[int,
 
 TRACE_SIZES = (8, 16, 32)
 TRACE_WINDOWS = ("inf", "7")
-# Of two and of four queries, whose windows begin on both sides of a page's first row.
+# Sequences with two and with four queries. Some of their windows begin before the first row of a page, some after it.
 BORDER: dict[str, Any] = {
     **{"phase": "prefill", "batch": 3, "q_length": 4, "kv_length": 80},
     **{"mask": "own-l31-48-64-80", "soft_cap": None},  # each key has some weight
 }
-# Three queries in all, two of them of one sequence, in tables with room for more sequences than there are queries.
+# Six sequences with three queries in all, two of which are in one sequence. So tables have more rows than there are
+# queries.
 ROOM: dict[str, Any] = {
     **{"phase": "prefill", "batch": 6, "q_length": 2, "kv_length": 40},
     **{"mask": "own-linf-17-40-8-33-1-24", "soft_cap": None},
@@ -206,7 +214,7 @@ ROOM: dict[str, Any] = {
 
 
 def _build_compiled() -> tuple[Case, ...]:
-    """Build caches in pages of 16 to 128 tokens, with single tokens of many sequences, prompts and both."""
+    """Build paged cases to compile: decode of many sequences, chunks of prompts, and both; pages of 5 to 128 tokens."""
     served: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128)}
     return (
         build_case((1, 4096), **served, mask="causal-o4095", batch=64, phase="decode", storage="paged16"),
@@ -230,9 +238,9 @@ def _build_compiled() -> tuple[Case, ...]:
 
 
 def _build_compiled_scales() -> tuple[Case, ...]:
-    """Build cases of pages with scales.
+    """Build cases of quantised pages to compile.
 
-    Each has a sequence of several queries: kernels of one query a sequence have cases of their own.
+    Each has a sequence with several queries. Kernels that take one query per sequence are judged on other cases.
     """
     grouped: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128), "phase": "prefill"}
     served: dict[str, Any] = {"batch": 2, "phase": "prefill", "storage": "paged32-q16-1"}
@@ -274,8 +282,9 @@ def _build_compiled_scales() -> tuple[Case, ...]:
     )
 
 
-# Prompts, single tokens and a sequence without queries; then windows that begin within a page. Pages are copied ahead
-# over several blocks of them, and over the borders of sequences.
+# Fields of cases for the interpreter. `MIXED_LENGTHS` has a chunk of a prompt, single tokens and a sequence
+# without queries. `WINDOW_LENGTHS` has windows that begin inside a page. Both have enough pages that a kernel copies
+# pages ahead over several blocks, and from one sequence to the next.
 MIXED_LENGTHS: dict[str, Any] = {
     **{"lengths": (20, 120), "mask": "own-linf-120-16-33-50-1", "dtype": "f32", "batch": 5, "phase": "prefill"},
     "sinks": True,
@@ -317,7 +326,7 @@ CASES = FormCases(
         },
         "border": {**BORDER, **MANY_KEY_HEADS, "storage": "paged16-q2-4-1"},
         "room": {**ROOM, **LARGE_GROUP, "storage": "paged16-q0-2-0-1-0-0"},
-        # More than 4,096 keys.
+        # A sequence of more than 4,096 keys.
         "long": {
             "phase": "decode",
             "batch": 1,
@@ -339,7 +348,7 @@ CASES = FormCases(
     build_compiled=_build_compiled,
     build_interpreted=_build_interpreted,
     signature_cases=(
-        # In pages: steps that are mixed, single tokens, windows and operands, sequences that have come to nothing.
+        # Mixed steps, decode, windows and optional operands, empty sequences, a long sequence, and bf16.
         (f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/paged16-q13-1-1-9/normal", BEHIND_MASK),
         ("decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/paged16/normal", SAVED),
         (f"prefill/f32/{_SIGNATURE_SIZES}/own-l7-45-16-17-9/softcap2/paged16-q13-1-1-9/normal", ()),
@@ -347,7 +356,7 @@ CASES = FormCases(
         ("prefill/f32/B5.T5.S32.N2.K2.H64.V64/own-linf-18-32-21-0-0/paged16-q1-0-5-0-1/normal", SAVED),
         ("prefill/f32/B2.T40.S300.N2.K1.H64.V64/own-linf-300-40/paged64/normal", ()),
         (f"prefill/bf16/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/paged16-q13-1-1-9/normal", ()),
-        # Pages with scales.
+        # The same with quantised pages that have a scale for each token and head.
         (f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/kvint8-token/paged16-q13-1-1-9/normal", BEHIND_MASK),
         ("decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/kvint8-token/paged16/normal", SAVED),
         (f"prefill/f32/{_SIGNATURE_SIZES}/own-l7-45-16-17-9/softcap2/kvfp8-token/paged16-q13-1-1-9/normal", ()),
@@ -358,10 +367,10 @@ CASES = FormCases(
         ("prefill/f32/B5.T5.S32.N2.K2.H64.V64/own-linf-18-32-21-0-0/kvfp8-token/paged16-q1-0-5-0-1/normal", SAVED),
         ("prefill/f32/B2.T40.S300.N2.K1.H64.V64/own-linf-300-40/kvint8-token/paged64/normal", ()),
         (f"prefill/bf16/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/kvint8-token/paged16-q13-1-1-9/normal", ()),
-        # One scale for all keys and one for all values.
+        # Quantised pages with one scale for all keys and one for all values.
         (f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-16-17-9/kvint8-tensor/paged16-q13-1-1-9/normal", BEHIND_MASK),
         ("decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/softcap2/kvfp8-tensor/paged16/normal", SAVED),
-        # Pages that are written, some of them whole, some of them others' too.
+        # Steps for kernels that write pages: new tokens fill pages, and in the second, sequences share earlier pages.
         (f"prefill/f32/{_SIGNATURE_SIZES}/own-linf-45-32-33-9/paged16-q13-1-1-9/normal", SAVED),
         ("prefill/f32/B2.T17.S49.N4.K2.H64.V64/own-linf-49-40/sinks/shared16-q17-1/normal", ()),
     ),

@@ -1,10 +1,10 @@
-"""Storage form `paged`: packed queries, and keys and values in pages that a table names.
+"""Storage form `paged`: packed queries, and a cache of keys and values in pages that a table lists for each sequence.
 
     attention(q, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None, ...)
 
-`q` is `[total_q, N, H]`, `k_pages` `[pages, page_size, K, H]` and `v_pages` `[pages, page_size, K, V]`. Pages may be
-quantised: then a function gets `k_scales` and `v_scales`, f32 `[pages, page_size, K]`, or the numbers `k_scale` and
-`v_scale`. A function that writes pages is described in `cases.storage_forms.page_writes`.
+`q` is `[total_q, N, H]`, `k_pages` is `[pages, page_size, K, H]` and `v_pages` is `[pages, page_size, K, V]`. If pages
+are quantised, the function also gets `k_scales` and `v_scales`, f32 `[pages, page_size, K]`, or the numbers `k_scale`
+and `v_scale`. `cases.storage_forms.page_writes` describes functions that write pages.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from cases.storage_forms.storage_layout import NOBODY, Request, Storage, draw_ju
 
 TABLES = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
 SCALES = ("k_scales", "v_scales")
-"""Scales of each row of a page and head, f32 `[pages, page_size, K]`."""
+"""The parameters that take a scale for each row of a page and head, f32 `[pages, page_size, K]`."""
 WHOLE_SCALES = ("k_scale", "v_scale")
-"""One scale of all keys and one of all values, Python numbers."""
+"""The parameters that take one scale for all keys and one for all values, as Python numbers."""
 SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
-"""Features of pages with scales of each token and head (`cases.quantization.PAGED_CACHES`)."""
+"""The features of pages with a scale for each token and head (`cases.quantization.PAGED_CACHES`)."""
 WHOLE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_tensor_scales"})
-"""Features of pages with one scale for all keys and one for all values (`cases.quantization.WHOLE_CACHES`)."""
+"""The features of pages with one scale for all keys and one for all values (`cases.quantization.WHOLE_CACHES`)."""
 REQUIRED = {
     "page_indices": "the table of pages, [max_seqs, pages_per_seq]",
     "kv_lens": "how many keys each sequence has, [max_seqs]",
     "cu_q_lens": "where the queries of each sequence begin, [max_seqs + 1]",
 }
-_UNUSED_PAGES = 3  # pages to which no table refers
+_UNUSED_PAGES = 3  # how many pages of a layout belong to no sequence
 
 
 def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
-    """Draw the layout of a case; shapes depend on the case alone, pages and entries on its seed."""
+    """Draw the layout of a case. The seed decides the order of pages and the junk in unused entries, and no shape."""
     assert spec.size is not None
     q_lengths, kv_lengths, size = spec.get_q_lengths(case.batch, case.q_length), case.kv_lengths, spec.size
     counts = [-(-n // size) for n in kv_lengths]
@@ -59,7 +59,7 @@ def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
         for b, (q, n, own) in enumerate(zip(q_lengths, kv_lengths, pages, strict=True))
     ]
     held = np.full((pool, size), NOBODY, np.int32)
-    for request in reversed(requests):  # the first sequence owns what is shared
+    for request in reversed(requests):  # reversed, so that the first sequence owns the shared pages
         place_keys(held, request, case.kv_length)
     return build_layout(
         requests,
@@ -74,13 +74,16 @@ def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
 
 
 def count_shared_pages(spec: StorageSpec, kv_lengths: tuple[int, ...]) -> list[int]:
-    """Return how many pages each sequence has in common with the first one: half of the whole ones of both."""
+    """Return how many pages each sequence shares with the first one.
+
+    Two sequences share half of the pages that both fill, rounded up. The count is 0 if `spec` shares no pages.
+    """
     size = spec.size or 1
     return [(min(n, kv_lengths[0]) // size + 1) // 2 if spec.shared and b else 0 for b, n in enumerate(kv_lengths)]
 
 
 def place_keys(held: np.ndarray, request: Request, kv_length: int, start: int = 0) -> None:
-    """Write the keys of a request from `start` on into its pages; `held [pages, page_size]` is changed."""
+    """Write the keys of a request, from key `start` on, into its pages; this changes `held [pages, page_size]`."""
     size = held.shape[1]
     for j in range(start, request.keys):
         held[request.pages[j // size], j % size] = request.row * kv_length + j
@@ -97,23 +100,23 @@ def build_layout(
     seed: int,
     form: str,
 ) -> Storage:
-    """Return the layout of `requests` in pages.
+    """Build the layout of `requests` in pages.
 
     Args:
       requests: the rows of the tables, in order.
       sizes: B, T and S of the dense problem.
-      held: the dense key in each place of each page, `[pages, page_size]`.
+      held: the dense key in each row of each page, `[pages, page_size]`.
       max_seqs: the number of rows of the tables.
-      total_q: the number of packed queries, with padding.
-      pages_per_seq: the number of entries in a row of the table of pages.
-      seed: of entries that no kernel may use.
+      total_q: the number of packed queries, padding included.
+      pages_per_seq: the number of entries in each row of `page_indices`.
+      seed: the seed of the junk in table entries that no kernel may use.
       form: the name of the storage form.
     """
     batch, q_length, kv_length = sizes
     size = held.shape[1]
     kv_lens = draw_junk(seed, "kv_lens", (max_seqs,))
     indices = draw_junk(seed, "page_indices", (max_seqs, pages_per_seq))
-    # Some entries that no kernel may use name a page that there is.
+    # A third of the entries that no kernel may use are valid page numbers, as stale entries of a server's table are.
     there = draw_integers(seed, "stale", indices.shape, 3) == 0
     indices = np.where(there, draw_integers(seed, "stale_pages", indices.shape, len(held)), indices).astype(np.int32)
     owner = list_own_keys(batch, kv_length)
@@ -139,7 +142,7 @@ def build_layout(
 
 
 def describe_layout(storage: Storage) -> str:
-    """Describe how many pages there are, of which size, and whether sequences share some."""
+    """Describe a layout for messages: the number and size of its pages, and whether sequences share pages."""
     pages, size = storage.held.shape
     shared = "some of them shared" if storage.shares else "none of them shared"
     return f"{pages} pages of {size}, {shared}; a table of {storage.tables['page_indices'].shape[1]} pages a sequence"

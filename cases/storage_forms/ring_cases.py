@@ -1,7 +1,8 @@
-"""The cases of ring buffers: sequences that have not filled their slots, that just have, and that went around often.
+"""Cases of the storage form `ring`: sequences with fewer tokens than the ring has slots, as many, and many more.
 
-A shape gives lengths for a ring of `p` slots. A ring must hold all keys that its queries see, so the widest window of a
-sequence that went around is `p` less the number of its queries: the level `fill` of windows.
+A shape computes the lengths of its sequences from the number of slots `p`. A ring must hold all keys that its queries
+see. So if a sequence has more tokens than slots, the left side of its window is at most `p` minus the number of its
+queries. The level `fill` of the axis of windows is that largest left side.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from cases.storage_forms.sequence_shapes import (
 from cases.storage_forms.storage_layout import NOBODY, Request, Storage
 
 _SHAPES = (
-    # Around one turn of the ring: beyond two turns, exactly one, one token more and one less.
+    # A turn is `p` tokens, which fill the ring once. More than two turns, exactly one, one token more, one token less.
     Shape("decode", lambda p: ((1, 2 * p + 3), (1, p), (1, p + 1), (1, max(1, p - 1))), phase="decode"),
-    # Chunks that end a turn, begin one, and cross the border of one.
+    # Chunks of four tokens that end a turn, begin a turn, and cross from one turn to the next.
     Shape("chunk", lambda p: ((4, 3 * p), (4, 2 * p + 4), (4, p + 2))),
     Shape("begun", lambda p: ((1, 1), (1, min(2, p)), (1, 0)), phase="decode"),
     Shape("prompts", lambda p: ((p, p), (p, max(1, p // 2)))),
@@ -55,12 +56,12 @@ _WINDOWS: tuple[Any, ...] = (_FILL, 5, 0, "inf")
 
 
 def _compute_left(shape: Shape, slots: int, window: Any) -> Any:
-    """Return the left side of a window, `inf` for none: that of `fill` leaves room for the queries alone."""
+    """Return the left side of a level of windows; for `fill`, the number of slots minus the most queries."""
     return slots - max(queries for queries, _ in shape.lengths(slots)) if window == _FILL else window
 
 
 def _fits(shape: Shape, slots: int, window: Any) -> bool:
-    """Return whether a ring holds all keys that the queries of a shape see."""
+    """Return whether a ring of `slots` slots holds all keys that the queries of a shape see."""
     left = _compute_left(shape, slots, window)
     longer = [queries for queries, keys in shape.lengths(slots) if queries and keys > slots]
     if left == "inf" or not longer:
@@ -71,8 +72,8 @@ def _fits(shape: Shape, slots: int, window: Any) -> bool:
 def _build_ring_model(
     shapes: tuple[Shape, ...], slots: tuple[int, ...], windows: tuple[Any, ...], **facts: Any
 ) -> Model:
-    """Build a model whose windows fit its rings."""
-    # Slots vary along the axis that pages vary along in other forms.
+    """Build a covering-array model in which every ring holds all keys that its windows see."""
+    # The number of slots varies along the axis `page`, which is the page size in other forms.
     own = Axis("shape", shapes), Axis("page", slots), Axis("window", windows, rich=_FILL)
     usual = build_model("ring", *own, *facts.pop("axes", ()), *VALUE_AXES, **facts)
 
@@ -98,7 +99,7 @@ def _draw_cases(phases: tuple[str, ...], caches: Caches) -> st.SearchStrategy[Ca
 
 @st.composite
 def _draw_rings(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
-    """Draw a case of any number of slots; it shrinks towards one sequence of one token in one slot."""
+    """Draw a case with any number of slots; Hypothesis shrinks it towards one sequence of one token in one slot."""
     phase = draw(st.sampled_from(phases))
     slots = draw(st.integers(1, 48) | st.sampled_from((1, 2, 8, 16, 32, 64, 128)))
     q_length = 1 if phase == "decode" else draw(st.integers(1, min(slots, _MAX_DRAWN_QUERIES)))
@@ -129,15 +130,20 @@ def _draw_rings(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
     )
 
 
-_TRACE_SLOTS = 20  # for chunks of 13 queries under a window of 7 keys beside each one's own
-_TRACE_ROWS = 3
+_TRACE_SLOTS = 20  # enough for a chunk of 13 queries, each of which sees 7 keys before its own
+_TRACE_ROWS = 3  # the number of rows of the cache in each step of a trace
 
 
 def iter_trace_layouts(case: Case, steps: Sequence[TraceStep], sizes: tuple[int, int, int]) -> Iterator[Storage]:
-    """Yield the layout of each step: a request takes a row of the cache, and gives it back when it ends.
+    """Yield the layout of each step of a trace: a request takes a row of the cache, and frees it when it ends.
 
-    The ring of a step is smaller than that of the case, which holds all tokens: so each request goes around, and the
-    slots that it has not reached hold tokens of the request that had its row before.
+    The ring of a step has fewer slots than the ring of the case, which holds all tokens. So long requests go around the
+    ring. A slot that a request has not written yet keeps the token of the request that had the row before.
+
+    Args:
+      case: the case of the whole trace.
+      steps: the steps of the trace.
+      sizes: B, T and S of the dense problem of a step.
     """
     last = {row: stop for step in steps for row, _, stop in step}
     free = list(reversed(range(_TRACE_ROWS)))
@@ -196,7 +202,7 @@ CASES = FormCases(
             "mask": f"own-l7-{FORTY}",
             "storage": "ring8",
         },
-        # Queries on both sides of the slot in which a turn begins.
+        # Queries before and after the first slot of a turn.
         "border": {
             "phase": "prefill",
             "batch": 3,
@@ -207,7 +213,7 @@ CASES = FormCases(
             "soft_cap": None,
             **MANY_KEY_HEADS,
         },
-        # More than 4,096 tokens, of which few are left.
+        # A sequence of more than 4,096 tokens, of which the ring still holds 64.
         "long": {
             "phase": "decode",
             "batch": 1,
@@ -230,7 +236,7 @@ CASES = FormCases(
     build_compiled=_build_compiled,
     build_interpreted=_build_interpreted,
     signature_cases=(
-        # Around a turn, with windows that fill the ring and narrower ones, chunks, and sequences that have just begun.
+        # Lengths around the number of slots, windows as wide as the ring and narrower, chunks, and short sequences.
         ("decode/f32/B4.T1.S45.N4.K2.H64.V64/own-l15-45-16-17-9/ring16/normal", BEHIND_MASK),
         ("decode/f32/B4.T1.S45.N4.K2.H64.V64/own-l7-45-32-33-9/sinks/ring16/normal", SAVED),
         ("prefill/f32/B3.T4.S50.N4.K2.H64.V64/own-l12-50-34-18/softcap2/ring16/normal", ()),

@@ -1,13 +1,14 @@
-"""Storage form `ring`: a head-major cache whose slots are a ring buffer, as sliding-window decode caches are.
+"""Storage form `ring`: a head-major cache whose slots are a ring buffer, as in decode with a sliding window.
 
     attention(q, k_cache, v_cache, *, cache_seqlens, window=None, ...)
 
-`q` is `[rows, T, N, H]`, `k_cache` `[rows, K, slots, H]`, `v_cache` `[rows, K, slots, V]` and `cache_seqlens` int32
-`[rows]`, with the names of flash-attention's `flash_attn_with_kvcache`. Token `p` of a sequence lies in slot
-`p % slots` of its row. A sequence of `cache_seqlens[b]` tokens has the last `slots` of them in the cache; its `T`
+`q` is `[rows, T, N, H]`, `k_cache` is `[rows, K, slots, H]`, `v_cache` is `[rows, K, slots, V]`, and `cache_seqlens` is
+int32 `[rows]`. The names are those of flash-attention's `flash_attn_with_kvcache`. Token `p` of a sequence lies in slot
+`p % slots` of its row. A sequence has `cache_seqlens[b]` tokens, and the last `slots` of them are in the cache. Its `T`
 queries are its last tokens, so query `i` stands at position `cache_seqlens[b] - T + i`.
 
-A case id writes `ring16` for 16 slots. Every sequence has all `T` queries; those before its first token see nothing.
+A case id writes `ring16` for 16 slots. Every sequence has all `T` queries. Queries at negative positions, in a sequence
+of fewer than `T` tokens, see no key.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TABLES = ("cache_seqlens",)
 
 
 def find_mask_refusal(case: StoredCase, spec: StorageSpec, sides: Sides) -> str | None:
-    """Return why a ring cannot hold all keys that the queries of a case see, or None if it can."""
+    """Return why a case's ring cannot hold all keys that the queries see, or None if it can."""
     assert spec.size is not None
     longest = max(case.kv_lengths)
     seen = None if sides.left is None else sides.left + case.q_length
@@ -35,13 +36,16 @@ def find_mask_refusal(case: StoredCase, spec: StorageSpec, sides: Sides) -> str 
 
 
 def find_widest_left(storage: Storage) -> int | None:
-    """Return the left side of the widest window for which a ring holds all keys; None if it has not gone around."""
+    """Return the left side of the widest window for which the rings of a layout hold all keys that queries see.
+
+    Returns None if no sequence has more tokens than slots: then the rings hold all keys.
+    """
     (_, q_length), slots = storage.q_rows.shape, storage.held.shape[1]
     return slots - q_length if storage.tables["cache_seqlens"].max() > slots else None
 
 
 def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
-    """Return the layout of a case, with a row past the last sequence in every second case."""
+    """Build the layout of a case; if B + T is odd, the cache has one more row, without a sequence."""
     assert spec.size is not None
     requests = [Request(row=b, queries=case.q_length, keys=n) for b, n in enumerate(case.kv_lengths)]
     held = np.full((case.batch + (case.batch + case.q_length) % 2, spec.size), NOBODY, np.int32)
@@ -51,19 +55,19 @@ def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
 
 
 def place_keys(slots: np.ndarray, request: Request, kv_length: int, start: int = 0) -> None:
-    """Write the keys of a request from `start` on into the slots of its row, each over the one that lay there before.
+    """Write the keys of a request, from key `start` on, into the slots of its row.
 
-    `slots [slots]` is changed.
+    A key overwrites the key that was in its slot before. This changes `slots [slots]`.
     """
     for p in range(start, request.keys):
         slots[p % len(slots)] = request.row * kv_length + p
 
 
 def build_layout(requests: Sequence[Request | None], sizes: tuple[int, int, int], held: np.ndarray) -> Storage:
-    """Return the layout of requests, one for each row of the cache, or None for a row without a sequence.
+    """Build the layout of `requests`, one for each row of the cache.
 
     Args:
-      requests: the sequences, row by row; rows past them have none.
+      requests: the sequence in each row of the cache; None for a row without a sequence. Further rows have no sequence.
       sizes: B, T and S of the dense problem.
       held: the dense key in each slot, `[rows, slots]`.
     """
@@ -88,7 +92,7 @@ def build_layout(requests: Sequence[Request | None], sizes: tuple[int, int, int]
 
 
 def describe_layout(storage: Storage) -> str:
-    """Describe how many rows and slots there are, and how many sequences have more tokens than slots."""
+    """Describe a layout for messages: its rows and slots, and how many sequences have more tokens than slots."""
     rows, slots = storage.held.shape
     longer = int((storage.tables["cache_seqlens"] > slots).sum())
     return f"{rows} rows of {slots} slots, {longer} of them with more tokens than slots"
@@ -108,7 +112,7 @@ RING = StorageForm(
     operands=("q", "k_cache", "v_cache"),
     tables=TABLES,
     parameters=(*TABLES, "causal", "window", *STORED_OPERANDS, "save_residuals"),
-    required={"cache_seqlens": "how many tokens each sequence has, those of its queries among them, [rows]"},
+    required={"cache_seqlens": "how many tokens each sequence has, including its queries, [rows]"},
     marks=TABLES,
     noun="a ring buffer",
     arrange=lambda arrays: {"k_cache": arrays["k"].swapaxes(1, 2), "v_cache": arrays["v"].swapaxes(1, 2)},

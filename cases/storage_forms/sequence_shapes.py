@@ -1,4 +1,4 @@
-"""Axes and drawn sizes that the cases of several storage forms have in common."""
+"""Parts that the cases of several storage forms share: axes of models, a model builder, and a Hypothesis strategy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cases.covering_model import Axis, Model
 from cases.storage_forms.form_registry import FORMS
 
 SequenceLengths = tuple[tuple[int, int], ...]
-"""Numbers of queries and keys of each sequence."""
+"""The numbers `(queries, keys)` of each sequence of a call."""
 
 VALUE_AXES = (
     Axis("distribution", ("normal", "large", "dominant", "heavy", "small", "cancel", "ties", "knee"), cheap=True),
@@ -27,13 +27,13 @@ HEAD_AXES = (
     Axis("depths", ((64, 64), (32, 32), (16, 48), (128, 128)), rich=(16, 48)),
 )
 FORTY_KEYS = tuple(1 + 5 * n % 13 for n in range(40))
-"""Lengths of forty sequences."""
+"""The lengths of forty short sequences."""
 FORTY = "-".join(map(str, FORTY_KEYS))
-"""The same as a case id writes them."""
+"""`FORTY_KEYS` as a case id writes them."""
 MANY_KEY_HEADS = {"num_q_heads": 9, "num_kv_heads": 9}
-"""More than eight key/value heads."""
+"""Fields of a case with more than eight key/value heads."""
 LARGE_GROUP = {"num_q_heads": 17, "num_kv_heads": 1}
-"""More than sixteen query heads to a key head, an odd number."""
+"""Fields of a case with more than sixteen query heads to a key/value head, an odd number of them."""
 MAX_DRAWN_LENGTH = 150
 _MAX_DRAWN_SEQUENCES = 6
 _DRAWN_HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (6, 3))
@@ -45,14 +45,14 @@ _DRAWN_VALUES = ("normal", "small", "large", "heavy", "dominant", "cancel", "tie
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A level of an axis of sequences.
+    """A level of the axis `shape` of a model: the sequences of one call.
 
     Attributes:
-      name: says what the call is.
-      lengths: the lengths of its sequences for a size of pages or rings.
-      phase: `decode` if all sequences have one query.
-      heads: heads `(N, K)` of its own, in models of sizes.
-      depths: depths `(H, V)` of its own, in models of sizes.
+      name: a short name of the call, such as `prefill` or `many`.
+      lengths: returns the lengths of the sequences, from the size of pages or rings.
+      phase: the phase of the case; `decode` if no sequence has more than one query.
+      heads: heads `(N, K)`, in models of sizes; None if the model has an axis of heads.
+      depths: depths `(H, V)`, in models of sizes; None if the model has an axis of depths, or for `(64, 64)`.
     """
 
     name: str
@@ -63,17 +63,17 @@ class Shape:
 
 
 def fix_lengths(*lengths: tuple[int, int]) -> Callable[[int], SequenceLengths]:
-    """Return a function that gives these lengths for every size."""
+    """Return a function for `Shape.lengths` that returns these lengths for every size of pages or rings."""
     return lambda p: lengths
 
 
 def is_compatible(levels: Mapping[str, Any]) -> bool:
-    """Return whether levels go together: logits at the knee of a soft cap need one."""
+    """Return whether levels can be combined: the distribution `knee` (logits where a soft cap bends) needs a cap."""
     return not (levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None)
 
 
 def build_model(form: str, *axes: Axis, strongest: int = 4) -> Model:
-    """Build a model of cases of a storage form; its axes include `shape`, `window` and those of values."""
+    """Build a covering-array model of a storage form; `axes` must include `shape`, `window` and `VALUE_AXES`."""
 
     def assemble(levels: Mapping[str, Any], seed: int) -> Case:
         shape, size = levels["shape"], levels.get("page")
@@ -111,14 +111,14 @@ def draw_sequences(
     sizes: st.SearchStrategy[int] | None,
     draw_lengths: Callable[[str, int | None], st.SearchStrategy[tuple[int, int]]],
 ) -> Case:
-    """Draw a case of packed queries; it shrinks towards one sequence of one token.
+    """Draw a case with packed queries; Hypothesis shrinks it towards one sequence of one token.
 
     Args:
-      draw: draws from a strategy.
+      draw: Hypothesis' function that draws from a strategy.
       form: the name of the storage form.
-      phases: the phases of its cases.
-      sizes: sizes of pages; none for a form without a size.
-      draw_lengths: draws queries and keys of a sequence, for a phase and a size.
+      phases: the phases to draw from.
+      sizes: the strategy of page sizes; None for a form without a size.
+      draw_lengths: returns the strategy of `(queries, keys)` of one sequence, from the phase and the page size.
     """
     phase = draw(st.sampled_from(phases))
     size = None if sizes is None else draw(sizes)

@@ -1,8 +1,8 @@
-"""Traces of a server: prompts in chunks, then token by token, while sequences end and others take their place.
+"""Build traces of a server: requests are prefilled in chunks and decoded token by token, and new ones replace old ones.
 
-A whole trace is one case in which every sequence is a prompt. Its steps are calls: in each, some requests have a few
-queries, and the cache is written up to the last of them. Memory of requests that have ended is written anew, and still
-holds what it held before behind the lengths of its new owners.
+A whole trace is one case in which every request is a prompt, and its results are the expected ones. The steps of a
+trace are calls. In each call, some requests have a few queries, and their cache holds their keys up to the last query.
+A new request takes the memory of one that ended. The memory keeps the old keys where the new request has written none.
 """
 
 from __future__ import annotations
@@ -23,23 +23,26 @@ from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.storage_layout import Storage
 
 LENGTHS = (37, 24, 33, 16)
-"""The number of tokens of each request."""
+"""The number of tokens of each request of a trace."""
 STEPS: tuple[TraceStep, ...] = (
     ((0, 0, 13),),
     ((0, 13, 26), (1, 0, 9)),
     ((1, 9, 22), (0, 26, 27)),
     ((0, 27, 28), (1, 22, 23), (2, 0, 10)),
     ((1, 23, 24), (2, 10, 23), (0, 28, 29)),
-    # The second request has ended: the fourth takes its memory, and its row of the tables.
+    # Request 1 has ended. Request 3 takes its memory, and its row of the tables.
     ((0, 29, 30), (3, 0, 12), (2, 23, 32)),
     ((0, 30, 37), (3, 12, 15), (2, 32, 33)),
     ((3, 15, 16),),
 )
-_MAX_QUERIES = 13  # of a request in a step
+_MAX_QUERIES = 13  # the most queries that a request has in a step, and T of each step's problem
 
 
 def build_traces(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """Build the cases whose sequences have a trace: of each cache and window, the first that is supported."""
+    """Build the cases of whole traces.
+
+    For each storage form, format of the cache and window, there is one case: the first that `supports` accepts.
+    """
     found = []
     for form, cases in load_all_form_cases().items():
         for cache, left in itertools.product(cases.caches, cases.trace_windows):
@@ -69,27 +72,27 @@ def _build_case(form: str, left: str, size: int, seed: int, fields: Mapping[str,
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step of a trace.
+    """One step of a trace: a call.
 
     Attributes:
       problem: the operands of the call.
-      queries: the tokens of the trace that it computes, `(request, start, stop)` for each of its requests.
+      queries: the tokens whose results the call computes, `(request, start, stop)` for each request of the call.
     """
 
     problem: Problem
     queries: TraceStep
 
     def count_remaining(self, row: int, stop: int) -> int:
-        """Return how many tokens the request `row` has from `stop` on."""
+        """Return how many tokens of the request `row` are left after its token `stop - 1`."""
         return LENGTHS[row] - stop
 
 
 def iter_steps(case: Case, whole: Problem) -> Iterator[Step]:
-    """Yield the steps of a trace, which all have the same shapes.
+    """Yield the steps of a trace; all steps have the same shapes.
 
     Args:
-      case: one of `build_traces`.
-      whole: its problem.
+      case: the case of the whole trace, from `build_traces`.
+      whole: the problem of that case.
     """
     assert whole.storage is not None
     left = next(mask.left for mask in list_conjuncts(whole.mask) if isinstance(mask, OwnWindow))
@@ -101,11 +104,11 @@ def iter_steps(case: Case, whole: Problem) -> Iterator[Step]:
 
 
 def _build_problem(case: Case, whole: Problem, step: TraceStep, storage: Storage, left: int | None) -> Problem:
-    """Build the problem of a step, in which the queries of each request are the last of `_MAX_QUERIES`."""
+    """Build the problem of a step, with T = `_MAX_QUERIES`; a request with fewer queries has the last ones."""
     q = np.zeros((case.batch, _MAX_QUERIES, *whole.q.shape[2:]), whole.q.dtype)
     ends = [0] * case.batch
     for row, start, stop in step:
-        first = case.q_length - LENGTHS[row]  # where its first token is
+        first = case.q_length - LENGTHS[row]  # the index along T of the request's first token, in `whole`
         q[row, _MAX_QUERIES - (stop - start) :] = whole.q[row, first + start : first + stop]
         ends[row] = stop
     mask = OwnWindow(left, tuple(n - _MAX_QUERIES for n in ends)) & Lengths(tuple(ends))

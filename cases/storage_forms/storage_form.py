@@ -1,8 +1,9 @@
-"""Describe a storage form: one way in which operands lie in memory (docs/contract.md, section 8).
+"""Define `StorageForm`, the description of one way in which operands lie in memory (docs/contract.md, section 8).
 
-The problem itself stays dense, `[B, T, ...]` and `[B, S, ...]`. A form says how a case id writes it, which operands and
-tables a call gets, and how dense operands become those. Each form is a module `NAME_form` with one `StorageForm`. Which
-cases a kernel of that form is judged on is in a module `NAME_cases` (`cases.storage_forms.form_cases`).
+The problem of a case stays dense, `[B, T, ...]` and `[B, S, ...]`. A form says how a case id writes it, which operands
+and tables a call gets, and how dense operands become stored ones. Each form is a module `NAME_form` that defines one
+`StorageForm`. A module `NAME_cases` defines the cases on which kernels of the form are judged
+(`cases.storage_forms.form_cases`).
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from cases.storage_forms.mask_sides import Sides
 from cases.storage_forms.storage_layout import Storage
 
 MAX_SIZE = 4096
-"""The largest number of tokens that a page or a ring has."""
+"""The largest number of tokens that a page or a ring may have."""
 STORED_OPERANDS = tuple(operand.name for operand in REMOVABLE if operand.stored)
-"""Optional operands that calls of packed queries may have, beside their tables."""
+"""The names of the optional operands that a call with packed, paged or ring operands may have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StorageSpec:
-    """The storage that a case id names.
+    """The storage of a case, parsed from its id.
 
     Attributes:
-      form: the name of the form.
-      size: tokens in a page, or slots of a ring; none for a form without either.
-      shared: whether sequences begin alike, and share the pages of that.
+      form: the name of the storage form.
+      size: the number of tokens in a page, or of slots in a ring; None for a form without pages or rings.
+      shared: whether sequences have a common prefix, and share the pages of that prefix.
       q_lengths: the number of queries of each sequence; empty if all have `T`.
     """
 
@@ -45,7 +46,7 @@ class StorageSpec:
 
 
 class StoredCase(Protocol):
-    """The part of `cases.case.Case` that decides where operands lie."""
+    """The fields of `cases.case.Case` that decide where operands lie in memory."""
 
     @property
     def batch(self) -> int:
@@ -69,18 +70,18 @@ class StoredCase(Protocol):
 
     @property
     def seed(self) -> int:
-        """The seed of all values."""
+        """The seed of everything that is drawn at random for the case."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaleParameters:
-    """A pair of parameters by which a plain function takes the scales of a quantised cache.
+    """A pair of parameters by which a user's function takes the scales of a quantised cache.
 
     Attributes:
-      names: of the scales of keys and of values.
-      descriptions: of each, in messages.
-      features: what a function with both parameters offers.
+      names: the names of the two parameters, for the scales of keys and of values.
+      descriptions: what each of the two parameters holds, for messages.
+      features: the features that a function with both parameters offers.
       as_numbers: whether the scales are Python numbers, one for all keys and one for all values.
     """
 
@@ -91,21 +92,21 @@ class ScaleParameters:
 
 
 def accept_all_sizes(text: str, num_kv_heads: int, head_dim: int, v_head_dim: int, extra: str | None) -> None:
-    """Accept the sizes of any case."""
+    """Accept the sizes of any case: the default of `StorageForm.check_sizes`."""
 
 
 def accept_all_masks(case: StoredCase, spec: StorageSpec, sides: Sides) -> str | None:
-    """Accept any mask that has sides."""
+    """Return None, so that any mask is accepted: the default of `StorageForm.find_mask_refusal`."""
     return None
 
 
 def allow_any_left(storage: Storage) -> int | None:
-    """Return None: the storage holds all keys, so that a window may be open to the left."""
+    """Return None, since the storage holds all keys: the default of `StorageForm.find_widest_left`."""
     return None
 
 
 def keep_layout(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the gathered keys and values as they are."""
+    """Return the gathered keys and values unchanged: the default of `StorageForm.arrange`."""
     return dict(arrays)
 
 
@@ -114,30 +115,31 @@ class StorageForm:
     """One way in which operands are stored.
 
     Attributes:
-      name: names the form in `Implementation.storage`, and the feature that cases of this form need.
-      description: one line for lists of features.
-      prefixes: how a case id begins, by whether sequences share pages.
-      unit: what has the size in a case id ("pages"); empty if the id has no size.
-      has_q_lengths: whether each sequence may have its own number of queries; else all have `T`.
+      name: the name of the form in `Implementation.storage`, and of the feature that cases of this form need.
+      description: one line that describes the form in lists of features.
+      prefixes: the prefix of the storage in a case id, without shared pages (False) and with them (True).
+      unit: the plural noun for what the size in a case id measures, such as "pages"; empty if the id has no size.
+      has_q_lengths: whether each sequence may have its own number of queries; otherwise all have `T`.
       is_cache: whether keys and values are a cache: read only, without gradients, and always under a causal mask.
       is_tied: whether the values are the first coordinates of the keys, so that there is no array of values.
-      maps_over_batch: whether the call can be mapped (`jax.vmap`) over its operands.
+      maps_over_batch: whether `jax.vmap` can map the call over its operands.
       check_sizes: raises `ValueError` for K, H, V or another operand that the form cannot have.
-      find_mask_refusal: why no call of this form has the mask of a case, or None.
-      find_widest_left: the left side of the widest window that a layout has all keys for; None if it has all keys.
-      draw_layout: draws where everything lies; none if operands stay dense.
+      find_mask_refusal: returns why no call of this form can have the mask of a case, or None.
+      find_widest_left: returns the left side of the widest window for which a layout holds all keys that queries see;
+        None if the layout holds all keys.
+      draw_layout: draws the place of each query and key in memory; None if operands stay dense.
       describe_layout: describes a drawn layout in a phrase.
-      operands: the positional arguments of a plain function.
-      tables: the arrays of a layout that the call gets by keyword.
-      parameters: every keyword that a plain function may have.
-      required: the keywords without which it is no function of this form, each with a description.
-      marks: keywords by which a plain function is recognised as one of this form.
-      noun: what a function of this form takes, in messages.
-      scales: how it takes the scales of a quantised cache; empty if it takes none.
-      example: a case id's storage for a case of one sequence with T = S = 128 or with one query.
+      operands: the names of the positional arguments of a user's function.
+      tables: the names of the arrays of a layout that the call gets by keyword.
+      parameters: every keyword parameter that a user's function may have.
+      required: the keyword parameters that a function of this form must have, each with a description.
+      marks: keyword parameters by which a user's function is recognised as one of this form.
+      noun: a noun for the operands of this form, for messages.
+      scales: the ways in which a function may take the scales of a quantised cache; empty if it takes none.
+      example: the storage in a case id, for an example with one sequence and T = S = 128 or one query.
       arrange: turns gathered keys and values, `[*held.shape, K, depth]`, into the arguments of the call.
-      level: names the form among the causes that a report finds.
-      condition: completes "where ..." in sentences of a report.
+      level: the name of the form among the levels to which a report attributes failures.
+      condition: the words after "where" in a report's sentence about such a level, such as "operands are paged".
     """
 
     name: str
@@ -167,22 +169,22 @@ class StorageForm:
 
     @property
     def is_dense(self) -> bool:
-        """Whether queries and keys stay where the dense problem has them, so that masks and operands do too."""
+        """Whether operands stay dense: then masks and optional operands are those of a dense call too."""
         return self.draw_layout is None
 
     @property
     def syntax(self) -> str:
-        """Return how a case id writes the form, in messages; `P` stands for its size."""
+        """The syntax of the form in a case id, for messages; `P` stands for the size."""
         return "|".join(prefix + ("P" if self.unit else "") for prefix in self.prefixes.values())
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
-        """The part of a case id that names the form: prefix, size and numbers of queries."""
+        """The pattern of the storage in a case id; its groups are the prefix, the size and the numbers of queries."""
         prefixes = "|".join(self.prefixes.values())
         return re.compile(rf"({prefixes}){'([1-9][0-9]*)' if self.unit else '()'}(?:-q([0-9]+(?:-[0-9]+)*))?")
 
     def format(self, size: int | None, q_lengths: tuple[int, ...], *, shared: bool = False) -> str:
-        """Return the part of a case id for sequences with these numbers of queries."""
+        """Format the storage as a case id writes it, for sequences with these numbers of queries."""
         first = self.prefixes[shared] + ("" if size is None else str(size))
         if len(set(q_lengths)) == 1 or not self.has_q_lengths:
             return first

@@ -1,8 +1,9 @@
-"""Record where the queries, keys and values of a dense problem lie in memory.
+"""Define `Storage`, the layout of a case: where the queries, keys and values of a dense problem lie in memory.
 
-A layout is integers alone: which dense query each stored one is, which dense key lies in each place of a cache, and the
-tables by which a kernel finds them. The queries of a sequence are the last of its `T`, so that the positions of the
-mask are those of the contract (docs/contract.md, section 8).
+A layout has only integers. They say which dense query each stored query is, which dense key lies in each place of a
+cache, and what is in the tables by which a kernel finds them. Storage forms draw layouts, and
+`conformance.execution.stored_calls` uses them to store dense operands. A sequence with fewer than `T` queries has the
+last of the `T`, so that the mask's positions are those of the contract (docs/contract.md, section 8).
 """
 
 from __future__ import annotations
@@ -17,24 +18,26 @@ from cases.counter_rng import draw_integers
 
 NOBODY = -1
 """Marks a place where no query or key of the problem lies."""
-# Entries of tables that no kernel may use: beyond every page, before the first, and numbers that could be a page.
+# Junk for table entries that no kernel may use: indices above every page, negative indices, and plausible indices.
 _JUNK_ENTRIES = (2**31 - 1, -1, -(2**31), 0, 1, 2**20)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Storage:
-    """Where all operands of a problem lie, in int32.
+    """The place in memory of every operand of a problem; all arrays are int32.
 
     Attributes:
       form: the name of the storage form.
-      q_rows: the dense query `b * T + i` that each stored query is, or `NOBODY`: `[total_q]` where queries are packed,
-        `[rows, T]` where each sequence has a row.
-      places: `[B, T]`, the place in the flattened `q_rows` of each dense query, or `NOBODY`.
-      held: the dense key `b * S + j` in each place of the keys, or `NOBODY`: `[total_kv]`, `[pages, page_size]` or
-        `[rows, slots]`.
-      owner: `[B, S]`, the dense key in the place where a kernel reads this one: another key where pages are shared.
+      q_rows: for each stored query, its dense query `b * T + i`, or `NOBODY`. The shape is `[total_q]` if queries are
+        packed, and `[rows, T]` if each sequence has a row.
+      places: for each dense query, its index in the flattened `q_rows`, or `NOBODY`, `[B, T]`.
+      held: for each place of a key, the dense key `b * S + j` that lies there, or `NOBODY`. The shape is `[total_kv]`,
+        `[pages, page_size]` or `[rows, slots]`.
+      owner: for each dense key, the dense key whose value a kernel reads in its stead, `[B, S]`. It is another key only
+        if sequences share a page.
       tables: the arrays by which a kernel finds queries and keys, by name.
-      stale: the number in memory that holds nothing of the problem; none for the worst that a kernel must bear.
+      stale: the number that fills memory without an operand of the problem. None for the worst number that the kernel
+        must tolerate: NaN, or a finite number if the kernel declares that such memory must be finite.
     """
 
     form: str
@@ -47,27 +50,27 @@ class Storage:
 
     @functools.cached_property
     def arrays(self) -> Mapping[str, np.ndarray]:
-        """The arrays that a stored call needs: its tables, and where queries and keys lie."""
+        """The integer arrays that a stored call needs: its tables, `q_rows`, `places` and `held`."""
         return {**self.tables, "q_rows": self.q_rows, "places": self.places, "held": self.held}
 
     @property
     def present(self) -> np.ndarray:
-        """Which dense queries there are, booleans `[B, T]`."""
+        """Whether each dense query is stored, booleans `[B, T]`."""
         return self.places != NOBODY
 
     @functools.cached_property
     def shares(self) -> bool:
-        """Whether two dense keys lie in one place."""
+        """Whether any two dense keys lie in the same place, because sequences share pages."""
         return bool((self.owner.ravel() != np.arange(self.owner.size)).any())
 
     def settle(self, x: np.ndarray) -> np.ndarray:
-        """Return `x [B, S, ...]` as it is stored: a key that shares its place is what the owner of the place is."""
+        """Return `x [B, S, ...]` as a kernel reads it: a key in a shared place has the value of the place's owner."""
         if not self.shares:
             return x
         return x.reshape(-1, *x.shape[2:])[self.owner.ravel()].reshape(x.shape)
 
     def spread_over_shared(self, keys: np.ndarray) -> np.ndarray:
-        """Return booleans `[B, S, ...]` that are true of a key if they are true of any key in its place."""
+        """Return booleans `[B, S, ...]` that are true for a key if `keys` is true for any key in the same place."""
         if not self.shares:
             return keys
         flat = keys.reshape(-1, *keys.shape[2:])
@@ -78,13 +81,13 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A sequence that a call gets, one row of its tables.
+    """One sequence of a call, which is one row of the call's tables.
 
     Attributes:
       row: the batch row of the sequence in the dense problem.
-      queries: how many of its `T` queries the call has, the last ones.
-      keys: how many of its keys the call may read.
-      pages: its pages in order, where there are pages.
+      queries: the number of queries in the call; they are the last of the `T` queries of the batch row.
+      keys: the number of keys that the call may read, from key 0 on.
+      pages: the indices of the sequence's pages, in order; empty in forms without pages.
     """
 
     row: int
@@ -95,7 +98,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedQueries:
-    """Queries of all sequences behind each other: two fields of a `Storage`, and two of its tables."""
+    """The layout of packed queries: the fields `q_rows` and `places` of a `Storage`, and two of its tables."""
 
     q_rows: np.ndarray
     places: np.ndarray
@@ -106,15 +109,15 @@ class PackedQueries:
 def pack_queries(
     requests: Sequence[Request], batch: int, q_length: int, *, max_seqs: int, total_q: int, seed: int
 ) -> PackedQueries:
-    """Return where queries lie if those of all requests are packed behind each other.
+    """Compute the layout of the queries of all requests, concatenated in order.
 
     Args:
       requests: the rows of the tables, in order.
       batch: B of the dense problem.
       q_length: T of the dense problem.
       max_seqs: the number of rows of the tables.
-      total_q: the number of packed queries, with padding.
-      seed: of entries that no kernel may use.
+      total_q: the number of packed queries, padding included.
+      seed: the seed of the junk in table entries that no kernel may use.
     """
     starts = draw_junk(seed, "cu_q_lens", (max_seqs + 1,))
     q_rows, places = np.full(total_q, NOBODY, np.int32), np.full((batch, q_length), NOBODY, np.int32)
@@ -130,10 +133,10 @@ def pack_queries(
 
 
 def list_own_keys(batch: int, kv_length: int) -> np.ndarray:
-    """Return the owners, int32 `[B, S]`, where each key has a place of its own."""
+    """Return `Storage.owner`, int32 `[B, S]`, for a layout in which no two keys share a place."""
     return np.arange(batch * kv_length, dtype=np.int32).reshape(batch, kv_length)
 
 
 def draw_junk(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Draw table entries that no kernel may use, int32."""
+    """Draw junk for table entries that no kernel may use, int32 of this shape."""
     return np.take(_JUNK_ENTRIES, draw_integers(seed, f"junk-{stream}", shape, len(_JUNK_ENTRIES))).astype(np.int32)

@@ -1,4 +1,7 @@
-"""Decide which cases a call of a storage form can be asked for, and derive cases of stored sequences from others."""
+"""Decide which cases a kernel of a storage form can be judged on, and derive other cases of stored sequences.
+
+This module also lowers masks to the arguments `causal` and `window` of a stored call.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,16 @@ from cases.storage_forms.page_writes import find_write_refusal
 def lower_sides(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int, *, form: str
 ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
-    """Lower a mask to `causal` or `window`, which count from each query's own position.
+    """Lower a mask to the arguments `causal` or `window` of a stored call.
 
-    A call that reads a cache is always causal, so it gets a `window` at most.
+    Both count keys from each query's own position. A call that reads a cache is always causal, so it never gets
+    `causal`, and gets `window` only if the left side is bounded.
 
     Returns:
-      The static keywords and the arrays of the call.
+      The static keyword arguments of the call, and its array arguments (none).
 
     Raises:
-      NotImplementedError: for any other mask.
+      NotImplementedError: the mask is neither causal nor such a window.
     """
     del batch, num_q_heads
     sides, is_cache = find_sides(mask, q_length, kv_length), FORMS[form].is_cache
@@ -40,37 +44,37 @@ def lower_sides(
 
 
 def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
-    """Return why no call of a storage form can be asked for `case`, or None if one can.
+    """Return why no kernel of a storage form can be judged on `case`, or None if one can.
 
     Args:
       case: the case.
       form: the name of the storage form.
-      writes: whether the call also writes the new tokens of each sequence into pages.
+      writes: whether the kernel also writes the new tokens of each sequence into pages.
     """
     if case.stored is None:
         return f"dense operands: the call takes {form} ones"
     if case.stored.form != form:
         return f"{case.stored.form} operands: the call takes {form} ones"
     described = FORMS[form]
-    if described.is_dense:  # it may have all that a dense call has
+    if described.is_dense:  # such a form takes every mask and operand of a dense call, so nothing is refused
         return None
     for operand in OPTIONAL:
         scaled = described.scales and operand.name == "kv_scales"
         if not operand.stored and not scaled and getattr(case, operand.field) != operand.absent:
             return f"{operand.name}: a {form} call has no such operand"
     if case.kv_cache not in PAGES_HOLD:
-        return f"kv_scales: pages are int8 or fp8 with scales of each token and head or of all, not {case.kv_cache}"
+        return f"kv_scales: pages are int8 or fp8 with a scale per token and head or per tensor, not {case.kv_cache}"
     if case.kv_cache is not None and writes:
-        return "kv_scales: no call that writes pages is asked for those with scales"
+        return "kv_scales: no call that writes pages is judged with quantised pages"
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     sides = find_sides(mask, case.q_length, case.kv_length)
     if sides is None or (described.is_cache and not sides.is_causal):
-        return f"{case.mask}: no mask that a {form} call is asked for, which goes by the place in a sequence"
+        return f"{case.mask}: the masks of a {form} call must count keys from each query's own position"
     return described.find_mask_refusal(case, case.stored, sides) or (find_write_refusal(case) if writes else None)
 
 
 def with_length(case: Case, length: int) -> Case:
-    """Return a case with a single sequence of this length, stored as `case` is."""
+    """Return `case` with a single sequence of `length` queries and keys, in the same storage form."""
     changed: dict[str, Any] = {"batch": 1, "q_length": length, "kv_length": length}
     if (spec := case.stored) is not None and not FORMS[spec.form].is_dense:
         size = length if load_form_cases(spec.form).has_sized_sequences else spec.size
@@ -80,7 +84,7 @@ def with_length(case: Case, length: int) -> Case:
 
 
 def list_other_masks(case: Case) -> tuple[str, ...]:
-    """Return masks of the same stored sequences: windows of several sizes, causal, and no mask."""
+    """List mask specs that fit the same stored sequences: windows of several sizes, causal, and no mask."""
     assert case.stored is not None
     if (masks := load_form_cases(case.stored.form).other_masks) is not None:
         return masks

@@ -47,7 +47,7 @@ class Subject:
       executor: the object that runs the implementation, in this process or in its sandbox.
       case: the attention problem.
       tolerances: the table of limits.
-      rotation: the costly parts of checks that run on this case.
+      rotation: the selection of costly parts of checks that run on this case (`check_api.rotation`).
     """
 
     executor: Executor

@@ -206,7 +206,10 @@ def _iter_wrong_types(problem: Problem) -> Iterator[_WrongCall]:
 
 
 def _iter_wrong_operands(problem: Problem) -> Iterator[tuple[str, str, Problem]]:
-    """Yield `(observable, word that the error must name, problem)` for values and shapes that do not fit together."""
+    """Yield problems with an invalid value, or with shapes or dtypes that contradict each other.
+
+    Each is `(name of the judgement, word that the error must contain, problem)`.
+    """
     q, k, v = problem.q, problem.k, problem.v
     num_q_heads = q.shape[2]
     change = dataclasses.replace

@@ -34,7 +34,7 @@ class _Part:
     """The part of a problem that stays unchanged: a batch row, a key/value head, its query heads, and some queries.
 
     Attributes:
-      name: the name of the part, in the observables.
+      name: the name of the part, the last part of the names of judgements such as `out.first`.
       batch: the index of the batch row.
       kv_head: the index of the key/value head.
       heads: the query heads that read this key/value head.

@@ -1,4 +1,7 @@
-"""Count the blocks on which a kernel was judged, from the lengths of its judged cases."""
+"""Count the blocks of queries and keys on which a kernel was judged, from the lengths of its judged cases.
+
+A kernel may treat its first, middle and last block differently. Reports name kernels that were judged on too few.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,29 @@ from conformance.contract import Implementation
 from conformance.records import JUDGED, Record
 
 ENOUGH_BLOCKS = 3
-"""Blocks of queries, and of keys, that show how an online softmax begins, goes on and ends."""
-# Lengths of blocks that kernels commonly have.
+"""The number of blocks that shows how an online softmax begins, goes on and ends; for queries and for keys."""
+# Numbers of queries or keys that kernels commonly put in one block.
 _USUAL_BLOCK_LENGTHS = (64, 128, 256, 512, 1024)
 _NUMBER_WORDS = {1: "one", 2: "two"}
 _GRID_CHECKS = frozenset(check.name for check in CHECKS if check.scope is GRID)
 
 
 def describe_few_blocks(implementation: Implementation, records: Iterable[Record]) -> str:
-    """Describe blocks that were too few, as in `"one block of 128 queries"`; empty if there were enough.
+    """Name the too few blocks that a kernel was judged on, as in `"one block of 128 queries"`; empty if enough.
 
-    A block is the largest length that divides all judged lengths of the grid and the block lengths that the
-    implementation accepts, where it says which. A single query is no block.
+    The kernel's real block length is unknown. It is taken to be the largest number that divides all judged lengths of
+    the grid. If the implementation rejects some usual block lengths as sequence lengths, the number must divide those
+    that it supports, too. Lengths of one query or one key are ignored.
     """
     its_records = [record for record in records if record.implementation == implementation.name]
     return describe_block_counts(find_block_lengths(implementation, _list_judged_cases(its_records)), its_records)
 
 
 def describe_block_counts(block_lengths: Sequence[int], records: Iterable[Record]) -> str:
-    """Describe blocks that were too few, given the block lengths that an implementation accepts and its records."""
+    """Name the too few blocks of an implementation, from the block lengths that it accepts and its records.
+
+    The result is as in `describe_few_blocks`.
+    """
     cases = _list_judged_cases(records)
     axes = {
         "queries": {case.q_length for case in cases if case.q_length > 1},
@@ -48,10 +55,10 @@ def describe_block_counts(block_lengths: Sequence[int], records: Iterable[Record
 def find_block_lengths(implementation: Implementation, cases: Iterable[Case]) -> list[int]:
     """Find which usual block lengths the implementation accepts as sequence lengths; empty if it accepts all.
 
-    They are tried on the first of `cases`, by id, with more than one query.
+    Each length replaces those of one example: the first of `cases`, by id, with more than one query.
     """
     example = next((case for case in sorted(cases, key=lambda case: case.id) if case.q_length > 1), None)
-    if example is None or example.storage is not None:  # a packed sequence need not be a whole number of blocks
+    if example is None or example.storage is not None:  # packed sequences may have any length
         return []
     candidates = [dataclasses.replace(example, q_length=n, kv_length=n, mask="full") for n in _USUAL_BLOCK_LENGTHS]
     accepted = [case.q_length for case in candidates if implementation.supports(case) is None]
@@ -59,6 +66,6 @@ def find_block_lengths(implementation: Implementation, cases: Iterable[Case]) ->
 
 
 def _list_judged_cases(records: Iterable[Record]) -> list[Case]:
-    """List the cases of the grid that were judged."""
+    """List the cases of the grid that the records judge."""
     judged = {record.case for record in records if record.check in _GRID_CHECKS and record.verdict in JUDGED}
     return [parse_case_id(case) for case in sorted(judged)]

@@ -1,4 +1,8 @@
-"""Find declarations that ask less than the defaults, and those that might explain a failure."""
+"""List the lenient declarations of an implementation, and those that might explain a failure.
+
+A lenient declaration makes the judge ask less of the implementation than by default. Reports list such declarations.
+The second judgement of a failure (`conformance.judging.rejudgement`) tries those that are not made.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,8 @@ from cases.operand_registry import OPTIONAL
 from cases.storage_forms.form_registry import FORMS
 from conformance.contract import Arithmetic, Implementation
 
-# Tried in this order: the first for f32 operands, the second for bf16 and f16.
+# Fields of `Arithmetic` to try as an explanation of a failure, in this order: the first table for f32 operands, the
+# second for bf16 and f16.
 _WEAKER_FOR_F32: tuple[Mapping[str, Any], ...] = ({"products": "tf32"}, {"products": "bf16"})
 _WEAKER_FOR_SIXTEEN_BITS: tuple[Mapping[str, Any], ...] = (
     {"group_sums": "input"},
@@ -21,17 +26,23 @@ _WEAKER_FOR_SIXTEEN_BITS: tuple[Mapping[str, Any], ...] = (
     {"block_sums": 64},
     {"softmax": "input"},
     {"scaled_q": True},
-    # Plain code often makes several at once: it multiplies q by its scale and computes all else in the operands' dtype.
+    # Plain JAX code often needs several at once: it multiplies q by the scale and computes the rest in the operands'
+    # dtype.
     {"softmax": "input", "scaled_q": True},
     {"softmax": "input", "scaled_q": True, "group_sums": "input"},
 )
-# Fields of `Arithmetic` whose other value asks more than the default.
+# Fields of `Arithmetic` whose non-default value asks more of an implementation than the default.
 _STRICTER_FIELDS = frozenset({"probabilities"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """One or several declarations as they are written in code, and the implementation with them added."""
+    """A declaration that might explain a failure.
+
+    Attributes:
+      declaration: keyword arguments as they are written in code, joined by commas.
+      implementation: the implementation with these declarations added.
+    """
 
     declaration: str
     implementation: Implementation
@@ -43,10 +54,10 @@ class Remedy:
 
 
 def iter_weaker_declarations(implementation: Implementation, case: Case) -> Iterator[Remedy]:
-    """Yield the declarations that the implementation does not make and that could matter on this case.
+    """Yield lenient declarations that the implementation does not make and that could matter on this case.
 
-    Each comes with a copy of the implementation that makes it too. Which ones matter depends on the case's dtype and
-    heads.
+    Each comes with a copy of the implementation that makes it. Whether a declaration matters depends on the case's
+    dtype, and on whether query heads share key/value heads.
     """
     if implementation.behind_mask == "any":
         finite = dataclasses.replace(implementation, behind_mask="finite")
@@ -68,7 +79,7 @@ def iter_weaker_declarations(implementation: Implementation, case: Case) -> Iter
 
 
 def list_lenient_declarations(implementation: Implementation) -> list[str]:
-    """List what the implementation declares that asks less of it than the defaults, as it is written in code."""
+    """List the declarations by which an implementation asks for less than the defaults, as they are written in code."""
     default = Arithmetic()
     lenient = [
         _format_declaration(field.name, value)
@@ -79,7 +90,7 @@ def list_lenient_declarations(implementation: Implementation) -> list[str]:
     if implementation.behind_mask == "finite":
         lenient.append(_format_declaration("behind_mask", "finite"))
     form = None if implementation.storage is None else FORMS[implementation.storage]
-    stored = form is not None and not form.is_dense  # packed or a cache
+    stored = form is not None and not form.is_dense  # the implementation takes packed sequences or a cache
     reads_a_cache = stored or any(name.startswith("kv_") for name in implementation.offers)
     if not reads_a_cache and "train" not in implementation.unsupported:
         required = ("dq", "dk") if form is not None and form.is_tied else ("dq", "dk", "dv")

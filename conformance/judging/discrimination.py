@@ -1,9 +1,9 @@
 """Measure whether a case discriminates: whether simple wrong results would fail it, and by how much.
 
-A test that zeros would pass proves nothing. So each case is compared with *null results*, which the oracle computes:
-zeros, the mean of v, the mask ignored or shifted by one key, the wrong head map, each optional operand ignored, each
-gradient doubled. A doubled gradient errs by as much as a missing one; of several cotangents the one that shows it best
-counts.
+A test that zeros would pass proves nothing. So the true results of each case are compared with *null results*, which
+the oracle computes: zeros, the mean of v, the mask ignored or shifted by one key, the wrong head map, each optional
+operand ignored, each gradient doubled. A doubled gradient has the same error as a missing one. If a case has several
+cotangents, the one with the largest margin counts.
 
 The *margin* of a null result is the ratio of its worst element, divided by the limit. A case is not used if a null
 result has a margin below `REQUIRED_MARGIN`.
@@ -27,16 +27,18 @@ from conformance.truth.comparison import compare
 
 REQUIRED_MARGIN = 1.5
 MAX_UNDECIDED_SHARE = 0.1
-"""The largest share of rows that a case may leave out because rounding could change what their queries choose.
+"""The largest share of undecided rows that a case may have and still be judged.
 
-While there is such a row, operands are drawn anew, up to eight times (`cases.operand_values.draw_problem`). After that
-no distribution of values has such rows, except `huge`: its gates of 1e5 leave out 19% of the rows and more. The rest of
-such a case is no fair sample of choices: it has the easy ones only.
+A row of queries is undecided if rounding could change which keys the query chooses (the gates of a MoBA mask). Such
+rows are not judged. While there is one, operands are drawn anew, up to eight times
+(`cases.operand_values.draw_problem`). After that no distribution of values has undecided rows, except `huge`: with
+gates of 1e5, at least 19% of its rows are undecided. The other rows of such a case are no fair sample: their choices
+are easy.
 """
 
 
 def count_undecided_rows(problem: Problem) -> tuple[int, int]:
-    """Count the rows of a problem that are not judged because rounding could change their choice, and all rows."""
+    """Return the number of undecided rows of a problem (see `MAX_UNDECIDED_SHARE`), and the number of all rows."""
     return int(np.count_nonzero(~problem.decided)), problem.decided.size
 
 
@@ -52,7 +54,7 @@ def compute_margins(subject: Subject) -> dict[str, float]:
 
 
 def _compute_uncached_margins(subject: Subject) -> dict[str, float]:
-    """Compute the margins without the cache."""
+    """Compute the margin of each null result, without the cache."""
     margins = {
         name: _compute_forward_margin(subject, forward) for name, forward in _iter_forward_nulls(subject.problem)
     }
@@ -73,13 +75,13 @@ def discriminates(subject: Subject) -> bool:
 
 
 def find_weakest_null(margins: Mapping[str, float]) -> tuple[str, float]:
-    """Return the null result that is hardest to see, and its margin."""
+    """Return the name of the null result with the smallest margin, and the margin."""
     name = min(margins, key=lambda n: margins[n])
     return name, margins[name]
 
 
 def _compute_forward_margin(subject: Subject, null: oracle.Forward) -> float:
-    """Compute the margin of a null result by `out`, and by `logsumexp` where the implementation returns it."""
+    """Compute the margin of a null result: the larger one of `out` and, where it is returned, `logsumexp`."""
     expected, limit = subject.expectation.forward, subject.limits.limit
     dtype = subject.case.dtype
     margin = compare(null.out, expected["out"], subject.judged_out).ratio / limit(dtype, "out").ratio
@@ -90,7 +92,7 @@ def _compute_forward_margin(subject: Subject, null: oracle.Forward) -> float:
 
 
 def _has_choice(problem: Problem) -> bool:
-    """Tell whether some row weighs two or more columns against each other. A sink counts as a column."""
+    """Tell whether some query attends to two or more keys, so its softmax is not constant. A sink counts as a key."""
     columns = problem.allowed.sum(axis=-1)
     if problem.sinks is not None:
         columns = np.where(columns > 0, columns + 1, 0)
@@ -98,7 +100,7 @@ def _has_choice(problem: Problem) -> bool:
 
 
 def _iter_forward_nulls(problem: Problem) -> Iterator[tuple[str, oracle.Forward]]:
-    """Yield the null results of the forward pass that are not the true result of this problem."""
+    """Yield the null results of the forward pass, with their names, that differ from this problem's true result."""
     truth_lse = np.zeros((problem.q.shape[0], problem.q.shape[2], problem.q.shape[1]))
     if problem.allowed.any():
         zeros = np.zeros((*problem.q.shape[:3], problem.v.shape[-1]))
@@ -113,13 +115,13 @@ def _iter_forward_nulls(problem: Problem) -> Iterator[tuple[str, oracle.Forward]
 
 
 def _iter_altered_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """Yield problems that a wrong kernel would solve in place of this one."""
+    """Yield problems, with their names, that a kernel with a simple mistake would solve in place of this one."""
     q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
     unmasked = dataclasses.replace(problem, mask=Full())
     if (unmasked.allowed != problem.allowed).any():
         yield "mask_ignored", unmasked
     dense = problem.resolved_mask.dense(q_length, kv_length)
-    if q_length > 1 and not dense.all():  # in a single row the key that is added or removed may have no weight
+    if q_length > 1 and not dense.all():  # with one query, the key that the shift adds or removes may have no weight
         shifted = dataclasses.replace(problem, mask=Dense(np.roll(dense, 1, axis=-1)))
         if not np.array_equal(shifted.allowed, problem.allowed):
             yield "mask_shifted", shifted
@@ -146,7 +148,7 @@ def _iter_altered_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _iter_other_moba_masks(mask: Mask) -> Iterator[tuple[str, Mask]]:
-    """Yield other choices of chunks, for a mask whose gates choose: all of them, only the query's own, one more."""
+    """Yield MoBA masks that choose other chunks of keys: all of them, only the query's own, or one chunk more."""
     if isinstance(mask, Moba):
         yield "gates_ignored", Causal(mask.offset)
         yield "own_chunk_only", dataclasses.replace(mask, topk=1)
@@ -154,9 +156,9 @@ def _iter_other_moba_masks(mask: Mask) -> Iterator[tuple[str, Mask]]:
 
 
 def _build_wrong_head_map(problem: Problem) -> np.ndarray | None:
-    """Return the key/value head of each query head under a wrong map, or None if there is one head only.
+    """Return a wrong key/value head for each query head, as an array `[N]`; None if there is one key/value head.
 
-    Groups are interleaved where query heads share heads; otherwise heads are rotated by one.
+    If query heads share key/value heads, groups are interleaved; otherwise heads are rotated by one.
     """
     num_q_heads, num_kv_heads = problem.q.shape[2], problem.k.shape[2]
     if num_kv_heads == 1:

@@ -1,4 +1,8 @@
-"""Keep a run of the pytest gate from ending in success in any way but its own."""
+"""Keep code of the judged repository from ending the pytest gate with exit code 0.
+
+The gate runs in the user's pytest, which imports the repository's `conftest.py` files and plugins. `ExitGuard` is a
+pytest plugin that notices if one of them ends the process, replaces pytest, or changes reports of failed tests.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +20,30 @@ if TYPE_CHECKING:
     from conformance.records import Record
 
 PLUGIN_NAME = "attention-conformance-ending"
-"""The name under which the plugin is registered."""
+"""The name under which pytest registers the guard."""
 _MESSAGE_PREFIX = "attention conformance:"
 
 
 class _RecordHolder(Protocol):
-    """The plugin that has the records."""
+    """The pytest plugin of the gate, as far as the guard uses it: the records of the run."""
 
     @property
     def found(self) -> Iterable[Record]: ...
 
 
 class ExitGuard:
-    """Keep a run of the gate from ending in success in any way but its own.
+    """Give pytest a failing exit code if other code stopped the gate or hid its failures.
 
-    A `conftest.py` may end the process, on purpose or by what it imports, so that nothing is reported. It may also
-    report failed tests as something else. This plugin notices both. It is no protection against code that means harm:
-    such code runs in the judge's process and has other ways.
+    A `conftest.py` may end the process, on purpose or through an import, so that nothing is reported. It may also
+    report failed tests as something else. The guard notices both. It does not protect against malicious code, which
+    runs in the judge's process too and has other ways.
 
     Attributes:
-      stopped: why a plugin stopped the run; empty if none did.
+      stopped: why Ctrl-C or a plugin stopped the run; empty if nothing did.
     """
 
     def __init__(self, holder_name: str) -> None:
-        """Create the guard; `holder_name` is the name of the plugin that has the records."""
+        """Create the guard; `holder_name` is the name of the pytest plugin that holds the gate's records."""
         self._holder_name = holder_name
         self._is_guarding = self._has_begun = self._has_ended = False
         self._code = int(pytest.ExitCode.INTERRUPTED)
@@ -67,19 +71,19 @@ class ExitGuard:
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Record why the run was stopped.
 
-        It was stopped by Ctrl-C, or by `pytest.exit`, which may ask for the exit code of a success.
+        Pytest calls this hook after Ctrl-C and after `pytest.exit`, which may request exit code 0.
         """
         self.stopped = str(excinfo.value) or type(excinfo.value).__name__
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Record the exit code that the run has earned: other code may end the process from here on."""
+        """Record the exit code that the results require, since other hooks may end the process from here on."""
         self._code = self._determine_exit_code(session.config, int(session.exitstatus))
         self._has_ended = True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, int, int]:
-        """Correct the exit code at the very end: other hooks may have changed it, and what tests report."""
+        """Correct the exit code after all other hooks, which may have changed the code or the reports of tests."""
         try:
             code = int((yield))
         except SystemExit as error:  # raised by a hook that pytest calls at the end
@@ -96,7 +100,7 @@ class ExitGuard:
         return self._code
 
     def _determine_exit_code(self, config: pytest.Config, code: int) -> int:
-        """Return the exit code of a run that gave `code`: a stopped or failed run is never a success."""
+        """Return the exit code to use in place of pytest's `code`: never 0 for a stopped or failed run."""
         if self.stopped and not code and self._is_guarding:
             sys.stderr.write(f"{_MESSAGE_PREFIX} the run was stopped: {self.stopped}\n")
             code = int(pytest.ExitCode.INTERRUPTED)
@@ -109,10 +113,10 @@ class ExitGuard:
         return _correct_exit_code(code, holder.found if holder is not None else ())
 
     def _guard_process(self) -> None:
-        """Make `os._exit(0)` end this process with the exit code of the gate, and refuse `os.exec`.
+        """Make `os._exit(0)` end this process with the gate's exit code, and make `os.exec` raise `PermissionError`.
 
-        Child processes are left alone. The guard stays when pytest has ended, since functions registered with `atexit`
-        run last.
+        Child processes are not affected. Both stay in force after pytest has ended, since functions registered with
+        `atexit` run later.
         """
         self._is_guarding = True
         guarded_pid, real_exit = os.getpid(), os._exit
@@ -131,19 +135,19 @@ class ExitGuard:
                 os.write(errors, f"{_MESSAGE_PREFIX} {sentence}, which is refused\n".encode())
                 raise PermissionError(f"{sentence}: give the environment that it needs to the command")
 
-        for module in filter(None, (os, sys.modules.get("posix"))):  # `os` imports it from there
+        for module in filter(None, (os, sys.modules.get("posix"))):  # `os` imports `_exit` from `posix`
             vars(module)["_exit"] = exit_with_earned_code
         sys.addaudithook(refuse_exec)
 
 
 def is_requested(arguments: Iterable[str], implementations: Iterable[str], cases: str | None) -> bool:
-    """Tell whether a run of pytest is to judge, as far as its arguments say."""
+    """Tell whether a run of pytest judges kernels, according to its paths, `--impl` and `--conformance-cases`."""
     is_named = any("conformance" in Path(argument.split("::")[0]).parts for argument in arguments)
     return bool(is_named or list(implementations) or cases is not None)
 
 
 def describe_end(session: pytest.Session) -> tuple[str, str]:
-    """Return how the run ended, and why if something stopped it."""
+    """Return how the run ended (`runs.COMPLETE` or `runs.INTERRUPTED`), and the reason if something stopped it."""
     from conformance import runs
 
     guard: ExitGuard | None = session.config.pluginmanager.get_plugin(PLUGIN_NAME)
@@ -156,14 +160,17 @@ def describe_end(session: pytest.Session) -> tuple[str, str]:
 
 
 def _find_replaced(config: pytest.Config) -> list[str]:
-    """List functions of the judge that the repository has replaced. Workers of pytest-xdist import the same files."""
+    """List functions of the judge that the repository has replaced in this process.
+
+    Workers of pytest-xdist need no look of their own: they import the same files.
+    """
     from conformance.sandbox import repository_overrides
 
     return repository_overrides.find_overrides(config.rootpath)
 
 
 def _correct_exit_code(code: int, records: Iterable[Record]) -> int:
-    """Return the exit code for a run that gave `code`: none with red records is a success, whatever pytest reports."""
+    """Return pytest's exit code `code`, or that of failed tests if `code` is 0 although some records are red."""
     from conformance.records import RED
 
     red = sum(record.verdict in RED for record in records)

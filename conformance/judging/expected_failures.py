@@ -1,4 +1,7 @@
-"""Suggest entries of expected failures for what fails now, as narrow as the table's patterns allow."""
+"""Suggest entries for the table of expected failures in `pyproject.toml` from the failures of a run.
+
+The entries match all failures and as few passes as the table's patterns allow.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,23 @@ from cases.case import matches_query
 from conformance.records import ERROR, FAIL, JUDGED, Record
 
 _FAILED = frozenset({FAIL, ERROR})
-_MAX_PARTS = 3  # of an id that a pattern names, besides the phase and the dtype
+_MAX_PARTS = 3  # the largest number of parts of a case id that a suggested pattern names
 
 
 @dataclasses.dataclass(frozen=True)
 class SuggestedEntry:
-    """A suggested entry of the table, with how many failures and how many passes it matches."""
+    """A suggested entry of the table of expected failures.
+
+    Attributes:
+      implementation: the implementation that fails.
+      case: a query that matches the failing cases.
+      check: the checks that fail.
+      observable: the results that fail.
+      some: whether the entry also matches passes.
+      failures: number of failures that the entry matches.
+      passes: number of passes that the entry matches.
+      example: the id of one failing case.
+    """
 
     implementation: str
     case: str
@@ -31,7 +45,7 @@ class SuggestedEntry:
 def suggest_entries(records: Sequence[Record]) -> list[SuggestedEntry]:
     """Suggest entries that together match all failures.
 
-    There is one for each set of cases in which the same checks and results fail.
+    Checks and results of one implementation that fail on the same set of cases share an entry.
     """
     failed = [record for record in records if record.verdict in _FAILED and record.case != "*"]
     by_result: dict[tuple[str, str, str], set[str]] = {}
@@ -56,7 +70,7 @@ def _build_entry(
     check: Sequence[str],
     observable: Sequence[str],
 ) -> SuggestedEntry:
-    """Build the entry for one set of failing cases."""
+    """Build the entry for one set of failing cases, given the checks and observables that fail on them."""
     matching = [
         record
         for record in records
@@ -77,7 +91,7 @@ def _build_entry(
 def find_pattern(failing: frozenset[str], held: set[str]) -> str:
     """Find the query that matches all of `failing` and as few as possible of `held`.
 
-    Among queries that match equally few, the shortest is returned: it says most plainly what the cases have in common.
+    If several queries match equally few, return the shortest one: it shows best what the failing cases have in common.
 
     Args:
       failing: ids of cases that fail.
@@ -91,7 +105,7 @@ def find_pattern(failing: frozenset[str], held: set[str]) -> str:
 
 
 def _find_best_query(failing: frozenset[str], held: set[str]) -> str:
-    """Return the candidate that matches the fewest of `held`, then the shortest."""
+    """Return the candidate query that matches the fewest of `held`; among several, the shortest."""
     candidates = list(_iter_candidates(failing))
     return min(candidates, key=lambda query: (_count_matches(query, held), len(query), query))
 
@@ -102,7 +116,7 @@ def _count_matches(query: str, cases: Iterable[str]) -> int:
 
 
 def _iter_candidates(failing: frozenset[str]) -> Iterable[str]:
-    """Yield queries that match every failing case: their common parts, in order, with anything between."""
+    """Yield queries that match every failing case: parts that their ids share, in order, with wildcards between."""
     split = [case.split("/") for case in sorted(failing)]
     common = [part for part in split[0] if all(part in other for other in split[1:])]
     pieces = [piece for piece in split[0][2].split(".") if all(piece in other[2].split(".") for other in split[1:])]
@@ -116,7 +130,7 @@ def _iter_candidates(failing: frozenset[str]) -> Iterable[str]:
 
 
 def format_toml(entry: SuggestedEntry) -> str:
-    """Format the entry as it stands in `pyproject.toml`, with the reason left to fill in."""
+    """Format the entry as TOML for `pyproject.toml`. The reason and the link stay empty for the user to fill in."""
     held = f", and {entry.passes:,} that do not" if entry.passes else ""
     lines = [
         "",

@@ -1,36 +1,43 @@
-"""Describe the result of an exploration: the smallest wrong case, and how far it got."""
+"""Define and describe the result of an exploration (`conformance.judging.explorer`).
+
+The result has the smallest wrong case, if there was one, and says how much of the case space was tried.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from cases.case import Case
 from cases.case_space.clue_numbers import Clues
 from cases.operand_registry import REMOVABLE
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from conformance.records import Record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exploration:
-    """What an exploration found, and how far it got.
+    """The result of an exploration: the smallest wrong case, and how much was tried.
 
     Attributes:
-      records: those of every judged drawn case that was right, and of the smallest wrong one.
-      failing: the smallest wrong case, or None.
-      first: the wrong case as it was drawn.
-      judged: number of cases judged while drawing.
+      records: the records of every drawn case that was right, and of the smallest wrong case.
+      failing: the smallest wrong case, or None if no case was wrong.
+      first: the wrong case as it was drawn, before shrinking; None if no case was wrong.
+      judged: number of drawn cases that were judged.
       unjudged: number of cases that do not discriminate, or that no check could judge.
       declined: number of drawn cases that the implementation does not support.
       shrinks: number of cases judged to shrink the first wrong one.
       shrunk: whether shrinking ran to its end.
       reached: number of judged cases with each feature, distribution of values and phase.
       clues: the numbers found in the implementation's source.
-      used: the clues near which judged cases had a size or a number, each with the side.
-      beyond: number of pairs of marks (`cases.case_space.novelty`) of judged cases that no case of the grids has.
-      seconds: duration.
-      interrupted: whether a signal stopped it.
+      used: the clues that were tried, with the size or soft cap of a judged case that was at or beside the clue.
+      beyond: number of pairs of properties (marks, `cases.case_space.novelty`) that judged cases combine and no case of
+        the grids does.
+      seconds: duration of the exploration.
+      interrupted: whether a signal stopped the exploration.
     """
 
     records: list[Record]
@@ -51,7 +58,7 @@ class Exploration:
 
 @dataclasses.dataclass(frozen=True)
 class JudgedCase:
-    """A case that an exploration has judged, and whether that was while shrinking."""
+    """A case that an exploration has judged, its records, and whether it was judged to shrink a wrong case."""
 
     case: Case
     records: Sequence[Record]
@@ -59,7 +66,7 @@ class JudgedCase:
 
 
 def compute_plainness(case: Case) -> tuple[int, int, int, str]:
-    """Return a sort key that puts the plainest case first: by the number of unusual properties, then by size."""
+    """Return a sort key that puts the plainest case first: by number of non-default properties, then by size."""
     unusual = (
         case.phase != "train",
         case.dtype != "f32",
@@ -75,7 +82,7 @@ def compute_plainness(case: Case) -> tuple[int, int, int, str]:
 
 
 def describe_exploration(exploration: Exploration, seed: int) -> list[str]:
-    """Describe an exploration to a person, one line for each fact that its records do not have."""
+    """Describe an exploration for people: one line for each fact that its records do not contain."""
     rate = exploration.judged / max(exploration.seconds, 1e-3)
     lines = [
         f"explored {exploration.judged} cases in {exploration.seconds:.0f} s ({rate:.2f} a second) "
@@ -93,3 +100,13 @@ def describe_exploration(exploration: Exploration, seed: int) -> list[str]:
         lines.append(f"wrong as drawn: {exploration.first}")
         lines.append(f"smallest found: {exploration.failing} ({exploration.shrinks} others tried{stopped})")
     return lines
+
+
+def build_exploration_runner(settings: Settings, options: Sequence[str]) -> Runner:
+    """Build the runner of an exploration. It judges every failure a second time.
+
+    A failure that depends on the compiler's flags must not be shrunk. A case that passes where a failure is expected
+    does not count as wrong.
+    """
+    lenient = tuple(dataclasses.replace(entry, some=True) for entry in settings.expected_failures)
+    return Runner(dataclasses.replace(settings, expected_failures=lenient), confirmed=math.inf, options=options)

@@ -1,14 +1,14 @@
 """Explore beyond the grid: draw cases from the whole case space until one is wrong, then shrink it.
 
-Hypothesis draws and shrinks. It expects a test to take microseconds; judging a case takes about a second, nearly all of
-it compilation. So it is used in an unusual way:
+Hypothesis draws and shrinks the cases. It is made for tests that take microseconds, but judging a case takes about a
+second, nearly all of it compilation. So Hypothesis is used in an unusual way:
 
-- It runs in small batches, in which it neither repeats nor mutates what it has drawn.
-- Several batches fill a pool. Only the cases of a pool are judged that combine most of what no earlier case has.
+- It runs in small batches, so it neither repeats nor mutates a case within a batch.
+- Several batches fill a pool. Of each pool, only the cases with the most new combinations of properties are judged.
 - While a case shrinks, only the check that failed is run.
 
-Half of the cases are drawn from the whole space. The other half has sizes, masks and numbers near the clues, which are
-numbers found in the kernel's source (`conformance.execution.kernel_constants`).
+Half of the cases are drawn from the whole space. The other half has sizes, masks and numbers near the *clues*: numbers
+found in the kernel's source (`conformance.execution.kernel_constants`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 import random
 import sys
@@ -39,11 +40,19 @@ from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
 from conformance.execution import kernel_errors
 from conformance.execution.kernel_constants import report_clues
-from conformance.judging.exploration import Exploration, JudgedCase, compute_plainness, describe_exploration
+from conformance.judging.exploration import (
+    Exploration,
+    JudgedCase,
+    build_exploration_runner,
+    compute_plainness,
+    describe_exploration,
+)
 from conformance.judging.job import Job
-from conformance.judging.runner import Runner
+from conformance.judging.parallel_judging import judge_in_parallel
 from conformance.judging.settings import Settings
+from conformance.judging.task_pools import TaskPool
 from conformance.records import Record
+from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import ProcessLost
 from conformance.sandbox.sandboxed_executor import create_executor
 from conformance.truth import disk_cache
@@ -51,15 +60,15 @@ from conformance.truth import disk_cache
 _CI_EXAMPLES = 50
 _EXPLORE_SECONDS = 60.0
 _SHRINK_GRACE_SECONDS = 30.0
-"""Seconds that shrinking may go on beyond the time budget; half the budget if that is more."""
+"""Seconds that shrinking may take beyond the time budget. If half the budget is more, shrinking may take that."""
 _DEFAULT_SHRINK_SECONDS = 120.0
-"""Seconds for shrinking where there is no time budget."""
+"""Seconds that shrinking may take if there is no time budget."""
 
-# With fewer than ten examples, Hypothesis does not mutate what it has drawn.
+# The number of cases in a batch. With fewer than ten, Hypothesis does not mutate earlier cases to draw the next one.
 _BATCH_EXAMPLES = 9
-_BATCHES_PER_POOL = 3  # that fill a pool
-_JUDGED_PER_POOL = 6  # of each pool
-_MAX_FRUITLESS_ROUNDS = 5  # after so many rounds without a new case, the space counts as exhausted
+_BATCHES_PER_POOL = 3  # the number of batches that fill a pool
+_JUDGED_PER_POOL = 6  # the number of cases of each pool that are judged
+_MAX_FRUITLESS_ROUNDS = 5  # after this many rounds without a new case, the space counts as exhausted
 
 __all__ = [
     "Budget",
@@ -74,7 +83,7 @@ __all__ = [
 
 _Strategy = hypothesis.strategies.SearchStrategy[Case]
 _Pool = dict[Case, int]
-"""Drawn cases, each with the seed of its batch."""
+"""Drawn cases that await judgement, each with the seed of the batch that drew it."""
 
 _GRID_CHECKS = tuple(check for check in CHECKS if check.scope is GRID)
 _WRONG = frozenset({records.FAIL, records.ERROR})
@@ -82,13 +91,13 @@ _WRONG = frozenset({records.FAIL, records.ERROR})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """When an exploration stops, and the seed with which it starts.
+    """The limits after which an exploration stops, and its seed.
 
     Attributes:
-      seconds: for drawing and judging; None for no limit. A case that has begun is finished.
+      seconds: time for drawing and judging; None for no limit. A case whose judging has begun is finished.
       examples: the largest number of cases to judge; None for no limit.
-      seed: the same seed draws the same cases, with the same version of Hypothesis and the same kernel. Hypothesis
-        takes constants from the source of what it tests.
+      seed: the seed of all draws. The same seed draws the same cases for the same kernel and the same version of
+        Hypothesis, which takes constants from the source of the code that it tests.
     """
 
     seconds: float | None
@@ -106,7 +115,7 @@ class Budget:
     def shrink_seconds(self) -> float:
         """Seconds after which shrinking stops.
 
-        They count from the start if there is a time budget, else from the first wrong case.
+        With a time budget they count from the start of the exploration, otherwise from the first wrong case.
         """
         return (
             _DEFAULT_SHRINK_SECONDS
@@ -122,10 +131,10 @@ def build_budget(
     examples: int | None = None,
     seed: int | None = None,
 ) -> Budget:
-    """Build the budget of a profile, with the given values in place of its own.
+    """Build the budget of a profile; `seconds`, `examples` and `seed` replace the profile's own values.
 
-    `ci` judges a fixed number of cases from seed 0, the same ones every time. `explore` goes on for a time, from a
-    random seed.
+    `ci` judges a fixed number of cases from seed 0, so the cases are the same every time. `explore` judges cases from a
+    random seed for a fixed time.
 
     Raises:
       ValueError: for a limit that is not positive.
@@ -136,13 +145,13 @@ def build_budget(
     return Budget(seconds=_EXPLORE_SECONDS if seconds is None else seconds, examples=examples, seed=drawn)
 
 
-class InvalidClues(Exception):  # noqa: N818 -- a statement about the kernel's process
+class InvalidClues(Exception):  # noqa: N818 -- the name says what happened
     """The kernel's process sent no valid list of clues; the message is one line."""
 
 
 _MAX_CLUES = 64  # more than `report_clues` ever returns
 _Number = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
-# The type of what `report_clues` returns.
+# The type of the clues that `report_clues` returns: integers, floats, and the numbers of both that are in the source.
 _ClueNumbers = tuple[
     Annotated[list[Annotated[int, msgspec.Meta(gt=2, le=2**17)]], msgspec.Meta(max_length=_MAX_CLUES)],
     Annotated[list[_Number], msgspec.Meta(max_length=_MAX_CLUES)],
@@ -151,14 +160,14 @@ _ClueNumbers = tuple[
 
 
 def _request_clues(implementation: Implementation) -> Clues:
-    """Request the clues from the process of a kernel.
+    """Request the clues, the numbers in a kernel's source, from the kernel's process.
 
     Raises:
-      InvalidClues: if the answer, which the kernel can forge, is no valid list of numbers.
+      InvalidClues: if the answer is no valid list of numbers. The kernel can forge the answer.
     """
     try:
         integers, floats, in_source = msgspec.convert(create_executor(implementation).run(report_clues), _ClueNumbers)
-    except (Exception, ProcessLost) as error:  # the kernel decides what is raised there, too
+    except (Exception, ProcessLost) as error:  # the kernel can also choose the exception
         reason = (
             str(error)
             if isinstance(error, msgspec.ValidationError | ProcessLost)
@@ -171,11 +180,18 @@ def _request_clues(implementation: Implementation) -> Clues:
 
 
 class OutOfTime(BaseException):
-    """Ends a run of Hypothesis from inside. It is no `Exception`, which Hypothesis would take for a failing example."""
+    """Raised in a test to end Hypothesis's run, since the time is up.
+
+    This is no `Exception`: Hypothesis would take one for a failing example and shrink it.
+    """
 
 
-class WrongCase(Exception):  # noqa: N818 -- a statement about the case
-    """Raised for a wrong case: what Hypothesis shrinks."""
+class _BatchDecided(Exception):  # noqa: N818 -- the name says what happened
+    """Raised to end a batch: a case is wrong and all before it are right, or the time is up."""
+
+
+class WrongCase(Exception):  # noqa: N818 -- the name says what happened
+    """Raised in a test for a wrong case, so that Hypothesis shrinks the case."""
 
 
 def explore(
@@ -187,29 +203,37 @@ def explore(
     clues: Clues | None = None,
     on_case: Callable[[JudgedCase], None] = lambda seen: None,
     options: Sequence[str] = (),
+    pool: TaskPool | None = None,
+    kernels: KernelOptions | None = None,
 ) -> Exploration:
     """Draw cases that `implementation` supports and judge them, until one is wrong or the budget is spent.
 
     Args:
-      implementation: what to judge.
+      implementation: the implementation to judge.
       settings: tolerances and expected failures. A case that passes where a failure is expected does not count as
         wrong.
-      budget: when to stop.
-      query: draw only cases that it matches.
-      clues: numbers to try sizes near; by default those found in the implementation's source.
+      budget: the limits after which the exploration stops.
+      query: draw only cases that this query matches.
+      clues: numbers near which sizes are tried; by default the numbers found in the implementation's source.
       on_case: called with each judged case.
-      options: command-line options that repeat how the kernel is found and run.
+      options: command-line options for the commands that reproduce a record: how the kernel is found and run.
+      pool: judges drawn cases in its processes, several at once; None to judge them here. A wrong case is shrunk here.
+        The first wrong case in the order of drawing counts, so a pool changes nothing but the time.
+      kernels: how the processes of `pool` find the kernel, and where they run it.
 
     Raises:
-      cases.case_space.alternatives.NothingToDraw: if no plain case is supported and matches.
+      cases.case_space.alternatives.NothingToDraw: if no plain case is both supported and matched by `query`.
       InvalidClues: if the kernel's process sends no valid clues.
     """
     found_clues = _request_clues(implementation) if clues is None else clues
-    return _Explorer(implementation, settings, budget, query, found_clues, on_case, options).run()
+    explorer = _Explorer(
+        implementation, settings, budget, query, found_clues, on_case, options, pool, kernels or KernelOptions()
+    )
+    return explorer.run()
 
 
 class _Explorer:
-    """One exploration: what it has drawn, judged and shrunk so far."""
+    """The state of one exploration: the cases that were drawn, judged and shrunk so far."""
 
     def __init__(
         self,
@@ -220,11 +244,11 @@ class _Explorer:
         clues: Clues,
         on_case: Callable[[JudgedCase], None],
         options: Sequence[str],
+        pool: TaskPool | None,
+        kernels: KernelOptions,
     ) -> None:
-        lenient = tuple(dataclasses.replace(entry, some=True) for entry in settings.expected_failures)
-        # Confirm each failure: one that depends on the compiler's flags must not be shrunk.
-        settings = dataclasses.replace(settings, expected_failures=lenient)
-        self._runner = Runner(settings, confirmed=math.inf, options=options)
+        self._runner = build_exploration_runner(settings, options)
+        self._pool, self._kernels = pool, kernels
         self._implementation = implementation
         self._budget = budget
         self._query = query
@@ -234,15 +258,15 @@ class _Explorer:
         self._started = time.monotonic()
         self._right: dict[Case, list[Record]] = {}
         self._wrong: dict[Case, list[Record]] = {}
-        self._right_smaller: set[Case] = set()  # right, and judged while shrinking
+        self._right_smaller: set[Case] = set()  # cases judged right while shrinking
         self._first: Case | None = None
         self._found_at = 0.0
         self._declined: set[Case] = set()
         self._shrunk = self._shrinking = self._interrupted = False
 
     def run(self) -> Exploration:
-        """Explore, without files of Hypothesis and without caching oracle results."""
-        with use_temporary_home(), disk_cache.disable_cache():  # these cases are not judged again
+        """Explore without leaving files of Hypothesis, and without caching oracle results."""
+        with use_temporary_home(), disk_cache.disable_cache():  # caching is useless, since later runs draw other cases
             return self._run()
 
     def _run(self) -> Exploration:
@@ -252,7 +276,8 @@ class _Explorer:
                 strategies = [draw_cases(self._supports)]
                 if self._clues:
                     strategies.insert(0, draw_cases(self._supports, clues=self._clues))
-                self._declined.clear()  # cases that only narrowed the space do not count as drawn
+                # `draw_cases` asks which cases are supported, to find what can be drawn. Those declined do not count.
+                self._declined.clear()
                 grids = ImplementationGrids(self._implementation, "quick", 0)
                 self._novelty = Novelty({case for grid in grids.all_grids for case in grid.cases}, self._clues)
                 self._draw(strategies)
@@ -262,8 +287,9 @@ class _Explorer:
         return self._build_result()
 
     def _supports(self, case: Case) -> str | None:
-        """Return why a case is not drawn, or None if it may be."""
-        if self._first is None and self._is_late():  # also here, in case nothing drawn ever matches the query
+        """Return why a case may not be drawn (no match with the query, or not supported); None if it may."""
+        # The time is checked here too: if no drawn case matches the query, no case is ever judged.
+        if self._first is None and self._is_late():
             raise OutOfTime
         if self._query is not None and not matches_query(self._query, case.id):
             return f"does not match {self._query}"
@@ -282,14 +308,11 @@ class _Explorer:
                 self._draw_pool(strategy, [seeds.getrandbits(64) for _ in range(_BATCHES_PER_POOL)])
                 for strategy in strategies
             ]
-            for _ in range(_JUDGED_PER_POOL):
-                for strategy, pool in zip(strategies, pools, strict=True):
-                    if self._first is None:
-                        self._judge_best(strategy, pool)
+            self._judge_pools(strategies, pools)
             fruitless = fruitless + 1 if len(self._right) == before else 0
 
     def _draw_pool(self, strategy: _Strategy, seeds: Sequence[int]) -> _Pool:
-        """Draw some batches, and return their cases that were not judged yet."""
+        """Draw one batch for each seed, and return the drawn cases that were not judged yet."""
         pool: _Pool = {}
         for seed in seeds:
             drawn: list[Case] = []
@@ -297,43 +320,90 @@ class _Explorer:
             pool.update((case, seed) for case in drawn if case not in pool and case not in self._right)
         return pool
 
-    def _judge_best(self, strategy: _Strategy, pool: _Pool) -> None:
-        """Judge the case of a pool with most that is new.
+    def _judge_pools(self, strategies: Sequence[_Strategy], pools: Sequence[_Pool]) -> None:
+        """Judge the most novel cases of the pools until one is wrong.
 
-        If it is wrong, draw its batch again to shrink it.
+        Then draw its batch again, so that Hypothesis shrinks the case.
         """
-        if not (left := [case for case in pool if case not in self._right]):
+        for number, case, judged in self._judge_chosen(self._choose_cases(pools)):
+            if self._add_drawn(case, judged):
+                self._run_batch(strategies[number], pools[number][case], self._raise_if_wrong)
+                return
+
+    def _choose_cases(self, pools: Sequence[_Pool]) -> Iterator[tuple[int, Case]]:
+        """Yield the cases of the pools that have the most new combinations of properties, the pools taking turns.
+
+        Each case comes with the number of its pool. It is chosen when it is asked for, after what was judged before.
+        """
+        chosen: set[Case] = set()
+        for _ in range(_JUDGED_PER_POOL):
+            for number, pool in enumerate(pools):
+                if left := [case for case in pool if case not in self._right and case not in chosen]:
+                    case = self._novelty.find_best(left)
+                    self._novelty.add_case(case)
+                    chosen.add(case)
+                    yield number, case
+
+    def _judge_chosen(self, chosen: Iterator[tuple[int, Case]]) -> Iterator[tuple[int, Case, list[Record]]]:
+        """Judge chosen cases with all checks of the grid, and yield their records in the order of the cases.
+
+        With a pool of processes, several cases are judged at once.
+        """
+        if self._pool is None:
+            for number, case in chosen:
+                self._raise_if_spent()
+                yield number, case, self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
             return
-        case = self._novelty.find_best(left)
-        self._novelty.add_case(case)
-        if self._judge_drawn(case):
-            self._run_batch(strategy, pool[case], self._raise_if_wrong)
+        self._raise_if_spent()
+        examples = self._budget.examples
+        batch = list(itertools.islice(chosen, None if examples is None else examples - len(self._right)))
+        judged: dict[Case, list[Record]] = {}
+
+        def on_job(job: Job, found: list[Record]) -> None:
+            judged[job.case] = found
+            known = itertools.takewhile(lambda drawn: drawn[1] in judged, batch)
+            if self._is_late() or any(_is_wrong(judged[case]) for _, case in known):
+                raise _BatchDecided
+
+        jobs = [Job(self._implementation, case, _GRID_CHECKS) for _, case in batch]
+        with contextlib.suppress(_BatchDecided):
+            judge_in_parallel(
+                jobs, self._pool, self._kernels, on_job, self._runner.report_lost, one_by_one=True, exploring=True
+            )
+        for number, case in itertools.takewhile(lambda drawn: drawn[1] in judged, batch):
+            yield number, case, judged[case]
+        self._raise_if_spent()
 
     def _run_batch(self, strategy: _Strategy, seed: int, each: Callable[[Case], object]) -> None:
-        """Run Hypothesis once: draw some cases, and shrink one if `each` raises `WrongCase` for it."""
+        """Run Hypothesis on one batch: call `each` with drawn cases, and shrink a case for which it raises."""
         if run_batch(strategy, seed, each, examples=_BATCH_EXAMPLES):
             self._shrunk = True
 
     def _raise_if_wrong(self, case: Case) -> None:
-        """Raise for a wrong case. Cases that the repeated batch has before the one that was found are skipped."""
+        """Raise `WrongCase` if a case is wrong.
+
+        When a batch is drawn again, cases that come before the first wrong one are skipped.
+        """
         self._shrinking = self._shrinking or case == self._first
         if not self._shrinking or case in self._right or case in self._right_smaller:
             return
         if case in self._wrong or self._judge_smaller(case):
             raise WrongCase
 
-    def _judge_drawn(self, case: Case) -> bool:
-        """Judge a drawn case with all checks of the grid, and return whether it is wrong."""
-        if self._is_budget_spent():
-            raise OutOfTime
-        judged = self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
-        wrong = any(record.verdict in _WRONG for record in judged)
+    def _add_drawn(self, case: Case, judged: list[Record]) -> bool:
+        """Add a drawn case and its records to the result, and return whether the case is wrong."""
+        wrong = _is_wrong(judged)
         if wrong:
             self._first = case
             self._found_at = time.monotonic()
         (self._wrong if wrong else self._right)[case] = judged
         self._on_case(JudgedCase(case, judged, shrinking=False))
         return wrong
+
+    def _raise_if_spent(self) -> None:
+        """Raise `OutOfTime` if no further case may be judged."""
+        if self._is_budget_spent():
+            raise OutOfTime
 
     def _is_budget_spent(self) -> bool:
         return self._is_late() or (self._budget.examples is not None and len(self._right) >= self._budget.examples)
@@ -343,9 +413,9 @@ class _Explorer:
         return seconds is not None and time.monotonic() - self._started >= seconds
 
     def _judge_smaller(self, case: Case) -> bool:
-        """Tell whether a smaller case fails the same check as the first.
+        """Tell whether a smaller case fails the same check as the first wrong case.
 
-        Any other failure is left out, since shrinking would wander to another bug.
+        Failures of other checks do not count: by them, shrinking could wander to another bug.
         """
         since = self._started if self._budget.seconds is not None else self._found_at
         if time.monotonic() - since >= self._budget.shrink_seconds:
@@ -369,11 +439,12 @@ class _Explorer:
         return min(self._wrong, key=compute_plainness, default=None)
 
     def _judge_fully(self) -> None:
-        """Run every check on the smallest wrong case, which has been judged by one."""
+        """Run every check on the smallest wrong case. Shrinking ran only one check on it."""
         case = self._smallest
         if case is not None and case != self._first:
             judged = self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
-            if not any(record.verdict in _WRONG for record in judged):  # wrong once and right once: it counts as wrong
+            # A case that was wrong once and right once counts as wrong.
+            if not any(record.verdict in _WRONG for record in judged):
                 failed = self._find_failed_check().name
                 judged = self._wrong[case] + [record for record in judged if record.check != failed]
             self._wrong[case] = judged
@@ -407,7 +478,7 @@ class _Explorer:
 
 
 def run_batch(strategy: _Strategy, seed: int, each: Callable[[Case], object], *, examples: int) -> bool:
-    """Run Hypothesis once: draw some cases, and if `each` raises `WrongCase` for one, shrink it to the end.
+    """Run Hypothesis once: call `each` with drawn cases, and shrink a case for which it raises `WrongCase`.
 
     Returns:
       Whether a case was wrong.
@@ -439,13 +510,17 @@ def run_batch(strategy: _Strategy, seed: int, each: Callable[[Case], object], *,
 
 @contextlib.contextmanager
 def use_temporary_home() -> Iterator[None]:
-    """Keep Hypothesis from leaving a folder in the current folder."""
+    """Give Hypothesis a temporary folder for its files, so that it creates none in the current folder."""
     with tempfile.TemporaryDirectory() as folder:
         configuration.set_hypothesis_home_dir(folder)
         try:
             yield
         finally:
             configuration.set_hypothesis_home_dir(None)
+
+
+def _is_wrong(judged: Sequence[Record]) -> bool:
+    return any(record.verdict in _WRONG for record in judged)
 
 
 def _is_judged(judged: Sequence[Record]) -> bool:

@@ -1,8 +1,8 @@
 """Limit how many passes of a kernel may depend on the compiler's flags.
 
-A result that is wrong under the flags that make compiling cheap, and right under JAX's own, counts as a pass
-(`conformance.judging.rejudgement`). XLA makes few such results, if any. A kernel that can tell which flags it is
-compiled under can make as many as it likes. So above a small share, the kernel counts as the cause.
+The judge compiles under XLA flags that make compiling cheap. A result that is wrong under these flags and right under
+JAX's own counts as a pass (`conformance.judging.rejudgement`). XLA causes few such results, if any. A kernel that
+detects the flags can cause any number. So above a small share, the kernel counts as the cause, which is a failure.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Iterable
 from conformance.records import FAIL, FLAGS_DIFFER, JUDGED, PASS, Record
 
 CHECK = "flags"
-"""The check name in the record of a kernel above the limit."""
+"""The name of the check in the record that says that a kernel is above the limit."""
 MAX_SHARE = 0.005
-"""The largest share of a kernel's judged results that the flags may decide."""
+"""The largest share of a kernel's judged results whose verdict may depend on the flags."""
 
 
 def is_beyond_limit(decided: int, judged: int) -> bool:
-    """Tell whether the flags decided more of the judged results than XLA is believed to."""
+    """Tell whether more of the judged results depend on the flags than XLA is believed to cause."""
     return decided > MAX_SHARE * judged
 
 
 def find_excess(records: Iterable[Record]) -> list[Record]:
-    """Return a failure for each implementation and platform with more passes by the flags than the limit allows."""
+    """Return a failure for each implementation and platform if too many of its passes depend on the flags."""
     judged: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if record.verdict in JUDGED and record.check != CHECK:
@@ -37,7 +37,7 @@ def find_excess(records: Iterable[Record]) -> list[Record]:
 
 
 def is_decided_by_flags(record: Record) -> bool:
-    """Tell whether the record is a pass that is a failure under the flags that make compiling cheap."""
+    """Tell whether the record is a pass under JAX's own flags and a failure under those that make compiling cheap."""
     return record.verdict == PASS and FLAGS_DIFFER in record.figures
 
 
@@ -53,7 +53,7 @@ def _describe_excess(decided: list[Record], judged: int) -> Record:
         reason=(
             f"{len(decided):,} of {judged:,} results are wrong under the flags that make compiling cheap, and right "
             f"under JAX's own: above {MAX_SHARE:.1%} the kernel counts as the cause, not the flags. "
-            "Set XLA_FLAGS to have it judged under one set of flags alone"
+            "Set XLA_FLAGS to judge the kernel under a single set of flags"
         ),
         reproduce=first.reproduce,
     )

@@ -1,4 +1,4 @@
-"""Define a job, the unit of a run."""
+"""Define a job, the unit of a run: one implementation on one case under some checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from conformance.contract import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One implementation on one case under some checks, which share compiled functions and oracle results."""
+    """One implementation, one case, and the checks to run on it, which share compiled functions and oracle results.
+
+    `rotation` names the costly questions that the checks ask of this case.
+    """
 
     implementation: Implementation
     case: Case
@@ -22,16 +25,16 @@ class Job:
 
     @property
     def is_on_grid(self) -> bool:
-        """Whether it runs exactly the checks that every case of the covering grid gets."""
+        """Whether the job runs checks of the grid only: checks that every case of a covering array gets."""
         return {check.scope for check in self.checks} == {GRID}
 
     @property
     def short(self) -> bool:
-        """Whether it compiles few programs."""
+        """Whether the job compiles few programs."""
         return all(check.scope.short for check in self.checks)
 
     @property
     def id(self) -> str:
-        """`implementation-case`, with the checks if they are not those of the grid."""
+        """A readable name: `implementation-case`, with the checks between if they are not those of the grid."""
         extra = "" if self.is_on_grid else "-".join(check.name for check in self.checks) + "-"
         return f"{self.implementation.name}-{extra}{self.case.id}"

@@ -1,7 +1,8 @@
-"""Write the records of a run to its files as they come, so that what is written stays valid.
+"""Write the records of a run to its files, job by job, so that the files are valid at any time.
 
-Each job is one write of whole lines, handed to the system at once. A process that is killed loses only the job that it
-was judging. A write that fails, as on a full disk, is undone, so the file always ends with a whole line.
+The records of a job are whole lines, written in one call to the system. A process that is killed loses only the job
+that it was judging. A write that fails, for example on a full disk, is undone, so the file always ends with a whole
+line.
 """
 
 from __future__ import annotations
@@ -22,18 +23,23 @@ from conformance.sandbox import loaded_files
 
 
 class JournalWriteError(Exception):
-    """A file of records cannot be written; the message names it and says why."""
+    """A file of records cannot be written. The message names the file and the reason."""
 
 
 class Journal:
-    """What a run has written so far, to any number of files, which may be none."""
+    """The records of a run so far, in memory and in any number of files (also none)."""
 
     def __init__(self, paths: Iterable[Path], run: Run, kept: Mapping[int, tuple[Record, ...]] | None = None) -> None:
-        """Begin the files with the run and with the jobs that are `kept` from an earlier part of it.
+        """Open the files, and write the run and the jobs that are `kept` from an earlier part of it.
+
+        Args:
+          paths: the files of records; all get the same content.
+          run: the run record.
+          kept: records of finished jobs of a resumed run, by the job's number.
 
         Raises:
-          JournalWriteError: if a file cannot be written, or another run is writing it. Unless another run is writing
-            it, or jobs are kept, the other files are then empty.
+          JournalWriteError: if a file cannot be written, or another run is writing it. In the first case the other
+            files are then empty, unless jobs are kept.
         """
         self._run = run
         self._recorded = RecordedRun(run=run, done=dict(kept or {}))
@@ -60,14 +66,14 @@ class Journal:
 
     @property
     def recorded(self) -> RecordedRun:
-        """The run as a reader of its file would get it."""
+        """The run, as reading its file returns it."""
         others, probes = tuple(self._others), tuple(self._probes)
         return dataclasses.replace(self._recorded, done=dict(self._done), others=others, probes=probes)
 
     def add_job(self, number: int, found: Sequence[Record]) -> None:
-        """Write the records of a job that is done. Raises `JournalWriteError`.
+        """Write the records of a finished job. Raises `JournalWriteError`.
 
-        A job that is done twice has both answers.
+        A job that is judged twice keeps the records of both times.
         """
         with interrupts.delay_signals():
             self._done[number] = (*self._done.get(number, ()), *found)
@@ -80,7 +86,7 @@ class Journal:
             self._append_to_files("".join(records.serialize_record(record) + "\n" for record in found))
 
     def add_probes(self, found: Sequence[Record]) -> None:
-        """Write records that confirm a finding, or do not. Raises `JournalWriteError`."""
+        """Write records of probes, which confirm or refute a finding. Raises `JournalWriteError`."""
         with interrupts.delay_signals():
             self._probes += found
             self._append_to_files("".join(map(runs.serialize_probe, found)))
@@ -100,13 +106,13 @@ class Journal:
         self._close()
 
     def abandon(self, reason: str) -> None:
-        """End the run because its files cannot be written. Its records are then in memory only."""
+        """End the run because its files cannot be written. All its records stay available in memory."""
         end = End(ended=provenance.format_current_time(), how=runs.FAILED, reason=reason, jobs=len(self._done))
         self._recorded = dataclasses.replace(self._recorded, end=end)
         self._close()
 
     def _close(self) -> None:
-        """Close the files, so that other runs may write them."""
+        """Close and unlock the files, so that other runs may write them."""
         for file in self._files:
             file.close()
         self._files = []
@@ -118,18 +124,22 @@ class Journal:
 
 
 class ResumeMismatchError(Exception):
-    """A file cannot be resumed because another run wrote it; the message says what differs."""
+    """A file cannot be resumed because another run wrote it. The message says how the runs differ."""
 
 
 def load_resumed_run(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record, ...]]]:
-    """Load the run of a file that is resumed, and the records of its finished jobs.
+    """Load the run that `--resume` continues, and the records of its finished jobs by the job's number.
 
-    The present time is added to the run.
+    Unless the run is complete, the present time is added to it as a time of resumption.
+
+    Args:
+      path: the file of records to resume.
+      run: the run as it would begin now; the run of the file must be the same.
 
     Raises:
       OSError: if the file cannot be read.
-      ValueError: if it is no file of records.
-      ResumeMismatchError: if the run is another one: another question, version or kernel.
+      ValueError: if the file is no file of records.
+      ResumeMismatchError: if the runs differ: in their plan, versions or kernels.
     """
     runs_found = runs.read_runs(path)
     if not runs_found or runs_found[0].run is None:
@@ -150,18 +160,18 @@ def load_resumed_run(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record,
 
 
 def describe_resumed_jobs(jobs: int) -> str:
-    """Return the note about jobs that were taken from the resumed file, which nobody has signed."""
+    """Return the note of a report that some jobs come from the resumed file, whose content nothing authenticates."""
     return f"{jobs:,} jobs were taken from the resumed file and not judged again"
 
 
 def _find_difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) -> str | None:
-    """Describe the first difference between two runs that should be one; None if there is none.
+    """Describe the first difference between the run of a file and the run that resumes it; None if there is none.
 
     Args:
       before: the run of the file.
-      now: the run that is to go on.
-      later: files that kernels of the first run read after they were loaded, with digests. They must not have changed,
-        but a kernel may read them earlier.
+      now: the run that resumes it.
+      later: files that kernels read in the first run after they were loaded, with digests. These files must not have
+        changed, but now a kernel may read them while it is loaded.
     """
     for name in ("level", "narrowed", "shard", "seeds"):
         old, new = getattr(before, name), getattr(now, name)
@@ -174,14 +184,14 @@ def _find_difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) ->
     for implementation in now.kernels:
         old_facts, new_facts = before.provenance(implementation), now.provenance(implementation)
         old_facts |= {name: new_facts[name] for file, _ in later if (name := f"{runs.DIGEST_OF}{file}") in new_facts}
-        # A file's digest is reported before the digest of all sources: it names the file.
+        # Report the digest of a single file before the digest of all sources, since it names the changed file.
         for name in sorted(
             runs.list_differences(old_facts, new_facts), key=lambda name: not name.startswith(runs.DIGEST_OF)
         ):
             label = name if len(now.kernels) == 1 else f"{name} of {implementation}"
             old, new = old_facts.get(name), new_facts.get(name)
             return f"{label} was {_format_value(old)} there and is {_format_value(new)} here"
-    return "other jobs are planned" if [j.key for j in before.jobs] != [j.key for j in now.jobs] else None
+    return "its planned jobs are different" if [j.key for j in before.jobs] != [j.key for j in now.jobs] else None
 
 
 def _format_value(value: object) -> str:
@@ -190,7 +200,7 @@ def _format_value(value: object) -> str:
 
 
 class _RecordFile:
-    """A file whose first `_good` bytes are whole lines."""
+    """An open, locked file of records. Its first `_good_bytes` bytes are whole lines."""
 
     def __init__(self, path: Path) -> None:
         """Open the file and lock it. Raises `JournalWriteError`."""
@@ -207,9 +217,12 @@ class _RecordFile:
             raise JournalWriteError(self._format_error(error)) from error
 
     def start(self, beginning: bytes, *, replace: bool) -> None:
-        """Replace what is in the file by these whole lines. Raises `JournalWriteError`."""
+        """Replace the content of the file by these whole lines. Raises `JournalWriteError`.
+
+        With `replace`, the lines are written to another file that then takes this one's place.
+        """
         try:
-            if replace and self._regular:  # a crash must never lose what is kept
+            if replace and self._regular:  # a crash must not lose the jobs that a resumed run keeps
                 target = self._path.resolve()
                 temporary = target.with_name(f".{target.name}.{os.getpid()}")
                 temporary.write_bytes(beginning)
@@ -226,7 +239,7 @@ class _RecordFile:
             self.append(beginning)
 
     def append(self, data: bytes) -> None:
-        """Append whole lines, all or none. Raises `JournalWriteError`."""
+        """Append whole lines: all of them, or none if writing fails. Raises `JournalWriteError`."""
         written = 0
         try:
             while written < len(data):

@@ -1,4 +1,7 @@
-"""Select the checks of a job by an expression of `pytest -k`, since one test runs several checks."""
+"""Select the checks of a job by an expression of `pytest -k`.
+
+One pytest test of the gate runs all checks of a job. So `-k gradients` must select checks within a test.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,21 @@ PLATFORMS = frozenset({"cpu", "gpu", "tpu"})
 
 
 def mentions_checks(expression: str) -> bool:
-    """Tell whether an expression of `-k` has a word that is a check's name or a part of one."""
+    """Tell whether an expression of `-k` has a word that is a check's name or part of a check's name."""
     return any(_is_check_word(word) for word in _WORD.findall(expression or "") if word not in _OPERATORS)
 
 
 def select_checks(expression: str, job: Job, keywords: Sequence[str]) -> tuple[Check, ...]:
     """Return the checks of a job that an expression of `-k` selects.
 
-    A word that is part of a check's name stands for checks, implementations and cases, and not for the name of the
-    test: `forms` must not match every `test_conforms`. The name of a platform stands for what the kernel is written
-    for: `gpu` does not match a TPU kernel that is interpreted on a GPU. Other words match as for any test.
+    A word that is part of a check's name matches names of checks, implementations and cases, but not the test's name:
+    `forms` must not match every `test_conforms`. The name of a platform matches the platform that the kernel is written
+    for: `gpu` does not match a TPU kernel that is interpreted on a GPU. Any other word also matches `keywords`.
 
     Args:
-      expression: as pytest takes it.
-      job: what the test judges.
-      keywords: what other words are matched with.
+      expression: the expression, in pytest's syntax.
+      job: the job that the test judges.
+      keywords: the keywords of the test, as pytest matches them.
     """
     compiled = Expression.compile(expression)
 

@@ -1,7 +1,7 @@
-"""Keep warnings of other pytest plugins from ending the gate, where a project turns warnings into errors.
+"""Keep warnings of other pytest plugins from ending the gate in projects that turn warnings into errors.
 
-A plugin that warns in one of its hooks, as pytest-benchmark does with pytest-xdist, would end pytest in an internal
-error. Such warnings are shown. Warnings of kernels and of tests stay what the project makes of them.
+A plugin that warns in one of its hooks, as pytest-benchmark does with pytest-xdist, would end pytest with an internal
+error. Such warnings are shown instead. For warnings of kernels and of tests, the project's filters stay in force.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _OWN_PACKAGES = frozenset({"_pytest", "pytest", "conformance"})
 
 
 class PluginWarnings:
-    """Show warnings raised in modules of installed plugins, in all hooks except those that run tests.
+    """A pytest plugin that shows warnings of other plugins, in all hooks except those that run tests.
 
-    These hooks are innermost, since pytest's own wrappers apply the filters of the project.
+    The hooks here run innermost (`trylast`): pytest's own wrappers around them apply the filters of the project.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class PluginWarnings:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Show warnings while plugins are configured, if this run is to judge."""
+        """Show plugins' warnings while plugins are configured, if this run of pytest judges kernels."""
         option = config.getoption
         if exit_guard.is_requested(config.args, option("--impl"), option("--conformance-cases")):
             plugins = [plugin for plugin, _ in config.pluginmanager.list_plugin_distinfo()]
@@ -38,23 +38,23 @@ class PluginWarnings:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_collection(self) -> Generator[None, object, object]:
-        """Show warnings while tests are collected."""
+        """Show plugins' warnings while tests are collected."""
         self._show()
         return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_sessionfinish(self) -> Generator[None]:
-        """Show warnings as the run ends."""
+        """Show plugins' warnings while the session finishes."""
         self._show()
         return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_terminal_summary(self) -> Generator[None]:
-        """Show warnings in the summary."""
+        """Show plugins' warnings while the summary is printed."""
         self._show()
         return (yield)
 
     def _show(self) -> None:
-        """Add filters that show the warnings of plugins."""
+        """Add warning filters that show the warnings of plugins."""
         for name in sorted(self._names):
             warnings.filterwarnings("default", module=rf"{re.escape(name)}(\.|$)")

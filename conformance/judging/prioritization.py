@@ -1,10 +1,11 @@
-"""Order the jobs of a run so that those that tell most per second come first.
+"""Order the jobs of a run so that jobs that test the most new properties per second come first.
 
-The level `smoke` is the beginning of that order. A case tells something new by its marks (`cases.case_space.novelty`)
-that no earlier case has, and by pairs of them. Nearly all of its cost is compilation, so cases that share compiled
-programs stay together and cost little more than one. The next program is the one with most that is new for its cost, as
-in greedy set cover (Chvatal, 1979, "A Greedy Heuristic for the Set-Covering Problem"). Costs are constants, not
-measurements, so the order is the same on every machine.
+The level `smoke` is the beginning of this order. A case has *marks* (`cases.case_space.novelty`): properties such as
+mask, dtype and size. The value of a case is the number of marks, and pairs of marks, that no earlier case has. Nearly
+all of the cost of a case is compilation. So cases that share compiled programs stay together, and cost little more than
+one case. The next program is always the one with the highest value per cost, as in greedy set cover (Chvatal, 1979, "A
+Greedy Heuristic for the Set-Covering Problem"). Costs are constants, not measurements, so the order is the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from conformance.judging.job import Job
 SMOKE_PROGRAMS = 36
 """Number of compiled programs of the grid that `smoke` judges: about ten seconds for a plain function."""
 SMOKE_CHECKS = ("errors", "refusals", "limits", "differentiation", "front_end", "memory", "program", "aliasing")
-"""Checks of cases beside the grid that `smoke` runs: those that compile one or two programs."""
+"""Checks with cases of their own, outside the grid, that `smoke` runs: they compile one or two programs each."""
 
-# A new mark is worth so many new pairs. The value is a choice: about half the number of marks of a case.
+# The number of new pairs of marks that one new mark is worth. This is a choice: about half a case's number of marks.
 _PAIRS_PER_MARK = 12
-# Costs, in units of a forward program of `dot_product`, which takes 0.09 s on a CPU: of a forward program, of each
-# differentiated call, and of a case that shares programs. The last number is how many multiplications of queries with
-# keys and values cost one unit. All are rough: they decide the order of jobs, and no verdict.
+# Estimated costs. The unit is one forward program of `dot_product`, which takes 0.09 s on a CPU. The first three are
+# the costs of a forward program, of each differentiated call, and of a case that shares programs. The last is the
+# number of multiplications of queries with keys and values that costs one unit. All are rough: they decide the order of
+# jobs, but no verdict.
 _FORWARD_COST, _PULLBACK_COST, _SHARED_CASE_COST, _MULTIPLICATIONS_PER_COST = 1.0, 3.5, 0.4, 4e7
 
 
 def order_jobs(jobs: Sequence[Job]) -> list[Job]:
-    """Order the jobs of one implementation: the most telling programs, then long jobs, then all others.
+    """Order the jobs of one implementation: those of the most valuable programs, then long jobs, then all others.
 
-    A long job compiles many programs. Begun last, it would keep one process busy while the others are idle.
+    A long job compiles many programs. If it began last, it would keep one process busy while the others are idle.
     """
     first = _select_first_programs(jobs)
     first_ids = {id(job) for job in first}
@@ -44,7 +46,7 @@ def order_jobs(jobs: Sequence[Job]) -> list[Job]:
 
 
 def select_smoke_jobs(jobs: Sequence[Job]) -> list[Job]:
-    """Select the jobs of `smoke`: the most telling programs of the grid, and `SMOKE_CHECKS`."""
+    """Select the jobs of `smoke`: those of the most valuable programs of the grid, and the `SMOKE_CHECKS`."""
     off_grid = (
         dataclasses.replace(job, checks=tuple(check for check in job.checks if check.name in SMOKE_CHECKS))
         for job in jobs
@@ -54,12 +56,12 @@ def select_smoke_jobs(jobs: Sequence[Job]) -> list[Job]:
 
 
 def _select_first_programs(jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs of the most telling programs."""
+    """Return the jobs of the `SMOKE_PROGRAMS` most valuable programs."""
     return [job for program in order_programs(jobs)[:SMOKE_PROGRAMS] for job in program]
 
 
 def order_programs(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Group the jobs on the grid by compiled program, and put the most telling program first."""
+    """Group the jobs on the grid by compiled program, and order the groups, the most valuable program first."""
     on_grid = [job for job in jobs if job.is_on_grid]
     by_program: dict[str, list[int]] = {}
     for place, job in enumerate(on_grid):
@@ -71,20 +73,21 @@ def order_programs(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 Question = tuple[Case, Rotation]
-"""A case, and the rotation that says which costly questions it is asked."""
+"""A case, and the rotation that names the costly questions that checks ask of the case."""
 
 
 @functools.lru_cache(maxsize=64)
 def _order_greedily(programs: tuple[tuple[Question, ...], ...]) -> tuple[int, ...]:
-    """Return the numbers of programs in greedy order.
+    """Return the indices of programs in the order of greedy set cover.
 
     The result is cached, since kernels that support the same features get the same cases.
     """
     ordered: list[int] = []
     met: set[str] = set()
     met_pairs: set[Pair] = set()
-    # The value of a program only falls as others are taken. So a program whose present value exceeds all earlier values
-    # of the others is the best (Minoux, 1978, "Accelerated greedy algorithms for maximizing submodular set functions").
+    # The value of a program can only fall while other programs are taken. So a program whose recomputed value exceeds
+    # the outdated values of all others is the best one (Minoux, 1978, "Accelerated greedy algorithms for maximizing
+    # submodular set functions").
     waiting = [(-compute_value(program, met, met_pairs), number) for number, program in enumerate(programs)]
     heapq.heapify(waiting)
     while waiting:
@@ -101,7 +104,13 @@ def _order_greedily(programs: tuple[tuple[Question, ...], ...]) -> tuple[int, ..
 
 
 def compute_value(program: Sequence[Question], met: Set[str], met_pairs: Set[Pair]) -> float:
-    """Compute what the cases of a program add to `met` and `met_pairs`, divided by their cost."""
+    """Compute the value per cost of a program's cases: the weighted number of marks and pairs that are not met yet.
+
+    Args:
+      program: the cases that share the program, with their rotations.
+      met: marks of the programs taken so far.
+      met_pairs: pairs of marks of the programs taken so far.
+    """
     marks_by_case = [collect_marks(question) for question in program]
     new_marks = frozenset[str]().union(*marks_by_case) - met
     new_pairs = frozenset[Pair]().union(*map(pair_marks, marks_by_case)) - met_pairs
@@ -110,7 +119,7 @@ def compute_value(program: Sequence[Question], met: Set[str], met_pairs: Set[Pai
 
 
 def collect_marks(question: Question) -> frozenset[str]:
-    """Return the marks of the case, with one for each question that its rotation asks."""
+    """Return the marks of a case, and one more mark for each costly question that its rotation names."""
     case, turn = question
     pulled_back = itertools.chain(turn.pullbacks, turn.cotangents) if case.phase == "train" else ()
     return find_marks(case) | {f"asks {what}" for what in itertools.chain(pulled_back, turn.laws, turn.poisons)}

@@ -1,4 +1,8 @@
-"""Collect where records come from: versions, sources and declarations, which a run records."""
+"""Collect the provenance of a run's records: versions, sources, declarations and limits.
+
+`build_run` puts them into the run record, the first line of a file of records. Records of different provenance are
+never merged.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from conformance.truth import tolerances
 
 _PROJECT_FOLDER = Path(__file__).resolve().parent.parent.parent
 _PACKAGES = ("cases", "conformance", "impls", "reports")
-# Fields of an implementation that are data and decide how it is judged.
+# Fields of `Implementation` that are plain data and decide how the implementation is judged.
 _DATA_FIELDS = (
     "unsupported",
     "offers",
@@ -40,7 +44,7 @@ _DATA_FIELDS = (
     "refuses_by_signature",
     "devices",
 )
-# Fields that are functions: whether they are given decides which checks run.
+# Fields of `Implementation` that hold functions or None. Whether a function is given decides which checks run.
 _FUNCTION_FIELDS = ("parts", "merge", "front_end", "supports_case", "tunable")
 
 
@@ -57,7 +61,20 @@ def build_run(
     shard: str = "",
     kernels: KernelOptions | None = None,
 ) -> Run:
-    """Build the run record of a run that begins now."""
+    """Build the run record of a run that begins now.
+
+    Args:
+      implementations: the implementations to judge.
+      planned: the jobs of the run, with their covering arrays.
+      command: the command line of the run.
+      level: the level of the run, such as `quick`.
+      limits: the limits in force, one table row for each dtype and observable.
+      seeds: the base seeds of the cases.
+      narrowed: the options that narrow the plan of the level, as the user wrote them; empty if none does.
+      query: the options that say what to judge, by name.
+      shard: `2/3` for the second of three shards; empty for a run without shards.
+      kernels: the options by which kernels are found and run.
+    """
     table = tuple(limits)
     return Run(
         id=secrets.token_hex(4),
@@ -124,7 +141,7 @@ def _find_commit() -> str:
 
 
 def _list_raised_limits(limits: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """List the limits that are larger than the default ones: they ask less of a kernel."""
+    """Format the limits that are larger than the default ones, so they ask less of a kernel."""
     default_limits = {
         (row["dtype"], row["observable"]): row["limit"] for row in tolerances.load_default_tolerances().rows()
     }
@@ -135,7 +152,7 @@ def _list_raised_limits(limits: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 def _describe_kernel(
     implementation: Implementation, planned: Plan, kernels: KernelOptions, raised: tuple[str, ...]
 ) -> Kernel:
-    """Collect what a run records about one implementation."""
+    """Collect the facts that a run record has about one implementation."""
     package, source = source_digests.describe_source(implementation.name)
     arrays = planned.arrays.get(implementation.name)
     cases = [job.case for job in planned.jobs if job.implementation.name == implementation.name and job.is_on_grid]
@@ -154,7 +171,7 @@ def _describe_kernel(
 
 
 def _describe_place(implementation: Implementation, kernels: KernelOptions) -> str:
-    """Say where a kernel ran, if that was neither a confined process nor, for our own, the judge's process."""
+    """Say where a kernel runs if it is not confined; empty for a confined kernel and for built-in ones."""
     if kernels.in_process and not implementation_registry.is_builtin(implementation.name):
         return "ran in the judge's own process (--in-process), which it could alter"
     isolation = create_executor(implementation).isolation
@@ -162,7 +179,7 @@ def _describe_place(implementation: Implementation, kernels: KernelOptions) -> s
 
 
 def _collect_declarations(implementation: Implementation) -> dict[str, Any]:
-    """Collect what the implementation declares, as plain data."""
+    """Collect the declarations of the implementation, as plain data."""
     declared: dict[str, Any] = {name: _to_plain_data(getattr(implementation, name)) for name in _DATA_FIELDS}
     declared |= {name: getattr(implementation, name) is not None for name in _FUNCTION_FIELDS}
     accelerator = implementation.accelerator
@@ -175,7 +192,7 @@ def _collect_declarations(implementation: Implementation) -> dict[str, Any]:
 
 
 def _to_plain_data(value: Any) -> Any:
-    """Convert the value of a declaration to what JSON can hold."""
+    """Convert the value of a declaration to lists, dictionaries, strings and numbers, which JSON can hold."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, frozenset):

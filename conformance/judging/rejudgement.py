@@ -1,27 +1,29 @@
 """Judge each failure a second time before it counts.
 
-The flags that make compiling cheap (`conformance.environment`) must never decide a verdict. So a failure is judged once
-more under JAX's own flags, and that result stands. The record keeps the ratio of the first judgement.
+First judgements use XLA flags that make compiling cheap (`conformance.environment`). These flags must never decide a
+verdict. So a failure is judged once more under JAX's own flags, and that result stands. The record keeps the ratio of
+the first judgement.
 
-A result that is right the second time was wrong because of the flags, or because of the kernel: a kernel may depend on
-earlier calls, or recognise a second judgement. To tell which, the check runs in fresh processes that differ only in the
-flags: some under the first flags and as many under JAX's own, in an unpredictable order. The flags count as the cause
-only if the result is wrong in all of the first and right in all of the others. Everything else stays a failure. A
-kernel can still find out the flags by looking at its own compiled programs. So the flags may be the cause of a small
-share of its results only (`conformance.judging.flag_share`).
+If a result is right the second time, either the flags or the kernel caused the first failure: a kernel's results may
+depend on earlier calls, or the kernel may recognise a second judgement. To find the cause, the check runs in fresh
+processes that differ only in their flags. Some have the first flags and as many have JAX's own, in an unpredictable
+order. The flags count as the cause only if the result is wrong in all of the first and right in all of the others. In
+all other cases the failure stands. A kernel can still detect the flags by looking at its own compiled programs. So only
+a small share of its results may depend on the flags (`conformance.judging.flag_share`).
 
-Then declarations are tried that a careful library might have made. One under which the whole check passes is named, so
-that nobody looks for a bug where a declaration is missing. It is not named if zeros would pass under it too.
+Then declarations are tried that the kernel's author may have forgotten to make. If the whole check passes under one,
+the record names it, so that nobody looks for a bug where a declaration is missing. A declaration is not named if simple
+wrong results, such as zeros, would pass under it too.
 
-All this takes time, and a wrong kernel has hundreds of failures. So a failure is judged again only until two of the
-same check and result (`out`, `dq`, ...) are confirmed, or two of that result in checks of the plain call
-(`_PLAIN_CHECKS`). From then on that result does not conform, whatever follows. Failures that are not confirmed do not
-count, so every false alarm is found. A red record that was not judged again has no `ratio_fast_compile` among its
-figures.
+All this takes time, and a wrong kernel has hundreds of failures. So failures of one result (`out`, `dq`, ...) in one
+check are judged again only until two of them are confirmed. For this count, all checks that compare the plain call
+(`_PLAIN_CHECKS`) are one check. From then on the result does not conform, whatever later judgements say. A failure that
+is not confirmed does not count, so every false alarm is found until then. A red record that was not judged again has no
+`ratio_fast_compile` among its measured numbers (`figures`).
 
 Declarations are tried on the first confirmed failure of a check in each dtype, and only by checks whose programs are
-cached, so nothing is compiled. If `behind_mask` explained the first failure, it is tried on all later ones: nearly
-every published kernel has hundreds of these, and they are one finding.
+cached, so nothing is compiled. If `behind_mask` explains the first failure, it is tried on all later ones: nearly every
+published kernel has hundreds of such failures, and a report shows them as one finding.
 """
 
 from __future__ import annotations
@@ -42,18 +44,19 @@ from conformance.judging import discrimination, flag_share
 from conformance.judging.declarations import Remedy, iter_weaker_declarations
 
 ENOUGH_CONFIRMED = 2
-"""Confirmed failures of a check and result, after which no more of them are judged again."""
+"""The number of confirmed failures of a result in a check, after which its failures are not judged again."""
 FRESH_PROCESSES = 2
-"""Fresh processes for each of the two sets of flags, before the flags count as the cause."""
-# Results that may depend on the flags before their share is checked: of few results, even one is a large share.
+"""The number of fresh processes for each of the two sets of flags that must agree that the flags are the cause."""
+# The number of results that may depend on the flags before their share is limited: early in a run, even one such result
+# is a large share.
 _MIN_DECIDED = 8
-# Checks that compare results of the plain call, with or without residuals, on the case's own operands.
+# Checks that compare results of the plain call: one call on the case's own operands, with or without residuals.
 _PLAIN_CHECKS = frozenset({"forward", "residuals", "primal", "gradients", "gradients_lse", "gradients_part"})
-# Scopes of checks whose compiled programs the executor caches.
+# The scopes of checks whose compiled programs are cached by the executor, so that running a check again is cheap.
 _CACHING_SCOPES = (GRID, DECODED, ENSEMBLE)
 _WRONG = frozenset({records.FAIL, records.ERROR})
-_UNSTEADY = "right when called again in the same way: its result depends on earlier calls"
-_TOO_MANY = "not judged again: more results of this kernel depend on the compiler's flags than XLA accounts for"
+_UNSTEADY = "right when called again in the same way: the result depends on earlier calls"
+_TOO_MANY = "not judged again: more results of this kernel depend on the compiler's flags than XLA is known to cause"
 
 
 class Rejudger:
@@ -63,27 +66,33 @@ class Rejudger:
         """Create a rejudger.
 
         Args:
-          executor: what runs the implementation.
-          confirmed: confirmed failures of a check and result, after which no more of them are judged again; 0 for
-            never.
+          executor: runs the implementation.
+          confirmed: the number of confirmed failures of a result in a check, after which its failures are not judged
+            again; 0 to judge no failure again.
         """
         self._executor = executor.with_default_flags()
         self._enough = confirmed
         self._confirmed: collections.Counter[tuple[str, str]] = collections.Counter()
-        self._judged = self._decided = 0  # results in all, and those that depend on the flags
-        self._remedies: dict[tuple[str, str], Remedy | None] = {}  # by check and dtype
+        self._judged = self._decided = 0  # numbers of all judged results, and of those that depend on the flags
+        self._remedies: dict[tuple[str, str], Remedy | None] = {}  # by check and dtype: what explains failures
 
     @property
     def is_disabled(self) -> bool:
-        """Whether nothing is judged again."""
+        """Whether no failure is judged again."""
         return not self._enough
 
     def judge(self, check: Check, subject: Subject, first: list[Judgement]) -> list[Judgement]:
-        """Return the judgements of a check that stand, once the wrong ones were judged again."""
+        """Judge the failures and errors of a check again, and return the judgements that count.
+
+        Args:
+          check: the check.
+          subject: the implementation and the case.
+          first: the judgements of the check under the flags that make compiling cheap.
+        """
         self._judged += sum(judgement.verdict in records.JUDGED for judgement in first)
         wrong = _select_wrong(first)
-        # No compiler flag changes what JAX's kernel interpreters compute: they go step by step, and look for races.
-        # Under XLA's own flags their callbacks would also wait for each other forever.
+        # Checks that interpret a kernel are not judged again. JAX's kernel interpreters go step by step and look for
+        # races, so no compiler flag changes their results. Under JAX's own flags, their callbacks would deadlock.
         if not wrong or self.is_disabled or not check.compares or check.scope is INTERPRETED:
             return first
         standing = first
@@ -98,7 +107,14 @@ class Rejudger:
     def _judge_by_default_flags(
         self, check: Check, subject: Subject, executor: Executor, first: list[Judgement]
     ) -> list[Judgement]:
-        """Return the judgements under JAX's own flags, or the first ones where the flags are not the cause."""
+        """Return the judgements under JAX's own flags. Results whose first failure the flags did not cause stay wrong.
+
+        Args:
+          check: the check.
+          subject: the implementation and the case.
+          executor: runs the implementation under JAX's own flags.
+          first: the judgements under the flags that make compiling cheap.
+        """
         if self._decided >= _MIN_DECIDED and flag_share.is_beyond_limit(self._decided, self._judged):
             return [_add_reason(x, _TOO_MANY) if x.verdict in _WRONG else x for x in first]
         second = _run_check(check, subject.with_executor(executor))
@@ -113,12 +129,12 @@ class Rejudger:
         return _restore_unsteady(merged, first, changed - blamed)
 
     def _is_settled(self, check: Check, judgement: Judgement) -> bool:
-        """Tell whether enough failures of this result are confirmed."""
+        """Tell whether enough failures of a judgement's result are confirmed, so that it need not be judged again."""
         result = _get_result_name(judgement)
         return max(self._confirmed[kind, result] for kind in (_classify_check(check), "plain")) >= self._enough
 
     def _explain_by_declarations(self, check: Check, subject: Subject, judgements: list[Judgement]) -> list[Judgement]:
-        """Return the judgements; wrong ones name the declaration that explains them, if one was tried."""
+        """Return the judgements, with the declaration that explains the failures, if one was tried and does."""
         key = check.name, subject.case.dtype
         if key not in self._remedies:
             self._remedies[key] = _find_remedy(
@@ -132,16 +148,16 @@ class Rejudger:
 
 
 def _find_blamed(check: Check, subject: Subject, executor: Executor, changed: Collection[str]) -> set[str]:
-    """Return those of the `changed` results that fresh processes get wrong because of the flags.
+    """Return the results among `changed` whose failures the flags cause, according to fresh processes.
 
-    The order of the processes is random, so the kernel cannot know it. What survives a process tells the next one at
-    most how many came before, and not which flags it has.
+    The order of the processes is random, so the kernel cannot know it. A kernel that leaves data for the next process
+    can at most tell it how many processes came before, but not which flags it has.
 
     Args:
-      check: what is run.
-      subject: the subject of the executor under the first flags.
+      check: the check to run in each process.
+      subject: the implementation and the case, with the executor under the first flags.
       executor: the executor under JAX's own flags.
-      changed: results that were wrong under the first flags, and then right under JAX's own.
+      changed: names of results that were wrong under the first flags, and then right under JAX's own.
     """
     blamed = set(changed)
     runs = [(subject.executor, True), (executor, False)] * FRESH_PROCESSES
@@ -176,7 +192,7 @@ def _select_wrong(judgements: Iterable[Judgement]) -> list[Judgement]:
 
 
 def _merge_ratios(first: list[Judgement], second: list[Judgement]) -> list[Judgement]:
-    """Return the second judgements, each with the ratio of the first where one of the two is wrong."""
+    """Return the second judgements. If one of a pair is wrong, the ratio of the first one is added to the second."""
     by_number = dict(_iter_numbered(first))
     first_error = next((judgement for judgement in first if judgement.verdict == records.ERROR), None)
     return [
@@ -185,7 +201,10 @@ def _merge_ratios(first: list[Judgement], second: list[Judgement]) -> list[Judge
 
 
 def _iter_numbered(judgements: Iterable[Judgement]) -> Iterator[tuple[tuple[str, int], Judgement]]:
-    """Yield judgements with their observable and its count so far: calls in a row share one name."""
+    """Yield judgements, each with a key: its observable, and the number of earlier ones with this observable.
+
+    Consecutive calls in a check give their results the same name.
+    """
     seen: collections.Counter[str] = collections.Counter()
     for judgement in judgements:
         yield (judgement.observable, seen[judgement.observable]), judgement
@@ -193,7 +212,7 @@ def _iter_numbered(judgements: Iterable[Judgement]) -> Iterator[tuple[tuple[str,
 
 
 def _add_first_ratio(second: Judgement, first: Judgement | None) -> Judgement:
-    """Return the second judgement with the ratio of the first, and say so if only one of them is wrong."""
+    """Return the second judgement with the ratio of the first. The reason says if only one of them is wrong."""
     if first is None or not ({first.verdict, second.verdict} & _WRONG):
         return second
     ratio = first.ratio if first.ratio is not None else math.inf if first.verdict in _WRONG else 0.0
@@ -210,7 +229,10 @@ def _add_first_ratio(second: Judgement, first: Judgement | None) -> Judgement:
 
 
 def _restore_unsteady(judgements: list[Judgement], first: list[Judgement], names: Collection[str]) -> list[Judgement]:
-    """Return the judgements, with the first ones in place of `names` that were wrong at one call and then right."""
+    """Return the judgements, with the first, wrong one in place of each result in `names`.
+
+    These results were right when judged again, but the flags are not the cause.
+    """
     wrong = [judgement for judgement in _select_wrong(first) if judgement.observable in names]
     unsteady = {judgement.observable: _add_reason(judgement, _UNSTEADY) for judgement in wrong}
     present = {judgement.observable for judgement in judgements}
@@ -224,7 +246,7 @@ def _add_reason(wrong: Judgement, more: str) -> Judgement:
 
 
 def _find_remedy(check: Check, subject: Subject, declarations: Iterable[Remedy]) -> Remedy | None:
-    """Return the first declaration under which nothing is wrong and the case still discriminates."""
+    """Return the first declaration under which the whole check passes and the case still discriminates, or None."""
     for remedy in declarations:
         declaring = subject.with_declarations(remedy.implementation)
         if not _select_wrong(_run_check(check, declaring)) and (
@@ -235,12 +257,12 @@ def _find_remedy(check: Check, subject: Subject, declarations: Iterable[Remedy])
 
 
 def _add_remedy(judgements: list[Judgement], remedy: Remedy | None) -> list[Judgement]:
-    """Return the judgements; wrong ones name the declaration, which may be none."""
+    """Return the judgements, with the declaration added to wrong ones, or the fact that none was found."""
     declaration = "" if remedy is None else remedy.declaration
     return [_add_declaration(j, declaration) if j.verdict in _WRONG else j for j in judgements]
 
 
 def _add_declaration(wrong: Judgement, declaration: str) -> Judgement:
-    """Return the wrong judgement with the declaration, and the figure that says that declarations were tried."""
+    """Return the wrong judgement with the declaration, and mark in its figures that declarations were tried."""
     figures = {**wrong.figures, records.DECLARATIONS_TRIED: 1.0}
     return dataclasses.replace(wrong, remedy=declaration, figures=figures)

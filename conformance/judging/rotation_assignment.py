@@ -1,12 +1,16 @@
-"""Assign rotations: which of the costly questions each case of a grid is asked at `quick`.
+"""Assign rotations: at level `quick`, choose the costly questions that checks ask of each case of a grid.
 
-Nearly all of the cost is compilation, and there are many cases. So each case has one of the two calls differentiated,
-with one of the partial cotangents; one of the laws; and one of the poisons that are not numbers. One case in four
-merges parts over pieces of the cache.
+Nearly all of the cost is compilation, and there are many cases. So each case gets only one alternative of each costly
+question:
+
+- one of the two calls (with or without residuals) is differentiated, with one of the partial cotangents;
+- one of the laws of attention is checked;
+- one of NaN and the infinities is put where nothing may read it (`poison`);
+- one case in four merges parts: attention over pieces of the cache.
 
 Each alternative is assigned to as many cases as any other: in all, with each level of each axis, and with each
 alternative of the other questions, as far as possible (`cases.balanced_assignment`). Cases that share compiled programs
-share what has to be compiled: which call is differentiated, and whether parts are merged.
+get the same alternative where it has to be compiled: the call that is differentiated, and whether parts are merged.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from conformance.check_api.rotation import (
 from conformance.contract import Implementation
 
 _QUARTERS = range(4)
-"""Four alternatives. The question for one case in four goes to the cases that get the first."""
+"""Four alternatives, of which each case gets one. The cases that get the first one, a quarter of all, merge parts."""
 
 Alternative = TypeVar("Alternative")
 
@@ -40,7 +44,7 @@ Alternative = TypeVar("Alternative")
 def assign_rotations(implementation: Implementation, grid: Grid, seed: int) -> dict[Case, Rotation]:
     """Return the rotation of each case of the grid.
 
-    The plainest case is asked everything. Another seed gives other rotations.
+    The plainest case has the full rotation: checks ask it all questions. Another seed gives other rotations.
     """
     plainest = grid.singles[:1]
     rows = {
@@ -68,9 +72,10 @@ def assign_rotations(implementation: Implementation, grid: Grid, seed: int) -> d
 
 
 def assign_size_rotations(implementation: Implementation, grid: Grid, seed: int) -> dict[Case, Rotation]:
-    """Return the rotation of each case of the grid of sizes: one call, a random cotangent, and huge numbers.
+    """Return the rotation of each case of the grid of sizes.
 
-    Laws and poisons depend on features more than on sizes, so the other grid has them.
+    One call is differentiated, with a random cotangent, and huge numbers are the only poison. Laws and other poisons
+    depend on features more than on sizes, so they are left to the grid of features.
     """
     return {
         case: dataclasses.replace(rotation, cotangents=(), laws=(), poisons=())
@@ -79,7 +84,10 @@ def assign_size_rotations(implementation: Implementation, grid: Grid, seed: int)
 
 
 class _RotationAssigner:
-    """Assign one question after another to cases; an assigned alternative counts as an axis from then on."""
+    """Assign the alternatives of one question after another to cases.
+
+    For later questions, the alternatives that a question assigned are an axis that is balanced like the grid's axes.
+    """
 
     def __init__(self, rows: dict[Case, Row], seed: int) -> None:
         self._cases = tuple(rows)
@@ -93,9 +101,12 @@ class _RotationAssigner:
         *,
         share: bool = False,
     ) -> dict[Case, tuple[Alternative, ...]]:
-        """Assign to each case one of the alternatives that are possible for it; none if none is.
+        """Assign to each case one of the alternatives that are possible for it, as a tuple; empty if none is possible.
 
-        With `share`, cases that share compiled programs get the same alternative.
+        Args:
+          alternatives: all alternatives of the question.
+          possible: returns the alternatives that are possible for a case.
+          share: whether cases that share compiled programs get the same alternative.
         """
         assigned = assign(
             self._levels,

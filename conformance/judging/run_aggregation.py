@@ -1,7 +1,7 @@
-"""Merge recorded runs: their records, and what a report says about coverage, completeness, limits and environment.
+"""Merge recorded runs into the data of a report: records, coverage, completeness, limits and environment.
 
-Everything comes from what is recorded, so a run and a report of its file say the same. Runs of different provenance
-stay separate: their records never answer for each other. What no run record says is unknown.
+Everything comes from the recorded runs, so a run and a report of its file say the same. Runs of different provenance
+stay separate: records of one never count for the other. Facts that no run record has are shown as unknown.
 """
 
 from __future__ import annotations
@@ -14,21 +14,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from conformance import records, runs
+from conformance.checks import CHECKS
 from conformance.judging.block_coverage import describe_block_counts
 from conformance.records import JUDGED, Extent, Record, RunInfo
 from conformance.runs import Kernel, RecordedRun, Run
 
 UNKNOWN = "unknown"
 EXPLORATION_LEVEL = "explore"
-"""The level that a run has whose cases were drawn by `explore`."""
-_MAX_LABEL_FACTS = 2  # facts in a label that tells two runs of a kernel apart
+"""The level in the run record of an exploration, whose cases are drawn."""
+_MAX_LABEL_FACTS = 2  # the largest number of facts in a label that distinguishes runs of one kernel
 _MAX_VALUE_LENGTH = 24
-_UNLABELLED = frozenset({"declared", "tolerances"})  # their values are tables, too long for a label
+_UNLABELLED = frozenset({"declared", "tolerances"})  # facts whose values are tables, too long for a label
 
 
 @dataclasses.dataclass(frozen=True)
 class _ProvenanceGroup:
-    """The runs of one provenance that judged an implementation on a platform; `run` is None where that is unknown."""
+    """The runs of one provenance that judged an implementation on a platform, and their records.
+
+    Attributes:
+      implementation: the name of the implementation.
+      platform: the platform on which it was judged.
+      label: a few words that distinguish this provenance from others; empty if there is only one.
+      runs: the runs. `run` of each is None if the file has no run record: then the provenance is unknown.
+      records: the records of this implementation and platform.
+      probes: the records of its probes.
+    """
 
     implementation: str
     platform: str
@@ -39,22 +49,22 @@ class _ProvenanceGroup:
 
     @property
     def name(self) -> str:
-        """The name that reports give the contender."""
+        """The name of the group in reports: `implementation (platform, label)`."""
         return f"{self.implementation} ({', '.join(filter(None, (self.platform, self.label)))})"
 
     @property
     def contender(self) -> tuple[str, str]:
-        """The implementation and platform, which groups of other provenance may share."""
+        """The implementation and platform. Groups of other provenance may have the same."""
         return self.implementation, self.platform
 
     @property
     def sources(self) -> set[str]:
-        """The files that contain its runs."""
+        """The files that contain the group's runs."""
         return {one.source for one in self.runs if one.source}
 
     @property
     def kernel(self) -> Kernel | None:
-        """What the first run says of the implementation; None if it says nothing."""
+        """The facts that the first run records about the implementation; None if it records none."""
         run = self.runs[0].run
         return run.kernels.get(self.implementation) if run is not None else None
 
@@ -65,9 +75,9 @@ def aggregate_runs(
     """Merge the records of runs, and collect the other facts that a report shows.
 
     Args:
-      recorded: the runs, as read from files or from this process.
-      command: the command that asked for the report.
-      detection: what the gate sees of planted bugs (`conformance.sensitivity.detection_table`).
+      recorded: the runs, read from files or judged by this process.
+      command: the command line that requested the report.
+      detection: the planted bugs that the gate detects (`conformance.sensitivity.detection_table`).
     """
     groups = _group_by_provenance(recorded)
     merged = records.merge_records(*(group.records for group in groups))
@@ -99,15 +109,16 @@ def aggregate_runs(
         extents=extents,
         probes=records.merge_records(*(group.probes for group in groups)),
         unsandboxed={name: True for name, _, kernel in kernels if kernel is not None and kernel.is_unsandboxed},
+        check_meanings={check.name: check.question for check in CHECKS},
         files={group.name: sorted(group.sources) for group in groups if group.label},
         runs={group.name: marks for group in groups if (marks := _list_marks(group, groups))},
     )
 
 
 def _list_marks(group: _ProvenanceGroup, groups: Iterable[_ProvenanceGroup]) -> list[str]:
-    """List what tells the group's runs from other runs of the same kernel.
+    """List the marks that distinguish the group's runs from runs of the same kernel in other groups.
 
-    Only runs in the same file matter; the list is empty if there are none.
+    The list is empty unless another group has runs of this kernel in the same file.
     """
     others = (other for other in groups if other is not group and other.contender == group.contender)
     if not any(group.sources & other.sources for other in others):
@@ -139,7 +150,7 @@ def _group_by_provenance(recorded: Sequence[RecordedRun]) -> list[_ProvenanceGro
             ", ".join(dict.fromkeys(one.source or "this run" for one in its_runs)) for its_runs in runs_by_provenance
         ]
         labels = _build_labels([provenance for provenance, _ in by_provenance], sources)
-        # Runs without a record are included: they may have planned jobs and finished none.
+        # Runs without records are included, since they may have planned jobs and finished none.
         for label, (_, its_records), its_runs in zip(labels, by_provenance, runs_by_provenance, strict=True):
             labelled = _label_records(its_records, label)
             probes = (
@@ -164,14 +175,14 @@ def _find_provenance(one: RecordedRun, implementation: str) -> dict[str, str] | 
 
 
 def _has_provenance(one: RecordedRun, implementation: str, provenance: dict[str, str] | None) -> bool:
-    """Tell whether a run says something of an implementation under this provenance."""
+    """Tell whether a run judged, or planned to judge, an implementation under this provenance."""
     if one.run is None:
         return provenance is None and any(record.implementation == implementation for record in one.records)
     return implementation in one.run.kernels and one.run.provenance(implementation) == provenance
 
 
 def _build_labels(provenances: Sequence[dict[str, str] | None], sources: Sequence[str]) -> list[str]:
-    """Describe in a few words what tells provenances apart; empty if there is only one."""
+    """Build a label for each provenance: a few words about the facts that differ. A single one gets an empty label."""
     if len(provenances) == 1:
         return [""]
     known_provenances = [provenance for provenance in provenances if provenance is not None]
@@ -201,7 +212,7 @@ def _build_labels(provenances: Sequence[dict[str, str] | None], sources: Sequenc
 def _format_fact(name: str, value: str) -> str:
     """Format one fact of a provenance for a label.
 
-    Of the place where a kernel ran, keep the first part only.
+    The sentence about the place where a kernel ran is cut to its first part.
     """
     if name == "place":
         return re.split(r" \(|[:,]", value.removeprefix("ran "))[0] if value else "confined"
@@ -209,7 +220,10 @@ def _format_fact(name: str, value: str) -> str:
 
 
 def _compute_extent(group: _ProvenanceGroup) -> Extent:
-    """Compute how much of an implementation was judged: by the run that asks most, with all its shards."""
+    """Compute how much of an implementation was judged, by the plan that covers most, with all its shards.
+
+    An unfinished run of a whole level comes before all others, so that a report never hides it.
+    """
     if any(one.run is None for one in group.runs):
         return Extent(known=False)
     by_plan: dict[tuple[str, str, tuple[int, ...]], list[RecordedRun]] = {}
@@ -234,11 +248,11 @@ def _compute_extent(group: _ProvenanceGroup) -> Extent:
 def _compute_plan_extent(group: _ProvenanceGroup, level: str, narrowed: str, its_runs: Sequence[RecordedRun]) -> Extent:
     """Compute the extent of runs with the same plan: shards of one run, or the same run twice."""
     implementation = group.implementation
-    if level == EXPLORATION_LEVEL:  # its cases are drawn, not planned
+    if level == EXPLORATION_LEVEL:  # the cases of an exploration are drawn, not planned
         cases = {record.case for record in group.records if record.verdict in JUDGED}
         narrowed = f"{len(cases):,} {narrowed}"
     planned = {job.key for one in its_runs if one.run for job in one.run.jobs if job.implementation == implementation}
-    # A job without a record answered nothing, whatever its closing line says.
+    # A job without records judged nothing, even if the file has the line that closes the job.
     done = {
         one.run.jobs[n].key for one in its_runs if one.run for n, its_records in one.done.items() if its_records
     } & planned
@@ -256,7 +270,7 @@ def _compute_plan_extent(group: _ProvenanceGroup, level: str, narrowed: str, its
 
 
 def _compute_coverage(groups: Iterable[_ProvenanceGroup]) -> list[dict[str, Any]]:
-    """Compute how much of the covering arrays the judged cases cover, a row for each group."""
+    """Compute how much of the covering arrays the judged cases cover; one table row for each group."""
     rows = []
     for group in groups:
         kernel = group.kernel
@@ -292,13 +306,16 @@ def _compute_coverage(groups: Iterable[_ProvenanceGroup]) -> list[dict[str, Any]
 
 
 def _count_declined_pairs(kernel: Kernel) -> dict[str, int]:
-    """Return how many pairs of operands and masks the kernel declines, and of how many, where it declines most."""
+    """Count the pairs of an operand and a mask that the kernel supports singly but not together, and all pairs.
+
+    The result is empty unless the kernel declines more than half of the pairs.
+    """
     declined, pairs = kernel.parted
     return {"pairs declined": declined, "pairs": pairs} if 2 * declined > pairs else {}
 
 
 def _merge_environments(recorded: Sequence[RecordedRun]) -> dict[str, str]:
-    """Return each fact of the environments once, or by file where files differ."""
+    """Return each fact of the environments once. If files differ in a fact, list its values with their files."""
     sources = [one.source or "this run" for one in recorded]
     facts = [_list_facts(one.run) if one.run is not None else None for one in recorded]
     names = dict.fromkeys(itertools.chain.from_iterable(fact for fact in facts if fact is not None))
@@ -310,7 +327,7 @@ def _merge_environments(recorded: Sequence[RecordedRun]) -> dict[str, str]:
 
 
 def _list_facts(run: Run) -> dict[str, str]:
-    """List the facts of one run's environment, with packages, sources and seeds."""
+    """Return the facts of one run's environment, with the kernels' packages and sources, times and seeds."""
     facts = dict(run.environment)
     for name, kernel in run.kernels.items():
         if origin := ", ".join(filter(None, (kernel.package, kernel.source and f"source {kernel.source}"))):
@@ -324,7 +341,7 @@ def _list_facts(run: Run) -> dict[str, str]:
 
 
 def _format_by_file(values: Sequence[str], sources: Sequence[str]) -> str:
-    """Format values with the files that have them."""
+    """Format each distinct value with the names of the files that have it."""
     by_value: dict[str, list[str]] = {}
     for value, source in zip(values, sources, strict=True):
         by_value.setdefault(value or "none", []).append(source)
@@ -332,7 +349,7 @@ def _format_by_file(values: Sequence[str], sources: Sequence[str]) -> str:
 
 
 def _merge_tolerances(recorded: Sequence[RecordedRun]) -> list[dict[str, Any]]:
-    """Return the limits in force, each with its file where files differ."""
+    """Return the rows of limits in force. If files differ in their limits, each row names its file."""
     tables = [(one.source, one.run.tolerances) for one in recorded if one.run is not None]
     if len({records.serialize_strict_json({"": list(rows)}) for _, rows in tables}) <= 1:
         return [dict(row) for row in tables[0][1]] if tables else []
@@ -340,7 +357,7 @@ def _merge_tolerances(recorded: Sequence[RecordedRun]) -> list[dict[str, Any]]:
 
 
 def _sum_seconds(recorded: Iterable[RecordedRun]) -> float:
-    """Sum the durations of runs. Where a run has no end, its records are summed instead."""
+    """Sum the durations of runs, in seconds. For a run without an end, the times of its records are summed."""
     spent = (
         one.end.seconds if one.end is not None else math.fsum(record.seconds for record in one.records)
         for one in recorded
@@ -349,7 +366,7 @@ def _sum_seconds(recorded: Iterable[RecordedRun]) -> float:
 
 
 def _build_notes(recorded: Sequence[RecordedRun], extents: Mapping[str, Extent]) -> list[str]:
-    """Build the notes of a report: what is missing, stopped, unsandboxed or unknown."""
+    """Build the notes of a report: what is missing, stopped or not judged, and where it ran."""
     notes = [one.note for one in recorded if one.note]
     for one in recorded:
         where = f"{one.source}: " if one.source else ""
@@ -363,6 +380,8 @@ def _build_notes(recorded: Sequence[RecordedRun], extents: Mapping[str, Extent])
     kernels = [each for one in recorded if one.run for each in one.run.kernels.items()]
     notes += dict.fromkeys(f"{name} {kernel.place}" for name, kernel in kernels if kernel.place)
     notes += _find_missing_shards(recorded)
+    if hosts := sorted({record.host for one in recorded for record in one.records} - {""}):
+        notes.append(f"judged on {', '.join(hosts)}")
     judged = {record.implementation for one in recorded for record in one.records}
     planned = dict.fromkeys(job.implementation for one in recorded if one.run for job in one.run.jobs)
     notes += [f"{name}: none of its jobs was judged" for name in planned if name not in judged]

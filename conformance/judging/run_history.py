@@ -1,4 +1,7 @@
-"""Order past runs in time: find which files are one run, and what changed from one run to the next."""
+"""Order past runs in time: join the shards of a run, and list the changes from one run to the next.
+
+The `history` command reads files of records and shows how verdicts changed from run to run.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,24 @@ from conformance import runs
 from conformance.records import make_printable
 from conformance.runs import Kernel, RecordedRun, Run
 
-_MAX_VALUE_LENGTH = 24  # of a longer value only the words that differ are shown
+_MAX_VALUE_LENGTH = 24  # if a value is longer, only its words that changed are shown
 _MAX_DIFFERENCE_LENGTH = 120
 _LIMITS = "tolerances"
-_OURS = "source of attention-conformance"  # the commit says the same
+_OURS = "source of attention-conformance"  # not listed if the commit changed too, which says the same
 
 Change = tuple[str, str, str]
-"""The name of what changed, and its old and new values; both empty where they are too long to show."""
+"""The name of a changed fact, and its old and new values. Both values are empty if they are too long to show."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunPiece:
-    """A run in a file, or one shard of it.
+    """A run in a file, or one shard of a run, without its records: the records of many runs take too much memory.
 
-    It has the position among the runs of the file and what identifies the run. It has no records: those of many runs
-    would take too much memory.
+    Attributes:
+      path: the file.
+      place: the position among the runs of the file, from 0.
+      run: the run record; None for older files.
+      content: a hash of the records and the end of the run.
     """
 
     path: Path
@@ -36,13 +42,13 @@ class RunPiece:
 
     @property
     def identity(self) -> tuple[Run | None, int]:
-        """What two copies of a run share."""
+        """The run record and the hash of the content, which are equal for two copies of one run."""
         return self.run, self.content
 
 
 @dataclasses.dataclass(frozen=True)
 class PastRun:
-    """A past run with all of its shards that are there.
+    """A past run with all of its shards that were found.
 
     `started` is None for older files, which do not say when a run began.
     """
@@ -52,12 +58,12 @@ class PastRun:
 
     @property
     def run(self) -> Run | None:
-        """What holds for its records; None for older files."""
+        """The run record of the first shard, which holds for all its records; None for older files."""
         return self.pieces[0].run
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The names of its files."""
+        """The names of the files that contain the run."""
         return tuple(dict.fromkeys(piece.path.name for piece in self.pieces))
 
     @property
@@ -67,15 +73,15 @@ class PastRun:
 
 
 def list_pieces(path: Path, recorded: Sequence[RecordedRun]) -> list[RunPiece]:
-    """List the runs of a file."""
+    """List the runs of a file as pieces, without their records."""
     return [RunPiece(path, n, one.run, hash((one.end, *one.records))) for n, one in enumerate(recorded)]
 
 
 def order_runs(pieces_of_runs: Iterable[Sequence[RunPiece]]) -> list[PastRun]:
-    """Return runs from the oldest to the newest; those without a time come first.
+    """Return runs from the oldest to the newest. Runs without a known time come first.
 
-    Each item of `pieces_of_runs` is one run. Runs with one shard each are joined if the shards were cut from the same
-    jobs by the same versions. A second copy of a shard begins another run.
+    Each item of `pieces_of_runs` is one run or one shard. Shards are joined to one run if they were cut from the same
+    plan under the same provenance. A second copy of a shard begins another run.
 
     Raises:
       ValueError: for a run whose start is no valid time.
@@ -94,7 +100,7 @@ def order_runs(pieces_of_runs: Iterable[Sequence[RunPiece]]) -> list[PastRun]:
 
 
 def find_changes(earlier: PastRun, later: PastRun, implementation: str) -> list[Change]:
-    """List what differs between two runs of an implementation: plan, source, versions, flags, limits."""
+    """List the changes between two runs of an implementation: plan, source, versions, declarations, flags, limits."""
     old_run, new_run = earlier.run, later.run
     if old_run is None or new_run is None:
         return []
@@ -121,7 +127,7 @@ def find_changes(earlier: PastRun, later: PastRun, implementation: str) -> list[
 
 
 def _find_start(group: Iterable[RunPiece]) -> datetime.datetime | None:
-    """Return the time at which the first of some pieces began; None if none says."""
+    """Return the time at which the first of some pieces began; None if no piece records a time."""
     times = [_parse_start(one) for one in group if one.run is not None]
     return min(times, default=None)
 
@@ -143,7 +149,11 @@ def _get_start(past: PastRun) -> datetime.datetime:
 
 
 def _is_shard_of(past: PastRun, other: PastRun) -> bool:
-    """Tell whether two runs are parts of one plan under the same versions."""
+    """Tell whether two runs are shards of one larger run.
+
+    Such runs have the same number of shards, jobs, level, seeds and selection of cases. For every kernel, sources,
+    versions, declarations and tolerances are equal too (`Run.provenance`).
+    """
     one, two = past.run, other.run
     if one is None or two is None or not one.shard or not two.shard:
         return False
@@ -155,12 +165,12 @@ def _is_shard_of(past: PastRun, other: PastRun) -> bool:
 
 
 def _list_shards(past: PastRun) -> set[str]:
-    """List the shards that a run has, as `2/3`."""
+    """List the shards that were found of a run; the second of three shards is `2/3`."""
     return {one.run.shard for one in past.pieces if one.run is not None}
 
 
 def _find_declaration_changes(one: Kernel | None, other: Kernel | None) -> list[Change]:
-    """List the declarations that differ."""
+    """List the declarations that differ between two run records of an implementation."""
     old, new = (kernel.declared if kernel is not None else {} for kernel in (one, other))
     names = dict.fromkeys((*old, *new))
     return [
@@ -180,7 +190,7 @@ def _format_value(value: object) -> str:
 
 
 def _shorten_values(old: str, new: str) -> tuple[str, str]:
-    """Return both values; of long ones only the words that differ, of very long ones nothing."""
+    """Shorten two values: long ones to the words that differ, and to empty strings if even these are too long."""
     if max(len(old), len(new)) <= _MAX_VALUE_LENGTH:
         return old or "none", new or "none"
     old_words, new_words = old.split(), new.split()

@@ -1,10 +1,13 @@
-"""Name how much a run judges, from least to most."""
+"""Name the levels of a run, which say how many cases and checks are run."""
 
 from __future__ import annotations
 
 LEVELS = ("smoke", "quick", "standard", "deep")
-"""`smoke` is the beginning of `quick`. Each other level has its own grid, which contains the cases of the levels before
-it.
+"""The levels, from the fewest cases to the most.
+
+`smoke` is the beginning of `quick`. Each other level has a grid (a fixed set of cases), which contains the cases of the
+levels before.
 """
 
 GRID_LEVELS = LEVELS[1:]
+"""The levels that have a grid."""

@@ -1,4 +1,4 @@
-"""Plan what a run judges, from what each implementation supports."""
+"""Plan the jobs of a run: pair the cases that each implementation supports with the checks that judge them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from conformance.runs import CoveringArraySize
 
 @dataclasses.dataclass(frozen=True)
 class CoveringArrays:
-    """The covering arrays of an implementation, the row of each case in them, and how many cases it declines."""
+    """The covering arrays of an implementation and the rows of its cases.
+
+    Attributes:
+      arrays: the strength and number of combinations of each array.
+      rows: for each case id, the case's row in each array, one character for each axis; empty if it has none.
+      declined: number of unsupported cases whose refusal is checked, one for each unsupported level of a feature.
+      parted: counts over pairs of an operand and a mask that the implementation supports singly: the pairs that it does
+        not support together, and all pairs.
+    """
 
     arrays: tuple[CoveringArraySize, ...]
     rows: Mapping[str, tuple[str, ...]]
@@ -31,13 +39,13 @@ class CoveringArrays:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The jobs of a run, the coverage of its grids and their rows.
+    """The jobs of a run, and how much of the covering arrays they cover.
 
     Attributes:
-      jobs: what to judge, in order.
-      coverage: how much the cases cover, a row for each implementation.
-      arrays: the covering arrays, by implementation.
-      whole: number of jobs of each implementation, before a query narrows its cases.
+      jobs: the jobs, in the order in which they are judged.
+      coverage: how much of the covering arrays the cases cover, one table row for each implementation.
+      arrays: the covering arrays of each implementation, by its name.
+      whole: number of jobs of each implementation, by its name, before a query narrows the cases.
     """
 
     jobs: tuple[Job, ...]
@@ -62,10 +70,10 @@ def plan_run(
     """Plan the jobs that judge `implementations` at `level`.
 
     Args:
-      implementations: what to judge.
+      implementations: the implementations to judge.
       level: one of `LEVELS`.
       seeds: base seeds. The grid is judged once for each.
-      query: judge only cases that it matches.
+      query: judge only cases that this query matches; None for all.
       checks: run only these checks.
     """
     chosen = tuple(checks)
@@ -76,7 +84,7 @@ def plan_run(
     for implementation in implementations:
         grids = [ImplementationGrids(implementation, "quick" if level == "smoke" else level, seed) for seed in seeds]
         jobs_by_seed = [_build_jobs(each, chosen, first=each is grids[0]) for each in grids]
-        # Each row with all its seeds in turn: cases that differ only in values share compiled functions.
+        # Put jobs that differ only in the seed next to each other: they share compiled functions.
         jobs_by_row = itertools.zip_longest(*jobs_by_seed)
         its_jobs = [job for row in jobs_by_row for job in row if job]
         its_jobs = (
@@ -97,12 +105,15 @@ def select_shard(planned: Sequence[Job], shard: int, shards: int) -> tuple[Job, 
 
 
 def _get_program_key(job: Job) -> tuple[str, str]:
-    """Return what identifies the compiled programs of a job, whatever its seed."""
+    """Return the key of the programs that a job compiles. Jobs that differ only in the seed have the same key."""
     return (job.implementation.name, job.case.program.rpartition("/")[0])
 
 
 def _build_arrays(grids_by_seed: Sequence[ImplementationGrids]) -> CoveringArrays:
-    """Collect the covering arrays of an implementation. Another seed has the same rows and other cases."""
+    """Collect the covering arrays of an implementation.
+
+    Grids of different seeds have the same rows, but other cases.
+    """
     pairs = [(each.grid, each.sizes) for each in grids_by_seed]
     rows: dict[str, tuple[str, ...]] = {}
     for pair in pairs:
@@ -133,7 +144,7 @@ def _build_jobs(grids: ImplementationGrids, checks: tuple[Check, ...], *, first:
         scope_checks = tuple(check for check in checks if check.scope is scope)
         if not scope_checks or not (first or scope.seeded):
             continue
-        # At `quick`, rotations assign the costly questions to cases of the grids, unless checks are named.
+        # At `quick`, each case of the grids gets some of the costly questions, unless the user named checks.
         takes_turns = grids.level == "quick" and scope is GRID and len(checks) == len(CHECKS)
         rotations: dict[Case, Rotation] = {}
         if takes_turns:
@@ -147,7 +158,7 @@ def _build_jobs(grids: ImplementationGrids, checks: tuple[Check, ...], *, first:
 
 
 def _measure_coverage(implementation_grids: ImplementationGrids, level: str, jobs: Iterable[Job]) -> dict[str, Any]:
-    """Measure what the planned cases of the grids cover: all of them, except at `smoke`."""
+    """Measure how many combinations of levels the planned cases of the grids cover: all cases, except at `smoke`."""
     chosen = {job.case for job in jobs if job.is_on_grid} if level == "smoke" else None
     grids = implementation_grids.all_grids
     return {
@@ -162,7 +173,7 @@ def _measure_coverage(implementation_grids: ImplementationGrids, level: str, job
 
 
 def plan_regressions(implementations: Sequence[Implementation], checks: Iterable[Check] = CHECKS) -> Plan:
-    """Plan the named regression cases. What an implementation does not support is shown with its reason."""
+    """Plan the named regression cases. Unsupported ones are planned too, so that records give the reason."""
     grid_checks = tuple(check for check in checks if check.scope is GRID)
     return Plan(tuple(Job(i, regression.case, grid_checks) for i in implementations for regression in REGRESSIONS), ())
 
@@ -170,9 +181,9 @@ def plan_regressions(implementations: Sequence[Implementation], checks: Iterable
 def plan_problem(
     implementations: Sequence[Implementation], cases: Sequence[Case], checks: Iterable[Check] = CHECKS
 ) -> Plan:
-    """Plan cases of a named problem.
+    """Plan the cases of a named problem.
 
-    A case with a front end gets the checks of front ends, any other case those of the grid.
+    A case with a front end (norms, rotary embedding) gets the checks of front ends, any other case those of the grid.
     """
     chosen = tuple(checks)
     by_scope = {scope: tuple(check for check in chosen if check.scope is scope) for scope in (FRONT, GRID)}
@@ -184,10 +195,16 @@ def plan_problem(
 def plan_case(
     implementation: Implementation, case: Case, checks: Iterable[Check] = CHECKS, turn: Rotation = FULL_ROTATION
 ) -> Plan:
-    """Plan one case: the checks of the grid, or the refusal if the case is not supported.
+    """Plan one case: the checks of the grid, or the checks of refusals if the case is not supported.
 
-    Checks with cases of their own are run too, if this is one of their cases or if they are named in `checks`.
-    `rotation` says which of the costly questions the case is asked.
+    Checks with cases of their own are run too if this is one of their cases, or if `checks` names them and they accept
+    any case.
+
+    Args:
+      implementation: the implementation to judge.
+      case: the case.
+      checks: the checks to choose from.
+      turn: the rotation, which names the costly questions that checks ask of the case.
     """
     chosen = tuple(checks)
     supported = implementation.supports(case) is None
@@ -200,5 +217,5 @@ def plan_case(
         and ((are_named and scope.accepts_any_case(implementation)) or scope.contains(grids, case))
     ]
     case_checks = tuple(check for check in chosen if check.scope in scopes)
-    # An unsupported case is shown with its reason, whichever checks are named.
+    # An unsupported case is planned whichever checks are named, so that a record gives the reason.
     return Plan((Job(implementation, case, case_checks, turn),) if case_checks or not supported else (), ())

@@ -1,4 +1,8 @@
-"""Run jobs and produce their records."""
+"""Judge jobs one after another in this process, and build their records.
+
+A job is one implementation on one case under some checks. `Runner` makes sure that the case can fail, runs the checks,
+has failures judged again, and marks expected failures.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +35,12 @@ from conformance.truth.error_patterns.map_drawing import draw_error_map
 from conformance.truth.error_patterns.pattern import find_pattern
 
 ABANDONED_CASE = "no further check of this case was run"
-"""The end of the reason of a record whose kernel's process died."""
+"""The last words of the reason in the record of a check during which the kernel's process died."""
 # A compiled program takes 0.3 to 2.5 MB, so JAX's caches are cleared after this many jobs.
 _CLEAR_EVERY = 60
-# Checks that compile or interpret an accelerator's kernel on any machine.
+# Checks that can judge an accelerator's kernel on a machine without the accelerator, by compiling or interpreting it.
 _NEED_NO_ACCELERATOR = frozenset(check.name for check in CHECKS if check.scope.without_accelerator is not None)
-# Checks that differentiate the one of the two calls that the rotation names.
+# Checks that differentiate one of the two calls (with or without residuals), the one that the rotation names.
 _ROTATED_PULLBACK_CHECKS = frozenset({"gradients_part", "primal", "poison", "independence", "linearity"})
 
 
@@ -48,9 +52,9 @@ class Runner:
 
         Args:
           settings: tolerances and expected failures.
-          confirmed: confirmed failures of a check and result, after which no more of them are judged again; 0 for
-            never.
-          options: command-line options that repeat how kernels are found and run.
+          confirmed: the number of confirmed failures of a result in a check, after which its failures are not judged
+            again; 0 to judge no failure again.
+          options: command-line options for the commands that reproduce a record: how kernels are found and run.
         """
         self._settings = settings
         self._options = tuple(options)
@@ -60,7 +64,7 @@ class Runner:
         self._done = 0
 
     def run(self, jobs: Sequence[Job], on_job: Callable[[Job, list[Record]], None] | None = None) -> list[Record]:
-        """Judge `jobs` in order; call `on_job` with each and its records as it ends."""
+        """Judge `jobs` in order, call `on_job` with each finished job and its records, and return all records."""
         records_found: list[Record] = []
         for job in jobs:
             job_records = self.judge(job)
@@ -118,7 +122,7 @@ class Runner:
 
 
 def _find_unsupported_reason(job: Job) -> str | Judgement | None:
-    """Return why the case is not supported, None if it is, or an error if the kernel cannot say."""
+    """Return why the job's case is not supported, None if it is, or an error if the kernel's process cannot answer."""
     try:
         return job.implementation.supports(job.case)
     except SupportQueryFailed as error:
@@ -168,9 +172,10 @@ def build_changed_file_records(run: Run, judged_records: Iterable[Record]) -> li
 
 
 def find_platform(implementation: Implementation, check: str | None = None) -> str:
-    """Return the platform that judgements are made on: the JAX backend, marked if the kernel is interpreted.
+    """Return the platform to name in records: the JAX backend, with `-interpret` if the kernel is interpreted.
 
-    A kernel that cannot run here is recorded under its own platform, except by checks that need no accelerator.
+    A kernel whose accelerator this machine lacks is recorded under the accelerator's platform, except by checks that
+    need no accelerator.
     """
     accelerator = implementation.accelerator
     interpreted = accelerator.interpreted
@@ -183,7 +188,7 @@ def find_platform(implementation: Implementation, check: str | None = None) -> s
 
 
 def format_reproduction(subject: Subject, check: str) -> str:
-    """Return the command that repeats one judgement. A record of no check has no check to name."""
+    """Return the command that repeats one judgement. It names the check, unless the record belongs to none."""
     command = f"python -m conformance run --impl={shlex.quote(subject.implementation.name)} --case={subject.case.id}"
     if check in CHECKS_BY_NAME:
         command += f" --check={check}"
@@ -198,7 +203,11 @@ def format_reproduction(subject: Subject, check: str) -> str:
 
 
 def _judge_checks(subject: Subject, checks: Iterable[Check], rejudge: Rejudger) -> Iterator[Record]:
-    """Run checks on a supported case, unless it does not discriminate, and yield their records."""
+    """Run checks on a supported case and yield their records.
+
+    If the case cannot be judged by, because simple wrong results would pass or too many rows are undecided, yield one
+    `unjudged` record.
+    """
     margin = None
     checks = tuple(checks)
     compares = any(check.compares for check in checks)
@@ -228,14 +237,14 @@ def _judge_checks(subject: Subject, checks: Iterable[Check], rejudge: Rejudger) 
                 if left_out and check.compares:
                     judgement = dataclasses.replace(judgement, figures={**judgement.figures, **left_out})
                 yield _build_record(subject, check.name, judgement, margin, seconds)
-        except ProcessLost as lost:  # each further check might cost another process
+        except ProcessLost as lost:  # no further check is run: each one might kill another process
             yield _build_record(subject, check.name, _build_lost_judgement(lost), margin, 0.0)
             return
     yield from _report_unrequested_death(subject, checks)
 
 
 def _report_unrequested_death(subject: Subject, checks: Sequence[Check]) -> Iterator[Record]:
-    """Yield an error if the kernel's process died in a call that was begun early and that no check used."""
+    """Yield an error if the kernel's process died in a call that was started ahead and whose result no check used."""
     try:
         subject.executor.settle()
     except ProcessLost as lost:
@@ -243,9 +252,9 @@ def _report_unrequested_death(subject: Subject, checks: Sequence[Check]) -> Iter
 
 
 def _ensure_discrimination(subject: Subject) -> tuple[Subject, Mapping[str, float]]:
-    """Return the subject and its margins.
+    """Return a subject that discriminates, if possible, and its margins.
 
-    If the subject does not discriminate by the questions of its rotation, it is asked all of them.
+    If the case does not discriminate with the questions of its rotation, the full rotation replaces it.
     """
     margins = discrimination.compute_margins(subject)
     discriminates = not margins or discrimination.find_weakest_null(margins)[1] >= discrimination.REQUIRED_MARGIN
@@ -256,13 +265,13 @@ def _ensure_discrimination(subject: Subject) -> tuple[Subject, Mapping[str, floa
 
 
 def _count_left_out(subject: Subject) -> dict[str, float]:
-    """Return figures about rows with more than one right answer; empty if there are none."""
+    """Count the undecided rows, which have more than one right answer, for a record's figures; empty if none."""
     count, rows = discrimination.count_undecided_rows(subject.problem)
     return {"undecided_rows": count, "rows": rows} if count else {}
 
 
 def _build_undecided_judgement(left_out: Mapping[str, float]) -> Judgement:
-    """Build the judgement of a case with too many rows that have more than one right answer."""
+    """Build the `unjudged` judgement of a case with too many undecided rows, which have more than one right answer."""
     reason = (
         f"rounding could change which keys are chosen in {left_out['undecided_rows']:,} of {left_out['rows']:,} rows, "
         f"which leaves too few to judge by: at most {discrimination.MAX_UNDECIDED_SHARE:.0%} may be left out"
@@ -271,9 +280,9 @@ def _build_undecided_judgement(left_out: Mapping[str, float]) -> Judgement:
 
 
 def _time_check(check: Check, subject: Subject, rejudge: Rejudger) -> Iterator[tuple[Judgement, float]]:
-    """Yield the judgements of a check, each with its share of the time.
+    """Yield the judgements of a check, each with its share of the seconds that the check took.
 
-    They come at once where failures are not judged again.
+    If failures are not judged again, each judgement is yielded as soon as it is made, with its own time.
     """
     start = time.perf_counter()
     if rejudge.is_disabled:
@@ -289,7 +298,7 @@ def _time_check(check: Check, subject: Subject, rejudge: Rejudger) -> Iterator[t
 
 
 def _run_check(check: Check, subject: Subject, rejudge: Rejudger) -> list[Judgement]:
-    """Run a check, judge its failures again, and return what stands."""
+    """Run a check, judge its failures again, and return the judgements that count."""
     judgements = list(_run_guarded(check, subject))
     interrupts.raise_if_stopped()
     judgements = rejudge.judge(check, subject, judgements)
@@ -305,7 +314,7 @@ def _run_guarded(check: Check, subject: Subject) -> Iterator[Judgement]:
 def _judge_without_accelerator(
     subject: Subject, checks: Iterable[Check], reason: str, rejudge: Rejudger
 ) -> Iterator[Record]:
-    """Run the checks that need no accelerator, if the case allows it; the rest is unjudged."""
+    """Run the checks that need no accelerator, and yield one `unjudged` record for all others."""
     implementation = subject.implementation
     stand_ins = {check: check.scope.without_accelerator for check in checks}
     possible = [check for check, stand_in in stand_ins.items() if stand_in and stand_in(implementation) is not None]
@@ -318,7 +327,7 @@ def _judge_without_accelerator(
 
 
 def _judge_unsupported(subject: Subject, checks: Iterable[Check], reason: str, rejudge: Rejudger) -> Iterator[Record]:
-    """Yield the reason why a case is not supported, and run the checks for unsupported cases."""
+    """Yield a record of why a case is not supported, then those of the checks for unsupported cases."""
     yield _build_record(subject, "support", build_unsupported("case", reason), None, 0.0)
     for check in checks:
         if not check.scope.supported:
@@ -332,7 +341,7 @@ def _judge_unsupported(subject: Subject, checks: Iterable[Check], reason: str, r
 
 
 def _build_lost_judgement(lost: ProcessLost) -> Judgement:
-    """Build the error for a kernel's process that died."""
+    """Build the judgement for a kernel's process that died during a check."""
     return Judgement(observable="all", verdict=records.ERROR, reason=f"{lost}; {ABANDONED_CASE}")
 
 
@@ -364,7 +373,10 @@ def _build_record(subject: Subject, check: str, judgement: Judgement, margin: fl
 
 
 def _locate_failure(judgement: Judgement) -> dict[str, Any]:
-    """Find where a result is wrong. This is done only now, since most failures are judged again first."""
+    """Find where in its tensor a wrong result differs, as fields of a record.
+
+    The search waits until a record is built, since failures that do not stand after a second judgement need none.
+    """
     failure = judgement.failure
     if failure is None:
         return {}

@@ -1,11 +1,13 @@
-"""Load settings from `pyproject.toml`, table `[tool.attention_conformance]`.
+"""Load a project's settings from its `pyproject.toml`, and mark the failures that they expect.
+
+The table has these entries:
 
 [tool.attention_conformance]
-implementations = ["my_kernels.flash:attention"]     # what plain `pytest` judges
+implementations = ["my_kernels.flash:attention"]     # judged by `pytest` without --impl
 bank = "tests.planted.bank:BANK"                      # planted bugs, for `sensitivity`
-expected_failure_files = ["known/*.toml"]             # files of [[expected_failures]], one for each library
+expected_failure_files = ["known/*.toml"]             # files with [[expected_failures]], one for each library
 
-[tool.attention_conformance.groups]                   # names for several, as in `--impl=upstream`
+[tool.attention_conformance.groups]                   # one name for several implementations, as in `--impl=upstream`
 upstream = ["jax_nn_xla", "jax_splash_tpu"]
 
 [tool.attention_conformance.tolerances]
@@ -14,15 +16,15 @@ upstream = ["jax_nn_xla", "jax_splash_tpu"]
 [[tool.attention_conformance.expected_failures]]
 implementation = "jax_nn_xla"
 case = "train/bf16"                                   # a query; all cases if left out
-check = ["gradients*", "primal"]                      # wildcard patterns; all checks if left out
-observable = ["dv*"]                                  # likewise
-some = true                                           # if only some of these judgements fail, not each of them
-jax = ">=0.11"                                        # versions it holds for; all if left out
-platform = "gpu"                                      # where it holds, as the report says it; everywhere if left out
+check = ["gradients*", "primal"]                      # wildcard patterns of checks; all if left out
+observable = ["dv*"]                                  # wildcard patterns of results; all if left out
+some = true                                           # only some of the matching judgements fail, not all
+jax = ">=0.11"                                        # versions of JAX for which this holds; all if left out
+platform = "gpu"                                      # the platform in reports for which this holds; all if left out
 reason = "..."
 link = "..."
 
-A file of expected failures has `library`, `link` and `versions` (those that were judged), then its entries:
+A file of expected failures has `library`, `link` and `versions` (the judged versions of the library), then its entries:
 
 library = "jax"
 link = "https://github.com/jax-ml/jax"
@@ -63,10 +65,10 @@ class SettingsError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedFailure:
-    """A known failure: it must keep failing, and turns red once it passes.
+    """An entry of the settings that expects certain judgements to fail. A matching judgement that passes is red.
 
-    With `some`, whether it fails depends on the values: single passes are fine, and the entry turns red once a whole
-    run has no failure that it matches. So does an entry that matches nothing.
+    `some` is for failures that depend on the values: matching judgements may pass. In a whole run, an entry that
+    matches no failure is red, with or without `some`.
     """
 
     implementation: str
@@ -132,7 +134,7 @@ class Settings:
     def find_stale_entries(self, records_found: Sequence[Record], jax_version: str) -> list[Record]:
         """Return a red record for each expected failure that did not occur in a whole run.
 
-        An implementation that could not be judged at all, as without its library, has none.
+        Entries of an implementation that could not be judged at all, for example without its library, are skipped.
         """
         judged = {
             record.implementation: record.platform
@@ -200,7 +202,11 @@ def _parse_table(table: Any, file: Path) -> Settings:
 
 
 def _find_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """Return the files that match the patterns, relative to `folder`. Raises `ValueError` for one without a match."""
+    """Return the files that match the patterns, relative to `folder`.
+
+    Raises:
+      ValueError: for a pattern that no file matches.
+    """
     found: list[Path] = []
     for pattern in patterns:
         _require(bool(pattern) and not Path(pattern).is_absolute(), f"a relative pattern is needed, got {pattern!r}")
@@ -233,17 +239,17 @@ def _parse_expected_failures(table: Mapping[str, Any]) -> tuple[ExpectedFailure,
 
 
 def _parse_groups(table: Any) -> dict[str, tuple[str, ...]]:
-    """Parse the groups of implementations."""
+    """Parse the table of groups, which are names for several implementations."""
     _require(isinstance(table, dict), f"groups must be a table of lists of names, got {table!r}")
     for name, members in table.items():
         _require(_is_string_list(members), f"the group {name!r} must be a list of names, got {members!r}")
         is_taken = implementation_registry.is_builtin(name) or implementation_registry.may_exist(name)
-        _require(not is_taken, f"the group {name!r} has the name of an implementation, which would not be judged by it")
+        _require(not is_taken, f"the group {name!r} has the name of an implementation: choose another name")
     return {name: tuple(members) for name, members in table.items()}
 
 
 def _parse_tolerances(table: Any) -> dict[str, float]:
-    """Parse the tolerances that replace default ones."""
+    """Parse the table of tolerances that replace default ones, such as `"bf16.out" = 5.0`."""
     _require(isinstance(table, dict), f"tolerances must be a table, got {table!r}")
     for key, value in table.items():
         _require(not isinstance(value, dict), f'the tolerance {key!r} must be written in quotes, as "{key}.out" = 5.0')
@@ -253,7 +259,7 @@ def _parse_tolerances(table: Any) -> dict[str, float]:
 
 
 def _parse_expected_failure(entry: Any) -> ExpectedFailure:
-    """Parse one expected failure."""
+    """Parse one entry of the expected failures. Raises `ValueError` for a wrong one."""
     fields = dataclasses.fields(ExpectedFailure)
     _reject_unknown("an expected failure", entry, [field.name for field in fields])
     for field in fields:
@@ -284,7 +290,7 @@ def _is_string_list(value: Any) -> bool:
 
 
 _KNOWN_PLATFORMS = ("cpu", "cpu-interpret", "gpu", "tpu")
-# The type of each field's value, by its annotation.
+# For the annotation of each field of `ExpectedFailure`: its type in words, and a test of a value's type.
 _FIELD_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a string", lambda value: isinstance(value, str)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
@@ -293,13 +299,13 @@ _FIELD_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _reject_unknown(what: str, table: Any, known: Sequence[str]) -> None:
-    """Refuse a value that is no table, and keys that are not known."""
+    """Raise `ValueError` for a value that is no table, and for a table with unknown keys."""
     _require(isinstance(table, dict), f"{what} must be a table, got {table!r}")
     unknown = sorted(set(table) - set(known))
     _require(not unknown, f"{what} has unknown keys {unknown}, known are {sorted(known)}")
 
 
 def _require(condition: bool, message: str) -> None:
-    """Raise `ValueError` with the message unless a condition holds."""
+    """Raise `ValueError` with the message unless the condition holds."""
     if not condition:
         raise ValueError(message)

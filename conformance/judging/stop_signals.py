@@ -1,8 +1,10 @@
-"""Handle signals that stop the pytest gate: with and without pytest-xdist it ends with a verdict, a page and 128+n.
+"""Handle signals that stop the pytest gate, such as Ctrl-C.
 
-In the main process of pytest-xdist, `KeyboardInterrupt` can be raised while an event of a worker is handled. Workers
-that get Ctrl-C themselves send events too. Both would end in an internal error. So there a signal is only recorded, and
-stops the loop where it waits for events. Workers start with signals blocked, until they listen.
+A gate that gets signal n still prints a verdict, writes its page and ends with exit code 128 + n, with and without
+pytest-xdist. In the main process of pytest-xdist, `KeyboardInterrupt` could be raised while an event of a worker is
+handled, and workers that get Ctrl-C themselves send events too. Both would end pytest with an internal error. So this
+process only records the signal, and stops its main loop where the loop waits for events. Workers start with signals
+blocked until they can handle them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _POLL_SECONDS = 0.2
 
 
 class StopSignals:
-    """Listen to signals from before any `conftest.py` is imported until pytest returns its exit code."""
+    """A pytest plugin that handles stop signals, from before any `conftest.py` is imported until pytest's exit code."""
 
     def __init__(self) -> None:
         self._listening = contextlib.ExitStack()
@@ -39,7 +41,7 @@ class StopSignals:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None]:
-        """Start listening, if this run is to judge."""
+        """Start recording signals, if this run of pytest judges kernels."""
         options = early_config.known_args_namespace
         paths = options.file_or_dir or early_config.getini("testpaths")
         if exit_guard.is_requested(paths, options.impl, options.conformance_cases):
@@ -50,10 +52,10 @@ class StopSignals:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Let a signal end a worker of pytest-xdist at once: its signals have been blocked until here.
+        """Let a signal end a worker of pytest-xdist at once. Its signals have been blocked since its start.
 
-        Workers are not recognised by environment variables: a pytest run that a test starts inherits those of the
-        test's worker.
+        Environment variables cannot tell whether this is a worker: a pytest run that a test starts inherits the
+        variables of the test's worker.
         """
         self._is_worker = hasattr(config, "workerinput")
         if self._is_judging and self._is_worker:
@@ -62,7 +64,7 @@ class StopSignals:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_cmdline_main(self) -> Generator[None, int, int]:
-        """Have the exit code name the signal."""
+        """Return the exit code 128 + n if signal n stopped the run."""
         if not self._is_judging:
             return (yield)
         try:
@@ -73,7 +75,7 @@ class StopSignals:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> Generator[None]:
-        """Start workers that no signal ends before they can say so."""
+        """Block signals while pytest-xdist starts its workers, so that none is ended before it handles signals."""
         if not self._is_judging or _find_dsession(session.config) is None:
             return (yield)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, interrupts.STOP_SIGNALS)
@@ -84,14 +86,14 @@ class StopSignals:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_newgateway(self, gateway: Any) -> None:
-        """Know the workers, and start no more of them once a signal has arrived."""
+        """Remember the worker's connection, to end the worker later. Start no further one after a signal."""
         self._gateways.append(gateway)
         if interrupts.get_received_signal() is not None:
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """End the process at once if a signal arrives within the block, which loads JAX: nothing is judged yet."""
+        """End the process at once if a signal arrives within the block, which loads JAX before anything is judged."""
         if not self._is_judging or self._is_worker:
             yield
             return
@@ -102,13 +104,13 @@ class StopSignals:
             interrupts.set_early_exit(None)
 
     def _leave(self) -> None:
-        """Say that nothing was judged, and end the fork server."""
+        """Print that nothing was judged, and end the fork server."""
         os.write(self._errors, f"error: {interrupts.describe_signal()} before anything was judged\n".encode())
         forked_process.end_server()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Let a signal stop the collection."""
+        """Let a signal stop the collection of tests."""
         if not self._is_judging or _find_dsession(session.config) is not None:
             return (yield)
         with interrupts.raise_on_signal():
@@ -117,7 +119,7 @@ class StopSignals:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Let a signal stop the tests."""
+        """Let a signal stop the running of tests."""
         if not self._is_judging:
             return (yield)
         if (dsession := _find_dsession(session.config)) is not None:
@@ -129,48 +131,48 @@ class StopSignals:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
-        """Let the end of the run go through undisturbed."""
+        """Raise no further exception on signals, so that the run can write its results."""
         if self._is_judging:
             interrupts.stop_raising()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self) -> None:
-        """End the workers too: they may not have got the signal."""
+        """End the workers of pytest-xdist too, since only this process may have received the signal."""
         for gateway in self._gateways:
-            # execnet would end its processes by itself, but seconds later.
+            # execnet, which runs the workers, would end them too, but seconds later.
             process = getattr(getattr(gateway, "_io", None), "popen", None)
             if process is not None and process.poll() is None:
                 with contextlib.suppress(OSError):
                     process.send_signal(signal.SIGTERM)
 
     def pytest_unconfigure(self) -> None:
-        """Say which signal stopped the run, since pytest may have no summary to say it in."""
+        """Print which signal stopped the run, since pytest may print no summary."""
         if self._is_judging and interrupts.get_received_signal() is not None and not self._is_worker:
             sys.stderr.write(f"attention conformance: {interrupts.describe_signal()}\n")
             scratch_folder.remove_abandoned_folders()  # left by workers that pytest-xdist killed
 
 
 def leave_on_signals(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
-    """Let a signal end the process at once within the block, which loads JAX."""
+    """Return a context in which a signal ends the process at once. It is used while JAX is loaded."""
     plugin: StopSignals | None = config.pluginmanager.get_plugin(PLUGIN_NAME)
     return plugin.loading() if plugin is not None else contextlib.nullcontext()
 
 
 def _leave_worker() -> None:
-    """End a worker that has nothing to report yet, with the kernels' processes that it has started."""
+    """End what a worker of pytest-xdist has started: the kernels' processes and the fork server."""
     if (kernel_processes := sys.modules.get("conformance.sandbox.kernel_process")) is not None:
         kernel_processes.end_all_processes()
     forked_process.end_server()
 
 
 def _find_dsession(config: pytest.Config) -> Any:
-    """Return the plugin by which pytest-xdist hands out tests; None if this process runs them."""
+    """Return pytest-xdist's plugin that distributes tests to workers; None if this process runs the tests itself."""
     return config.pluginmanager.get_plugin("dsession")
 
 
 @contextlib.contextmanager
 def _interrupt_queue(dsession: Any) -> Iterator[None]:
-    """Raise `KeyboardInterrupt` from the queue of events once a signal has arrived, and nowhere else."""
+    """After a signal, raise `KeyboardInterrupt` where pytest-xdist waits for its queue of events, and only there."""
     events: queue.Queue[Any] = dsession.queue
     get_event = events.get
 

@@ -1,8 +1,8 @@
 """Run tasks in worker processes, and survive tasks that kill their process.
 
-Each worker has one task at a time, and a pipe of its own. So it is known which task killed a process, and nothing is
-shared that a dying process could leave locked. A task that killed its process is run again at the end, in parts and
-alone. A part that kills its process again is lost, and nothing else.
+Each worker has one task at a time, and its own pipe. So the task that killed a process is known, and processes share
+nothing that a dying one could leave locked. At the end, a task that killed its process is split into parts, which run
+one at a time. Only a part that kills its process again is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from conformance.sandbox import kernel_process, scratch_folder
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-# Seconds that workers, with the processes of their kernels, may take to end before they are killed.
+# Seconds that workers, and the kernels' processes that they started, may take to end before they are killed.
 _END_SECONDS = 10.0
 _END_SECONDS_AFTER_SIGNAL = 4.0
 
@@ -44,12 +44,13 @@ def run_tasks(
     Ctrl-C stops the workers at once, and so does an exception of `do` or `on_result`.
 
     Args:
-      tasks: what to run, in this order.
+      tasks: the tasks, in the order in which they start.
       workers: number of processes.
-      do: what a process does with a task. It is pickled, as are the task, the result and an exception.
+      do: the function that a worker calls with a task. The function, the task, its result and its exception are
+        pickled.
       on_result: called with each task and its result.
-      split: returns the parts of a task, which are run alone after the task killed a process.
-      on_lost: called with a task that kills its process even alone.
+      split: returns the parts of a task that killed its process. The parts run one at a time.
+      on_lost: called with a part that kills its process again.
     """
     fatal = _run_in_workers(tasks, workers, do, on_result)
     for task in _run_in_workers([part for one in fatal for part in split(one)], 1, do, on_result):
@@ -58,7 +59,7 @@ def run_tasks(
 
 @dataclasses.dataclass
 class _Worker(Generic[Task]):
-    """A process, this end of its pipe, and the task that it works on."""
+    """A worker process, the judge's end of its pipe, and the task that the worker runs."""
 
     process: ForkedProcess
     pipe: Connection
@@ -68,7 +69,7 @@ class _Worker(Generic[Task]):
 def _run_in_workers(
     tasks: Iterable[Task], workers: int, do: Callable[[Task], Result], on_result: Callable[[Task, Result], None]
 ) -> list[Task]:
-    """Run tasks, and return those that killed their processes."""
+    """Run tasks in so many worker processes, and return the tasks that killed their process."""
     waiting = collections.deque(tasks)
     busy: list[_Worker[Task]] = []
     idle: list[_Worker[Task]] = []
@@ -119,7 +120,7 @@ def _wait_for_workers(busy: Sequence[_Worker[Task]]) -> list[_Worker[Task]]:
 def _receive_answer(worker: _Worker[Task]) -> tuple[bool, Any] | None:
     """Return whether the task raised, and its result or exception; None if the worker died."""
     if not worker.pipe.poll():
-        return None  # a process that it started is alive, and holds its end of the pipe open
+        return None  # the worker is dead, but a process that it started still holds the pipe open
     try:
         answer: tuple[bool, Any] = worker.pipe.recv()
     except (EOFError, OSError):
@@ -128,9 +129,9 @@ def _receive_answer(worker: _Worker[Task]) -> tuple[bool, Any] | None:
 
 
 def _start_worker(task: Task, do: Callable[[Task], Result]) -> _Worker[Task]:
-    """Start a worker that works on this task."""
+    """Start a worker process and send it its first task."""
     this_end, worker_end = Pipe()
-    with worker_end:  # only so does this end see the worker's death
+    with worker_end:  # close this copy of the worker's end: otherwise the pipe would stay open after the worker's death
         process = ForkedProcess(_serve, tuple(sys.path), pass_fds=[worker_end.fileno()], may_fork=True)
     worker = _Worker(process, this_end, task)
     _send_task(worker, do)
@@ -139,12 +140,15 @@ def _start_worker(task: Task, do: Callable[[Task], Result]) -> _Worker[Task]:
 
 def _send_task(worker: _Worker[Task], do: Callable[[Task], Result]) -> None:
     """Send a worker its task."""
-    with contextlib.suppress(BrokenPipeError):  # it died, which the caller sees at the next wait
+    with contextlib.suppress(BrokenPipeError):  # the worker died, which the caller notices at its next wait
         worker.pipe.send((do, worker.task))
 
 
 def _end_worker(worker: _Worker[Task], deadline: float) -> None:
-    """End a process that has died, was signalled, or has no more tasks. Closing its pipe tells it to end."""
+    """Wait until the deadline for a worker's process to end, then kill it.
+
+    The worker has died, was signalled, or has no more tasks. Closing its pipe tells it to end.
+    """
     worker.pipe.close()
     if worker.process.wait(max(0.0, deadline - time.monotonic())) is None:
         worker.process.signal(signal.SIGKILL)
@@ -154,17 +158,20 @@ def _end_worker(worker: _Worker[Task], deadline: float) -> None:
 
 
 def _serve(pipe: int, path: Sequence[str]) -> None:
-    """Run tasks one after another, until there are no more or a signal ends the worker."""
+    """Run the tasks that arrive on a pipe, until it is closed or a signal ends this worker.
+
+    This is the main function of a worker process.
+    """
     packages.claim_names()
-    sys.path[:] = path  # the user's modules must be found as in the judge's process
+    sys.path[:] = path  # find the user's modules in the same folders as the judge's process
     with interrupts.record_signals():
         with interrupts.end_on_signal():
             _do_tasks(pipe)
-        kernel_process.end_all_processes()  # also after a signal: they have scratch folders to remove
+        kernel_process.end_all_processes()  # also after a signal, so that their scratch folders are removed
 
 
 def _do_tasks(pipe: int) -> None:
-    """Receive tasks, run them and send the results."""
+    """Receive tasks, run them and send the results, until the pipe is closed."""
     tasks = Connection(pipe)
     while True:
         try:

@@ -1,7 +1,8 @@
-"""Read requests and send answers in a kernel's process.
+"""Read requests of the judge and send answers, in a kernel's process.
 
-`kernel_server` runs a private copy of this module. So the functions that read and write are bound before the kernel is
-imported. Each answer lists the names that the kernel has replaced; a private copy of `tamper_check` finds them.
+`kernel_server` runs a private copy of this module, so that the kernel cannot replace the functions that read and write.
+Each answer lists the functions of JAX, NumPy or this project that the kernel has replaced; a private copy of
+`tamper_check` finds them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ protocol = load_private_copy("conformance.sandbox.protocol")
 tamper_check = load_private_copy("conformance.sandbox.tamper_check")
 file_watcher = load_private_copy("conformance.sandbox.file_watcher")
 _LENGTH = Struct("<Q")
-_MAX_MESSAGE = 100_000  # characters
+_MAX_MESSAGE = 100_000  # the most characters of an exception's message that are sent
 _MAX_CAUSES = 10
 _EXCEPTIONS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 
@@ -37,19 +38,19 @@ def send_value(answers: int, value: Any) -> None:
 
 
 def send_error(answers: int, error: BaseException) -> None:
-    """Send an exception as data."""
+    """Send an exception to the judge, as plain data."""
     _send(answers, protocol.pack_answer({"raised": describe_error(error)}))
 
 
 def answer_requests(requests: int, answers: int, run: Callable[[Any], Any], snapshot: Any, files: Any) -> None:
-    """Answer one request after another, until the pipe ends.
+    """Answer one request after another, until the judge closes the pipe.
 
     Args:
       requests: descriptor of the pipe that requests come from.
       answers: descriptor of the pipe that answers go to.
       run: executes a request and returns its result.
-      snapshot: what `tamper_check.take_snapshot` returned before the kernel was imported.
-      files: a `file_watcher.FileWatcher`.
+      snapshot: the result of `tamper_check.take_snapshot` from before the kernel was imported.
+      files: the `file_watcher.FileWatcher` that lists the files that the kernel reads.
     """
     process = getpid()
     while True:
@@ -63,12 +64,12 @@ def answer_requests(requests: int, answers: int, run: Callable[[Any], Any], snap
         except BaseException as error:  # a kernel may raise anything, SystemExit and KeyboardInterrupt too
             answer = protocol.pack_answer({"raised": describe_error(error), "files": {"opened": files.report()}})
         if getpid() != process:
-            _exit(1)  # the kernel forked, and its child returned to here: only one process may answer
+            _exit(1)  # this is a child that the kernel forked: only the kernel's process itself may answer
         _send(answers, answer)
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return an exception as data: its type, built-in base types and message, and what was denied or missing."""
+    """Return an exception as plain data: its type, base types and message, and the file or module that it lacks."""
     kinds = [kind.__name__ for kind in type(error).__mro__ if _EXCEPTIONS.get(kind.__name__) is kind]
     try:
         message = str(error)
@@ -87,7 +88,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 
 def _find_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and the errors that it was raised from or during."""
+    """Yield an error and the chain of errors that caused it (`__cause__` or `__context__`)."""
     for _ in range(_MAX_CAUSES):
         if error is None:
             return
@@ -102,7 +103,7 @@ def _send(answers: int, answer: bytes) -> None:
 
 
 def _read_exactly(pipe: int, count: int) -> bytes:
-    """Read exactly `count` bytes; return none if the pipe ends before."""
+    """Read exactly `count` bytes; return empty bytes if the pipe ends before."""
     parts, left = [], count
     while left:
         part = read(pipe, min(left, 2**20))

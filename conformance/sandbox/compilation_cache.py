@@ -1,14 +1,14 @@
 """Cache compiled programs of kernels on disk, so that judging the same kernel again skips compilation.
 
-Compiling takes a third of a run. When a kernel's process ends, the judge stores the programs that it compiled. Each
-kernel has a folder of its own, named after its name, its source and the machine.
+Compiling takes a third of a run. When a kernel's process ends, the judge stores the programs that the process compiled.
+Each kernel has a cache folder of its own, named by a digest of the kernel's name, its source and the machine.
 
-Processes of later runs read the programs (`conformance.program_cache`) and cannot write to the folder. Programs that
-were stored after a run began are hidden from it. So a process finds nothing that another kernel, or another process of
-the same run, has left.
+Kernels' processes of later runs read the programs (`conformance.program_cache`) and cannot write to the cache folder. A
+run does not see programs that were stored after it began. So a process finds no data that another kernel, or another
+process of the same run, has left.
 
-The folders are limited in bytes and in files; the oldest programs are removed. Programs for accelerators are not
-cached: it is not verified that cached and newly compiled ones are the same.
+The folders are limited in bytes and in number of files; the oldest programs are removed. Programs for accelerators are
+not cached, since nothing verifies that cached and newly compiled ones are the same.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from pathlib import Path
 from conformance.execution import implementation_registry, source_digests
 from conformance.truth import disk_cache
 
-_RUN_START = time.time()  # inherited: workers and kernels' processes are forked from a process that has imported this
+_RUN_START = time.time()  # workers and kernels' processes inherit this: they are forked from a process that has it
 _FOLDER = "programs"
-_NAME = re.compile(r"[\w.-]{1,150}-[0-9a-f]{64}-cache")  # how JAX names the file of a program
-# `quick` leaves 300 to 600 programs of 9 to 17 kB.
+_NAME = re.compile(r"[\w.-]{1,150}-[0-9a-f]{64}-cache")  # JAX's file name for a compiled program
+# Limits of the cache. For comparison: a run at level `quick` compiles 300 to 600 programs of 9 to 17 kB.
 MAX_PROGRAM_BYTES = 2**24
 MAX_KERNEL_BYTES = 2**26
 MAX_ALL_BYTES = 2**29
 MAX_PROGRAMS = 6_000
 MAX_KERNELS = 12
-_SETTLE_SECONDS = 1.0  # seconds; a program that was written to more recently than this may be incomplete
+_SETTLE_SECONDS = 1.0  # a program that was written to more recently may be incomplete
 
 
 def find_cache_folder(name: str) -> Path | None:
-    """Return the folder for a kernel's programs; None if nothing is cached, or its source is not known."""
+    """Return the cache folder for a kernel's programs.
+
+    None if caching is off, for implementations of this project, and for kernels whose source is unknown.
+    """
     folder = disk_cache.find_cache_folder()
     if folder is None or implementation_registry.is_builtin(name):
         return None
@@ -53,7 +56,10 @@ def find_cache_folder(name: str) -> Path | None:
 
 @functools.cache
 def _describe_machine() -> str:
-    """Describe the processor. JAX does not name programs after it, and different machines may share a folder."""
+    """Describe the processor, for the name of a cache folder that different machines may share.
+
+    JAX's names of programs do not identify the processor.
+    """
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         found = (line for line in lines if line.startswith(("flags", "Features")))
@@ -77,13 +83,13 @@ def link_programs(cache_folder: Path | None, scratch: str) -> None:
 
 
 def find_linked_programs(scratch: str) -> Path | None:
-    """Return the folder where a kernel's process reads and writes programs; None if it has none."""
+    """Return the folder in `scratch` where a kernel's process reads and writes programs; None if there is none."""
     folder = Path(scratch, _FOLDER)
     return folder if folder.is_dir() else None
 
 
 def store_programs(cache_folder: Path | None, scratch: str) -> None:
-    """Store the programs of a process that has ended. If the disk is full or read-only, store nothing."""
+    """Copy the new programs of a process that has ended to the cache. If the disk is full or read-only, copy none."""
     linked = Path(scratch, _FOLDER)
     if cache_folder is None or linked.is_symlink():
         return
@@ -107,9 +113,9 @@ def _find_new_programs(linked: Path) -> list[str]:
 
 
 def _store_program(path: str, target: Path, room: int) -> int:
-    """Copy a program if it is a regular file and fits into `room` bytes; return its size.
+    """Copy a program if it is a regular file of at most `room` bytes; return the number of copied bytes.
 
-    The kernel controls the folder, so anything may be there.
+    The kernel controls the folder of `path`, so `path` may be a link, a pipe or anything else.
     """
     unfinished = target.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
@@ -126,7 +132,7 @@ def _store_program(path: str, target: Path, room: int) -> int:
 
 
 def _evict_oldest(folder: Path, max_entries: int, max_bytes: int, spared: Path | None = None) -> None:
-    """Remove the oldest entries of a folder beyond a number of entries or bytes; `spared` stays and is not counted."""
+    """Remove the oldest entries of a folder until at most so many entries and bytes are left. `spared` is kept."""
     entries = [(entry.stat(follow_symlinks=False).st_mtime, entry) for entry in folder.iterdir() if entry != spared]
     left = max_bytes
     for number, (_, entry) in enumerate(sorted(entries, reverse=True)):

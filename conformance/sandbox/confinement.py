@@ -1,6 +1,6 @@
-"""Confine a kernel's process: restrict its files, its connections and its system calls.
+"""Confine a kernel's process: restrict the files, connections and system calls that it may use.
 
-Linux has two mechanisms for this, and neither needs privileges. Landlock restricts files; seccomp restricts system
+Linux has two mechanisms for this, and neither needs privileges. Landlock restricts files, seccomp restricts system
 calls. `confine_process` returns a sentence that says whether both are in force.
 """
 
@@ -18,19 +18,20 @@ from conformance.sandbox import landlock, policy, seccomp
 from conformance.sandbox.landlock import READ, WRITE, Access
 
 CONFINED = "confined"
-"""The beginning of the sentence of `confine_process` if both mechanisms are in force."""
+"""The first word of the sentence that `confine_process` returns if both mechanisms are in force."""
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _SIGKILL = 9
-# From linux/capability.h: the version of the calls, and the capabilities to read any file and to lock memory, which
-# drivers need.
+# From linux/capability.h: the version of the system calls, and the capabilities that are kept, to read any file and to
+# lock memory, which drivers need.
 _CAPABILITIES_VERSION = 0x20080522
 _KEPT_CAPABILITIES = 1 << 1 | 1 << 2 | 1 << 14
 _DEVICES = Path("/dev")
-# Entries of /dev that are no harmless devices: shared memory, terminals (a verdict is printed there), and memory.
+# Entries of /dev that a kernel must not use: shared memory, terminals (the judge prints verdicts there), and memory.
 _FORBIDDEN_DEVICES = ("shm", "mqueue", "hugepages", "pts", "console", "mem", "kmem", "port", "kmsg")
 _TERMINALS = ("tty", "vcs")
 _ACCELERATORS = ("nvidia*", "accel*", "vfio", "kfd", "dri")
-# NVIDIA's driver creates files in shared memory and names its threads. It does not start if it may not do so.
+# Places where NVIDIA's driver writes: it creates files in shared memory and names its threads. If that is forbidden,
+# the driver does not start.
 _NVIDIA_WRITES = (Path("/dev/shm"), Path("/proc/self/task"))
 
 
@@ -40,16 +41,16 @@ def confine_process(
     listable: Iterable[Path] = (),
     open_files: Collection[int] = (),
 ) -> str:
-    """Confine this process, and return a sentence that says what it may still do.
+    """Confine this process, and return a sentence that says whether it is confined and what it may still do.
 
-    This confines the calling thread, so it must be the only one, and no code of the kernel may have run. Where the
-    system is not Linux, nothing is confined.
+    Only the calling thread is confined. So it must be the process's only thread, and no code of the kernel may have
+    run. On systems other than Linux, nothing is confined.
 
     Args:
-      writable: folders where it may read, write, create and remove files: its scratch folder.
-      readable: files and folders that it may read besides the interpreter, libraries and devices.
-      listable: folders that it may list, with all folders below, without reading their files. Python finds no module in
-        a folder that it cannot list.
+      writable: folders where the process may read, write, create and remove files: its scratch folder.
+      readable: files and folders that the process may read besides the interpreter, libraries and devices.
+      listable: folders that the process may list, with all folders below, without reading their files. Python finds no
+        module in a folder that it cannot list.
       open_files: descriptors that stay open, besides standard input, output and error.
 
     Returns:
@@ -114,17 +115,17 @@ def _restrict_files(
 
 
 def _is_forbidden_device(device: Path) -> bool:
-    if device.is_symlink():  # it leads to this process's own files, or to another entry of /dev
+    if device.is_symlink():  # links in /dev lead to this process's own files, or to another entry of /dev
         return True
     return device.name in _FORBIDDEN_DEVICES or device.name.startswith(_TERMINALS) or device.is_block_device()
 
 
 def _close_other_files(kept: Collection[int]) -> None:
-    """Close inherited descriptors: an inherited socket may be connected already, and then seccomp does not stop it."""
+    """Close inherited descriptors except `kept`. Seccomp would not stop the use of an inherited, connected socket."""
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         if descriptor > 2 and descriptor not in kept:
-            with contextlib.suppress(OSError):  # one of them has listed this folder and is closed already
+            with contextlib.suppress(OSError):  # the descriptor that listed this folder is closed already
                 os.close(descriptor)
 
 

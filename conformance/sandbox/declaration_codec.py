@@ -1,6 +1,6 @@
 """Serialize the declarations of an implementation in its process, and rebuild an implementation from them in the judge.
 
-The rebuilt implementation has all declarations and no function of the kernel.
+The rebuilt implementation has all declarations. Its functions are proxies, which call the kernel's process.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ def parse_declarations(
     """Return an implementation with these declarations.
 
     Args:
-      declared: data of the kernel's process, as `serialize_declarations` returns it. It may be forged.
-      call: stands for each of its functions.
-      query_support: asks the kernel's process whether it supports a case, for a kernel that has a function for this.
+      declared: data of the kernel's process, as `serialize_declarations` returns them. The kernel may forge them.
+      call: the function that replaces each function of the kernel.
+      query_support: asks the kernel's process whether the kernel supports a case. Used if the kernel has a function
+        for this.
 
     Raises:
       ValueError: if a declaration has a value that no implementation may declare.
@@ -119,7 +120,7 @@ def parse_declarations(
 
 
 def evaluate_support(executor: Executor, case: Case) -> str | None:
-    """Return why the implementation does not support a case, by its own function; None if it does.
+    """Return why the implementation's own function `supports_case` declines a case; None if the case is supported.
 
     This runs in the kernel's process.
     """

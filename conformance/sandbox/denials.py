@@ -1,4 +1,4 @@
-"""Explain an error of a kernel that the sandbox caused, and name the option that allows what was denied."""
+"""Explain errors of a kernel that the sandbox caused, and name the command-line option that permits the access."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNCONFINED = "--in-process runs the kernel without a sandbox"
 
 
 def explain_denial(missing: str, *, is_permission_error: bool) -> str:
-    """Return what to append to the message of an error; empty if the sandbox did not cause it.
+    """Return the explanation to append to the message of an error; empty if the sandbox did not cause the error.
 
     Args:
       missing: the file or module that the error names, as the kernel's process reports it; empty if it names none.
@@ -40,9 +40,9 @@ def _explain_file(name: str) -> str:
 
 
 def _explain_module(name: str) -> str:
-    """Explain why a module is missing, if the judge would find it. This imports nothing of it.
+    """Explain why the kernel's process cannot import a module; empty if the judge cannot find the module either.
 
-    Only the top-level name is looked up, since looking up a submodule imports its parent.
+    Only the top-level package is looked up, since looking up a submodule would import its parent.
     """
     top = name.partition(".")[0]
     if top in packages.NAMES:

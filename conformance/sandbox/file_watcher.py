@@ -1,10 +1,11 @@
 """List the files that a kernel's process reads: opened by Python, mapped into memory, or imported from packages.
 
-The watcher runs in the kernel's process and starts before the kernel is imported. It reports paths only; the judge
-computes the digests (`conformance.sandbox.loaded_files`).
+The judge records them, so that a run says which sources were judged, and notices files that change during a run. The
+watcher runs in the kernel's process and starts before the kernel is imported. It reports paths only; the judge computes
+the digests (`conformance.sandbox.loaded_files`).
 
-Files of the interpreter, of installed packages, of this project and of the system are not listed. Neither are files of
-the scratch folder: a kernel finds only its own files there.
+Files of the interpreter, of installed packages, of this project and of the system are not listed. Files of the scratch
+folder are not listed either, since only the kernel itself writes there.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _DELETED = " (deleted)"  # the system adds this to the name of a mapped file tha
 
 
 class FileWatcher:
-    """Records the files that this process reads, from its creation on. It cannot be switched off."""
+    """Record the files that this process reads, by an audit hook of Python, which cannot be removed."""
 
     def __init__(self, scratch: str) -> None:
-        """Start to watch. `scratch` is the folder that the process may write to."""
+        """Start to record. `scratch` is the folder that the process may write to."""
         folders = (*installed_packages.find_trusted_folders(), os.path.abspath(scratch), os.path.realpath(scratch))
         self._ignored_folders = tuple(f"{folder}{os.sep}" for folder in folders)
         self._package_folders = tuple(f"{folder}{os.sep}" for folder in installed_packages.find_package_folders())
@@ -36,7 +37,7 @@ class FileWatcher:
         sys.addaudithook(self._audit)
 
     def report(self) -> list[str]:
-        """Return the files that were read since the last report."""
+        """Return the paths of files that were read since the last report."""
         opened, self._opened = self._opened, {}
         if self._may_have_mapped:
             self._may_have_mapped = False
@@ -44,7 +45,7 @@ class FileWatcher:
         return list(opened)
 
     def list_installed_modules(self) -> list[str]:
-        """Return the files of modules of installed packages that were imported since the watcher started."""
+        """Return the paths of modules of installed packages that were imported since the watcher started."""
         new = (module for name, module in sorted(sys.modules.items()) if name not in self._modules_before)
         files = (getattr(module, "__file__", None) for module in new)
         return [file for file in files if isinstance(file, str) and file.startswith(self._package_folders)]
@@ -55,7 +56,7 @@ class FileWatcher:
             if not isinstance(name, int) and flags & os.O_ACCMODE != os.O_WRONLY:
                 self._record_open(name)
         elif event == "import":
-            if arguments[1] is not None:  # the path of an extension module, which is mapped
+            if arguments[1] is not None:  # the path of an extension module, which is mapped into memory
                 self._may_have_mapped = True
                 self._record_open(arguments[1])
         elif event == "ctypes.dlopen":
@@ -69,7 +70,7 @@ class FileWatcher:
         if not self._is_reported(path):
             return
         if path.endswith(_BYTE_CODE):
-            # An import ignores an `OSError` here, and goes on with the source if there is one.
+            # Python's import ignores an `OSError` here, and loads the source file if there is one.
             raise OSError(
                 f"{path}: byte code is loaded from the interpreter's and installed packages' folders alone, since "
                 f"nobody can read it: give the source, {Path(path).stem.partition('.')[0]}.py"
@@ -81,7 +82,7 @@ class FileWatcher:
 
 
 def _list_mapped_files() -> frozenset[str]:
-    """Return the files that this process has mapped; none where there is no /proc."""
+    """Return the paths of files that this process has mapped into memory; empty on systems without /proc."""
     found = set()
     with contextlib.suppress(OSError), open("/proc/self/maps", errors="surrogateescape") as lines:
         for line in lines:

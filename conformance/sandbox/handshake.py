@@ -1,8 +1,8 @@
-"""Parse the handshake: what a kernel's process sends once it has loaded the kernel.
+"""Parse the handshake, the message that a kernel's process sends once it has loaded the kernel.
 
 A handshake has the kernel's declarations, its JAX backend and its number of devices. The first handshake of a kernel
-is binding. Each later process of the kernel, in a worker or after a loss, must send the same one. Otherwise a kernel
-could be judged by one declaration and reported with another.
+is binding: each later process of the kernel, in a worker or after a process died, must send the same one. Otherwise a
+kernel could be judged by one declaration and reported with another.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import jax
 from conformance.records import make_printable
 
 MAX_TEXT = 10_000
-"""The most characters of a kernel's message or reason. Longer ones are cut: each record of the kernel has them."""
+"""The most characters of a text that a kernel sends. Longer texts are cut, since each record of the kernel has them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Handshake:
-    """What a kernel's process sent once it had loaded the kernel, and the files that it read until then.
+    """The message that a kernel's process sends once it has loaded the kernel, and the files that it has read so far.
 
     Attributes:
-      declared: the declarations, as data (`declaration_codec`).
-      backend: the JAX backend.
-      count: the number of devices.
-      confined: the sentence of `confinement.confine_process`.
+      declared: the kernel's declarations, as plain data (`declaration_codec`).
+      backend: the JAX backend of the kernel's process.
+      count: the number of JAX devices of the kernel's process.
+      confined: the sentence of `confinement.confine_process`, which says whether the process is confined.
       files: files that the kernel read when it was first loaded, with digests that the judge computed (`loaded_files`).
     """
 
@@ -45,7 +45,7 @@ class Handshake:
 
 
 def parse_first_files(first_handshake: str) -> Mapping[str, str] | None:
-    """Return the files of a kernel's first handshake with their digests; None if there was no handshake."""
+    """Return the files of a kernel's first handshake, with their digests; None if the text is empty."""
     files: Mapping[str, str] | None = json.loads(first_handshake)["files"] if first_handshake else None
     return files
 
@@ -57,13 +57,13 @@ def parse_handshake(
 
     Args:
       answer: the answer, which may be forged.
-      confined: the sentence about its confinement, which the process sent before it loaded the kernel.
+      confined: the sentence about the process's confinement, which the process sent before it loaded the kernel.
       first_handshake: the text of the kernel's first handshake; empty if this is the first.
       files: files that the kernel read when it was first loaded, with their digests.
 
     Raises:
-      ValueError: if this is no handshake, differs from the first one, or reports another backend or fewer devices than
-        the judge has.
+      ValueError: if the answer is no handshake, differs from the first one, or reports another backend or fewer devices
+        than the judge has.
     """
     fields = (answer.get("declared"), answer.get("backend"), answer.get("count")) if isinstance(answer, dict) else ()
     match fields:
@@ -74,7 +74,7 @@ def parse_handshake(
     if first_handshake:
         if first_handshake != handshake.text:
             names = ", ".join(_find_differences(first_handshake, handshake.text))
-            raise ValueError(f"it says otherwise than when it was first loaded of: {names}")
+            raise ValueError(f"it declares other values than when it was first loaded: {names}")
         return handshake
     if backend != (here := jax.default_backend()):
         raise ValueError(

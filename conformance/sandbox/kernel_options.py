@@ -1,4 +1,7 @@
-"""Find kernels under the options of a command: ours in the judge's process, all others in a sandbox."""
+"""Find kernels under the options of a command, and decide where they run.
+
+Implementations of this project run in the judge's process, all others in a sandbox unless `--in-process` is given.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ class KernelOptions:
     """The options of a command that concern the kernels that it judges.
 
     Attributes:
-      products: how plain functions multiply f32 operands (`--products`), if it is given.
+      products: the precision in which plain functions multiply f32 operands (`--products`); None if not given.
       in_process: whether all kernels run in the judge's process, for debugging (`--in-process`).
-      seconds: how long one call may take (`--timeout`), if it is given.
-      gib: how much memory a kernel's process may take (`--memory`), if it is given.
-      problem: the named problem whose operands the kernels take (`--problem`), if it is given.
-      sandbox: what kernels may read beyond what each needs.
+      seconds: the most seconds that one call may take (`--timeout`); None if not given.
+      gib: the most memory that a kernel's process may take, in GiB (`--memory`); None if not given.
+      problem: the named problem whose operands the kernels take (`--problem`); None if not given.
+      sandbox: the files and environment variables that the user allows or hides.
       require_sandbox: whether a kernel is refused if it cannot be confined completely (`--require-sandbox`).
       handshakes: the first handshakes of kernels, by name, from the process that started this one.
     """
@@ -49,10 +52,10 @@ class KernelOptions:
         )
 
     def find(self, name: str) -> Implementation:
-        """Load an implementation by its name, and start its process if it gets one.
+        """Load an implementation by its name, and start its process unless it runs in the judge's.
 
         Raises:
-          registry.ImplementationNotFound: with one line that says why.
+          implementation_registry.ImplementationNotFound: if it cannot be loaded; the message is one line.
         """
         if implementation_registry.is_builtin(name) or not implementation_registry.may_exist(name):
             return implementation_registry.find_implementation(name, products=self.products, problem=self.problem)
@@ -71,6 +74,6 @@ class KernelOptions:
         if self.require_sandbox and not confinement.is_confined(sentence):
             sandboxed_executor.end_process(found)
             raise implementation_registry.ImplementationNotFound(
-                f"{name} is {sentence}; --require-sandbox judges no such kernel"
+                f"{name} is {sentence}; --require-sandbox refuses such a kernel"
             )
         return found

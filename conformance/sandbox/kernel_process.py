@@ -1,7 +1,8 @@
 """Start, call, watch and end a kernel's process, from the judge.
 
-`KernelProcess` stands for a kernel and starts a process for it when it is needed. `_RunningProcess` is one such process
-with its pipes. A process that dies, takes too long or answers nonsense is ended, and the next call starts another one.
+`KernelProcess` represents a kernel, and starts a process for the kernel when one is needed. `_RunningProcess` is one
+such process with its pipes. A process that dies, takes too long or sends an invalid answer is ended, and the next call
+starts another one.
 """
 
 from __future__ import annotations
@@ -39,18 +40,19 @@ from conformance.sandbox.policy import SandboxPolicy
 from conformance.sandbox.scratch_folder import ScratchFolder
 
 _POLL_INTERVAL = 0.05
-_END_SECONDS = 5.0  # from the signal to the supervisor to SIGKILL: time to end all that the kernel started
+_END_SECONDS = 5.0  # time for the supervisor to end all that the kernel started, before SIGKILL
 _MAX_STATUS = 4096
-_MAX_KEPT_OUTPUT = 4096  # bytes
-_PIPE_BYTES = 2**20  # capacity of a pipe where the system allows it: operands and results pass in one write
-_DEFAULT_PIPE_BYTES = 2**16  # capacity of a pipe otherwise
+_MAX_KEPT_OUTPUT = 4096  # the last bytes of the kernel's output that are kept for messages
+_PIPE_BYTES = 2**20  # capacity of a pipe if the system allows it: large enough for most operands in one write
+_DEFAULT_PIPE_BYTES = 2**16  # capacity of a pipe if the system does not allow more
 _MAX_PENDING = 4
-# After so many timeouts, a call gets a multiple of the time of the slowest call that returned.
+# After this many timeouts, the time limit of a call is a multiple of the time of the slowest call that returned.
 _TIMEOUTS_BEFORE_CUT = 2
 _MIN_LOAD_SECONDS = 120.0  # `--timeout` limits calls; loading, which may import JAX, gets at least this
 _MIN_CALL_SECONDS = 10.0
 _SLOWEST_MULTIPLE = 5
-# Variables that name cache folders of compilers. These must lie in the scratch folder, the only writable one.
+# Environment variables that name folders for temporary files and caches. They are set to the scratch folder, the only
+# folder that a kernel may write to.
 _CACHE_VARIABLES = (
     "TMPDIR",
     "XDG_CACHE_HOME",
@@ -66,8 +68,8 @@ class Limits:
     """Limits of a kernel's process.
 
     Attributes:
-      seconds: how long one call may take.
-      memory: how many bytes of memory and files the kernel's processes may hold together; zero for no limit.
+      seconds: the most seconds that one call may take.
+      memory: the most bytes of memory and files that the kernel's processes may hold together; zero for no limit.
     """
 
     seconds: float = 300.0
@@ -83,7 +85,7 @@ class Limits:
 class ProcessLost(BaseException):
     """Raised when the kernel's process has died or had to be ended; the message says why.
 
-    It is not an `Exception`, so no check takes it for an error that the kernel raised. It ends the job.
+    This is not an `Exception`, so no check takes it for an error that the kernel raised. It ends the job.
     """
 
 
@@ -91,18 +93,18 @@ class CallTimeout(ProcessLost):
     """Raised when a call takes longer than its limit."""
 
 
-class LoadFailed(Exception):  # noqa: N818 -- a statement, as the message is
+class LoadFailed(Exception):  # noqa: N818 -- the name says what happened
     """Raised when the kernel could not be loaded; the message is one line."""
 
 
 @dataclasses.dataclass(eq=False)
 class _PendingCall:
-    """A call that was begun and whose result nobody has asked for yet.
+    """A call that `begin` has started and whose result `call` has not returned yet.
 
     Attributes:
-      request: what was asked.
-      size: the bytes of the serialized request.
-      message: the answer, once it is received.
+      request: the request that was sent.
+      size: the number of bytes of the serialized request.
+      message: the answer, once it is received; None before.
     """
 
     request: CallRequest
@@ -132,8 +134,8 @@ class KernelProcess:
           products: the value of `--products`.
           limits: limits of a call and of memory.
           problem: the value of `--problem`.
-          first_handshake: the text of the kernel's first handshake, if another process has had it.
-          xla_flags: flags of XLA, if they are not those of the environment.
+          first_handshake: the text of the kernel's first handshake, if another process of the judge received it.
+          xla_flags: flags of XLA; None for those of the environment.
           sandbox: the command's policy for the sandbox.
           reads_cache: whether the process may read programs that earlier runs compiled.
         """
@@ -144,19 +146,20 @@ class KernelProcess:
         self.files = loaded_files.LoadedFiles(name, parse_first_files(first_handshake))
         self._with_default_flags: KernelProcess | None = None
         self._products, self._problem = products, problem
-        self._running: list[_RunningProcess] = []  # at most one
-        self._pending: collections.deque[_PendingCall] = collections.deque()  # in the order of their answers
+        self._running: list[_RunningProcess] = []  # empty, or the one started process
+        # Calls in the order in which their answers arrive.
+        self._pending: collections.deque[_PendingCall] = collections.deque()
         self._handshake: Handshake | None = None
         self._slowest_seconds = 0.0  # time of the slowest call that returned
         self._timeouts = 0
-        self._lost: ProcessLost | None = None  # a loss that `begin` has noticed and nobody has raised yet
+        self._lost: ProcessLost | None = None  # noticed by `begin`; the next `call` or `settle` raises it
         # End the process when this object is collected, and when the judge ends.
         weakref.finalize(self, _end, self._running)
         _ALL.add(self)
 
     @property
     def handshake(self) -> Handshake:
-        """Return the kernel's handshake; start its process if there was none."""
+        """The kernel's handshake. The first use starts the kernel's process."""
         if self._handshake is None:
             self._start()
         assert self._handshake is not None
@@ -171,7 +174,8 @@ class KernelProcess:
     def create_fresh(self, xla_flags: str | None = None) -> KernelProcess:
         """Return another process of the same kernel, under the same XLA flags unless others are given.
 
-        It reads no programs of earlier runs. The kernel sees the same in all such processes, except the flags of XLA.
+        The process reads no programs of earlier runs. To the kernel, all such processes look the same, except for
+        XLA's flags.
         """
         arguments = (self.name, self._products, self.limits, self._problem, self.handshake.text)
         flags = self._xla_flags if xla_flags is None else xla_flags
@@ -180,7 +184,10 @@ class KernelProcess:
         return other
 
     def begin(self, request: CallRequest) -> None:
-        """Start a call whose result `call` returns later. Meanwhile the judge computes the expected result."""
+        """Send the request of a call whose result `call` returns later, without waiting for the answer.
+
+        So the judge can compute the expected result while the kernel runs.
+        """
         if not self._running:
             return  # `call` will start the process, and raise if that fails
         packed = protocol.pack_request(request)
@@ -188,7 +195,7 @@ class KernelProcess:
             self._pending.popleft()
         unanswered = [one for one in self._pending if one.message is None]
         if unanswered and sum(one.size for one in unanswered) + len(packed) > self._running[0].room:
-            return  # the process may be writing an answer: then each side would wait for the other to read
+            return  # if the process is writing an answer, both sides would wait for the other to read
         try:
             self._running[0].send(packed, self._current_limits, is_busy=bool(unanswered))
             self._pending.append(_PendingCall(request, len(packed)))
@@ -202,7 +209,7 @@ class KernelProcess:
 
         Raises:
           ProcessLost: if the process dies, takes too long or too much memory, or its answer cannot be read.
-          Exception: what the kernel raised, as an exception of the same name.
+          Exception: the kernel's own exception, rebuilt with the same name and message.
         """
         self._raise_lost()
         if not self._running:
@@ -224,7 +231,7 @@ class KernelProcess:
             self._timeouts += isinstance(lost, CallTimeout)
             self.end()
             raise
-        except KeyboardInterrupt:  # the answer may have been read in part
+        except KeyboardInterrupt:  # an answer may be half read, so the pipe is no longer usable
             self.end()
             raise
 
@@ -232,7 +239,7 @@ class KernelProcess:
         """Wait for all pending calls, and discard their results.
 
         Raises:
-          ProcessLost: if the process was lost in one of them.
+          ProcessLost: if the process was lost in one of these calls.
         """
         self._raise_lost()
         try:
@@ -274,17 +281,14 @@ class KernelProcess:
 
     @property
     def _current_limits(self) -> Limits:
-        """Return the limits of the next call.
-
-        A kernel that has hung gets less time, as it may hang in many cases.
-        """
+        """The limits of the next call. A kernel whose calls have timed out gets less time: more of them may hang."""
         if self._timeouts < _TIMEOUTS_BEFORE_CUT:
             return self.limits
         seconds = min(self.limits.seconds, max(_MIN_CALL_SECONDS, _SLOWEST_MULTIPLE * self._slowest_seconds))
         return dataclasses.replace(self.limits, seconds=seconds)
 
     def _start(self) -> None:
-        with interrupts.delay_signals():  # an interrupt here would leave the process, and its folder, to nobody
+        with interrupts.delay_signals():  # an interrupt between these lines would leave a process that nothing ends
             running = _RunningProcess(self._cache_folder, self.limits, self._sandbox, reads_cache=self._reads_cache)
             self._running.append(running)
         try:
@@ -295,7 +299,7 @@ class KernelProcess:
         except ProcessLost as lost:
             self.end()
             raise LoadFailed(f"{self.name} does not load: {lost}") from lost
-        except Exception as error:  # of any type: the kernel's import raised it
+        except Exception as error:  # the kernel's import may raise any exception
             self.end()
             message = str(error).strip() or f"{self.name} does not import: {kernel_errors.describe_kernel_error(error)}"
             raise LoadFailed(records.make_printable(message.split("\n")[0]) + running.denial) from error
@@ -307,7 +311,7 @@ class KernelProcess:
         self._first_handshake = self._handshake.text
 
     def end(self) -> None:
-        """End the process with all that it started. The next call starts it again."""
+        """End the kernel's process and all processes that it started. The next call starts another one."""
         self._pending.clear()
         _end(self._running)
         if self._with_default_flags is not None:
@@ -333,7 +337,7 @@ def _end(running: list[_RunningProcess]) -> None:
 
 
 def _max_bytes(request: CallRequest) -> int:
-    """Return how many bytes of arrays the answer to a request may have."""
+    """Return the most bytes of arrays that the answer to a request may have."""
     return protocol.max_array_bytes(request.arguments, request.keywords)
 
 
@@ -349,7 +353,7 @@ class _RunningProcess:
         requests_end, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         for pipe in (self._requests, self._answers):
-            with contextlib.suppress(AttributeError, OSError):  # only Linux can, and not for every user
+            with contextlib.suppress(AttributeError, OSError):  # only Linux can enlarge pipes, and not for every user
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._output, output = os.pipe()
         for pipe in (self._output, self._status):
@@ -369,21 +373,23 @@ class _RunningProcess:
         self.confined = ""
         self.denial = ""  # explains the kernel's last error, if the sandbox caused it
         self._output_parts: collections.deque[bytes] = collections.deque(maxlen=4)
-        self._output_lock = threading.Lock()  # two threads read the output
+        self._output_lock = threading.Lock()  # held while reading the output, since two threads do so
         self._output_reader = threading.Thread(target=self._drain_output, daemon=True)
         self._output_reader.start()
 
     def load(self, name: str, products: str | None, problem: str | None, xla_flags: str | None, limits: Limits) -> Any:
-        """Have the process load the kernel, and return its answer, the handshake."""
+        """Request that the process load the kernel, and return its answer, the handshake."""
         load = LoadRequest(name, products, problem, (os.getcwd(), *sys.path), self._scratch.path, self._sandbox)
-        for request in (xla_flags, load):  # two requests: a kernel finds the second in frames above it
+        # A kernel can read `load` in the frames of its callers. The flags must stay hidden from it, so they are sent
+        # in a request of their own, which the process deletes before it loads the kernel.
+        for request in (xla_flags, load):
             self._write(protocol.pack_request(request), time.monotonic() + limits.seconds)
-        self.confined = str(self.receive(limits, 0))  # sent before any code of the kernel runs
+        self.confined = str(self.receive(limits, 0))  # the process sends this before any code of the kernel runs
         return self.receive(limits, 0)
 
     @property
     def room(self) -> int:
-        """Return how many bytes of requests may wait in the pipe: half of its capacity."""
+        """The most bytes of requests that may wait in the pipe: half of its capacity."""
         try:
             return fcntl.fcntl(self._requests, fcntl.F_GETPIPE_SZ) // 2
         except (AttributeError, OSError):
@@ -399,7 +405,7 @@ class _RunningProcess:
         """
         if not is_busy:
             self._read_output()
-            self._output_parts.clear()  # it belongs to earlier requests
+            self._output_parts.clear()  # this output belongs to earlier requests
         self._write(packed, time.monotonic() + limits.seconds)
 
     def receive(self, limits: Limits, max_bytes: int) -> Any:
@@ -419,13 +425,13 @@ class _RunningProcess:
         return f" (it printed: {' | '.join(lines[-3:])[:300]})" if lines else ""
 
     def end(self) -> None:
-        """End the process with all that it started, store its compiled programs and remove its scratch folder."""
+        """End the process and all that it started, store its compiled programs, and remove its scratch folder."""
         self._process.signal(supervisor.END_SIGNAL)  # the supervisor kills all its descendants
         if not supervisor.IS_AVAILABLE or self._process.wait(_END_SECONDS) is None:
             self._process.signal(signal.SIGKILL)
             self._process.wait(_END_SECONDS)
         self._process.release()
-        self._output_reader.join(timeout=1.0)  # without a supervisor, a descendant may still hold the pipe
+        self._output_reader.join(timeout=1.0)  # without a supervisor, a descendant may keep the pipe open
         with self._output_lock:
             for pipe in (self._requests, self._answers, self._output, self._status):
                 with contextlib.suppress(OSError):
@@ -441,9 +447,9 @@ class _RunningProcess:
                 select.select((self._output,), (), ())
 
     def _read_output(self) -> bool:
-        """Read what is in the pipe of output, keep the end of it, and return whether more may come.
+        """Read the output that is in the pipe, keep its last bytes, and return whether more may come.
 
-        After an answer was received, this finds all that was printed before it.
+        When an answer was received, all output that the kernel printed before it is in the pipe.
         """
         with self._output_lock:
             if self._output < 0:
@@ -467,7 +473,7 @@ class _RunningProcess:
                 except BrokenPipeError:
                     raise ProcessLost(self._describe_end()) from None
             if time.monotonic() > deadline:
-                raise CallTimeout("the kernel's process does not read what it is asked")
+                raise CallTimeout("the kernel's process does not read its requests")
 
     def _read(self, count: int, deadline: float, limits: Limits) -> bytes:
         received = bytearray()
@@ -504,17 +510,15 @@ def _unpack_result(message: Any, running: _RunningProcess) -> Any:
     """Return the result in an answer.
 
     Raises:
-      ProcessLost: if this is no valid answer, or the kernel has replaced something that it is asked with.
-      Exception: what the kernel raised, as an exception of the same name.
+      ProcessLost: if this is no valid answer, or the kernel has replaced functions that requests are executed with.
+      Exception: the kernel's own exception, rebuilt with the same name and message.
     """
     if isinstance(message, dict) and list(message) == ["returned", "replaced", "files"]:
         if not isinstance(message["replaced"], list):
             raise ProcessLost("the kernel's process answered with what is no answer")
         if message["replaced"]:
             names = records.make_printable(", ".join(str(name) for name in message["replaced"][:3]))
-            raise ProcessLost(
-                f"the kernel has replaced {names} in its process: what comes from there is not what it computes"
-            )
+            raise ProcessLost(f"the kernel has replaced {names} in its process, so its results cannot be trusted")
         return message["returned"]
     raised = message.get("raised") if isinstance(message, dict) else None
     if not (isinstance(raised, dict) and isinstance(raised.get("kinds"), list)):

@@ -1,7 +1,7 @@
-"""Run a kernel in its own process: confine the process, load the kernel, execute requests and answer with data.
+"""Run a kernel in its own process: confine the process, load the kernel, execute requests and send back results.
 
-The fork server runs `serve` in a new process. The first request has the flags of XLA, the second names the kernel to
-load. All later ones are calls.
+The fork server runs `serve` in a new process. The judge's first request has the flags of XLA, the second names the
+kernel to load, and all later ones are calls of the kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REQUEST_LENGTH = struct.Struct("<Q")
 
 @dataclasses.dataclass(frozen=True)
 class LoadRequest:
-    """The kernel to load, and what its process may do.
+    """The request to load a kernel.
 
     Attributes:
       name: the kernel, as given to `--impl`.
@@ -52,15 +52,15 @@ class LoadRequest:
 
 @dataclasses.dataclass(frozen=True)
 class CallRequest:
-    """A function to call with an executor of the kernel, and its arguments.
+    """The request to call a function of this project with an executor of the kernel.
 
     Attributes:
       options: options of the compiler.
-      variant: the name of one of the implementation's variants; empty for its plain call.
-      generation: distinguishes executors that are otherwise alike; each compiles for itself.
+      variant: the name of one of the implementation's variants; empty for the implementation itself.
+      generation: a number that distinguishes executors with the same options. Each compiles its own programs.
       function: a function of `conformance.executor_tasks`, or of another module of this project.
-      arguments: its arguments after the executor.
-      keywords: its keyword arguments.
+      arguments: the function's arguments after the executor.
+      keywords: the function's keyword arguments.
     """
 
     options: tuple[tuple[str, bool | int], ...]
@@ -80,16 +80,16 @@ class CallRequest:
 
 
 def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -> None:
-    """Load the kernel that is requested and answer requests, until the pipe of requests ends.
+    """Load the kernel that is requested and answer requests, until the judge closes the pipe of requests.
 
-    This process forks: the child runs the kernel, and the parent supervises it.
+    This process forks: the child runs the kernel, and the parent supervises the child.
 
     Args:
-      requests: the descriptor that requests are read from.
-      answers: the descriptor that answers are written to.
-      status: the descriptor where the supervisor writes which limit was exceeded.
+      requests: the descriptor from which requests are read.
+      answers: the descriptor to which answers are written.
+      status: the descriptor to which the supervisor writes the limit that was exceeded.
       scratch: the folder that the kernel may write to.
-      memory: bytes of memory and files that the kernel's processes may hold together; zero for no limit.
+      memory: the most bytes of memory and files that the kernel's processes may hold together; zero for no limit.
     """
     supervisor.start_supervised((requests, answers), status, scratch, memory)
     confinement.die_with_parent()
@@ -103,7 +103,7 @@ def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -
     answering.send_value(answers, isolation)
     try:
         environment.start_backends(xla_flags)
-        del xla_flags  # the kernel can read the variables of frames above its own
+        del xla_flags  # the kernel can read the variables in its callers' frames
         _import_request_functions()
         snapshot = answering.tamper_check.take_snapshot()
         files = answering.file_watcher.FileWatcher(load_request.scratch)
@@ -121,7 +121,7 @@ def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -
 
 
 def _find_readable(load_request: LoadRequest, trees: Iterable[Path]) -> Iterator[Path]:
-    """Yield what this kernel may read: its sources, what the command adds, and cached programs."""
+    """Yield the paths that this kernel may read: its sources, those of `--sandbox-read`, and cached programs."""
     hidden = [Path(name) for name in load_request.sandbox.hidden]
     for tree in trees:
         yield from policy.find_readable_sources(tree, hidden)
@@ -138,7 +138,7 @@ def _import_request_functions() -> None:
 
 
 def _load_kernel(load_request: LoadRequest) -> tuple[Callable[[CallRequest], Executor], dict[str, Any]]:
-    """Import the kernel; return a function that returns the executor for a request, and the handshake."""
+    """Import the kernel; return its handshake, and a function that finds or creates the executor for a request."""
     implementation = implementation_registry.find_implementation(
         load_request.name,
         products=load_request.products,  # type: ignore[arg-type] # checked before
@@ -152,7 +152,7 @@ def _load_kernel(load_request: LoadRequest) -> tuple[Callable[[CallRequest], Exe
             plain = Executor(implementation, dict(request.options))
             executors[key] = plain.variant(request.variant) if request.variant else plain
             for old in [one for one in executors if 0 < one[2] < request.generation]:
-                del executors[old]  # fresh executors are used one after the other
+                del executors[old]  # of fresh executors, only the newest is still used
         return executors[key]
 
     programs = compilation_cache.find_linked_programs(load_request.scratch)

@@ -2,7 +2,8 @@
 
 Landlock needs no privileges. A process that enters a ruleset cannot leave it. Neither can the processes that it starts.
 
-Sources: docs.kernel.org/userspace-api/landlock.html, linux/landlock.h; the numbers are the same on every machine.
+Sources: docs.kernel.org/userspace-api/landlock.html, linux/landlock.h. The numbers of the system calls are the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _PATH_BENEATH = 1
 
 
 class Access(enum.IntFlag):
-    """Rights to files, as bits of `LANDLOCK_ACCESS_FS_*`."""
+    """Rights to files and folders: the bits `LANDLOCK_ACCESS_FS_*` of Linux."""
 
     EXECUTE = 1 << 0
     WRITE_FILE = 1 << 1
@@ -39,10 +40,10 @@ EVERYTHING = READ | WRITE | Access.REMOVE_AND_MAKE | Access.MOVE | Access.IOCTL_
 _FILE_RIGHTS = Access.EXECUTE | Access.READ_FILE | WRITE | Access.IOCTL_DEVICE
 """Rights that a rule for a single file may have; all others need a folder."""
 _FIRST_VERSIONS: Mapping[Access, int] = {Access.MOVE: 2, Access.TRUNCATE: 3, Access.IOCTL_DEVICE: 5}
-_TCP = 0b11  # binding and connecting, from version 4 on
-_SCOPES = 0b11  # abstract Unix sockets and signals, from version 6 on
+_TCP = 0b11  # rights to bind and to connect TCP sockets, from version 4 of Landlock on
+_SCOPES = 0b11  # restrictions of abstract Unix sockets and of signals, from version 6 of Landlock on
 MISSING_BEFORE: Mapping[int, str] = {3: "truncate files", 5: "send commands to devices", 6: "signal other processes"}
-"""By version: what a process may still do on a system with an older version, unless seccomp forbids it."""
+"""Actions that a system with a version of Landlock older than the key cannot forbid. Seccomp may still forbid them."""
 
 
 class _RulesetAttributes(ctypes.Structure):
@@ -56,7 +57,7 @@ class _PathBeneath(ctypes.Structure):
 
 
 def query_version() -> int:
-    """Return the version of Landlock's interface that the system has; zero if it has none."""
+    """Return the version of Landlock's interface on this system; zero if the system has no Landlock."""
     if not sys.platform.startswith("linux"):
         return 0
     libc = ctypes.CDLL(None, use_errno=True)

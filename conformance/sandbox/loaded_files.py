@@ -1,7 +1,8 @@
-"""Record which files a kernel's processes have read, with digests that the judge computes.
+"""Record the files that a kernel's processes have read, with digests that the judge computes.
 
-A kernel's process reports paths (`conformance.sandbox.file_watcher`). The judge hashes a file whenever it is reported.
-All processes of a kernel must have read the same content at all times: a changed file ends the process.
+A kernel's process reports paths (`conformance.sandbox.file_watcher`). The judge hashes a file whenever a process
+reports it. All processes of a kernel must read the same content. If a file has changed, the process that reported it is
+ended.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from typing import Any
 from conformance.execution import installed_packages
 from conformance.records import make_printable
 
-_DIGEST_DIGITS = 32  # of hexadecimal: 128 bits, so that no two files with the same digest can be found
-_MAX_HASHED_BYTES = 2**32  # a larger file is not read; its digest is of its size
+_DIGEST_DIGITS = 32  # hexadecimal digits, so 128 bits: nobody can find two files with the same digest
+_MAX_HASHED_BYTES = 2**32  # a larger file is not read; its digest is computed from its size
 _CHUNK_BYTES = 2**20
-_MAX_NAMES = 10_000  # in one answer
+_MAX_NAMES = 10_000  # the most paths in one answer of a kernel's process
 _PACKAGE_PREFIX = "package "
-_SETTLE_SECONDS = 1.0  # seconds; a file that changed more recently may change again without a new timestamp
+_SETTLE_SECONDS = 1.0  # a file that changed more recently may change again without a new timestamp
 
 
-class FileChanged(Exception):  # noqa: N818 -- a statement, as the message is
+class FileChanged(Exception):  # noqa: N818 -- the name says what happened
     """Raised when a file has changed since the kernel first read it; the message names the file."""
 
 
 class LoadedFiles:
-    """The files that one kernel read: when it was first loaded, and later."""
+    """The files that one kernel has read, with digests: those until it was first loaded, and those read later."""
 
     def __init__(self, kernel: str, files_at_load: Mapping[str, str] | None = None) -> None:
         """Start a record.
 
         Args:
           kernel: the kernel, as given to `--impl`.
-          files_at_load: its files at load, if another process of the judge has recorded them.
+          files_at_load: the files that the kernel read until it was loaded, if another process has recorded them.
         """
         self._folder = _find_folder(kernel)
         self._at_load = files_at_load
@@ -46,9 +47,9 @@ class LoadedFiles:
 
     @property
     def files_at_load(self) -> Mapping[str, str]:
-        """Return digests by name: of files read until the kernel was first loaded, and of packages that it imported.
+        """Digests by name: of files read until the kernel was first loaded, and of packages that it imported.
 
-        The first use of this property ends the loading: files that are recorded later are new.
+        The first use of this property marks the end of loading. Files that are recorded afterwards count as later ones.
         """
         if self._at_load is None:
             self._at_load = dict(self._known)
@@ -59,7 +60,7 @@ class LoadedFiles:
         """Hash and record the files that an answer of a kernel's process reports.
 
         Raises:
-          FileChanged: if one of them has changed.
+          FileChanged: if a reported file has changed since it was first recorded.
           ValueError: if the report is not a list of paths.
         """
         report = answer.get("files", {}) if isinstance(answer, dict) else {}
@@ -78,12 +79,12 @@ class LoadedFiles:
                 self._known[name] = self._new_files[name] = digest
 
     def pop_later(self) -> dict[str, str]:
-        """Return the new files since the last call: those that were first read after the kernel was loaded."""
+        """Return the files that were first read after loading and since the last call of this method, with digests."""
         found, self._new_files = self._new_files, {}
         return found
 
     def _digest_packages(self, modules: Iterable[str]) -> dict[str, str]:
-        """Return digests of the packages of these modules, and of modules that differ from their package's list."""
+        """Return digests of the packages of these modules, and of modules that differ from their package's RECORD."""
         found = {}
         folders = installed_packages.find_package_folders()
         for module in modules:
@@ -99,7 +100,7 @@ class LoadedFiles:
         return found
 
     def _shorten_path(self, path: str) -> str:
-        """Return a path for a record: relative if it lies below the current folder or the kernel's folder."""
+        """Shorten a path for a record: make it relative if it lies below the current folder or the kernel's folder."""
         here = os.getcwd()
         if any(path.startswith(f"{folder}{os.sep}") for folder in (here, self._folder) if folder):
             path = os.path.relpath(path, here)
@@ -107,10 +108,10 @@ class LoadedFiles:
 
 
 def find_changed(files: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a sentence for each file that has changed.
+    """Return a sentence for each file that was recorded with different digests, or that has changed since.
 
     Args:
-      files: names with recorded digests. A name may occur several times.
+      files: pairs of a name and a recorded digest. A name may occur several times.
     """
     found: dict[str, str] = {}
     first: dict[str, str] = {}
@@ -146,13 +147,14 @@ def _format_digest(content: bytes) -> str:
     return content.hex()[:_DIGEST_DIGITS]
 
 
-_hash_cache: dict[tuple[int, ...], bytes] = {}  # by device, inode, size and times
+_hash_cache: dict[tuple[int, ...], bytes] = {}  # digests of files, by device, inode, size and timestamps
 
 
 def _hash_file(path: str) -> bytes | None:
     """Return the SHA-256 of a file; None if it cannot be read or is no regular file."""
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # do not wait for a pipe
+        # O_NONBLOCK: opening a named pipe must not wait for its writer.
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:

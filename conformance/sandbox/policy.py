@@ -1,7 +1,8 @@
 """Decide which files a sandboxed kernel may read.
 
 A kernel needs its own source tree, the interpreter, installed packages, system libraries and its devices. It does not
-need the rest of the user's home. `fork_server.visible_environment` decides about environment variables.
+need the rest of the user's home. `confinement` enforces this; `fork_server.visible_environment` decides which
+environment variables a kernel gets.
 """
 
 from __future__ import annotations
@@ -21,22 +22,24 @@ from conformance import packages
 from conformance.execution import implementation_registry
 
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/gnu/store", "/sys")
-# Entries of /etc that libraries read. Others may hold keys and passwords, which root can read.
+# Entries of /etc that libraries read. Other entries may hold keys and passwords, which a judge that runs as root could
+# read.
 _ETC_ENTRIES_TEXT = """
 ld.so.cache ld.so.conf ld.so.conf.d ld.so.preload localtime timezone locale.alias locale.conf passwd group
 nsswitch.conf os-release debian_version alternatives mime.types magic fonts ssl/openssl.cnf machine-id OpenCL
 vulkan nvidia cuda
 """
 _ETC_ENTRIES = tuple(_ETC_ENTRIES_TEXT.split())
-# Entries of /proc that describe the machine, or the process itself.
+# Readable entries of /proc: they describe the machine, or the process itself.
 _PROC_ENTRIES_TEXT = """
 self cpuinfo meminfo stat loadavg sys driver version filesystems devices modules
 """
 _PROC_ENTRIES = tuple(_PROC_ENTRIES_TEXT.split())
-# Variables that name folders of libraries.
+# Environment variables that name folders of libraries, which kernels may read.
 _LIBRARY_FOLDERS = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "ROCM_PATH", "CONDA_PREFIX")
 
-# The judge puts the current folder first on the search path, and so does `python -m`. Neither is a wish of the user's.
+# The judge and `python -m` each put the current folder first on the search path. The user did not request these
+# entries, so up to two of them are ignored.
 _MAX_IMPLICIT_ENTRIES = 2
 
 
@@ -47,7 +50,7 @@ class SandboxPolicy:
     Attributes:
       read: more files and folders that kernels may read (`--sandbox-read`).
       variables: names of more environment variables that kernels get (`--sandbox-env`).
-      hidden: files that kernels may not read, even in their source trees: those that the command writes.
+      hidden: files that kernels may not read, even in their source trees, since the command writes or compares them.
     """
 
     read: tuple[str, ...] = ()
@@ -73,7 +76,7 @@ def build_policy(read: Iterable[str], variables: Iterable[str], hidden: Iterable
 
 
 def find_system_paths() -> Iterator[Path]:
-    """Yield the interpreter, installed packages, system libraries and descriptions of the machine."""
+    """Yield the paths that every kernel may read: interpreter, installed packages, system libraries, machine data."""
     yield from map(Path, _SYSTEM_FOLDERS)
     yield from (Path("/etc", name) for name in _ETC_ENTRIES)
     yield from (Path("/proc", name) for name in _PROC_ENTRIES)
@@ -112,7 +115,7 @@ def find_source_trees(name: str, search_path: Iterable[str]) -> list[Path]:
     """
     here = Path.cwd()
     home = None
-    with contextlib.suppress(OSError, ValueError):  # loading the kernel will say what is wrong with its name
+    with contextlib.suppress(OSError, ValueError):  # loading the kernel later raises a clearer error
         home = _find_home(name)
     folders = [Path(entry).absolute() for entry in search_path]
     for _ in range(_MAX_IMPLICIT_ENTRIES):
@@ -135,10 +138,11 @@ def _find_home(name: str) -> Path | None:
         return Path(place).resolve().parent
     point = None if place else implementation_registry.find_entry_point(name)
     module = place or (point.module if point is not None else "")
-    if module.partition(".")[0] in packages.NAMES:  # a user's package may have the name of ours: it is refused by name
+    # A user's package that has the name of one of this project's packages is refused later.
+    if module.partition(".")[0] in packages.NAMES:
         return Path.cwd()
     spec = None
-    with contextlib.suppress(ImportError, ValueError):  # importing the kernel will raise the error
+    with contextlib.suppress(ImportError, ValueError):  # importing the kernel later raises the same error
         spec = importlib.util.find_spec(module.partition(".")[0]) if module else None
     locations = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
     return Path(locations[0]).resolve().parent if locations and locations[0].startswith("/") else None
@@ -147,9 +151,9 @@ def _find_home(name: str) -> Path | None:
 def find_readable_sources(tree: Path, hidden: Iterable[Path]) -> Iterator[Path]:
     """Yield the files and folders of a source tree that a kernel may read.
 
-    Not readable are hidden entries (`.git`, `.env`, `.ssh`), links that lead out of the tree, the files `hidden`, and
-    files of records (`*.jsonl`), which have seeds and verdicts. In a user's home, in folders for temporary files, and
-    in folders above these, only modules and packages are readable.
+    These are all entries except dot files (`.git`, `.env`, `.ssh`), links that lead out of the tree, the files
+    `hidden`, and files of records (`*.jsonl`). The latter have seeds and verdicts. If the tree is or contains the
+    user's home or a folder for temporary files, only modules and packages are readable.
 
     Args:
       tree: an existing folder.
@@ -175,6 +179,6 @@ def find_readable_sources(tree: Path, hidden: Iterable[Path]) -> Iterator[Path]:
 
 def _list_shared_folders() -> Iterator[Path]:
     """Yield folders that hold much more than one project: the user's home, and folders for temporary files."""
-    with contextlib.suppress(RuntimeError):  # the home is unknown
+    with contextlib.suppress(RuntimeError):  # raised if the user's home is unknown
         yield Path.home().resolve()
     yield from {Path(folder).resolve() for folder in ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir())}

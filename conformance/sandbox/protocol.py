@@ -1,10 +1,10 @@
-"""Encode and decode what crosses between the judge and a kernel's process.
+"""Encode and decode the requests to a kernel's process and the answers that it sends to the judge.
 
 Requests are pickled, since the judge is trusted. Answers are JSON followed by the bytes of arrays, and nothing in them
 is executed. An answer begins with the lengths of both, in eight bytes each.
 
-The kernel's process may forge any answer. So there are limits: for the bytes of arrays by the request
-(`max_array_bytes`), for the JSON by constants. Each number and shape is checked before anything is computed from it.
+The kernel's process may forge any answer. So answers are limited in size: the bytes of arrays by the operands of the
+request (`max_array_bytes`), the JSON by constants. Each number and shape is checked before it is used.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from cases.operand_values import Problem
 
 LENGTHS = struct.Struct("<QQ")
 MAX_JSON_BYTES = 2**22
-"""Most answers have less than 2 kB. The answer of `program` has some 100 bytes for each product of an unrolled loop."""
+"""The most bytes of JSON in an answer.
+
+Most answers have less than 2 kB. An answer to the check `program` has some 100 bytes for each matrix product of an
+unrolled loop.
+"""
 MAX_VALUES = 2**17
 MAX_ARRAYS = 2**12
 MAX_DEPTH = 64
 MAX_AXES = 32
 MAX_DIGITS = 40
 _MAX_AXIS = 2**48
-# For each problem, four copies of all operands and results in float64: a call with several may return all for each.
+# The arrays of an answer may be as large as four copies, in float64, of all operands and results of the request. A
+# request with several problems may get as much for each problem.
 _COPIES = 4
 _SLACK = 2**20
 _DTYPES = {
@@ -45,16 +50,16 @@ _DTYPES = {
 }
 
 
-class UnreadableAnswer(Exception):  # noqa: N818 -- a statement, as the message is
+class UnreadableAnswer(Exception):  # noqa: N818 -- the name says what happened
     """Raised for an answer that cannot be read, or that is larger than its request allows; the message says why."""
 
 
-class UnsupportedResult(TypeError):  # noqa: N818 -- a statement, as the message is
+class UnsupportedResult(TypeError):  # noqa: N818 -- the name says what happened
     """Raised when a kernel returned something that is neither an array nor a number; the message names its type."""
 
 
 class _RequestPickler(pickle.Pickler):
-    """Pickles the fields of a problem only, not the values that the judge has computed from it and cached there."""
+    """A pickler that leaves out values that the judge has cached in a `Problem`, and pickles only the fields."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Problem:
@@ -75,10 +80,10 @@ def unpack_request(request: bytes) -> Any:
 
 
 def max_array_bytes(*operands: Any) -> int:
-    """Return how many bytes of arrays the answer to a request may have.
+    """Return the most bytes of arrays that the answer to a request may have.
 
     Args:
-      *operands: the arguments of the request, with arrays in problems, mappings and sequences.
+      *operands: the arguments of the request: problems, mappings and sequences that contain arrays.
     """
     return _COPIES * 8 * _count_elements(operands) * max(1, _count_problems(operands)) + _SLACK
 
@@ -96,14 +101,14 @@ def pack_answer(value: Any) -> bytes:
 
 
 def parse_lengths(head: bytes, max_bytes: int) -> tuple[int, int]:
-    """Return the lengths of the JSON of a message and of its arrays.
+    """Return the number of bytes of an answer's JSON, and of its arrays.
 
     Args:
-      head: the first bytes of a message.
-      max_bytes: how many bytes of arrays the answer may have.
+      head: the first 16 bytes of the answer.
+      max_bytes: the most bytes of arrays that the answer may have.
 
     Raises:
-      UnreadableAnswer: if one of them is larger than it may be.
+      UnreadableAnswer: if a length exceeds its limit.
     """
     text, rest = LENGTHS.unpack(head)
     if text > MAX_JSON_BYTES:
@@ -117,7 +122,7 @@ def parse_answer(text: bytes, rest: bytes) -> Any:
     """Deserialize an answer from its JSON and the bytes of its arrays.
 
     Raises:
-      UnreadableAnswer: for what `pack_answer` would not have written.
+      UnreadableAnswer: for data that `pack_answer` would not have written.
     """
     if len(text) > MAX_JSON_BYTES:
         raise UnreadableAnswer(f"an answer with {len(text):,} bytes of JSON")
@@ -131,7 +136,7 @@ def parse_answer(text: bytes, rest: bytes) -> Any:
 
 
 def _count_elements(value: Any) -> int:
-    """Count the elements of all arrays in `value`, and of the results that a call with them has."""
+    """Count the elements of all arrays in `value`, and of the results of attention on them."""
     if isinstance(shape := getattr(value, "shape", None), tuple):
         return math.prod(shape)
     if dataclasses.is_dataclass(value):
@@ -141,7 +146,7 @@ def _count_elements(value: Any) -> int:
         results = 0
         if all(getattr(value.get(name), "ndim", 0) for name in ("q", "v")):
             *rows, _ = value["q"].shape
-            results = math.prod(rows) * (value["v"].shape[-1] + 2)  # out, logsumexp and max_logits
+            results = math.prod(rows) * (value["v"].shape[-1] + 2)  # elements of out, logsumexp and max_logits
         return results + sum(map(_count_elements, value.values()))
     if isinstance(value, list | tuple):
         return sum(map(_count_elements, value))
@@ -181,7 +186,7 @@ def _as_array(value: Any) -> np.ndarray:
 
 
 def _parse_int(digits: str) -> int:
-    """Parse an integer of JSON. Long ones are refused: parsing takes time in the square of their length."""
+    """Parse an integer of JSON. Long ones are refused, since parsing takes time in the square of their length."""
     if len(digits) > MAX_DIGITS:
         raise UnreadableAnswer(f"an integer of {len(digits):,} digits; at most {MAX_DIGITS} are read")
     return int(digits)
@@ -192,7 +197,7 @@ def _refuse_literal(literal: str) -> NoReturn:
 
 
 class _Decoder:
-    """Decodes the JSON and the arrays of one answer, within limits."""
+    """Decode the JSON and the arrays of one answer, within limits."""
 
     def __init__(self, rest: bytes) -> None:
         self._rest = memoryview(rest)
@@ -242,7 +247,7 @@ class _Decoder:
         if end > len(self._rest):
             raise UnreadableAnswer("an array that is longer than its bytes")
         part, self._used = self._rest[self._used : end], end
-        # A copy, so that results can be written to, like those of a call in this process.
+        # Copy the array, so that it is writable, like the result of a call in this process.
         return np.frombuffer(part, _DTYPES[dtype]).reshape(shape).copy()
 
 

@@ -1,8 +1,8 @@
 """Find functions and modules of the judge that the kernel's repository has replaced.
 
-The gate runs in pytest's process, and so does a `conftest.py` of the repository. If that replaces a function of this
-project, of NumPy or of JAX, verdicts depend on it. Often this is an accident: a wrapper that logs, a stub that another
-test needs. Replaced names are found; changes inside of objects are not.
+The gate runs in pytest's process, and so does a `conftest.py` of the repository. If the `conftest.py` replaces a
+function of this project, of NumPy or of JAX, verdicts depend on the replacement. Often this is an accident: a wrapper
+that logs, or a stub that another test needs. Replaced names are found; changes inside objects are not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 _LIBRARIES = ("jax", "jax.lax", "jax.numpy", "json", "numpy")
 _OURS = ("cases", "conformance", "impls", "reports")
 _OUR_FOLDER = Path(__file__).parents[2]
-_MAX_WRAPPERS = 3  # to unwrap
+_MAX_WRAPPERS = 3  # the most nested wrappers (methods, properties, partial functions) behind which a function is sought
 
 
 def find_overrides(root: Path) -> list[str]:
@@ -25,7 +25,7 @@ def find_overrides(root: Path) -> list[str]:
 
 
 def _belongs_to_repository(root: Path, file: str | None) -> bool:
-    """Tell whether a file lies below `root`, and is neither ours nor installed in an environment there."""
+    """Tell whether a file lies below `root` and belongs neither to this project nor to an installed package."""
     if not file:
         return False
     path = Path(file)
@@ -46,9 +46,9 @@ def _list_definitions() -> Iterator[tuple[str, str | None]]:
 
 
 def _find_source_file(value: Any) -> str | None:
-    """Return the file that defines a function, behind its wrappers, or a method of a class or an object.
+    """Return the file that defines a function, looking behind its wrappers; None if there is none.
 
-    None if there is no such file.
+    For a class or another callable object, it is the file of the first method that has one.
     """
     for _ in range(_MAX_WRAPPERS):
         if isinstance(value, FunctionType):
@@ -60,6 +60,7 @@ def _find_source_file(value: Any) -> str | None:
     if isinstance(value, ModuleType) or not callable(value):
         return None
     kind = value if isinstance(value, type) else type(value)
-    # Use the methods, not the module: several files may be called `conftest`, and `sys.modules` has the last of them.
+    # The module of a class does not identify its file: several files may be called `conftest`, and `sys.modules` has
+    # only the last of them. So use the files of its methods.
     written = (method.__code__.co_filename for method in vars(kind).values() if isinstance(method, FunctionType))
     return next((file for file in written if not file.startswith("<")), None)

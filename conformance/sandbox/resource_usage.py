@@ -1,6 +1,7 @@
 """Measure the memory, files and processes of a kernel on Linux.
 
-The measurements read /proc from a process above the kernel's. There is a quick check and a thorough one:
+The supervisor, the parent of the kernel's process, measures by reading /proc. There is a quick check and a thorough
+one:
 
 - Quick: resident memory of each descendant (statm), and open files without a name, such as memfd.
 - Thorough: also all pages of shared memory, even those that no process has touched lately, and the files of the scratch
@@ -18,26 +19,26 @@ from collections.abc import Iterator
 MAX_PROCESSES = 256
 MAX_FILES = 100_000
 MAX_DEPTH = 64
-# Measured on a process of JAX: listing the children of one thread takes 0.02 ms, of all its threads 1 ms, its mappings
-# 2 ms, and smaps_rollup 6 ms.
+# One check in so many is thorough. Measured on a process with JAX: listing the children of one thread takes 0.02 ms,
+# those of all threads 1 ms, listing the memory mappings 2 ms, and reading smaps_rollup 6 ms.
 CHECKS_PER_THOROUGH = 10
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# A shared mapping of a file without a name: addresses, rights, offset, device, inode, and its former name.
+# A line of /proc/<pid>/maps for a shared mapping of a removed file: addresses, rights, offset, device, inode, name.
 _SHARED_MAPPING = re.compile(
     rb"^([0-9a-f]+)-([0-9a-f]+) [r-][w-][x-]s ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) +/.*\(deleted\)$", re.MULTILINE
 )
 
 
-class OverLimit(Exception):  # noqa: N818 -- a statement, as the message is
-    """Raised when a kernel's processes hold more than they may; the message says of what."""
+class OverLimit(Exception):  # noqa: N818 -- the name says what happened
+    """Raised when a kernel's processes hold more memory, files or processes than they may. The message says which."""
 
 
 def list_children(process: int, *, of_all_threads: bool = True) -> list[int]:
-    """Return the children of a process, oldest first; none where the system does not list them.
+    """Return the process ids of the children of a process, oldest first; empty if the system does not list them.
 
     Args:
-      process: the parent.
-      of_all_threads: whether to list children that were started by other threads than the main one.
+      process: the process id of the parent.
+      of_all_threads: whether to include children that were started by threads other than the main one.
     """
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError):
@@ -48,7 +49,7 @@ def list_children(process: int, *, of_all_threads: bool = True) -> list[int]:
 
 
 def list_descendants(process: int, *, of_all_threads: bool = True) -> list[int]:
-    """Return all processes below a process.
+    """Return the process ids of all descendants of a process.
 
     Raises:
       OverLimit: if there are more than `MAX_PROCESSES`.
@@ -65,29 +66,28 @@ def list_descendants(process: int, *, of_all_threads: bool = True) -> list[int]:
 
 
 class UsageMonitor:
-    """Checks the memory, files and processes that the descendants of a process hold.
+    """Check the memory, files and processes that the descendants of a process hold.
 
-    It runs ten times a second, so most checks are quick. Every tenth is thorough, unless no process has run since the
-    last thorough one: then nothing has changed.
+    The supervisor calls `check` ten times a second, so most checks are quick. Every tenth check is thorough, unless no
+    process has run since the last thorough one.
     """
 
     def __init__(self, process: int, scratch: str, memory: int) -> None:
         """Prepare to check.
 
         Args:
-          process: the process above the kernel's.
+          process: the id of the supervisor's process, whose descendants are checked.
           scratch: the kernel's scratch folder.
-          memory: how many bytes of memory and files may be held together; zero for no limit.
+          memory: the most bytes of memory and files that all descendants may hold together; zero for no limit.
         """
         self._process, self._scratch, self._memory = process, scratch, memory
-        self._descendants: list[
-            int
-        ] = []  # of the last thorough check, with those that other than main threads have started
+        # The descendants in the last thorough check, including those that other threads than the main one started.
+        self._descendants: list[int] = []
         self._processor_times: dict[int, bytes] = {}
         self._checks = 0
 
     def check(self) -> None:
-        """Measure, quickly or thoroughly.
+        """Measure the usage, quickly or thoroughly, and compare it with the limits.
 
         Raises:
           OverLimit: if the processes hold too much.
@@ -148,7 +148,7 @@ def _measure_resident(process: int) -> int:
 
 def _read_processor_time(process: int) -> bytes:
     """Return the processor times of a process and of its ended children, as the fields of /proc/<pid>/stat."""
-    with contextlib.suppress(OSError):  # the name of the program stands in brackets and may contain any character
+    with contextlib.suppress(OSError):  # fields follow the program's name in brackets, which may contain any character
         return b" ".join(_read_file(f"/proc/{process}/stat").rpartition(b")")[2].split()[11:15])
     return b""
 
@@ -170,10 +170,10 @@ def _measure_proportional(process: int) -> int:
 
 
 def _list_unnamed_files(process: int) -> dict[tuple[int, int], int]:
-    """Return the sizes of open files without a name (memfd, removed files), by device and inode.
+    """Return the sizes in bytes of open files without a name (memfd, removed files), by device and inode.
 
     Raises:
-      OverLimit: if the process hides its files from the one above it.
+      OverLimit: if the process hides its files from the supervisor.
     """
     found = {}
     folder = f"/proc/{process}/fd"
@@ -181,7 +181,7 @@ def _list_unnamed_files(process: int) -> dict[tuple[int, int], int]:
         names = os.listdir(folder)
     except PermissionError:
         raise OverLimit("the kernel's process hid its memory and files (PR_SET_DUMPABLE)") from None
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return {}
     for name in names:
         with contextlib.suppress(OSError):
@@ -192,9 +192,9 @@ def _list_unnamed_files(process: int) -> dict[tuple[int, int], int]:
 
 
 def _list_shared_mappings(process: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield device and inode of each mapped piece of shared memory, and its size.
+    """Yield the device and inode of each mapped piece of shared memory, and its size in bytes.
 
-    The size covers all its pages if the system shows them (to root), otherwise the mapping.
+    To root, the system shows the size of all its pages. Otherwise the size of the mapping is used.
     """
     try:
         maps = _read_file(f"/proc/{process}/maps")
@@ -213,7 +213,7 @@ def _measure_folder(folder: str) -> int:
     """Return the bytes that a folder's files take on disk or in memory.
 
     Raises:
-      OverLimit: if it has too many files, or cannot be measured.
+      OverLimit: if the folder has too many files, or cannot be measured.
     """
     inodes: dict[tuple[int, int], int] = {}
     entries, waiting = 0, [(folder, 0)]
@@ -233,7 +233,7 @@ def _measure_folder(folder: str) -> int:
                         with contextlib.suppress(FileNotFoundError):
                             about = entry.stat(follow_symlinks=False)
                             inodes[about.st_dev, about.st_ino] = about.st_blocks * 512
-        except (FileNotFoundError, NotADirectoryError):  # the kernel has removed it meanwhile
+        except (FileNotFoundError, NotADirectoryError):  # the kernel has removed the entry meanwhile
             continue
         except OSError as error:
             raise OverLimit(f"the kernel's scratch folder cannot be measured: {error.strerror}") from error

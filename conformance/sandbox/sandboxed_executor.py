@@ -1,7 +1,8 @@
 """Execute a kernel in a process of its own, behind the interface of `Executor`.
 
-`load_sandboxed` returns an implementation whose functions are a proxy. `create_executor` returns the executor for any
-implementation, wherever it runs. Checks use executors only, so they do not depend on where a kernel runs.
+`load_sandboxed` returns an implementation whose functions are a proxy (`KernelProxy`). `create_executor` returns the
+executor for any implementation, wherever it runs. Checks use executors only, so they do not depend on where a kernel
+runs.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ _GENERATIONS = itertools.count(1)
 
 
 class SupportQueryFailed(ImplementationNotFound):
-    """Raised when the kernel's own function for which cases it supports raised, or its process was lost in it."""
+    """Raised if the kernel's own `supports_case` function raises, or if the kernel's process dies in it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KernelProxy:
-    """Stands for the functions of a kernel that is in another process."""
+    """A placeholder for the functions of a kernel that runs in another process."""
 
     process: KernelProcess
     _support_by_case: dict[Case, str | None] = dataclasses.field(default_factory=dict)
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
-        """Raise: the kernel cannot be called in this process, only through its executor."""
-        raise RuntimeError(f"{self.process.name} is in a process of its own, and is asked through its executor")
+        """Raise `RuntimeError`, since the kernel cannot be called in this process, only through its executor."""
+        raise RuntimeError(f"{self.process.name} runs in a process of its own: call it through its executor")
 
     def supports(self, case: Case) -> str | None:
-        """Return why the kernel does not support a case, by its own function; None if it does.
+        """Return why the kernel's own `supports_case` function declines a case; None if the case is supported.
 
-        The kernel does not learn the case's seed. It is asked once for each case: a kernel whose answer depended on how
-        often it was asked could skip a level without declining it.
+        The kernel does not learn the case's seed. The answer is cached for each case: a kernel whose answer depended on
+        the number of calls could avoid cases without declaring them unsupported.
 
         Raises:
           SupportQueryFailed: if the kernel's function raised, or its process was lost.
@@ -64,7 +65,7 @@ class KernelProxy:
 
 
 class SandboxedExecutor(Executor):
-    """Executes everything in the kernel's process."""
+    """An executor that runs all functions in the kernel's process."""
 
     def __init__(
         self,
@@ -80,8 +81,8 @@ class SandboxedExecutor(Executor):
           implementation: the declarations of the kernel.
           process: the kernel's process.
           options: compiler options for its programs.
-          variant: the name of a variant of the kernel; empty for its plain call.
-          generation: distinguishes executors that are otherwise alike; each compiles for itself.
+          variant: the name of a variant of the kernel; empty for the kernel itself.
+          generation: a number that distinguishes executors with the same options. Each compiles its own programs.
         """
         super().__init__(implementation, options)
         self._process, self._variant, self._generation = process, variant, generation
@@ -94,11 +95,11 @@ class SandboxedExecutor(Executor):
         return found
 
     def begin(self, function: Callable[Concatenate[Executor, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Start a call in the kernel's process. A later `run` with the same objects returns its result."""
+        """Start a call in the kernel's process. A later `run` with identical arguments returns its result."""
         self._process.begin(self._build_request(function, args, kwargs))
 
     def settle(self) -> None:
-        """Wait for calls that were begun and never run. Raises `ProcessLost` if the process was lost in one of them."""
+        """Wait for calls that `begin` started and no `run` used. Raises `ProcessLost` if the process died in one."""
         self._process.settle()
 
     def _build_request(
@@ -108,10 +109,10 @@ class SandboxedExecutor(Executor):
         return CallRequest(options, self._variant, self._generation, function, args, kwargs)
 
     def with_default_flags(self) -> Executor | None:
-        """Return an executor that compiles under JAX's default flags; None if this one does.
+        """Return an executor that compiles under JAX's default flags; None if this one does so already.
 
-        On a CPU it uses another process, whose XLA has read other flags at its start. The requests are the same.
-        Processes cannot share an accelerator: there it uses this process, with compiler options.
+        On a CPU the new executor uses another process, since XLA reads its flags when a process starts. Processes
+        cannot share an accelerator. So there the new executor uses the same process, with compiler options.
         """
         options = environment.build_default_options()
         if not options:
@@ -123,7 +124,8 @@ class SandboxedExecutor(Executor):
     def create_fresh(self) -> Executor:
         """Return an executor with the same options in a new process.
 
-        Processes cannot share an accelerator: there it uses this process, which compiles everything again.
+        Processes cannot share an accelerator. So there the new executor uses the same process, but compiles everything
+        again.
         """
         if self.backend != "cpu":
             return SandboxedExecutor(
@@ -132,7 +134,7 @@ class SandboxedExecutor(Executor):
         return SandboxedExecutor(self.implementation, self._process.create_fresh(), self.options, self._variant)
 
     def with_declarations(self, implementation: Implementation) -> Executor:
-        """Return an executor for the same call with other declarations."""
+        """Return an executor for the same kernel with other declarations."""
         return SandboxedExecutor(implementation, self._process, self.options, self._variant)
 
     def variant(self, name: str) -> Executor:
@@ -142,26 +144,26 @@ class SandboxedExecutor(Executor):
 
     @property
     def backend(self) -> str:
-        """Return the JAX backend that the kernel runs on."""
+        """The JAX backend of the kernel's process."""
         return self._process.handshake.backend
 
     @property
     def isolation(self) -> str:
-        """Return the sentence that says how the kernel's process is confined."""
+        """The sentence that says how the kernel's process is confined."""
         return self._process.handshake.confined
 
     @property
     def devices(self) -> int:
-        """Return the number of devices of the kernel's process."""
+        """The number of JAX devices of the kernel's process."""
         return self._process.handshake.count
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Return the files that the kernel read when it was first loaded, with their digests."""
+        """The files that the kernel read until it was first loaded, with their digests."""
         return self._process.handshake.files
 
     def pop_later_files(self) -> dict[str, str]:
-        """Return the files that the kernel has first read since the last call, with their digests."""
+        """Return files that the kernel read for the first time since this method was last called, with digests."""
         return self._process.files.pop_later()
 
 
@@ -179,16 +181,17 @@ def load_sandboxed(
       name: the kernel, as given to `--impl`.
       products: the value of `--products`.
       limits: limits of a call and of memory.
-      problem: the named problem whose operands the kernel takes, if one is given.
-      first_handshake: the kernel's first handshake in another process of this run (`collect_handshakes`), if any.
-      sandbox: the command's policy for the sandbox, if any.
+      problem: the named problem whose operands the kernel takes; None if none is given.
+      first_handshake: the kernel's first handshake with another process of this run (`collect_handshakes`); empty if
+        there was none.
+      sandbox: the command's policy for the sandbox; None for the default.
 
     Raises:
-      ImplementationNotFound: with one line that says why.
+      ImplementationNotFound: if the kernel cannot be loaded; the message is one line.
     """
     proxy = KernelProxy(KernelProcess(name, products, limits, problem, first_handshake, sandbox=sandbox))
     try:
-        # It has the name that it is found by. The name that it declares may be another kernel's.
+        # The implementation gets the name by which it was found: the name that it declares may be another kernel's.
         return declaration_codec.parse_declarations(
             {**proxy.process.handshake.declared, "name": name}, proxy, proxy.supports
         )

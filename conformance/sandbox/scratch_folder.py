@@ -1,7 +1,7 @@
 """Create and remove scratch folders, the only place that a kernel's process may write to.
 
-A judge locks the folders that it uses, and its locks end with it, even if it is killed. So a folder without a lock was
-left by a killed judge, and the next judge removes it.
+A judge locks the folders that it uses. The system removes the locks when the judge's process ends, even if it is
+killed. So a folder without a lock was left by a killed judge, and the next judge removes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ScratchFolder:
     """A scratch folder that this judge has locked."""
 
     def __init__(self) -> None:
-        """Create the folder, and remove those that killed judges have left."""
+        """Create and lock the folder, and remove folders that killed judges have left."""
         remove_abandoned_folders()
         while True:
             self.path = tempfile.mkdtemp(prefix=_PREFIX)
@@ -38,13 +38,13 @@ class ScratchFolder:
                 os.close(self._lock)
 
     def remove(self) -> None:
-        """Remove the folder with all that a kernel wrote there; warn about what cannot be removed."""
+        """Remove the folder with all that a kernel wrote there, and warn about entries that cannot be removed."""
         report_remains(remove_folder(self.path))
         os.close(self._lock)
 
 
 def remove_abandoned_folders() -> None:
-    """Remove the folders of judges that were killed; warn about what cannot be removed."""
+    """Remove the folders of judges that were killed, and warn about entries that cannot be removed."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if path.lstat().st_uid == os.geteuid() and _is_abandoned(path):
@@ -52,10 +52,10 @@ def remove_abandoned_folders() -> None:
 
 
 def remove_folder(folder: str) -> list[str]:
-    """Remove a folder of any depth, whatever the modes and names in it.
+    """Remove a folder of any depth, whatever the modes and names of its entries.
 
-    Nested folders are moved up into the top one before they are emptied. So the depth is not limited by the length of a
-    path, the number of open files or Python's stack.
+    Nested folders are moved up into the top folder before they are emptied. So neither the length of a path, nor the
+    number of open files, nor Python's stack limits the depth.
 
     Returns:
       The paths that could not be removed, each with the reason.
@@ -91,7 +91,7 @@ def remove_folder(folder: str) -> list[str]:
 
 
 def report_remains(remains: list[str]) -> None:
-    """Print a warning about files that could not be removed: the first few, and how many more."""
+    """Print a warning that names the first three files that could not be removed, and the number of others."""
     for what in remains[:3]:
         print(f"warning: a kernel left what cannot be removed: {make_printable(what)}", file=sys.stderr)
     if len(remains) > 3:
@@ -110,7 +110,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _open_folder(name: str, parent: int | None) -> int:
-    """Open a folder so that its entries can be listed and removed; give its owner the rights if necessary."""
+    """Open a folder so that its entries can be listed and removed. If its owner lacks the rights, grant them first."""
     about = os.stat(name, dir_fd=parent, follow_symlinks=False)
     if stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_IRWXU != stat.S_IRWXU:
         _make_accessible(name, parent)
@@ -118,10 +118,7 @@ def _open_folder(name: str, parent: int | None) -> int:
 
 
 def _make_accessible(folder: str, parent: int | None) -> None:
-    """Give the owner of a folder all rights.
-
-    No link is followed, since a kernel may have replaced the folder by one.
-    """
+    """Give the owner of a folder all rights to it. Links are not followed: a kernel may have put one in its place."""
     if not hasattr(os, "O_PATH"):
         os.chmod(folder, stat.S_IRWXU, dir_fd=parent)
         return
@@ -130,7 +127,7 @@ def _make_accessible(folder: str, parent: int | None) -> None:
 
 
 def _remove_entry(name: str, top: int) -> None:
-    """Remove a file or folder of the folder `top`. The folders that it contains are moved up into `top`."""
+    """Remove an entry of the folder `top`. If the entry is a folder, the folders in it are moved up into `top`."""
     if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
         os.unlink(name, dir_fd=top)
         return
@@ -142,7 +139,7 @@ def _remove_entry(name: str, top: int) -> None:
                 if not stat.S_ISDIR(about.st_mode):
                     os.unlink(inner, dir_fd=folder)
                     continue
-                if about.st_mode & stat.S_IRWXU != stat.S_IRWXU:  # moving a folder writes to it
+                if about.st_mode & stat.S_IRWXU != stat.S_IRWXU:  # moving a folder needs the right to write to it
                     _make_accessible(inner, folder)
                 os.rename(inner, secrets.token_hex(16), src_dir_fd=folder, dst_dir_fd=top)
             except OSError as error:

@@ -1,16 +1,17 @@
 """Install a system call filter (seccomp) that allows what JAX and Python need, and refuses everything else.
 
-The filter is an allow-list (`system_calls.ALLOWED`). Sockets are not on it, so nothing can be sent to another process
-or machine. Neither are io_uring, System V and POSIX IPC, priorities, other processes' memory, and mounts. A few calls
-are allowed for some arguments:
+The filter is an allow-list (`system_calls.ALLOWED`). Sockets are not on the list, so nothing can be sent to another
+process or machine. Also missing are io_uring, System V and POSIX IPC, priorities, other processes' memory, and mounts.
+A few calls are allowed for some arguments:
 
 - `clone` without new namespaces;
 - `ioctl` for pipes and terminals; with an accelerator, for any device, but not to change the flags of a file;
 - `prlimit64` on the process itself;
-- with an NVIDIA driver, those that serve a Unix socket, which the driver is believed to need. Connecting is forbidden.
+- with an NVIDIA driver, the calls that serve a Unix socket, which the driver is believed to need. Connecting is
+  forbidden.
 
-Calls that set modes of files report success and do nothing, since copying a file makes them. Landlock cannot confine
-them to a folder.
+Calls that set modes of files report success and do nothing. They cannot be allowed, since Landlock cannot confine them
+to a folder. They must not fail, since programs make them to copy files.
 
 Sources: docs.kernel.org/userspace-api/seccomp_filter.html, linux/filter.h, linux/audit.h, linux/fs.h.
 """
@@ -28,24 +29,26 @@ from conformance.sandbox import system_calls
 from conformance.sandbox.system_calls import SystemCall
 
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
-# Instructions of classic BPF: load a word, jumps, mask the word, return.
+# Codes of classic BPF instructions: load a word, jump by a test of the word, mask the word, return.
 _LOAD, _IF_EQUAL, _IF_GREATER, _IF_AT_LEAST, _IF_ANY_BIT, _MASK, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x54, 0x06
 _RET_ALLOW, _RET_ERRNO = 0x7FFF0000, 0x00050000
-# Offsets in `struct seccomp_data`: the number, the architecture, and the lower halves of the first two arguments.
+# Offsets in `struct seccomp_data`: the number of the system call, the architecture, and the lower halves of the call's
+# first two arguments.
 _NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
-_X32_BIT = 0x4000_0000  # numbers from here on belong to the x32 ABI
+_X32_BIT = 0x4000_0000  # system call numbers from here on belong to the x32 ABI
 _AUDIT_ARCH: Mapping[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NEW_NAMESPACES = 0x7E02_0000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _AF_UNIX = 1
-# TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FIOASYNC, TCGETS2, FS_IOC_GETFLAGS
+# ioctl commands that are always allowed: TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FIOASYNC,
+# TCGETS2, FS_IOC_GETFLAGS
 _HARMLESS_IOCTLS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x5452, 0x802C542A, 0x80086601)
-# Types of the ioctls of file systems (f, X, v, btrfs) and terminals (T). Those of accelerators have other types.
+# Types of ioctl commands of file systems (f, X, v, btrfs) and terminals (T). Commands of accelerators have other types.
 _FILE_AND_TERMINAL_TYPES = (0x66, 0x58, 0x76, 0x94, 0x54)
 
 
 @dataclasses.dataclass(frozen=True)
 class FilterOptions:
-    """Options that allow more than the common set.
+    """Options that allow more system calls than the common set.
 
     Attributes:
       accelerator: whether the process drives an accelerator by `ioctl`.
@@ -65,7 +68,7 @@ class _Program(ctypes.Structure):
 
 
 Step = tuple[int, int, int, int]
-"""An instruction: its code, how many to skip if its test holds, how many if not, and its operand."""
+"""A BPF instruction: its code, the instructions to skip if its test holds, those to skip if not, and its operand."""
 
 
 def install_filter(options: FilterOptions) -> str:
@@ -92,8 +95,8 @@ def build_filter(machine: str, options: FilterOptions, pid: int) -> list[Step]:
 
     Args:
       machine: the machine, as `platform.machine()` names it.
-      options: what the filter allows beyond the common set.
-      pid: the process that is filtered.
+      options: the calls that the filter allows beyond the common set.
+      pid: the id of the process that is filtered.
     """
 
     def numbers(calls: Iterable[SystemCall]) -> list[int]:
@@ -123,17 +126,18 @@ def build_filter(machine: str, options: FilterOptions, pid: int) -> list[Step]:
     steps += _when(number_of("prlimit64"), _check_prlimit(pid))
     if options.unix_server:
         steps += _when(number_of("socket"), _check_socket())
-    # The rest: `system_calls.FALLBACK`, and calls that are newer than the table. On ENOSYS, libc tries an older call.
+    # All other calls fail with ENOSYS: `system_calls.FALLBACK`, and calls newer than the table. Then libc tries an
+    # older call.
     return [*steps, _refuse(errno.ENOSYS)]
 
 
 def _refuse(number: int) -> Step:
-    """Return the instruction that sets `errno` to `number` instead of making the call; zero reports success."""
+    """Return the instruction that makes a system call fail with error `number`; with zero it reports success."""
     return _RETURN, 0, 0, _RET_ERRNO | number
 
 
 def _return_for(numbers: list[int], verdict: Step) -> list[Step]:
-    """Return instructions that give `verdict` for these system calls, by ranges of consecutive numbers."""
+    """Return instructions that end with `verdict` for these system calls, tested by ranges of consecutive numbers."""
     ranges: list[tuple[int, int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -144,7 +148,7 @@ def _return_for(numbers: list[int], verdict: Step) -> list[Step]:
 
 
 def _when(number: int, steps: list[Step]) -> list[Step]:
-    """Return instructions that run `steps`, which end with a return, for one system call."""
+    """Return instructions that run `steps` for the system call `number`. The last of `steps` must be a return."""
     return [(_IF_EQUAL, 0, len(steps), number), *steps]
 
 

@@ -1,11 +1,11 @@
 """Supervise a kernel's process from its parent process: enforce its limits, and end all that it started.
 
 When the parent of a process ends, the process gets a new parent: the nearest ancestor that is a subreaper (`prctl(2)`,
-PR_SET_CHILD_SUBREAPER). The supervisor is one. So no process that the kernel starts can escape it, even in a session
-of its own. Only Linux has subreapers; elsewhere a kernel's process has no supervisor.
+PR_SET_CHILD_SUBREAPER). The supervisor is a subreaper. So no process that the kernel starts can escape the supervisor,
+even in a session of its own. Only Linux has subreapers; on other systems a kernel's process has no supervisor.
 
-The supervisor is not confined. It measures memory and files continuously, also while the judge is busy. It removes the
-scratch folder if the judge was killed.
+The supervisor is not confined. It measures memory and files ten times a second, also while the judge is busy. It
+removes the scratch folder if the judge was killed.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from conformance.sandbox.resource_usage import OverLimit, UsageMonitor, list_chi
 
 IS_AVAILABLE = sys.platform.startswith("linux")
 END_SIGNAL = signal.SIGUSR1
-"""Ends the kernel and leaves the scratch folder to the judge. SIGTERM also removes the scratch folder."""
+"""The signal that makes the supervisor end the kernel. After SIGTERM, it also removes the scratch folder."""
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_INTERVAL = 0.1  # seconds
-_JUDGE_END_SECONDS = 0.2  # in this time all pipes of a killed judge close, one after the other
+_JUDGE_END_SECONDS = 0.2  # within this time, the system closes all pipes of a killed judge
 _MAX_OPEN_FILES = 4096
 
 
 def start_supervised(pipes: Sequence[int], status: int, scratch: str, memory: int) -> None:
-    """Fork: return in the child, which will run the kernel, and supervise it in this process.
+    """Fork this process: return in the child, which will run the kernel, and supervise the child in the parent.
 
-    The supervisor ends in the same way as the kernel's process: with its exit code, or of its signal.
+    The supervisor ends in the same way as the kernel's process: with the same exit code, or by the same signal. On
+    systems without supervisor, this only sets resource limits.
 
     Args:
       pipes: descriptors that only the child keeps.
-      status: a pipe that only the supervisor keeps, to write which limit was exceeded.
+      status: a pipe that only the supervisor keeps, to which it writes the limit that was exceeded.
       scratch: the scratch folder.
-      memory: bytes of memory and files that the kernel's processes may hold together; zero for no limit.
+      memory: the most bytes of memory and files that the kernel's processes may hold together; zero for no limit.
     """
     if not IS_AVAILABLE:
         os.close(status)
@@ -69,12 +70,12 @@ def start_supervised(pipes: Sequence[int], status: int, scratch: str, memory: in
         _limit_resources(memory)
         return
     for pipe in (*pipes, 0, 1, 2):
-        os.close(pipe)  # or the judge would not see that the kernel's process closed them
+        os.close(pipe)  # otherwise the judge could not notice that the kernel's process has closed them
     _supervise(kernel, status, scratch, memory)
 
 
 def _limit_resources(memory: int) -> None:
-    """Set limits that the system enforces, in this process and in those that it starts."""
+    """Set resource limits that the system enforces, for this process and for all that it starts."""
     limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: _MAX_OPEN_FILES}
     if memory:
         limits[resource.RLIMIT_FSIZE] = memory
@@ -91,14 +92,14 @@ def _lower(limit: int, current: int) -> int:
 
 
 def _supervise(kernel: int, status: int, scratch: str, memory: int) -> NoReturn:
-    """Check limits until the kernel's process ends, then end in the same way."""
+    """Check limits until the kernel's process ends, then end this process with the same exit code or signal."""
     monitor = UsageMonitor(os.getpid(), scratch, memory)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while (ended := _reap(kernel)) is None:
         try:
             monitor.check()
         except OverLimit as error:
-            with contextlib.suppress(OSError):  # the judge has ended
+            with contextlib.suppress(OSError):  # the judge has ended and no longer reads
                 os.write(status, str(error).encode())
             _kill_descendants()
             _remove_for_ended_judge(status, scratch)
@@ -110,14 +111,18 @@ def _supervise(kernel: int, status: int, scratch: str, memory: int) -> NoReturn:
     if code >= 0:
         os._exit(code)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # SIGKILL has no handler
+    with contextlib.suppress(OSError):  # the handler of SIGKILL cannot be set
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
     os._exit(1)
 
 
 def _reap(kernel: int) -> int | None:
-    """Reap children that have ended, adopted ones too; return the wait status of the kernel's process if it is one."""
+    """Reap ended children, including adopted ones.
+
+    Returns:
+      The wait status of the kernel's process if it has ended, otherwise None.
+    """
     while True:
         process, status = os.waitpid(-1, os.WNOHANG)
         if process == kernel:
@@ -127,7 +132,7 @@ def _reap(kernel: int) -> int | None:
 
 
 def _remove_for_ended_judge(status: int, scratch: str) -> None:
-    """Remove the scratch folder if the judge was killed: then nobody reads the status pipe."""
+    """Remove the scratch folder if the judge was killed, which shows in the status pipe: it has no reader."""
     watched = select.poll()
     watched.register(status, 0)
     if watched.poll(_JUDGE_END_SECONDS * 1000):
@@ -136,18 +141,19 @@ def _remove_for_ended_judge(status: int, scratch: str) -> None:
 
 def _end_all() -> NoReturn:
     _kill_descendants()
-    os.killpg(os.getpid(), signal.SIGKILL)  # for systems that do not list descendants
+    os.killpg(os.getpid(), signal.SIGKILL)  # for systems that do not list descendants of a process
     os._exit(1)
 
 
 def _kill_descendants() -> None:
-    """Kill all descendants. Children of a killed process become children of this one, until there are none.
+    """Kill all descendants of this process.
 
-    A process that starts another one and ends, over and over, can be faster than this loop. So the loop waits for
-    nothing, ended processes are not listed, and the youngest are killed first.
+    Children of a killed process become children of this one, and are killed in the next round. A chain of processes
+    that each start another one and end could be faster than this loop. So the loop waits for nothing, ended processes
+    are not listed, and the youngest are killed first.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave no zombies from here on
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # from here on, ended children leave no zombies
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -156,6 +162,6 @@ def _kill_descendants() -> None:
         for process in reversed(below):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        if below == before:  # they are killed and have not ended yet
+        if below == before:  # the same processes as before: they are killed but have not ended yet
             time.sleep(0.001)
         before = below

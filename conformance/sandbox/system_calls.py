@@ -79,7 +79,10 @@ ALLOWED = (*FILES, *MEMORY, *PROCESSES, *SIGNALS, *TIME, *WAITING)
 IGNORED = _parse("""
 chmod 90 -, fchmod 91 52, fchmodat 268 53
 """)
-"""Calls that set modes of files. They report success and do nothing: Landlock cannot confine them, and copying asks."""
+"""Calls that set modes of files. They report success and do nothing.
+
+Landlock cannot confine them to a folder, and programs that copy files make them.
+"""
 
 UNSUPPORTED = _parse("""
 setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16
@@ -89,18 +92,21 @@ setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, removexattr 197 14, lremovexat
 CHECKED = _parse("""
 clone 56 220, ioctl 16 29, prlimit64 302 261
 """)
-"""Calls that are allowed for some arguments."""
+"""Calls that are allowed for some arguments (`conformance.sandbox.seccomp`)."""
 
 UNIX_SERVER = _parse("""
 socket 41 198, bind 49 200, listen 50 201, accept 43 202, accept4 288 242, getsockname 51 204,
 getsockopt 55 209, setsockopt 54 208, shutdown 48 210
 """)
-"""Calls by which a process serves a Unix socket, allowed for NVIDIA's driver, which was not tried without."""
+"""Calls by which a process serves a Unix socket. They are allowed on machines with NVIDIA's driver.
+
+It was not tested whether the driver works without them.
+"""
 
 FALLBACK = _parse("""
 clone3 435 435
 """)
-"""Calls whose arguments a filter cannot read. They fail as on an older kernel, so that libc uses the older call."""
+"""Calls whose arguments a filter cannot read. They fail as on an older Linux, so that libc makes the older call."""
 
 FORBIDDEN = _parse("""
 utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88,

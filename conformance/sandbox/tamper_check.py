@@ -1,15 +1,15 @@
-"""Find what a kernel has replaced in JAX, NumPy, Python and this project, in its own process.
+"""Find functions of JAX, NumPy, Python and this project that a kernel has replaced in its own process.
 
-Requests are executed with this code, so a kernel that replaces `jax.vjp` could return gradients that are not its own.
-This finds, in watched modules:
+The judge's requests are executed with these functions. So a kernel that replaces `jax.vjp` could return gradients that
+it does not compute. The check finds, in watched modules:
 
 - names that refer to another object than before the kernel was imported;
 - methods that a class of this project gained or lost;
 - functions whose code or default arguments were replaced;
 - a `jit` that is switched off.
 
-It runs in the kernel's process as a private copy (`private_copy`), so replacing its functions by name has no effect.
-Changes deeper inside a library, or in memory, are not found.
+The check runs in the kernel's process as a private copy (`private_copy`), so a kernel that replaces the check's own
+functions by name has no effect. Changes deeper inside a library, or in memory, are not found.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ operator dataclasses math io
 _LIBRARIES = frozenset(_LIBRARIES_TEXT.split())
 _OURS = ("cases", "conformance")
 _WATCHED_OS_NAMES = ("read", "write", "getpid", "_exit")
-# Libraries replace some of these for good reasons, such as to trace imports or to show progress.
+# Built-in functions that are not watched: libraries replace some of them legitimately, for example to trace imports or
+# to show progress.
 _REPLACEABLE_BUILT_INS = (
     "__import__",
     "__build_class__",
@@ -59,13 +60,15 @@ _MISSING = object()
 
 @dataclasses.dataclass(frozen=True)
 class NameSnapshot:
-    """The objects that watched names referred to. Plain tuples, since all are compared after each call.
+    """The objects that watched names referred to before the kernel was imported.
+
+    Plain tuples are used for speed, since all names are compared after each call.
 
     Attributes:
-      bindings: for each name a label, the namespace, the name there, and the object.
-      functions: for each function a label, the function, its code, its defaults and its keyword defaults.
-      referents: all objects that these functions referred to when they were last found unaltered.
-      jit_disabled: whether `jit` was switched off before the kernel was imported, as by `JAX_DISABLE_JIT`.
+      bindings: for each watched name a label, the namespace, the name in the namespace, and the object.
+      functions: for each watched function a label, the function, its code, its defaults and its keyword defaults.
+      referents: all objects that the watched functions referred to when they were last found unchanged.
+      jit_disabled: whether `jit` was switched off before the kernel was imported, for example by `JAX_DISABLE_JIT`.
     """
 
     bindings: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
@@ -108,7 +111,7 @@ def take_snapshot() -> NameSnapshot:
 
 
 def _list_class_attributes(label: str, kind: type) -> Iterator[tuple[str, MappingProxyType[str, Any], str, Any]]:
-    # Other names that appear later do not count: Python adds some, such as annotations, when they are read.
+    # Other attributes that a class gains later are not watched: Python adds some, such as annotations, on first use.
     for name in {*vars(kind), *getattr(kind, "__dataclass_fields__", ()), *_SPECIAL_METHODS}:
         yield f"{label}.{name}", vars(kind), name, vars(kind).get(name, _MISSING)
 
@@ -118,8 +121,9 @@ def find_replaced(before: NameSnapshot) -> list[str]:
     found = [label for label, place, name, value in before.bindings if place.get(name, _MISSING) is not value]
     if jax.config.jax_disable_jit and not before.jit_disabled:  # type: ignore[attr-defined] # without `jit`, nothing is traced
         found.append("jax.jit (jax_disable_jit)")
-    # Reading the code of a function raises an audit event (`file_watcher`), and there are thousands of functions. So
-    # their referents are compared first. These also differ if somebody has set an attribute, which is harmless.
+    # Reading `__code__` of a function raises an audit event, which is slow for thousands of functions (`file_watcher`
+    # has an audit hook). So first compare the objects that the functions refer to. These also differ if an attribute of
+    # a function was set, which is harmless.
     referents = gc.get_referents(*(function for _, function, *_ in before.functions))
     if len(referents) != len(before.referents) or not all(map(operator.is_, referents, before.referents)):
         altered = [

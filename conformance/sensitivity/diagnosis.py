@@ -195,7 +195,7 @@ def rank_bugs(signature: Signature, bank: Iterable[KnownBug]) -> list[Similarity
 
 
 def compare_signatures(signature: Signature, bug: KnownBug) -> Similarity:
-    """Compare a kernel's signature with a planted bug, on the cases and results that both signatures contain."""
+    """Compare the errors of a kernel (its signature) with those of a planted bug, where both were judged."""
     of_kernel, of_bug = _select_comparable(signature, bug.signature), _select_comparable(bug.signature, signature)
     index = _compute_tversky_index(of_kernel, of_bug)
     wrong = {_get_result_name(element) for element in of_kernel}

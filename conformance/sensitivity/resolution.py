@@ -182,7 +182,7 @@ def _iter_perturbations(case: Case, table: Tolerances) -> Iterator[_Perturbation
 
 
 def _build_cotangents(case: Case, problem: Problem) -> list[Cotangent]:
-    """Build a cotangent on all rows of queries, and one on the last row that may attend to any key.
+    """Build a cotangent on all rows of queries, and one on the last row that may attend to at least one key.
 
     The checks `gradients` and `gradients_part` use the same two cotangents.
     """

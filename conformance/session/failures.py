@@ -1,14 +1,17 @@
-"""Exceptions that end a session, or stop its run."""
+"""Define the exceptions that end a session or stop its run."""
 
 from __future__ import annotations
 
 
-class CannotJudge(Exception):  # noqa: N818 -- a statement, as the message is
-    """A session or command cannot be carried out; the message is the one line that the user sees. Exit code 2."""
+class CannotJudge(Exception):  # noqa: N818 -- the name says what happened
+    """Raised if a session or command cannot do its work, for example because of its options.
+
+    The message is the one line that the user sees. The exit code is 2.
+    """
 
 
-class RunStopped(Exception):  # noqa: N818 -- no error of this program
-    """Stop a run in order: what is judged so far is kept and reported. The message says why.
+class RunStopped(Exception):  # noqa: N818 -- the name says what happened
+    """Raised to stop a run in an orderly way: the records so far are kept and reported. The message says why.
 
-    Whoever watches the progress of a run raises this.
+    The callbacks that follow the progress of a run raise this, for example at the first failure of `--fail-fast`.
     """

@@ -1,4 +1,4 @@
-"""Read files of records that a command or a session is given."""
+"""Read files of records that the user names, and turn read errors into messages (`CannotJudge`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def parse_input_path(name: str) -> Path:
 
 
 def read_recorded_runs(name: str) -> list[RecordedRun]:
-    """Read the runs of a file of records. Raises `CannotJudge` if it is none, or cannot be read."""
+    """Read the runs of a file of records. Raises `CannotJudge` if it is no such file, or cannot be read."""
     path = parse_input_path(name)
     try:
         return runs.read_runs(path)

@@ -1,4 +1,4 @@
-"""Prepare a process that is to judge, before JAX is loaded in it."""
+"""Prepare a process for judging, before JAX is loaded: JAX's environment, package names and the fork server."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from conformance.session.failures import CannotJudge
 
 
 def prepare_process(*, timing: bool = False, judging: bool = True, alone: bool = False) -> None:
-    """Set JAX's environment, and have `cases`, `impls` and `reports` mean ours.
+    """Set JAX's environment variables, and make imports of `cases`, `impls` and `reports` find this project's packages.
 
     Args:
-      timing: whether programs are timed, so that JAX's own flags stay.
-      judging: whether kernels are judged, which JAX must compile.
-      alone: whether nothing but this project has a part in this process.
+      timing: whether programs are timed. If so, JAX's own compiler flags stay in force.
+      judging: whether kernels are judged. If so, JAX must be able to compile.
+      alone: whether no code but this project's runs in this process.
 
     Raises:
-      CannotJudge: where JAX compiles nothing.
-      packages.NameTaken: where a module of the user has the name of a package of ours.
+      CannotJudge: if JAX's compilation is disabled.
+      packages.NameTaken: if a module of the user has the name of one of this project's packages.
     """
     environment.prepare_environment(timing=timing)
     packages.claim_names(alone=alone)
@@ -28,9 +28,9 @@ def prepare_process(*, timing: bool = False, judging: bool = True, alone: bool =
 
 
 def start_fork_server_for(implementations: Iterable[str], *, in_process: bool, workers: bool = False) -> None:
-    """Start the fork server where kernels or workers will need it: it loads JAX while this process does.
+    """Start the fork server if kernels or workers will need it, so that it loads JAX while this process does.
 
-    A name with a colon is a kernel of the user, which has a process of its own unless `in_process` is set.
+    A name with a colon is a kernel of the user. It runs in a process of its own, unless `in_process` is set.
     """
     kernels = any(":" in name for name in implementations) and not in_process
     if workers or kernels:

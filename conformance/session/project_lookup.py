@@ -1,4 +1,7 @@
-"""Find what options name: a project's settings, implementations, kernels' options, cases."""
+"""Find the things that options of a run name: the project's settings, implementations and cases.
+
+Errors become `CannotJudge`, whose message the user sees.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from conformance.session.failures import CannotJudge
 from conformance.session.run_options import reject_bad_limit
 
 SANDBOXED = KernelOptions()
-"""The options of a command that gives none: kernels of the user run in a sandbox."""
+"""The kernel options of a command that has none of its own: kernels of the user run in a sandbox."""
 _MEMORY_FACTOR = 20
-"""The memory that judging a case takes, in sizes of its operands in float64.
+"""The memory that judging a case takes, as a multiple of the size of its operands in float64.
 
-Measured on decoding over pages with all checks, with 4 and with 8 of 64 sequences.
+Measured on a problem that decodes over pages, with all checks, with 4 and with 8 of its 64 sequences.
 """
 
 
@@ -52,17 +55,17 @@ def build_kernel_options(
     """Build the options that say how kernels are found and where they run.
 
     Args:
-      products: how plain functions multiply f32 operands, if it is given.
+      products: the precision in which plain functions multiply f32 operands; None if the user gives none.
       in_process: whether kernels run in this process.
       timeout: seconds that one call may take.
       memory: GiB that a kernel's process may take.
       problem: the named problem whose operands kernels take.
-      sandbox_read: files and folders that kernels may read too.
-      sandbox_env: environment variables that kernels get too.
-      require_sandbox: whether kernels are refused where the sandbox is not complete.
+      sandbox_read: files and folders that kernels may read besides those that every kernel may.
+      sandbox_env: environment variables that kernels get besides those that every kernel gets.
+      require_sandbox: whether kernels are refused if the sandbox is not complete on this machine.
       hidden_files: files of the run that kernels must not read.
-      handshakes: what kernels declared to the process that started this one, by name.
-      option_prefix: how the names of options begin, for messages.
+      handshakes: pairs of a kernel's name and its handshake with the process that started this one.
+      option_prefix: the first characters of option names in messages, such as `--`.
 
     Raises:
       CannotJudge: for a limit, a problem or a sandbox option that cannot be used.
@@ -89,10 +92,10 @@ def build_kernel_options(
 
 
 def find_implementation(name: str, kernels: KernelOptions = SANDBOXED) -> Implementation:
-    """Find an implementation by its name; one of the user's is sandboxed unless `kernels` says otherwise.
+    """Find an implementation by its name. A kernel of the user is sandboxed unless `kernels` says otherwise.
 
     Raises:
-      CannotJudge: if there is none, or it cannot be loaded.
+      CannotJudge: if no implementation has this name, or it cannot be loaded.
     """
     try:
         return kernels.find(name)
@@ -101,7 +104,7 @@ def find_implementation(name: str, kernels: KernelOptions = SANDBOXED) -> Implem
 
 
 def parse_case(text: str) -> Case:
-    """Parse the id of a case. Raises `CannotJudge` for no id, and for a case too large for this machine."""
+    """Parse the id of a case. Raises `CannotJudge` for an invalid id, and for a case too large for this machine."""
     try:
         found = parse_case_id(text)
     except CaseIdError as error:
@@ -116,16 +119,18 @@ def parse_case(text: str) -> Case:
 
 
 def select_problem_cases(problem: str, *, full_size: bool, case: str | None, query: str | None) -> list[Case]:
-    """Select the cases of a named problem that match a query, or the one case that is named.
+    """Select the cases of a named problem that match a query, or the single case `case`.
+
+    With `full_size` they have the problem's original sizes, otherwise smaller ones.
 
     Raises:
-      CannotJudge: if there are none of that size, or they are too large for this machine.
+      CannotJudge: if the problem has no cases of full size, or they are too large for this machine.
     """
     if case is not None:
         return [parse_case(case)]
     found = index_problems()[problem].cases(full_size=full_size)
     if not found:
-        raise CannotJudge(f"--full-size: {problem} has none, since its operands cannot be made exact there")
+        raise CannotJudge(f"--full-size: {problem} has no cases of full size, since its operands would not be exact")
     chosen = [parse_case(one.id) for one in found if query is None or matches_query(query, one.id)]
     needed, available = _MEMORY_FACTOR * max(map(_count_operand_bytes, chosen), default=0), _measure_memory()
     if full_size and needed > available:
@@ -143,6 +148,6 @@ def _measure_memory() -> int:
 
 
 def _count_operand_bytes(case: Case) -> int:
-    """Return the bytes of q, k and v in float64, as the oracle has them."""
+    """Return the number of bytes of q, k and v in float64, the oracle's dtype."""
     keys = case.kv_length * case.num_kv_heads * (case.head_dim + case.v_head_dim)
     return 8 * case.batch * (case.q_length * case.num_q_heads * case.head_dim + keys)

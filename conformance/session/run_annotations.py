@@ -1,4 +1,7 @@
-"""Annotate a run or a comparison for GitHub Actions, if this process is a step of one of its jobs."""
+"""Format annotations of a run or a comparison for GitHub Actions, if this process runs in one of its jobs.
+
+GitHub turns the printed lines into messages at the lines of a pull request's files.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,13 @@ from reports.changes import Comparison
 def annotate_run(
     found: Iterable[Record], changed: Comparison | None = None, probes: Iterable[Record] = ()
 ) -> list[str]:
-    """Return the lines that annotate a run, and what became worse since a baseline; none outside of GitHub."""
+    """Return the lines to print that annotate a run, and the regressions since a baseline; none outside of GitHub.
+
+    Args:
+      found: the records of the run.
+      changed: the comparison with a baseline; None without one.
+      probes: the records of probes, which confirm findings.
+    """
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
     lines = github_annotations.annotate_records(found, _find_place, probes)
@@ -25,14 +34,17 @@ def annotate_run(
 
 
 def annotate_comparison(changed: Comparison) -> list[str]:
-    """Return the lines that annotate a comparison; none outside of GitHub."""
+    """Return the lines to print that annotate a comparison; none outside of GitHub."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
     return github_annotations.format_commands(github_annotations.annotate_changes(changed, _find_place))
 
 
 def _find_place(record: Record) -> github_annotations.Place | None:
-    """Return the line of the user's code at which a call raised, from the top of GitHub's checkout."""
+    """Return the file and line of the user's code at which a call raised; None if unknown or outside the checkout.
+
+    The file's path is relative to the top of GitHub's checkout.
+    """
     if record.verdict != ERROR or (place := kernel_errors.parse_place(record.reason)) is None:
         return None
     top = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())

@@ -1,4 +1,7 @@
-"""Compare runs: those of one set of files, or of this session, with those of another."""
+"""Compare two sides of runs, old and new, to find regressions.
+
+A side is the runs of one or several files of records, or the run of this session.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from reports.changes import Comparison
 
 @dataclasses.dataclass(frozen=True)
 class ComparedRuns:
-    """One side of a comparison: runs, their merged records, and what a report says of them."""
+    """One side of a comparison: runs, their merged records, and the other facts that a report shows."""
 
     recorded: Sequence[RecordedRun]
     records: Sequence[Record]
@@ -24,7 +27,7 @@ class ComparedRuns:
 
     @property
     def planned(self) -> set[tuple[str, str]] | None:
-        """The case and check of all that was planned; None where a file does not say it."""
+        """All planned pairs of a case and a check, by id and name; None if a file has no run record."""
         if any(one.run is None for one in self.recorded):
             return None
         jobs = [job for one in self.recorded if one.run for job in one.run.jobs]
@@ -35,7 +38,7 @@ def read_compared_runs(names: str, *, command: str) -> ComparedRuns:
     """Read the runs of files, their names joined by commas, as one side of a comparison.
 
     Raises:
-      CannotJudge: if a file cannot be read, or the runs are no one side.
+      CannotJudge: if a file cannot be read, or its runs cannot be merged (`gather_compared_runs`).
     """
     recorded = [one for name in names.split(",") for one in read_recorded_runs(name)]
     return gather_compared_runs(recorded, names, command=command)
@@ -46,11 +49,11 @@ def gather_compared_runs(recorded: Sequence[RecordedRun], names: str, *, command
 
     Args:
       recorded: the runs.
-      names: what messages call them.
-      command: the command that compares them.
+      names: the name of the runs in messages.
+      command: the command line that compares them.
 
     Raises:
-      CannotJudge: for no record, and for runs of one implementation that differ.
+      CannotJudge: if there is no record, or if runs of one implementation differ in their provenance.
     """
     found, info = aggregate_runs(recorded, command=command)
     if not found:
@@ -65,5 +68,5 @@ def gather_compared_runs(recorded: Sequence[RecordedRun], names: str, *, command
 
 
 def compare_runs(old: ComparedRuns, new: ComparedRuns) -> Comparison:
-    """Compare two sides: what changed from the old one to the new one."""
+    """Compare two sides, and return the changes from the old one to the new one."""
     return changes.compare_runs(old.records, new.records, planned=new.planned)

@@ -1,7 +1,7 @@
-"""The options of a run: what to judge, how, and where results go.
+"""Define and validate the options of a run: what to judge, how, and where results go.
 
-Both the command line and the pytest gate build them, and they are validated here. This module loads no JAX, since it is
-loaded in every pytest run.
+Both the command line and the pytest gate build `RunOptions`. This module does not import JAX, since it is imported in
+every pytest run.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, Literal
 from conformance.session.failures import CannotJudge
 
 _MAX_LIMIT = 1e9
-"""Seconds or GiB; a larger limit is as good as none."""
+"""In seconds or GiB. Larger limits are refused: they would limit nothing."""
 _MAX_SEED = 2**64 - 1
-# Options of the pytest gate that are spelled without its prefix.
+# Options of the pytest gate that lack the gate's prefix `--conformance-`.
 _UNPREFIXED = frozenset({"impl", "all", "require-platform"})
-# The fields that say what to judge, by the names that they have in a run record.
+# The fields of `RunOptions` that say what to judge, by their names in a run record.
 _QUERY = {
     "impl": "implementations",
     "all": "judge_all",
@@ -43,44 +43,45 @@ _FILES = ("report", "json", "markdown", "resume", "baseline")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of one run, valid once they are built.
+    """The options of one run. Building them raises `CannotJudge` unless they are valid.
 
     Attributes:
       implementations: names of implementations, or of groups in the settings.
       judge_all: whether every registered implementation is judged.
-      use_listed: whether those that the settings list are judged where none is named.
-      level: how much of the grid is judged; None for `quick`.
+      use_listed: whether the implementations in the settings are judged if `implementations` is empty.
+      level: the level of the run (`smoke`, `quick`, ...), which says how many cases are judged; None for `quick`.
       case: the id of the only case to judge.
       cases: a query that cases must match.
       regressions: whether the named regressions are judged in place of the grid.
       problem: the named problem whose cases are judged.
-      full_size: whether the cases of the problem have the sizes that it has elsewhere.
+      full_size: whether the problem's cases have its original sizes, not smaller ones.
       checks: names of the only checks to run.
-      pullback: the only call to differentiate, `plain` or `residuals`.
+      pullback: the only call to differentiate, `plain` (without residuals) or `residuals`; None for both.
       seeds: base seeds of the grid; none for seed 0.
-      products: how plain functions multiply f32 operands.
+      products: the precision in which plain functions multiply f32 operands.
       timeout: seconds that one call of a kernel may take.
       memory: GiB that a kernel's process may take.
       in_process: whether kernels run in this process.
-      sandbox_read: files and folders that a kernel may read too.
-      sandbox_env: environment variables that a kernel gets too.
-      require_sandbox: whether nothing is judged where the sandbox is not complete.
-      shard: the part to judge and the number of parts, from `(1, n)` on.
+      sandbox_read: files and folders that a kernel may read besides those that every kernel may.
+      sandbox_env: environment variables that a kernel gets besides those that every kernel gets.
+      require_sandbox: whether kernels are refused if the sandbox is not complete on this machine.
+      shard: the number of the part to judge, from 1, and the number of parts; None to judge all.
       jobs: the number of worker processes; None to choose it by the machine.
+      cluster: address or scheduler file of the Dask cluster that judges; None to judge on this machine.
       fail_fast: whether the run stops at the first failure.
-      confirm_seconds: for cases that confirm findings; None for a share of the run's time.
-      diagnose_seconds: for a comparison with planted bugs; None for a share of the run's time.
-      shrink: whether the smallest case of each finding is searched.
-      require_platform: where something must be judged.
-      report: the page to write.
-      json: the file of records to write.
-      markdown: the summary to write.
-      resume: the file of records of a stopped run to continue.
-      baseline: the file of records to compare with.
-      command: the command that repeats the run.
-      query: what a run record says was asked for; None to say it by these options.
-      selection: how the caller narrows the jobs by other means, as it is written, such as `-k causal`.
-      option_prefix: how the caller's option names begin, for messages.
+      confirm_seconds: seconds for cases that confirm findings; None for a share of the run's time.
+      diagnose_seconds: seconds for a comparison with planted bugs; None for a share of the run's time.
+      shrink: whether the smallest failing case of each finding is searched.
+      require_platform: the platform on which something must be judged, otherwise the exit code is 2; None for any.
+      report: path of the HTML page to write.
+      json: path of the file of records to write.
+      markdown: path of the Markdown summary to write.
+      resume: path of the file of records of a stopped run to continue.
+      baseline: path of the file of records to compare with.
+      command: the command line that repeats the run.
+      query: the options that say what to judge, as the run record stores them; None to take them from this object.
+      selection: an option of the caller that narrows the jobs further, as the user wrote it, such as `-k causal`.
+      option_prefix: the first characters of the caller's option names in messages, such as `--`.
     """
 
     implementations: tuple[str, ...] = ()
@@ -104,6 +105,7 @@ class RunOptions:
     require_sandbox: bool = False
     shard: tuple[int, int] | None = None
     jobs: int | None = None
+    cluster: str | None = None
     fail_fast: bool = False
     confirm_seconds: float | None = None
     diagnose_seconds: float | None = None
@@ -147,36 +149,43 @@ class RunOptions:
             raise CannotJudge(f"{problem} names its cases: it cannot be combined with {regressions}, {level} or {seed}")
         if self.full_size and (not self.problem or self.case is not None):
             raise CannotJudge(
-                f"{self.spell('full_size')} goes with {problem}: it is the size at which its cases are asked"
+                f"{self.spell('full_size')} goes with {problem}: it selects the size of the problem's cases"
+            )
+        if self.cluster is not None and self.jobs is not None:
+            raise CannotJudge(
+                f"{self.spell('cluster')} and {self.spell('jobs')} contradict each other: the cluster has its own "
+                "number of workers"
             )
         if self.pullback and self.case is None:
-            raise CannotJudge(f"{self.spell('pullback')} goes with {case}: in a run of several, cases take turns")
+            raise CannotJudge(
+                f"{self.spell('pullback')} goes with {case}: in a run of many cases, the judge chooses the call"
+            )
         if self.regressions and (self.case is not None or self.cases is not None or self.level):
             raise CannotJudge(f"{regressions} names its cases: it cannot be combined with {case}, {cases} or {level}")
 
     def spell(self, name: str) -> str:
-        """Return the name of an option as the caller of the session writes it."""
+        """Return the name of an option as the user writes it: with the prefix of the command line or of the gate."""
         words = name.replace("_", "-")
         return f"--{words}" if words in _UNPREFIXED else f"{self.option_prefix}{words}"
 
     @property
     def named_files(self) -> list[str]:
-        """The files that the run reads or writes besides kernels: sandboxes hide them."""
+        """The files that the options name for results and earlier records. Sandboxes hide them from kernels."""
         return [path for name in _FILES if (path := getattr(self, name))]
 
     @property
     def is_one_case_or_problem(self) -> bool:
-        """Whether the cases are named, so that findings need no confirmation by other cases."""
+        """Whether the user named a case or a problem. Then findings are not confirmed by other cases."""
         return self.case is not None or bool(self.problem)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the run judges all that its level asks, so that what did not fail can be called stale."""
+        """Whether the run judges everything in its level. Only then are expected failures that did not occur stale."""
         return not (self.describe_narrowing() or self.level == "smoke" or self.seeds or self.shard)
 
     @property
     def recorded_level(self) -> str:
-        """The level as a run record has it: what is judged in place of a grid, or the grid's level."""
+        """The level to write in the run record: the grid's level, or words for what is judged in place of a grid."""
         if self.case is not None:
             return "one case"
         if self.problem:
@@ -185,12 +194,12 @@ class RunOptions:
 
     @property
     def recorded_seeds(self) -> tuple[int, ...]:
-        """The base seeds as a run record has them: none where the cases are named."""
+        """The base seeds to write in the run record; empty if the user named the cases."""
         named = self.case is not None or self.regressions or self.problem
         return () if named else self.seeds or (0,)
 
     def describe_narrowing(self) -> str:
-        """Return the options that narrow what the level asks, as the caller writes them; empty if none does."""
+        """Return the options that leave out cases or checks of the level, as the user writes them; empty if none."""
         found = []
         if self.problem:
             size = f" {self.spell('full_size')}" if self.full_size else ""
@@ -207,7 +216,7 @@ class RunOptions:
         return " ".join(filter(None, (*found, self.selection)))
 
     def build_query(self) -> dict[str, Any]:
-        """Return what was asked for, as a run record has it."""
+        """Return the options that say what to judge, by the names that they have in a run record."""
         if self.query is not None:
             return dict(self.query)
         values = {name: getattr(self, field) for name, field in _QUERY.items()}
@@ -215,28 +224,28 @@ class RunOptions:
 
 
 def parse_query(query: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that the query of a run record gives, by the names of their fields."""
+    """Convert the query of a run record, which says what was judged, to values for fields of `RunOptions`."""
     values = {field: query[name] for name, field in _QUERY.items() if name in query}
     for name in ("timeout", "memory"):
         if values.get(name) is not None:
-            values[name] = float(values[name])  # a file may have the text inf
+            values[name] = float(values[name])  # a file of records may have the text `inf` in place of a number
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def has_query(values: Mapping[str, Any]) -> bool:
-    """Tell whether options, by the names of their fields, say anything of what to judge."""
+    """Tell whether any of the given fields of `RunOptions` says what to judge."""
     return any(values.get(field) for field in _QUERY.values())
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """Parse a shard such as `2/3`: which part, and of how many.
+    """Parse a shard such as `2/3` to the number of the part and the number of parts.
 
     Raises:
       ValueError: for any other text.
     """
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise ValueError(f"{text!r} is no part such as 2/3")
+        raise ValueError(f"{text!r} is no shard such as 2/3")
     return int(found[1]), int(found[2])
 
 

@@ -1,4 +1,4 @@
-"""The files that results are written to: checked before any work is done, written whole at the end."""
+"""Check the files to which a run writes its results before any work is done, and write page and summary at the end."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from conformance.output_files import PAGE, RECORDS, SUMMARY, TABLE, OutputRefuse
 from conformance.records import make_printable
 from conformance.session.failures import CannotJudge
 
-if TYPE_CHECKING:  # the gate checks outputs before `reports` means this project's package
+# Not imported at run time: the gate loads this module before imports of `reports` find this project's package.
+if TYPE_CHECKING:
     from reports.page_model import Summary
 
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """Where results go.
+    """The files to which a run writes its results; None for those that are not requested.
 
     Attributes:
-      report: the page.
+      report: the HTML page.
       json: the file of records.
-      markdown: the summary.
-      step: where GitHub shows a summary of a job's step, if this process is of one.
+      markdown: the Markdown summary.
+      step: the file whose content GitHub shows as the summary of this step of a job; None outside of GitHub.
     """
 
     report: Path | None
@@ -35,13 +36,13 @@ class Outputs:
 
     @property
     def journals(self) -> list[Path]:
-        """The files of records, written as they come: the one beside the page, and the one that is asked for."""
+        """The files of records, which are written job by job: the one beside the page, and the one of `--json`."""
         beside = self.report.with_suffix(".jsonl") if self.report is not None else None
         named = {path.resolve(): path for path in (beside, self.json) if path is not None}
         return list(named.values())
 
     def write(self, summary: Summary) -> None:
-        """Write page and summary, whichever are asked for. Raises `CannotJudge` if one cannot be written."""
+        """Write the page and the summaries that are requested. Raises `CannotJudge` if one cannot be written."""
         if self.report is None and self.markdown is None and self.step is None:
             return
         from reports import html_page, markdown_summary  # imported late: few runs write a page
@@ -56,14 +57,15 @@ class Outputs:
             raise CannotJudge(f"{place} cannot be written: {error.strerror or error}") from error
         if self.step is not None:
             try:
-                with self.step.open("a", encoding="utf-8") as file:  # other commands of the step write there too
+                # Append, since other commands of the step write there too.
+                with self.step.open("a", encoding="utf-8") as file:
                     file.write(markdown_summary.format_markdown(summary))
-            except OSError as error:  # nobody asked for it by name, so it is no failure
+            except OSError as error:  # the user did not request this file, so the command does not fail
                 print(f"no summary in GITHUB_STEP_SUMMARY={self.step}: {error.strerror or error}", file=sys.stderr)
 
 
 def find_step_summary() -> Path | None:
-    """Return where GitHub shows a summary of a job's step, if this process is of one."""
+    """Return the file whose content GitHub shows as the summary of this step of a job; None outside of GitHub."""
     place = os.environ.get("GITHUB_STEP_SUMMARY")
     return Path(place) if place else None
 
@@ -71,13 +73,13 @@ def find_step_summary() -> Path | None:
 def check_outputs(
     *, report: str | None = None, json: str | None = None, markdown: str | None = None, prefix: str = "--"
 ) -> Outputs:
-    """Check that all outputs can be written, and return where they go.
+    """Check that all outputs can be written, and return their paths.
 
     Args:
-      report: the page; its records are written beside it.
-      json: the file of records.
-      markdown: the summary.
-      prefix: how the names of options begin, for messages.
+      report: path of the HTML page. A file of records is written beside it.
+      json: path of the file of records.
+      markdown: path of the Markdown summary.
+      prefix: the first characters of option names in messages, such as `--`.
 
     Raises:
       CannotJudge: if a file cannot be written, would replace another kind of file, or is named twice.
@@ -100,7 +102,7 @@ def check_outputs(
 
 
 def _reject_collisions(outputs: Outputs) -> None:
-    """Refuse two outputs in one file; only the records beside the page may be the file of records."""
+    """Raise `CannotJudge` if two outputs are one file. Only `--json` may name the file of records beside the page."""
     named = [path for path in (outputs.report, outputs.json, outputs.markdown) if path is not None]
     beside = [] if outputs.report is None else [outputs.report.with_suffix(".jsonl")]
     places = [path.resolve() for path in [*named, *(path for path in beside if path != outputs.json)]]
@@ -111,7 +113,7 @@ def _reject_collisions(outputs: Outputs) -> None:
             )
 
 
-# The kind of file that each option writes.
+# The kind of file that each option writes, by the option's name.
 _FILE_KINDS = {"report": PAGE, "json": RECORDS, "resume": RECORDS, "markdown": SUMMARY, "out": TABLE}
 
 
@@ -121,14 +123,14 @@ def check_writable(
     """Check that an output can be written, and return its path.
 
     Args:
-      value: the path, as it is given.
-      option: the name of the option that gives it, without dashes.
-      kind: the kind of file, where it is not the option's.
-      beside: the file that is written beside it and checked in its place.
-      prefix: how the names of options begin, for messages.
+      value: the path, as the user wrote it.
+      option: the name of the option with this path, without prefix.
+      kind: the kind of file, if it is not the usual kind of this option.
+      beside: a file beside `value` that is written too, and that is checked in its place.
+      prefix: the first characters of option names in messages, such as `--`.
 
     Raises:
-      CannotJudge: if it cannot be written, or another kind of file would be overwritten.
+      CannotJudge: if the file cannot be written, or has content of another kind, which would be overwritten.
     """
     path = beside or Path(value)
     try:
@@ -141,7 +143,11 @@ def check_writable(
 
 
 def write_summary(path: Path, text: str) -> None:
-    """Write the file of `--markdown`, or append to it if GitHub shows it. Raises `OSError`, which names it."""
+    """Write the file of `--markdown`, or append to it if it is GitHub's summary of the step.
+
+    Raises:
+      OSError: if the file cannot be written; the error names it.
+    """
     if not _is_step_summary(path):
         output_files.write_text(path, text)
         return
@@ -150,6 +156,6 @@ def write_summary(path: Path, text: str) -> None:
 
 
 def _is_step_summary(path: Path) -> bool:
-    """Tell whether the file is where GitHub shows summaries, to which every command of a step appends."""
+    """Tell whether the file is GitHub's summary of the step, to which every command of the step appends."""
     step = find_step_summary()
     return step is not None and os.path.realpath(path) == os.path.realpath(step)

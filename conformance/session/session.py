@@ -1,19 +1,20 @@
-"""A session: plan a run, judge its jobs, record what comes of them, and report it.
+"""Run a session: plan a run, judge its jobs, record the judgements and report them.
 
-A session goes through these steps:
+The command line, the pytest gate and Python callers all use `Session`. It goes through these steps:
 
-1. `Session(options)` finds the implementations and plans the jobs. Files are checked first, before anything slow.
+1. `Session(options)` checks that files can be written, finds the implementations and plans the jobs.
 2. `begin` opens the files of records.
 3. `judge_jobs` judges all jobs. A caller with a loop of its own, such as pytest, calls `judge` and `record` instead.
-4. `follow_up` confirms what was found and compares failing kernels with planted bugs.
+4. `follow_up` confirms the findings and compares failing kernels with planted bugs.
 5. `finish` adds the records of the run as a whole and closes the files; `write_outputs` writes page and summary.
-6. `compare_with_baseline` says what became worse.
+6. `compare_with_baseline` finds the regressions since another run.
 
-`run_to_end` is steps 2 to 5, and `run_session` all of them in one call.
+`run_to_end` does steps 2 to 5, and `run_session` does all of them.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -41,9 +42,11 @@ from conformance.judging.journal import (
     load_resumed_run,
 )
 from conformance.judging.parallel_judging import judge_in_parallel
+from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.judging.run_plan import Plan
 from conformance.judging.runner import Runner, build_changed_file_records, build_hardware_records
+from conformance.judging.task_pools import ExecutorFailed, LocalPool
 from conformance.records import JUDGED, RED, Record, RunInfo
 from conformance.runs import COMPLETE, FAILED, INTERRUPTED, RecordedRun, Run, read_runs
 from conformance.sandbox import kernel_process
@@ -60,6 +63,7 @@ from conformance.session.project_lookup import (
     parse_case,
     select_problem_cases,
 )
+from conformance.session.remote_pools import RemotePool, open_pool
 from conformance.session.run_comparison import compare_runs, gather_compared_runs, read_compared_runs
 from conformance.session.run_options import RunOptions
 from conformance.session.run_outputs import check_outputs, check_writable, find_step_summary
@@ -70,39 +74,40 @@ from reports.page_model import Summary, build_summary
 
 FIRST_FAILURE = "stopped at the first failure, as --fail-fast says"
 _FEW_JOBS = 8
-"""The number of jobs that are done before worker processes have started."""
-# Compiling, which takes the time, is on the CPU, so several processes share a GPU. A TPU belongs to one process alone.
+"""Runs with at most this number of jobs use one process: they are done before worker processes would have started."""
+# The most workers on each JAX backend. Compiling takes most of the time and runs on the CPU, so several processes share
+# a GPU. A TPU can be used by one process only.
 _MAX_WORKERS = {"cpu": sys.maxsize, "gpu": 8}
 
 
 class ProgressDisplay(Protocol):
-    """Shows how far a run is."""
+    """A display of a run's progress, which the caller of a session provides."""
 
     def advance(self, judged: Sequence[Record]) -> None:
         """Count one more job, with its records. Raise `RunStopped` to stop the run."""
 
 
 ShowProgress: TypeAlias = Callable[[int, Sequence[Sequence[Record]]], AbstractContextManager[ProgressDisplay]]
-"""Opens a progress display, given the total number of jobs and the records of the jobs already done."""
+"""A function that opens a progress display, given the number of all jobs and the records of finished jobs."""
 Say: TypeAlias = Callable[[str], None]
-"""Tells the user one line."""
+"""A function that shows the user one line of text."""
 
 
 class _NoDisplay:
-    """Shows nothing."""
+    """A progress display that shows nothing."""
 
     def advance(self, judged: Sequence[Record]) -> None:
-        """Count nothing."""
+        """Do nothing."""
 
 
 @contextlib.contextmanager
 def show_no_progress(total: int, finished: Sequence[Sequence[Record]]) -> Iterator[ProgressDisplay]:
-    """Show nothing of a run's progress."""
+    """Open a progress display that shows nothing."""
     yield _NoDisplay()
 
 
 def say_nothing(line: str) -> None:
-    """Drop a line."""
+    """Do not show the user this line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,12 +118,12 @@ class SessionResult:
       how: how the run ended, `complete`, `interrupted` or `failed`.
       reason: why the run was interrupted or failed; otherwise empty.
       recorded: the run as it is stored in its file.
-      records: the records of the run, merged.
-      info: what a report says besides the records.
-      summary: the content of every report of the run.
-      stale: records of expected failures that no longer fail.
-      flag_excess: failures of kernels that pass too often only under some compiler flags (`judging.flag_share`).
-      shrunk: lines of text on the smallest failing case of each finding.
+      records: the records of the run, one for each judged result.
+      info: the facts that a report shows besides the records, such as coverage and environment.
+      summary: the content that all reports of the run show.
+      stale: red records of expected failures that no longer fail.
+      flag_excess: failures of kernels of which too many passes depend on compiler flags (`judging.flag_share`).
+      shrunk: lines of text that describe the smallest failing case of each finding.
       lacks_platform: whether nothing was judged on the required platform.
       exit_code: 0 if every implementation conforms, 1 if one does not, 2 if the run could not judge. A run that a
         signal stopped has 128 plus the number of the signal.
@@ -140,7 +145,7 @@ class SessionResult:
 
     @property
     def findings(self) -> Sequence[FindingText]:
-        """The causes that explain the failures, in words."""
+        """The findings of the run: the causes that explain its failures, in words."""
         return self.summary.findings
 
 
@@ -148,13 +153,13 @@ class Session:
     """One run of the judge, from its options to its exit code.
 
     Attributes:
-      options: those of the run.
-      settings: those of the project.
-      kernel_options: how kernels are found and where they run.
-      implementations: what is judged.
-      plan: all jobs, those of other shards too.
-      jobs: the jobs to judge here.
-      notes: lines for the user on how the run came about.
+      options: the options of the run.
+      settings: the settings of the project.
+      kernel_options: the options that say how kernels are found and where they run.
+      implementations: the implementations to judge.
+      plan: all jobs of the run, including those of other shards.
+      jobs: the jobs of this session's shard.
+      notes: lines for the user about the run, such as how many jobs come from a resumed file.
     """
 
     def __init__(
@@ -165,18 +170,23 @@ class Session:
         folder: Path | None = None,
         handshakes: Sequence[tuple[str, str]] = (),
         is_worker: bool = False,
+        executor: concurrent.futures.Executor | None = None,
     ) -> None:
         """Check files, find implementations and plan the jobs.
 
         Args:
-          options: what to judge, how, and where results go.
-          implementations: those to judge, in place of those that the options name. They run in this process.
-          folder: where the project's settings are; the current one if left out.
-          handshakes: what kernels declared to the process that started this one, by name.
-          is_worker: whether another process checks and writes the files.
+          options: the options of the run.
+          implementations: the implementations to judge, in place of those that the options name. They run in this
+            process.
+          folder: the folder whose project has the settings; the current one if left out.
+          handshakes: pairs of a kernel's name and its handshake with the process that started this one.
+          is_worker: whether this is a worker of pytest-xdist. Then another process checks and writes the files.
+          executor: runs the jobs in its processes, in place of worker processes of this session. They find
+            implementations by name, so it cannot be combined with `implementations`. `options.jobs` is the number of
+            its workers (one a core).
 
         Raises:
-          CannotJudge: in one line, if the run cannot be carried out.
+          CannotJudge: if the run is not possible; the message is one line.
         """
         self._started = time.perf_counter()
         self.options = options
@@ -209,12 +219,17 @@ class Session:
             raise CannotJudge(self._describe_empty_plan())
         self._numbers = {id(job): number for number, job in enumerate(self.plan.jobs)}
         self.jobs = run_plan.select_shard(self.plan.jobs, *options.shard) if options.shard else tuple(self.plan.jobs)
+        self._remote: RemotePool | None = None
+        if executor is not None or options.cluster is not None:
+            self._remote = open_pool(options, self.implementations, executor, is_given=self._is_given)
         if options.resume is not None and not is_worker:
             self._run, self._finished = self._load_resumed()
         self.notes = [] if not self._finished else [describe_resumed_jobs(len(self._finished))]
+        if self._remote is not None:
+            self.notes += self._remote.notes
 
     def _check_files(self) -> None:
-        """Check that outputs can be written, and read the baseline, before anything slow."""
+        """Check that outputs can be written, and read the baseline, before the slow steps of a session."""
         options = self.options
         if options.resume is not None:
             check_writable(options.resume, "resume", prefix=options.option_prefix)
@@ -235,7 +250,7 @@ class Session:
             raise CannotJudge(f"{name}: {error}") from error
 
     def _list_journal_paths(self) -> list[Path]:
-        """Return the files of records to write; the file that is continued comes first."""
+        """Return the paths of the files of records to write. A resumed file comes first."""
         if self.options.resume is None:
             return self._outputs.journals
         first = Path(self.options.resume)
@@ -297,14 +312,14 @@ class Session:
 
     @property
     def run(self) -> Run:
-        """The run record: what holds for all records of this run."""
+        """The run record: the facts that hold for all records of this run, such as versions and planned jobs."""
         if self._run is None:
             self._run = self._describe_run()
         return self._run
 
     def _describe_run(self) -> Run:
         options = self.options
-        return provenance.build_run(
+        run = provenance.build_run(
             self.implementations,
             self.plan,
             command=options.command,
@@ -316,9 +331,11 @@ class Session:
             limits=self.settings.tolerances.rows(),
             kernels=self.kernel_options,
         )
+        remote = self._remote.environment if self._remote is not None else {}
+        return dataclasses.replace(run, environment={**run.environment, **remote})
 
     def _load_resumed(self) -> tuple[Run, dict[int, tuple[Record, ...]]]:
-        """Load the run to continue, and the records of its finished jobs."""
+        """Load the run that `--resume` continues, and the records of its finished jobs by number."""
         assert self.options.resume is not None
         place = Path(self.options.resume)
         try:
@@ -331,18 +348,18 @@ class Session:
 
     @property
     def handshakes(self) -> list[tuple[str, str]]:
-        """What kernels declared here, by name: in other processes they must declare the same."""
+        """Pairs of a kernel's name and its handshake, which the kernel's processes in workers must repeat."""
         return list(collect_handshakes(self.implementations))
 
     @property
     def recorded(self) -> RecordedRun:
-        """The run as a reader of its file would have it."""
+        """The run and its records so far, as reading its file returns them."""
         assert self._journal is not None
         return self._journal.recorded
 
     @property
     def has_begun(self) -> bool:
-        """Whether the files of records are open, or have been."""
+        """Whether `begin` has opened the files of records."""
         return self._journal is not None
 
     def begin(self) -> None:
@@ -350,16 +367,16 @@ class Session:
         self._journal = Journal(self._list_journal_paths(), self.run, self._finished)
 
     def find_number(self, job: Job) -> int | None:
-        """Return the place of a job in the plan; None for one that was narrowed since."""
+        """Return the number of a job in the plan; None for a job whose checks the caller has narrowed since."""
         if (number := self._numbers.get(id(job))) is not None:
             return number
         return next((number for number, planned in enumerate(self.plan.jobs) if planned == job), None)
 
     def find_finished(self, number: int | None) -> list[Record] | None:
-        """Return the records of a job that the continued file has; None if it has none."""
+        """Return the records that the resumed file has for a job; None if it has none."""
         if self.options.resume is None or number is None:
             return None
-        if self._finished is None:  # in a worker: the process that reports has checked the file
+        if self._finished is None:  # in a worker of pytest-xdist: its main process has checked the file
             self._finished = dict(read_runs(Path(self.options.resume))[0].done)
         return list(self._finished[number]) if number in self._finished else None
 
@@ -373,7 +390,12 @@ class Session:
         return Runner(self.settings, options=self.kernel_options.options)
 
     def record(self, number: int | None, judged: Sequence[Record]) -> None:
-        """Write down the records of a job, or of a part of one (None). Raises `JournalWriteError`."""
+        """Write the records of a job to the files. Raises `JournalWriteError`.
+
+        Args:
+          number: the number of the job in the plan; None if only some of its checks were run.
+          judged: the records.
+        """
         assert self._journal is not None
         if number is None:
             self._journal.add_records(judged)
@@ -381,13 +403,17 @@ class Session:
             self._journal.add_job(number, judged)
 
     def judge_jobs(self, show_progress: ShowProgress = show_no_progress) -> tuple[str, str]:
-        """Judge and record all jobs that the continued file lacks; return how it ended, and why if not by itself."""
+        """Judge and record all jobs, except those that the resumed file has.
+
+        Returns:
+          How the run ended (`complete`, `interrupted` or `failed`), and why unless it is complete.
+        """
         done = self.recorded.done
         waiting = [job for job in self.jobs if self._numbers[id(job)] not in done]
         finished = [done[number] for job in self.jobs if (number := self._numbers[id(job)]) in done]
         fail_fast = self.options.fail_fast
         if fail_fast:
-            waiting.sort(key=lambda job: not job.short)  # few programs each, so a failure shows sooner
+            waiting.sort(key=lambda job: not job.short)  # short jobs first, so that a failure shows sooner
         try:
             with interrupts.raise_on_signal(), show_progress(len(self.jobs), finished) as progress:
                 interrupts.raise_if_stopped()
@@ -402,7 +428,9 @@ class Session:
                     self._judge_waiting(waiting, on_job)
         except RunStopped as error:
             return INTERRUPTED, str(error)
-        except implementation_registry.ImplementationNotFound as error:  # a worker may find less than this process
+        except implementation_registry.ImplementationNotFound as error:  # a worker may fail to load a kernel
+            return FAILED, str(error)
+        except (ExecutorFailed, WorkerMismatch) as error:
             return FAILED, str(error)
         except KeyboardInterrupt:
             return INTERRUPTED, interrupts.describe_signal()
@@ -412,50 +440,66 @@ class Session:
 
     def _judge_waiting(self, jobs: Sequence[Job], on_job: Callable[[Job, list[Record]], None]) -> None:
         runner = self._create_runner()
-        workers = 1 if self._is_given else self.options.jobs or _choose_worker_count(len(jobs))
-        if workers == 1:
-            runner.run(jobs, on_job)
+        if self._remote is not None:
+            pool = self._remote.pool
         else:
-            judge_in_parallel(
-                jobs, workers, self.kernel_options, on_job, runner.report_lost, one_by_one=self.options.fail_fast
-            )
+            workers = 1 if self._is_given else self.options.jobs or _choose_worker_count(len(jobs))
+            if workers == 1:
+                runner.run(jobs, on_job)
+                return
+            pool = LocalPool(workers)
+        judge_in_parallel(
+            jobs, pool, self.kernel_options, on_job, runner.report_lost, one_by_one=self.options.fail_fast
+        )
 
     def follow_up(self, say: Say = say_nothing) -> None:
-        """Confirm findings, compare failing kernels with planted bugs, and shrink findings if that is asked for.
+        """Confirm findings, compare failing kernels with planted bugs, and with `--shrink` shrink findings.
 
-        A stop signal ends no more than this. Raises `JournalWriteError`.
+        A stop signal ends only this step: results are still written. Raises `JournalWriteError`.
         """
         assert self._journal is not None
         if interrupts.get_received_signal() or not any(record.verdict in RED for record in self.recorded.records):
             return
-        options, runner = self.options, self._create_runner()
+        options, runner, implementations = self.options, self._create_runner(), self._list_implementations_here()
         if not options.is_one_case_or_problem:
             seconds = follow_up.FollowUpSeconds(options.confirm_seconds, options.diagnose_seconds)
             spent = time.perf_counter() - self._started
-            follow_up.follow_up(self._journal, self.implementations, runner, seconds, spent=spent, say=say)
+            follow_up.follow_up(self._journal, implementations, runner, seconds, spent=spent, say=say)
         if options.shrink and interrupts.get_received_signal() is None:
             from conformance.session.probes import finding_shrinker  # imported late: it loads Hypothesis
 
             with interrupts.end_on_signal():
-                for line in finding_shrinker.shrink_findings(self._journal, self.implementations, runner, say):
-                    self._shrunk.append(line)  # one by one, so that a signal loses none of them
+                for line in finding_shrinker.shrink_findings(
+                    self._journal, self._list_implementations_here(), runner, say
+                ):
+                    self._shrunk.append(line)  # one by one, so that a signal loses no finished line
+
+    def _list_implementations_here(self) -> list[Implementation]:
+        """Return the implementations that this process can judge further, on the platform where they were judged."""
+        elsewhere = self._remote.pool.platforms if self._remote is not None else frozenset()
+        return [each for each in self.implementations if each.accelerator.platform not in elsewhere]
 
     def finish(self, how: str, reason: str) -> SessionResult:
-        """Record what holds for the run as a whole, close the files, and merge the records.
+        """Add the records that concern the run as a whole, close the files, and build the result.
 
-        Files that cannot be written make the run a failed one; its records are reported all the same.
+        If a file cannot be written, the run has failed, but its records are still reported.
 
         Args:
           how: how the run ended, `complete`, `interrupted` or `failed`.
-          reason: why, if not by itself.
+          reason: why the run was interrupted or failed; otherwise empty.
         """
         assert self._journal is not None
         stale: list[Record] = []
         excess: list[Record] = []
         try:
             judged = {record.implementation for record in self.recorded.records}
+            on_chip = {(record.implementation, record.platform) for record in self.recorded.records}
             self._journal.add_records(
-                build_hardware_records(each for each in self.implementations if each.name in judged)
+                build_hardware_records(
+                    each
+                    for each in self.implementations
+                    if each.name in judged and (each.name, each.accelerator.platform) not in on_chip
+                )
             )
             excess = flag_share.find_excess(self.recorded.records)
             self._journal.add_records(excess)
@@ -488,7 +532,7 @@ class Session:
         )
 
     def _abandon(self, error: JournalWriteError) -> str:
-        """End the run without its files, and return why."""
+        """End the run without writing its files further, and return the reason for the user."""
         assert self._journal is not None
         reason = f"{error}; what was judged before is in it"
         self._journal.abandon(reason)
@@ -499,7 +543,7 @@ class Session:
         self._outputs.write(result.summary)
 
     def compare_with_baseline(self, result: SessionResult) -> SessionResult:
-        """Add what changed since the baseline; a regression makes the exit code 1.
+        """Add the comparison with the baseline, if there is one, to the result. A regression makes the exit code 1.
 
         Raises:
           CannotJudge: if this run has no record to compare.
@@ -512,9 +556,9 @@ class Session:
         return dataclasses.replace(result, comparison=changed, exit_code=code)
 
     def run_to_end(self, show_progress: ShowProgress = show_no_progress, say: Say = say_nothing) -> SessionResult:
-        """Judge all jobs, follow up on findings, and write every file but the comparison.
+        """Judge all jobs, follow up on findings, and write all files.
 
-        A signal stops judging; what was judged until then is reported.
+        A signal stops judging. The records until then are reported.
 
         Raises:
           CannotJudge: if a file cannot be written.
@@ -523,22 +567,31 @@ class Session:
         try:
             self.begin()
         except JournalWriteError as error:
+            self.close()
             raise CannotJudge(str(error)) from error
         try:
             how, reason = self.judge_jobs(show_progress)
+            self.close()
             if how == COMPLETE:
                 self.follow_up(say)
         except JournalWriteError as error:
             how, reason = FAILED, self._abandon(error)
-        except Exception as error:  # one of this program: what was judged stays, and the file says why it ends
+        except Exception as error:  # a bug of this program: keep the records so far, and write the reason into the file
             assert self._journal is not None
             with contextlib.suppress(JournalWriteError):
                 seconds = time.perf_counter() - self._started
                 self._journal.end(FAILED, reason=f"{type(error).__name__}: {error}", seconds=seconds)
             raise
+        finally:
+            self.close()
         result = self.finish(how, reason)
         self.write_outputs(result)
         return result
+
+    def close(self) -> None:
+        """End the connection to a cluster, if there is one. `run_to_end` does this itself."""
+        if self._remote is not None:
+            self._remote.close()
 
     def _lacks_platform(self, records: Sequence[Record]) -> bool:
         required = self.options.require_platform
@@ -550,7 +603,8 @@ def compute_exit_code(
 ) -> int:
     """Return 0 if all implementations conform, 1 if one does not, 2 if one could not be judged.
 
-    An implementation that cannot run here counts only if nothing else was judged.
+    An implementation whose accelerator this machine lacks counts only if some check judged it all the same, or if no
+    other implementation counts.
     """
     if how == FAILED:
         return 2
@@ -566,7 +620,7 @@ def compute_exit_code(
 
 
 def _choose_worker_count(jobs: int) -> int:
-    """Return how many processes judge so many jobs on this machine."""
+    """Choose the number of processes that judge so many jobs on this machine."""
     most = _MAX_WORKERS.get(jax.default_backend(), 1)
     return min(os.cpu_count() or 1, most) if jobs > _FEW_JOBS else 1
 
@@ -577,23 +631,25 @@ def run_session(
     implementations: Sequence[Implementation] = (),
     show_progress: ShowProgress = show_no_progress,
     say: Say = say_nothing,
+    executor: concurrent.futures.Executor | None = None,
 ) -> SessionResult:
     """Run a whole session in this process, and end the kernels' processes.
 
     Args:
-      options: what to judge, how, and where results go.
-      implementations: those to judge, in place of those that the options name. They run in this process.
-      show_progress: shows how far the run is.
-      say: hears single lines on the way.
+      options: the options of the run.
+      implementations: the implementations to judge, in place of those that the options name. They run in this process.
+      show_progress: opens a display of the run's progress.
+      say: called with lines for the user while the session goes on.
+      executor: runs the jobs in its processes, which find implementations by name.
 
     Raises:
-      CannotJudge: in one line, if the run cannot be carried out.
+      CannotJudge: if the run is not possible; the message is one line.
     """
     prepare_process()
     with interrupts.record_signals():
         try:
             with interrupts.raise_on_signal():
-                session = Session(options, implementations=implementations)
+                session = Session(options, implementations=implementations, executor=executor)
             return session.compare_with_baseline(session.run_to_end(show_progress, say))
         finally:
             kernel_process.end_all_processes()

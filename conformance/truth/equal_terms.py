@@ -19,7 +19,9 @@ from conformance.truth.roundoff import compute_walk_steps
 
 
 def compute_equal_term_excess(weights: Array, values: Array) -> Array | float:
-    """Compute by how much the roundings of `weights @ values` may exceed a random walk; 0 if few terms are equal.
+    """Bound how far equal terms take the rounding error of `weights @ values` above that of a random walk.
+
+    The bound is 0 if few terms are equal.
 
     Args:
       weights: `[G, T, S]`.

@@ -123,7 +123,7 @@ class LowPrecisionSoftmax:
         return np.where(self.small[..., None], x, 0.0) ** 2
 
     def _magnitudes(self, x: Array) -> Array:
-        """Return errors `x [G, T, S]` in rows that are added by magnitude, and 0 in other rows."""
+        """Return errors `x [G, T, S]` in rows whose errors are summed as absolute values, and 0 in other rows."""
         return np.where(self.small[..., None], 0.0, x)
 
     def _over_rows(self, x: Array, y: Array) -> Array:

@@ -1,4 +1,8 @@
-"""Flash attention for GPUs: the public call and its derivative rule."""
+"""Flash attention for GPUs: the public call and its derivative rule.
+
+The call validates its operands, builds the static plan of the call, and runs the forward pass. JAX runs the backward
+pass through a `custom_vjp`.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +56,8 @@ def attention(
     The result is `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`, computed in tiles
     (Dao 2023, arXiv:2307.08691). Memory is linear in the lengths, except for the gradient of a bias, which takes one
     f32 value per pair. Tiles that the mask leaves empty are never visited, and full ones are not masked. Segment ids
-    only mask inside tiles. Query heads share key/value heads (Ainslie et al. 2023, arXiv:2305.13245) without copies of
-    k and v. Lengths and depths may be any: nothing beyond the arrays is read.
+    never skip a tile; they only mask inside tiles. Query heads share key/value heads (Ainslie et al. 2023,
+    arXiv:2305.13245) without copies of k and v. Lengths and depths may be any: nothing beyond the arrays is read.
 
     Every operand is differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient zero. The residuals of
     the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies. A query that may attend to
@@ -73,7 +77,7 @@ def attention(
       block_sizes: tiles and launch parameters of each kernel, by default those of `block_sizes.TABLE`. Tiles are
         clipped to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32. An interpreter's products are exact.
-      backend: of Pallas. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper
+      backend: the Pallas back end. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper
         (`impls.flash_gpu.mosaic.mosaic_launch`); by default Mosaic for the kernels that were measured there to be right
         and faster, else Triton (`impls.flash_gpu.pallas_backends`). Triton also serves the backward pass of depths
         beyond 128.
@@ -130,7 +134,7 @@ def _flash(plan: FlashGpuPlan, operands: Operands) -> Outputs:
 def _flash_forward(plan: FlashGpuPlan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
     outputs = refuse_derivatives(plan.name, functools.partial(run_forward, plan), operands)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
+    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     return Outputs(out, logsumexp, outputs.max_logits), (operands, out, logsumexp)
 
 
@@ -143,5 +147,5 @@ def _flash_backward(
 
 _flash.defvjp(_flash_forward, _flash_backward)
 
-# Jitted so that calls outside `jit` compile once for each plan, not once a call.
+# Jitted so that calls outside `jit` compile once for each plan, not once for each call.
 attend = jax.jit(_flash, static_argnums=0)

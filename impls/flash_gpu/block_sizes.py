@@ -28,7 +28,7 @@ class Tiles:
 
     Attributes:
       block_q: queries per tile, a power of two of at least 16.
-      block_kv: keys per tile, likewise.
+      block_kv: keys per tile, a power of two of at least 16.
       num_warps: warps per program, a power of two.
       num_stages: tiles in flight in the software pipeline.
     """
@@ -57,17 +57,22 @@ class Tiles:
 
 
 RING_BLOCKS = (64, 128)
-"""Rows of a tile of a Mosaic GPU kernel: multiples of a warpgroup's product that fit its registers."""
+"""Allowed numbers of rows of a Mosaic GPU kernel's tile.
+
+They are multiples of the 64 rows of one warpgroup's product, and small enough for its registers.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Ring buffer of tiles in shared memory, through which a Mosaic GPU kernel visits the axis that it does not own.
+    """Ring buffer of tiles in shared memory, for one Mosaic GPU kernel.
+
+    A program of the kernel owns a block of queries or of keys. It streams tiles of the other axis through the ring.
 
     Attributes:
       block: queries or keys per tile, one of `RING_BLOCKS`. At depths up to 128 no loop over full blocks spills
-        registers with either (`ptxas` of CUDA 13.0), and 128 takes fewer instructions per pair. dk and dv spill with
-        128 queries in masked blocks.
+        registers with either size (`ptxas` of CUDA 13.0), and 128 takes fewer instructions per pair. The kernel of dk
+        and dv spills registers in masked blocks of 128 queries.
       num_stages: tiles in flight, at least 2.
       preferred: whether the kernel is used instead of Triton's on GPUs and calls that it supports. Only set where
         measured: fewer instructions are not always faster, and a default kernel must be correct.
@@ -92,7 +97,8 @@ class Ring:
 class BlockSizes:
     """Block sizes of the kernels: forward, gradient of q (and of the bias), gradients of k and v.
 
-    Triton's tiles come first, then the rings of Mosaic GPU.
+    `forward`, `dq` and `dkv` are the tiles of the Triton kernels. The fields that begin with `mosaic_` are the rings of
+    the Mosaic GPU kernels.
     """
 
     forward: Tiles
@@ -129,8 +135,8 @@ class Entry:
       device: text that JAX's device kind must contain; empty for any device.
       max_depth: largest head depth, of keys or values, that the row is for.
       max_itemsize: bytes of the largest operand dtype that the row is for.
-      sizes: the block sizes.
-      provenance: how they were found.
+      sizes: block sizes of all kernels.
+      provenance: how the block sizes were found, for example measured, or counted in machine code.
     """
 
     device: str
@@ -230,7 +236,7 @@ _REASONED_ENTRIES: tuple[Entry, ...] = (
 
 
 _COUNTED = "counted in machine code (`python -m conformance cycles --target=h100`), timed on no chip"
-# With 64 queries or keys, 8 warps would compute half of the pairs twice on these GPUs.
+# The owned axis has 128 rows: with 64 rows, 8 warps would compute half of the pairs twice on these GPUs.
 _WIDE_DQ = Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2)
 _WIDE_DKV = Tiles(block_q=64, block_kv=128, num_warps=8, num_stages=2)
 _HOPPER_ENTRIES = tuple(
@@ -274,7 +280,8 @@ TABLE = (*_load_measured(), *_REASONED_ENTRIES, *_HOPPER_ENTRIES, *_BLACKWELL_EN
 def look_up(device_kind: str, depth: int, itemsize: int) -> Entry:
     """Look up the narrowest entry for a device kind, head depth (the larger of keys' and values') and dtype size.
 
-    A smaller dtype takes precedence over a smaller depth, and an entry of this device over one for any.
+    Among the entries that fit, the smallest `max_itemsize` wins, then the smallest `max_depth`. Between equals, an
+    entry for this device wins over one for any device.
     """
     return find_narrowest(TABLE, device_kind, depth, itemsize)
 

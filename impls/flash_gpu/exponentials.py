@@ -1,8 +1,9 @@
-"""Exponentials of f32 in the form that GPUs compute fast, and of values that may be -inf.
+"""Exponentials of f32 as powers of two, for which GPUs have an instruction, and exponentials of -inf.
 
-A GPU has an instruction for powers of two. So logits are stored in a unit, `z = unit y`, and `exp(z - m)` is
-`2 ** (c y - c m)` with `c = unit log2(e)`: one fused multiply-add before the power. The product `c m` is rounded once.
-Subtracting a value from itself must give exactly 0, or the weights of a long row drift with each block.
+Tiles hold logits divided by a factor, their unit: `z = unit y`. So `exp(z - m)` is `2 ** (c y - c m)` with
+`c = unit log2(e)`, which takes one fused multiply-add before the power. The product `c m` is rounded once and stored.
+A block that does not raise m then subtracts a stored value from itself, which gives exactly 0. Otherwise the weights
+of a long row would drift with each block.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ def compute_exp(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 def compute_fused_exp2(x: jax.Array, shift: jax.Array, *, factor: float, interpret: object) -> jax.Array:
     """Compute `2 ** (factor x - shift)` in a Triton kernel, flushing subnormal results to 0; all f32 in one shape.
 
-    It takes two GPU instructions. Triton would take two to multiply and subtract. It would also scale very small values
-    by a comparison and two multiplications, although they add nothing to a sum that contains a 1.
+    This takes two GPU instructions. Triton's own power of two takes more: a separate multiplication and subtraction,
+    then a comparison and two multiplications that scale very small values. These values add nothing to a sum that
+    contains a 1.
     """
     if interpret:
         return jnp.exp2(x * jnp.float32(factor) - shift)
-    constant = f"0f{np.float32(factor).view(np.uint32):08X}"  # as PTX writes the bits of a number
+    constant = f"0f{np.float32(factor).view(np.uint32):08X}"  # PTX syntax for the bits of an f32
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)  # type: ignore[no-untyped-call] # untyped upstream
     (found,) = plt.elementwise_inline_asm(
         f"{{ .reg .f32 y; fma.rn.ftz.f32 y, $1, {constant}, $2; ex2.approx.ftz.f32 $0, y; }}",

@@ -1,4 +1,4 @@
-"""Arrays of a call: operands and results of its passes."""
+"""Named tuples of arrays that the forward and the backward pass take and return."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from impls.flash_gpu.packed_visits import KeyRanges
 
 
 class Operands(NamedTuple):
-    """Arrays of the canonical call, in its shapes. Packed sequences are one batch row."""
+    """Operands of the call, in the shapes of docs/contract.md, section 1. Packed sequences are one batch row."""
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B S K H"]
@@ -19,11 +19,11 @@ class Operands(NamedTuple):
     bias: Float[Array, "#B #N #T #S"] | None
     sinks: Float[Array, " N"] | None
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
-    ranges: KeyRanges | None = None  # of packed sequences
+    ranges: KeyRanges | None = None  # keys that each query sees; only for packed sequences
 
 
 class Outputs(NamedTuple):
-    """Results of attention."""
+    """Results of the forward pass: the output and the residuals that callers may request."""
 
     out: Float[Array, "B T N V"]
     logsumexp: Float32[Array, "B N T"]
@@ -35,7 +35,7 @@ class QueryRows(NamedTuple):
 
     d_out: Float[Array, "B T N V"]  # in q's dtype
     shift: Float32[Array, "B N T"]  # `logsumexp`, 0 for rows that attend to nothing
-    row_sums: Float32[Array, "B N T"]  # `D - dlse`
+    row_sums: Float32[Array, "B N T"]  # `<out, d_out>` minus the cotangent of `logsumexp`
 
 
 def make_shape(shape: tuple[int, ...], dtype: Any, varying: Any = None) -> jax.ShapeDtypeStruct:

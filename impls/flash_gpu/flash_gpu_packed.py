@@ -40,9 +40,9 @@ def packed_attention(
 ) -> Any:
     """Compute softmax attention of concatenated sequences on a GPU (docs/contract.md, section 8).
 
-    Query `i` of a sequence has the position `kv_len - q_len + i`. The kernels are those of `impls.flash_gpu.attention`
-    by Triton. Blocks without a query and a key of the same sequence are skipped: the work grows with the sequences, not
-    with the square of the total length. Memory is linear in the lengths.
+    Query `i` of a sequence has the position `kv_len - q_len + i`. The kernels are the Triton kernels of
+    `impls.flash_gpu.attention`. Blocks without a query and a key of the same sequence are skipped: the work grows with
+    the sequences, not with the square of the total length. Memory is linear in the lengths.
 
     q, k, v and sinks are differentiable in reverse mode. So is `logsumexp`; `max_logits` has gradient zero. The
     residuals of the backward pass are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.
@@ -61,7 +61,8 @@ def packed_attention(
       sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      block_sizes: Triton's tiles and launch of each kernel, by default those of `packed_sizes`; cut to the lengths.
+      block_sizes: Triton's tiles and launch parameters of each kernel, by default those of
+        `packed_block_sizes.PACKED_TABLE`. Tiles are clipped to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32.
       interpret: run in Pallas's interpreter, by default wherever the process does not compute on a GPU.
 

@@ -1,6 +1,6 @@
 """Forward and backward pass: dispatch each kernel to its back end, and compute the rest in XLA.
 
-The kernels compute (1) to (10) and (12) to (16) of `impls`. Around them are
+The kernels compute equations (1) to (10) and (12) to (16) of `impls/__init__.py`. XLA computes the other two here:
 
     (11) D_i = <out_i, dout_i>
     (17) dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
@@ -21,7 +21,7 @@ from impls.flash_gpu.triton import forward as triton_forward
 
 
 def run_forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
-    """Compute attention. Memory holds nothing beyond operands, outputs and schedule."""
+    """Compute attention. Device memory holds only operands, outputs and the schedule."""
     kernel = mosaic_forward if "forward" in plan.mosaic else triton_forward
     return kernel.forward(plan, operands)
 
@@ -35,7 +35,7 @@ def run_backward(
     d_logsumexp: Float32[Array, "B N T"],
 ) -> Operands:
     """Compute the gradient of every operand except segment ids and ranges, in the operand's shape and dtype."""
-    weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)  # (11)
+    weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)  # D, equation (11)
     row_sums = weighted.transpose(0, 2, 1) - d_logsumexp
     if operands.ranges is not None:
         # Cotangents of queries outside all sequences may be any values, and must not reach the gradient of the sinks.
@@ -56,4 +56,4 @@ def run_backward(
 def _compute_dsinks(sinks: Float[Array, " N"], rows: QueryRows) -> Float[Array, " N"]:
     """Compute the gradient of the sinks `[N]`."""
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - rows.shift)
-    return -(p * rows.row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # (17)
+    return -(p * rows.row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # dsinks, equation (17)

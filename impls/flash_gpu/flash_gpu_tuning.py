@@ -1,4 +1,4 @@
-"""Description for the tuner: the launch of each kernel, first by Triton, then by Mosaic GPU.
+"""Describe to the tuner the launch parameters of each kernel: first of Triton's kernels, then of Mosaic GPU's.
 
 A Mosaic kernel's ring competes with the Triton kernel that was just tuned, and is preferred afterwards if it wins. So
 one table also decides which back end computes a kernel.
@@ -26,7 +26,7 @@ _NUM_STAGES = (2, 3, 4)
 # Upper bound, in bytes, of the shared memory of tiles in flight. It excludes candidates that fit no GPU; the compiler
 # decides about the others.
 _MAX_SHARED_MEMORY = 256 << 10
-# Depths and dtypes of the table's entries are the usual ones. The lengths are usual for benchmarks.
+# The dtypes and depths that the tuner fills table entries for: the usual ones. `_LENGTH` is usual in benchmarks.
 _TUNED_ON = (("bf16", 64), ("bf16", 128), ("bf16", 256), ("f32", 64), ("f32", 128))
 _LENGTH, _WIDTH = 4096, 1024
 _PHASES: dict[Kernel, str] = {"forward": "forward", "dkv": "forward+backward", "dq": "forward+backward"}
@@ -74,7 +74,7 @@ def _iter_triton_tiles(case: Case, *, stages: tuple[int, ...]) -> Iterator[Setti
 
 
 def _iter_mosaic_rings(case: Case, *, kernel: Kernel) -> Iterator[Setting]:
-    """Yield a setting for Triton's kernel and the Mosaic rings that fit. Yields nothing for unsupported cases."""
+    """Yield the setting that keeps Triton's kernel, then each Mosaic ring that fits; nothing for unsupported cases."""
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     if find_call_limit(get_device_kind("gpu"), DTYPES[case.dtype], mask, biased=case.bias is not None) is not None:
         return

@@ -1,4 +1,4 @@
-"""Declarations of flash attention for GPUs: default, tf32, Mosaic GPU and packed."""
+"""Declare flash attention for GPUs to the harness, as four implementations: default, tf32, Mosaic GPU and packed."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ INTERPRETED_SIZES = BlockSizes(
     dkv=Tiles(block_q=64, block_kv=64),
 )
 _VARIANT_BLOCKS = ((32, 32), (16, 128))
-# Even smaller, so that packed sequences begin and end inside blocks. The kernels have different tiles, so that one with
-# the tiles of another fails.
+# Even smaller, so that packed sequences begin and end inside blocks. The kernels have different tile sizes, so that a
+# kernel fails if it uses the tile sizes of another kernel.
 _INTERPRETED_PACKED_SIZES = BlockSizes(
     forward=Tiles(block_q=16, block_kv=32),
     dq=Tiles(block_q=32, block_kv=16),

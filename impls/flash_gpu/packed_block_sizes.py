@@ -11,7 +11,7 @@ from impls.flash_gpu.block_sizes import BlockSizes, Entry, Tiles, find_narrowest
 _COMPILED = "compiled for A100, H100 and B200, at most 4 bytes of registers spilled (`ptxas` of CUDA 13.0), never timed"
 _ANY_DEPTH = 1 << 30
 
-_TileSpec = tuple[int, int, int, int]  # queries and keys a tile, warps, stages
+_TileSpec = tuple[int, int, int, int]  # queries per tile, keys per tile, warps, stages
 
 
 def _build_entry(device: str, depth: int, itemsize: int, forward: _TileSpec, dq: _TileSpec, dkv: _TileSpec) -> Entry:

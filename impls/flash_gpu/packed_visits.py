@@ -1,12 +1,13 @@
-"""Packed sequences: which keys each query sees, and which blocks a program visits for that.
+"""Compute for packed sequences which keys each query sees, and which blocks each program visits.
 
-A query sees the keys `low` to `high - 1` of the pack, and of queries that see any, both numbers grow
-(`impls.packed_sequences`). So the pairs of blocks that hold a pair of query and key lie along a path. For each program
-they lie between two borders, and those that hold nothing but such pairs follow one another: a kernel counts them up.
-The others are listed. They lie where `low` or `high` moves on, and each does so once along the pack. So their number
-grows with the number of blocks and not with its square, and the list has as many places as there can be of them.
+A query sees the keys `low` to `high - 1` of the pack. Both numbers grow along the queries that see any key
+(`impls.packed_sequences`). So the pairs of blocks with an allowed pair of positions lie along a path. For each program
+these blocks lie between two borders. The full blocks among them are consecutive, so a kernel counts them up from the
+first. The partial blocks are listed. A block is partial where `low` or `high` changes, and each passes through the pack
+once. So the number of partial blocks grows with the number of blocks, not with its square. The list has room for the
+largest possible number of partial blocks.
 
-All of that is found at run time, before the kernels, by a few operations on each query and block.
+All of this is computed at run time, before the kernels, by a few operations on each query and block.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class KeyRanges(NamedTuple):
 class PackedVisits(NamedTuple):
     """Blocks that each program visits, int32."""
 
-    table: Int32[Array, "programs 4"]  # first full block and their count, then start and count in `partial`
+    table: Int32[Array, "programs 4"]  # first full block, number of full blocks, start in `partial`, count there
     partial: Int32[Array, " places"]  # the partial blocks of all programs one after another
 
 
@@ -67,8 +68,8 @@ def compute_visits(ranges: KeyRanges, tiles: Tiles, axis: Axis, kv_length: int) 
         found, full = _find_key_intervals(ranges, tiles, kv_length)
     else:
         found = _Interval(seeing.first // tiles.block_q, _count_blocks(seeing.end, tiles.block_q))
-        # From the first query that reaches the block's last key to the last query that begins at or before its first.
-        # They belong to one sequence, or there are none, so each of them sees some key.
+        # For each block of keys: from the first query whose range reaches the block's last key to the last query whose
+        # range begins at or before its first key. If there are any, they belong to one sequence, and each sees a key.
         whole = _Interval(_search_sorted(reached, end, "left"), _search_sorted(ahead, start, "right"))
         full = _Interval(_count_blocks(whole.first, tiles.block_q), whole.end // tiles.block_q)
     first = jnp.minimum(found.first, found.end)
@@ -119,11 +120,12 @@ def _bound_partial_blocks(num_q: int, num_kv: int) -> int:
     has fewer than `(L - l + H - h) / block_kv + 4` partial blocks. Since `l` and `h` only grow, these sum to less than
     `2 num_kv + 4 num_q`.
 
-    If some query of the block sees no key, no block is full, and there are fewer than `(H - l) / block_kv + 2`. A key
-    lies between `l` and `H` of at most two such blocks. With three, all queries of the middle one would belong to the
-    key's sequence, with queries before and after that see some key. So these sum to `2 num_kv` more.
+    If some query of the block sees no key, no block of keys is full for it, and there are fewer than
+    `(H - l) / block_kv + 2` partial blocks. A key lies between `l` and `H` of at most two such blocks of queries. With
+    three, all queries of the middle one would belong to the key's sequence, with queries before and after that see some
+    key. So these sum to `2 num_kv` more.
 
-    The same bound holds with the axes exchanged, where the second kind does not occur.
+    The same bound holds with the axes exchanged. Blocks with a query that sees no key do not occur then.
     """
     return 4 * (num_q + num_kv)
 

@@ -26,7 +26,7 @@ from impls.jax_compat import get_cuda_version, get_device_kind
 Backend = Literal["triton", "mosaic"]
 
 HOPPER = ("H100", "H200", "H20", "H800", "GH200")
-"""Parts of JAX's device kinds that identify Hopper GPUs."""
+"""Names of Hopper GPUs: JAX's device kind contains one of them."""
 MAX_BACKWARD_DEPTH = 128
 """Largest head depth of the Mosaic backward pass: beyond it, dk and dv in f32 leave a warpgroup too few registers."""
 # CUDA releases whose `ptxas` miscompiles causal masks. JAX's own Mosaic attention refuses them there too
@@ -41,7 +41,7 @@ def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands:
       backend: the requested back end. None means Mosaic where its ring is preferred, the GPU is a Hopper and the call
         is supported, and Triton elsewhere.
       plan: static part of the call.
-      operands: its operands.
+      operands: arrays of the call.
 
     Raises:
       ValueError: there is no such back end.

@@ -1,4 +1,4 @@
-"""Static plan of a call: sizes, tiles, and which tiles each program visits."""
+"""Static plan of a call: sizes, tiles, and the list of tiles that each program visits. All kernels use it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ BLOCK_KINDS: tuple[BlockKind, BlockKind] = ("full", "partial")
 class FlashGpuPlan:
     """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value.
 
-    `packed` says that its only batch row is a pack of sequences, whose ranges (`impls.flash_gpu.packed_visits`) take
-    the place of the mask. `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
+    `packed` says that the only batch row is a pack of sequences. Key ranges (`impls.flash_gpu.packed_visits`) then
+    replace the mask. `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
     """
 
     mask: Mask
@@ -42,7 +42,7 @@ class FlashGpuPlan:
 
     @property
     def name(self) -> str:
-        """How messages name the call."""
+        """Name of the public call in messages."""
         return "flash_gpu_packed" if self.packed else "flash_gpu"
 
     @property
@@ -51,10 +51,10 @@ class FlashGpuPlan:
         return self.num_q_heads // self.num_kv_heads
 
     def unit(self, *, biased: bool) -> float:
-        """Unit of the logits in the kernels: a logit is `unit` times the stored value.
+        """Return the unit of the logits in the kernels: a logit is `unit` times the stored value.
 
-        It is the scale if only the mask comes after it. Then the largest product is the largest logit, and the
-        exponential multiplies by the scale.
+        The unit is the scale if it is positive and only the mask follows it. Then the largest product is the largest
+        logit, and the exponential applies the scale. Otherwise the unit is 1.
         """
         return self.scale if self.soft_cap is None and not biased and self.scale > 0 else 1.0
 
@@ -84,7 +84,7 @@ class FlashGpuPlan:
 
     @functools.cached_property
     def mask_arrays(self) -> dict[str, np.ndarray]:
-        """Arrays of the masks that are not formulas, by the name of the leaf.
+        """Arrays of the mask's leaves that are not formulas, by name (`name_leaf`).
 
         Lengths are int32 `[B]`. Boolean masks `[b, n, T, S]` are int8, the dtype that tiles can load.
         """
@@ -98,7 +98,7 @@ class FlashGpuPlan:
 
 
 def name_leaf(place: int) -> str:
-    """Name the array of the mask's leaf at this index of `cases.masks.leaves`."""
+    """Name the array of the mask's leaf at this index of `cases.masks.iter_leaves`."""
     return f"mask_{place}"
 
 

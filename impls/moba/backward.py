@@ -1,7 +1,7 @@
 """Backward pass of mixture of block attention (MoBA), over the same blocks as the forward pass.
 
-Probabilities are recomputed from `logsumexp` (Dao 2023, arXiv:2307.08691). With the logits z of
-`impls.moba.moba_blocks`:
+Probabilities are recomputed from `logsumexp` (Dao 2023, arXiv:2307.08691). The logits x before the
+soft cap and z after it are those of `impls.moba.moba_blocks`, and dlse is the cotangent of `logsumexp`:
 
     (8)  p_ij = exp(z_ij - logsumexp_i)
     (9)  dv_j = sum_i p_ij dout_i
@@ -14,8 +14,10 @@ Probabilities are recomputed from `logsumexp` (Dao 2023, arXiv:2307.08691). With
     (16) dbias = dx, summed over the axes along which the bias is broadcast
     (17) dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
 
-The gate only selects chunks, and gets no gradient. In the words of `impls.moba.moba_plan`: dk and dv of a bin are
-summed block after block. A row has one part of dq for each of its slots, at the place of the slot (`MobaWork.places`).
+The gate only selects chunks, and gets no gradient. The computation visits one block of queries after another; all
+queries of a block selected the same chunk of keys (`impls.moba.moba_plan`). Each block adds to dk and dv of its chunk.
+A query gets a part of dq from each chunk that it selected. The parts are stored by block, and summed at the end by
+their index in `MobaWork.places`.
 """
 
 from __future__ import annotations

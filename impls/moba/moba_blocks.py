@@ -1,6 +1,7 @@
-"""Split the operands of MoBA into lanes, and compute the logits of one block of rows and its chunk for both passes.
+"""Split the operands of MoBA by key/value head, and compute the logits of one block.
 
-Lanes, rows, bins and blocks are explained in `impls.moba.moba_plan`. The logits z are
+A block is a number of queries that selected the same chunk of keys. The forward and the backward pass both use this
+code. Lanes, rows, bins and blocks are explained in `impls.moba.moba_plan`. The logits z are
 
 (1)  x_ij = scale <q_i, k_j> + bias_ij
 (2)  z_ij = soft_cap tanh(x_ij / soft_cap)

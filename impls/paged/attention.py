@@ -1,4 +1,4 @@
-"""Attention over a paged cache: the public call, and its validation."""
+"""Attention over a paged cache: the public call, the validation of its operands, and the choice of a back end."""
 
 from __future__ import annotations
 
@@ -26,10 +26,16 @@ SCALED_DTYPES = ("int8", "float8_e4m3fn")
 BLOCK_Q = 32
 """Default queries per tile: the pages of a prompt are read once for this many of its queries."""
 BLOCK_KV = 256
-"""Keys that are read together by default, in whole pages. Both sizes are reasoned, not measured. A TPU's follow from
-its memory (`impls.paged.page_blocks`)."""
+"""Default number of keys that are read together, in whole pages.
+
+`BLOCK_Q` and `BLOCK_KV` are reasoned, not measured. On a TPU the defaults follow from its memory instead
+(`impls.paged.page_blocks`).
+"""
 BLOCK_KV_GPU = 64
-"""The same on a GPU, wherever pages end: what Triton pipelines in shared memory. Reasoned, not measured."""
+"""Default number of keys that are read together on a GPU, even where a page ends between them.
+
+It is the number that Triton pipelines in shared memory: reasoned, not measured.
+"""
 
 
 def attention(
@@ -71,21 +77,21 @@ def attention(
       cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
       num_seqs: int32 `[1]`, the number of sequences. Later entries of the tables may hold any value.
       k_scales: f32 `[pages, page_size, K]`, with pages in int8 or float8_e4m3fn: keys are `k_pages * k_scales`.
-      v_scales: likewise of the values. Scales of what no query sees may be anything.
-      page_scales: on a TPU in place of both, in the layout of `impls.paged.page_scales.side_by_side`, f32
-        `[pages, page_size, W]`.
-      k_scale: a number, in place of both with pages in these dtypes: keys are `k_pages * k_scale`.
-      v_scale: likewise of the values.
+      v_scales: the same for the values. Scales of tokens that no query sees may have any value.
+      page_scales: only on a TPU, in place of `k_scales` and `v_scales`: both in one array, in the layout of
+        `impls.paged.page_scales.side_by_side`, f32 `[pages, page_size, W]`.
+      k_scale: one number for all keys, in place of `k_scales`: keys are `k_pages * k_scale`.
+      v_scale: one number for all values, in place of `v_scales`.
       window: `(left, 0)`, how many keys a query sees before its own position.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
       backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`.
-      block_q: queries of a tile.
+      block_q: queries per tile; by default chosen for the back end.
       block_kv: keys that are read together, rounded up to whole pages; for a GPU a power of two of at least 16.
-      num_programs: how many programs of a GPU share the keys of all sequences, for each key/value head; by default as
-        many as fill it.
+      num_programs: number of GPU programs per key/value head, which share the keys of all sequences; by default as many
+        as fill the GPU.
       interpret: as `pallas_call` takes it; by default true unless the process runs on the back end's platform.
 
     Returns:
@@ -95,8 +101,8 @@ def attention(
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.
-      NotImplementedError: differentiation, float16 on a TPU, scales in another layout than the back end's, or any on a
-        GPU.
+      NotImplementedError: differentiation, float16 on a TPU, scales in a layout that the back end does not read, or any
+        scales on a GPU.
     """
     check_paged_operands(
         q,
@@ -178,7 +184,7 @@ def check_paged_operands(
     page_scales: Any = None,
     of_all: tuple[Any, Any] = (None, None),
 ) -> None:
-    """Raise `ValueError` that names an invalid operand or option of `attention`; k and v are pages."""
+    """Raise `ValueError` if an operand or option of `attention` is invalid; the message names it. k and v are pages."""
     for name, x, axes in (
         ("q", q, "[total_q, heads, depth]"),
         ("k_pages", k, "[pages, page_size, heads, depth]"),
@@ -220,7 +226,7 @@ def _check_stored_dtypes(k: Any, v: Any) -> None:
 def _check_scales(k: Any, k_scales: Any, v_scales: Any) -> None:
     for name, x in (("k_scales", k_scales), ("v_scales", v_scales)):
         if x is None:
-            raise ValueError(f"{name} must be given with the other's scales, f32 {list(k.shape[:3])}, got none")
+            raise ValueError(f"{name} must be given like the other scales, f32 {list(k.shape[:3])}, got none")
         if x.shape != k.shape[:3]:
             raise ValueError(
                 f"{name} must have shape {k.shape[:3]}, one for each row of a page and head, got {x.shape}"
@@ -232,13 +238,13 @@ def _check_scales(k: Any, k_scales: Any, v_scales: Any) -> None:
 def _check_whole_scales(of_all: tuple[Any, Any], others: tuple[Any, ...]) -> None:
     for name, x in zip(("k_scale", "v_scale"), of_all, strict=True):
         if not isinstance(x, int | float):
-            raise ValueError(f"{name} must be a number that is known before tracing, as the other's is, got {x!r}")
+            raise ValueError(f"{name} must be a number that is known before tracing, like the other scale, got {x!r}")
     if any(x is not None for x in others):
-        raise ValueError("k_scale and v_scale must be the only scales: scales of each token are for other pages")
+        raise ValueError("k_scale and v_scale must be the only scales: leave out k_scales, v_scales and page_scales")
 
 
 def check_options(num_q_heads: int, sinks: Any, window: Any, *blocks: int | None) -> None:
-    """Raise `ValueError` that names an invalid option of a call over pages."""
+    """Raise `ValueError` if an option of a call over pages is invalid; the message names it."""
     if sinks is not None and sinks.shape != (num_q_heads,):
         raise ValueError(f"sinks must have shape {(num_q_heads,)}, one logit a query head, got {sinks.shape}")
     if window is not None and (window[1] != 0 or (window[0] is not None and window[0] < 0)):
@@ -285,9 +291,9 @@ def _check_backend(backend: Backend, block_kv: int | None, num_programs: int | N
 
 
 def _refuse_scales(backend: Backend, k_scales: Any, page_scales: Any, k_scale: Any) -> None:
-    """Refuse scales in a layout that the back end does not read."""
+    """Raise `NotImplementedError` for scales in a layout that the back end does not read."""
     if backend == "tpu" and k_scales is not None:
-        raise NotImplementedError("paged on a TPU does not support k_scales: page_scales=side_by_side(...) has both")
+        raise NotImplementedError("paged on a TPU does not support k_scales: take page_scales=side_by_side(...)")
     if backend == "gpu" and any(x is not None for x in (k_scales, page_scales, k_scale)):
         raise NotImplementedError("paged on a GPU does not support k_scales: pages are in the dtype of q")
     if backend == "portable" and page_scales is not None:
@@ -308,5 +314,5 @@ def _refuse_derivative(plan: PagedPlan, backend: Backend, interpret: Interpret, 
     raise NotImplementedError("paged does not support train: pages are read and pass no gradient")
 
 
-# Jitted so that calls outside `jit` compile once for each plan, not once a call.
+# Jitted so that calls outside `jit` compile once for each plan, not once for each call.
 _attend = jax.jit(_run_backend, static_argnums=(0, 1, 2))

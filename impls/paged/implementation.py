@@ -1,4 +1,4 @@
-"""Declarations of paged attention, on each back end."""
+"""Declare paged attention to the harness, one implementation for each back end and kind of pages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from impls.paged.paged_update import attention_with_update
 # Tiles and blocks are small and of different sizes, so that prompts have several tiles, and sequences end before, at
 # and after the ends of blocks.
 _JUDGED_SIZES: dict[str, Any] = {"block_q": 8, "block_kv": 48}
-# A GPU's blocks begin and end within pages. Programs are as many as it takes for long sequences to have several shares.
+# On a GPU, blocks begin and end within pages. There are so many programs that long sequences have several shares.
 _JUDGED_SIZES_BY_BACKEND: dict[Backend, dict[str, Any]] = {
     "portable": _JUDGED_SIZES,
     "tpu": _JUDGED_SIZES,
     "gpu": {"block_q": 8, "block_kv": 32, "num_programs": 40},
 }
-# Units of a latent hold a part of a query's heads, or several queries'.
+# With 16 rows at a time, a unit of computation holds some of a query's heads, or the heads of several queries.
 _JUDGED_LATENT_SIZES: dict[Backend, dict[str, Any]] = {
     "portable": _JUDGED_SIZES,
     "tpu": {**_JUDGED_SIZES, "block_rows": 16},
@@ -84,7 +84,7 @@ def _build_update_implementation(name: str) -> Implementation:
 
 
 def _build_scaled_implementation(name: str) -> Implementation:
-    """Declare paged attention in plain JAX over pages with scales only; `paged` covers the others."""
+    """Declare paged attention in plain JAX for pages with scales; implementation `paged` covers the other pages."""
     return dataclasses.replace(
         build_implementation(name),
         description="attention over a cache in int8 or fp8 pages with scales, in plain JAX",
@@ -98,7 +98,7 @@ def _refuse_unscaled(case: Case) -> str | None:
 
 
 def build_quantized_tpu_implementation(name: str) -> Implementation:
-    """Declare the TPU kernel over pages with scales only, under `name`."""
+    """Declare the TPU kernel for pages with scales, under `name`; other pages are declared unsupported."""
     return dataclasses.replace(
         build_implementation(name, backend="tpu"),
         call=functools.partial(_attend_with_scales, backend="tpu", **_JUDGED_SIZES),
@@ -116,7 +116,7 @@ def build_quantized_tpu_implementation(name: str) -> Implementation:
 def _attend_with_scales(
     q: Any, k_pages: Any, v_pages: Any, *, k_scales: Any = None, v_scales: Any = None, **options: Any
 ) -> Any:
-    """Implement the contract's call. Servers store scales in the kernel's layout, as converting touches all pages."""
+    """Implement the contract's call: convert its scales to the kernel's layout, in which servers store them."""
     if k_scales is None:
         return attention(q, k_pages, v_pages, **options)
     return attention(q, k_pages, v_pages, page_scales=side_by_side(k_scales, v_scales), **options)

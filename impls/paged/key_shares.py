@@ -5,7 +5,7 @@ of blocks of one tile; the number follows from the total of all blocks. A progra
 is a part of a prompt or a single token over a long cache. Sharing one query's keys between programs follows Dao,
 Haziza, Massa and Sizov 2023, "Flash-Decoding".
 
-The list is as long as it can get for the shapes. It is made on the device from tables that may differ in every call.
+The list has the maximal length for the shapes. It is built on the device from tables that may differ in every call.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from impls.paged.query_tiles import QueryTiles
 class KeyShares(NamedTuple):
     """Lists of shares `[W]`, and the shares of each tile `[L]`; int32. Entries past the last share have no block."""
 
-    tile: jax.Array  # [W]
-    first: jax.Array  # [W], number of the first block in its sequence
-    end: jax.Array  # [W], one past the last
-    before: jax.Array  # [L], shares of all tiles before it
-    own: jax.Array  # [L], how many it has; none where its queries see no key
+    tile: jax.Array  # [W], tile that the share belongs to
+    first: jax.Array  # [W], index of the share's first block in its sequence
+    end: jax.Array  # [W], one past the share's last block
+    before: jax.Array  # [L], number of shares of all earlier tiles
+    own: jax.Array  # [L], number of the tile's shares; 0 if its queries see no key
 
 
 def build_shares(plan: PagedPlan, tiles: QueryTiles, *, block: int, programs: int) -> KeyShares:

@@ -1,4 +1,4 @@
-"""Blocks of pages that the TPU kernel copies, and default sizes of tiles and blocks.
+"""List the blocks of pages that the TPU kernel copies, and choose default sizes of tiles and blocks.
 
 A block is a number of pages that are consecutive in the table of a tile's sequence. The first block begins with the
 page of the first key that the tile sees. The blocks of all tiles are one list. So the pages of the next block are
@@ -23,15 +23,15 @@ SUBLANES = 8
 NUM_BUFFERS = 2
 """Blocks of pages in VMEM: one is being computed, one is being copied."""
 LATENT_ROWS = 2048
-"""Queries times heads of a tile of latents. From this number on, its products take longer than copying its pages."""
+"""Queries times heads of a tile over latents. From this number on, products take longer than copying the pages."""
 
 
 class VmemRoom(NamedTuple):
-    """Sizes that fit the VMEM of a chip."""
+    """Largest sizes that fit the VMEM of a chip."""
 
-    vmem: int  # bytes that the kernel may take
-    rows: int  # queries times heads of a tile
-    keys: int  # bytes of keys and values per block; VMEM has three: two buffers, and a copy split by head
+    vmem: int  # bytes of VMEM that the kernel may take
+    rows: int  # rows of a tile: queries times heads
+    keys: int  # bytes of keys and values per block; VMEM has three such: two buffers, and a copy split by head
 
 
 class PageBlocks(NamedTuple):
@@ -40,11 +40,11 @@ class PageBlocks(NamedTuple):
     `L` is the largest possible number of tiles. Entries past the last tile in use have no blocks.
     """
 
-    slot: jax.Array  # where its first block begins, as an index into its sequence's row of the page table
-    end: jax.Array  # one past the last such index that it needs
-    length: jax.Array  # number of its blocks
+    slot: jax.Array  # start of the tile's first block: an index into the page table row of the tile's sequence
+    end: jax.Array  # one past the last index into this row that the tile needs
+    length: jax.Array  # number of the tile's blocks
     before: jax.Array  # number of blocks of all earlier tiles
-    following: jax.Array  # the next tile that has a block; L if none has
+    following: jax.Array  # index of the next tile that has a block; `L` if no later tile has one
 
 
 def build_blocks(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> PageBlocks:
@@ -66,9 +66,10 @@ def build_blocks(plan: PagedPlan, operands: Operands, tiles: QueryTiles) -> Page
 def find_chip_room() -> VmemRoom:
     """Find the sizes that fit the target chip.
 
-    At depth 128 a row takes 3.6 KiB beside its logits: accumulators, queries, and results on their way. The more
-    queries a tile has, the less often pages are copied and their heads taken apart. By the compiler's schedule, 512
-    queries of each of four sequences of 4,096 keys take 3,871 kilocycles on v5e in tiles of 64, 2,952 in tiles of 128.
+    A row is one head of one query. At depth 128 it takes 3.6 KiB beside its logits: accumulators, queries, and results
+    that are being written. The more queries a tile has, the less often pages are copied and split by head. By the
+    compiler's schedule, four sequences of 4,096 keys with 512 queries each take 3,871 kilocycles on v5e in tiles of 64
+    queries, and 2,952 in tiles of 128.
     """
     capacity = find_limit(None).bytes
     if capacity >= 4 * DEFAULT_SCOPED:

@@ -1,7 +1,7 @@
 """Async copies between HBM and VMEM: prefetch pages into a buffer, and write the rows of a tile back.
 
-Every started copy must be waited for, in bytes. So starting and waiting iterate over the same description of the
-copies. The exception are whole blocks, for which one wait covers all of their bytes.
+Every copy that is started must be waited for, with the same number of bytes. So starting and waiting iterate over the
+same description of the copies. Whole blocks are the exception: one wait covers all of their bytes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Copy = Any
 
 
 class PageCache(NamedTuple):
-    """Refs of the pages, and the buffers of a block: of keys, and of values if they have their own pages.
+    """Refs of the pages in HBM, and the VMEM buffers of a block: for keys, and for values if they have their own pages.
 
-    Tokens of a page that has its heads apart lie one behind the other in a buffer, `[BUFFERS, block, K, .]`. A page of
-    latents lies there as it is, `[BUFFERS, block_pages, page_size, .]`: tiles hold rows of it, and a copy must begin
-    with a tile, which not every token does.
+    A buffer of pages with heads holds the tokens of a block one after another, `[BUFFERS, block, K, .]`. A buffer of
+    latents keeps the axis of pages, `[BUFFERS, block_pages, page_size, .]`: a memory tile spans several tokens, and a
+    copy must begin at the start of a memory tile.
     """
 
     page_indices: Any  # SMEM [max_seqs * pages_per_seq]
     pages: tuple[Any, ...]  # HBM [pages, page_size, ...]
-    held: tuple[Any, ...]  # VMEM
-    arrived: Any  # semaphores [len(held), BUFFERS]
+    held: tuple[Any, ...]  # VMEM buffers, one for each array of `pages`
+    arrived: Any  # semaphores of the copies, [len(held), BUFFERS]
     pages_per_seq: int
     block_pages: int
 
@@ -56,7 +56,7 @@ class Results(NamedTuple):
 
     tile: tuple[Any, ...]
     all: tuple[Any, ...]
-    written: Any  # semaphores, one for each
+    written: Any  # semaphores of the copies to HBM, one for each array
 
 
 def find_buffer(blocks: PageBlocks, tile: Scalar, block: Scalar) -> Any:

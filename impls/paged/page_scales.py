@@ -20,19 +20,19 @@ def side_by_side(k_scales: jax.Array, v_scales: jax.Array) -> jax.Array:
     """Convert scales `[pages, page_size, K]` to the layout of the TPU kernel.
 
     Args:
-      k_scales: f32, those of the keys.
-      v_scales: f32, those of the values.
+      k_scales: scales of the keys, f32.
+      v_scales: scales of the values, f32.
 
     Returns:
-      f32 `[pages, page_size, W]` with W lanes, a multiple of 128: those of the keys in the first K, those of the values
-      in the next K, and zeros behind them.
+      f32 `[pages, page_size, W]` with W lanes, a multiple of 128: the first K lanes hold the scales of the keys, the
+      next K lanes the scales of the values, and the others zeros.
     """
     both = jnp.concatenate([k_scales, v_scales], axis=-1)
     return jnp.pad(both, ((0, 0), (0, 0), (0, -both.shape[-1] % LANES)))
 
 
 def check_page_scales(page_scales: Any, k_pages: Any) -> None:
-    """Raise `ValueError` that says what is wrong with scales in the TPU kernel's layout."""
+    """Raise `ValueError` if `page_scales` has a wrong shape or dtype for the TPU kernel; the message says which."""
     *rows, num_kv_heads, _ = k_pages.shape
     if page_scales.ndim != 3 or [*page_scales.shape[:2]] != rows or page_scales.shape[2] % LANES:
         wanted = f"[{rows[0]}, {rows[1]}, a multiple of {LANES}]"

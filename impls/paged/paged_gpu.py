@@ -1,18 +1,19 @@
 """Paged attention for GPUs in Pallas (Triton): one program per share of a tile's keys, and one that merges shares.
 
 A program owns a tile of queries, all of one sequence (`impls.paged.query_tiles`), for the heads of one key/value head,
-and a share of the blocks of keys that they see (`impls.paged.key_shares`). It looks the page of each key up in the
-table and reads the key where it lies. So nothing of the cache is copied, and the work follows the queries and the keys.
+and a share of the blocks of keys that they see (`impls.paged.key_shares`). It looks up the page of each key in the
+table and reads the key in place. So nothing of the cache is copied, and the work grows with the queries and the keys.
 
-With (1) and (2) from `impls.paged.paged_plan`, over the keys of a share, with no sink and no division:
+From the logits z, equations (1) and (2) of `impls/__init__.py`, a program computes over the keys of its share, without
+sink and without division:
 
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max_j z_ij
     (5)  l_i = sum_j exp(z_ij - m_i)
     (6)  out_i = sum_j exp(z_ij - m_i) v_j
 
-The parts of a tile are merged by a second kernel, in the order of their keys: the same bits in every call. It writes
-the rows to where they belong.
+A second kernel merges the parts of a tile in the order of their keys, so that every call gives the same bits. It writes
+each row to its place in the results.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class _Launch:
     """Sizes of a call. A column is a set of query heads of one key/value head: all of its group, or a part of it."""
 
     plan: PagedPlan
-    block: int  # keys of a block
-    rows: int  # of a tile
-    heads: int  # query heads of a column
+    block: int  # keys per block
+    rows: int  # rows per tile
+    heads: int  # query heads per column
     num_q_heads: int
     num_kv_heads: int
     page_size: int
@@ -84,9 +85,9 @@ class _Launch:
 class _Rows(NamedTuple):
     """The rows of a tile in one column, `[rows]`: the heads of the first query, then those of the next."""
 
-    query: jax.Array  # which of the tile's queries
-    there: jax.Array  # whether query and head exist
-    packed: jax.Array  # row in an array `[total_q * N, .]`; none is that of two
+    query: jax.Array  # index of the row's query in the tile
+    there: jax.Array  # whether the row's query and head exist
+    packed: jax.Array  # index of the row in an array `[total_q * N, .]`; all indices differ
 
 
 def choose_block_q(total_q: int, num_seqs: int, group: int) -> int:
@@ -96,7 +97,7 @@ def choose_block_q(total_q: int, num_seqs: int, group: int) -> int:
 
 def attend(plan: PagedPlan, operands: Operands, *, interpret: bool) -> Part:
     """Attend to every key that each query sees; the part `[total_q, N, .]` is empty past the last sequence."""
-    assert operands.v_pages is not None  # there is no kernel for latents yet
+    assert operands.v_pages is not None  # there is no GPU kernel for latents
     launch = _build_launch(plan, operands, operands.v_pages.shape[3])
     total, heads = operands.q.shape[:2]
     tiles = build_tiles(operands, plan.block_q)
@@ -201,13 +202,13 @@ def _share_kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
         v = _gather(inputs["v"], token * launch.num_kv_heads + head, seen, launch.v_depth)
         z = jnp.where(
             compute_allowed(plan, i, j[None, :]), compute_logits(plan, _multiply(q, k, 1)), -jnp.inf
-        )  # (1), (2), (3)
-        top = jnp.maximum(old.max, jnp.max(z, axis=1))  # (4)
+        )  # masked logits, equations (1) to (3)
+        top = jnp.maximum(old.max, jnp.max(z, axis=1))  # maximum, equation (4)
         weights, decay = compute_exp(z - replace_neg_inf(top)[:, None]), compute_exp(old.max - replace_neg_inf(top))
         return Part(
-            out=old.out * decay[:, None] + _multiply(weights.astype(v.dtype), v, 0),  # (6)
+            out=old.out * decay[:, None] + _multiply(weights.astype(v.dtype), v, 0),  # weighted sum of values, eq. (6)
             max=top,
-            sum=old.sum * decay + jnp.sum(weights, axis=1),  # (5)
+            sum=old.sum * decay + jnp.sum(weights, axis=1),  # sum of weights, equation (5)
         )
 
     part = lax.fori_loop(first, end, visit, _start_part(launch))

@@ -7,19 +7,21 @@
     (5)  l_i = sum_j exp(z_ij - m_i)
     (6)  out_i = sum_j exp(z_ij - m_i) v_j
 
-m, l and the sum of (6) are kept for the keys so far, as in `impls.paged.paged_portable`, and so is what it gives: a
-part.
+The kernel updates m, l and the sum of (6) block by block. Its result is a part, without sink and division, as in
+`impls.paged.paged_portable`.
 
 Heads of one group are rows of one product with the keys that they share. Rows are a tile's queries times the heads of
 a group, `row = i * G + g`. A tile of one query, as in decoding, is computed with the rows of one query.
 
-All heads are one group of a latent, and its first coordinates are the values. So a block of latents is read where it
-was copied to, for keys and for values, and nothing is taken apart. Its rows are many, and are computed some at a time.
+With latents all query heads form one group, and the first coordinates of a latent are its value. So a block of latents
+serves as keys and as values where it was copied to, and is not split by head. A tile then has many rows, which are
+computed `block_rows` at a time.
 
-z and m are counted in units of log 2, and l is kept for each lane by itself until the end, as in
-`impls.splash_tpu.forward`. That, values instead of references between heads, and no mask where every query sees the
-whole block: by the compiler's schedule on v5e, four heads over 512 keys take 841 cycles for one query, where they took
-1,789, and 2,309 for 32, where they took 4,803 (libtpu 0.0.42.1, depth 128, bf16, eight query heads for one of keys).
+z and m are in units of log 2, and l is kept separately for each lane until the end, as in `impls.splash_tpu.forward`.
+Between heads, the softmax is passed in values instead of references. No mask is applied where every query sees the
+whole block. With these three, four heads over 512 keys take 841 cycles for one query and 2,309 for 32 queries; without
+them, 1,789 and 4,803 (compiler's schedule on v5e, libtpu 0.0.42.1, depth 128, bf16, eight query heads per key/value
+head).
 """
 
 from __future__ import annotations
@@ -49,43 +51,44 @@ from impls.paged.query_tiles import QueryTiles
 from impls.splash_tpu.splash_tiles import EMPTY_MAXIMUM, LOG_2, repeat_lanes, sum_by_lane
 
 TOGETHER = 32
-"""Tokens whose heads are split at a time."""
+"""Number of tokens whose heads are split at a time."""
 HEADS = 4
-"""Heads whose products are computed together, to hide latencies."""
+"""Number of heads whose products are computed together, to hide latencies."""
 
 
 class HeadRefs(NamedTuple):
     """Refs in VMEM, with heads as first axis."""
 
     q: Any  # [K, rows, H]
-    out: Any  # [K, rows, V] f32, the sum of (6)
-    max: Any  # [K, rows, LANES] f32, m in units of log 2
-    sum: Any  # [K, rows, LANES] f32, whose lanes add up to l
-    k: Any = None  # [K, block, H], none for latents
-    v: Any = None  # [K, block, V]
-    scales: Any = None  # [W, block] f32, of the keys of each head and of the values of each, none without scales
+    out: Any  # [K, rows, V] f32, sum of weighted values, equation (6)
+    max: Any  # [K, rows, LANES] f32, the maximum m in units of log 2
+    sum: Any  # [K, rows, LANES] f32, whose lanes add up to the sum of weights l
+    k: Any = None  # [K, block, H]; None for latents
+    v: Any = None  # [K, block, V]; None for latents
+    scales: Any = None  # [W, block] f32, scales of each head's keys, then of each head's values; None without scales
 
 
 class ComputeUnits(NamedTuple):
     """Units of a block that are computed one after the other: heads, or groups of rows of a latent."""
 
     total: int
-    rows: int  # of each
-    place: Callable[[Any], tuple[Any, Any]]  # by number, head and rows in the arrays of `Heads`
-    keys: Callable[[Any], tuple[jax.Array, jax.Array]]  # by number, [block, H] and [block, V]
-    # Multiply by the scale of each key of a unit, and by that of each value, along the last axis.
+    rows: int  # rows of each unit
+    place: Callable[[Any], tuple[Any, Any]]  # from a unit's number: its head and rows in the arrays of `HeadRefs`
+    keys: Callable[[Any], tuple[jax.Array, jax.Array]]  # from a unit's number: keys [block, H] and values [block, V]
+    # `of_keys(number, x)` multiplies x by the scale of each key of a unit, along the last axis; `of_values` by the
+    # scale of each value. Without scales both return x.
     of_keys: Callable[[Any, Any], Any] = lambda number, x: x
     of_values: Callable[[Any, Any], Any] = lambda number, x: x
 
 
 class Tile(NamedTuple):
-    """The tile of a grid step."""
+    """The tile of queries that a grid step computes."""
 
     number: Scalar
-    queries: Scalar  # how many it has
-    position: Scalar  # of the first
-    most: int  # how many it has at most
-    group: int  # heads of one key/value head
+    queries: Scalar  # number of the tile's queries
+    position: Scalar  # position of the first query in its sequence
+    most: int  # largest number of queries per tile
+    group: int  # query heads per key/value head
 
     def sized(self, do: Callable[[int], None]) -> None:
         """Call `do` with the number of queries to compute: 1 for a single query, else the tile's size."""
@@ -107,7 +110,7 @@ def compute_tile(
     number, num_kv_heads = pl.program_id(0), heads.q.shape[0]
     most, group = q_ref.shape[0], q_ref.shape[1] // num_kv_heads
     tile = Tile(number, tiles.queries[number], tiles.position[number], most, group)
-    # The first block of all is the one that no tile before could ask for.
+    # The very first block of the call: no earlier tile could start its copy.
     opens = (blocks.length[number] > 0) & (blocks.before[number] == 0)
     pl.when(opens)(functools.partial(start_block, cache, tiles, blocks, number, jnp.int32(0)))
 
@@ -138,7 +141,7 @@ def compute_tile(
 
 
 def _clear(plan: PagedPlan, tile: Tile, heads: HeadRefs, size: int) -> None:
-    """Initialise the softmax over no keys, for the rows of `size` queries."""
+    """Initialise the online softmax of the rows of `size` queries, before any key."""
     rows = count_rows(plan, size, tile.group)
     for ref, value in ((heads.out, 0.0), (heads.max, EMPTY_MAXIMUM), (heads.sum, 0.0)):
         ref[:, :rows] = jnp.full((ref.shape[0], rows, ref.shape[2]), value, jnp.float32)
@@ -248,13 +251,13 @@ def _add_block(
         of_all = sees(0) if units.rows == rows else None
 
         def masked(number: Scalar, z: jax.Array) -> jax.Array:
-            return jnp.where(sees(number * units.rows) if of_all is None else of_all, z, -jnp.inf)  # (3)
+            return jnp.where(sees(number * units.rows) if of_all is None else of_all, z, -jnp.inf)  # equation (3)
 
         _add_units(plan, heads, units, block, masked)
 
     low, _ = find_key_range(plan, tile.position + (tile.queries - 1))
     _, high = find_key_range(plan, tile.position)
-    seen = (start >= low) & (start + block <= high)  # by every query
+    seen = (start >= low) & (start + block <= high)  # whether every query sees the whole block
     pl.when(seen)(functools.partial(_add_units, plan, heads, units, block, lambda n, z: z))
     pl.when(jnp.logical_not(seen))(seen_in_part)
 
@@ -262,7 +265,7 @@ def _add_block(
 def _add_units(
     plan: PagedPlan, heads: HeadRefs, units: ComputeUnits, block: int, masked: Callable[[Any, jax.Array], jax.Array]
 ) -> None:
-    """Add a block unit by unit. The products of each are issued before the softmax of the previous one."""
+    """Add a block unit by unit. The products of each unit are issued before the softmax of the previous unit."""
     depth_v = heads.out.shape[2]
     several = HEADS if units.total % HEADS == 0 else 1
 
@@ -278,15 +281,15 @@ def _add_units(
             products, (before, total, acc) = coming, softmax[n]
             if n + 1 < several:
                 coming = products_of(these[n + 1])
-            z = compute_logits(plan, products, LOG_2, functools.partial(units.of_keys, this))  # (1), (2)
-            z = masked(this, z)  # (3)
-            top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # (4)
+            z = compute_logits(plan, products, LOG_2, functools.partial(units.of_keys, this))  # logits, eqs. (1), (2)
+            z = masked(this, z)  # hidden pairs get -inf, equation (3)
+            top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
             weights, decay = jnp.exp2(z - repeat_lanes(top, block)), jnp.exp2(before - top)
             values = units.keys(this)[1]
             acc = acc * repeat_lanes(decay, depth_v) + _multiply(
                 units.of_values(this, weights).astype(values.dtype), values, 0
-            )  # (6)
-            softmax[n] = top, total * decay + _sum_by_lane(weights), acc  # (5)
+            )  # weighted sum of values, equation (6)
+            softmax[n] = top, total * decay + _sum_by_lane(weights), acc  # sum of weights, equation (5)
         for this, found in zip(these, softmax, strict=True):
             place = units.place(this)
             heads.max[place], heads.sum[place], heads.out[place] = found

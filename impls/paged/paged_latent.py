@@ -1,4 +1,4 @@
-"""Absorbed multi-head latent attention over paged latents: the public call, and its validation."""
+"""Multi-head latent attention in absorbed form over paged latents: the public call, and the checks of its operands."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from impls.paged.page_blocks import choose_block_kv, choose_block_q
 from impls.paged.paged_plan import Operands, PagedPlan
 
 BLOCK_ROWS = 256
-"""The side of the largest matrix unit. By the compiler's schedule, 512 queries of each of four sequences of 4,096
-latents in pages of 64 take 22,660 kilocycles on v5e and 11,769 on v6e with 128, 22,322 and 9,023 with 256, and 21,328
-and 8,077 with 512, which was not compiled for the others."""
+"""Default number of rows (queries times heads) that are computed at a time: the side of the largest matrix unit.
+
+By the compiler's schedule, four sequences of 4,096 latents in pages of 64, with 512 queries each, take on v5e and v6e:
+
+- with 128 rows, 22,660 and 11,769 kilocycles;
+- with 256 rows, 22,322 and 9,023;
+- with 512 rows, 21,328 and 8,077. This size was not compiled for other chips.
+"""
 
 
 def latent_attention(
@@ -47,7 +52,8 @@ def latent_attention(
     pages is read once, for keys and values.
 
     Args:
-      q: queries `[total_q, N, H]`, one sequence behind the other: those of the rank, then those of the rotary part.
+      q: queries `[total_q, N, H]`, one sequence after the other. The coordinates of the rank come first, then those of
+        the rotary part.
       latent_pages: `[pages, page_size, H]`. Latents that no query sees are never read.
       value_dim: the rank, at most `H`.
       scale: factor of `<q, latent>`. It belongs to the heads before absorption, so it does not follow from `H`.
@@ -59,17 +65,19 @@ def latent_attention(
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       save_residuals: also return `logsumexp` and `max_logits`.
-      backend: `"portable"` JAX, or the Pallas kernel for `"tpu"`. It reads pages where they lie if they lie row by
-        row, as XLA lays them out where `H` is a multiple of 128 and `page_size` one of 8. Others are copied first, all
-        of them. So 512 + 64 are best stored 640 wide, with zeros behind them as behind q, which takes no more memory.
-      block_q: queries of a tile.
+      backend: `"portable"` JAX, or the Pallas kernel for `"tpu"`. The TPU kernel reads pages in place if XLA lays them
+        out row by row: if `H` is a multiple of 128 and `page_size` a multiple of 8. Otherwise all pages are copied
+        first. So latents of 512 + 64 coordinates are best padded with zeros to 640, and q too. This takes no more
+        memory.
+      block_q: queries per tile.
       block_kv: latents that are read together, rounded up to whole pages.
       block_rows: queries times heads that are computed at a time on a TPU, a multiple of 16.
       interpret: as `pallas_call` takes it; by default true unless the process runs on a TPU.
 
     Returns:
       `out [total_q, N, value_dim]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32
-      `[total_q, N]`; empty rows and rows past the last sequence as `impls.paged.attention` has them.
+      `[total_q, N]`. Empty rows and rows past the last sequence have the values that
+      `impls.paged.attention.attention` states.
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.

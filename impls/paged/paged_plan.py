@@ -1,8 +1,8 @@
-"""Static plan and arrays of a call, the keys that its queries see, and its logits.
+"""Static plan and arrays of a paged call, the keys that its queries see, and its logits. All back ends use them.
 
-Query `i` of a sequence stands at position `kv_len - q_len + i` of it, and sees key `j` if `j <= position`, and with a
-window if `j >= position - left` too (docs/contract.md, section 8). So a query sees one run of keys, and so do queries
-that follow one another.
+Query `i` of a sequence has position `kv_len - q_len + i`. It sees key `j` if `j <= position` and, with a window,
+`j >= position - left` (docs/contract.md, section 8). So each query sees one run of consecutive keys, and consecutive
+queries together see one run too.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class PagedPlan:
     """Static part of one call. Equal plans share one compiled function.
 
     Attributes:
-      left: keys beside its own that a query sees; none for all before it.
+      left: number of keys before its own position that a query sees; None for all of them.
       scale: factor of `<q, k>`.
-      soft_cap: bound of the logits; none if there is none.
-      block_q: queries of a tile, all of one sequence.
-      block_pages: pages that are read together.
-      value_dim: how many coordinates of a key, the first ones, are its value; none where values have their own pages.
-      block_rows: queries times heads of a latent that are computed at a time on a TPU.
-      block_keys: keys that are read together on a GPU, wherever pages end; a power of two.
-      programs: how many programs share all keys on a GPU, for each key/value head; none for as many as fill it.
+      soft_cap: bound of the logits; None without a soft cap.
+      block_q: queries per tile, all of one sequence.
+      block_pages: number of pages that are read together.
+      value_dim: number of leading coordinates of a key that are its value; None if values have their own pages.
+      block_rows: for latents, queries times heads that are computed at a time on a TPU.
+      block_keys: number of keys that are read together on a GPU, even across the ends of pages; a power of two.
+      programs: number of GPU programs per key/value head, which share all keys; None for as many as fill the GPU.
     """
 
     left: int | None
@@ -55,7 +55,7 @@ class Operands(NamedTuple):
     num_seqs: Int32[Array, "1"]
     k_scales: Float32[Array, "pages page_size K"] | None = None  # None if pages are not quantised
     v_scales: Float32[Array, "pages page_size K"] | None = None
-    page_scales: Float32[Array, "pages page_size W"] | None = None  # both side by side (`impls.paged.page_scales`)
+    page_scales: Float32[Array, "pages page_size W"] | None = None  # both in one array (`impls.paged.page_scales`)
 
 
 def find_key_range(plan: PagedPlan, position: Any) -> tuple[Any, Any]:
@@ -64,7 +64,7 @@ def find_key_range(plan: PagedPlan, position: Any) -> tuple[Any, Any]:
 
 
 def find_block_range(plan: PagedPlan, position: Any, queries: Any, block: int) -> tuple[Any, Any]:
-    """Find the first block of `block` keys that any of `queries` queries from `position` on sees, and the end."""
+    """Find the blocks of `block` keys that `queries` queries from `position` on see: first block, one past the last."""
     low, _ = find_key_range(plan, position)
     _, high = find_key_range(plan, position + (queries - 1))
     return low // block, jnp.maximum(high + (block - 1), 0) // block
@@ -81,6 +81,6 @@ def compute_logits(
 ) -> jax.Array:
     """Compute logits in units of `unit` from products `<q, k>`; `of_keys` multiplies by the scale of each key."""
     if plan.soft_cap is None:
-        return products * of_keys(jnp.float32(plan.scale / unit))  # (1)
+        return products * of_keys(jnp.float32(plan.scale / unit))  # scaled logits, equation (1)
     bent = jnp.tanh(products * of_keys(jnp.float32(plan.scale / plan.soft_cap)))
-    return jnp.float32(plan.soft_cap / unit) * bent  # (1), (2)
+    return jnp.float32(plan.soft_cap / unit) * bent  # logits with soft cap, equations (1) and (2)

@@ -11,8 +11,8 @@
 multiplies the others by `decay = exp(old m - new m)` (Milakov and Gimelshein 2018, arXiv:1805.02867). Sinks and the
 division come later, since the result is a part (`impls.softmax_merge`).
 
-Both loops are as long as the tables say (`impls.paged.query_tiles`), and a block of pages is all that is ever gathered
-of the cache (Kwon et al. 2023, arXiv:2309.06180, for the table of pages).
+Both loops are as long as the tables require (`impls.paged.query_tiles`). At most one block of pages is gathered from
+the cache at a time. The page table is that of Kwon et al. 2023, arXiv:2309.06180.
 """
 
 from __future__ import annotations
@@ -95,16 +95,16 @@ def _add_block(
     j = number * len(k) + jnp.arange(len(k), dtype=jnp.int32)
     t = jnp.arange(q.shape[1], dtype=jnp.int32) // (q.shape[1] // plan.block_q)
     sees = compute_allowed(plan, (position + t)[:, None], j) & (t < queries)[:, None]  # [R, block]
-    z = compute_logits(plan, _multiply("krh,skh->krs", q, k))  # (1), (2)
-    z = jnp.where(sees, z, -jnp.inf)  # (3)
-    top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # (4)
+    z = compute_logits(plan, _multiply("krh,skh->krs", q, k))  # logits with soft cap, equations (1) and (2)
+    z = jnp.where(sees, z, -jnp.inf)  # hidden pairs get -inf, equation (3)
+    top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
     weights, decay = jnp.exp(z - replace_neg_inf(top)), jnp.exp(old.max - replace_neg_inf(top))
     # Values that no query sees may be NaN, and 0 * NaN is not 0.
     v = jnp.where(sees.any(axis=0)[:, None, None], v, jnp.zeros_like(v))
     return Part(
-        out=old.out * decay + _multiply("krs,skv->krv", weights.astype(v.dtype), v),  # (6)
+        out=old.out * decay + _multiply("krs,skv->krv", weights.astype(v.dtype), v),  # weighted sum of values, eq. (6)
         max=top,
-        sum=old.sum * decay + weights.sum(axis=-1, keepdims=True),  # (5)
+        sum=old.sum * decay + weights.sum(axis=-1, keepdims=True),  # sum of weights, equation (5)
     )
 
 
@@ -113,7 +113,7 @@ def _gather_tokens(named: jax.Array, pages: jax.Array, scales: jax.Array | None,
     rows = pages[named]
     if scales is not None:
         rows = rows.astype(jnp.float32) * scales[named][..., None]
-    elif rows.dtype != dtype:  # numbers of 8 bits, which every dtype of q has exactly
+    elif rows.dtype != dtype:  # 8-bit numbers, which every dtype of q represents exactly
         rows = rows.astype(jnp.float32).astype(dtype)
     return rows.reshape(-1, *pages.shape[2:])
 

@@ -1,11 +1,11 @@
 """Paged attention for TPUs in Pallas: a grid step per tile of queries, and pages that the kernel prefetches itself.
 
 Tables, tiles and blocks lie in scalar memory, pages and results in HBM. A step of the grid is one tile of queries, all
-of one sequence (`impls.paged.query_tiles`), be it a part of a prompt or a single token. So the work follows the queries
-and the keys that there are, and neither `max_seqs` nor `pages_per_seq`.
+of one sequence (`impls.paged.query_tiles`): a part of a prompt or a single token. So the work grows with the actual
+queries and keys, not with `max_seqs` and `pages_per_seq`.
 
-The kernel copies by itself what a pipeline cannot: the pages of a block, which lie anywhere
-(`impls.paged.page_copies`), and as many rows of results as a tile has, for behind them are those of another sequence.
+The kernel itself copies two things that a pipeline cannot copy (`impls.paged.page_copies`). The pages of a block may
+lie anywhere. A tile may have fewer than `block_q` rows of results, and the rows after them belong to another sequence.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _get_value_depth(plan: PagedPlan, operands: Operands) -> int:
 
 
 def _list_pages(operands: Operands) -> tuple[jax.Array, ...]:
-    """List the arrays that are copied page by page. Latents get no axis of heads, so that their tokens fill tiles."""
+    """List the arrays that are copied page by page. Latents lose the axis of heads, so that tokens fill tiles."""
     if operands.v_pages is None:
         return (operands.k_pages[:, :, 0],)
     scales = () if operands.page_scales is None else (operands.page_scales,)

@@ -1,8 +1,8 @@
 """Attention that first writes the keys and values of its queries' tokens into pages, as servers do.
 
-The token of query `i` of a sequence is key `kv_len - q_len + i` of it, and lies in row `j % page_size` of page
-`page_indices[b, j // page_size]` for that `j`. Pages are new arrays that differ from those that were given in these
-rows alone. Under `jax.jit` with `donate_argnames=("k_pages", "v_pages")` they are the same memory.
+The token of query `i` of sequence `b` is key `j = kv_len - q_len + i` of the sequence. It lies in row `j % page_size`
+of page `page_indices[b, j // page_size]`. The call returns new arrays of pages, which differ from its operands only in
+these rows. Under `jax.jit` with `donate_argnames=("k_pages", "v_pages")` they reuse the operands' memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from cases.storage_forms.paged_form import SCALES, WHOLE_SCALES
 from impls.paged.attention import attention, check_paged_operands, check_tables
 
-_MAX_INT32 = 2**31 - 1  # beyond every token
+_MAX_INT32 = 2**31 - 1  # larger than the index of every token
 
 
 def attention_with_update(
@@ -54,10 +54,10 @@ def attention_with_update(
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.
-      NotImplementedError: differentiation, or pages with scales, which are read alone.
+      NotImplementedError: differentiation, or pages with scales, which can be read but not written.
     """
     if any(options.get(name) is not None for name in (*SCALES, *WHOLE_SCALES)):
-        raise NotImplementedError("k_scales: new keys are written as they are given; pages with scales are read alone")
+        raise NotImplementedError("k_scales: new keys are not quantised, so pages with scales can only be read")
     tables: dict[str, Any] = {
         "kv_lens": kv_lens,
         "page_indices": page_indices,
@@ -85,7 +85,7 @@ def _find_slots(
     pages, page_size = k_pages.shape[:2]
     most = len(kv_lens)
     token = jnp.arange(total, dtype=jnp.int32)
-    # Entries past the last sequence may be any integers, and a search needs them in order.
+    # Entries past the last sequence may be any integers, but the search needs ascending ones.
     ends = jnp.where(jnp.arange(most) < num_seqs[0], cu_q_lens[1:], _MAX_INT32)
     sequence = jnp.minimum(jnp.searchsorted(ends, token, side="right"), most - 1).astype(jnp.int32)
     j = kv_lens[sequence] - cu_q_lens[sequence + 1] + token

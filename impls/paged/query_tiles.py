@@ -1,7 +1,7 @@
 """Tiles of queries: the queries of each sequence, `block_q` at a time, one sequence after the other.
 
-The list has the maximal length for the shapes, and only the first `total` tiles are computed. So the work follows the
-actual queries, and not `max_seqs`. The list is built on the device from tables that may differ in every call.
+The list has the maximal length for the shapes, and only the first `total` tiles are computed. So the work grows with
+the actual queries, not with `max_seqs`. The list is built on the device from tables that may differ in every call.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class QueryTiles(NamedTuple):
     """Lists of tiles; int32."""
 
     total: Int32[Array, ""]  # number of tiles
-    sequence: Int32[Array, " L"]
-    row: Int32[Array, " L"]  # the packed query that a tile begins with
-    queries: Int32[Array, " L"]  # number of its queries
-    position: Int32[Array, " L"]  # position of the first of them in its sequence
+    sequence: Int32[Array, " L"]  # sequence of the tile
+    row: Int32[Array, " L"]  # index of the tile's first query in `q`
+    queries: Int32[Array, " L"]  # number of the tile's queries
+    position: Int32[Array, " L"]  # position of the tile's first query in its sequence
 
 
 def build_tiles(operands: Operands, block_q: int) -> QueryTiles:

@@ -1,4 +1,4 @@
-"""Decode attention over a padded cache: the public calls, and their validation."""
+"""Decode attention over a padded cache: the public calls, the validation of operands, and the choice of a back end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ from impls.softmax_merge import Part
 
 Backend = Literal["portable", "tpu", "gpu"]
 DEFAULT_BLOCKS = {"portable": 256, "tpu": 512, "gpu": 64}
-"""Keys a block by default. A block of 512 keys of depth 128 is 128 KiB in bf16, whose fetch to a TPU takes longer than
-a step costs to start. By the compiler's schedule, blocks of 1,024 and 2,048 keys, of which fewer heads fit a step, take
-as long for a key within 3% on v6e and 7x. 64 is what Triton pipelines in shared memory: reasoned, not measured."""
+"""Default number of keys per block, by back end.
+
+On a TPU, 512 keys of depth 128 are 128 KiB in bf16. To fetch them takes longer than to start a step. With 1,024 and
+2,048 keys, fewer heads fit a step; by the compiler's schedule the time per key is the same within 3% on v6e and 7x. On
+a GPU, 64 keys are what Triton pipelines in shared memory: reasoned, not measured.
+"""
 
 UNSUPPORTED = {
     "train": "decode attention passes no gradient",
@@ -41,7 +44,7 @@ UNSUPPORTED = {
 
 
 class BackendOptions(NamedTuple):
-    """Options of a back end."""
+    """Options of a call that select and configure its back end."""
 
     backend: Backend
     block_kv: int
@@ -71,8 +74,8 @@ def compute_parts(
     """Attend from a few query tokens to a padded cache, without normalising (docs/contract.md, section 4).
 
     `out / sum` is attention over the keys that exist, and parts over disjoint sets of keys merge with
-    `impls.softmax_merge`: a prompt's cache with that of what was generated since, or one device's share of a cache with
-    another's. Blocks that hold no key that a query sees are neither fetched nor computed.
+    `impls.softmax_merge`: for example a prompt's cache with the cache of the generated tokens, or the shares of a cache
+    on several devices. Blocks that hold no key that a query sees are neither fetched nor computed.
 
     Query token `t` of batch row `b` is at position `positions[b] + t`, and sees key `j` if `j < lengths[b]` and `mask`
     allows it at that position.
@@ -84,15 +87,15 @@ def compute_parts(
       mask: Causal, Window, Chunked, Lengths, Full and their conjunctions; OwnWindow with Lengths.
       lengths: int32 `[B]`, number of keys that exist, 0 to S; by default S. If traced, it is clipped to 0 to S.
       positions: int32 `[B]`, position of the first query among the keys; by default 0, so that an offset of the mask is
-        the position. For a window that moves with each sequence: `lengths - T`, which is what an OwnWindow gives.
+        the position. For a window that moves with each sequence, pass `lengths - T`; an OwnWindow mask implies it.
       segment_ids: not supported.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      sinks: `[N]`, an additional logit in the sum of each query head; only for one part of a merge.
+      sinks: `[N]`, an additional logit in the sum of each query head; give them to only one of the parts of a merge.
       bias: not supported.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`.
       block_kv: keys per block, by default `DEFAULT_BLOCKS`.
-      num_splits: programs that share a sequence on a GPU; by default as many as fill it.
+      num_splits: number of GPU programs that share the keys of a sequence; by default as many as fill the GPU.
       interpret: as `pallas_call` takes it; by default true unless the process runs on the back end's platform.
 
     Returns:
@@ -157,11 +160,11 @@ def attention(
 
     Args:
       q: as for `compute_parts`.
-      k: likewise.
-      v: likewise.
-      mask: likewise.
-      lengths: likewise.
-      positions: likewise.
+      k: as for `compute_parts`.
+      v: as for `compute_parts`.
+      mask: as for `compute_parts`.
+      lengths: as for `compute_parts`.
+      positions: as for `compute_parts`.
       segment_ids: not supported.
       soft_cap: as for `compute_parts`.
       sinks: `[N]`, an additional logit in the softmax denominator of each query head.
@@ -169,9 +172,9 @@ def attention(
       scale: as for `compute_parts`.
       save_residuals: also return `logsumexp` and `max_logits`.
       backend: as for `compute_parts`.
-      block_kv: likewise.
-      num_splits: likewise.
-      interpret: likewise.
+      block_kv: as for `compute_parts`.
+      num_splits: as for `compute_parts`.
+      interpret: as for `compute_parts`.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`. A query
@@ -179,7 +182,7 @@ def attention(
 
     Raises:
       ValueError: as for `compute_parts`.
-      NotImplementedError: likewise.
+      NotImplementedError: as for `compute_parts`.
     """
     validate_operands(q, k, v, sinks=sinks)  # `compute_parts` gets no sinks, since `max_logits` excludes them
     part = compute_parts(
@@ -221,7 +224,7 @@ def _check_options(backend: Backend, block_kv: int | None, num_splits: int | Non
 
 
 def _refuse_unsupported(q: Any, k: Any, segment_ids: Any, bias: Any, options: BackendOptions) -> None:
-    """Refuse operands that are not supported."""
+    """Raise `NotImplementedError` for operands that the back end does not support."""
     for name, operand in (("segment_ids", segment_ids), ("bias", bias)):
         if operand is not None:
             raise NotImplementedError(f"ragged does not support {name}: {UNSUPPORTED[name]}")
@@ -278,5 +281,5 @@ def _refuse_derivative(plan: RaggedPlan, options: BackendOptions, primals: Any, 
     raise NotImplementedError(f"ragged does not support train: {UNSUPPORTED['train']}")
 
 
-# Jitted so that calls outside `jit` compile once for each plan, not once a call.
+# Jitted so that calls outside `jit` compile once for each plan, not once for each call.
 _attend = jax.jit(_run_backend, static_argnums=(0, 1))

@@ -1,4 +1,4 @@
-"""Declarations of decode attention, on each back end."""
+"""Declare decode attention to the harness, one implementation for each back end."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from impls.ragged import ragged_tpu
 from impls.ragged.attention import UNSUPPORTED, Backend, attention, compute_parts
 from impls.ragged.ragged_plan import lower_lengths
 
-# Small, so that a cache of 200 keys has several blocks; unlike each other, so that lengths fall before, at and behind
-# the ends of some.
+# Blocks are small, so that a cache of 200 keys has several. Their sizes differ, so that lengths fall before, at and
+# after the ends of blocks.
 _JUDGED_SIZES: dict[Backend, dict[str, Any]] = {
     "portable": {"block_kv": 48},
     "tpu": {"block_kv": 64},
@@ -91,7 +91,7 @@ def _interpret_with(parameters: Any) -> Any:
 
 
 def refuse_mixed_windows(case: Case) -> str | None:
-    """Refuse a window that moves with each sequence together with a mask that does not."""
+    """Return why a window that moves with each sequence does not combine with the case's other masks, or None."""
     kinds = {kind for group in mask_spec.parse_mask_spec(case.mask) for kind, _ in group}
     mixed = "own" in kinds and kinds - {"own", "lengths"}
     return "own_window: combined with another mask than lengths" if mixed else None

@@ -1,10 +1,11 @@
 """Decode attention for GPUs in Pallas (Triton): the keys of a sequence are split over programs, and merged at the end.
 
-One query token has too few rows to fill a GPU, a long cache has enough keys (Dao, Haziza, Massa and Sizov 2023,
-"Flash-Decoding"). A program owns a share of the blocks that hold a key of its sequence. So shares are equal whatever
-the lengths are, and a program without a share ends at once. The cache is read where it lies, `[B, S, K, .]`.
+One query token has too few rows to fill a GPU, but a long cache has enough keys (Dao, Haziza, Massa and Sizov 2023,
+"Flash-Decoding"). A program owns a share of the blocks that hold a key of its sequence. So shares of a sequence are
+equal whatever its length is, and a program without a share ends at once. The cache is read in place, `[B, S, K, .]`.
 
-With (1) and (2) from `impls.ragged.ragged_plan`, over the keys of a split, with no sink and no division:
+From the logits z, equations (1) and (2) of `impls.ragged.ragged_plan`, a program computes over the keys of its split,
+without sink and without division:
 
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max_j z_ij
@@ -81,11 +82,11 @@ class _Launch:
         return lax.div(number, jnp.int32(self.row_tiles)), lax.rem(number, jnp.int32(self.row_tiles))
 
     def of_keys(self, columns: int) -> pl.BlockSpec:
-        """Select all keys of the program's head, of an array `[B, S, K, .]`."""
+        """Return the `BlockSpec` of an array `[B, S, K, .]`: all keys of the program's head."""
         return pl.BlockSpec((None, self.kv_tail, None, columns), lambda i, h, b: (b, jnp.int32(0), h, jnp.int32(0)))
 
     def of_parts(self, *columns: int) -> pl.BlockSpec:
-        """Select the program's rows of its split, of an array `[B, K, splits, R, (.)]`."""
+        """Return the `BlockSpec` of an array `[B, K, splits, R, (.)]`: the program's rows of its split."""
 
         def index(i: Scalar, h: Scalar, b: Scalar) -> tuple[Any, ...]:
             split, rows = self.place(i)
@@ -166,7 +167,7 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     begin, end = split * share, jnp.minimum((split + 1) * share, count)
     start = row_tile * tile
     q = load_rows(inputs["q"], start, tile, launch.rows, launch.depth)
-    # Padding rows see the same keys as the last query, and so no key that no query sees.
+    # Padding rows see the same keys as the last query. So they see no key that all real queries ignore.
     t = jnp.minimum(lax.div(compute_positions(start, tile), jnp.int32(plan.group)), plan.q_length - 1)
     i = (position + t)[:, None]
 
@@ -175,16 +176,16 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
         k = load_rows(inputs["k"], kv_start, launch.block, plan.kv_length, launch.depth)
         v = load_rows(inputs["v"], kv_start, launch.block, plan.kv_length, launch.v_depth)
         found = compute_allowed(plan, length, i, compute_positions(kv_start, launch.block)[None, :])
-        z = jnp.where(found, compute_logits(plan, _multiply(q, k, 1)), -jnp.inf)  # (1), (2), (3)
-        top = jnp.maximum(old.max, jnp.max(z, axis=1))  # (4)
+        z = jnp.where(found, compute_logits(plan, _multiply(q, k, 1)), -jnp.inf)  # masked logits, equations (1) to (3)
+        top = jnp.maximum(old.max, jnp.max(z, axis=1))  # maximum, equation (4)
         shift = replace_neg_inf(top)
         weights, decay = compute_exp(z - shift[:, None]), compute_exp(old.max - shift)
         # Values that no query sees may be NaN, and 0 * NaN is not 0.
         out = _multiply(weights.astype(v.dtype), zero_hidden_rows(v, find_seen_keys(found)), 0)
         return Part(
-            out=old.out * decay[:, None] + out,  # (6)
+            out=old.out * decay[:, None] + out,  # weighted sum of values, equation (6)
             max=top,
-            sum=old.sum * decay + jnp.sum(weights, axis=1),  # (5)
+            sum=old.sum * decay + jnp.sum(weights, axis=1),  # sum of weights, equation (5)
         )
 
     part = Part(

@@ -1,10 +1,10 @@
-"""Static plan and arrays of a call, the keys that its queries see, and its logits.
+"""Static plan and arrays of a decode call, the keys that its queries see, and its logits. All back ends use them.
 
     (1)  x_ij = scale <q_i, k_j>
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
 
-Inside, query heads are rows: the `R = T * G` rows of a key/value head are its group's heads for each query token,
-`row = t * G + g`, and query head `n = k * G + g` reads key/value head `k`.
+Inside the back ends, query heads are rows. The `R = T * G` rows of a key/value head are its group's heads for each
+query token, `row = t * G + g`. Query head `n = k * G + g` reads key/value head `k`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Operands(NamedTuple):
     q: Float[Array, "B K R H"]
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K V"]
-    lengths: Int32[Array, " B"]  # keys that exist
-    positions: Int32[Array, " B"]  # position of the first query
+    lengths: Int32[Array, " B"]  # number of keys that exist in each batch row
+    positions: Int32[Array, " B"]  # position of the first query of each batch row
 
 
 def flatten_queries(q: Float[Array, "B T N H"], num_kv_heads: int) -> Float[Array, "B K R H"]:
@@ -146,9 +146,9 @@ def compute_allowed(plan: RaggedPlan, length: Any, position: Any, j: Any) -> Any
 def compute_logits(plan: RaggedPlan, products: jax.Array, unit: float = 1.0) -> jax.Array:
     """Compute logits in units of `unit` from products `<q, k>`."""
     if plan.soft_cap is None:
-        return products * jnp.float32(plan.scale / unit)  # (1)
-    x = products * jnp.float32(plan.scale)  # (1)
-    return jnp.float32(plan.soft_cap / unit) * jnp.tanh(x * jnp.float32(1 / plan.soft_cap))  # (2)
+        return products * jnp.float32(plan.scale / unit)  # scaled logits, equation (1)
+    x = products * jnp.float32(plan.scale)  # scaled logits, equation (1)
+    return jnp.float32(plan.soft_cap / unit) * jnp.tanh(x * jnp.float32(1 / plan.soft_cap))  # soft cap, equation (2)
 
 
 def replace_neg_inf(x: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Decode attention in plain JAX: a loop over key blocks up to the end of the longest sequence.
 
-With (1) and (2) from `impls.ragged.ragged_plan`, and with no sink and no division, since the result is a part
-(`impls.softmax_merge` has both):
+From the logits z, equations (1) and (2) of `impls.ragged.ragged_plan`, it computes a part. `impls.softmax_merge` adds
+the sink and divides:
 
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max_j z_ij
@@ -11,7 +11,8 @@ With (1) and (2) from `impls.ragged.ragged_plan`, and with no sink and no divisi
 `max`, `sum` and `out` of a `Part` are m, l and the sum of (6). They are kept for the keys so far. A block that raises m
 multiplies the others by `decay = exp(old m - new m)` (Milakov and Gimelshein 2018, arXiv:1805.02867).
 
-How many blocks the loop visits is known at run time only. The work follows the lengths, not the size of the cache.
+The number of blocks that the loop visits is known at run time only. The work grows with the lengths, not with the size
+of the cache.
 """
 
 from __future__ import annotations
@@ -54,24 +55,24 @@ def attend(plan: RaggedPlan, operands: Operands, *, block_kv: int) -> Part:
 
 def _add_block(plan: RaggedPlan, operands: Operands, block: int, number: Scalar, old: Part) -> Part:
     """Update the online softmax with one more block of keys."""
-    # The last block starts early enough to be whole; keys of the block before are not counted again.
+    # The last block starts early enough to be whole. Its keys that the block before has already counted are masked.
     start = jnp.minimum(number * block, plan.kv_length - block)
     k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (operands.k, operands.v))
     j = start + jnp.arange(block, dtype=jnp.int32)
     t = jnp.arange(operands.q.shape[2], dtype=jnp.int32) // plan.group
     i = operands.positions[:, None, None] + t[:, None]  # [B, R, 1]
     found = compute_allowed(plan, operands.lengths[:, None, None], i, j) & (j >= number * block)  # [B, R, block]
-    z = compute_logits(plan, _multiply("bkrh,bskh->bkrs", operands.q, k))  # (1), (2)
-    z = jnp.where(found[:, None], z, -jnp.inf)  # (3)
-    top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # (4)
+    z = compute_logits(plan, _multiply("bkrh,bskh->bkrs", operands.q, k))  # logits with soft cap, equations (1) and (2)
+    z = jnp.where(found[:, None], z, -jnp.inf)  # hidden pairs get -inf, equation (3)
+    top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # maximum, equation (4)
     weights, decay = jnp.exp(z - replace_neg_inf(top)), jnp.exp(old.max - replace_neg_inf(top))
     # Values that no query sees may be NaN, and 0 * NaN is not 0.
     v = jnp.where(found.any(axis=1)[:, :, None, None], v, jnp.zeros_like(v))
     out = _multiply("bkrs,bskv->bkrv", weights.astype(v.dtype), v)
     return Part(
-        out=old.out * decay + out,  # (6)
+        out=old.out * decay + out,  # weighted sum of values, equation (6)
         max=top,
-        sum=old.sum * decay + weights.sum(axis=-1, keepdims=True),  # (5)
+        sum=old.sum * decay + weights.sum(axis=-1, keepdims=True),  # sum of weights, equation (5)
     )
 
 

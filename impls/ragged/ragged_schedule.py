@@ -1,7 +1,7 @@
-"""Steps of the TPU kernel: every block with a key of a sequence, one sequence after the other.
+"""List the grid steps of the TPU kernel: every block with a key of a sequence, one sequence after the other.
 
 A sequence without keys has one step, which writes an empty part. That step points to the block that is in VMEM already,
-so it fetches nothing. The lists are made on the device from the lengths, which may differ in every call.
+so it fetches nothing. The lists are built on the device from the lengths, which may differ in every call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RaggedSteps(NamedTuple):
     row: jax.Array  # [L], batch row
     kv_row: jax.Array  # [L], batch row of the block in VMEM
     kv_block: jax.Array  # [L], index of that block in its row
-    blocks: jax.Array  # [B], number of blocks with a key
+    blocks: jax.Array  # [B], number of blocks with a visible key
 
 
 def build_steps(plan: RaggedPlan, lengths: jax.Array, positions: jax.Array, block: int) -> RaggedSteps:

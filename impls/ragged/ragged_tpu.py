@@ -1,25 +1,25 @@
-"""Decode attention for TPUs in Pallas, with a grid step for each block with a visible key and no other.
+"""Decode attention for TPUs in Pallas: one grid step for each block with a visible key.
 
-With (1) and (2) from `impls.ragged.ragged_plan`, and with no sink and no division, since the result is a part
-(`impls.softmax_merge` has both):
+From the logits z, equations (1) and (2) of `impls.ragged.ragged_plan`, the kernel computes a part.
+`impls.softmax_merge` adds the sink and divides:
 
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max_j z_ij
     (5)  l_i = sum_j exp(z_ij - m_i)
     (6)  out_i = sum_j exp(z_ij - m_i) v_j
 
-m, l and the sum of (6) for the keys so far are kept in the outputs themselves. These stay in VMEM as long as the steps
-of a sequence follow one another. As in `impls.splash_tpu.forward`, z and m are counted in units of log 2, l is kept for
-each lane by itself until the end, and m begins finite. That, and no mask where every query sees the whole block: by the
-compiler's schedule, four heads over 512 keys take 673 cycles for one query on v5e and 859 on 7x, where they took 1,011
-and 1,001, and eight 929 and 1,115 (libtpu 0.0.42.1, depth 128, bf16, eight query heads for one of keys).
+m, l and the sum of (6) for the keys so far are kept in the outputs themselves. These stay in VMEM during all steps of a
+sequence. As in `impls.splash_tpu.forward`, z and m are in units of log 2, l is kept separately for each lane until the
+end, and m begins finite. No mask is applied where every query sees the whole block. With all this, four heads over 512
+keys take 673 cycles for one query on v5e and 859 on 7x; without it, 1,011 and 1,001. Eight queries take 929 and 1,115
+(compiler's schedule, libtpu 0.0.42.1, depth 128, bf16, eight query heads per key/value head).
 
 The steps (`impls.ragged.ragged_schedule`) are prefetched to scalar memory, and the grid is as long as they are. The
 blocks of all sequences are one list, so the pipeline fetches the first block of the next sequence while the last one of
 this sequence is computed.
 
-The kernel reads a cache with heads before keys, `[B, K, S, .]`. One that is kept in that order is used as it is; the
-canonical order is transposed first.
+The kernel reads a cache with heads before keys, `[B, K, S, .]`. A cache in that order is used as it is. A cache in the
+contract's order, `[B, S, K, .]`, is transposed first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SUBLANES = 8
 MAX_ROWS = 1024
 """Largest number of rows (query tokens times query heads per key/value head) whose logits fit VMEM."""
 
-# Of the 16 MiB that a kernel may take by default; the rest is for values between loads and stores.
+# Bytes for blocks, of the 16 MiB that a kernel may take by default. The rest is for values between loads and stores.
 _VMEM_BUDGET = 8 * 2**20
 
 Semantics = tuple[Literal["parallel", "arbitrary"], ...]
@@ -70,7 +70,7 @@ def attend(
       block_kv: keys per block, a multiple of 8; clipped to the cache.
       heads_first: whether the cache has heads before keys.
       interpret: as for `pallas_call`.
-      schedule: builds the steps.
+      schedule: function that builds the steps, `build_steps` or a replacement.
     """
     k, v = (x if heads_first else x.swapaxes(1, 2) for x in (operands.k, operands.v))
     batch, num_kv_heads, given, depth = operands.q.shape
@@ -157,7 +157,7 @@ def _kernel(
 
 
 def _clear_softmax(kept: Part) -> None:
-    """Initialise the softmax over no keys."""
+    """Initialise the online softmax, before any key."""
     kept.out[...] = jnp.zeros(kept.out.shape, jnp.float32)
     kept.max[...] = jnp.full(kept.max.shape, EMPTY_MAXIMUM, jnp.float32)
     kept.sum[...] = jnp.zeros(kept.sum.shape, jnp.float32)
@@ -173,7 +173,7 @@ def _add_block(
         shape = (rows, block)
         i = jnp.full(shape, position, jnp.int32)
         if plan.q_length > 1:
-            # Padding rows see the same keys as the last query, and so no key that no query sees.
+            # Padding rows see the same keys as the last query. So they see no key that all real queries ignore.
             t = lax.div(lax.broadcasted_iota(jnp.int32, shape, 0), jnp.int32(plan.group))
             i = i + jnp.minimum(t, plan.q_length - 1)
         sees = compute_allowed(plan, length, i, start + lax.broadcasted_iota(jnp.int32, shape, 1))
@@ -185,12 +185,12 @@ def _add_block(
             plan,
             (q_ref, k_ref, v_ref),
             kept,
-            lambda z: jnp.where(sees, z, -jnp.inf),  # (3)
+            lambda z: jnp.where(sees, z, -jnp.inf),  # hidden pairs get -inf, equation (3)
             lambda v: jnp.where(dead, 0.0, v.astype(jnp.float32)).astype(v.dtype),
         )
 
     low, high = find_key_range(plan, length, last)[0], find_key_range(plan, length, position)[1]
-    seen = (start >= low) & (start + block <= high)  # by every query
+    seen = (start >= low) & (start + block <= high)  # whether every query sees the whole block
     pl.when(seen)(functools.partial(_add_heads, plan, (q_ref, k_ref, v_ref), kept, lambda z: z, lambda v: v))
     pl.when(jnp.logical_not(seen))(seen_in_part)
 
@@ -204,23 +204,23 @@ def _add_heads(
 ) -> None:
     """Add a block for all heads, interleaving the operations of the heads to hide latencies.
 
-    One head after the other takes 1,214 cycles on 7x; interleaved they take 859.
+    Four heads over 512 keys take 1,214 cycles on 7x one after the other, and 859 interleaved.
     """
     q_ref, k_ref, v_ref = given
     heads, block = k_ref.shape[:2]
     every = range(heads)
     products = [_multiply(q_ref[head], k_ref[head], 1) for head in every]  # [rows, block]
-    z = [masked(compute_logits(plan, x, LOG_2)) for x in products]  # (1), (2)
+    z = [masked(compute_logits(plan, x, LOG_2)) for x in products]  # logits with soft cap, equations (1) and (2)
     before = [kept.max[head] for head in every]
-    top = [jnp.maximum(old, x.max(axis=-1, keepdims=True)) for old, x in zip(before, z, strict=True)]  # (4)
+    top = [jnp.maximum(old, x.max(axis=-1, keepdims=True)) for old, x in zip(before, z, strict=True)]  # maximum (4)
     weights = [jnp.exp2(x - repeat_lanes(m, block)) for x, m in zip(z, top, strict=True)]
     decay = [jnp.exp2(old - m) for old, m in zip(before, top, strict=True)]
     values = [alive(v_ref[head]) for head in every]
     added = [_multiply(p.astype(v.dtype), v, 0) for p, v in zip(weights, values, strict=True)]
     for head in every:
         kept.max[head] = top[head]
-        kept.sum[head] = kept.sum[head] * decay[head] + _sum_by_lane(weights[head])  # (5)
-        kept.out[head] = kept.out[head] * repeat_lanes(decay[head], added[head].shape[1]) + added[head]  # (6)
+        kept.sum[head] = kept.sum[head] * decay[head] + _sum_by_lane(weights[head])  # sum of weights, equation (5)
+        kept.out[head] = kept.out[head] * repeat_lanes(decay[head], added[head].shape[1]) + added[head]  # out (6)
 
 
 def _sum_by_lane(weights: jax.Array) -> jax.Array:

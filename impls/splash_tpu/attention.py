@@ -1,4 +1,4 @@
-"""The canonical call of splash attention."""
+"""Splash attention by the call of the contract: it builds a kernel for the mask, caches it, and runs it."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def attention(
       bias: not supported.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      block_sizes: of each phase. By default those of the table for the target chip (`splash_tuning.look_up`). If they
-        leave `fused_backward` open, the table decides that too.
+      block_sizes: block sizes of each phase, by default those of the table for the target chip
+        (`splash_tuning.look_up`). If their `fused_backward` is None, the table decides that too.
       layouts: which axis of q, k and v is innermost in memory.
       precision: whether products of f32 operands are `"exact"`, or round the operands to `"bf16"`.
       interpret: as for `pallas_call`; by default true unless the process runs on a TPU.
@@ -97,7 +97,7 @@ def attention(
         "scale": scale,
         "soft_cap": soft_cap,
         "precision": precision,
-        # With and without residuals, so that both calls share one kernel. One more row per head costs next to nothing.
+        # Always computed, so that calls with and without residuals share one kernel. One more row per head is cheap.
         "save_max_logits": True,
         "checkpoint_name": "splash_residuals",
         "interpret": interpret,
@@ -115,5 +115,5 @@ def attention(
 
 @functools.lru_cache(maxsize=256)
 def _build_kernel(mask: Mask, q_length: int, kv_length: int, **options: Any) -> Splash:
-    """Build a kernel. Cached, so that the same call does not build its schedule again."""
+    """Build a kernel, or return it from the cache: the same call does not build its schedule again."""
     return make_splash(mask, q_length, kv_length, **options)

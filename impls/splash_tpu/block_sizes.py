@@ -17,7 +17,8 @@ Layout = Literal["head_dim_minor", "sequence_minor"]
 class Layouts:
     """Which axis of q, k and v is innermost in memory: the head depth or the sequence.
 
-    A depth below 128 leaves lanes unused if it is innermost. With the sequence innermost, it does not.
+    If the depth is innermost and below 128, lanes of vector registers stay unused. With the sequence innermost, all
+    lanes are used.
     """
 
     q: Layout = "head_dim_minor"
@@ -57,12 +58,12 @@ class Blocks:
 
     @property
     def compute(self) -> int:
-        """Keys computed at once."""
+        """Number of keys computed at once."""
         return self.kv if self.kv_compute is None else self.kv_compute
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Queries and keys of a part; the whole block where parts do not divide it or exceed the flag bits."""
+        """Queries and keys per part; the whole block if parts do not divide it or are more than the flag bits."""
         q = self.part if self.q % self.part == 0 else self.q
         kv = self.part if self.kv % self.part == 0 and self.part % self.compute == 0 else self.kv
         few = (self.q // q) * (self.kv // kv) <= _MAX_PARTS
@@ -70,7 +71,7 @@ class Blocks:
 
     @property
     def static_parts(self) -> tuple[int, int]:
-        """Queries and keys of a part in blocks whose hidden positions are known at build time: they need no flags."""
+        """Queries and keys per part in blocks whose hidden positions are known at build time, which need no flags."""
         q, kv = (self.part if length % self.part == 0 else length for length in (self.q, self.kv))
         return q, kv if kv % self.compute == 0 or self.compute % kv == 0 else self.kv
 
@@ -85,8 +86,8 @@ class Blocks:
 class BlockSizes:
     """Block sizes of each phase.
 
-    With `fused_backward` one kernel computes all gradients and `dq` is unused. None lets the table decide
-    (`impls.splash_tpu.splash_tuning`) in the canonical call, and means False elsewhere.
+    With `fused_backward` one kernel computes all gradients and `dq` is unused. In `impls.splash_tpu.attention`, None
+    lets the table decide (`impls.splash_tpu.splash_tuning`). Elsewhere None means False.
     """
 
     forward: Blocks = Blocks()
@@ -104,7 +105,7 @@ class BlockSizes:
         *,
         fused_backward: bool | None = False,
     ) -> BlockSizes:
-        """Use the same sizes in every phase."""
+        """Build block sizes that are the same in every phase."""
         blocks = Blocks(q, kv, kv_compute, part)
         return cls(forward=blocks, dkv=blocks, dq=blocks, fused_backward=fused_backward)
 

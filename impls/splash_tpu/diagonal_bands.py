@@ -30,8 +30,8 @@ class KeySpan(NamedTuple):
     Attributes:
       start: index of the first key in the block.
       size: number of keys.
-      masked: whether the mask hides any of them from any query of the part.
-      diagonal: `j - i` of the first key and the first query of the part; None if known at run time only.
+      masked: whether the mask hides any of these keys from any query of the part.
+      diagonal: `j - i` of the run's first key and the part's first query; None if known at run time only.
     """
 
     start: int
@@ -54,7 +54,7 @@ class BlockPart(NamedTuple):
 
 
 def find_band(mask: Mask | None) -> Band | None:
-    """Return the band that a mask is, or None if it is none."""
+    """Return the band that is equal to `mask`, or None if the mask is not a band."""
     match mask:
         case Full():
             return Band(None, None)
@@ -77,9 +77,9 @@ def find_diagonals(mask: Mask, lengths: tuple[int, int], blocks: Blocks, at: np.
 
     Args:
       mask: any mask.
-      lengths: T of a shard, and S.
+      lengths: `(T, S)`, with T of one shard.
       blocks: block sizes.
-      at: `j - i` of the first key and the first query of each partially masked block.
+      at: diagonal of each partially masked block: `j - i` of its first key and its first query.
 
     Returns:
       the distinct diagonals. Empty if the mask is not a band, a length is not a multiple of its block, or there are too
@@ -121,7 +121,7 @@ def cut_block(blocks: Blocks, band: Band, diagonal: int) -> tuple[BlockPart, ...
         keys: list[KeySpan] = []
         for start in range(0, blocks.kv, step):
             at = diagonal + start - row
-            low, high = at - (q - 1), at + (step - 1)  # of `j - i`
+            low, high = at - (q - 1), at + (step - 1)  # smallest and largest `j - i` of the part
             if (band.first is not None and high < band.first) or (band.last is not None and low > band.last):
                 continue
             masked = (band.first is not None and low < band.first) or (band.last is not None and high > band.last)

@@ -1,6 +1,6 @@
 """Kernel of dk and dv, optionally fused with dq: one pass over the steps of each key block.
 
-With (1) and (2) from `impls.splash_tpu.splash_tiles`:
+From the logits z, equations (1) and (2) of `impls.splash_tpu.splash_tiles`, the kernel computes:
 
     (8)  p_ij = exp(z_ij - logsumexp_i)
     (9)  dv_j = sum_i p_ij dout_i
@@ -58,7 +58,7 @@ class Scratch(NamedTuple):
     dq: Any  # [2, block_q, H], buffers of blocks copied from HBM and back, if fused
     copied_in: Any  # [2] semaphores of copies from HBM, if fused
     copied_out: Any  # [2] semaphores of copies to HBM, if fused
-    num_added: Any  # [1] int32, blocks of dq added to so far for this key block, if fused
+    num_added: Any  # [1] int32, number of dq blocks that this key block has updated so far, if fused
 
 
 def compute_dkv(call: KernelCall, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
@@ -112,20 +112,20 @@ def _add(
             own = slice(keys.start, keys.start + keys.size)
             k, k_depth = read_tile(inputs.k, layouts.k, keys.start, keys.size)
             v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)
-            logits, slope = compute_logits(call, multiply(call, k, k_depth, q, q_depth))  # (1), (2): [keys, rows]
+            logits, slope = compute_logits(call, multiply(call, k, k_depth, q, q_depth))  # z (1), (2): [keys, rows]
             found = compute_allowed(call, masking, rows, keys)
-            p = jnp.exp(logits - inputs.logsumexp[:, rows])  # (8)
+            p = jnp.exp(logits - inputs.logsumexp[:, rows])  # probabilities, equation (8)
             if found is not None:
                 p = jnp.where(found, p, 0.0)
-            scratch.dv[own, :] += multiply(call, p.astype(do.dtype), 1, do, 0)  # (9)
-            dx = p * (multiply(call, v, v_depth, do, 1) - inputs.row_sums[:, rows])  # (10), (12)
+            scratch.dv[own, :] += multiply(call, p.astype(do.dtype), 1, do, 0)  # dv, equation (9)
+            dx = p * (multiply(call, v, v_depth, do, 1) - inputs.row_sums[:, rows])  # dp and dz, eqs. (10) and (12)
             if slope is not None:
-                dx = dx * slope  # (13)
+                dx = dx * slope  # dx, equation (13)
             if found is not None:
                 dx = jnp.where(found, dx, 0.0)
             dx = dx.astype(q.dtype)
-            scratch.dk[own, :] += multiply(call, dx, 1, q, 1 - q_depth)  # (15), not scaled
-            if call.fused:  # (14), not scaled
+            scratch.dk[own, :] += multiply(call, dx, 1, q, 1 - q_depth)  # dk, equation (15), not yet scaled
+            if call.fused:  # dq, equation (14), not yet scaled
                 added = multiply(call, dx, 0, zero_unseen_keys(call, k, found, layouts.k), 1 - k_depth)
                 dq = added if dq is None else dq + added
         dq_parts.append((rows, dq))
@@ -142,7 +142,7 @@ def _copy_dq_in(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch
 
 
 def _copy_dq_out(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch, number: Scalar) -> Any:
-    """Make the copy from that buffer back to HBM."""
+    """Make the copy of a query block of dq from the buffer of block `number` back to HBM."""
     buffer = number % 2
     return pltpu.make_async_copy(
         scratch.dq.at[buffer], _get_dq_block(call, step, outputs), scratch.copied_out.at[buffer]
@@ -160,7 +160,7 @@ def _get_dq_block(call: KernelCall, step: Step, outputs: Outputs) -> Any:
 
 
 def _start_fetch(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch) -> None:
-    """Start to copy the block of dq from HBM, after the copy out of the block that last used the buffer."""
+    """Start to copy the block of dq from HBM, once the block that last used the buffer has been copied out."""
     number = scratch.num_added[0]
     when(number >= 2)(functools.partial(_wait_for_copy_out, call, step, outputs, scratch, number))
     _copy_dq_in(call, step, outputs, scratch, number).start()
@@ -187,7 +187,7 @@ def _wait_for_copies(call: KernelCall, step: Step, outputs: Outputs, scratch: Sc
 
 
 def _finish(call: KernelCall, step: Step, outputs: Outputs, scratch: Scratch) -> None:
-    outputs.dk[...] = (scratch.dk[...] * jnp.float32(call.scale)).astype(outputs.dk.dtype)  # (15)
+    outputs.dk[...] = (scratch.dk[...] * jnp.float32(call.scale)).astype(outputs.dk.dtype)  # dk, equation (15)
     outputs.dv[...] = scratch.dv[...].astype(outputs.dv.dtype)
     if call.fused:  # the last copy of dq overlapped with this rounding
         _wait_for_copies(call, step, outputs, scratch)

@@ -1,7 +1,7 @@
 """Kernel of dq: one pass over the steps of each query block, probabilities recomputed from `logsumexp`.
 
-Dao 2023, arXiv:2307.08691, section 3.1.2, with the cotangent `dlse` of `logsumexp`, soft cap and sinks. With (1) and
-(2) from `impls.splash_tpu.splash_tiles`:
+Dao 2023, arXiv:2307.08691, section 3.1.2, with the cotangent `dlse` of `logsumexp`, soft cap and sinks. From the logits
+z, equations (1) and (2) of `impls.splash_tpu.splash_tiles`, the kernel computes:
 
     (8)  p_ij = exp(z_ij - logsumexp_i)
     (10) dp_ij = <dout_i, v_j>
@@ -42,14 +42,17 @@ from impls.splash_tpu.splash_tiles import (
 
 
 class Scratch(NamedTuple):
-    """The accumulator, and values per query as columns, the same in every lane. None where not needed."""
+    """Scratch of the kernel: the accumulator, and values per query as columns that are the same in every lane.
+
+    Fields are None where not needed.
+    """
 
     dq: Any  # [block_q, H] f32
     logsumexp: Any  # [block_q, 128] f32
     row_sums: Any  # [block_q, 128] f32
     q_ids: Any  # [block_q, 128] int32
     low: Any  # [block_q, 128] int32, the first key that each query sees, if masks are key ranges
-    high: Any  # [block_q, 128] int32, one past the last
+    high: Any  # [block_q, 128] int32, one past the last key that each query sees
 
 
 def compute_dq(call: KernelCall, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
@@ -94,18 +97,18 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
         for keys in part.keys:
             k, k_depth = read_tile(inputs.k, layouts.k, keys.start, keys.size)
             v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)
-            logits, slope = compute_logits(call, multiply(call, q, q_depth, k, k_depth))  # (1), (2): [rows, keys]
+            logits, slope = compute_logits(call, multiply(call, q, q_depth, k, k_depth))  # z (1), (2): [rows, keys]
             found = compute_allowed(call, masking, rows, keys)
-            p = jnp.exp(logits - repeat_lanes(scratch.logsumexp[rows, :], keys.size))  # (8)
-            # (10), (12)
+            p = jnp.exp(logits - repeat_lanes(scratch.logsumexp[rows, :], keys.size))  # probabilities, equation (8)
+            # dp and dz, equations (10) and (12)
             dx = p * (multiply(call, do, 1, v, v_depth) - repeat_lanes(scratch.row_sums[rows, :], keys.size))
             if slope is not None:
-                dx = dx * slope  # (13)
+                dx = dx * slope  # dx, equation (13)
             if found is not None:
                 dx = jnp.where(found, dx, 0.0)
             k = zero_unseen_keys(call, k, found, layouts.k)
-            scratch.dq[rows, :] += multiply(call, dx.astype(k.dtype), 1, k, 1 - k_depth)  # (14), not scaled
+            scratch.dq[rows, :] += multiply(call, dx.astype(k.dtype), 1, k, 1 - k_depth)  # dq, eq. (14), not yet scaled
 
 
 def _finish(call: KernelCall, outputs: Outputs, scratch: Scratch) -> None:
-    outputs.dq[...] = (scratch.dq[...] * jnp.float32(call.scale)).astype(outputs.dq.dtype)  # (14)
+    outputs.dq[...] = (scratch.dq[...] * jnp.float32(call.scale)).astype(outputs.dq.dtype)  # dq, equation (14)

@@ -1,6 +1,6 @@
 """Forward kernel: one pass over the steps of each query block, each adding one block of keys to an online softmax.
 
-With (1) and (2) from `impls.splash_tpu.splash_tiles`:
+From the logits z, equations (1) and (2) of `impls.splash_tpu.splash_tiles`, the kernel computes:
 
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max(max_j z_ij, sink)
@@ -14,8 +14,8 @@ at the end. A block that raises m multiplies the others by `decay = exp(old m - 
 z, m and the sink are in units of log 2, so that each exponential is a power of two. The scale of (1) absorbs the factor
 in f32; q is unchanged. (7) converts back to natural units.
 
-The design keeps the matrix unit busy. The figures are from the compiler's schedules of a full block of 1024 by 1024,
-512 keys at a time, at depth 128 (libtpu 0.0.42.1). The products alone take 4,096 cycles on v5e and 2,048 on v6e:
+The design keeps the matrix unit busy. Cycles are those of the compiler's schedules of a full block of 1024 by 1024, 512
+keys at a time, at depth 128 (libtpu 0.0.42.1). The products alone take 4,096 cycles on v5e and 2,048 on v6e:
 
 - l is kept separately for each lane until the end. So a step only adds registers and moves nothing across lanes.
 - m, l and the sum of (6) are values between the steps of a block, not references. m starts finite, so that exponentials
@@ -69,12 +69,12 @@ from impls.splash_tpu.splash_tiles import (
 class Scratch(NamedTuple):
     """The online softmax over the keys visited so far, f32, and values per query. None where not needed."""
 
-    maximum: Any  # [block_q, 128] in units of log 2, the same in every lane
+    maximum: Any  # [block_q, 128], m in units of log 2, the same in every lane
     total: Any  # [block_q, 128], the sum over lanes is l
-    acc: Any  # [block_q, V]
+    acc: Any  # [block_q, V], undivided sum of weighted values
     q_ids: Any  # [block_q, 128] int32
     low: Any  # [block_q, 128] int32, the first key that each query sees, if masks are key ranges
-    high: Any  # [block_q, 128] int32, one past the last
+    high: Any  # [block_q, 128] int32, one past the last key that each query sees
 
 
 def forward(call: KernelCall, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
@@ -103,7 +103,7 @@ def _kernel(call: KernelCall, step: Step, q_offset: Any, inputs: Inputs, outputs
 
 
 def _start(inputs: Inputs, scratch: Scratch) -> None:
-    """Initialise the softmax over no keys."""
+    """Initialise the online softmax, before any key."""
     scratch.maximum[...] = jnp.full(scratch.maximum.shape, EMPTY_MAXIMUM, jnp.float32)
     scratch.total[...] = jnp.zeros(scratch.total.shape, jnp.float32)
     scratch.acc[...] = jnp.zeros(scratch.acc.shape, jnp.float32)
@@ -133,18 +133,18 @@ def _add(call: KernelCall, inputs: Inputs, scratch: Scratch, masking: MaskInputs
         products, (maximum, total, acc) = next_products, softmax[at]
         if number + 1 < len(steps):
             next_products = compute_products(*steps[number + 1])
-        logits, _ = compute_logits(call, products, LOG_2)  # (1), (2)
+        logits, _ = compute_logits(call, products, LOG_2)  # logits with soft cap, equations (1) and (2)
         found = compute_allowed(call, masking, parts[at].rows, keys)
         if found is not None:
-            logits = jnp.where(found, logits, -jnp.inf)  # (3)
-        before, maximum = maximum, jnp.maximum(maximum, logits.max(axis=-1, keepdims=True))  # (4)
+            logits = jnp.where(found, logits, -jnp.inf)  # hidden pairs get -inf, equation (3)
+        before, maximum = maximum, jnp.maximum(maximum, logits.max(axis=-1, keepdims=True))  # maximum, equation (4)
         weights = jnp.exp2(logits - repeat_lanes(maximum, keys.size))
         decay = jnp.exp2(before - maximum)
-        total = total * decay + sum_by_lane(weights)  # (5)
+        total = total * decay + sum_by_lane(weights)  # sum of weights, equation (5)
         v, v_depth = read_tile(inputs.v, layouts.v, keys.start, keys.size)
         v = zero_unseen_keys(call, v, found, layouts.v)
         added = multiply(call, weights.astype(v.dtype), 1, v, 1 - v_depth)
-        acc = acc * repeat_lanes(decay, call.head_dim_v) + added  # (6), not divided
+        acc = acc * repeat_lanes(decay, call.head_dim_v) + added  # weighted sum of values, eq. (6), not yet divided
         softmax[at] = maximum, total, acc
     for part, (maximum, total, acc) in zip(parts, softmax, strict=True):
         rows = part.rows
@@ -158,13 +158,13 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
     maximum = highest
     if inputs.sinks is not None:
         sinks = inputs.sinks[...] * jnp.float32(1 / LOG_2)
-        maximum = jnp.maximum(highest, sinks)  # (4)
+        maximum = jnp.maximum(highest, sinks)  # maximum, equation (4)
         decay = jnp.exp2(highest - maximum)
-        total = total * decay + jnp.exp2(sinks - maximum)  # (5)
+        total = total * decay + jnp.exp2(sinks - maximum)  # sum of weights, equation (5)
         acc = acc * repeat_lanes(decay, call.head_dim_v)
     outputs.out[...] = (acc / repeat_lanes(jnp.where(total > 0, total, 1.0), call.head_dim_v)).astype(
         outputs.out.dtype
-    )  # (6)
+    )  # out, equation (6)
     # Values per query leave as rows, which take an eighth of the registers.
     tile = (LANES, LANES)
     row = functools.partial(
@@ -175,13 +175,13 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
     maximum = highest if alone else row(maximum)
     has_keys = total > 0
     value = jnp.float32(call.plan.mask_value)
-    logsumexp = maximum * jnp.float32(LOG_2) + jnp.log(jnp.where(has_keys, total, 1.0))  # (7)
+    logsumexp = maximum * jnp.float32(LOG_2) + jnp.log(jnp.where(has_keys, total, 1.0))  # logsumexp, equation (7)
     outputs.logsumexp[...] = jnp.where(has_keys, logsumexp, value)
     if outputs.max_logits is not None:
         outputs.max_logits[...] = jnp.where(highest == EMPTY_MAXIMUM, value, highest * jnp.float32(LOG_2))
 
 
 def _extract_row(diagonal: jax.Array, x: jax.Array) -> jax.Array:
-    """Turn `[n, 128]`, the same in every lane, into a row `[1, n]`: the diagonal, which moves no lanes."""
+    """Turn `[n, 128]`, the same in every lane, into a row `[1, n]`: sum each tile's diagonal, which moves no lanes."""
     tiles = (x[at : at + LANES] for at in range(0, x.shape[0], LANES))
     return jnp.concatenate([jnp.where(diagonal, t, 0.0).sum(axis=0, keepdims=True) for t in tiles], axis=1)

@@ -1,4 +1,4 @@
-"""Declarations of splash attention, for each choice of its block sizes."""
+"""Declare splash attention to the harness, one implementation for each choice of block sizes and precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from impls.splash_tpu.splash_packed import packed_attention
 from impls.splash_tpu.splash_plan import Precision
 from impls.splash_tpu.splash_tuning import build_tunable
 
-# Small, so that lengths of a few hundred have several blocks. The backward pass is the default one.
+# Small blocks, so that lengths of a few hundred have several. None: fused backward pass as in the table.
 _JUDGED_SIZES = BlockSizes.uniform(128, 128, fused_backward=None)
 _SEQUENCE_MINOR = Layouts("sequence_minor", "sequence_minor", "sequence_minor")
 _VARIANTS: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ def build_implementation(
     """Declare splash attention with these block sizes, under `name`."""
     backward = "one fused kernel" if block_sizes.fused_backward else "one kernel, or two for dq and for dk, dv"
     call = functools.partial(attention, block_sizes=block_sizes, precision=precision)
-    # Compiled with the default sizes.
+    # The check that compiles for TPUs uses the default sizes, not the small ones.
     default_sizes = BlockSizes(fused_backward=True) if block_sizes.fused_backward else None
     return Implementation(
         name=name,

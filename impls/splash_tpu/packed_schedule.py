@@ -2,7 +2,7 @@
 
 Each query sees the keys `low` to `high - 1` (`impls.packed_sequences`). These two numbers of a block's queries decide
 whether a pair of blocks is empty, partial or full. The lists have the maximal length for the given sizes, but the grid
-only runs the actual steps: the work follows the sequences.
+only runs the actual steps. So the work grows with the sequences.
 
 The lists lie in scalar memory at twelve bytes per step. Without a window every pair of blocks may be a step, since a
 single sequence may fill everything.
@@ -38,7 +38,7 @@ def build_packed_steps(
 
     Args:
       low: int32 `[T]`, the first key that each query sees. It grows along the queries that see any key.
-      high: int32 `[T]`, one past the last key, likewise. Both are 0 for a query that sees none.
+      high: int32 `[T]`, one past the last key that each query sees; it grows too. Both are 0 for a query without keys.
       kv_length: S.
       blocks: block sizes.
       order: `"q"` if results are blocks of queries, `"kv"` if they are blocks of keys.
@@ -78,7 +78,7 @@ def _classify_pairs(
 
     Returns:
       booleans `[q blocks, kv blocks, parts]`: parts with an allowed pair of positions.
-      booleans `[q blocks, kv blocks]`: blocks with no other pair.
+      booleans `[q blocks, kv blocks]`: blocks in which every pair of positions is allowed.
     """
     (q_part, kv_part), padded = blocks.parts, round_up(len(low), blocks.q)
     low, high = (jnp.pad(x, (0, padded - len(x))).reshape(-1, q_part, 1) for x in (low, high))

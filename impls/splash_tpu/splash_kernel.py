@@ -1,4 +1,7 @@
-"""The kernel object: built once from a mask, then called like a function, under any transformation."""
+"""The kernel object: built once from a mask, then called like a function under any JAX transformation.
+
+`impls.splash_tpu.attention` builds one for each mask. Callers whose arrays have heads before lengths use it directly.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ class Splash:
         return out, residuals if max_logits is None else residuals | {"max_logits": max_logits}
 
     def manual_forward(self, operands: Operands) -> Outputs:
-        """Compute `out`, `logsumexp` and `max_logits` by the forward pass alone, without a derivative rule."""
+        """Compute `out`, `logsumexp` and `max_logits` by the forward pass only, without a derivative rule."""
         self._check(operands)
         return run_forward(self.plan, self.lists, operands)
 
@@ -114,7 +117,7 @@ class Splash:
         return Splash(lists, self.plan)
 
     def work(self) -> dict[str, dict[str, int]]:
-        """Count, by phase, the grid steps per head and batch row, and those that compute. Needs a static mask."""
+        """Count for each phase the grid steps per head and batch row, and those that compute. Needs a static mask."""
         found = {}
         for phase in ("forward", "dq", "dkv"):
             steps = getattr(self.lists, phase)
@@ -186,13 +189,13 @@ def make_splash(
     """Build a kernel for a static mask.
 
     Args:
-      mask: of all queries, batch rows and heads.
+      mask: mask of all queries, batch rows and heads.
       q_length: T, over all shards.
       kv_length: S.
       num_q_heads: N, over all shards.
       num_kv_heads: K, over all shards, by default N.
-      block_sizes: of each phase.
-      layouts: of q, k and v.
+      block_sizes: block sizes of each phase.
+      layouts: memory layouts of q, k and v.
       scale: factor of the logits, by default `1 / sqrt(H)`.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       precision: `"exact"` products of f32 operands, or rounded to `"bf16"`.
@@ -274,7 +277,7 @@ def make_splash_dynamic(
     """
     for name in ("head_shards", "q_shards"):
         if options.get(name, 1) != 1:
-            raise ValueError(f"{name} is for masks known now: in shard_map call make_splash_dynamic for each shard")
+            raise ValueError(f"{name} is for static masks: in shard_map call make_splash_dynamic for each shard")
     num_kv_heads = num_q_heads if num_kv_heads is None else num_kv_heads
     q_length, kv_length = allowed.shape[2:]
     plain = make_splash(Full(), q_length, kv_length, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, **options)
@@ -315,5 +318,5 @@ def _splash_backward(plan: SplashPlan, saved: Any, cotangents: Any) -> Any:
 
 _splash.defvjp(_splash_forward, _splash_backward)
 
-# Differentiable in reverse mode. Jitted so that calls outside `jit` compile once for each kernel, not once a call.
+# Differentiable in reverse mode. Jitted so that calls outside `jit` compile once per kernel, not once per call.
 attend = jax.jit(_splash, static_argnums=0)

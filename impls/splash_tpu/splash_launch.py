@@ -1,4 +1,4 @@
-"""Launch a kernel body by `pallas_call`: grid, block specs, and prefetched scalars that select the blocks."""
+"""Launch a kernel body by `pallas_call`: build the grid, the block specs, and the scalars that select the blocks."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Inputs(NamedTuple):
     """
 
     q: Any  # [B * N, T, H], or [B * N, H, T] with the sequence innermost
-    k: Any  # [B * K, S, H], likewise
-    v: Any  # [B * K, S, V], likewise
+    k: Any  # [B * K, S, H], or [B * K, H, S] with the sequence innermost
+    v: Any  # [B * K, S, V], or [B * K, V, S] with the sequence innermost
     q_ids: Any = None  # int32 [B, 1, T]
     kv_ids: Any = None  # int32 [B, 1, S]
     low: Any = None  # int32 [B, 1, T], the first key that each query sees, if masks are key ranges
-    high: Any = None  # int32 [B, 1, T], one past the last
+    high: Any = None  # int32 [B, 1, T], one past the last key that each query sees
     sinks: Any = None  # f32 [N, 1, 128]
     do: Any = None  # [B * N, T, V]
     logsumexp: Any = None  # f32 [B * N, 1, T]
     row_sums: Any = None  # f32 [B * N, 1, T], `<out, do> - dlse`
-    stored: Any = None  # int8 [X, block_q, block_kv], transposed for dk and dv
+    stored: Any = None  # int8 [X, block_q, block_kv], distinct mask blocks, transposed for dk and dv
     dq: Any = None  # f32 [B * N, T, H], zeros that the fused kernel adds to in place
 
 
@@ -71,7 +71,7 @@ class _Scalars(NamedTuple):
 
 
 class _GridPlace(NamedTuple):
-    """Grid indices of a program: head among those of all batch rows, step, head in the group."""
+    """Grid indices of a program: head counted over all batch rows, step, head within its group."""
 
     row: Scalar
     step: Scalar
@@ -87,7 +87,7 @@ def launch(
     """Run `body` on every step of the lists.
 
     Args:
-      call: the kernel.
+      call: static description of the kernel.
       body: called with the step, a function that reads the position of the first query, and references to the blocks.
       steps: lists of steps of one shard.
       q_offset: position of the shard's first query, int32 `[1]`.
@@ -169,7 +169,7 @@ class _IndexMaps:
         self.by_kv = call.phase == "dkv"
         self.heads_listed = steps.head is not None
         self.group = call.plan.group
-        # With one list for all heads the query heads of a group follow one another at each step.
+        # If all heads share one list, each step of dk and dv iterates over the query heads of the group.
         self.inner = self.group if self.by_kv and not self.heads_listed else 1
         self.heads = call.plan.num_kv_heads if self.by_kv else call.plan.num_q_heads
         steps_taken = self.length if steps.total is None else steps.total
@@ -191,14 +191,14 @@ class _IndexMaps:
         return number * self.length + grid.step
 
     def q_row(self, grid: _GridPlace, scalars: _Scalars) -> Any:
-        """Compute the query head among those of all batch rows."""
+        """Compute the index of the query head, counted over all batch rows."""
         if not self.by_kv:
             return grid.row
         inside = grid.in_group if scalars.head is None else scalars.head[self.at(grid)].astype(jnp.int32)
         return grid.row * self.group + inside if self.group > 1 else grid.row
 
     def kv_row(self, grid: _GridPlace) -> Any:
-        """Compute the key/value head among those of all batch rows."""
+        """Compute the index of the key/value head, counted over all batch rows."""
         return grid.row if self.by_kv or self.group == 1 else lax.div(grid.row, jnp.int32(self.group))
 
     def _batch(self, grid: _GridPlace) -> Any:
@@ -225,7 +225,7 @@ class _IndexMaps:
             return self._spec((None, 1, blocks.q), lambda g, s: (self._batch(g), 0, self._q(g, s)))
         if name == "kv_ids":
             return self._spec((None, 1, blocks.kv), lambda g, s: (self._batch(g), 0, self._kv(g, s)))
-        if name == "sinks":  # of the forward pass, whose heads are those of queries
+        if name == "sinks":  # only in the forward pass, where heads are query heads
             return self._spec((None, 1, LANES), lambda g, s: (self._head(g), 0, 0))
         return self._spec((None, *x.shape[1:]), lambda g, s: (s.place[self.at(g)].astype(jnp.int32), 0, 0))
 
@@ -268,7 +268,7 @@ class _IndexMaps:
         return pl.BlockSpec(block, index_map)
 
     def _named(self, scalars: tuple[Any, ...]) -> _Scalars:
-        """Name the scalars. The last two are optional: heads, if each has a list, and indices of mask blocks."""
+        """Name the scalars. The last two are optional: heads, if each head has a list, and indices of mask blocks."""
         optional = list(scalars[4:])
         head = optional.pop(0) if self.heads_listed else None
         q, kv, flags, q_offset = scalars[:4]

@@ -67,7 +67,7 @@ def packed_attention(
       sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      block_sizes: of each phase. Lists of steps take 12 bytes of scalar memory per pair of blocks.
+      block_sizes: block sizes of each phase. Lists of steps take 12 bytes of scalar memory per pair of blocks.
       precision: whether products of f32 operands are `"exact"`, or round the operands to `"bf16"`.
       interpret: as for `pallas_call`; by default true unless the process runs on a TPU.
 
@@ -99,7 +99,7 @@ def packed_attention(
         layouts=Layouts(),
         precision=precision,
         mask_value=-float("inf"),
-        # With residuals and without, so that both calls share one kernel.
+        # Always computed, so that calls with and without residuals share one kernel.
         save_max_logits=True,
         checkpoint_name="splash_residuals",
         vmem_limit_bytes=None,

@@ -1,11 +1,11 @@
 """Forward and backward pass: pad operands to whole blocks, run the kernels, and compute the rest in XLA.
 
-The kernels compute (1) to (10) and (12) to (15) of `impls`. Around them are
+The kernels compute equations (1) to (10) and (12) to (15) of `impls/__init__.py`. XLA computes the others here:
 
     (11) D_i = <out_i, dout_i>
     (17) dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
 
-and the factor of (14) if dq comes from the fused kernel.
+If dq comes from the fused kernel, XLA also multiplies it by the scale, as in equation (14).
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def run_backward(
     dlse: Float32[Array, "B N T"],
 ) -> Operands:
     """Compute the gradients of the operands for cotangents `do` of `out` and `dlse` of `logsumexp`."""
-    # Keeps XLA from fusing these with the operations before, which takes memory: 33 MiB of HBM at length 32768 and
-    # depth 256, on v6e by libtpu 0.0.42.1.
+    # The barrier keeps XLA from fusing these with earlier operations. Fusing takes 33 MiB of HBM at length 32768 and
+    # depth 256 on v6e (libtpu 0.0.42.1).
     out, do = jax.lax.optimization_barrier((out, do))  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-    # (11)
+    # D, equation (11)
     row_sums = jnp.einsum("bntv,bntv->bnt", out, do, precision="highest", preferred_element_type=jnp.float32) - dlse
     # Queries that attended to nothing get probabilities of zero.
     shift = jnp.where(logsumexp == plan.mask_value, jnp.inf, logsumexp)
@@ -80,7 +80,7 @@ def run_backward(
         dsinks = None
     else:
         sinks = operands.sinks.astype(jnp.float32)[None, :, None]
-        dsinks = -(jnp.exp(sinks - shift) * row_sums).sum(axis=(0, 2)).astype(operands.sinks.dtype)  # (17)
+        dsinks = -(jnp.exp(sinks - shift) * row_sums).sum(axis=(0, 2)).astype(operands.sinks.dtype)  # dsinks, eq. (17)
 
     def inputs(call: KernelCall, steps: Steps) -> Inputs:
         rows = call.q_padded - call.plan.q_length
@@ -103,7 +103,7 @@ def run_backward(
         given = given._replace(dq=jnp.zeros((batch * q_heads, call.q_padded, head_dim), jnp.float32))
     found = compute_dkv(call, lists.dkv, lists.q_offset, given, shapes)
     if call.fused:
-        dq = (found.dq * jnp.float32(call.scale)).astype(operands.q.dtype)  # (14)
+        dq = (found.dq * jnp.float32(call.scale)).astype(operands.q.dtype)  # dq, equation (14)
     else:
         assert lists.dq is not None
         call = build_call("dq", plan, operands)

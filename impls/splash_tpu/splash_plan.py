@@ -1,4 +1,4 @@
-"""Static description of a kernel, fixed before it is compiled."""
+"""Static description of a kernel object and of each kernel launch, fixed before compilation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class SplashPlan:
       mask: the mask as a formula; None if mask blocks are stored.
       num_q_heads: query heads, N.
       num_kv_heads: key/value heads, K.
-      q_length: T, of one shard.
+      q_length: queries of one shard, T.
       kv_length: S.
       scale: factor of the logits; None for `1 / sqrt(H)`.
       soft_cap: cap of the logits.
-      block_sizes: of each phase.
-      layouts: of q, k and v.
+      block_sizes: block sizes of each phase.
+      layouts: memory layouts of q, k and v.
       precision: how f32 operands are multiplied: `"exact"`, or rounded to `"bf16"`, which is fastest on the MXU.
       mask_value: `logsumexp` and `max_logits` of queries that may attend to nothing.
       save_max_logits: whether the forward pass computes `max_logits`.
@@ -89,7 +89,7 @@ class Operands:
     q_ids: Any  # int32 [B, T] or None
     kv_ids: Any  # int32 [B, S] or None
     low: Any = None  # int32 [B, T], the first key that each query sees, if key ranges are traced
-    high: Any = None  # int32 [B, T], one past the last
+    high: Any = None  # int32 [B, T], one past the last key that each query sees
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,13 +23,17 @@ from impls.splash_tpu.block_sizes import Blocks, round_up
 from impls.splash_tpu.diagonal_bands import find_diagonals
 
 FIRST, LAST, COMPUTE, MASKED, PART = 1, 2, 4, 8, 16
-"""Bits of a step's `flags`: first and last step of its result block; it computes; the mask must be applied. The bits
-from `PART` on describe a masked block: either one bit per part that is not completely hidden, or one bit per diagonal
-that the kernel has specialised code for (`impls.splash_tpu.diagonal_bands`)."""
+"""Bits of a step's `flags`.
+
+`FIRST` and `LAST` mark the first and the last step of a result block, `COMPUTE` a step that computes, and `MASKED` a
+step that must apply the mask. The bits from `PART` on describe a masked block: either one bit per part that is not
+completely hidden, or one bit per diagonal that the kernel has specialised code for
+(`impls.splash_tpu.diagonal_bands`).
+"""
 
 
 _MAX_WIDE_LIST_BYTES = 2**17
-"""Up to this size the lists of a phase stay int32; scalar memory has 1 MiB."""
+"""Largest size in bytes up to which the lists of a phase stay int32; scalar memory has 1 MiB."""
 
 Order = Literal["q", "kv"]
 
@@ -64,7 +68,7 @@ class StepKinds:
 
     Attributes:
       full: whether there are pairs of blocks without a hidden position.
-      masked: whether there are partially hidden ones.
+      masked: whether there are partially hidden pairs of blocks.
       empty: whether there are steps that compute nothing.
       stored: whether masked blocks are stored.
       parts: whether some parts of masked blocks are completely hidden.
@@ -88,7 +92,7 @@ def build_static_steps(
     """Build the steps for a static mask, as NumPy arrays.
 
     Args:
-      mask: the mask of all queries.
+      mask: mask of the queries of all shards.
       shape: lengths `(T, S)`, over all shards.
       blocks: block sizes.
       order: `"q"` if results are blocks of queries, `"kv"` if they are blocks of keys.
@@ -181,7 +185,7 @@ def _walk(kinds: np.ndarray, order: Order, group: int) -> list[np.ndarray]:
 
 
 def _order_steps(kinds: np.ndarray, axes: tuple[str, str, str], first_head: int) -> np.ndarray:
-    """Order the active blocks of `kinds` by its axes, slowest first. The first axis is that of the results."""
+    """Order the active blocks of `kinds` by `axes`, slowest axis first. The first axis is that of the result blocks."""
     visited = kinds != EMPTY
     visited[~visited.any(axis=(1, 2)), 0, 0] = True
     where = np.argwhere(visited)
@@ -197,7 +201,7 @@ def _order_steps(kinds: np.ndarray, axes: tuple[str, str, str], first_head: int)
 
 
 def _hold_last_valid(values: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """Replace invalid values by the last valid one before, or by the first valid one."""
+    """Replace each invalid value by the last valid value before it, or by the first valid value if there is none."""
     if not valid.any():
         return np.zeros_like(values)
     last = np.maximum.accumulate(np.where(valid, np.arange(len(values)), -1))
@@ -252,8 +256,9 @@ def _to_int32(x: np.ndarray) -> np.ndarray:
 def downcast(steps: Steps) -> Steps:
     """Store long lists in the narrowest integers that hold them, since scalar memory is small.
 
-    Short lists stay int32: extracting a byte from a word takes more scalar instructions, for each array of the kernel,
-    at this step and the next. An idle step of the forward kernel takes 330 cycles on v5e with int32, and 392 without.
+    Short lists stay int32. Extracting a byte from a word takes more scalar instructions, for each array of the kernel,
+    at this step and the next. An idle step of the forward kernel takes 330 cycles on v5e with int32 lists, and 392 with
+    narrower ones.
     """
     lists = {name: getattr(steps, name) for name in ("q", "kv", "head", "flags", "place")}
     if sum(x.nbytes for x in lists.values() if isinstance(x, np.ndarray)) <= _MAX_WIDE_LIST_BYTES:

@@ -35,7 +35,7 @@ from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART
 
 LOG_2 = math.log(2)
 EMPTY_MAXIMUM = float(np.finfo(np.float32).min)
-"""The maximum over no logits. It is finite, so that `exp(-inf - maximum)` is 0, not NaN, without a test."""
+"""Initial maximum, over no logits. It is finite, so that `exp(-inf - maximum)` is 0 and not NaN, without a test."""
 
 
 class Step(NamedTuple):
@@ -44,14 +44,14 @@ class Step(NamedTuple):
     A scalar that is the same for every step is a Python bool, so that the kernel has no code to test it.
     """
 
-    q: Any  # block of queries; None where no position is needed
-    kv: Any  # block of keys, likewise
-    row: Scalar  # query head among those of all batch rows
+    q: Any  # index of the block of queries; None if the kernel needs no positions
+    kv: Any  # index of the block of keys; None if the kernel needs no positions
+    row: Scalar  # index of the query head, counted over all batch rows
     first: Any  # whether it is the first step of its result block, over all query heads that add to this block
-    last: Any  # likewise the last step
+    last: Any  # whether it is the last step of its result block, over all query heads that add to this block
     computes: Any  # whether the pair of blocks contributes
     masked: Any  # whether the mask hides some of its positions
-    part: Callable[[int], Any]  # reads the flag of a part, or of a diagonal, by its number
+    part: Callable[[int], Any]  # function that reads the flag of the part, or diagonal, with this number
 
     @property
     def unmasked(self) -> Any:
@@ -63,8 +63,8 @@ def parse_flags(call: KernelCall, flags: Callable[[], jax.Array], length: int) -
     """Parse the flags of a step into fields of `Step`. Flags that are the same in all steps are not read.
 
     Args:
-      call: the kernel.
-      flags: reads the flags.
+      call: static description of the kernel.
+      flags: function that reads the flags of the step.
       length: number of steps of a list.
     """
     kinds = call.kinds
@@ -94,9 +94,9 @@ def add_block(call: KernelCall, step: Step, add: Callable[[tuple[BlockPart, ...]
     """Add a pair of blocks, skipping parts that the mask hides completely.
 
     Args:
-      call: the kernel.
+      call: static description of the kernel.
       step: the current step.
-      add: adds some parts of the pair.
+      add: function that adds the given parts of the pair.
     """
     blocks, kinds = call.blocks, call.kinds
     if kinds.full:
@@ -157,17 +157,17 @@ def repeat_lanes(x: Shaped[Array, "n 128"], lanes: int) -> Shaped[Array, "n {lan
 
 
 def sum_by_lane(x: Float32[Array, "n m"]) -> Float32[Array, "n 128"]:
-    """Sum every 128th column, giving `[n, 128]`. These are plain additions, where a sum over lanes would move them."""
+    """Sum every 128th column, giving `[n, 128]`. These are plain additions; a sum over lanes would move data."""
     return functools.reduce(operator.add, (x[:, at : at + LANES] for at in range(0, x.shape[1], LANES)))
 
 
 def compute_logits(call: KernelCall, products: jax.Array, unit: float = 1.0) -> tuple[jax.Array, jax.Array | None]:
-    """Compute logits in units of `unit` from products `<q, k>`, and the derivative of (2), None without a soft cap."""
+    """Compute logits in units of `unit` from products `<q, k>`, and the soft cap's derivative, None without one."""
     cap = call.plan.soft_cap
     if cap is None:
-        return products * jnp.float32(call.scale / unit), None  # (1)
+        return products * jnp.float32(call.scale / unit), None  # scaled logits, equation (1)
     tanh = jnp.tanh(products * jnp.float32(call.scale / cap))
-    return tanh * jnp.float32(cap / unit), 1 - tanh * tanh  # (2)
+    return tanh * jnp.float32(cap / unit), 1 - tanh * tanh  # soft cap, equation (2)
 
 
 class MaskInputs(NamedTuple):
@@ -176,8 +176,8 @@ class MaskInputs(NamedTuple):
     step: Step
     q_offset: Callable[[], Any]
     stored: Any  # stored mask of the pair of blocks; None if the mask is computed from a formula
-    ids: Any  # [n, 128], of the tile's row axis
-    other_ids: Any  # [1, m], of its column axis
+    ids: Any  # [n, 128], segment ids along the rows of the tile
+    other_ids: Any  # [1, m], segment ids along the columns of the tile
     low: Any = None  # first key that each query sees; `[n, 128]` if queries are the rows of the tile, else `[1, n]`
     high: Any = None  # one past the last key that each query sees; same shape
 
@@ -186,7 +186,7 @@ def compute_allowed(call: KernelCall, masking: MaskInputs, rows: slice, keys: Ke
     """Compute which positions of a tile may attend, `[q, kv]`, or `[kv, q]` for dk and dv; None if all may.
 
     Args:
-      call: the kernel.
+      call: static description of the kernel.
       masking: inputs of the mask of the pair of blocks.
       rows: queries of the tile, within the block.
       keys: keys of the tile, and whether the mask hides any of them. Segment ids may always hide some.

@@ -1,7 +1,7 @@
-"""Default block sizes: a table by chip, depth, dtype, length and mask, and the description for the tuner.
+"""Default block sizes from a table by chip, depth, dtype, length and mask, and the description for the tuner.
 
-The table is filled without a chip, from the compiler's schedules (`python -m conformance tune --static`). So it says
-what should be fast; nobody has measured it on a chip.
+The table is filled without a chip, from the compiler's schedules (`python -m conformance tune --static`). So its sizes
+should be fast, but were not measured on a chip.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TABLE = Path(__file__).with_name("block_sizes.json")
 KERNEL_KNOBS = ("forward", "dq", "dkv", "fused")
 """Kernels that have block sizes. The fused one computes the results of dq and dkv in one call."""
 BACKWARD_CHOICES = (({"fused": 0}, ("dq", "dkv")), ({"fused": 1}, ("fused",)))
-"""Settings of the backward pass, and the kernels of each."""
+"""Choices for the backward pass: the setting, and the kernels that it runs."""
 _ENTRIES = read_table(TABLE)
 _RESERVED_VMEM = DEFAULT_SCOPED // 4
 """VMEM reserved for stored masks, ids and caps: the tuned calls had none of them."""
@@ -56,11 +56,11 @@ def look_up(mask: Mask, kv_length: int, depths: Depths, *, plain: bool) -> Block
     """Look up the block sizes for the target chip: those of the most similar call in the table.
 
     Whether the backward pass is fused also follows the most similar call, even for calls with segments, caps or stored
-    masks: there the fused kernel gains as much, in the same blocks of 512 by 512. In an interpreter there is no chip:
-    blocks are 512 by 512, and the backward pass is fused if the table fuses it on any chip.
+    masks. For these calls blocks are 512 by 512, and the fused kernel gains as much. In an interpreter there is no
+    chip: blocks are 512 by 512, and the backward pass is fused if the table fuses it on any chip.
 
     Args:
-      mask: of the call.
+      mask: mask of the call.
       kv_length: S.
       depths: head depths, and bytes per element of the operands.
       plain: whether the call has no segments, no cap and no stored mask.
@@ -162,7 +162,7 @@ def _estimate_traffic(case: Case, setting: Setting) -> Traffic:
         _build_mask(case), (case.q_length, case.kv_length), blocks, "kv", case.num_q_heads // case.num_kv_heads, 1
     )
     heads = case.batch * case.num_q_heads
-    lists = steps.q.shape[1] * steps.q.shape[2]  # for batch rows, and for heads
+    lists = steps.q.shape[1] * steps.q.shape[2]  # number of lists: for each batch row and head that has its own
     computed = int((steps.flags & COMPUTE > 0).sum()) * (heads if steps.head is None else case.batch) // lists
     block = blocks.q * case.head_dim * 4
     whole_dq = heads * round_up(case.q_length, blocks.q) * case.head_dim

@@ -9,10 +9,10 @@ from impls.jax_compat import find_tpu_vmem
 from impls.splash_tpu.block_sizes import LANES, Blocks, round_up
 
 DEFAULT_SCOPED = 16 * 2**20
-"""VMEM that a kernel may use by default, on every generation."""
+"""Bytes of VMEM that a kernel may use by default, on every generation."""
 
 SMALLEST_VMEM = 16 * 2**20
-"""VMEM of a core of v4, the smallest since then (`pltpu.get_tpu_info_for_chip`)."""
+"""Bytes of VMEM of a core of v4, the smallest of v4 and all later chips (`pltpu.get_tpu_info_for_chip`)."""
 
 _CANDIDATE_SIZES = (4096, 2048, 1024, 512, 256, 128)
 
@@ -58,8 +58,8 @@ def estimate_vmem(
 
     Args:
       phase: `"forward"`, `"dq"` or `"dkv"`.
-      blocks: its block sizes.
-      depths: of the operands.
+      blocks: block sizes of the phase.
+      depths: head depths of the operands.
       stored_mask: whether mask blocks are fetched.
       fused: whether the kernel of dk and dv also computes dq.
       ranged: whether each query has a range of keys, which takes one column more than segment ids.
@@ -72,23 +72,23 @@ def estimate_vmem(
         fetched += blocks.q * v * depths.itemsize  # out
         scratch = blocks.q * (v + columns) * f32
     elif phase == "dq":
-        fetched += blocks.q * (v + h) * depths.itemsize  # do, dq
+        fetched += blocks.q * (v + h) * depths.itemsize  # d_out, dq
         scratch = blocks.q * (h + columns) * f32
     else:
-        fetched += blocks.q * v * depths.itemsize + blocks.kv * kv_row  # do; dk, dv
+        fetched += blocks.q * v * depths.itemsize + blocks.kv * kv_row  # d_out; dk, dv
         scratch = blocks.kv * (h + v + LANES) * f32 + (2 * blocks.q * h * f32 if fused else 0)
     return 2 * fetched + scratch + 3 * blocks.q * blocks.compute * f32
 
 
 def check_vmem(phase: str, blocks: Blocks, depths: Depths, *, limit: VmemLimit, **kind: bool) -> int:
-    """Refuse blocks that do not fit, and return the estimate in bytes of those that do.
+    """Return the estimated VMEM in bytes, or raise `ValueError` if the blocks do not fit.
 
     Args:
       phase: as for `estimate_vmem`.
-      blocks: likewise.
-      depths: likewise.
+      blocks: as for `estimate_vmem`.
+      depths: as for `estimate_vmem`.
       limit: how much the kernel may use.
-      kind: `stored_mask`, `fused` and `ranged`, likewise.
+      kind: `stored_mask`, `fused` and `ranged`, as for `estimate_vmem`.
 
     Raises:
       ValueError: the estimate is over the limit; the message says which sizes would fit.

@@ -1,4 +1,4 @@
-"""Refusal of calls that an adapter declares unsupported: no argument is ever ignored (docs/contract.md, section 7)."""
+"""Refuse calls that an adapter declares unsupported, since no argument may be ignored (docs/contract.md, section 7)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def refuse_unsupported(
 
 
 def refuse_because(name: str, reason: str | None) -> None:
-    """Refuse a call for `reason`, if there is one. Raises `NotImplementedError`."""
+    """Raise `NotImplementedError` with `reason`, unless the reason is None."""
     if reason:
         raise NotImplementedError(f"{name} does not support this call: it {reason}")
 

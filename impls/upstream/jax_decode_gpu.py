@@ -1,10 +1,10 @@
 """Adapter of `jax.experimental.pallas.ops.gpu.decode_attention`: one query per sequence over a contiguous cache.
 
-Queries are `[B, N, H]`, keys and values `[B, S, K, H]`. A sequence sees the keys from `start_idx` up to `kv_seq_len`.
-So a causal mask, a window and lengths become two numbers per sequence. S must be a multiple of the block for each
-split: keys are padded with zeros past `kv_seq_len`. The library's residuals are the sum and the maximum, from which the
-adapter computes the logsumexp. The library's output is f32 for bf16 and f16 queries, since it divides by a sum plus an
-f32 epsilon; the adapter rounds it to q's dtype.
+The library takes queries `[B, N, H]`, keys and values `[B, S, K, H]`. A sequence sees the keys from `start_idx` up to
+`kv_seq_len`. So the adapter turns a causal mask, a window and lengths into two numbers per sequence. Each split must
+have a whole number of blocks, so the adapter pads keys with zeros past `kv_seq_len`. The library's residuals are the
+sum and the maximum, from which the adapter computes the logsumexp. The library's output is f32 for bf16 and f16
+queries, since it divides by a sum plus an f32 epsilon; the adapter rounds it to q's dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAME = "jax_decode_gpu"
 SPLITS = 2
 """Programs that share the keys of a sequence. The library's default is 16, with at least 16 keys each."""
 BLOCK = 32
-"""Keys that a program takes at once. The library's default of 128 would leave most calls a single block."""
+"""Keys that a program takes at once. With the library's default of 128, most calls would have a single block."""
 _RANGE = "takes a range of keys for each sequence"
 _ONE_QUERY = "takes one query for each sequence"
 OFFERS = frozenset({"own_window"})
@@ -73,10 +73,10 @@ def attention(
       k: Keys.
       v: Values.
       mask: A mask that lets each sequence see one range of keys.
-      segment_ids: Refused.
-      soft_cap: Refused.
-      sinks: Refused.
-      bias: Refused.
+      segment_ids: Refused, since the library does not support it.
+      soft_cap: Refused, since the library does not support it.
+      sinks: Refused, since the library does not support it.
+      bias: Refused, since the library does not support it.
       scale: Factor of the logits.
       save_residuals: Return the logsumexp too.
       interpret: As in `pallas_call`; by default true unless the process runs on a GPU.

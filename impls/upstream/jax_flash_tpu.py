@@ -1,7 +1,7 @@
 """Adapter of `jax.experimental.pallas.ops.tpu.flash_attention`.
 
-Layout `[B, N, T, H]`, equal head counts, a causal flag and segment ids. Its bias `ab` is added *before* the scale, so
-the adapter passes `bias / scale`, broadcast to `[B, N, T, S]`. It returns no residuals.
+The library takes the layout `[B, N, T, H]`, equal head counts, a causal flag and segment ids. It adds its bias `ab`
+*before* the scale, so the adapter passes `bias / scale`, broadcast to `[B, N, T, S]`. It returns no residuals.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, re
 from impls.upstream.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
 
 NAME = "jax_flash_tpu"
-BLOCK = 128  # All of `BlockSizes.get_default`, and the least its kernels take.
+BLOCK = 128  # Every block size of `BlockSizes.get_default`, and the smallest that the library's kernels take.
 _NO_GROUPS = "needs as many key/value heads as query heads"
 UNSUPPORTED = {
     "gqa": _NO_GROUPS,

@@ -1,7 +1,8 @@
 """Adapter of `jax.experimental.pallas.ops.gpu.attention.mha`, with its Triton and its XLA backward pass.
 
-Layout `[B, T, N, H]`, equal head counts, a causal flag and one array of segment ids for queries and keys. Its logsumexp
-`[B, N, T]` is in base 2 (the adapter converts); with residuals it cannot be differentiated.
+The library takes the layout `[B, T, N, H]`, equal head counts, a causal flag and one array of segment ids for queries
+and keys. Its logsumexp `[B, N, T]` is in base 2; the adapter converts it. With residuals the library's function cannot
+be differentiated.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, re
 from impls.upstream.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
 
 BLOCK = 128  # Forward blocks of `BlockSizes.get_default()`, clipped to shorter lengths.
-BACKWARD_BLOCK = 32  # Backward blocks, likewise.
+BACKWARD_BLOCK = 32  # Backward blocks of `BlockSizes.get_default()`, clipped to shorter lengths.
 SHARED_MEMORY = 227 * 1024  # bytes per thread block on Hopper and Blackwell
 _NO_GROUPS = "needs as many key/value heads as query heads"
 _ONE_ARRAY = "takes one array of segment ids for queries and keys"
@@ -71,9 +72,9 @@ def attention(
       v: Values.
       mask: `Full()` or `Causal(0)`.
       segment_ids: Equal ids of q and kv. If they are traced and differ at run time, the output is NaN.
-      soft_cap: Refused.
-      sinks: Refused.
-      bias: Refused.
+      soft_cap: Refused, since the library does not support it.
+      sinks: Refused, since the library does not support it.
+      bias: Refused, since the library does not support it.
       scale: Factor of the logits.
       save_residuals: Return the logsumexp too.
       backward: `"triton"` or `"xla"`, the library's `backward_pass_impl`.

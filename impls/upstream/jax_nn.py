@@ -1,15 +1,15 @@
 """Adapter of `jax.nn.dot_product_attention`, with `implementation="xla"` and with `implementation="cudnn"`.
 
 Masks are passed by the native arguments `is_causal`, `local_window_size` and `key_value_seq_lengths` where these mean
-exactly the same. Other masks are passed by the boolean `mask`. The logsumexp `[B, T, N]` is natural. It has the
-operands' dtype, so in bf16 most digits are lost before the adapter casts it to f32. It carries no gradient: the library
-applies `stop_gradient` for XLA, and its backward rule for cuDNN ignores the cotangent.
+exactly the same. Other masks are passed by the boolean `mask`. The library's logsumexp `[B, T, N]` is a natural
+logarithm in the operands' dtype. So in bf16 most digits are lost before the adapter casts it to f32. The logsumexp
+carries no gradient: the library applies `stop_gradient` for XLA, and its backward rule for cuDNN ignores the cotangent.
 
 cuDNN's flash attention runs on NVIDIA GPUs only, and no interpreter runs it. The adapter refuses what the library's
 checks refuse (`jax._src.cudnn.fused_attention_stablehlo`, `check_is_flash_attention` and `check_layout`, jax 0.10.2):
-dtypes, depths, a bias that does not span both lengths, and gradients at odd lengths. The last is meant for calls with a
-bias, but the check mistakes the placeholder of a missing bias for one. A mask without a native argument becomes an
-additive bias there.
+dtypes, depths, a bias that does not span both lengths, and gradients at odd lengths. The library means to refuse
+gradients at odd lengths only with a bias, but its check mistakes the placeholder of a missing bias for one. For cuDNN,
+a mask without a native argument becomes an additive bias.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def build_mask_arguments(
         if isinstance(part, Causal):
             arguments["is_causal"] = True
         elif isinstance(part, Window):
-            # The argument has no open side; a side as long as the sequence means the same.
+            # `local_window_size` has no open side; a side as long as the sequence means the same.
             left = q_length if part.left is None else part.left
             right = kv_length if part.right is None else part.right
             arguments["local_window_size"] = (left, right)
@@ -157,7 +157,7 @@ def _build_implementation(backend: str) -> Implementation:
         differentiable_residuals=frozenset(),
         gradients=frozenset({"dq", "dk", "dv", "dbias"}),
         empty_rows="undefined" if cudnn else "mean",
-        # An additive mask leaves NaN where NaN was.
+        # cuDNN's mask is added to the logits, so the NaN logit of a hidden key stays NaN.
         behind_mask="finite" if cudnn else "any",
         accelerator=Accelerator(platform="gpu", absent=None if runs_on("gpu") else NO_GPU) if cudnn else Accelerator(),
     )

@@ -1,9 +1,9 @@
 """Adapter of paged decode attention of `jax.experimental.pallas.ops`, for TPU and for GPU: one query per sequence.
 
-Queries are `[B, N, H]`, pages `[K, pages, page_size, H]`. All table entries must be valid pages, even unused ones. The
-kernels do not scale logits: `q * scale` is computed in f32 and rounded to q's dtype, as its callers do. They support no
-windows and no sinks, and return no residuals. Pages may be int8 with scales `[K, pages, page_size]`; the TPU kernel
-takes these with one more axis, and divides them by 127.5.
+The library takes queries `[B, N, H]` and pages `[K, pages, page_size, H]`. All table entries must be valid pages, even
+unused ones. The kernels do not scale logits, so the adapter computes `q * scale` in f32 and rounds it to q's dtype, as
+the kernels' callers do. The kernels support no windows and no sinks, and return no residuals. Pages may be int8 with
+scales `[K, pages, page_size]`; the TPU kernel takes scales with one more axis, and divides them by 127.5.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from impls.upstream.mask_flags import ONLY_CAUSAL
 
 PAGES_TOGETHER = 2
 SPLITS = 2
-"""Programs of a GPU that share a sequence. The width of tables must be a multiple of the pages per block of each."""
+"""GPU programs that share a sequence. The page table's width must be a multiple of `SPLITS * PAGES_TOGETHER`."""
 UNSUPPORTED = {
     "prefill": "takes one query for each sequence",
     "window": ONLY_CAUSAL,
@@ -132,8 +132,8 @@ def _build_implementation(name: str, platform: str) -> Implementation:
         unsupported=UNSUPPORTED | (_ONLY_TPU if platform == "tpu" else {}),
         offers=SCALED_FEATURES,
         supports_case=functools.partial(_find_case_limit, platform),
-        # The TPU kernel converts keys and values to bf16 in VMEM, whatever their dtype. Those with scales are f32
-        # there, and the chip's products at default precision round them.
+        # The TPU kernel converts keys and values to bf16 in VMEM, whatever their dtype. Keys and values with scales are
+        # f32 in VMEM, and the chip's products at default precision round them to bf16.
         arithmetic=Arithmetic(
             products="bf16" if platform == "tpu" else get_default_products(),
             scaled_q=True,

@@ -1,10 +1,10 @@
 """Adapter of `jax.experimental.pallas.ops.tpu.ragged_paged_attention`: prompts, chunks and tokens of many sequences.
 
-Its tables are those of the contract. Keys and values of a page are one array `[pages, page_size, 2 K, H]`, with keys at
-even indices. Its window includes the query's own key. It returns no residuals.
+The kernel takes the tables of the contract. Keys and values of a page are one array `[pages, page_size, 2 K, H]`, with
+keys at even indices. The kernel's window includes the query's own key. The kernel returns no residuals.
 
-Neither of JAX's interpreters can run this kernel: the fast one fails at its masked stores, the one that detects races
-at its reshaped refs. So it is compiled everywhere, and only run on a TPU.
+Neither of JAX's interpreters can run this kernel. The fast interpreter fails at its masked stores, and the interpreter
+that detects races fails at its reshaped refs. So the kernel is compiled everywhere, but only run on a TPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Adapter of `jax.experimental.pallas.ops.tpu.splash_attention`.
 
-Layout `[N, T, H]` without a batch axis: the adapter maps over the batch. Grouped heads map over the key/value heads
-with MQA kernels, but a mask per head takes the MHA kernel, which supports groups too. The kernel has no scale: `q *
-scale` is computed in f32 and rounded to q's dtype, as its callers do. Its logsumexp is natural and includes the sink.
-With `save_residuals` it cannot be differentiated.
+The library's kernels take the layout `[N, T, H]` without a batch axis, so the adapter maps over the batch. For grouped
+heads it maps MQA kernels over the key/value heads. With a mask per head it uses the MHA kernel, which supports groups
+too. The kernels have no scale, so the adapter computes `q * scale` in f32 and rounds it to q's dtype, as the library's
+callers do. The logsumexp is a natural logarithm and includes the sink. With `save_residuals` the kernels cannot be
+differentiated.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from impls.upstream.mask_flags import build_case_mask
 from impls.upstream.splash_masks import BLOCK, build_library_mask, find_length_limit
 
 BlockSizes = splash.BlockSizes
-_COMPILED_BLOCK = 512  # The default of our kernel. The library's default, the smallest blocks, is slow.
+_COMPILED_BLOCK = 512  # The default of `impls.splash_tpu`. The library's default, the smallest blocks, is slow.
 UNSUPPORTED = {"bias": "takes no bias", "indexer": "takes masks that are known when its kernel is made"}
 
 
@@ -60,13 +61,13 @@ def attention(
       mask: Any mask that is the same for the whole batch.
       segment_ids: Ids of q and kv.
       soft_cap: Cap of the logits.
-      sinks: One logit per query head.
-      bias: Refused.
+      sinks: One logit per query head, added to the softmax denominator.
+      bias: Refused, since the library does not support it.
       scale: Factor of the logits.
       save_residuals: Return the logsumexp too.
       fused_backward: Use one kernel for all gradients, instead of one for dq and one for dk and dv.
       largest_block: Length of blocks, or the largest power of two below it that divides the length.
-      block_sizes: Block sizes of each of its kernels, in place of `largest_block`.
+      block_sizes: Block sizes of each of the library's kernels, in place of `largest_block`.
       interpret: As for `pallas_call`; by default true unless the process runs on a TPU.
     """
     refuse_unsupported(
@@ -130,7 +131,7 @@ def _build_kernel(
     block_sizes: BlockSizes,
     interpret: Interpret,
 ) -> Callable[..., Any]:
-    """Build a kernel for one mask and shape. Cached, since it holds the processed mask and jit compares identities."""
+    """Build a kernel for one mask and shape. Cached, since it holds the processed mask and jit compares by identity."""
     make = splash.make_splash_mqa_single_device if is_mqa else splash.make_splash_mha_single_device
     # The kernel's arrays must not be tracers, even if built while tracing: later traces get them from the cache.
     with jax.ensure_compile_time_eval():
@@ -236,12 +237,12 @@ def _build_tunable(attention: Callable[..., Any]) -> Tunable:
 
 
 def _estimate_traffic(case: Case, setting: Setting) -> Traffic:
-    """Estimate the HBM traffic of dq. The fused kernel writes one part per key block, and their sum follows."""
+    """Estimate the HBM traffic of dq: the fused kernel writes one part per key block, and XLA then sums the parts."""
     whole = case.batch * case.num_q_heads * case.q_length * case.head_dim * (4 if case.dtype == "f32" else 2)
     return Traffic(beside=(case.kv_length // setting["kv"] + 1) * whole)
 
 
-_KERNEL_SUFFIXES = {  # of the kernels' names
+_KERNEL_SUFFIXES = {  # end of each kernel's name, by which the tuner finds it
     "forward": "residuals",
     "dq": "_dq_no_residuals",
     "dkv": "_dkv_no_residuals",

@@ -1,4 +1,4 @@
-"""Conversion of masks to the flags that most upstream functions take."""
+"""Convert masks to the causal flag that most upstream functions take, for adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ONLY_CAUSAL = "takes no mask but its causal flag"
 
 
 def find_causal_flag(mask: Mask) -> bool | None:
-    """Find the value of `causal=` for a function without other mask operands; None if no flag means the mask."""
+    """Find the value of `causal=` that means `mask`, for functions without other mask operands, or None."""
     parts = list_conjuncts(mask)
     if not all(isinstance(part, Full) or part == Causal(0) for part in parts):
         return None

@@ -1,11 +1,12 @@
 """Adapters of Mosaic GPU attention for Hopper: JAX's `attention_mgpu`, and the kernel of tokamax (OpenXLA).
 
-Layout `[B, T, N, H]`; tokamax's kernel has no batch axis, so the adapter maps over it. JAX's kernel has no scale:
-`q * scale` is computed in f32 and rounded to q's dtype, as callers do. Its buffers are f16 for all operands, and its
-backward pass supports no mask. Its logsumexp is in base 2; tokamax's residuals are the maximum and the sum. No
-interpreter runs these kernels, so they only run on a Hopper GPU. Their compiler works on every machine.
+JAX's kernel takes the layout `[B, T, N, H]`. It has no scale, so the adapter computes `q * scale` in f32 and rounds it
+to q's dtype, as the kernel's callers do. Its buffers are f16 for all operands, and its backward pass supports no mask.
+Its logsumexp is in base 2. tokamax's kernel has no batch axis, so the adapter maps over the batch. Its residuals are
+the maximum and the sum. No interpreter runs these kernels, so they only run on a Hopper GPU. Their compiler works on
+every machine.
 
-tokamax's module is private, so the extra `upstream` pins the version that this was written for, 0.0.12.
+tokamax's module is private, so the extra `upstream` pins the version that this adapter was written for, 0.0.12.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from impls.upstream.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_
 
 HOPPER = (9, 0)
 BLOCK_Q = 64  # queries per warpgroup; two warpgroups compute
-BLOCK_KV = 128  # one of three sizes in the benchmark of JAX's kernel, and tokamax's default
+BLOCK_KV = 128  # keys per block: one of three sizes in the benchmark of JAX's kernel, and tokamax's default
 FIRST_UNSUPPORTED_JAX = Version("0.11")
 BACKWARD_BLOCK = 64  # queries and keys per warpgroup, tokamax's default
 _NO_MASKS = dict.fromkeys(
@@ -78,10 +79,10 @@ def attention(
       k: Keys.
       v: Values.
       mask: `Full()` or `Causal(0)`.
-      segment_ids: Refused.
+      segment_ids: Refused, since the library does not support it.
       soft_cap: Cap of the logits; refused for JAX's kernel.
-      sinks: Refused.
-      bias: Refused.
+      sinks: Refused, since the library does not support it.
+      bias: Refused, since the adapter passes none to either kernel.
       scale: Factor of the logits.
       save_residuals: Return the logsumexp too.
       library: `"jax"` or `"tokamax"`.
@@ -140,7 +141,7 @@ def _build_tokamax_call(causal: bool, factor: float, soft_cap: float | None, res
             q,
             k,
             v,
-            *(None, None, None, None),  # bias, mask, ranges of keys
+            *(None, None, None, None),  # bias, mask, start and end of key ranges
             out_dtype=q.dtype,
             normalize_output=True,
             return_residuals=residuals,

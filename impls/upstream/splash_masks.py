@@ -1,4 +1,4 @@
-"""Conversion of masks to the objects of splash attention. JAX and tokamax use the same names and meanings."""
+"""Convert masks to the mask objects of splash attention, which have the same names and meanings in JAX and tokamax."""
 
 from __future__ import annotations
 

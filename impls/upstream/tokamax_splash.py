@@ -1,12 +1,13 @@
 """Adapter of tokamax's splash attention (OpenXLA), a fork of JAX's with a fused backward pass only.
 
-Layout `[N, T, H]` without a batch axis: the adapter maps over the batch. A single key/value head takes the MQA kernel,
-whose k and v have no head axis; otherwise the MHA kernel, which supports groups. All heads share one mask. A traced
-mask gets a kernel for each batch row. The kernel has no scale: `q * scale` is computed in f32 and rounded to q's dtype,
-as its callers do. By default it works in base 2, for which it multiplies q by `log2(e)` rounded to q's dtype. Its
-residuals are natural and carry no gradient; `max_logits` includes the sink.
+The library's kernels take the layout `[N, T, H]` without a batch axis, so the adapter maps over the batch. It uses the
+MQA kernel, whose k and v have no head axis, for a single key/value head, and otherwise the MHA kernel, which supports
+groups. All heads share one mask. For a traced mask the adapter builds a kernel for each batch row. The kernels have no
+scale, so the adapter computes `q * scale` in f32 and rounds it to q's dtype, as the library's callers do. By default
+the kernels work in base 2: they multiply q by `log2(e)` rounded to q's dtype. Their residuals are natural logarithms
+and logits, and carry no gradient; `max_logits` includes the sink.
 
-The module is private to tokamax, so the extra `upstream` pins the version that this was written for, 0.0.12.
+The module is private to tokamax, so the extra `upstream` pins the version that this adapter was written for, 0.0.12.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from impls.upstream.splash_masks import BLOCK, build_library_mask, find_length_l
 NAME = "tokamax_splash_tpu"
 UNSUPPORTED = {"bias": "takes no bias", "dense_head": "takes one mask for all heads"}
 ABSENT = 'tokamax is not installed: pip install "attention-conformance[upstream]"'
-_DQ_ARRAYS = 3  # Arrays in which dq is summed under a traced mask. Otherwise there is one per key block.
-_MAX_NARROW_PARTS = 4  # Up to this many parts of dq, one per key block, have q's dtype; more have f32.
+_DQ_ARRAYS = 3  # Number of arrays in which dq is summed under a traced mask. Under other masks: one per key block.
+_MAX_NARROW_PARTS = 4  # If dq has at most this many parts, one per key block, they have q's dtype; else f32.
 _PACKAGE = "tokamax._src.ops.experimental.tpu.splash_attention"
 
 
@@ -65,8 +66,8 @@ def attention(
       mask: Any mask that is the same for all heads. A static mask must also be the same for the whole batch.
       segment_ids: Ids of q and kv.
       soft_cap: Cap of the logits.
-      sinks: One logit per query head.
-      bias: Refused.
+      sinks: One logit per query head, added to the softmax denominator.
+      bias: Refused, since the library does not support it.
       scale: Factor of the logits.
       save_residuals: Return the logsumexp and the largest logits too.
       config: Block sizes, a `SplashConfig`; by default the library's default.
@@ -119,7 +120,7 @@ def attention(
 
 @functools.lru_cache(maxsize=256)
 def _build_kernel(mask: Mask, q_length: int, kv_length: int, *, is_mqa: bool, **options: Any) -> Callable[..., Any]:
-    """Build a kernel for one mask and shape. Cached, since it holds the processed mask and jit compares identities."""
+    """Build a kernel for one mask and shape. Cached, since it holds the processed mask and jit compares by identity."""
     library = _load_module("splash_attention_kernel")
     make = library.make_splash_mqa_single_device if is_mqa else library.make_splash_mha_single_device
     allowed = build_library_mask(_load_module("splash_attention_mask"), mask, (q_length, kv_length))
@@ -168,8 +169,8 @@ def _find_case_limit(case: Case) -> str | None:
 def _find_in_place_limit(group: int, kv_length: int) -> str | None:
     """Return why gradients under a traced mask are meaningless in the fast interpreter, or None if they are not.
 
-    In the fast interpreter an operand that shares its array with a result does not see writes to the result. It does in
-    the TPU interpreter (`InterpretParams`) and on a TPU.
+    The kernel sums dq in an operand that shares its array with a result. In the fast interpreter the operand does not
+    see writes to the result. In the TPU interpreter (`InterpretParams`) and on a TPU it does.
     """
     if group == 1 and kv_length // BLOCK <= _DQ_ARRAYS:
         return None
@@ -209,7 +210,7 @@ def _build_tunable() -> Tunable:
                 name="forward",
                 phase="forward",
                 candidates=functools.partial(candidates, rows=_FORWARD_CANDIDATES),
-                kernel="residuals",  # the suffix with residuals, which gradients need; without, it is another one
+                kernel="residuals",  # end of the kernel's name with residuals, which gradients need
             ),
             Knob(
                 name="fused",
@@ -228,7 +229,7 @@ def _build_tunable() -> Tunable:
 
 
 def _estimate_traffic(case: Case, setting: Setting) -> Traffic:
-    """Estimate the HBM traffic of dq: parts are read, and their sum is written. Three arrays are also cleared first."""
+    """Estimate the HBM traffic of dq: its parts are read, and their sum is written. Three arrays are first cleared."""
     itemsize = 4 if case.dtype == "f32" else 2
     elements = case.batch * case.num_q_heads * case.q_length * case.head_dim
     if setting["dq_arrays"]:

@@ -1,17 +1,18 @@
 """Adapters of tpu-inference (vLLM on TPUs): ragged paged attention (v3), and the same over latents (MLA, v1).
 
-Both kernels write the tokens of their queries into pages. The adapter of the first exposes that. The contract's call
-over latents passes pages that already have these tokens; its adapter gathers them from there, so the kernel writes what
-is there already. Pages have the kernels' layouts, which servers keep. Keys and values alternate by head, `[pages,
-page_size, 2 K / packing, packing, H]`. Rank and rotary part of a latent are each padded to whole lanes. Leading
-sequences with a single query are counted separately, since the kernels have a different program for them. Windows
-include the query's own key. There are no residuals, no sinks, and no sequences without queries.
+Both kernels write the tokens of their queries into pages. The adapter of the first kernel returns these pages. The
+contract's call over latents passes pages that already hold the tokens; its adapter gathers them from the pages, so the
+kernel writes what is there already. Pages have the kernels' layouts, in which servers keep them. Keys and values
+alternate by head, `[pages, page_size, 2 K / packing, packing, H]`. Rank and rotary part of a latent are each padded to
+whole lanes. Leading sequences with a single query are counted separately, since the kernels have a different program
+for them. Windows include the query's own key. There are no residuals, no sinks, and no sequences without queries.
 
 For bf16 the first kernel also keeps its sums in bf16, rounding after each block, as its callers configure it.
 
-Importing the package imports vLLM. These two modules depend only on each other, so they are imported alone. They are
-private modules of version 0.32.0, for which this was written. The package pins a version of JAX and needs vLLM, so it
-is in no extra here. Neither of JAX's interpreters can run these kernels: both fail at reshaped refs.
+Importing the package imports vLLM. The two modules of the kernels depend only on each other, so they are imported
+without the package. They are private modules of version 0.32.0, for which this adapter was written. The package pins a
+version of JAX and needs vLLM, so it is in no extra here. Neither of JAX's interpreters can run these kernels: both fail
+at reshaped refs.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ RAGGED, LATENT = "tpu_inference_ragged_paged_tpu", "tpu_inference_latent_tpu"
 LANES = 128
 BLOCK_Q, BLOCK_KV = 32, 512
 BLOCK_Q_LATENT = 8
-"""Queries and keys per block on a TPU. With these, both kernels compile for every generation, for 64 and 128 heads in
-bf16."""
+"""`BLOCK_Q`, `BLOCK_KV` and `BLOCK_Q_LATENT` are queries and keys per block on a TPU.
+
+With these sizes both kernels compile for every generation, for 64 and 128 heads in bf16.
+"""
 VMEM_LIMIT_BYTES = 64 << 20
 ABSENT = "tpu-inference is not installed: pip install --no-deps tpu-inference==0.32.0"
 NO_TPU = "needs a TPU: JAX's interpreters of TPU kernels stop at its reshaped refs"
 _PACKAGE = "tpu_inference"
-_MAX_INT32 = 2**31 - 1  # beyond every token
+_MAX_INT32 = 2**31 - 1  # larger than the index of every token
 _JUDGED_SIZES: dict[str, Any] = {"block_q": 8, "block_kv": 32}
 UNSUPPORTED = {
     "f16": "the matrix unit multiplies no float16",
@@ -165,7 +168,7 @@ def _count_window_keys(window: tuple[int | None, int] | None) -> int | None:
 
 
 def _build_distribution(cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
-    """Build int32 `[3]`: number of leading sequences with one query, the same again, and number of all sequences."""
+    """Build int32 `[3]`: number of leading sequences with one query, the same number again, number of all sequences."""
     count = num_seqs[0].astype(jnp.int32)
     leading = jnp.cumprod((jnp.diff(cu_q_lens) == 1).astype(jnp.int32), dtype=jnp.int32).sum(dtype=jnp.int32)
     first = jnp.minimum(leading, count)

@@ -1,7 +1,8 @@
-"""Find the levels of a case from its id alone: what a fault may depend on.
+"""Find the levels of a case from its id: the properties that a kernel's fault may depend on.
 
-A level is one thing that is true of a case: that it has sinks, that T is not S, that it is in bf16. It names the fields
-of the case that decide it, so that a case with it, or without it, can be made of another case.
+A level is a property of a case, such as having sinks, T unequal to S, or dtype bf16. Each level names the fields of the
+case that decide the level, so that other cases with or without the level can be built. `root_causes` looks for the
+levels that distinguish failing cases from passing ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from cases.operand_registry import OPTIONAL
 from cases.storage_forms.form_registry import FORMS, read_storage
-from reports.matrix_columns import FEATURE_KINDS
+from reports.matrix_rows import FEATURE_KINDS
 
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
 _SIZES = ("batch", "q_length", "kv_length", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim")
@@ -27,8 +28,9 @@ _BLOCKS = (8, 16, 32, 64, 128)
 _DEPTH_BLOCKS = (8, 16, 32, 64)
 _LONG = (128, 256, 512, 1024)
 
-# How much less likely a level is to matter before anything was seen, in nats. A fault depends on the presence of a
-# feature sooner than on its absence, and on a kind of mask sooner than on one number or one distribution of values.
+# Prior penalties of levels, in nats: how much less likely a fault depends on the level than on a plain one. A fault is
+# more likely to depend on the presence of a feature than on its absence, and on a kind of mask than on one number or on
+# one distribution of values.
 _PLAIN, _RARER, _RARE, _RAREST = 0.0, 1.0, 2.0, 3.0
 
 _MASKS = {
@@ -43,11 +45,12 @@ _MASKS = {
     "densebatch": "under a dense mask for each batch row",
     "indexer": "under an indexer's mask",
     "moba": "under a MoBA mask",
-    "own": "under a window in each row's own length",
+    "own": "under a window at each batch row's own position",
 }
 _ROW_MASKS = frozenset({"lengths", "own", "densebatch", "indexer"})
 _FEATURES = frozenset(itertools.chain.from_iterable(FEATURE_KINDS.values()))
-# Levels whose features an implementation declares unsupported by another name, or by several.
+# For levels whose name is not the name of a feature: the features that an implementation declares unsupported to
+# exclude the level.
 _DECLARED_FEATURES: Mapping[str, tuple[str, ...]] = {
     "16 bits": ("bf16", "f16"),
     "cache": ("prefill", "decode"),
@@ -64,15 +67,15 @@ _DECLARED_FEATURES: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Level:
-    """One thing that is true of a case.
+    """A property of a case that a fault may depend on.
 
     Attributes:
-      odds: how much less likely than others it is to matter, in nats.
-      name: what it is called.
-      words: how a sentence goes on: `with sinks`, `when T is not S`.
-      fields: the fields of the case that decide it.
-      example: values of such fields that give a plain case the level, and few similar levels.
-      counter: values of such fields that remove the level from a plain case that has it.
+      odds: the prior penalty, in nats: how much less likely a fault depends on this level than on a plain one.
+      name: the name of the level, such as `sinks` or `T != S`.
+      words: the phrase for the end of a sentence, such as "with sinks" or "when T is not S".
+      fields: the fields of `Case` that decide whether a case has the level.
+      example: pairs of a field and a value that give a plain case the level, with few similar levels.
+      counter: pairs of a field and a value that remove the level from a plain case that has it.
     """
 
     odds: float
@@ -84,18 +87,15 @@ class Level:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The features to declare unsupported so that no case has the level.
-
-        The result is empty if no declaration does that.
-        """
+        """The features to declare unsupported so that no judged case has the level; empty if none do that."""
         return _DECLARED_FEATURES.get(self.name, (self.name,) if self.name in _FEATURES else ())
 
 
 @functools.lru_cache(maxsize=1 << 15)
 def parse_fields(case: str) -> Mapping[str, str] | None:
-    """Parse the fields that a case id names, as it writes them.
+    """Parse a case id into the fields of `Case` that it names, each as the id writes it.
 
-    The result is none if it is no case id.
+    Returns None if `case` is no case id.
     """
     parts = case.split("/")
     if len(parts) < 6 or not (sizes := _SHAPE.fullmatch(parts[2])):
@@ -112,7 +112,7 @@ def parse_fields(case: str) -> Mapping[str, str] | None:
 
 @functools.lru_cache(maxsize=1 << 15)
 def find_levels(case: str) -> frozenset[Level]:
-    """Find the levels of a case; empty if its id is no case id."""
+    """Find the levels of the case with this id; empty if `case` is no case id."""
     fields = parse_fields(case)
     if fields is None:
         return frozenset()
@@ -180,13 +180,14 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
             kind, _MASKS.get(kind, f"under a mask of kind {kind}"), "mask", example=_find_offset_mask(kind)
         )
     if _ROW_MASKS & kinds:
-        yield _create_level("row mask", "under a mask of its own for each batch row", "mask", odds=_RARER / 2)
+        yield _create_level("row mask", "under a mask that differs by batch row", "mask", odds=_RARER / 2)
     if len(terms) > 1:
-        yield _create_level("joined masks", "under masks that are joined", "mask", odds=_RARER)
+        yield _create_level("joined masks", "under a combination of masks", "mask", odds=_RARER)
     if "-o" in spec:
         yield _create_level("mask offset", "under a mask with an offset", "mask", odds=_RARER)
     for term in terms:
-        # Without an offset a mask may be passed by name, and with one only as an array.
+        # A causal mask or window without an offset may reach the kernel as `causal` or `window`. With an offset, it may
+        # reach the kernel only as an array.
         if is_named := "-o" not in term and term.startswith(("causal", "window")):
             kind = term.partition("-")[0]
             yield _create_level(f"{kind}, no offset", f"{_MASKS[kind]} without an offset", "mask", odds=_RARER)
@@ -200,9 +201,9 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
 
 
 def _find_offset_mask(kind: str) -> dict[str, str] | None:
-    """Return a mask of the kind with an offset, to distinguish levels with and without offset.
+    """Return a mask spec of this kind with an offset, or None if the kind takes no offset.
 
-    The result is none if the kind takes no offset.
+    Such an example has the level of the kind, but not the level of the kind without an offset.
     """
     masks = {"causal": "causal-o5", "window": "window-l31-r0-o5"}
     return {"mask": masks[kind]} if kind in masks else None
@@ -294,9 +295,9 @@ def _iter_depth_levels(sizes: Mapping[str, int]) -> Iterator[Level]:
 
 @functools.lru_cache(maxsize=1 << 15)
 def find_oddities(case: str) -> frozenset[str]:
-    """Find the fields of a case that are out of the ordinary.
+    """Find the fields in which a case differs from a plain one, such as another dtype, a mask or T unequal to S.
 
-    All sizes count as such if its id is no case id.
+    If `case` is no case id, returns the names of all size fields, so that the case does not count as a plain one.
     """
     fields = parse_fields(case)
     if fields is None:
@@ -309,9 +310,9 @@ def find_oddities(case: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1 << 15)
 def rank_plainness(case: str) -> tuple[int, int, str]:
-    """Return a sort key of cases, the plainest first.
+    """Return a sort key that puts the plainest cases first.
 
-    Cases are ranked by how many fields are out of the ordinary, then by size.
+    These are the cases with the fewest unusual fields (`find_oddities`), then the smallest ones.
     """
     fields = parse_fields(case)
     if fields is None:

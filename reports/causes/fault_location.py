@@ -1,20 +1,23 @@
-"""Locate faults: find the levels, alone or in pairs, that distinguish red rows from green ones.
+"""Locate faults: find the levels, alone or in pairs, that distinguish failing (red) rows from passing (green) ones.
 
-A row is a case of a covering array. It has many levels, and every pair of levels stands in some row. Which of them a
-fault needs follows from which rows fail. Nie and Leung call the smallest such combination the minimal failure-causing
-schema ("The minimal failure-causing schema of combinatorial testing", ACM TOSEM 20(4), 2011). Colbourn and McClary
-define the arrays from which it can always be determined ("Locating and detecting arrays for interaction faults",
-Journal of Combinatorial Optimization 15, 2008). A covering array is not one of them, so combinations that its rows
-cannot distinguish are returned together. BEN ranks suspicious combinations (Ghandehari, Lei, Xie, Kuhn and Kacker,
-"Identifying failure-inducing combinations in a combinatorial test set", ICST 2012) and confirms them by further tests,
-as `conformance.judging.failure_probes.confirmation` does.
+A row is a case of a covering array. It has many levels (`case_levels`), and every pair of levels occurs in some row. A
+fault makes a row fail only if the row has certain levels, so the failing rows show which levels these are.
 
-Three things differ from these papers. First, a faulty row may pass by chance, since a wrong mask matters little to some
-values. So a split of the rows is scored, and need not be clean. The score compares two hypotheses: nearly all rows with
-the combination are red and nearly none without it, against one rate of red for all rows. Second, there may be several
-faults at once. The best combination explains its red rows, the next explains the rest, and then each is sought again
-among what the others leave. Third, a fault shows in several results of a row, the *signals*. They repeat the same
-evidence, so the clearest signal counts, and not their sum.
+Nie and Leung call the smallest such combination of levels the minimal failure-causing schema ("The minimal
+failure-causing schema of combinatorial testing", ACM TOSEM 20(4), 2011). Colbourn and McClary define the arrays from
+which it can always be determined ("Locating and detecting arrays for interaction faults", Journal of Combinatorial
+Optimization 15, 2008). A covering array is no such array, so combinations that its rows cannot distinguish are returned
+together. The tool BEN ranks suspicious combinations (Ghandehari, Lei, Xie, Kuhn and Kacker, "Identifying
+failure-inducing combinations in a combinatorial test set", ICST 2012). It confirms them by further tests, as
+`conformance.judging.failure_probes.confirmation` does.
+
+This module differs from these papers in three ways. First, a row with a fault may pass by chance: with some values, a
+wrong mask hardly changes results. So a combination need not separate red from green rows perfectly, and gets a score.
+The score is a log likelihood ratio of two hypotheses. Under one, nearly all rows with the combination are red, and
+nearly none without it. Under the other, all rows have the same rate of red. Second, there may be several faults at
+once. The best combination explains its red rows, and the next combination explains the rest. Then each is searched for
+again in the red rows that the others leave. Third, a fault shows in several results of a row, which are called
+*signals*. Signals repeat the same evidence, so the score of the clearest signal counts, not the sum.
 """
 
 from __future__ import annotations
@@ -26,26 +29,27 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 MAX_COMBINATIONS = 12
-"""Combinations that are sought: more faults at once cannot be distinguished."""
-_PASSES = 2  # how often each is sought again among what the others leave
+"""The most combinations to search for; more faults at once cannot be distinguished."""
+# How many times each combination is searched for again, in the failing (red) rows that no other combination explains.
+_PASSES = 2
 
-# Beta distributions of the rate of red. With a combination, rows are red unless chance hides the fault. Without it,
-# rows are green unless another fault, not found yet, makes them red. Each distribution is flat on the expected side and
-# steep on the other.
+# Parameters of beta priors of the rate of red rows. With a combination, rows are red unless chance hides the fault.
+# Without it, rows are green unless another fault, not found yet, makes them red. The third prior is for all rows, under
+# the hypothesis that the combination does not matter.
 _RATE_WITH, _RATE_WITHOUT, _RATE_OF_ANY = (1.0, 0.5), (0.3, 1.0), (1.0, 1.0)
 _MIN_GAIN = 0.5
-"""How much likelier, in nats, a combination must make the evidence, less the cost of its complexity."""
+"""The smallest score, in nats, of a combination that is accepted: the gain in log likelihood minus the cost."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Signal:
-    """The rows where a result is red, and those where it is green, as sets of bits."""
+    """The rows where one result is red, and the rows where it is green; each number is a bit mask of rows."""
 
     red: int
     green: int
 
     def remove(self, rows: int) -> Signal:
-        """Return the signal without red rows that something else explains."""
+        """Return the signal without the red rows in `rows`, which something else explains."""
         return Signal(self.red & ~rows, self.green)
 
 
@@ -54,8 +58,8 @@ class Candidate:
     """A level that may explain red rows.
 
     Attributes:
-      rows: the rows that have it.
-      odds: how much less likely than others it is to matter, in nats.
+      rows: the rows that have the level, as a bit mask.
+      odds: the prior penalty of the level, in nats (`case_levels.Level.odds`).
     """
 
     rows: int
@@ -67,9 +71,9 @@ class Combination:
     """A combination of levels.
 
     Attributes:
-      levels: their numbers; no level stands for every row.
-      rows: the rows that have them all.
-      others: other combinations with the same rows.
+      levels: the indices of the levels; an empty tuple means every row.
+      rows: the rows that have all the levels, as a bit mask.
+      others: the levels of other combinations with the same rows, which no row distinguishes from this one.
     """
 
     levels: tuple[int, ...]
@@ -80,12 +84,12 @@ class Combination:
 def locate(
     levels: Sequence[Candidate], signals: Mapping[str, Signal], found: Sequence[Combination] = ()
 ) -> list[Combination]:
-    """Find the fewest combinations that explain the red rows of all signals.
+    """Find few combinations of levels that together explain the red rows of all signals.
 
     Args:
-      levels: those that a row may have.
-      signals: by name, those first in which a fault shows most plainly.
-      found: combinations that explain red rows already.
+      levels: the levels that rows may have; combinations name them by index.
+      signals: the signals by name; those in which a fault shows most plainly come first.
+      found: combinations that were found before; the red rows that they explain need no other explanation.
     """
     chosen: list[Combination] = []
     while (
@@ -110,25 +114,25 @@ def locate(
 
 
 def explains(combination: Combination, signal: Signal) -> bool:
-    """Return whether a signal is red as the combination would make it."""
+    """Return whether a combination explains a signal: red rows are more likely with the combination than without."""
     return _compute_gain(combination.rows, signal) > 0 and bool(combination.rows & signal.red)
 
 
 def find_clearest_signal(combination: Combination, signals: Mapping[str, Signal]) -> str:
-    """Find the signal that shows a combination best.
+    """Find the name of the signal that a combination explains best.
 
-    It is the first of those that gain nearly as much as any.
+    It is the first signal whose gain is at least half the largest gain.
     """
     gains = {name: _compute_gain(combination.rows, signal) for name, signal in signals.items()}
-    most = max(gains.values())  # below zero where no signal is as the combination would make it
+    most = max(gains.values())  # negative if the combination explains no signal
     return next(name for name, gain in gains.items() if gain >= min(most, most / 2))
 
 
 def add_indistinguishable(levels: Sequence[Candidate], one: Combination, signal: Signal) -> Combination:
-    """Add the combinations that a signal cannot distinguish from this one: each replaces one level by another.
+    """Add to a combination the alternatives that a signal cannot distinguish from it; each replaces one level.
 
-    Results of more cases do not help where this signal was not judged. A level is no alternative if all cases have it
-    where the signal was judged, as gradients are judged in training only.
+    Only rows where the signal was judged can distinguish levels. A level that all of these rows have is no alternative:
+    for example, gradients are judged only in training.
     """
     asked = signal.red | signal.green
     others = list(one.others)
@@ -152,7 +156,7 @@ def _iter_unexplained(
 
 
 def remove_explained(found: Sequence[Combination], signals: Mapping[str, Signal]) -> dict[str, Signal]:
-    """Remove the red rows of each signal that some of these combinations explain."""
+    """Return the signals without the red rows that any of the combinations `found` explains."""
     left = dict(signals)
     for combination in found:
         left = {name: s.remove(combination.rows) if explains(combination, s) else s for name, s in left.items()}
@@ -160,7 +164,7 @@ def remove_explained(found: Sequence[Combination], signals: Mapping[str, Signal]
 
 
 def _find_best(levels: Sequence[Candidate], signals: Mapping[str, Signal]) -> Combination | None:
-    """Find the combination that gains most after its cost; none if no combination explains anything."""
+    """Find the combination with the largest gain minus cost; None if none reaches `_MIN_GAIN`."""
     red_signals = [signal for signal in signals.values() if signal.red]
     if not red_signals:
         return None
@@ -173,7 +177,7 @@ def _find_best(levels: Sequence[Candidate], signals: Mapping[str, Signal]) -> Co
         tied = by_rows.setdefault(rows, [])
         tied.append((price, numbers))
         if len(tied) > 1 and price >= min(other for other, _ in tied[:-1]):
-            continue  # a cheaper combination with the same rows was scored
+            continue  # a combination with the same rows that costs no more was already scored
         gains = [_compute_gain(rows, signal) for signal in red_signals]
         worth = (max(gains) - price, math.fsum(gains))
         if worth[0] > _MIN_GAIN and (best is None or worth > best):
@@ -194,9 +198,10 @@ def _join_red(signals: Sequence[Signal]) -> int:
 def _iter_combinations(
     levels: Sequence[Candidate], seen: int, cost: float, red: int
 ) -> Iterator[tuple[float, tuple[int, ...], int]]:
-    """Yield the cost, levels and rows of each combination.
+    """Yield the cost, the levels and the rows of each combination of at most two levels.
 
-    A combination has no level, one, or two whose common rows neither has alone.
+    A pair is left out if its common rows are all rows of one of its levels: then that level suffices. A level or pair
+    without a red row is left out too.
     """
     yield 0.0, (), seen
     single = [(cost + level.odds, number, level.rows & seen) for number, level in enumerate(levels)]
@@ -210,13 +215,14 @@ def _iter_combinations(
 
 
 def _compute_gain(rows: int, signal: Signal) -> float:
-    """Compute the gain of explaining a signal by these rows, in nats.
+    """Compute the gain in log likelihood, in nats, if having a combination decides which rows of a signal are red.
 
-    It is the log likelihood of the signal if the rows decide it, less that if nothing does.
+    The alternative is one rate of red for all rows. `rows` are the rows with the combination. The gain is minus
+    infinity if red is more frequent without the combination.
     """
     red, green = (rows & signal.red).bit_count(), (rows & signal.green).bit_count()
     other_red, other_green = signal.red.bit_count() - red, signal.green.bit_count() - green
-    if red * other_green < other_red * green:  # red is more frequent without
+    if red * other_green < other_red * green:  # red is more frequent in rows without the combination
         return -math.inf
     return _compute_gain_of_counts(red, green, other_red, other_green)
 
@@ -229,9 +235,9 @@ def _compute_gain_of_counts(red: int, green: int, other_red: int, other_green: i
 
 @functools.lru_cache(maxsize=1 << 16)
 def _compute_evidence(red: int, green: int, a: float, b: float) -> float:
-    """Compute the log likelihood of so many red and green rows, in one order.
+    """Compute the log likelihood of one sequence of `red` red and `green` green rows.
 
-    Their rate of red is beta-distributed with the parameters `a` and `b`.
+    The rate of red rows has a beta distribution with the parameters `a` and `b`.
     """
     return _compute_log_beta(red + a, green + b) - _compute_log_beta(a, b)
 

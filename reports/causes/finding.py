@@ -1,4 +1,8 @@
-"""Define a finding: red records that one cause explains, and what is known of the cause."""
+"""Define `Finding`: the records of failures that one cause explains, and the facts about the cause.
+
+A record is *red* if its verdict is a failure, an error or an unexpected pass. `classify_record` returns the kind of
+failure that a red record shows, such as a wrong forward result. `root_causes` builds findings from records.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +25,24 @@ RAISES, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED = (
     "unexpected pass",
 )
 KINDS = (RAISES, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED)
-"""What findings are about, in their order: what a later kind says may follow from an earlier one."""
+"""The kinds of findings, in order: failures of a later kind may follow from a cause of an earlier kind."""
 
 OUT = ("forward/out", "residuals/out", "primal/out", "primal/out_with_residuals")
 STATISTICS = "ensemble"
-"""The check that judges the same results over many elements: what is slightly wrong shows there first."""
+"""The check that judges results by statistics over many elements, so that it notices slight errors first."""
 PLAIN_CALL = (
     *OUT,
     *(f"{check}/{name}" for name in RESIDUALS for check in ("residuals", "primal")),
     f"{STATISTICS}/out",
 )
-"""The results of the plain call, those first in which a fault of the forward pass shows most plainly."""
+"""The forward results of a call on a case's own operands, as `check/result`.
+
+The results in which a fault of the forward pass shows most plainly come first.
+"""
 FINITE_BEHIND_MASK = 'behind_mask="finite"'
 """The declaration that memory behind the mask must be finite."""
 
-# How reasons begin that say that what came back cannot be compared with what was expected.
+# The start of a record's reason if a result has another dtype or shape than expected, so that it cannot be compared.
 _WRONG_FORM = re.compile(r"(dtype|shape) is ")
 _RAISING_LINE = re.compile(r"\((?P<place>[^()\s][^()]*:\d+): ")
 
@@ -45,7 +52,7 @@ Question = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """How many of the cases that were asked are red."""
+    """The number of red cases (`red`) among the cases that were judged (`asked`)."""
 
     red: int
     asked: int
@@ -53,21 +60,26 @@ class Share:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Red records that one cause explains.
+    """The red records that one cause explains, and the facts about the cause.
 
     Attributes:
-      contender: whose records.
+      contender: the implementation and platform whose records these are.
       kind: one of `KINDS`.
-      levels: those that a case needs to fail, none if every case fails; not a tuple if it is unknown which cases fail.
-      others: other levels that stand in the same cases, so that no case distinguishes them from `levels`.
-      question: the check and the result that the cause was located by.
-      records: all red records that it explains, those of its own kind first.
-      inside, outside: how many cases fail with these levels, and without.
-      left_out: how many more cases were asked, and are in neither, since other findings explain why they fail.
-      smallest: the record of the plainest case that shows it, which may be one that was run to confirm it.
-      without: for each level, the case of `smallest` without it, if that passes; empty if none was seen to pass.
-      passes: a plain case with these levels that passes, empty if there is none. It shows that the levels alone do not
-        make a case fail.
+      levels: the levels that a case needs to fail, and an empty tuple if every case fails. None if it is unknown what
+        failing cases have in common.
+      others: other combinations of levels that occur in the same cases, so that no case distinguishes them from
+        `levels`.
+      question: the check and the result by which the cause was located.
+      records: all red records that the cause explains; those of the finding's own kind come first.
+      inside: how many of the judged cases with these levels fail.
+      outside: how many of the judged cases without these levels fail.
+      left_out: the number of judged cases that `inside` and `outside` leave out, since other findings explain them.
+      smallest: the record of the plainest case that shows the cause. It may be a case that was run to confirm the
+        finding.
+      without: for each level, the id of a passing case that differs from the case of `smallest` by lacking the level.
+        An entry is empty if no such case is known; the tuple is empty if none is known for any level.
+      passes: the id of a plain case that has all the levels and passes; empty if there is none. Such a case shows that
+        the levels are not sufficient to make a case fail.
     """
 
     contender: Contender
@@ -85,12 +97,12 @@ class Finding:
 
     @property
     def is_explained(self) -> bool:
-        """Whether it is known what the failures have in common."""
+        """Whether a common property of the failing cases is known."""
         return self.levels is not None or self.kind in (BEHIND_MASK, UNEXPECTED) or self.inside.red == self.inside.asked
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether a case fails with the levels, and passes without each of them."""
+        """Whether a case that fails with the levels is known to pass without any one of them."""
         return bool(self.levels) and bool(self.without) and all(self.without)
 
     @property
@@ -100,33 +112,33 @@ class Finding:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The results that are wrong by its own kind of check, most often first."""
+        """The results that are wrong in records of the finding's own kind, the most frequent first."""
         return order_by_frequency(get_result(record.observable) for record in self.own or self.records)
 
     @property
     def checks(self) -> tuple[str, ...]:
-        """The checks that show it, most often first."""
+        """The checks that show the cause, in records of the finding's own kind, the most frequent first."""
         return order_by_frequency(record.check for record in self.own or self.records)
 
     @property
     def follows(self) -> tuple[str, ...]:
-        """Checks whose failures follow from it, most often first."""
+        """The other checks, whose failures follow from the cause, the most frequent first."""
         shown = set(self.checks)
         return tuple(c for c in order_by_frequency(record.check for record in self.records) if c not in shown)
 
 
 def get_signal(record: Record) -> str:
-    """Return what a record judges as `check/result`."""
+    """Return the check and the result of a record as `check/result`."""
     return f"{record.check}/{get_result(record.observable)}"
 
 
 def get_result(observable: str) -> str:
-    """Return the result that an observable is about: `dq` of `dq.row.nan`."""
+    """Return the result that an observable judges: `dq` for `dq.row.nan`."""
     return observable.partition(".")[0]
 
 
 def classify_record(record: Record) -> str:
-    """Return the kind of finding that a red record would be if nothing else explained it."""
+    """Return the kind of the finding that a red record would belong to if no other cause explained the record."""
     if record.verdict == UNEXPECTED_PASS:
         return UNEXPECTED
     if record.verdict == ERROR or is_wrong_form(record):
@@ -139,9 +151,9 @@ def classify_record(record: Record) -> str:
 
 
 def is_wrong_form(record: Record) -> bool:
-    """Return whether a result has another dtype or shape than expected.
+    """Return whether a record fails because a result has another dtype or shape than expected.
 
-    Then its values cannot be compared.
+    The values of such a result cannot be compared.
     """
     return record.verdict == FAIL and record.worst is None and _WRONG_FORM.match(record.reason) is not None
 
@@ -152,23 +164,23 @@ def is_mask_leak(record: Record) -> bool:
 
 
 def is_mask_poison(record: Record) -> bool:
-    """Return whether NaN or infinity was put behind the mask."""
+    """Return whether the record's check put NaN or infinity where the mask hides it."""
     return record.check == "poison" and record.observable.rpartition(".")[2] in ("nan", "inf")
 
 
 def is_about_gradients(signal: str) -> bool:
-    """Return whether a check and a result are about gradients."""
+    """Return whether a signal, `check/result`, judges gradients; it must not be in `PLAIN_CALL`."""
     return signal.startswith(("gradients", f"{STATISTICS}/"))
 
 
 def find_raising_line(reason: str) -> re.Match[str] | None:
-    """Find where a reason names the line that raises, as the group `place`.
+    """Find the place in a record's reason that names the line that raises; the match has it as the group `place`.
 
-    The last match counts, since a message may have anything before it.
+    Returns the last match, since an exception's message before it may contain anything. Returns None if there is none.
     """
     return next(reversed(list(_RAISING_LINE.finditer(reason))), None)
 
 
 def order_by_frequency(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the different names, the most frequent first."""
+    """Return the distinct names, the most frequent first."""
     return tuple(name for name, _ in Counter(names).most_common())

@@ -1,4 +1,4 @@
-"""Put findings into words, the same in every report."""
+"""Phrase findings as text: titles, facts and evidence, used alike by terminal, Markdown and HTML reports."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from reports.causes.remedies import MaskLeak, Remedy, find_remedies, summarize_m
 from reports.record_groups import Contender
 from reports.text_format import format_count, format_judged, format_pattern, format_worst, shorten_text
 
-_MAX_NAMED = 5  # checks and results that a line names
-_MAX_QUESTIONS = 2  # questions of a check that a title names
-_MAX_OTHERS = 3  # combinations of other levels that a line names
-_MAX_MESSAGE = 120
+_MAX_NAMED = 5  # the most checks or results that a line names
+_MAX_QUESTIONS = 2  # the most subchecks that a title names
+_MAX_OTHERS = 3  # the most alternative combinations of levels that a line names
+_MAX_MESSAGE = 120  # the most characters of an exception's message in a title
 _EXCEPTION = re.compile(r"[A-Z]\w*(:|$)")
 _LIMIT_REASON = re.compile(r"^ratio \S+ exceeds \S+(; rms \S+ exceeds \S+)?$|^rms \S+ exceeds \S+$")
 _SIZE_LETTERS = {
@@ -47,14 +47,16 @@ _SIZE_LETTERS = {
 
 @dataclasses.dataclass(frozen=True)
 class FindingText:
-    """A finding in words.
+    """The text of a finding in a report.
 
     Attributes:
-      number: its place among the findings of a report, from 1.
-      finding: what the words are about.
-      title: what is wrong, and since which feature, in one sentence.
-      facts: what else is known of it, a line each.
-      evidence: figures and reason of its smallest case, a line each.
+      number: the number of the finding in the report, from 1.
+      finding: the finding that the text describes.
+      title: one sentence that says which results are wrong, and with which features of a case, such as "out is wrong
+        with sinks".
+      facts: the other facts about the finding, one line each.
+      evidence: the measured errors, error pattern and reason of the plainest record (`Finding.smallest`), one line
+        each.
     """
 
     number: int
@@ -65,16 +67,17 @@ class FindingText:
 
 
 def describe_finding(number: int, finding: Finding) -> FindingText:
-    """Put a finding into words."""
+    """Phrase a finding as text; `number` is its number in the report."""
     title, facts, evidence = format_title(finding), list_facts(finding), list_evidence(finding.smallest)
     return FindingText(number, finding, title, tuple(facts), tuple(evidence))
 
 
 def choose_foremost(findings: Sequence[FindingText], most: int) -> tuple[list[FindingText], int, int]:
-    """Choose up to `most` findings, the first of each contender before the second of any.
+    """Choose at most `most` findings; the first finding of every contender is chosen before a second of any.
 
     Returns:
-      The chosen findings in the order of their numbers, how many others there are, and how many failures these explain.
+      The chosen findings in the order of their numbers, the number of findings left out, and the number of failures
+      that those left out explain.
     """
     ranks: Counter[Contender] = Counter()
     ranked = []
@@ -88,13 +91,13 @@ def choose_foremost(findings: Sequence[FindingText], most: int) -> tuple[list[Fi
 
 
 def format_title(finding: Finding) -> str:
-    """Format what is wrong, and since which feature, as one sentence."""
+    """Format the title of a finding: one sentence that says what is wrong, and with which levels of a case."""
     where = _format_where(finding)
     return f"{_format_fault(finding)}{',' * (finding.kind == RAISES)} {where}" if where else _format_fault(finding)
 
 
 def list_facts(finding: Finding) -> list[str]:
-    """List what is known of a finding beside its title, a line each."""
+    """List the facts about a finding that its title does not have, one line each."""
     if finding.kind == BEHIND_MASK:
         lines = [_format_mask_leak(finding)]
     else:
@@ -109,9 +112,9 @@ def list_facts(finding: Finding) -> list[str]:
 
 
 def list_evidence(record: Record) -> list[str]:
-    """List the figures, error pattern and reason of a record, a line each.
+    """List the measured errors, the error pattern and the reason of a record, one line each.
 
-    The reason is left out if it only repeats the figures.
+    The reason is left out if it only says which limit the errors exceed.
     """
     facts = (format_judged(record), format_worst(record), format_pattern(record))
     lines = [line for line in facts if line]
@@ -120,9 +123,9 @@ def list_evidence(record: Record) -> list[str]:
 
 
 def format_shares(finding: Finding) -> str:
-    """Format how many cases fail with the levels of a finding, and without.
+    """Format in how many cases with the properties (levels) of a finding the failure occurs, and in how many others.
 
-    The result is empty if there is only one case.
+    Returns an empty string if only one case was judged.
     """
     inside, outside = finding.inside, finding.outside
     if finding.kind in (BEHIND_MASK, UNEXPECTED) or inside.asked + outside.asked < 2:
@@ -141,9 +144,9 @@ def format_shares(finding: Finding) -> str:
 
 
 def format_alternatives(finding: Finding) -> str:
-    """Format which other levels may be the cause, as far as cases distinguish them.
+    """Format the other levels that may be the cause, because no case distinguishes them from the finding's levels.
 
-    The result is empty if there are none.
+    Returns an empty string if there are none.
     """
     if not finding.others:
         return ""
@@ -152,7 +155,10 @@ def format_alternatives(finding: Finding) -> str:
 
 
 def format_confirmation(finding: Finding) -> str:
-    """Format which neighbours of the smallest case pass; empty if none was seen to."""
+    """Format which changes of the smallest case make it pass.
+
+    If none are known, format a plain case with the same levels that passes, or return an empty string.
+    """
     if finding.without:
         levels = zip(finding.levels or (), finding.without, strict=True)
         ways = [format_difference(finding.smallest.case, case, level.fields) for level, case in levels if case]
@@ -164,7 +170,7 @@ def format_confirmation(finding: Finding) -> str:
 
 
 def format_explained(finding: Finding) -> str:
-    """Format how many failures a finding explains, which other results are wrong, and what follows from it."""
+    """Format how many failures a finding explains, which results are wrong, and which checks fail as a consequence."""
     count, cases = len(finding.records), len({record.case for record in finding.records})
     text = f"explains {format_count(count, 'failure')} in {format_count(cases, 'case')}"
     if finding.kind == RAISES:
@@ -176,12 +182,12 @@ def format_explained(finding: Finding) -> str:
 
 
 def format_difference(fails: str, passes: str, names: Iterable[str]) -> str:
-    """Format how a passing case differs from a failing one, as a sentence goes on.
+    """Format how a passing case differs from a failing one as a phrase, such as "without sinks and with T=200".
 
     Args:
-      fails: id of the case that fails.
-      passes: id of the case that passes.
-      names: the fields to compare.
+      fails: the id of the case that fails.
+      passes: the id of the case that passes.
+      names: the fields of `Case` to compare.
     """
     failing, passing = parse_fields(fails) or {}, parse_fields(passes) or {}
     differ = [name for name in names if failing.get(name) != passing.get(name)]
@@ -192,7 +198,7 @@ def format_difference(fails: str, passes: str, names: Iterable[str]) -> str:
 
 
 def format_mask_leak(leak: MaskLeak) -> str:
-    """Format how many failures NaN and infinity behind the mask make, and what declaration mends them."""
+    """Format how many failures NaN and infinity behind the mask cause, and the declaration under which they pass."""
     text = f"{format_count(leak.count, 'failure')} in {format_count(leak.cases, 'case')} ({', '.join(leak.checks)})"
     if not leak.remedy:
         return text
@@ -201,9 +207,9 @@ def format_mask_leak(leak: MaskLeak) -> str:
 
 
 def format_remedies(finding: Finding) -> list[str]:
-    """Format the declarations under which most failures of a finding would pass, a line each.
+    """Format the declarations under which most failures of a finding would pass, one line each.
 
-    Of leaks behind the mask, `format_mask_leak` names the declaration.
+    For a leak behind the mask the list is empty, since `format_mask_leak` names the declaration.
     """
     if finding.kind == BEHIND_MASK:
         return []
@@ -211,21 +217,22 @@ def format_remedies(finding: Finding) -> list[str]:
     if chosen := [remedy for remedy in found if _is_remedy(remedy, finding)]:
         return [_format_remedy(remedy) for remedy in chosen]
     explained, tried = sum(remedy.count for remedy in found), max((remedy.tried for remedy in found), default=0)
-    # One declaration mends what rounds little, and several at once what rounds more: neither alone mends most.
+    # Where a kernel rounds in several places, one declaration may explain some failures and another declaration others,
+    # so that neither explains most.
     if len(found) > 1 and 4 * explained >= 3 * tried:
         return [_format_several_remedies(found)]
     return []
 
 
 def format_refusal(finding: Finding) -> str:
-    """Format how to declare unsupported what always raises.
+    """Format how to declare a feature unsupported if calls with it always raise.
 
-    The text is empty if the call does not always raise, or no level decides whether it raises.
+    Returns an empty string if such calls do not always raise, or no level decides whether they raise.
     """
     if finding.kind != RAISES or not finding.levels or finding.inside.red < finding.inside.asked:
         return ""
     if is_wrong_form(finding.smallest):
-        return ""  # a cast mends it
+        return ""  # the call returned; a wrong dtype or shape is to be fixed, not declared unsupported
     if all(set(level.fields) <= set(LENGTHS) for level in finding.levels):
         return "if such lengths are not supported: raise NotImplementedError for them"
     if finding.outside.red or len(finding.levels) != 1:
@@ -236,9 +243,10 @@ def format_refusal(finding: Finding) -> str:
 
 
 def _is_remedy(remedy: Remedy, finding: Finding) -> bool:
-    """Return whether a declaration mends the smallest case, or most failures.
+    """Return whether a declaration explains the smallest case, or most failures.
 
-    Declarations are tried on few failures, and any declaration mends some failure in hundreds.
+    A declaration that explains only a few failures is no remedy: among hundreds of failures, any declaration explains
+    some by chance.
     """
     mends_most = remedy.count > 1 and 4 * remedy.count >= 3 * remedy.tried
     is_of_smallest = finding.smallest.remedy == remedy.declaration
@@ -256,7 +264,7 @@ def _format_remedy(remedy: Remedy) -> str:
 
 
 def _format_several_remedies(found: Sequence[Remedy]) -> str:
-    """Format several declarations that explain most failures together, where none of them does alone."""
+    """Format several declarations that explain most failures only together."""
     ranked = sorted(found, key=lambda remedy: (-remedy.count, remedy.declaration))
     explained, tried = sum(remedy.count for remedy in ranked), max(remedy.tried for remedy in ranked)
     each = "; ".join(f"{remedy.count} with {remedy.declaration}" for remedy in ranked)
@@ -270,7 +278,7 @@ def _format_fault(finding: Finding) -> str:
         line = find_raising_line(record.reason)
         message = record.reason[: line.start()].strip() if line else record.reason
         message = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…"
-        # Where a result has a wrong form, the reason is a sentence by itself.
+        # If a result has the wrong dtype or shape, nothing raised, and the reason is a sentence of its own.
         return f"raises {message}" if _EXCEPTION.match(message) else message
     if finding.kind == BEHIND_MASK:
         return "NaN or infinity behind the mask reaches the results"
@@ -290,9 +298,9 @@ def _format_fault(finding: Finding) -> str:
 
 
 def _list_questions(finding: Finding) -> list[str]:
-    """List the red questions of a finding's checks: `no_sinks` of `out.no_sinks`.
+    """List the failing subchecks of a finding's checks: `no_sinks` for the observable `out.no_sinks`.
 
-    The list is empty if one has no name.
+    The list is empty if any observable names no subcheck.
     """
     names = [record.observable.rpartition(".") for record in finding.own]
     return [] if any(not name[1] for name in names) else list(dict.fromkeys(name[2] for name in names))
@@ -312,7 +320,7 @@ def _format_levels(levels: Sequence[Level]) -> str:
 
 
 def _list_results(finding: Finding) -> list[str]:
-    """List the results that are wrong, `out` under one name whichever call returns it."""
+    """List the wrong results; `out` has one name, whether or not the call also returned residuals."""
     return list(dict.fromkeys(name.removesuffix("_with_residuals") for name in finding.results))
 
 
@@ -325,7 +333,7 @@ def _choose_verb(names: Sequence[str]) -> str:
 
 
 def _format_list(names: Iterable[str]) -> str:
-    """Format names as a list, at most `_MAX_NAMED` of them."""
+    """Join names with commas; of more than `_MAX_NAMED`, the rest is counted."""
     found = list(names)
     more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
     return ", ".join(found[:_MAX_NAMED]) + more

@@ -1,6 +1,6 @@
-"""Find the cases that confirm a cause.
+"""Find the cases that confirm a cause: a case that fails with a level, and the same case without it, which passes.
 
-The same case fails with a level, and passes without it.
+`root_causes` uses them for `Finding.smallest`, `Finding.without` and `Finding.passes`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ class NearestPassing:
     """The plainest case that fails with some levels, and the passing cases nearest to it.
 
     Attributes:
-      smallest: its record.
-      without: for each level, a case that passes and is otherwise the same, empty where there is none.
-      passes: a case that passes, though it has all levels and is plain otherwise; empty if there is none.
+      smallest: the record of the failing case.
+      without: for each level, the id of a passing case without the level that is otherwise the same. An entry is empty
+        if there is no such case.
+      passes: the id of a passing case that has all the levels and is otherwise plain; empty if there is none.
     """
 
     smallest: Record
@@ -30,9 +31,10 @@ class NearestPassing:
 def find_nearest_passing(
     levels: Sequence[Level], failing: Sequence[Record], passing: Iterable[Record]
 ) -> NearestPassing:
-    """Find the plainest failing case that passes without each of its levels.
+    """Find the plainest failing case for which passing cases without each of the levels are known.
 
-    If there is none, it is the plainest that passes without some of them, or the plainest of all.
+    If there is none, take the plainest failing case with such a passing case for some of the levels. If there is none
+    either, or a plain case with all the levels passes, take the plainest failing case.
     """
     ranked = sorted(failing, key=lambda record: (rank_plainness(record.case), record.key))
     right = [record.case for record in passing]
@@ -50,9 +52,9 @@ def find_nearest_passing(
 
 
 def _find_same_without(case: str, level: Level, right: Iterable[str]) -> str:
-    """Find a passing case that lacks the level and differs only in the fields that decide it.
+    """Find a passing case without the level that differs from `case` only in the fields that decide the level.
 
-    The result is empty if none does.
+    Returns an empty string if there is none.
     """
     wanted = _drop_fields(parse_fields(case) or {}, level.fields)
     for other in right:
@@ -66,9 +68,9 @@ def _drop_fields(fields: Mapping[str, str], names: Iterable[str]) -> dict[str, s
 
 
 def _find_plain_passing(levels: Sequence[Level], right: Iterable[str]) -> str:
-    """Find a passing case with all the levels and nothing else out of the ordinary.
+    """Find a passing case that has all the levels and is otherwise plain.
 
-    The result is empty if there is none.
+    Returns an empty string if there is none.
     """
     wanted, deciding = set(levels), {name for level in levels for name in level.fields}
     found = [case for case in right if wanted <= find_levels(case) and find_oddities(case) <= deciding]

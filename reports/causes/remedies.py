@@ -1,4 +1,8 @@
-"""Find the declarations under which the failures of a finding would pass."""
+"""Find the declarations under which the failures of a finding would pass.
+
+A declaration says how a kernel computes, for example that products are in tf32, so that bounds or inputs change. The
+run judges some failures again under other declarations and records in `Record.remedy` which one makes a failure pass.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,11 @@ class MaskLeak:
     """Failures of a contender because NaN or infinity behind the mask reaches a result.
 
     Attributes:
-      count: how many records fail.
-      cases: how many cases they are of.
-      checks: that fail, most often first.
-      tried: how many records pass where memory behind the mask is declared to be finite.
+      count: the number of failing records.
+      cases: the number of cases that these records judge.
+      checks: the checks that fail, the most frequent first.
+      tried: the number of these records that were judged again, and pass, under the declaration that memory behind the
+        mask is finite.
     """
 
     count: int
@@ -28,19 +33,19 @@ class MaskLeak:
 
     @property
     def remedy(self) -> str:
-        """The declaration that explains them, empty if it was not seen to."""
+        """The declaration under which the failures pass; empty if no failure is known to pass under it."""
         return FINITE_BEHIND_MASK if self.tried else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """A declaration that would explain failures, and was tried.
+    """A declaration under which failures pass, as far as they were judged again.
 
     Attributes:
-      declaration: as it is written in a call of `declare`.
-      count: how many failures it explains.
-      tried: on how many failures any declaration was tried.
-      checks: of the failures that it explains, most often first.
+      declaration: the declaration, as an argument in a call of `declare`.
+      count: the number of failures that pass under the declaration.
+      tried: the number of failures that were judged again under any declaration.
+      checks: the checks of the failures that pass under the declaration, the most frequent first.
     """
 
     declaration: str
@@ -50,7 +55,7 @@ class Remedy:
 
 
 def summarize_mask_leak(records: Sequence[Record]) -> MaskLeak:
-    """Summarize the failures of a contender that memory behind the mask makes."""
+    """Summarize the failures of a contender that NaN or infinity behind the mask causes."""
     return MaskLeak(
         count=len(records),
         cases=len({record.case for record in records}),
@@ -60,7 +65,7 @@ def summarize_mask_leak(records: Sequence[Record]) -> MaskLeak:
 
 
 def find_remedies(records: Iterable[Record]) -> list[Remedy]:
-    """Find the declarations that would explain red records of a contender, in the order of their names."""
+    """Find the declarations under which red records of a contender pass, sorted by declaration."""
     tried = [r for r in records if r.verdict in RED and (r.remedy or DECLARATIONS_TRIED in r.figures)]
     groups = group_by((record for record in tried if record.remedy), lambda record: record.remedy)
     return [

@@ -1,4 +1,8 @@
-"""Find the root causes of red records: each record is under the one cause that explains it."""
+"""Group the red records of runs into findings: each record belongs to the one root cause that explains it.
+
+`fault_location` finds the levels on which failures depend. This module prepares its input from records, decides which
+failures follow from which cause, and builds the findings.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +44,20 @@ from reports.record_groups import Contender, group_by_contender
 CHECKS_WITH_OWN_OPERANDS = frozenset(
     {"arguments", "calls", "decoding", "forms", "invariance", "limits", "sharding", "transforms"}
 )
-"""Checks with operands, masks or lengths of their own, which the case id does not name."""
-# What differs from case to case in messages of one cause: dtypes, shapes and other numbers.
+"""The checks that use operands, masks or lengths other than those in the case id."""
+# Dtypes, shapes and other numbers in messages. They differ from case to case, even if messages have one cause. So they
+# are replaced by `#` before messages are compared.
 _DTYPE = r"\b(?:bool|(?:bfloat|float|uint|int|complex|bf|f|u|s|i)[0-9]+)\b"
 _CASE_DETAILS = re.compile(rf"(?:{_DTYPE})?[\[(][0-9, ]*[\])]|{_DTYPE}|[0-9]+")
 
 
 def find_root_causes(records: Iterable[Record], probes: Iterable[Record] = ()) -> list[Finding]:
-    """Find the causes of red records: each record is in exactly one finding.
+    """Find the causes of red records; each red record is in exactly one finding.
 
     Args:
-      records: of one run, or of several.
-      probes: records that were judged to confirm findings; they are evidence, and counted nowhere.
+      records: the records of one run or of several.
+      probes: records of additional cases that were judged to confirm findings. They are evidence, but no count of cases
+        or failures includes them.
     """
     return find_contender_causes(group_by_contender(records), group_by_contender(probes))
 
@@ -59,7 +65,7 @@ def find_root_causes(records: Iterable[Record], probes: Iterable[Record] = ()) -
 def find_contender_causes(
     records: Mapping[Contender, Sequence[Record]], probes: Mapping[Contender, Sequence[Record]]
 ) -> list[Finding]:
-    """Find the causes of red records that are grouped by contender, as `find_root_causes` does."""
+    """Find the causes of red records like `find_root_causes`, from records already grouped by contender."""
     found = []
     for contender, own_records in records.items():
         if any(record.verdict in RED for record in own_records):
@@ -69,7 +75,13 @@ def find_contender_causes(
 
 @dataclasses.dataclass(frozen=True)
 class _RootCause:
-    """A combination of levels that explains red results of a kind; `signal` shows it most plainly."""
+    """A combination of levels that explains failures.
+
+    Attributes:
+      kind: the kind of the failures, one of `KINDS`.
+      signal: the name of the signal that shows the cause most plainly.
+      combination: the levels, and the cases that have them.
+    """
 
     kind: str
     signal: str
@@ -77,7 +89,7 @@ class _RootCause:
 
 
 class _ContenderEvidence:
-    """The evidence in the records of one contender, as sets of cases."""
+    """The evidence in the records of one contender; sets of cases are bit masks, and a case's bit is its row."""
 
     def __init__(self, contender: Contender, records: Sequence[Record], probes: Sequence[Record]) -> None:
         self._contender = contender
@@ -94,12 +106,12 @@ class _ContenderEvidence:
     def _gather_signals(self, judged: Iterable[Record]) -> dict[str, Signal]:
         """Collect the cases where each signal fails (red), and those where it passes (green).
 
-        A signal is a check with a result, or a line that raises. An error has no passing record of its own, so it
-        passes in each case that returned something and did not raise there.
+        A signal is a check with a result, or a line of code that raises. No record says that a line does not raise. So
+        a line counts as passing in each case where some call returned and the line did not raise.
         """
         red: dict[str, int] = {}
         green: dict[str, int] = {}
-        answered = 0  # cases that returned something
+        answered = 0  # the cases in which some call returned
         for record in judged:
             name, row = _name_signal(record), self._rows[record.case]
             side = green if record.verdict == PASS else red
@@ -113,7 +125,7 @@ class _ContenderEvidence:
         }
 
     def _list_candidates(self) -> dict[Level, Candidate]:
-        """Return the levels with the cases that have them, but for levels that all cases have."""
+        """Return the levels and the cases that have each; levels that all cases have are left out."""
         rows: dict[Level, int] = {}
         for case, row in self._rows.items():
             for level in find_levels(case):
@@ -122,10 +134,7 @@ class _ContenderEvidence:
         return {level: Candidate(rows[level], level.odds) for level in sorted(rows) if rows[level] != everywhere}
 
     def _locate_roots(self) -> list[_RootCause]:
-        """Locate the combinations of each kind in turn.
-
-        A later kind does not seek what an earlier one explains.
-        """
+        """Locate the root causes, kind by kind; failures that an earlier kind explains need no later cause."""
         found: list[_RootCause] = []
         candidates = list(self._levels.values())
         for kind in (RAISES, FORWARD, GRADIENTS, CHECK):
@@ -133,11 +142,12 @@ class _ContenderEvidence:
             if kind == CHECK and any(root.kind != RAISES for root in found):
                 names = [name for name in names if _get_check(name) not in CHECKS_WITH_OWN_OPERANDS]
             signals = {name: self._get_unexplained(name) for name in names}
-            if kind == CHECK:  # a case whose results are wrong fails other checks too
+            if kind == CHECK:  # a case with wrong results fails other checks as a consequence
                 wrong = _join_rows(root.combination.rows for root in found if root.kind != RAISES)
                 signals = {name: signal.remove(wrong) for name, signal in signals.items()}
-            # Errors of one cause raise at the same line. Wrong results are first taken together, since each result is
-            # judged in a part of the cases only. Then each result is taken alone, for faults that show in some of them.
+            # Errors with one cause raise at the same line, so each line is a group of its own. Wrong results are first
+            # joined, since each result is judged in only some of the cases. Then each result is taken alone, for faults
+            # that show in only some results.
             red = {name: signal for name, signal in signals.items() if signal.red}
             groups = [{name: signals[name]} for name in names] if kind == RAISES else [_join_signals(signals), red]
             for group in groups:
@@ -145,7 +155,7 @@ class _ContenderEvidence:
                 chosen = fault_location.locate(candidates, group, before)[: 1 if kind == RAISES else None]
                 for one in chosen:
                     if kind == CHECK and not one.levels:
-                        continue  # checks that fail in every case need not fail by one cause
+                        continue  # checks that fail in every case need not have one cause
                     judged = red if kind != RAISES else group
                     left = fault_location.remove_explained(
                         [*before, *(other for other in chosen if other is not one)], judged
@@ -155,7 +165,7 @@ class _ContenderEvidence:
                     )
                     if (
                         not one.levels and _get_check(name) == STATISTICS
-                    ):  # it says nothing of cases where only others were judged
+                    ):  # the statistics say nothing about cases where only other results were judged
                         others = (s for s in signals.values() if not fault_location.explains(one, s))
                         unlike = _join_rows(s.red | s.green for s in others) & ~(judged[name].red | judged[name].green)
                         one = dataclasses.replace(one, rows=one.rows & ~unlike)
@@ -165,9 +175,9 @@ class _ContenderEvidence:
         return found
 
     def _get_unexplained(self, name: str) -> Signal:
-        """Return a signal without the cases whose `out` is wrong: other results are right there only by chance.
+        """Return a signal without the cases whose `out` is wrong, where other results fail or pass as a consequence.
 
-        Signals of errors and of wrong forward results are returned as they are.
+        Signals of errors and of wrong forward results are returned unchanged.
         """
         signal = self._signals[name]
         if _classify_signal(name) in (RAISES, FORWARD):
@@ -176,13 +186,14 @@ class _ContenderEvidence:
 
     @functools.cached_property
     def _wrong_out(self) -> int:
-        """The cases whose `out` is wrong, as a bit mask."""
+        """The set of cases whose `out` is wrong, as a bit mask."""
         return _join_rows(self._signals[signal].red for signal in OUT if signal in self._signals)
 
     def _find_explaining(self, name: str) -> tuple[_RootCause, ...]:
-        """Find the root causes that explain what is red in a signal.
+        """Find the root causes that explain the red cases of a signal.
 
-        Each must explain something that the others leave.
+        Each of them explains some red cases that the others do not explain. If none does, the first that explains the
+        signal is returned.
         """
         signal, kind = self._get_unexplained(name), _classify_signal(name)
         able = [
@@ -201,7 +212,7 @@ class _ContenderEvidence:
         )
 
     def build_findings(self) -> list[Finding]:
-        """Build all findings: explained ones by kind, the largest of a kind first, then unexplained ones."""
+        """Build all findings: first the explained ones, by kind and by number of records, then the unexplained ones."""
         explained: dict[int, list[Record]] = {}
         left: dict[tuple[str, str], list[Record]] = {}
         for record in self._red:
@@ -211,7 +222,7 @@ class _ContenderEvidence:
                 wrong = record.verdict == FAIL and self._rows[record.case] & self._wrong_out
                 left.setdefault((FORWARD, "") if wrong else _name_unexplained(record), []).append(record)
         for place, found in list(explained.items()):
-            # No record left to this cause is of its own kind, so drop it and list its records as unexplained.
+            # If no record of this cause has the cause's own kind, drop the cause and list its records as unexplained.
             if not any(classify_record(record) == self._roots[place].kind for record in found):
                 for record in explained.pop(place):
                     left.setdefault(_name_unexplained(record), []).append(record)
@@ -220,9 +231,10 @@ class _ContenderEvidence:
         return sorted(made, key=lambda x: (not x.is_explained, KINDS.index(x.kind), -len(x.records), x.smallest.key))
 
     def _find_root(self, record: Record) -> int | None:
-        """Find the place of the root cause of a red record, or none.
+        """Find the root cause of a red record, as an index into `_roots`; None if no cause explains the record.
 
-        It is one that explains the record's result, or else one by which other results of its case are wrong.
+        A cause that explains the record's own result comes first. Otherwise, a cause that makes other results of the
+        same case wrong is taken.
         """
         if record.verdict == UNEXPECTED_PASS:
             return None
@@ -233,7 +245,7 @@ class _ContenderEvidence:
             explaining = tuple(root for root in self._roots if root.kind == FORWARD)
         elif (
             record.check in CHECKS_WITH_OWN_OPERANDS
-        ):  # its own operands are unknown: a cause of the same result is likely
+        ):  # the check's operands are not those of the case: a cause of the same result is likely
             of_case.sort(key=lambda place: _get_result(self._roots[place].signal) != get_result(record.observable))
             explaining += tuple(
                 root for root in self._roots if _get_result(root.signal) == get_result(record.observable)
@@ -241,10 +253,10 @@ class _ContenderEvidence:
         for place in of_case:
             if self._roots[place] in explaining:
                 return place
-        if record.verdict == ERROR:  # its own lengths may be why the same line raises
+        if record.verdict == ERROR:  # the check's own lengths may be why the same line raises
             elsewhere = record.check in CHECKS_WITH_OWN_OPERANDS
             return next((n for n, root in enumerate(self._roots) if elsewhere and root.signal == name), None)
-        # Where `out` is right by chance, what follows from it need not be.
+        # In a case with the levels of a fault, `out` may be right by chance while results that depend on it are wrong.
         follows = [
             place for place in of_case if KINDS.index(self._roots[place].kind) < KINDS.index(classify_record(record))
         ]
@@ -309,9 +321,9 @@ class _ContenderEvidence:
         return bool(self._rows[record.case] & root.combination.rows)
 
     def _count_shares(self, root: _RootCause) -> tuple[Share, Share, int]:
-        """Return the share of failing cases with the cause's levels, the share without, and how many are left out.
+        """Count the failing cases with the levels of a cause, the failing cases without, and the cases left out.
 
-        Cases that other causes explain are left out.
+        Cases that other causes explain are left out of both shares.
         """
         signal, rows = self._counted.get(root.signal, Signal(0, 0)), root.combination.rows
         others = (
@@ -329,10 +341,7 @@ class _ContenderEvidence:
 
 
 def _name_signal(record: Record) -> str:
-    """Return the name of the signal of a record.
-
-    It is a check and a result, or the line that raises.
-    """
+    """Return the name of the signal that a record belongs to: `check/result`, or the line of code that raises."""
     if record.verdict == ERROR or is_wrong_form(record):
         line = find_raising_line(record.reason)
         return f"{RAISES} {line['place'] if line else _CASE_DETAILS.sub('#', record.reason)}"
@@ -341,7 +350,7 @@ def _name_signal(record: Record) -> str:
 
 
 def _classify_signal(signal: str) -> str:
-    """Return the kind of finding that a signal is about."""
+    """Return the kind of the findings that a signal of this name can lead to."""
     if signal.startswith(RAISES):
         return RAISES
     if signal in PLAIN_CALL:
@@ -364,9 +373,9 @@ def _get_result(signal: str) -> str:
 
 
 def _join_signals(signals: Mapping[str, Signal]) -> dict[str, Signal]:
-    """Join the signals of each check, and those of all other results.
+    """Join signals: those of kind `CHECK` by check, and all other signals into one.
 
-    A joined signal is red where any of its signals is.
+    A joined signal is red in a case if any of its signals is red there. It is green if one is green and none is red.
     """
     groups: dict[str, list[Signal]] = {}
     for name, signal in signals.items():
@@ -376,9 +385,9 @@ def _join_signals(signals: Mapping[str, Signal]) -> dict[str, Signal]:
 
 
 def _name_unexplained(record: Record) -> tuple[str, str]:
-    """Return the kind and the name of the finding that an unexplained record belongs to.
+    """Return the kind and the name by which unexplained records are grouped into findings.
 
-    The name is the line that raises, the check, or the reason that a known failure is listed with.
+    Depending on the kind, the name is the line that raises, the check, the reason of a known failure, or empty.
     """
     kind = classify_record(record)
     by = {RAISES: _name_signal(record), CHECK: record.check, UNEXPECTED: record.reason}

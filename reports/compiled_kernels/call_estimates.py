@@ -1,4 +1,7 @@
-"""Build charts of the estimated cycles of whole calls on TPUs, implementations side by side."""
+"""Build charts that compare the estimated TPU cycles of whole calls between implementations.
+
+The estimates are figures of records of the check `compiles`. `choose_charts` also serves the charts of GPU kernels.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,31 @@ from conformance.records import Record
 from reports.record_groups import Contender, get_contender, get_program, get_target
 
 MAX_CHARTS = 4
-"""Charts of a page: calls that the most implementations have, and of these the longest."""
+"""The most charts on a page: calls that most implementations have come first, then calls with the most cycles."""
 _BLOCK, _CALL, _FLOOR = ".full_block_cycles", ".call_cycles", ".hbm_floor_cycles"
 
 
 @dataclasses.dataclass(frozen=True)
 class CallEstimate:
-    """The kernels of a call with their cycles, in order; `bound` names those that HBM bounds."""
+    """The estimated cycles of one call.
+
+    Attributes:
+      kernels: the cycles of each kernel of the call, by name, in the order of the record.
+      bound: the names of the kernels whose time is bounded by HBM traffic.
+    """
 
     kernels: Mapping[str, float]
     bound: frozenset[str]
 
     @property
     def total(self) -> float:
-        """Cycles of all kernels, which run one after the other."""
+        """The sum of the cycles of all kernels, since they run one after the other."""
         return sum(self.kernels.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class CallChart:
-    """The estimates of a program of a case, by implementation and target."""
+    """The estimates of one program of one case, by implementation and by target (a TPU generation or a GPU)."""
 
     case: str
     program: str
@@ -50,10 +58,13 @@ def build_call_charts(records: Sequence[Record]) -> tuple[CallChart, ...]:
 def choose_charts(
     found: Mapping[tuple[str, str], Mapping[tuple[Contender, str], CallEstimate]],
 ) -> tuple[CallChart, ...]:
-    """Choose the programs that the most implementations have, the longest of these first.
+    """Choose at most `MAX_CHARTS` programs: those that the most implementations have.
+
+    Among programs that equally many have, those with the largest estimated cycles are chosen.
 
     Args:
-      found: by case and program, the estimates of contenders and targets.
+      found: the estimates, first by case id and program, then by contender (implementation and platform) and target
+        chip.
     """
     charts = [
         CallChart(
@@ -70,9 +81,9 @@ def choose_charts(
 
 
 def _parse_estimate(record: Record) -> CallEstimate | None:
-    """Return the estimate of all kernels of a program.
+    """Return the estimated cycles of a record's program.
 
-    It is none if the cycles of one kernel are not known, for then the others say nothing.
+    Returns None if the cycles of any kernel are unknown, since the total is then unknown too.
     """
     kernels = [name.removesuffix(_BLOCK) for name in record.figures if name.endswith(_BLOCK)]
     if not kernels or any(kernel + _CALL not in record.figures for kernel in kernels):

@@ -1,6 +1,6 @@
-"""Build the table of lower bounds of GPU kernels.
+"""Build the report's table of lower bounds on the cycles of GPU kernels.
 
-The check `compiles` counts them in the machine code.
+The check `compiles` counts the bounds in machine code. They are figures of its records.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FIGURES = (
     *(f"{unit}_cycles" for unit in _UNITS),
     *(f"masked_{_LEAST_CYCLES}", "masked_issue_cycles", "registers", "spilled_bytes", "spill_slots", "occupancy"),
 )
-_PAIRS = 1e3  # cycles for 1,000 pairs become kilocycles for a million of them
+_PAIRS = 1e3  # turns cycles for 1,000 pairs of query and key into cycles for 1,000,000 pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,9 @@ class KernelBound:
     Attributes:
       least: lower bound for a block in which no pair is masked.
       unit: the unit of the multiprocessor that needs the most cycles.
-      masked: lower bound for a masked block.
-      issue, masked_issue: cycles to issue the instructions, for an unmasked and for a masked block.
+      masked: lower bound for a block in which the mask is evaluated.
+      issue, masked_issue: cycles to issue the instructions: `issue` for an unmasked block, `masked_issue` for a masked
+        one.
       registers: registers per thread.
       spilled: bytes of spilled registers per thread.
       spill_slots: instructions in the loop that load or store spilled registers.
@@ -51,7 +52,10 @@ class KernelBound:
 
 @dataclasses.dataclass(frozen=True)
 class BoundRow:
-    """One kernel of a program, in the case where it takes the most cycles per pair of query and key."""
+    """The bounds of one kernel, in the case where it takes the most cycles per pair of query and key.
+
+    `cells` has the bounds by GPU.
+    """
 
     contender: Contender
     case: str
@@ -62,7 +66,10 @@ class BoundRow:
 
 @dataclasses.dataclass(frozen=True)
 class BoundTable:
-    """Bounds of kernels (rows) by GPU (columns), and charts of programs side by side."""
+    """The table of bounds, with a row for each kernel and a column for each GPU.
+
+    `charts` compares the same programs between implementations.
+    """
 
     targets: tuple[str, ...]
     rows: tuple[BoundRow, ...]
@@ -70,7 +77,7 @@ class BoundTable:
 
 
 def build_bound_table(records: Sequence[Record]) -> BoundTable | None:
-    """Build the table from records of the check `compiles`; none if they have no bounds."""
+    """Build the table from records of the check `compiles`; None if no record has bounds of a GPU kernel."""
     found: dict[tuple[Contender, str], dict[tuple[str, str], dict[str, KernelBound]]] = {}
     sums: dict[tuple[str, str], dict[tuple[Contender, str], CallEstimate]] = {}
     for record in records:
@@ -93,7 +100,7 @@ def build_bound_table(records: Sequence[Record]) -> BoundTable | None:
 
 
 def _iter_kernels(record: Record) -> Iterator[tuple[str, KernelBound]]:
-    """Yield the kernels of a program, by name."""
+    """Yield the name and the bounds of each GPU kernel that a record has figures of."""
     for name, least in record.figures.items():
         if name.endswith(f".{_LEAST_CYCLES}"):
             kernel = name.removesuffix(f".{_LEAST_CYCLES}")

@@ -1,4 +1,7 @@
-"""Build the table of cycles of TPU kernels, as the check `compiles` counted them in their schedules."""
+"""Build the report's table of cycles of TPU kernels.
+
+The check `compiles` counts the cycles in the schedules that the TPU compiler writes. They are figures of its records.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,22 @@ _FULL = "full_block_cycles"
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleFigures:
-    """What the schedule of a kernel shows for one generation; none where it has no such part, or it is not known.
+    """Numbers from the schedule of one kernel for one TPU generation.
+
+    A number is None if the schedule has no such part, or if the number is not known.
 
     Attributes:
       full: cycles of the shortest block.
-      masked: cycles of the longest block, as a rule one whose mask is evaluated.
-      step: cycles of a step of the grid without a block.
-      share: the part of the matrix units' time that the shortest block uses.
-      spills: its loads and stores of spilled registers.
-      loops: loops within a block, which are counted once.
+      masked: cycles of the longest block, which is usually one whose mask is evaluated.
+      step: cycles of a step of the Pallas grid that computes no block.
+      share: fraction of the matrix units' slots that the shortest block uses.
+      spills: loads and stores of spilled registers in the shortest block.
+      loops: number of loops within a block; the cycles count the body of each loop once.
       call: estimated cycles of the whole call.
-      floor: cycles that HBM takes for the blocks that cross, which `call` is never below.
-      steps, blocks, masked_blocks: how many the call has.
+      floor: cycles in which HBM transfers the blocks that the call moves; `call` is at least `floor`.
+      steps: number of grid steps of the call.
+      blocks: number of blocks that the call computes.
+      masked_blocks: number of these blocks that are of the longest kind, as a rule those whose mask is evaluated.
     """
 
     full: float
@@ -42,7 +49,10 @@ class ScheduleFigures:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRow:
-    """One kernel of a program, in the case where its blocks take longest."""
+    """The numbers of one kernel, in the case where its blocks take the most cycles.
+
+    `cells` has the numbers by TPU generation.
+    """
 
     contender: Contender
     case: str
@@ -53,14 +63,14 @@ class ScheduleRow:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleTable:
-    """A row for each kernel, a column for each generation."""
+    """The table of schedules, with a row for each kernel and a column for each TPU generation."""
 
     targets: tuple[str, ...]
     rows: tuple[ScheduleRow, ...]
 
 
 def build_schedule_table(records: Sequence[Record]) -> ScheduleTable | None:
-    """Build the table from records of the check `compiles`; none if they have no schedules."""
+    """Build the table from records of the check `compiles`; None if no record has a schedule."""
     found: dict[tuple[Contender, str], dict[tuple[str, str], dict[str, ScheduleFigures]]] = {}
     for record in records:
         for kernel, figures in _iter_kernels(record):
@@ -76,7 +86,7 @@ def build_schedule_table(records: Sequence[Record]) -> ScheduleTable | None:
 
 
 def _iter_kernels(record: Record) -> Iterator[tuple[str, ScheduleFigures]]:
-    """Yield the kernels of a program, by name."""
+    """Yield the name and the schedule's numbers of each TPU kernel that a record has figures of."""
     for name, full in record.figures.items():
         if name.endswith(f".{_FULL}"):
             kernel = name.removesuffix(f".{_FULL}")

@@ -260,7 +260,7 @@ def test_scales_are_taken_in_the_layout_of_the_back_end_and_of_pages_that_are_re
     with pytest.raises(NotImplementedError, match="paged in plain JAX does not support page_scales"):
         call(**BYTES, page_scales=paged.side_by_side(**SCALES))
     new = jnp.ones((2, 2, 8))
-    with pytest.raises(NotImplementedError, match=r"k_scales: .* pages with scales are read alone"):
+    with pytest.raises(NotImplementedError, match=r"k_scales: .* pages with scales can only be read"):
         paged.attention_with_update(jnp.ones((2, 4, 8)), k=new, v=new, **BYTES, **SCALES, **TABLES)
 
 

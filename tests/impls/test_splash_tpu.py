@@ -252,7 +252,7 @@ def test_shards_are_not_taken_for_the_whole() -> None:
         make_splash(Full(), 128, 128, num_q_heads=2, head_shards=2)(*operands(2, 2, 128))
     with pytest.raises(ValueError, match=r"num_kv_heads = 2 must be multiples of head_shards = 4"):
         make_splash(Full(), 128, 128, num_q_heads=4, num_kv_heads=2, head_shards=4)
-    with pytest.raises(ValueError, match="q_shards is for masks known now"):
+    with pytest.raises(ValueError, match="q_shards is for static masks"):
         make_splash_dynamic(jnp.ones((1, 1, 128, 128), bool), num_q_heads=1, q_shards=2)
 
 

@@ -62,7 +62,7 @@ def test_a_kernel_says_of_itself_what_it_said_first() -> None:
     name, text = said[0]
     with pytest.raises(
         implementation_registry.ImplementationNotFound,
-        match=r"otherwise than when it was first loaded of: .*arithmetic",
+        match=r"other values than when it was first loaded: .*arithmetic",
     ):
         sandboxed_executor.load_sandboxed(
             name, None, LIMITS, first_handshake=text.replace('"products": "exact"', '"products": "bf16"')

@@ -156,6 +156,6 @@ def test_a_query_of_a_run_record_gives_the_same_options() -> None:
 
 @pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "-1/2", "a/b", "1/2/3"])
 def test_what_is_no_shard_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no part such as 2/3"):
+    with pytest.raises(ValueError, match="no shard such as 2/3"):
         parse_shard(text)
     assert parse_shard("2/3") == (2, 3)

@@ -227,8 +227,8 @@ def test_values_of_a_tied_problem_are_its_keys_whatever_is_given() -> None:
         ("train/f32/B1.T8.S8.N4.K2.H16.V8/full/latent/normal/s0", "K must be 1, got 2"),
         ("train/f32/B1.T8.S8.N4.K1.H16.V24/full/latent/normal/s0", "V must be at most that, got 24"),
         ("train/f32/B1.T8.S8.N4.K1.H16.V8/full/latent16/normal/s0", "is a cache"),
-        ("decode/f32/B1.T1.S8.N4.K1.H16.V8/full/kvint8-token/latent/normal/s0", "have no form together"),
-        ("train/f32/B1.T8.S8.N4.K1.H24.V8/full/latent/front-decoupled/normal/s0", "have no form together"),
+        ("decode/f32/B1.T1.S8.N4.K1.H16.V8/full/kvint8-token/latent/normal/s0", "cannot be combined with"),
+        ("train/f32/B1.T8.S8.N4.K1.H24.V8/full/latent/front-decoupled/normal/s0", "cannot be combined with"),
         ("train/f32/B2.T8.S8.N4.K1.H24.V8/full/latent-q8-3/normal/s0", "only packed ones have lengths"),
     ],
 )

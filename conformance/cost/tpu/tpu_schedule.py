@@ -113,10 +113,11 @@ def _read_sibling(path: Path, program: str, kind: str) -> str:
 
 
 def compute_schedule_figures(schedule: TpuSchedule) -> dict[str, float]:
-    """Compute the cycles of the parts of a kernel with matrix products; empty for other kernels.
+    """Compute the cycles of a kernel's blocks, which contain its matrix products; empty for kernels without any.
 
-    A kernel is a loop over its grid. Each step of the loop runs some parts only under a condition. Here a *block* is
-    such a part that contains matrix products and contains no smaller such part.
+    A kernel is a loop over its grid. Each step of the loop runs some parts only under a condition. The *blocks* are the
+    smallest conditional parts that contain matrix products. The shortest block is taken as the one without a mask, and
+    the longest as the one with a mask.
 
     Returns:
       numbers by name. `full_block_cycles`: cycles of the shortest block. `masked_block_cycles`: cycles of the longest

@@ -1,1 +1,1 @@
-"""Judge cases that a run did not plan, to confirm or to shrink its failures."""
+"""Judge cases that a run did not plan (probes), to confirm what its failures depend on, or to shrink failing cases."""

@@ -1,9 +1,9 @@
-"""Confirm what a failure depends on: judge a few more cases that differ in one thing each.
+"""Confirm which properties of a case a failure depends on, by judging a few more cases.
 
-A suspicion names the levels that a case seems to need to fail. A plain case with these levels and nothing else should
-fail, and the same without one of them should pass. Where the plain case passes, more is needed than is suspected: then
-the case that failed is judged without each level. Where no case tells two suspicions apart, plain cases are made that
-do.
+A report suspects that a failure needs certain *levels*: properties of a case, such as a causal mask or dtype bf16.
+A `Suspicion` names them. If it is right, a plain case with these levels alone fails, and the same case without any one
+of them passes. If the plain case passes, the failure needs more than is suspected. Then the case that failed is judged
+without each level in turn. If two suspicions fit all judged cases, plain cases that distinguish them are judged too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from conformance.sandbox.sandboxed_executor import SupportQueryFailed
 Fields = tuple[str, ...]
 """Names of fields of a case."""
 
-# Further fields that a field may need, in the order in which they are tried: a mask needs certain lengths and batch
-# rows, a cache needs another phase than training, and values at a knee need a soft cap.
+# Fields to copy along if a plain case with another field alone is not supported, in the order in which they are tried.
+# A mask needs certain lengths and batch rows, a cache needs another phase than training, and a distribution of values
+# around the bend of a soft cap needs the soft cap.
 _COMPANION_FIELDS: tuple[Fields, ...] = (
     ("q_length", "kv_length"),
     ("phase",),
@@ -39,16 +40,17 @@ _COMPANION_FIELDS: tuple[Fields, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suspicion:
-    """What a failure seems to depend on.
+    """The properties of a case (levels) that a failure seems to depend on.
 
     Attributes:
-      implementation: its name.
-      check: the check that fails.
+      implementation: the name of the implementation that fails.
+      check: the name of the check that fails.
       failing: the id of a case that fails.
-      levels: for each level that it seems to need, the fields that decide it.
-      counters: for each level, values by field that remove it from a case, where a plain case has it.
-      examples: values by field, each set in place of all levels: cases that tell suspicions apart.
-      others: the fields of levels that it might need instead.
+      levels: for each level that the failure seems to need, the fields of a case that decide the level.
+      counters: for each level, values by field that remove the level from a case. Needed if the plain case has the
+        level.
+      examples: changes of the plain case, as values by field. Each makes a case that distinguishes suspicions.
+      others: for each level that the failure might need instead, the fields that decide the level.
     """
 
     implementation: str
@@ -61,12 +63,12 @@ class Suspicion:
 
     @property
     def is_probeable(self) -> bool:
-        """Whether its check can be run on any case."""
+        """Whether levels are suspected and the failing check can be run on any case."""
         return bool(self.levels) and CHECKS_BY_NAME[self.check].scope is GRID
 
 
 class Prober:
-    """Judge cases that confirm suspicions, until the time is up."""
+    """Judge cases that confirm or refute suspicions, until the time is up."""
 
     def __init__(
         self,
@@ -75,7 +77,14 @@ class Prober:
         seconds: float,
         on_records: Callable[[list[Record]], None],
     ) -> None:
-        """Create a prober that calls `on_records` with each judged case; after `seconds` it begins none."""
+        """Create a prober.
+
+        Args:
+          allowance: judges the cases.
+          implementations: the implementations that suspicions may name.
+          seconds: time after which no further case is judged.
+          on_records: called with the records of each judged case.
+        """
         self._allowance = allowance
         self._implementations = {implementation.name: implementation for implementation in implementations}
         self._deadline = time.monotonic() + seconds
@@ -85,11 +94,11 @@ class Prober:
 
     @property
     def is_late(self) -> bool:
-        """Whether there is no time left."""
+        """Whether the prober's time is up."""
         return time.monotonic() >= self._deadline
 
     def remember(self, records: Sequence[Record]) -> None:
-        """Remember verdicts, so that what was judged is not judged again."""
+        """Remember the verdicts of records, so that no check judges the same case again."""
         for record in records:
             key = record.implementation, record.check, record.case
             self._verdicts[key] = self._verdicts.get(key, False) or record.verdict in RED
@@ -112,7 +121,7 @@ class Prober:
                 self._fails(suspicion, case)
 
     def confirm_failing_case(self, suspicion: Suspicion) -> None:
-        """Judge the failing case itself without each of the levels, even if it is late."""
+        """Judge the failing case itself without each of the suspected levels, even if the prober's time is up."""
         implementation = self._implementations[suspicion.implementation]
         base = _find_base_case(implementation)
         if base is not None and suspicion.is_probeable:
@@ -121,7 +130,7 @@ class Prober:
                     self._fails(suspicion, case)
 
     def _fails(self, suspicion: Suspicion, case: Case) -> bool:
-        """Tell whether a case fails, and judge it if that is not known."""
+        """Tell whether a case fails the suspicion's check. Judge the case unless its verdict is known."""
         key = suspicion.implementation, suspicion.check, case.id
         if key not in self._verdicts:
             job = Job(self._implementations[suspicion.implementation], case, (CHECKS_BY_NAME[suspicion.check],))
@@ -140,14 +149,14 @@ def _find_base_case(implementation: Implementation) -> Case | None:
 
 
 def _iter_without_levels(case: Case, base: Case, suspicion: Suspicion) -> Iterator[Case]:
-    """Yield the case without each of the levels."""
+    """Yield, for each suspected level, the case without this level: its fields get the values of the plain case."""
     for fields, counter in zip(suspicion.levels, suspicion.counters, strict=True):
         replacements = dataclasses.asdict(base) | dict(counter)
         yield from _iter_changed(case, {name: replacements[name] for name in fields})
 
 
 def _iter_other_cases(case: Case, base: Case, suspicion: Suspicion, implementation: Implementation) -> Iterator[Case]:
-    """Yield plain cases with each of the levels that the failure might need instead."""
+    """Yield plain cases that show whether the failure needs other levels than the suspected ones."""
     for fields in suspicion.others:
         if (moved := _transfer_fields(base, case, fields, implementation)) is not None:
             yield moved
@@ -156,9 +165,9 @@ def _iter_other_cases(case: Case, base: Case, suspicion: Suspicion, implementati
 
 
 def _transfer_fields(to: Case, source: Case, fields: Fields, implementation: Implementation) -> Case | None:
-    """Return `to` with some fields of `source`; None if no such case is supported.
+    """Return `to` with the named fields of `source`; None if no such case is supported.
 
-    As few further fields of `source` are taken as a supported case needs.
+    If the case is not supported, further fields are copied (`_COMPANION_FIELDS`) until it is.
     """
     names = dict.fromkeys(fields)
     for more in ((), *_COMPANION_FIELDS):
@@ -170,13 +179,13 @@ def _transfer_fields(to: Case, source: Case, fields: Fields, implementation: Imp
 
 
 def _iter_changed(case: Case, changes: Mapping[str, Any]) -> Iterator[Case]:
-    """Yield the case with the changes, if there can be one."""
+    """Yield the case with the changed fields, or nothing if the fields contradict each other."""
     with contextlib.suppress(CaseIdError):
         yield dataclasses.replace(case, **changes)
 
 
 def _is_supported(case: Case, implementation: Implementation) -> bool:
-    """Tell whether a case is supported; not if the kernel cannot say."""
+    """Tell whether the implementation supports a case; False if its process cannot answer."""
     try:
         return implementation.supports(case) is None
     except SupportQueryFailed:

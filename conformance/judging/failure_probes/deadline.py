@@ -1,4 +1,4 @@
-"""Cut off what takes longer than it may, by an alarm signal."""
+"""Interrupt a block of code that takes longer than its time limit, by an alarm signal (SIGALRM)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from types import FrameType
 
 from conformance.sandbox.kernel_process import ProcessLost
 
-_MIN_SECONDS, _REPEAT_SECONDS = 1e-3, 1.0  # seconds until an alarm rings at the earliest, and between repetitions
+_MIN_SECONDS, _REPEAT_SECONDS = 1e-3, 1.0  # the shortest time until the alarm, and the time between its repetitions
 
 
 class DeadlineExceeded(ProcessLost):
-    """The block took longer than it may. If it waited for a kernel's process, that process is ended."""
+    """Raised if a block exceeds its time limit.
+
+    As a `ProcessLost`, it makes code that waits for a kernel's process end this process.
+    """
 
 
 @contextlib.contextmanager
 def limit_seconds(seconds: float) -> Iterator[None]:
-    """Raise `DeadlineExceeded` in the block after so many seconds: at once if another process is waited for.
+    """Raise `DeadlineExceeded` in the block of this context manager after so many seconds.
 
-    Otherwise it is raised at the next step of Python, and again each second in case it was swallowed. Only the main
-    thread can be interrupted this way. An alarm that other code has set rings late, by no more than the time in the
-    block.
+    If the block waits for another process, the exception comes at once. Otherwise it comes when the interpreter runs
+    the next bytecode, and again each second in case the block swallowed it. Only the main thread can be interrupted
+    this way. If other code has set an alarm, it comes late, by no more than the time spent in the block.
     """
     if math.isinf(seconds) or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,8 +1,9 @@
-"""Keep probes within a number of seconds.
+"""Keep probes, which are judgements beside the plan of a run, within a number of seconds.
 
-None is begun that is expected to take longer, and one that does is cut off. The expected time of a probe is what the
-run took for the same kernel and check, on cases of about the same size. Records leave out the time of the oracle and of
-starting processes. So the expected time is multiplied by how wrong it has been so far.
+A probe is not started if it is expected to take longer than the time left. A probe that does take longer is cut off.
+The expected time comes from the run's records of the same kernel and check, on cases of about the same size. These
+records leave out the time of the oracle and of starting processes. So the expected time is multiplied by the ratio of
+real to expected time of the probes so far.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ from conformance.judging.runner import Runner
 from conformance.records import Record
 from conformance.sandbox import sandboxed_executor
 
-_NEAREST_CASES = 3  # cases nearest in size, of which the slowest counts
+_NEAREST_CASES = 3  # a probe is expected to take as long as the slowest of this many cases nearest in size
 
 
 class ProbeBudget:
     """Judge probes until the seconds are used up."""
 
     def __init__(self, runner: Runner, seconds: float, known: Iterable[Record] = ()) -> None:
-        """Create a budget; `known` are records of the run, which say how long judging took."""
+        """Create a budget.
+
+        Args:
+          runner: judges the probes.
+          seconds: the time for all probes, counted from now.
+          known: records of the run, from which the times of probes are estimated.
+        """
         self._runner, self.seconds = runner, seconds
         self._until = time.monotonic() + seconds
         self._seen: dict[tuple[str, str], dict[str, float]] = {}
@@ -38,14 +45,14 @@ class ProbeBudget:
 
     @property
     def left(self) -> float:
-        """Number of seconds that are left."""
+        """The seconds that are left."""
         return max(0.0, self._until - time.monotonic())
 
     def judge(self, job: Job, seconds: float = math.inf) -> list[Record] | None:
-        """Judge a job and return its records; None if it would take, or took, too long.
+        """Judge a job and return its records; None if that would take, or took, too long.
 
-        Too long is longer than is left, or than `seconds`. A sandboxed kernel is cut off wherever it is, and its
-        process ended. Another one is cut off at the next step of Python.
+        The limit is the time left, or `seconds` if that is less. A sandboxed kernel is cut off at any point, by ending
+        its process. A kernel in the judge's process is cut off when the interpreter runs the next bytecode.
         """
         seconds, expected = min(seconds, self.left), self._estimate_seconds(job)
         underestimate = max(1.0, self._used_seconds / self._expected_seconds) if self._expected_seconds else 1.0
@@ -65,16 +72,16 @@ class ProbeBudget:
             self._used_seconds += time.monotonic() - began
 
     def _estimate_seconds(self, job: Job) -> float:
-        """Estimate the seconds of a job from records; zero for a kernel without records."""
+        """Estimate the seconds that a job takes, from records; zero for a kernel without records."""
         name = job.implementation.name
         every = [cases for (implementation, _), cases in self._seen.items() if implementation == name]
         seen = (self._seen.get((name, check.name)) for check in job.checks)
-        # A check that the run did not have may take as long as any that it had.
+        # A check without records may take as long as any other check of this kernel.
         return sum(_find_slowest_nearby(job.case, [cases] if cases else every) for cases in seen)
 
 
 def _find_slowest_nearby(case: Case, seen: Iterable[dict[str, float]]) -> float:
-    """Return the longest time among the cases that are nearest in size."""
+    """Return the longest recorded time, in seconds, among the cases that are nearest in size to `case`."""
     work = _estimate_work(case)
     by_size = [
         (_estimate_work(parse_case_id(other)) / work, took)
@@ -87,5 +94,5 @@ def _find_slowest_nearby(case: Case, seen: Iterable[dict[str, float]]) -> float:
 
 
 def _estimate_work(case: Case) -> int:
-    """Return the number of multiplications of attention on a case."""
+    """Return the number of multiplications in the two matrix products of attention on a case."""
     return case.batch * case.num_q_heads * case.q_length * case.kv_length * (case.head_dim + case.v_head_dim)

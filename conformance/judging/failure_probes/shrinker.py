@@ -1,7 +1,7 @@
 """Shrink a failing case to the smallest one that fails in the same way, by Hypothesis.
 
-A smaller case has something plainer in some of its fields. Hypothesis draws which, so that most fields stay as they are
-in most draws. It shrinks the first draw that fails like the given case.
+A smaller case has plainer values in some of its fields. Hypothesis draws these fields and values; in most draws, most
+fields keep their values. Hypothesis then shrinks the first drawn case that fails like the given one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from conformance.sandbox.sandboxed_executor import SupportQueryFailed
 from conformance.truth import disk_cache
 
 _MAX_DRAWS = 100
-_KEPT_ODDS = 10  # a field changes in about one of so many draws
+_KEPT_ODDS = 10  # a field changes in about one of this many draws
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _HEADS = ((1, 1), (2, 2), (2, 1), (4, 2))
 
@@ -37,7 +37,10 @@ Alternatives = tuple[Mapping[str, Any], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShrunkCase:
-    """The smallest case that fails in the same way, its records, and how many cases were tried."""
+    """The smallest case that fails in the same way, its records, and how many other cases were tried.
+
+    `is_finished` tells whether shrinking ended by itself: neither the time limit nor Ctrl-C stopped it.
+    """
 
     case: Case
     records: tuple[Record, ...]
@@ -55,18 +58,18 @@ def shrink(
     keeps: Callable[[Case], bool] = lambda case: True,
     on_case: Callable[[Sequence[Record]], None] = lambda case_records: None,
 ) -> ShrunkCase:
-    """Find the smallest case that fails as `record` of the case `failing` does: by its check, result and verdict.
+    """Find the smallest case that fails like `failing`: in the same check, result and verdict as its `record`.
 
-    Ctrl-C, and the end of the time, leave the smallest case so far.
+    After Ctrl-C or the time limit, return the smallest such case so far.
 
     Args:
-      implementation: what fails.
-      runner: judges it.
+      implementation: the implementation that fails.
+      runner: judges the smaller cases.
       failing: the case to shrink.
-      record: how it fails.
-      seconds: time after which it stops. A case that has begun is finished.
-      keeps: tells whether a smaller case still has what the failure is known to need. Otherwise shrinking could wander
-        to another failure.
+      record: the red record of the case `failing`.
+      seconds: time after which shrinking stops. A case whose judging has begun is finished.
+      keeps: tells whether a smaller case still has the properties that the failure is known to need. Other cases are
+        skipped, since shrinking could wander to another failure.
       on_case: called with the records of each judged case.
     """
     started = time.monotonic()
@@ -95,13 +98,13 @@ def shrink(
 
 
 def _fails_alike(one: Record, other: Record) -> bool:
-    """Tell whether two records fail with the same result and verdict."""
+    """Tell whether both records are red, with the same verdict for the same result (`dq` of `dq.row.nan`)."""
     same = one.observable.partition(".")[0] == other.observable.partition(".")[0] and one.verdict == other.verdict
     return one.verdict in RED and same
 
 
 def _draw_smaller_cases(case: Case, implementation: Implementation) -> strategies.SearchStrategy[Case]:
-    """Return a strategy for supported cases that have something plainer in some fields."""
+    """Return a Hypothesis strategy for supported cases that have plainer values in some fields of `case`."""
     choices = [(*plainer_values, {}) for plainer_values in iter_alternatives(case) if plainer_values]
 
     @strategies.composite
@@ -121,7 +124,7 @@ def _draw_smaller_cases(case: Case, implementation: Implementation) -> strategie
 
 
 def iter_alternatives(case: Case) -> Iterator[Alternatives]:
-    """Yield, for each thing that a case combines, what is plainer, the plainest first."""
+    """Yield, for each property of a case, plainer values of the fields that decide it, the plainest first."""
     default = Case()
     for name in ("front_end", "distribution", "dtype", "phase", "seed"):
         if getattr(case, name) != getattr(default, name):
@@ -153,9 +156,9 @@ def _iter_plainer_masks(mask: str) -> Iterator[str]:
 
 
 def _iter_smaller_pairs(one: str, first: int, other: str, second: int) -> Iterator[dict[str, int]]:
-    """Yield smaller values of two sizes: both equal first, then one of them alone.
+    """Yield smaller values of two fields: first the same size for both, then a smaller size for one of them.
 
-    Sizes are powers of two, or one more.
+    Sizes are powers of two, or powers of two plus one.
     """
     sizes = sorted({size + more for size in _SIZES for more in (0, 1)})
     for size in sizes:

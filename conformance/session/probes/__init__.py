@@ -1,1 +1,4 @@
-"""Judge further cases at the end of a red run: to confirm findings, to compare with planted bugs, to shrink."""
+"""Judge further cases (probes) at the end of a run with failures.
+
+Probes confirm what findings depend on, compare failing kernels with planted bugs, and shrink failing cases.
+"""

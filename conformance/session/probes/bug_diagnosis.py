@@ -1,4 +1,8 @@
-"""Diagnose failing kernels at the end of a run: name the planted bugs that their failures resemble."""
+"""Diagnose failing kernels at the end of a run: name the planted bugs that their failures resemble.
+
+The error sizes of a failing kernel on a fixed set of cases are its signature. The signatures of planted bugs (known
+small mistakes in correct kernels) are stored, and the most similar ones are shown in the report.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +24,24 @@ from reports.causes.case_levels import Level, find_levels
 from reports.record_groups import group_by_contender
 from reports.text_format import format_count
 
-_FAILED_VERDICTS = (FAIL, ERROR)  # an unexpected pass resembles no bug
+_FAILED_VERDICTS = (FAIL, ERROR)  # an unexpected pass is red too, but resembles no bug
 _SCALE_LEGEND = "(1: by the same numbers, 0.35: in the same places by others)"
 
 
 def measure_signatures_of_failed(
     journal: Journal, implementations: Sequence[Implementation], allowed: ProbeBudget, say: Callable[[str], None]
 ) -> None:
-    """Judge the cases of a signature for each failing kernel in the time that is `allowed`; none is counted."""
+    """Judge signature cases for each failing kernel, within the `allowed` time, and record them as probes.
+
+    Probes count neither as passes nor as failures. Failing kernels get equal shares of the time.
+    """
     if not allowed.left:
         return
     wrong = {record.implementation for record in journal.recorded.records if record.verdict in _FAILED_VERDICTS}
     failed = [one for one in implementations if one.name in wrong and one.accelerator.absent is None]
     found = root_causes.find_root_causes(journal.recorded.records, journal.recorded.probes) if failed else []
     for number, implementation in enumerate(failed):
-        if not allowed.left:  # asking what it supports would start its process again
+        if not allowed.left:  # listing this kernel's cases could start its process again
             return
         started = time.monotonic()
         mine = allowed.left / (len(failed) - number)
@@ -52,10 +59,14 @@ def measure_signatures_of_failed(
 
 
 def order_by_information(jobs: Sequence[Job], needed: Sequence[frozenset[Level]]) -> list[Job]:
-    """Order jobs so that the most informative come first.
+    """Order the jobs of a signature so that the most informative ones come first.
 
-    These are, for each finding in turn, a case with the levels that the finding needs. The other cases come between
-    them in their own order, since results that are right tell bugs apart too.
+    Findings take turns: each contributes its next case with the levels that the finding needs to fail. In each round
+    comes one more case in the given order, since right results distinguish bugs too.
+
+    Args:
+      jobs: the jobs on the cases of a signature.
+      needed: for each finding, the levels that a case needs to fail.
     """
     heaps = [[job for job in jobs if levels <= find_levels(job.case.id)] for levels in needed]
     heaps.append(list(jobs))
@@ -64,7 +75,7 @@ def order_by_information(jobs: Sequence[Job], needed: Sequence[frozenset[Level]]
 
 
 def add_diagnoses(info: RunInfo, found: Sequence[Record]) -> RunInfo:
-    """Add to what a report says the diagnosis of each contender that failed and was probed."""
+    """Add to the data of a report the diagnosis of each contender that failed and was probed."""
     probes = group_by_contender(info.probes)
     theirs = {contender: group for contender, group in group_by_contender(found).items() if contender in probes}
     bank = failure_signatures.load_signatures() if probes else []
@@ -74,7 +85,8 @@ def add_diagnoses(info: RunInfo, found: Sequence[Record]) -> RunInfo:
         if bank and signature.wrong and any(record.verdict in _FAILED_VERDICTS for record in records):
             whole = complete_signature(signature, records, root_causes.find_root_causes(records, probes[contender]))
             faults = diagnosis.diagnose(whole, bank)
-            # For a kernel that only raises, the line that raises says more than that it resembles no bug.
+            # If a kernel only raises exceptions and resembles no bug, the line that raises is shown elsewhere, and is
+            # the better diagnosis.
             if faults or any(record.verdict == FAIL for record in records):
                 diagnoses[contender.label] = _format_diagnosis(faults, len(bank), len(signature.sizes))
     return dataclasses.replace(info, diagnoses=diagnoses)

@@ -1,4 +1,8 @@
-"""Confirm findings at the end of a run: choose which to probe, and keep to a time limit."""
+"""Confirm findings at the end of a run, by judging cases that should fail or pass if a finding names its cause.
+
+This module chooses the findings and keeps to a time limit. `conformance.judging.failure_probes.confirmation` chooses
+the cases.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from conformance.records import Record
 from reports.causes import root_causes
 from reports.causes.finding import RAISES, Finding
 
-_MAX_ALTERNATIVES = 3  # alternatives that are told apart by cases
-_MAX_ROUNDS = 2  # the second round probes what the first one newly suspects
+_MAX_ALTERNATIVES = 3  # the number of other explanations of a finding that are tested by cases
+_MAX_ROUNDS = 2  # probes of the first round may change what findings suspect, which the second round probes
 
 
 def confirm_findings(
@@ -25,9 +29,16 @@ def confirm_findings(
     seconds: float,
     say: Callable[[str], None],
 ) -> None:
-    """Judge cases that confirm the findings so far, and write them down as probes, which are not counted.
+    """Judge cases that confirm or refute the findings so far, and record them as probes.
 
-    After `seconds` no case is begun. A case that is under way may use up what is `allowed`.
+    Probes count neither as passes nor as failures.
+
+    Args:
+      journal: the journal of the run, which has its records and gets the probes.
+      implementations: the implementations of the run.
+      allowed: judges the cases, and cuts off a case that uses up its time.
+      seconds: time after which no further case is started.
+      say: called with lines for the user.
     """
     started = time.monotonic()
     prober = Prober(allowed, implementations, seconds, journal.add_probes)
@@ -43,19 +54,19 @@ def confirm_findings(
         spent = time.monotonic() - started
         cases = "1 case more" if prober.judged == 1 else f"{prober.judged} cases more"
         line = f"findings confirmed by {cases} in {spent:.0f} s of at most {seconds:.0f}"
-        say(f"{line} (--confirm-seconds=0 asks none)")
+        say(f"{line} (--confirm-seconds=0 judges none)")
 
 
 def _is_worth_probing(finding: Finding) -> bool:
-    """Tell whether probes can still confirm a finding."""
+    """Tell whether probes could still confirm or change the cause that a finding names."""
     settled = not finding.others and (finding.is_confirmed or finding.passes)
-    # A case that killed the kernel's process would kill another one.
+    # If the failing case killed the kernel's process, judging similar cases would kill further processes.
     lost = finding.kind == RAISES and finding.smallest.reason.endswith(ABANDONED_CASE)
     return bool(finding.levels) and not settled and not lost
 
 
 def build_suspicion(finding: Finding) -> Suspicion:
-    """Build what a finding suspects, with the alternatives that would explain it too."""
+    """Build the suspicion to probe: the levels that a finding needs, and the levels of alternative explanations."""
     levels, others = finding.levels or (), finding.others[:_MAX_ALTERNATIVES]
     record: Record = finding.smallest
     with_examples = [x for combination in (levels, *others) for x in combination if others and x.example]

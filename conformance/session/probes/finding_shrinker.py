@@ -1,4 +1,4 @@
-"""Shrink findings at the end of a run: search the smallest case of each."""
+"""Shrink findings at the end of a run (`--shrink`): search for the smallest case that fails in the same way."""
 
 from __future__ import annotations
 
@@ -21,15 +21,24 @@ from reports.causes import root_causes
 from reports.causes.case_levels import Level, find_levels
 
 MAX_SHRUNK = 3
-"""The number of findings that `--shrink` shrinks, from the first."""
+"""The number of findings that `--shrink` shrinks: the first ones of the report."""
 SHRINK_SECONDS = 60.0
-"""The most seconds for each of them."""
+"""The most seconds for shrinking one finding."""
 
 
 def shrink_findings(
     journal: Journal, implementations: Sequence[Implementation], runner: Runner, say: Callable[[str], None]
 ) -> Iterator[str]:
-    """Shrink the cases of the first findings, and yield lines on the smallest ones; they are recorded as probes."""
+    """Shrink the smallest failing cases of the first findings further, and yield lines that describe the results.
+
+    The records of the shrunk cases are added to the journal as probes, which are not counted.
+
+    Args:
+      journal: the journal of the run, which has its records and gets the probes.
+      implementations: the implementations of the run.
+      runner: judges the cases.
+      say: called with lines for the user while this goes on.
+    """
     kernels = {implementation.name: implementation for implementation in implementations}
     prober = Prober(ProbeBudget(runner, math.inf), implementations, math.inf, journal.add_probes)
     for number, finding in enumerate(
@@ -37,7 +46,7 @@ def shrink_findings(
     ):
         smallest = finding.smallest
         if smallest.check not in CHECKS_BY_NAME or CHECKS_BY_NAME[smallest.check].scope is not GRID:
-            yield f"finding {number} is not shrunk: {smallest.check} is not asked of any case"
+            yield f"finding {number} is not shrunk: {smallest.check} runs on cases of its own only"
             continue
         say(f"shrinking finding {number}; Ctrl-C stops with the smallest case so far")
         shrunk = shrinker.shrink(

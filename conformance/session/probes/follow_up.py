@@ -1,4 +1,4 @@
-"""Follow up on the failures of a run: confirm findings and compare with planted bugs, within a time limit."""
+"""Follow up on the failures of a run: confirm findings and compare kernels with planted bugs, within a time limit."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from conformance.records import RED
 from conformance.session.probes import bug_diagnosis, finding_confirmation
 
 _SHARE, _MOST = 0.1, 15.0
-"""Both together may take this share of the run so far, and at most so many seconds."""
-_END_SHARE = 0.05  # of that time, kept for ending what is cut off
+"""By default, confirmation and diagnosis together may take this share of the run's time, at most so many seconds."""
+_END_SHARE = 0.05  # this share of the follow-up's time is reserved for ending a process that is cut off
 _CONFIRMING_SHARE = 0.4
-"""After this share of the time confirming begins no more cases; diagnosis has the rest."""
+"""After this share of the follow-up's time, confirmation starts no further case. Diagnosis has the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FollowUpSeconds:
-    """Seconds for confirming and for diagnosis; None for a share of the run's time."""
+    """Seconds for confirming findings and for diagnosis by planted bugs; None for a share of the run's time."""
 
     confirm: float | None = None
     diagnose: float | None = None
@@ -43,15 +43,17 @@ def follow_up(
     spent: float,
     say: Callable[[str], None],
 ) -> None:
-    """Confirm findings and compare failing kernels with planted bugs, and say how long it took.
+    """Confirm findings and compare failing kernels with planted bugs, and print how long both took.
+
+    A run without red records, or one that a signal stopped, is not followed up.
 
     Args:
-      journal: the journal of the run; the records go there as probes, which are not counted.
+      journal: the journal of the run. New records are added as probes, which are not counted.
       implementations: the implementations of the run.
-      runner: judges in this process.
-      budget: how long it may take.
+      runner: judges cases in this process.
+      budget: the seconds for both parts.
       spent: the seconds that the run took so far.
-      say: hears single lines on the way.
+      say: called with lines for the user while this goes on.
     """
     if interrupts.get_received_signal() or not any(record.verdict in RED for record in journal.recorded.records):
         return
@@ -62,7 +64,7 @@ def follow_up(
         allowance = ProbeBudget(runner, both if budget.confirm is None else seconds, known)
         finding_confirmation.confirm_findings(journal, implementations, allowance, seconds, say)
         if not journal.recorded.probes and allowance.declined:
-            line = f"{allowance.seconds:.1f} s are too few to confirm what was found (--confirm-seconds=10 asks more)"
+            line = f"{allowance.seconds:.1f} s are too few to confirm findings (--confirm-seconds=10 gives more)"
             say(line)
         if budget.diagnose is not None:
             allowance = ProbeBudget(runner, budget.diagnose, known)
@@ -71,5 +73,5 @@ def follow_up(
         bug_diagnosis.measure_signatures_of_failed(journal, implementations, allowance, say)
     took = time.monotonic() - started
     if spent and journal.recorded.probes:
-        line = f"both took {took:.1f} s, {took / spent:.0%} of the {spent:.0f} s before"
+        line = f"confirmation and comparison took {took:.1f} s, {took / spent:.0%} of the {spent:.0f} s before"
         say(line)

@@ -1,4 +1,8 @@
-"""Complete a signature with cases that there was no time for: a kernel is right where no finding says otherwise."""
+"""Complete the signature of a failing kernel with cases that there was no time to judge.
+
+The signature, the error sizes on a fixed set of cases, is compared with those of planted bugs. A case that was not
+judged is assumed to be right if no finding of the run concerns it.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,13 @@ _SIGNATURE_CHECKS = frozenset({"forward", "gradients", "residuals"})
 
 
 def complete_signature(found: Signature, records: Sequence[Record], findings: Sequence[Finding]) -> Signature:
-    """Add to a signature the cases that were not judged and that no finding concerns, as right.
+    """Add to a signature, as right, the unjudged cases that no finding concerns.
 
-    A case is added if the run judged each feature, mask and dtype that it has. A finding that does not say which levels
-    it needs may concern any case; then nothing is added.
+    A case is added if the run judged each feature, mask and dtype of the case. A finding without levels may concern any
+    case. If there is one, nothing is added.
 
     Args:
-      found: the signature, of the cases that were judged.
+      found: the signature of the judged cases.
       records: the records of the kernel in the run.
       findings: the findings of the kernel.
     """
@@ -39,5 +43,5 @@ def complete_signature(found: Signature, records: Sequence[Record], findings: Se
 
 
 def _select_features(levels: frozenset[Level]) -> frozenset[Level]:
-    """Return the levels that a case asks for by itself, without sizes and levels that follow from others."""
+    """Return the levels of a case that are features, without sizes and without levels that others imply."""
     return frozenset(level for level in levels if not level.odds)

@@ -156,7 +156,11 @@ def _do_rows_fit(
 
 
 def _fit_factor(sample: Sample) -> float | None:
-    """Fit one factor to the larger half of the values; None if no value is finite and not zero."""
+    """Fit the factor by which the results differ from the right values.
+
+    Only the half of the right values with the largest magnitudes counts. Returns None if no such value is usable: the
+    right value must not be zero, and both values must be finite.
+    """
     large = np.abs(sample.right) > np.median(np.abs(sample.right)) if sample.right.size > 2 else sample.right != 0
     large &= np.isfinite(sample.got) & np.isfinite(sample.right) & (sample.right != 0)
     if not large.any():

@@ -1,6 +1,6 @@
 """Backward kernels for Hopper in Mosaic GPU.
 
-With (1) and (2) from `impls.flash_gpu.mosaic.mosaic_tiles`:
+From the logits z, equations (1) and (2) of `impls.flash_gpu.mosaic.mosaic_tiles`, the kernels compute:
 
     (8)  p_ij = exp(z_ij - logsumexp_i)
     (9)  dv_j = sum_i p_ij dout_i
@@ -10,10 +10,10 @@ With (1) and (2) from `impls.flash_gpu.mosaic.mosaic_tiles`:
     (14) dq_i = scale sum_j dx_ij k_j
     (15) dk_j = scale sum_i dx_ij q_i
 
-Where a pair may not attend, z is set to -inf, which makes p and dx 0. If there may be keys that no
-query attends to, whose values may be NaN, p and dx are set to 0 instead. `D - dlse` comes from
-`impls.flash_gpu.flash_gpu_passes` as `row_sums`. One kernel owns blocks of queries and computes (14). One owns blocks
-of keys and computes (9) and (15), summed over the query heads of its group.
+Where a pair may not attend, z is set to -inf, which makes p and dx 0. If there may be keys that no query attends to,
+whose values may be NaN, p and dx are set to 0 instead. `D - dlse` comes from `impls.flash_gpu.flash_gpu_passes` as
+`row_sums`. One kernel owns blocks of queries and computes dq (14). Another owns blocks of keys and computes dv (9) and
+dk (15), summed over the query heads of its group.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def _build_inputs(plan: FlashGpuPlan, shape: KernelShape, operands: Operands, ro
 def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
     """Describe the shared memory and barriers of a program by name: tiles that it owns, and tiles that it visits.
 
-    Gradients are stored in the tiles of their operands, which are no longer read by then.
+    At the end each gradient is stored in the tile of its operand, which is no longer read by then.
     """
     own, other = (COMPUTE_WARPGROUPS, ROWS), (shape.slots, shape.visited)
     queries, keys = (own, other) if shape.axis == "q" else (other, own)
     ids = int(segmented)
-    of_queries, of_keys = 4 + ids, 1 + ids  # q, d_out, shift, row_sums; k
+    of_queries, of_keys = 4 + ids, 1 + ids  # numbers of copies: q, d_out, shift, row_sums; k
     scratch: dict[str, Any] = {
         "q_tile": allocate_tile(dtype, *queries, shape.head_dim),
         "d_out_tile": allocate_tile(dtype, *queries, shape.v_head_dim),
@@ -126,14 +126,14 @@ def _run_dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any
         warpgroup = place.warpgroup
         dq = _compute_dq(place)
         ready = scratch["q_tile"].at[warpgroup]
-        ready[...] = (dq * jnp.float32(place.plan.scale)).astype(outputs[0].dtype)  # (14)
+        ready[...] = (dq * jnp.float32(place.plan.scale)).astype(outputs[0].dtype)  # dq, equation (14)
         plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
         plgpu.copy_smem_to_gmem(ready, outputs[0].at[place.batch, pl.ds(place.start, ROWS), place.head])
         plgpu.wait_smem_to_gmem(0)
 
 
 def _compute_dq(place: ProgramTile) -> jax.Array:
-    """Compute the gradient of this warpgroup's queries, not scaled."""
+    """Compute the gradient of this warpgroup's queries, not yet multiplied by the scale."""
     scratch, plan, warpgroup = place.scratch, place.plan, place.warpgroup
     _copy_queries(place, place.start, ROWS, place.head, warpgroup)
     plgpu.barrier_wait(scratch["q_arrived"].at[warpgroup])
@@ -144,23 +144,23 @@ def _compute_dq(place: ProgramTile) -> jax.Array:
         slot = place.slot(at)
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
         k = scratch["k_tile"].at[slot]
-        z, slope = compute_logits(plan, multiply(plan, q, k, transposed=True))  # (1), (2)
+        z, slope = compute_logits(plan, multiply(plan, q, k, transposed=True))  # logits with soft cap, eqs. (1) and (2)
         allowed_pairs = prepare_allowed(place, at, slot) if masked else None
         y = z * get_exponent_factor(plan) - broadcast_over_keys(shift, z.shape[1])
         if allowed_pairs is not None and not plan.has_dead_keys:
             y = jnp.where(allowed_pairs(False), y, -jnp.inf)  # masked after the fused multiply and subtract
-        p = jnp.exp2(y)  # (8)
+        p = jnp.exp2(y)  # probabilities, equation (8)
         plgpu.barrier_wait(scratch["v_arrived"].at[slot])
-        dp = multiply(plan, d_out, scratch["v_tile"].at[slot], transposed=True)  # (10)
-        dx = p * (dp - broadcast_over_keys(row_sums, z.shape[1]))  # (12)
-        dx = dx if slope is None else dx * slope  # (13)
+        dp = multiply(plan, d_out, scratch["v_tile"].at[slot], transposed=True)  # dp, equation (10)
+        dx = p * (dp - broadcast_over_keys(row_sums, z.shape[1]))  # dz, equation (12)
+        dx = dx if slope is None else dx * slope  # dx, equation (13)
         if allowed_pairs is not None and plan.has_dead_keys:
             dx = jnp.where(allowed_pairs(False), dx, 0.0)
             k_seen = scratch["k_seen"].at[warpgroup]
             k_seen[...] = zero_unseen_rows(k[...], allowed_pairs(True))
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
             k = k_seen
-        dq = accumulate(plan, dq, dx.astype(k.dtype), k)  # (14), not scaled
+        dq = accumulate(plan, dq, dx.astype(k.dtype), k)  # dq, equation (14), not yet scaled
         place.release_slot(slot)
         return dq
 
@@ -222,7 +222,7 @@ def _run_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, An
         plgpu.barrier_wait(v_arrived)
         dk, dv = _sum_over_group(place, group, total)
         for ready, sums, out in (
-            (scratch["k_tile"].at[warpgroup], dk * jnp.float32(place.plan.scale), outputs[0]),  # (15)
+            (scratch["k_tile"].at[warpgroup], dk * jnp.float32(place.plan.scale), outputs[0]),  # dk, equation (15)
             (scratch["v_tile"].at[warpgroup], dv, outputs[1]),
         ):
             ready[...] = sums.astype(out.dtype)
@@ -232,7 +232,7 @@ def _run_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, An
 
 
 def _sum_over_group(place: ProgramTile, group: Any, total: Any) -> tuple[jax.Array, jax.Array]:
-    """Sum dk, not scaled, and dv of this warpgroup's keys over the query heads of the group."""
+    """Sum dk and dv of this warpgroup's keys over the query heads of the group; dk is not yet scaled."""
     scratch, plan, warpgroup = place.scratch, place.plan, place.warpgroup
     k, v = scratch["k_tile"].at[warpgroup], scratch["v_tile"].at[warpgroup]
 
@@ -240,22 +240,22 @@ def _sum_over_group(place: ProgramTile, group: Any, total: Any) -> tuple[jax.Arr
         slot = place.slot(base + at)
         plgpu.barrier_wait(scratch["q_arrived"].at[slot])
         q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
-        z, slope = compute_logits(plan, multiply(plan, k, q, transposed=True))  # (1), (2)
+        z, slope = compute_logits(plan, multiply(plan, k, q, transposed=True))  # logits with soft cap, eqs. (1) and (2)
         allowed_pairs = _compute_allowed(place, at, slot) if masked else None
         if allowed_pairs is not None and not plan.has_dead_keys:
             z = jnp.where(allowed_pairs, z, -jnp.inf)
         p = jnp.exp2(
             z * get_exponent_factor(plan) - broadcast_over_queries(scratch["shift_tile"].at[slot][...], ROWS)
-        )  # (8)
-        dp = multiply(plan, v, d_out, transposed=True)  # (10)
-        dx = p * (dp - broadcast_over_queries(scratch["row_sums_tile"].at[slot][...], ROWS))  # (12)
-        dx = dx if slope is None else dx * slope  # (13)
+        )  # probabilities, equation (8)
+        dp = multiply(plan, v, d_out, transposed=True)  # dp, equation (10)
+        dx = p * (dp - broadcast_over_queries(scratch["row_sums_tile"].at[slot][...], ROWS))  # dz, equation (12)
+        dx = dx if slope is None else dx * slope  # dx, equation (13)
         if allowed_pairs is not None and plan.has_dead_keys:
             # k and v are no factors of (9) and (15), so NaN in hidden keys does not spread.
             p, dx = jnp.where(allowed_pairs, p, 0.0), jnp.where(allowed_pairs, dx, 0.0)
         dk, dv = sums
-        dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)  # (9)
-        dk = accumulate(plan, dk, dx.astype(q.dtype), q)  # (15), not scaled
+        dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)  # dv, equation (9)
+        dk = accumulate(plan, dk, dx.astype(q.dtype), q)  # dk, equation (15), not yet scaled
         place.release_slot(slot, read_as_values=True)  # shift and row_sums were read as values
         return dk, dv
 

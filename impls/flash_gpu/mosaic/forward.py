@@ -1,6 +1,6 @@
 """Forward kernel for Hopper in Mosaic GPU.
 
-With (1), (2) and the sums over one tile from `impls.flash_gpu.mosaic.mosaic_tiles`:
+From the logits z and the sums over one tile of `impls.flash_gpu.mosaic.mosaic_tiles`, the kernel computes:
 
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max(max_j z_ij, sink)
@@ -9,10 +9,10 @@ With (1), (2) and the sums over one tile from `impls.flash_gpu.mosaic.mosaic_til
     (7)  logsumexp_i = m_i + log(l_i)
 
 The schedule is that of `impls.flash_gpu.tile_schedule`. A program owns a block of queries of one head, half of it for
-each computing warpgroup, or several such blocks one after the other (`impls.flash_gpu.mosaic.tile_order`). It goes over
-the blocks of keys that the mask leaves it, full ones first. Computing warpgroups multiply whenever they can, or in
-turns (`impls.flash_gpu.mosaic.tensor_core_turns`). Sources as in `impls.flash_gpu.triton.forward` and
-`impls.flash_gpu.mosaic.mosaic_launch`.
+each computing warpgroup, or several such blocks one after the other (`impls.flash_gpu.mosaic.tile_order`). It visits
+the blocks of keys that the mask does not hide completely, full blocks first. Computing warpgroups multiply whenever
+they can, or in turns (`impls.flash_gpu.mosaic.tensor_core_turns`). The sources are those of
+`impls.flash_gpu.triton.forward` and `impls.flash_gpu.mosaic.mosaic_launch`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from impls.jax_compat import Scalar
 
 
 def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
-    """Compute attention. Memory holds nothing beyond operands, outputs and schedule."""
+    """Compute attention. Device memory holds only operands, outputs and the schedule."""
     shape, dtype = build_shape(plan, "forward"), operands.q.dtype
     batch, q_length, num_q_heads, _ = operands.q.shape
     inputs = build_inputs(plan, shape, operands)
@@ -66,12 +66,12 @@ def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
         scratch=build_scratch(shape, dtype, segmented=plan.segmented, dead_keys=plan.has_dead_keys),
     )
     out, total, maximum = out[:, :q_length, :, : plan.v_head_dim], total[:, :, :q_length], maximum[:, :, :q_length]
-    # Computed outside the kernel, where the logarithm would be the GPU's approximate one.
+    # Computed outside the kernel, since inside it the logarithm would be the GPU's approximate one.
     shift = maximum
     if operands.sinks is not None:
         shift = jnp.maximum(maximum, operands.sinks.astype(jnp.float32)[None, :, None] * jnp.float32(LOG2_E))
     some = total > 0
-    logsumexp = shift * jnp.float32(LN_2) + jnp.log(jnp.where(some, total, 1.0))  # (7)
+    logsumexp = shift * jnp.float32(LN_2) + jnp.log(jnp.where(some, total, 1.0))  # logsumexp, equation (7)
     return Outputs(out, jnp.where(some, logsumexp, -jnp.inf), maximum * jnp.float32(LN_2))
 
 
@@ -131,7 +131,7 @@ def _attend(inputs: dict[str, Any], outputs: Any, turns: TensorCoreTurns, place:
     total = jnp.where(some, softmax.total, 1.0)
     scratch["total_tile"].at[warpgroup][...] = softmax.total
     ready = scratch.get("out_tile", scratch["q_tile"]).at[warpgroup]  # the queries are no longer read
-    ready[...] = (softmax.out / broadcast_over_keys(total, place.shape.v_head_dim)).astype(out.dtype)  # (6)
+    ready[...] = (softmax.out / broadcast_over_keys(total, place.shape.v_head_dim)).astype(out.dtype)  # out, eq. (6)
     plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
     rows = pl.ds(place.start, ROWS)
     plgpu.copy_smem_to_gmem(ready, out.at[batch, rows, head])
@@ -183,13 +183,13 @@ def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftm
     def visit(masked: bool, at: Scalar, softmax: RunningSoftmax) -> RunningSoftmax:
         slot = place.slot(at)
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
-        # <q, k> of (1). The scale is applied in `compute_logits` or in the exponential.
+        # Products <q, k> of equation (1). The scale is applied in `compute_logits` or in the exponential.
         products = multiply(plan, q, scratch["k_tile"].at[slot], transposed=True, issued=turns.give)
-        z, _ = compute_logits(plan, products)  # (2)
+        z, _ = compute_logits(plan, products)  # soft cap, equation (2)
         may = prepare_allowed(place, at, slot) if masked else None
         if may is not None:
-            z = jnp.where(may(False), z, -jnp.inf)  # (3)
-        softmax, weights = update_softmax(plan, softmax, z, masked=masked)  # (4), (5)
+            z = jnp.where(may(False), z, -jnp.inf)  # hidden pairs get -inf, equation (3)
+        softmax, weights = update_softmax(plan, softmax, z, masked=masked)  # maximum and sum, equations (4) and (5)
         weights = weights.astype(inputs["v"].dtype)
         plgpu.barrier_wait(scratch["v_arrived"].at[slot])
         v = scratch["v_tile"].at[slot]
@@ -222,10 +222,10 @@ def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftm
 
 
 def _add_sink(old: RunningSoftmax, sink: Any) -> RunningSoftmax:
-    """Add the sink, which has a term in (4) and (5) and none in (6)."""
+    """Add the sink to the maximum (4) and to the sum of weights (5); it has no value to add to the output (6)."""
     sink = sink * jnp.float32(LOG2_E)
-    maximum = jnp.maximum(old.maximum, sink)  # (4)
+    maximum = jnp.maximum(old.maximum, sink)  # maximum, equation (4)
     shift = replace_neg_inf(maximum)
     decay = jnp.exp2(old.maximum - shift)
-    total = old.total * decay + jnp.exp2(sink - shift)  # (5)
+    total = old.total * decay + jnp.exp2(sink - shift)  # sum of weights, equation (5)
     return RunningSoftmax(maximum, total, old.out * broadcast_over_keys(decay, old.out.shape[1]))

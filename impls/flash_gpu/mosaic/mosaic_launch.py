@@ -6,7 +6,8 @@ once both computing warpgroups have released it (Shah et al. 2024, arXiv:2407.08
 The following properties are not checked by JAX's interpreter. They rest on the lowering of jax 0.10.2 and its PTX:
 
   - A barrier counts one arrival for each async copy that ends in it. For each warpgroup that releases a slot it counts
-    one arrival of every thread. A thread arrives after its own `wgmma` has ended, so a slot is free when all have read.
+    one arrival of every thread. A thread arrives after its own `wgmma` has ended, so a slot is free when all threads
+    have read.
   - No `wgmma` is in flight when its accumulator, or memory that it reads, is accessed: reading an accumulator waits for
     it, and so does the end of `run_state`.
   - Mosaic GPU adds a barrier of the warpgroup before and after a store to shared memory. `commit_smem` comes between
@@ -86,8 +87,7 @@ def launch(
     def body(*references: Any, **shared: Any) -> None:
         program_id, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         named = dict(zip(names, references[: len(names)], strict=True))
-        # The first tile of a program has the program's id as its number. A persistent kernel's programs have more
-        # tiles.
+        # The number of a program's first tile is the program id. Programs of a persistent kernel have further tiles.
         place = ProgramTile(plan, shape, named, shared, order, program_id, warpgroup, *order.at(program_id))
         program(named, references[len(names) :], shared, place)
 
@@ -98,7 +98,7 @@ def launch(
         warpgroups=COMPUTE_WARPGROUPS + 1,
         outputs=outputs,
         scratch=scratch,
-        approximate=plan.soft_cap is None,  # tanh must be exact; without it only powers of two remain
+        approximate=plan.soft_cap is None,  # tanh must be exact; without a soft cap only powers of two are computed
         interpret=plan.interpret,
     )(*inputs.values())
     # Under `shard_map`, outputs vary over the same mesh axes as the operands, which the call itself does not mark.
@@ -107,7 +107,7 @@ def launch(
 
 
 def _order_tiles(plan: FlashGpuPlan, shape: KernelShape, inputs: dict[str, jax.Array]) -> tuple[TileOrder, np.ndarray]:
-    """Order the tiles, and count the steps of each, `[batch or 1, blocks]`."""
+    """Build the order of the tiles, and count the steps of each tile, `[batch or 1, blocks]`."""
     steps = list_visits(plan.build_visits(shape.tiles, shape.axis))[0][:, 0, :, 2]
     queries = shape.axis == "q"
     heads, visited = (plan.num_q_heads, inputs["k"]) if queries else (plan.num_kv_heads, inputs["q"])
@@ -167,7 +167,7 @@ class ProgramTile:
         return self._line(2)
 
     def visited(self, at: Scalar) -> Any:
-        """Find the first row of the other axis in the block that is visited at this step."""
+        """Find the first row, along the axis that is not owned, of the block visited at step `at`."""
         return self.inputs["blocks"][self._line(0) + at] * self.shape.visited
 
     def _line(self, column: int) -> Any:
@@ -175,7 +175,7 @@ class ProgramTile:
         return table[self.batch if table.shape[0] > 1 else 0, 0, self.block, column]
 
     def count_steps_to(self, at: Scalar) -> Any:
-        """Count the steps of the program before this step of the tile."""
+        """Count the steps of the program before step `at` of this tile."""
         return at if self.base is None else self.base + at
 
     def slot(self, at: Scalar) -> Any:
@@ -215,7 +215,7 @@ class ProgramTile:
         lax.fori_loop(steps, steps + self.shape.slots, lambda at, _: self.wait_for_slot(at), None)
 
     def fetch(self, total: Any, copy_step: Callable[[Any, Any], None]) -> None:
-        """Call `copy_step(step, slot)` for each step of the only tile."""
+        """Call `copy_step(step, slot)` for each step of the program's only tile, ahead of the computation."""
 
         def step(at: Scalar, _: None) -> None:
             self.wait_for_slot(at)
@@ -237,8 +237,8 @@ class ProgramTile:
     def release_slot(self, slot: Scalar, *, read_as_values: bool = False) -> None:
         """Release a slot that this warpgroup has read.
 
-        The next copy into the slot must not overtake pending reads. Reads by `wgmma` have ended, but reads as values
-        need a fence (`read_as_values`). An interpreter reads everything as values.
+        The next copy into the slot must not overtake pending reads. Reads by `wgmma` have ended by then. Reads into
+        registers need a fence, which `read_as_values` requests. An interpreter reads everything as values.
         """
         if read_as_values or self.plan.interpret:
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
@@ -247,7 +247,7 @@ class ProgramTile:
 
 @functools.lru_cache(maxsize=64)
 def list_visits(visits: Visits) -> tuple[np.ndarray, np.ndarray]:
-    """List every visited block explicitly.
+    """List every visited block, also those that the schedule gives only as a first block and a count.
 
     The fetching warpgroup works ahead of the others, so reading an index from a list costs no time.
 

@@ -13,18 +13,18 @@ from impls.flash_gpu.block_sizes import Axis, Kernel, Ring, Tiles
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
 
 ROWS = 64
-"""Rows of one warpgroup's product."""
+"""Rows of the matrix product that one warpgroup computes."""
 COMPUTE_WARPGROUPS = 2
 """Warpgroups that compute; one more fetches tiles."""
 OWNED_ROWS = COMPUTE_WARPGROUPS * ROWS
-"""Rows of the axis that a program owns, queries or keys."""
+"""Queries or keys that a program owns."""
 LANES = 64
 """Head depths are padded to a multiple of this: the widest swizzle, 128 bytes, in two-byte elements."""
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory per thread block on Hopper (CUDA C++ programming guide, "Compute capabilities")."""
 RESERVED_BYTES = 4096
 """Bytes reserved for barriers and reductions, beyond the named buffers."""
-_ALIGNMENT = 1024  # of each buffer, as swizzled tiles require
+_ALIGNMENT = 1024  # bytes; each buffer starts at a multiple, as swizzled tiles require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class KernelShape:
     """Sizes of a kernel's tiles.
 
     Attributes:
-      axis: axis of which a program owns `OWNED_ROWS` rows.
+      axis: `"q"` or `"kv"`, the axis of which a program owns `OWNED_ROWS` rows.
       visited: rows of the other axis per tile.
       slots: tiles of each operand in flight.
       head_dim: padded depth of q and k.

@@ -5,14 +5,15 @@
     (4)  m_i = max_j z_ij, over the keys so far
     (5)  l_i = sum_j exp(z_ij - m_i), over the keys so far
 
-Logits are stored in a unit, z = unit y, and exponentials are powers of two (`impls.flash_gpu.exponentials`).
+Tiles hold logits divided by their unit, z = unit y, and exponentials are powers of two
+(`impls.flash_gpu.exponentials`).
 
-TMA copies whole tiles of arrays that are padded to whole tiles. So padding is masked, where the Triton kernels guard
+TMA copies whole tiles of arrays that are padded to whole tiles. So the mask hides padding. The Triton kernels guard
 their loads instead.
 
 JAX's CPU interpreter of these kernels has no `wgmma` on values, on transposed references or into an accumulator that
-already has a value. There the same tiles are multiplied as ordinary arrays. Whether the instruction is right, and its
-operands correctly swizzled, shows only in compilation and on a GPU.
+already has a value. There the same tiles are multiplied as ordinary arrays. So only compilation and a GPU show that the
+instruction is right and that its operands are swizzled correctly.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ from impls.flash_gpu.tile_schedule import FlashGpuPlan, name_leaf
 from impls.jax_compat import Scalar
 
 SUM_COLUMNS = 8
-"""Number of partial sums of a row, one for every eighth column. Of every 8 columns that `wgmma` computes, a thread has
-the same two. So threads sum a tile without communication, and combine their sums once, after the last tile."""
+"""Number of partial sums per row. Partial sum `c` adds the columns `c`, `c + 8`, `c + 16` and so on.
+
+Of every 8 columns that `wgmma` computes, a thread has the same two. So threads sum a tile without communication, and
+combine their sums once, after the last tile.
+"""
 
 
 class RunningSoftmax(NamedTuple):
-    """The online softmax of one warpgroup's rows: m, l and the sum of (6) over the keys so far, f32."""
+    """The online softmax of one warpgroup's rows over the keys so far: m, l and the undivided output, f32."""
 
-    maximum: Float32[Array, " rows"]  # in base 2
+    maximum: Float32[Array, " rows"]  # m times log2(e)
     total: Float32[Array, "rows ..."]  # [rows, SUM_COLUMNS] until all keys are seen, then [rows]
     out: Float32[Array, "rows V"]
 
@@ -115,7 +119,7 @@ def compute_allowed(
       plan: static part of the call.
       inputs: references by name, among them the lengths of masks.
       span: the tile.
-      ids: segment ids of its queries and of its keys.
+      ids: segment ids of the tile's queries and of its keys.
       keys_first: whether keys are the first axis.
     """
     shape = (span.keys, span.queries) if keys_first else (span.queries, span.keys)
@@ -138,7 +142,7 @@ def compute_allowed(
 def _evaluate_mask(
     mask: Mask, inputs: dict[str, Any], span: PairSpan, i: Scalar, j: Scalar, places: Iterator[int]
 ) -> Any:
-    """Evaluate `mask` on a tile; `places` counts the leaves in the order of `cases.masks.leaves`."""
+    """Evaluate `mask` on a tile; `places` counts the leaves in the order of `cases.masks.iter_leaves`."""
     if isinstance(mask, And | Or):
         left = _evaluate_mask(mask.left, inputs, span, i, j, places)
         right = _evaluate_mask(mask.right, inputs, span, i, j, places)
@@ -156,38 +160,38 @@ def zero_unseen_rows(tile: jax.Array, keys_seen: jax.Array) -> jax.Array:
 
 
 def compute_logits(plan: FlashGpuPlan, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Compute logits in their unit from products `<q, k>`, and the derivative of (2), None without a soft cap."""
-    z = products if plan.unit(biased=False) != 1 else products * jnp.float32(plan.scale)  # (1)
+    """Compute logits in their unit from products `<q, k>`, and the soft cap's derivative, None without a soft cap."""
+    z = products if plan.unit(biased=False) != 1 else products * jnp.float32(plan.scale)  # scaled logits, equation (1)
     if plan.soft_cap is None:
         return z, None
     tanh = jnp.tanh(z / jnp.float32(plan.soft_cap))
-    return jnp.float32(plan.soft_cap) * tanh, 1 - tanh * tanh  # (2)
+    return jnp.float32(plan.soft_cap) * tanh, 1 - tanh * tanh  # soft cap, equation (2)
 
 
 def get_exponent_factor(plan: FlashGpuPlan) -> jax.Array:
-    """Return the factor that converts a logit in its unit to natural units times log2(e)."""
+    """Return `unit log2(e)`: the exponential of a stored logit is 2 to the power of logit times this factor."""
     return jnp.float32(plan.unit(biased=False) * LOG2_E)
 
 
 def update_softmax(
     plan: FlashGpuPlan, old: RunningSoftmax, y: jax.Array, *, masked: bool
 ) -> tuple[RunningSoftmax, jax.Array]:
-    """Update the softmax with a tile of logits. Returns it and the tile's weights, which are not yet added to `out`.
+    """Update the softmax with a tile of logits. Return it and the tile's weights, which are not yet added to `out`.
 
-    Only in a masked tile may a row be without any logit.
+    `masked` says that the mask may hide whole rows of the tile.
     """
-    maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * get_exponent_factor(plan))  # (4)
+    maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * get_exponent_factor(plan))  # maximum, equation (4)
     shift = replace_neg_inf(maximum) if masked else maximum
     weights = jnp.exp2(y * get_exponent_factor(plan) - broadcast_over_keys(shift, y.shape[1]))
     decay = jnp.exp2(old.maximum - shift)
     out = old.out * broadcast_over_keys(decay, old.out.shape[1])
     return RunningSoftmax(
         maximum, old.total * broadcast_over_keys(decay, SUM_COLUMNS) + _sum_columns(weights), out
-    ), weights  # (5)
+    ), weights  # sum of weights, equation (5)
 
 
 def _sum_columns(weights: jax.Array) -> jax.Array:
-    """Sum `weights [ROWS, keys]` over every eighth key, `[ROWS, SUM_COLUMNS]`."""
+    """Sum `weights [ROWS, keys]` over keys that are equal modulo `SUM_COLUMNS`, `[ROWS, SUM_COLUMNS]`."""
     return functools.reduce(
         jnp.add, (weights[:, at : at + SUM_COLUMNS] for at in range(0, weights.shape[1], SUM_COLUMNS))
     )

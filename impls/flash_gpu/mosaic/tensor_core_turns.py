@@ -2,20 +2,21 @@
 
 Two warpgroups that start together also wait for the tensor cores together, and then for the exponential units. With
 turns, the products of one are issued while the other computes its softmax (Shah et al. 2024, arXiv:2407.08608, section
-3.1). A turn consists of (6) of one step and (1) of the next: the products between the exponentials of two steps.
+3.1). A turn consists of two products: weights times values of one step (PV), and queries times keys of the next step
+(QK). They lie between the exponentials of the two steps.
 
     warpgroup 0:  QK_0 | softmax 0 | PV_0 QK_1 | softmax 1 | PV_1
     warpgroup 1:         QK_0      | softmax 0 | PV_0 QK_1 | softmax 1 | PV_1
 
 Each warpgroup has a barrier. To take a turn, a warpgroup waits at its own barrier; to give a turn, it arrives at the
-other's. A warpgroup gives each turn before it takes the next, so a barrier never has two pending arrivals. A second one
-would undo the first, since a barrier's phase is one bit.
+other's. A warpgroup gives each turn before it takes the next, so a barrier never has two pending arrivals. A second
+arrival would undo the first, since a barrier's phase is one bit.
 
 Invariant: both warpgroups take equally many turns. With n steps these are n + 1 turns, and without a step none. The
-invariant holds because both warpgroups visit all steps of the program. Where the rows of one end before those of the
-other, under a causal mask, its last blocks are completely hidden. The last turn that warpgroup 1 gives is taken by no
-step: warpgroup 0 waits for it when the program ends. In return, warpgroup 1 gives a turn before the first step. So one
-tile and several tiles, with different numbers of steps, work alike.
+invariant holds because both warpgroups visit all steps of the program. Under a causal mask the rows of one warpgroup
+may see fewer blocks; it then visits the others as completely hidden blocks. The last turn that warpgroup 1 gives is
+taken by no step: warpgroup 0 waits for it when the program ends. In return, warpgroup 1 gives a turn before the first
+step. So the scheme works for one tile and for several tiles with different numbers of steps.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class TensorCoreTurns:
     """The turns of one warpgroup.
 
     Attributes:
-      mine: index of the warpgroup, 0 or 1.
-      barriers: a barrier for each; None if the warpgroups do not take turns.
+      mine: index of this warpgroup, 0 or 1.
+      barriers: one barrier for each warpgroup; None if the warpgroups do not take turns.
     """
 
     mine: Any

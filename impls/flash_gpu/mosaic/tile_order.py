@@ -42,7 +42,7 @@ class TileOrder:
 
     @classmethod
     def of(cls, steps: np.ndarray, batch: int, heads: int, head_bytes: int) -> TileOrder:
-        """Build the order of tiles that take `steps`, `[batch or 1, blocks]`, and read `head_bytes` per head."""
+        """Build the order from the `steps` of each tile, `[batch or 1, blocks]`, and the bytes read for each head."""
         blocks, totals = steps.shape[1], steps.sum(axis=0)
         if (steps == steps[0, 0]).all():
             return cls(batch, heads, blocks, 1, False)
@@ -75,7 +75,7 @@ class TileOrder:
 
 
 TILE_OVERHEAD_STEPS = 1
-"""Assumed cost, in steps, of a tile's queries and results. It is a guess, not measured."""
+"""Assumed cost, in steps, of loading a tile's queries and storing its results. It is a guess, not measured."""
 
 
 def deal_tiles(steps: np.ndarray, programs: int) -> np.ndarray:

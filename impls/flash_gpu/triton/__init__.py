@@ -1,1 +1,5 @@
-"""Triton kernels for GPUs from Ampere on: `triton_launch`, then `triton_tiles`, then one module per pass."""
+"""Triton kernels for GPUs from Ampere on.
+
+Each module builds on the ones before: `triton_launch` (grid and block specs), `triton_tiles` (operations), `forward`
+and `backward` (kernels).
+"""

@@ -13,9 +13,9 @@ the logits z of `impls.flash_gpu.triton.triton_tiles`:
     (16) dbias = dx, summed over the axes along which the bias is broadcast
 
 `D - dlse` comes from `impls.flash_gpu.flash_gpu_passes`, as `row_sums`. One kernel owns blocks of queries and computes
-(14). One owns blocks of keys and computes (9) and (15), which it sums over the query heads of its group. One writes dx
-of every pair for (16); it runs only where the gradient of a bias is used. All sums are in f32 and in one order, so the
-same call gives the same bits.
+dq (14). A second owns blocks of keys and computes dv (9) and dk (15), summed over the query heads of its group. A third
+writes dx of every pair for dbias (16); it runs only where the gradient of a bias is used. All sums are in f32 and in a
+fixed order, so the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def _build_inputs(launch: Launch, operands: Operands, rows: QueryRows) -> tuple[
 
 
 class _QueryBlock(NamedTuple):
-    """One block of queries of one head."""
+    """One block of queries of one head, with the values per query that the backward pass needs."""
 
     q: Float[Array, "block_q H"]
     d_out: Float[Array, "block_q V"]
-    shift: Float32[Array, " block_q"]  # in base 2
+    shift: Float32[Array, " block_q"]  # logsumexp times log2(e)
     row_sums: Float32[Array, " block_q"]
 
 
@@ -93,15 +93,15 @@ def compute_pair_gradients(
     v: jax.Array,
     may: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute p and dx of a tile, f32."""
+    """Compute the probabilities p and the gradient dx of the scaled logits of a tile, f32."""
     z, slope = compute_logits(plan, inputs, pair, rows.q, k, may)
     factor = get_logit_unit(plan, inputs) * LOG2_E
-    p = compute_fused_exp2(z, pair.queries(rows.shift), factor=factor, interpret=plan.interpret)  # (8)
+    p = compute_fused_exp2(z, pair.queries(rows.shift), factor=factor, interpret=plan.interpret)  # p, eq. (8)
     operands = (v, rows.d_out) if pair.keys_first else (rows.d_out, v)
-    dp = multiply(plan, *operands, over=(1, 1))  # (10)
-    dx = p * (dp - pair.queries(rows.row_sums))  # (12)
+    dp = multiply(plan, *operands, over=(1, 1))  # dp, equation (10)
+    dx = p * (dp - pair.queries(rows.row_sums))  # dz, equation (12)
     if slope is not None:
-        dx = dx * slope  # (13)
+        dx = dx * slope  # dx, equation (13)
     # For a hidden pair p is 0, and so is dx, unless no query attends to the key and its value is NaN.
     return p, jnp.where(may, dx, 0.0) if may is not None and plan.has_dead_keys else dx
 
@@ -133,11 +133,11 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         may = compute_allowed(plan, inputs, pair) if masked else None
         _, dx = compute_pair_gradients(plan, inputs, pair, rows, k, v, may)
         k = zero_hidden_rows(k, find_seen_keys(may) if may is not None and plan.has_dead_keys else None)
-        return dq + multiply(plan, dx.astype(k.dtype), k, over=(1, 0))  # (14), not scaled
+        return dq + multiply(plan, dx.astype(k.dtype), k, over=(1, 0))  # dq, equation (14), not yet scaled
 
     dq = jnp.zeros((block_q, plan.head_tile), jnp.float32)
     dq = visit_blocks(launch, inputs, 0, visit, dq)
-    store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)  # (14)
+    store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)  # dq, equation (14)
 
 
 def compute_dkv(
@@ -185,8 +185,8 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         )
         dk, dv = sums
         # k and v are no factors of these two products, and p and dx of hidden keys are 0. So NaN does not spread.
-        dk = dk + multiply(plan, dx.astype(rows.q.dtype), rows.q, over=(1, 0))  # (15); scaled when stored
-        dv = dv + multiply(plan, p.astype(rows.d_out.dtype), rows.d_out, over=(1, 0))  # (9)
+        dk = dk + multiply(plan, dx.astype(rows.q.dtype), rows.q, over=(1, 0))  # dk, equation (15); scaled when stored
+        dv = dv + multiply(plan, p.astype(rows.d_out.dtype), rows.d_out, over=(1, 0))  # dv, equation (9)
         return dk, dv
 
     def visit_head(head: Scalar, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -194,10 +194,10 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
 
     sums = tuple(jnp.zeros((block_kv, columns), jnp.float32) for columns in (plan.head_tile, plan.v_head_tile))
     if launch.heads == 1:
-        dk, dv = visit_head(0, sums)  # type: ignore[arg-type] # two, as annotated
+        dk, dv = visit_head(0, sums)  # type: ignore[arg-type] # a pair, as annotated
     else:
         dk, dv = lax.fori_loop(jnp.int32(0), jnp.int32(launch.heads), visit_head, sums)
-    store_rows(outputs["dk"], kv_start, dk * jnp.float32(plan.scale), plan.kv_length, plan.head_dim)  # (15)
+    store_rows(outputs["dk"], kv_start, dk * jnp.float32(plan.scale), plan.kv_length, plan.head_dim)  # dk, eq. (15)
     store_rows(outputs["dv"], kv_start, dv, plan.kv_length, plan.v_head_dim)
 
 
@@ -222,7 +222,7 @@ def compute_dbias(
     )
     dx = _zero_unvisited(launch, outputs["dx"])[:, :, : plan.q_length, : plan.kv_length]
     broadcast = tuple(axis for axis, (n, m) in enumerate(zip(bias.shape, shape, strict=True)) if n < m)
-    return dx.sum(axis=broadcast, keepdims=True).astype(bias.dtype)  # (16)
+    return dx.sum(axis=broadcast, keepdims=True).astype(bias.dtype)  # dbias, equation (16)
 
 
 def _zero_unvisited(launch: Launch, dx: jax.Array) -> jax.Array:

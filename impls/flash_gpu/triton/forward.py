@@ -7,8 +7,8 @@ From the logits z of `impls.flash_gpu.triton.triton_tiles`:
     (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
 
-`maximum`, `total` and `out` of `RunningSoftmax` are m times log2(e), l and the sum of (6) for the keys so far, without
-the sink. A block that raises m multiplies the others by `decay = exp(old m - new m)`.
+`RunningSoftmax` holds m times log2(e) (`maximum`), l (`total`) and the sum of (6) (`out`) for the keys visited so far,
+without the sink. A block that raises m multiplies `total` and `out` by `decay = exp(old m - new m)`.
 
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao et al. 2022, arXiv:2205.14135 and
 Dao 2023, arXiv:2307.08691 (blocks, normalisation once at the end).
@@ -48,13 +48,13 @@ from impls.jax_compat import Scalar
 class RunningSoftmax(NamedTuple):
     """The online softmax over the keys visited so far, f32."""
 
-    maximum: Float32[Array, " block_q"]  # in base 2
+    maximum: Float32[Array, " block_q"]  # m times log2(e)
     total: Float32[Array, " block_q"]
     out: Float32[Array, "block_q padded_V"]
 
 
 def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
-    """Compute attention. Memory holds nothing beyond operands, outputs and schedule."""
+    """Compute attention. Device memory holds only operands, outputs and the schedule."""
     batch = operands.q.shape[0]
     launch = Launch(plan, plan.sizes.forward, "q", batch)
     arrays, specs = launch.inputs(operands)
@@ -108,9 +108,9 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     running = add_sink(running, inputs["sinks"][0]) if "sinks" in inputs else running
     some = running.total != 0
     total = jnp.where(some, running.total, 1.0)
-    logsumexp = jnp.where(some, running.maximum * jnp.float32(LN_2) + jnp.log(total), -jnp.inf)  # (7)
+    logsumexp = jnp.where(some, running.maximum * jnp.float32(LN_2) + jnp.log(total), -jnp.inf)  # logsumexp, eq. (7)
     store_values(outputs["logsumexp"], q_start, logsumexp, plan.q_length)
-    store_rows(outputs["out"], q_start, running.out / total[:, None], plan.q_length, plan.v_head_dim)  # (6)
+    store_rows(outputs["out"], q_start, running.out / total[:, None], plan.q_length, plan.v_head_dim)  # out, eq. (6)
 
 
 def update_softmax(
@@ -121,18 +121,19 @@ def update_softmax(
     `some` says that every row has at least one finite logit.
     """
     factor = unit * LOG2_E
-    maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * jnp.float32(factor))  # (4)
+    maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * jnp.float32(factor))  # maximum, equation (4)
     shift = maximum if some else replace_neg_inf(maximum)
     weights = compute_fused_exp2(y, shift[:, None], factor=factor, interpret=plan.interpret)
     decay = jnp.exp2(old.maximum - shift)
-    out = old.out * decay[:, None] + multiply(plan, weights.astype(v.dtype), v, over=(1, 0))  # (6), not divided
-    return RunningSoftmax(maximum, old.total * decay + jnp.sum(weights, axis=1), out)  # (5)
+    out = old.out * decay[:, None] + multiply(plan, weights.astype(v.dtype), v, over=(1, 0))  # undivided eq. (6)
+    return RunningSoftmax(maximum, old.total * decay + jnp.sum(weights, axis=1), out)  # sum of weights, equation (5)
 
 
 def add_sink(old: RunningSoftmax, sink: jax.Array) -> RunningSoftmax:
-    """Add the sink, which has a term in (4) and (5) and none in (6)."""
+    """Add the sink to the maximum (4) and to the sum of weights (5); it has no value to add to the output (6)."""
     sink = sink * jnp.float32(LOG2_E)
-    maximum = jnp.maximum(old.maximum, sink)  # (4)
+    maximum = jnp.maximum(old.maximum, sink)  # maximum, equation (4)
     shift = replace_neg_inf(maximum)
     decay = jnp.exp2(old.maximum - shift)
-    return RunningSoftmax(maximum, old.total * decay + jnp.exp2(sink - shift), old.out * decay[:, None])  # (5)
+    # The total is the sum of weights, equation (5).
+    return RunningSoftmax(maximum, old.total * decay + jnp.exp2(sink - shift), old.out * decay[:, None])

@@ -48,7 +48,7 @@ class Launch:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Numbers of programs along each axis."""
+        """Number of programs along each axis of the grid."""
         plan = self.plan
         if self.axis == "q":
             return -(-plan.q_length // self.tiles.block_q), plan.num_q_heads, self.batch
@@ -157,7 +157,7 @@ class Launch:
         return pl.BlockSpec((None, self.heads, self.q_seen), lambda i, n, b: (b, n, self.q_block(i)))
 
     def see_head_scalars(self) -> Any:
-        """Select a value per head of the program, of an array `[N]`."""
+        """Return the `BlockSpec` of an array `[N]`: one value for each head that a program sees."""
         return pl.BlockSpec((self.heads,), lambda i, n, b: (n,))
 
     def pairs(self, shape: tuple[int, ...]) -> Any:
@@ -184,7 +184,7 @@ class Launch:
         )
 
     def _see_program_line(self, shape: tuple[int, ...]) -> Any:
-        """Select the program's row of the table of visits."""
+        """Return the `BlockSpec` of the table of visits: the row of the program."""
 
         def index(i: Scalar, n: Scalar, b: Scalar) -> Any:
             zero = jnp.int32(0)

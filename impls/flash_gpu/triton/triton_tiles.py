@@ -4,8 +4,8 @@
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
     (3)  z_ij = -inf, where i may not attend to j
 
-If a product is only scaled, tiles hold `y = <q_i, k_j>` instead of z, and the unit says that z is `scale y`
-(`impls.flash_gpu.exponentials`).
+Without bias and soft cap, tiles hold `y = <q_i, k_j>` instead of z. The scale is then the unit of the logits:
+`z = scale y` (`impls.flash_gpu.exponentials`).
 
 The sides of a tile are powers of two; those of the operands need not be. The part of a tile beyond its array, in the
 length or in the depth, is never read. It is zero.
@@ -40,7 +40,7 @@ class TilePair(NamedTuple):
     """
 
     batch: Scalar
-    head: Scalar  # among the program's heads
+    head: Scalar  # index among the heads that the program sees
     q_start: Scalar
     kv_start: Scalar
     block_q: int
@@ -49,12 +49,12 @@ class TilePair(NamedTuple):
 
     @property
     def q_at(self) -> Any:
-        """Where its queries start in the part that the program sees."""
+        """Start of the tile's queries within the part of an array that the program sees."""
         return self.q_start if self.keys_first else 0
 
     @property
     def kv_at(self) -> Any:
-        """Where its keys start in the part that the program sees."""
+        """Start of the tile's keys within the part of an array that the program sees."""
         return 0 if self.keys_first else self.kv_start
 
     def queries(self, x: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ class TilePair(NamedTuple):
 
 
 def get_program_ids() -> tuple[Any, Any, Any]:
-    """Return block along the launch's axis, head and batch row of this program."""
+    """Return this program's block along the axis that it owns, its head and its batch row."""
     return pl.program_id(0), pl.program_id(1), pl.program_id(2)
 
 
@@ -145,7 +145,7 @@ def visit_blocks(
 ) -> Carry:
     """Fold `step(masked, block, carry)` over the blocks that this program visits.
 
-    Kinds of blocks that no program visits take no code.
+    The kernel has no code for kinds of blocks that no program visits.
     """
     table = inputs["visits"]
     place = head if table.shape[0] > 1 else jnp.int32(0)
@@ -182,7 +182,7 @@ def compute_allowed(plan: FlashGpuPlan, inputs: Arrays, pair: TilePair) -> jax.A
 
 
 def load_key_ranges(plan: FlashGpuPlan, inputs: Arrays, pair: TilePair) -> tuple[jax.Array, jax.Array]:
-    """Load the first key that each query of a tile sees, and one past the last; both 0 for one that sees none."""
+    """Load the first key that each query of a tile sees, and one past the last; both are 0 if it sees no key."""
     low, high = (
         load_values(inputs[name], pair.q_start, pair.block_q, plan.q_length, at=pair.q_at) for name in ("low", "high")
     )
@@ -192,7 +192,7 @@ def load_key_ranges(plan: FlashGpuPlan, inputs: Arrays, pair: TilePair) -> tuple
 def _evaluate_mask(
     mask: Mask, plan: FlashGpuPlan, inputs: Arrays, pair: TilePair, i: Scalar, j: Scalar, places: Iterator[int]
 ) -> Any:
-    """Evaluate `mask` on a tile; `places` counts the leaves in the order of `cases.masks.leaves`."""
+    """Evaluate `mask` on a tile; `places` counts the leaves in the order of `cases.masks.iter_leaves`."""
     if isinstance(mask, And | Or):
         left = _evaluate_mask(mask.left, plan, inputs, pair, i, j, places)
         right = _evaluate_mask(mask.right, plan, inputs, pair, i, j, places)
@@ -224,23 +224,23 @@ def multiply(plan: FlashGpuPlan, a: jax.Array, b: jax.Array, *, over: tuple[int,
 
 
 def get_logit_unit(plan: FlashGpuPlan, inputs: Arrays) -> float:
-    """Return the unit of the logits in tiles."""
+    """Return the unit of the logits in tiles: a logit is this factor times the stored value."""
     return plan.unit(biased="bias" in inputs)
 
 
 def compute_logits(
     plan: FlashGpuPlan, inputs: Arrays, pair: TilePair, q: jax.Array, k: jax.Array, allowed: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute the logits of a tile in their unit, and the derivative of (2), None without a soft cap."""
+    """Compute the logits of a tile in their unit, and the soft cap's derivative, None without a soft cap."""
     z = multiply(plan, k, q, over=(1, 1)) if pair.keys_first else multiply(plan, q, k, over=(1, 1))
     if get_logit_unit(plan, inputs) == 1:
-        z = z * jnp.float32(plan.scale)  # (1)
+        z = z * jnp.float32(plan.scale)  # scaled logits, equation (1)
     if "bias" in inputs:
         z = z + load_pairs(inputs["bias"], plan, pair).astype(jnp.float32)
     slope = None
     if plan.soft_cap is not None:
         tanh = jnp.tanh(z / jnp.float32(plan.soft_cap))
-        z, slope = jnp.float32(plan.soft_cap) * tanh, 1 - tanh * tanh  # (2)
+        z, slope = jnp.float32(plan.soft_cap) * tanh, 1 - tanh * tanh  # soft cap, equation (2)
     if allowed is not None:
-        z = jnp.where(allowed, z, -jnp.inf)  # (3)
+        z = jnp.where(allowed, z, -jnp.inf)  # hidden pairs get -inf, equation (3)
     return z, slope
