@@ -70,7 +70,7 @@ def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
     output = re.sub(r'(<nav class="md-nav" data-md-level="[1-9]") aria-labelledby="\w+"', r'\1 role="none"', output)
     output = re.sub(r'(<nav class="md-nav" data-md-level="[1-9]" role="none") aria-expanded="\w+"', r"\1", output)
     # A code block that scrolls must be reachable by keyboard.
-    return output.replace("<pre><span></span><code>", '<pre><span></span><code tabindex="0">')
+    return output.replace("<pre><span></span><code>", '<pre tabindex="0"><span></span><code>')
 
 
 def rewrite_links(page: str, source: str, uri: str) -> str:

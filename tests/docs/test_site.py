@@ -29,6 +29,8 @@ PAGES = (
     "contributing.html",
 )
 
+FOUND = "result.violations.map((one) => [one.id, one.nodes.map((node) => node.html.slice(0, 120))])"
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -55,13 +57,14 @@ def test_axe_finds_nothing_on_the_site(tab: Tab, site: Path, width: int, scheme:
     axe_core = pytest.importorskip("axe_core_python", reason="axe-core is not installed: the site was not audited")
     axe = (importlib.resources.files(axe_core) / "axe.min.js").read_text(encoding="utf-8") + ";0"
     tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    tab.open(site / PAGES[0])
+    tab.evaluate("localStorage.clear(); 0")  # the page remembers the scheme of its first visit
     found = []
     for page in PAGES:
         tab.open(site / page, width=width)
+        assert (tab.evaluate("document.body.dataset.mdColorScheme") == "slate") is (scheme == "dark")
         tab.evaluate(axe)
-        violations = tab.evaluate(
-            "axe.run().then((result) => result.violations.map((one) => [one.id, one.nodes.map((n) => n.html.slice(0, 120))]))"
-        )
+        violations = tab.evaluate(f"axe.run().then((result) => {FOUND})")
         found += [(page, *violation) for violation in violations]
         assert tab.evaluate("document.documentElement.scrollWidth") <= width, f"{page} is wider than {width} pixels"
     assert found == []
