@@ -3,34 +3,40 @@
     pytest                                                   # the implementations that pyproject.toml lists
     pytest --pyargs conformance --impl=my.module:attention   # your own kernel, from your own repository
     pytest -k "block_flash and softcap" -n auto
+    pytest test_flash.py                                     # a file with `conformance.testing.conformance_tests`
 
-The plugin plans jobs with a `Session`, as the command line does, and collects their records in the main process. pytest
-loads this module in every run where the package is installed, so it imports nothing heavy when it is loaded.
+The plugin plans jobs with a `Session`, as the command line does, and collects their records in the main process. Each
+`conformance_tests` of a test file has a session of its own. pytest loads this module in every run where the package is
+installed, so it imports nothing heavy when it is loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shlex
 from collections.abc import Callable, Generator, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from conformance import interrupts, packages
 from conformance.fork_server import shared_server
-from conformance.gate import gate_options
+from conformance.gate import gate_options, kernel_suite, node_ids
 from conformance.judging import exit_guard, plugin_warnings, stop_signals
 from conformance.session.failures import CannotJudge
 
 if TYPE_CHECKING:
+    from conformance.gate.gate_run import PlannedTests, SuiteResult, SuiteRun
     from conformance.judging.job import Job
     from conformance.records import Record
     from conformance.session.session import Session, SessionResult
 
 _PLUGIN_NAME = "attention-conformance-gate"
-_GATE_MODULE = "conformance/test_gate.py"
 _RECORDS_ATTRIBUTE = "attention_conformance_records"
+_RUN_ATTRIBUTE = "attention_conformance_run"
 _HANDSHAKES = "attention-conformance-handshakes"
 _JUDGED: pytest.StashKey[tuple[int | None, list[Record]]] = pytest.StashKey()
 
@@ -46,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the gate, and refuse options that cannot be carried out."""
+    config.args[:] = node_ids.resolve_arguments(config.args, config.invocation_params.dir)
     gate = _Gate(config)
     config.pluginmanager.register(gate, _PLUGIN_NAME)
     if not hasattr(config, "workerinput"):  # the main process; workers rely on its check
@@ -62,8 +69,16 @@ class _Gate:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._options = gate_options.read_options(config)
+        self._named = node_ids.list_gate_jobs(config.args, config.invocation_params.dir)
+        if self._named:  # pasted ids say what is judged
+            names = tuple(dict.fromkeys(one.implementation for one in self._named))
+            self._options = dataclasses.replace(self._options, implementations=names)
         self._is_worker = hasattr(config, "workerinput")
         self._session: Session | None = None
+        self._planned: dict[str, PlannedTests] = {}  # by the id of the test function; the gate's own is ""
+        self._suites: dict[str, SuiteRun] = {}  # likewise
+        self._suite_results: dict[str, SuiteResult] = {}
+        self._sent_runs: set[str] = set()
         self._result: SessionResult | None = None
         self._shared_address: str | None = None
         self._said: list[str] = []
@@ -83,8 +98,13 @@ class _Gate:
                 check_outputs(report=options.report, json=options.json, prefix=options.option_prefix)
             except CannotJudge as error:
                 raise pytest.UsageError(str(error)) from error
-        if self.is_requested() or options.resume is not None or options.baseline is not None:
+        is_of_gate = self._is_gate_named() or options.resume is not None or options.baseline is not None
+        if is_of_gate:
             self._plan()
+
+    def _is_gate_named(self) -> bool:
+        """Return whether the arguments name the gate or what it judges; cases alone may be those of a test file."""
+        return exit_guard.is_requested(self._config.args, self._config.getoption("--impl"), None)
 
     def is_requested(self) -> bool:
         """Return whether the arguments of pytest ask for any judgement."""
@@ -93,19 +113,19 @@ class _Gate:
 
     @property
     def found(self) -> list[Record]:
-        """The records received so far from all processes."""
+        """The records of the gate received so far from all processes, without those of test files."""
         return self._records
 
     def _plan(self) -> Session:
         """Return the session. The first call creates it, and so plans the jobs."""
         if self._session is None:
             with stop_signals.leave_on_signals(self._config):
-                gate_options.prepare_gate(self._config)
-                from conformance.session.session import Session  # imported late: it loads JAX
+                gate_options.prepare_gate(self._config, self._options.implementations)
+                from conformance.gate.gate_run import PlannedTests  # imported late: it loads JAX
+                from conformance.session.session import Session
 
-            options = dataclasses.replace(
-                self._options, selection=gate_options.describe_keyword(self._config.option.keyword)
-            )
+            keyword = self._config.option.keyword
+            options = dataclasses.replace(self._options, selection=gate_options.describe_keyword(keyword))
             handshakes = getattr(self._config, "workerinput", {}).get(_HANDSHAKES, ())
             try:
                 with interrupts.raise_on_signal():
@@ -116,35 +136,95 @@ class _Gate:
                         handshakes=[(name, text) for name, text in handshakes],
                         is_worker=self._is_worker,
                     )
+                    self._planned[""] = planned = PlannedTests(self._session, _build_test_id)
+                    if self._named:
+                        planned.add_named_jobs(self._named, only=True)
+                    if options.selection:
+                        planned.narrow(keyword, [node_ids.GATE_PATH, "test_conforms"])
             except CannotJudge as error:
                 raise pytest.UsageError(str(error)) from error
         return self._session
 
+    def _plan_suite(self, definition: pytest.Item, suite: kernel_suite.KernelSuite) -> PlannedTests:
+        """Plan the tests of a kernel in a test file.
+
+        Raises:
+          pytest.Collector.CollectError: if the kernel cannot be judged.
+        """
+        path, *names = definition.nodeid.split("::")
+        keyword, folder = self._config.option.keyword, self._config.invocation_params.dir
+        shown = "::".join((os.path.relpath(definition.path, folder), *names))
+
+        def format_repetition(record: Record) -> str:
+            return _format_test_command(self._planned[definition.nodeid], shown, record)
+
+        try:
+            selection = gate_options.describe_keyword(keyword)
+            session = kernel_suite.plan_suite(
+                suite,
+                dataclasses.replace(self._options, selection=selection),
+                folder=self._config.rootpath,
+                format_repetition=format_repetition,
+                is_worker=self._is_worker,
+            )
+            from conformance.gate.gate_run import PlannedTests  # imported late: it loads JAX
+
+            planned = PlannedTests(session, _build_suite_test_id)
+            named = node_ids.list_kernel_jobs(self._config.args, folder, definition.path, names)
+            planned.add_named_jobs(named, only=False)
+            if selection:
+                planned.narrow(keyword, [path, *names])
+        except CannotJudge as error:
+            raise pytest.Collector.CollectError(f"{names[-1]}: {error}") from error
+        self._planned[definition.nodeid] = planned
+        return planned
+
     @pytest.hookimpl
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if "conformance_job" in metafunc.fixturenames:
-            jobs = self._plan().jobs
-            metafunc.parametrize("conformance_job", jobs, ids=[_build_test_id(job) for job in jobs])
+        if "conformance_job" not in metafunc.fixturenames:
+            return
+        suite = kernel_suite.find_suite(metafunc.function)
+        if suite is None:
+            self._plan()
+            planned = self._planned[""]
+        else:
+            planned = self._plan_suite(metafunc.definition, suite)
+        metafunc.parametrize("conformance_job", planned.jobs, ids=planned.ids)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makemodule(self, module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+        """Give the tests of the gate the same ids in every project."""
+        if module_path.name != node_ids.GATE_FILE.name or module_path.resolve() != node_ids.GATE_FILE:
+            return None
+        found: pytest.Module = pytest.Module.from_parent(parent, path=module_path, nodeid=node_ids.GATE_PATH)
+        return found
+
+    @pytest.hookimpl
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Let editors find a test of a kernel at the line of the test file that asks for it."""
+        suite = kernel_suite.find_suite(getattr(item, "function", None))
+        if suite is not None:
+            item.location = (item.nodeid.partition("::")[0], suite.line, item.location[2])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Select checks by `-k`: `-k forward` runs only the check `forward`, on every case that has this check."""
         expression = self._config.option.keyword
-        if not expression or self._session is None:
+        if not expression or not self._planned:
             return
-        from conformance.judging.keyword_selection import find_target_platform, select_checks
+        from conformance.judging.keyword_selection import find_target_platform
 
         deselected = []
         for item in items:
             job = _get_job(item)
             if job is None:
                 continue
-            selected = select_checks(expression, job, [*item.keywords, item.name])
-            if not selected:
+            narrowed = self._planned[_get_run_key(item)].narrow_job(job, [*item.keywords, item.name], expression)
+            if narrowed is None:
                 deselected.append(item)
-            elif selected != job.checks:
-                _set_job(item, dataclasses.replace(job, checks=selected))
-            item.extra_keyword_matches.update([find_target_platform(job), *(check.name for check in selected)])
+                continue
+            _set_job(item, narrowed)
+            item.extra_keyword_matches.update([find_target_platform(job), *(check.name for check in narrowed.checks)])
         if deselected:
             self._config.hook.pytest_deselected(items=deselected)
             items[:] = [item for item in items if item not in deselected]
@@ -162,12 +242,13 @@ class _Gate:
     def pytest_xdist_node_collection_finished(self, ids: Iterable[str]) -> None:
         """Note the tests that workers collected; the main process collects none itself."""
         if self._session is not None:
-            known = {_build_test_id(job) for job in self._session.plan.jobs}
+            known = set(self._planned[""].ids)
             self._selected.update(test for test in ids if test.partition("[")[2].removesuffix("]") in known)
 
     @pytest.hookimpl
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._selected.update(item.nodeid for item in session.items if _get_job(item) is not None)
+        ours = (item for item in session.items if _get_job(item) is not None)
+        self._selected.update(item.nodeid for item in ours if not _get_run_key(item))
         if self._session is not None:
             from conformance import environment
 
@@ -180,11 +261,17 @@ class _Gate:
         """
         from conformance.gate.gate_summary import list_test_properties
 
-        session = self._plan()
+        key = _get_run_key(item)
+        session = self._planned[key].session if key else self._plan()
         number = session.find_number(job)
         found = session.find_finished(number)
-        if found is None:
+        if found is None and not key:
             found = session.judge(job)
+        elif found is None:
+            from conformance.session.process_setup import isolate_settings
+
+            with isolate_settings():  # the process is the user's
+                found = session.judge(job)
         item.stash[_JUDGED] = number, found
         item.user_properties += list_test_properties(job, found)
         return found
@@ -194,12 +281,21 @@ class _Gate:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
+        suite = kernel_suite.find_suite(getattr(item, "function", None))
+        if suite is not None and report.skipped and isinstance(report.longrepr, tuple):
+            # pytest names the line that skips, which is ours.
+            report.longrepr = (str(item.path), (suite.line or 0) + 1, report.longrepr[2])
         if call.when == "call" and _JUDGED in item.stash:
             from conformance.records import serialize_record
+            from conformance.runs import serialize_run
 
             number, found = item.stash[_JUDGED]
-            # pytest-xdist sends this attribute to the main process, since it is a plain list of strings.
-            setattr(report, _RECORDS_ATTRIBUTE, [json.dumps(number), *map(serialize_record, found)])
+            key = _get_run_key(item)
+            # pytest-xdist sends these attributes to the main process, since they are plain strings.
+            setattr(report, _RECORDS_ATTRIBUTE, [json.dumps([key, number]), *map(serialize_record, found)])
+            if key and key not in self._sent_runs:
+                self._sent_runs.add(key)
+                setattr(report, _RUN_ATTRIBUTE, serialize_run(self._planned[key].session.run))
         return report
 
     @pytest.hookimpl
@@ -212,10 +308,13 @@ class _Gate:
         from conformance.judging.journal import JournalWriteError
         from conformance.records import parse_record
 
-        session = self._plan()
-        had_begun = session.has_begun
+        had_begun = self._session is not None and self._session.has_begun
         try:
-            number, found = json.loads(lines[0]), [parse_record(line) for line in lines[1:]]
+            (key, number), found = json.loads(lines[0]), [parse_record(line) for line in lines[1:]]
+            if key:
+                self._get_suite(key, getattr(report, _RUN_ATTRIBUTE, "")).add(report.nodeid, number, found)
+                return
+            session = self._plan()
             self._records += found
             self._tests.add(report.nodeid)
             if number is not None:
@@ -229,6 +328,17 @@ class _Gate:
             pytest.exit(f"{error}{kept}", returncode=pytest.ExitCode.INTERRUPTED)
         except ValueError as error:
             pytest.exit(f"a report has an impossible record: {error}", returncode=pytest.ExitCode.INTERRUPTED)
+
+    def _get_suite(self, key: str, run: str) -> SuiteRun:
+        """Return the run of a kernel of a test file. The first report of each process has the run record."""
+        from conformance.gate.gate_run import SuiteRun
+        from conformance.runs import parse_run
+
+        if key not in self._suites:
+            planned = self._planned.get(key)  # where workers judge, this process has planned nothing
+            session = None if planned is None else planned.session
+            self._suites[key] = SuiteRun(parse_run(run) if session is None else session.run, session)
+        return self._suites[key]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -244,6 +354,7 @@ class _Gate:
             self._add_failure("every_job_has_records", reason)
         if self._session is not None and self._session.has_begun:
             self._finish(session, how, reason)
+        self._finish_suites(session, how, reason)
         if sentence := self._describe_incompleteness(session, reason):
             self._add_failure("something_is_judged", sentence)
             if session.exitstatus == pytest.ExitCode.OK:
@@ -306,6 +417,27 @@ class _Gate:
             self._add_failure("baseline", worse)
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
+    def _finish_suites(self, session: pytest.Session, how: str, reason: str) -> None:
+        """Follow up on findings of the kernels of test files, and write the files of the whole run."""
+        if not self._suites:
+            return
+        from conformance.gate import gate_outputs
+        from conformance.judging.journal import JournalWriteError
+
+        options = self._options
+        for key, suite in self._suites.items():
+            result = self._suite_results[key] = suite.finish(how, reason, command=options.command)
+            for name, sentence in result.failures.items():
+                self._add_failure(name, sentence, key.partition("::")[0])
+                session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+        runs_before = [self._result.recorded] if self._result is not None else []
+        runs_here = [result.recorded for result in self._suite_results.values()]
+        try:
+            gate_outputs.write_outputs(runs_before, runs_here, options)
+        except (JournalWriteError, CannotJudge) as error:
+            self._add_failure("outputs", str(error))
+            session.exitstatus = pytest.ExitCode.INTERRUPTED
+
     def _can_follow_up(self, session: Session) -> bool:
         """Return whether this process can judge further cases: not while workers hold the accelerator.
 
@@ -334,9 +466,8 @@ class _Gate:
         if (result.stale or result.flag_excess) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def _add_failure(self, name: str, reason: str) -> None:
+    def _add_failure(self, name: str, reason: str, module: str = node_ids.GATE_PATH) -> None:
         """Add a failure of the run as a whole. pytest counts and reports it like the failure of a test."""
-        module = min(self._tests, default=_GATE_MODULE).partition("::")[0]
         report = pytest.TestReport(
             nodeid=f"{module}::{name}",
             location=(module, None, name),
@@ -349,23 +480,24 @@ class _Gate:
 
     @pytest.hookimpl
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self._records:
+        if not (self._records or self._suite_results):
             if self._session is None and self._config.args_source != pytest.Config.ArgsSource.ARGS:
                 for line in gate_options.format_reminder(self._config.rootpath):
                     terminalreporter.write_line(line)
             return
         terminalreporter.section("attention conformance")
-        from conformance.gate.gate_summary import format_terminal_summary
+        from conformance.gate.gate_summary import format_suite_summary, format_terminal_summary
 
-        session = self._plan()
-        for line in format_terminal_summary(
-            self._records,
-            session.run,
-            self._result,
-            report=self._options.report or "",
-            said=self._said,
-            notes=session.notes,
-        ):
+        lines: list[str] = []
+        report = self._options.report or ""
+        if self._records:
+            session = self._plan()
+            lines += format_terminal_summary(
+                self._records, session.run, self._result, report=report, said=self._said, notes=session.notes
+            )
+        for result in self._suite_results.values():
+            lines += format_suite_summary(result, report)
+        for line in lines:
             terminalreporter.write_line(line)
 
 
@@ -378,6 +510,35 @@ def _build_test_id(job: Job) -> str:
 
     name = job.implementation.name
     return f"{name}-{find_platform(job.implementation)}{job.id.removeprefix(name)}"
+
+
+def _build_suite_test_id(job: Job) -> str:
+    """Return what stands in brackets in the id of a test of a test file: the case, with the checks if unusual."""
+    return job.id.removeprefix(f"{job.implementation.name}-")
+
+
+def _format_test_command(planned: PlannedTests, function: str, record: Record) -> str:
+    """Return the command that repeats a record by the test that made it.
+
+    Args:
+      planned: the tests of the function.
+      function: the id of the test function, from the current folder.
+      record: the record.
+    """
+    from conformance.checks import CHECKS_BY_NAME
+
+    if record.case == "*":  # it is of the run as a whole
+        return f"python -m pytest {shlex.quote(function)}"
+    test = f"{function}[{planned.find_id(record.case, record.check)}]"
+    narrowing = f" -k {record.check}" if record.check in CHECKS_BY_NAME else ""
+    return f"python -m pytest {shlex.quote(test)}{narrowing}"
+
+
+def _get_run_key(item: pytest.Item) -> str:
+    """Return the id of the test function of a kernel's test in a test file; empty for a test of the gate."""
+    if kernel_suite.find_suite(getattr(item, "function", None)) is None:
+        return ""
+    return item.nodeid.partition("[")[0]
 
 
 def _get_job(item: pytest.Item) -> Job | None:

@@ -27,6 +27,7 @@ from conformance.record_schema import (
     KernelFields,
     ProbeLine,
     RunLine,
+    decode_line,
 )
 from conformance.records import Record, RecordFileError
 
@@ -241,6 +242,24 @@ def serialize_probe(probe: Record) -> str:
 def serialize_end(end: End) -> str:
     """Serialize the end of a run to the last line of a file."""
     return records.serialize_strict_json({"schema": END_SCHEMA} | dataclasses.asdict(end))
+
+
+def serialize_recorded_run(recorded: RecordedRun) -> str:
+    """Serialize a whole run to the content of a file of records."""
+    assert recorded.run is not None
+    jobs = "".join(serialize_job(number, found) for number, found in recorded.done.items())
+    others = "".join(records.serialize_record(record) + "\n" for record in recorded.others)
+    probes = "".join(map(serialize_probe, recorded.probes))
+    end = "" if recorded.end is None else serialize_end(recorded.end) + "\n"
+    return f"{serialize_run(recorded.run)}\n{jobs}{others}{probes}{end}"
+
+
+def parse_run(line: str) -> Run:
+    """Parse a run record from the line that `serialize_run` makes. Raises `ValueError` for any other text."""
+    found = decode_line(line)
+    if not isinstance(found, RunLine):
+        raise ValueError("the line is no run record")
+    return _build_run(found)
 
 
 def read_runs(path: Path) -> list[RecordedRun]:

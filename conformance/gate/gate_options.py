@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,18 +23,40 @@ PREFIX = "--conformance-"
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Add the options of the gate to pytest's parser."""
-    group = parser.getgroup("attention conformance")
+    """Add the options of the gate to pytest's parser, in three groups of its help."""
+    _add_selection_options(parser.getgroup("attention conformance: what is judged"))
+    _add_process_options(parser.getgroup("attention conformance: the process of your kernel"))
+    _add_result_options(parser.getgroup("attention conformance: results and files"))
+
+
+def _add_selection_options(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--impl",
         action="append",
         default=[],
         metavar="NAME",
-        help="judge this implementation or group; may be repeated",
+        help="with --pyargs conformance: judge this kernel (module:function or file.py:function) or group of "
+        "pyproject.toml; may be repeated",
     )
-    group.addoption("--conformance-level", default="quick", choices=LEVELS, help="how much is judged (quick)")
-    group.addoption("--conformance-cases", metavar="QUERY", help="judge only cases whose id matches")
-    group.addoption("--conformance-seed", type=int, default=0, metavar="N", help="base seed of the grid (0)")
+    group.addoption(
+        "--conformance-level",
+        choices=LEVELS,
+        help="how much is judged (quick, or what a call of conformance_tests says)",
+    )
+    group.addoption("--conformance-cases", metavar="QUERY", help="judge only cases whose id matches, as train/bf16")
+    group.addoption(
+        "--conformance-seed", type=int, default=0, metavar="N", help="base seed from which cases are drawn (0)"
+    )
+    group.addoption("--conformance-shard", metavar="K/N", help="judge the Kth of N parts; `report` merges them")
+    group.addoption(
+        "--require-platform", choices=("cpu", "gpu", "tpu"), help="fail if nothing was judged on this platform"
+    )
+
+
+def _add_process_options(group: pytest.OptionGroup) -> None:
+    group.addoption(
+        "--conformance-in-process", action="store_true", help="run your kernel in the judge's process, for debugging"
+    )
     group.addoption(
         "--conformance-timeout",
         type=float,
@@ -45,9 +68,6 @@ def add_options(parser: pytest.Parser) -> None:
         type=float,
         metavar="GIB",
         help="memory limit of your kernel's process (half of the machine's)",
-    )
-    group.addoption(
-        "--conformance-in-process", action="store_true", help="run your kernel in the judge's process, for debugging"
     )
     group.addoption(
         "--conformance-sandbox-read",
@@ -68,7 +88,9 @@ def add_options(parser: pytest.Parser) -> None:
         action="store_true",
         help="judge nothing if the sandbox of your kernel is not complete",
     )
-    group.addoption("--conformance-shard", metavar="K/N", help="judge the Kth of N parts; `report` merges them")
+
+
+def _add_result_options(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--conformance-report", metavar="FILE.html", help="write the HTML report, and its records beside it"
     )
@@ -88,9 +110,6 @@ def add_options(parser: pytest.Parser) -> None:
             metavar="N",
             help=f"time for {what}, at the end of a red run (both together: a tenth of the run's time; 0 for none)",
         )
-    group.addoption(
-        "--require-platform", choices=("cpu", "gpu", "tpu"), help="fail if nothing was judged on this platform"
-    )
 
 
 def read_options(config: pytest.Config) -> RunOptions:
@@ -149,13 +168,18 @@ def describe_keyword(expression: str) -> str:
     return f"-k {shlex.quote(expression)}" if mentions_checks(expression) else ""
 
 
-def prepare_gate(config: pytest.Config) -> None:
-    """Prepare this process for planning jobs, before JAX is loaded. Raises `pytest.UsageError`."""
+def prepare_gate(config: pytest.Config, implementations: Sequence[str]) -> None:
+    """Prepare this process for planning jobs, before JAX is loaded. Raises `pytest.UsageError`.
+
+    Args:
+      config: the configuration of pytest.
+      implementations: what the command line names.
+    """
     try:
         prepare_process()
     except (packages.NameTaken, CannotJudge) as error:
         raise pytest.UsageError(str(error)) from error
-    names = config.getoption("--impl") or list_configured(config.rootpath)
+    names = implementations or list_configured(config.rootpath)
     start_fork_server_for(names, in_process=config.getoption("--conformance-in-process"))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from conformance.execution import implementation_registry
+from conformance.gate.gate_run import SuiteResult
 from conformance.judging.job import Job
 from conformance.records import Record, make_printable
 from conformance.runs import Run
@@ -94,6 +95,25 @@ def format_terminal_summary(
         *notes,
         result.summary.headline,
         *annotate_run(records, result.comparison, result.recorded.probes),
+    ]
+
+
+def format_suite_summary(result: SuiteResult, report: str) -> list[str]:
+    """Return the lines of the terminal's summary for one kernel of a test file.
+
+    Args:
+      result: what its tests found.
+      report: the path of the HTML page; empty if none is written.
+    """
+    assert result.recorded.run is not None
+    return [
+        *result.said,
+        *terminal.format_findings(result.summary, report),
+        *_format_counts(result.records),
+        *_format_places(result.recorded.run),
+        *result.notes,
+        result.summary.headline,
+        *annotate_run(result.records, None, result.recorded.probes),
     ]
 
 

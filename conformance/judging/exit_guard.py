@@ -142,8 +142,15 @@ class ExitGuard:
 
 def is_requested(arguments: Iterable[str], implementations: Iterable[str], cases: str | None) -> bool:
     """Tell whether a run of pytest judges kernels, according to its paths, `--impl` and `--conformance-cases`."""
-    is_named = any("conformance" in Path(argument.split("::")[0]).parts for argument in arguments)
-    return bool(is_named or list(implementations) or cases is not None)
+    return bool(any(map(_is_of_gate, arguments)) or list(implementations) or cases is not None)
+
+
+def _is_of_gate(argument: str) -> bool:
+    """Tell whether an argument names this package, as a module or by its folder, or a test of the gate by its id."""
+    path = argument.partition("[")[0].partition("::")[0]
+    if path.partition(".")[0] == "conformance" or Path(path).parts[-2:] == ("conformance", "test_gate.py"):
+        return True
+    return bool(path) and Path(path).resolve().is_relative_to(packages.HOME / "conformance")
 
 
 def describe_end(session: pytest.Session) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 from conformance import environment, packages
 from conformance.fork_server import forked_process
@@ -25,6 +26,26 @@ def prepare_process(*, timing: bool = False, judging: bool = True, alone: bool =
     packages.claim_names(alone=alone)
     if judging and (reason := environment.find_disabled_jit()) is not None:
         raise CannotJudge(reason)
+
+
+@contextlib.contextmanager
+def isolate_settings() -> Iterator[None]:
+    """Judge in the block under JAX's and NumPy's default settings, and restore the caller's after it.
+
+    The process may be that of a user, who has set `jax_enable_x64` or the NaN checks.
+    """
+    import jax  # imported late: `prepare_process` must run first
+    import numpy as np
+
+    with (
+        jax.enable_x64(False),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+        np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"),
+    ):
+        yield
 
 
 def start_fork_server_for(implementations: Iterable[str], *, in_process: bool, workers: bool = False) -> None:

@@ -20,7 +20,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -171,6 +171,9 @@ class Session:
         handshakes: Sequence[tuple[str, str]] = (),
         is_worker: bool = False,
         executor: concurrent.futures.Executor | None = None,
+        format_repetition: Callable[[Record], str] | None = None,
+        compiler_options: Mapping[str, bool | int] | None = None,
+        writes_step_summary: bool = True,
     ) -> None:
         """Check files, find implementations and plan the jobs.
 
@@ -184,6 +187,9 @@ class Session:
           executor: runs the jobs in its processes, in place of worker processes of this session. They find
             implementations by name, so it cannot be combined with `implementations`. `options.jobs` is the number of
             its workers (one a core).
+          format_repetition: formats what reproduces a record, such as Python code, in place of a command.
+          compiler_options: for first judgements in a process whose XLA flags were not set for judging.
+          writes_step_summary: whether a step of GitHub Actions gets a summary of the run.
 
         Raises:
           CannotJudge: if the run is not possible; the message is one line.
@@ -191,11 +197,15 @@ class Session:
         self._started = time.perf_counter()
         self.options = options
         self._is_worker = is_worker
+        self._format_repetition = format_repetition
+        self._compiler_options = compiler_options
+        self._writes_step_summary = writes_step_summary
         self._is_given = bool(implementations)
+        self._is_selection_pending = bool(options.selection)  # `select_jobs` will be called
         self._journal: Journal | None = None
         self._runner: Runner | None = None
-        self._run: Run | None = None
-        self._finished: dict[int, tuple[Record, ...]] | None = None
+        self._run: Run | None
+        self._finished: dict[int, tuple[Record, ...]] | None
         self._shrunk: list[str] = []
         if not is_worker:
             self._check_files()
@@ -217,16 +227,42 @@ class Session:
         self.plan = self._build_plan()
         if not self.plan.jobs:
             raise CannotJudge(self._describe_empty_plan())
-        self._numbers = {id(job): number for number, job in enumerate(self.plan.jobs)}
         self.jobs = run_plan.select_shard(self.plan.jobs, *options.shard) if options.shard else tuple(self.plan.jobs)
         self._remote: RemotePool | None = None
         if executor is not None or options.cluster is not None:
             self._remote = open_pool(options, self.implementations, executor, is_given=self._is_given)
-        if options.resume is not None and not is_worker:
+        self._prepare_plan()
+
+    def _prepare_plan(self) -> None:
+        """Number the planned jobs, and load those that a resumed file has finished."""
+        self._numbers = {id(job): number for number, job in enumerate(self.plan.jobs)}
+        self._run, self._finished = None, None
+        if self.options.resume is not None and not self._is_worker and not self._is_selection_pending:
             self._run, self._finished = self._load_resumed()
         self.notes = [] if not self._finished else [describe_resumed_jobs(len(self._finished))]
         if self._remote is not None:
             self.notes += self._remote.notes
+
+    def select_jobs(self, select: Callable[[Job], Job | None], selection: str, *, further: Sequence[Job] = ()) -> None:
+        """Leave out planned jobs, or some of their checks. Call this before `begin`.
+
+        The plan stays as it is if nothing would be left.
+
+        Args:
+          select: returns the job to judge in place of a planned one, or None to leave it out.
+          selection: how the caller selects, as the user wrote it, such as `-k forward`.
+          further: jobs to add that the plan lacks.
+
+        Raises:
+          CannotJudge: if the file to resume is from another run.
+        """
+        self._is_selection_pending = False
+        selected = {id(job): found for job in self.plan.jobs if (found := select(job)) is not None}
+        if selected or further:
+            self.jobs = (*(selected[id(job)] for job in self.jobs if id(job) in selected), *further)
+            self.plan = dataclasses.replace(self.plan, jobs=(*selected.values(), *further))
+            self.options = dataclasses.replace(self.options, selection=selection)
+        self._prepare_plan()
 
     def _check_files(self) -> None:
         """Check that outputs can be written, and read the baseline, before the slow steps of a session."""
@@ -236,7 +272,8 @@ class Session:
         outputs = check_outputs(
             report=options.report, json=options.json, markdown=options.markdown, prefix=options.option_prefix
         )
-        self._outputs = dataclasses.replace(outputs, step=find_step_summary())
+        step = find_step_summary() if self._writes_step_summary else None
+        self._outputs = dataclasses.replace(outputs, step=step)
         self._baseline = None
         if options.baseline is None:
             return
@@ -387,7 +424,12 @@ class Session:
         return self._runner.judge(job)
 
     def _create_runner(self) -> Runner:
-        return Runner(self.settings, options=self.kernel_options.options)
+        return Runner(
+            self.settings,
+            options=self.kernel_options.options,
+            format_repetition=self._format_repetition,
+            compiler_options=self._compiler_options,
+        )
 
     def record(self, number: int | None, judged: Sequence[Record]) -> None:
         """Write the records of a job to the files. Raises `JournalWriteError`.
@@ -494,16 +536,16 @@ class Session:
         try:
             judged = {record.implementation for record in self.recorded.records}
             on_chip = {(record.implementation, record.platform) for record in self.recorded.records}
-            self._journal.add_records(
-                build_hardware_records(
-                    each
-                    for each in self.implementations
-                    if each.name in judged and (each.name, each.accelerator.platform) not in on_chip
-                )
-            )
-            excess = flag_share.find_excess(self.recorded.records)
+            present = [
+                each
+                for each in self.implementations
+                if each.name in judged and (each.name, each.accelerator.platform) not in on_chip
+            ]
+            self._journal.add_records(self._set_repetition(build_hardware_records(present)))
+            excess = self._set_repetition(flag_share.find_excess(self.recorded.records))
             self._journal.add_records(excess)
-            self._journal.add_records(build_changed_file_records(self._journal.run, self.recorded.records))
+            changed = build_changed_file_records(self._journal.run, self.recorded.records)
+            self._journal.add_records(self._set_repetition(changed))
             is_whole = self.options.is_whole and len(self.recorded.done) == len(self.plan.jobs)
             if how == COMPLETE and is_whole:
                 stale = self.settings.find_stale_entries(self.recorded.records, jax.__version__)
@@ -511,10 +553,7 @@ class Session:
             self._journal.end(how, reason=reason, seconds=time.perf_counter() - self._started)
         except JournalWriteError as error:
             how, reason = FAILED, self._abandon(error)
-        records, info = aggregate_runs(
-            [self.recorded], command=self.run.command, detection=detection_table.load_table()
-        )
-        info = bug_diagnosis.add_diagnoses(info, records)
+        records, info = merge_runs([self.recorded], command=self.run.command)
         lacks_platform = self._lacks_platform(records)
         code = compute_exit_code(records, self.implementations, how, lacks_platform=lacks_platform)
         return SessionResult(
@@ -530,6 +569,12 @@ class Session:
             lacks_platform=lacks_platform,
             exit_code=interrupts.resolve_exit_code(code),
         )
+
+    def _set_repetition(self, found: Sequence[Record]) -> list[Record]:
+        """Return records of the run as a whole with what reproduces them, if the caller formats that."""
+        if (format_repetition := self._format_repetition) is None:
+            return list(found)
+        return [dataclasses.replace(record, reproduce=format_repetition(record)) for record in found]
 
     def _abandon(self, error: JournalWriteError) -> str:
         """End the run without writing its files further, and return the reason for the user."""
@@ -598,6 +643,12 @@ class Session:
         return bool(required) and not any(r.platform == required and r.verdict in JUDGED for r in records)
 
 
+def merge_runs(recorded: Sequence[RecordedRun], *, command: str) -> tuple[list[Record], RunInfo]:
+    """Merge the records of runs, and collect what a report shows besides them, such as the likeliest planted bugs."""
+    records, info = aggregate_runs(recorded, command=command, detection=detection_table.load_table())
+    return records, bug_diagnosis.add_diagnoses(info, records)
+
+
 def compute_exit_code(
     records: Sequence[Record], implementations: Sequence[Implementation], how: str, *, lacks_platform: bool
 ) -> int:
@@ -632,6 +683,9 @@ def run_session(
     show_progress: ShowProgress = show_no_progress,
     say: Say = say_nothing,
     executor: concurrent.futures.Executor | None = None,
+    format_repetition: Callable[[Record], str] | None = None,
+    compiler_options: Mapping[str, bool | int] | None = None,
+    writes_step_summary: bool = True,
 ) -> SessionResult:
     """Run a whole session in this process, and end the kernels' processes.
 
@@ -641,6 +695,9 @@ def run_session(
       show_progress: opens a display of the run's progress.
       say: called with lines for the user while the session goes on.
       executor: runs the jobs in its processes, which find implementations by name.
+      format_repetition: formats what reproduces a record, such as Python code, in place of a command.
+      compiler_options: for first judgements in a process whose XLA flags were not set for judging.
+      writes_step_summary: whether a step of GitHub Actions gets a summary of the run.
 
     Raises:
       CannotJudge: if the run is not possible; the message is one line.
@@ -649,7 +706,14 @@ def run_session(
     with interrupts.record_signals():
         try:
             with interrupts.raise_on_signal():
-                session = Session(options, implementations=implementations, executor=executor)
+                session = Session(
+                    options,
+                    implementations=implementations,
+                    executor=executor,
+                    format_repetition=format_repetition,
+                    compiler_options=compiler_options,
+                    writes_step_summary=writes_step_summary,
+                )
             return session.compare_with_baseline(session.run_to_end(show_progress, say))
         finally:
             kernel_process.end_all_processes()

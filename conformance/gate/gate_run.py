@@ -1,0 +1,213 @@
+"""Follow one session through a run of pytest: its tests, their records, and what comes of them.
+
+A run of pytest may have several sessions: that of `pytest --pyargs conformance`, and one for each `conformance_tests`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+from conformance.check_api.scopes import GRID
+from conformance.checks import CHECKS_BY_NAME
+from conformance.contract import Implementation
+from conformance.gate.completeness import find_missing_judgements
+from conformance.gate.node_ids import NamedJob
+from conformance.judging import flag_share, provenance
+from conformance.judging.job import Job
+from conformance.judging.keyword_selection import select_checks
+from conformance.judging.runner import build_changed_file_records
+from conformance.records import Record
+from conformance.runs import End, RecordedRun, Run
+from conformance.session.process_setup import isolate_settings
+from conformance.session.session import Session, merge_runs
+from reports.page_model import Summary, build_summary
+
+
+class PlannedTests:
+    """The tests of a session: one for each job, before `-k` and ids leave any out.
+
+    Attributes:
+      session: the session.
+      jobs: the job of each test.
+      ids: what stands in brackets in the id of each test.
+    """
+
+    def __init__(self, session: Session, build_id: Callable[[Job], str]) -> None:
+        """Plan the tests of a session."""
+        self.session = session
+        self._build_id = build_id
+        self.jobs: list[Job] = list(session.jobs)
+        self._by_id = {build_id(job): job for job in self.jobs}
+        self._narrowed: dict[int, Job] = {}  # by the identity of the planned job
+
+    @property
+    def ids(self) -> list[str]:
+        """What stands in brackets in the id of each test."""
+        return list(self._by_id)
+
+    def add_named_jobs(self, named: Sequence[NamedJob], *, only: bool) -> None:
+        """Add tests for jobs that the plan lacks, such as those of another level or seed.
+
+        Args:
+          named: the jobs that pasted ids name.
+          only: whether the run has no other tests of the session.
+        """
+        further = {}
+        for one in named:
+            if one.text not in self._by_id and (job := _build_job(one, self.session.implementations)) is not None:
+                further[one.text] = job
+        if not (further or only):
+            return
+        texts = {one.text for one in named}
+        kept = {id(job) for text, job in self._by_id.items() if not only or text in texts}
+        self.session.select_jobs(
+            lambda job: job if id(job) in kept else None,
+            " ".join(filter(None, (_describe_named(len(texts)) if only else "", self.session.options.selection))),
+            further=tuple(further.values()),
+        )
+        self._by_id = {text: job for text, job in self._by_id.items() if id(job) in kept} | further
+        self.jobs = list(self._by_id.values())
+
+    def narrow(self, expression: str, keywords: Sequence[str]) -> None:
+        """Leave out of the session what an expression of `-k` leaves out.
+
+        Args:
+          expression: as pytest takes it. It names checks.
+          keywords: what words match besides implementations, cases and checks.
+        """
+
+        def select(job: Job) -> Job | None:
+            checks = select_checks(expression, job, [*keywords, self._build_id(job)])
+            if checks:
+                self._narrowed[id(job)] = job if checks == job.checks else dataclasses.replace(job, checks=checks)
+            return self._narrowed.get(id(job))
+
+        self.session.select_jobs(select, self.session.options.selection)
+
+    def narrow_job(self, job: Job, keywords: Sequence[str], expression: str) -> Job | None:
+        """Return the job of a test with the checks that `-k` selects, or None if it selects none."""
+        checks = select_checks(expression, job, keywords)
+        if not checks:
+            return None
+        narrowed = self._narrowed.get(id(job), job)
+        return narrowed if narrowed.checks == checks else dataclasses.replace(job, checks=checks)
+
+    def find_id(self, case: str, check: str) -> str:
+        """Return what stands in brackets in the id of the test that runs a check on a case, planned or not."""
+        for text, job in self._by_id.items():
+            if job.case.id == case and (check not in CHECKS_BY_NAME or check in {each.name for each in job.checks}):
+                return text
+        is_grid = check not in CHECKS_BY_NAME or CHECKS_BY_NAME[check].scope is GRID
+        return case if is_grid else f"{check}-{case}"
+
+
+def _describe_named(count: int) -> str:
+    return "1 test by its id" if count == 1 else f"{count} tests by their ids"
+
+
+def _build_job(named: NamedJob, implementations: Sequence[Implementation]) -> Job | None:
+    """Build the job that an id names; None if there is no such implementation, case or check."""
+    from cases.case import CaseIdError, parse_case_id
+
+    fitting = [each for each in implementations if named.implementation in ("", each.name)]
+    if not fitting or not CHECKS_BY_NAME.keys() >= set(named.checks):
+        return None
+    checks = [check for check in CHECKS_BY_NAME.values() if check.scope is GRID]
+    try:
+        case = parse_case_id(named.case)
+    except (CaseIdError, ValueError):
+        return None
+    return Job(fitting[0], case, tuple(CHECKS_BY_NAME[name] for name in named.checks) or tuple(checks))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SuiteResult:
+    """What the tests of one kernel of a test file found.
+
+    Attributes:
+      recorded: the run as it is stored in a file.
+      records: its records, merged.
+      summary: the content of its reports.
+      failures: sentences on what fails the run as a whole, by name.
+      said: lines that were printed while findings were confirmed.
+      notes: notes on how the run was planned.
+    """
+
+    recorded: RecordedRun
+    records: Sequence[Record]
+    summary: Summary
+    failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    said: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
+class SuiteRun:
+    """The records of the tests of one kernel, as they come.
+
+    Attributes:
+      run: the run record.
+      tests: ids of the tests that gave records.
+    """
+
+    def __init__(self, run: Run, session: Session | None) -> None:
+        """Begin a suite.
+
+        Args:
+          run: the run record.
+          session: the session that judges in this process; None where workers judge.
+        """
+        self.run = run
+        self.tests: set[str] = set()
+        self._session = session
+        self._done: dict[int, tuple[Record, ...]] = {}
+        self._others: list[Record] = []
+        if session is not None:
+            session.begin()
+
+    def add(self, test: str, number: int | None, found: Sequence[Record]) -> None:
+        """Add the records of a job, by its number in the plan; None for a part of a job."""
+        self.tests.add(test)
+        if self._session is not None:
+            self._session.record(number, found)
+        elif number is None:
+            self._others += found
+        else:
+            self._done[number] = (*self._done.get(number, ()), *found)
+
+    def finish(self, how: str, reason: str, *, command: str) -> SuiteResult:
+        """Follow up on the findings, where this process judges, and summarize the records."""
+        said: list[str] = []
+        if self._session is not None:
+            if not reason:
+                with isolate_settings():
+                    self._session.follow_up(said.append)
+            result = self._session.finish(how, reason)
+            failures = _describe_failures([*result.stale, *result.flag_excess])
+            recorded, found, summary = result.recorded, result.records, result.summary
+            notes = self._session.notes
+        else:
+            excess = flag_share.find_excess(self._list_records())
+            recorded = self._build_recorded_run(how, reason, excess)
+            found, info = merge_runs([recorded], command=command)
+            failures = _describe_failures(excess)
+            summary, notes = build_summary(found, info), []
+            if summary.findings:
+                said.append("findings are neither confirmed nor diagnosed: workers have the kernel (-n 0 does both)")
+        is_whole = len(recorded.done) == len(self.run.jobs)
+        if is_whole and (sentence := find_missing_judgements(found, None)):
+            failures["something_is_judged"] = sentence
+        return SuiteResult(recorded=recorded, records=found, summary=summary, failures=failures, said=said, notes=notes)
+
+    def _list_records(self) -> list[Record]:
+        return [*itertools.chain.from_iterable(self._done.values()), *self._others]
+
+    def _build_recorded_run(self, how: str, reason: str, excess: Sequence[Record]) -> RecordedRun:
+        others = (*self._others, *excess, *build_changed_file_records(self.run, self._list_records()))
+        end = End(ended=provenance.format_current_time(), how=how, reason=reason, jobs=len(self._done))
+        return RecordedRun(run=self.run, done=self._done, others=others, end=end)
+
+
+def _describe_failures(found: Sequence[Record]) -> dict[str, str]:
+    return {f"{record.check}[{record.implementation}]": record.reason for record in found}
