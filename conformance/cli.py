@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
 import logging as python_logging
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from absl import app, logging
 
@@ -28,26 +31,22 @@ from conformance.session.run_options import parse_shard
 _JUDGING_COMMANDS = frozenset({"run", "explore"})
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the argument parser with its sub-commands."""
+def build_parser(program: str = "python -m conformance") -> argparse.ArgumentParser:
+    """Build the argument parser with its sub-commands; `program` is what help calls the program."""
     top = Parser(  # type: ignore[no-untyped-call] # absl has no annotations
-        prog="python -m conformance",
+        prog=program,
         description=help_texts.DESCRIPTION,
         epilog=help_texts.EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    top.add_argument("--version", action=_PrintVersions, help="print the versions of this project and what it runs on")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
     _add_run(commands)
     _add_explore(commands)
     _add_list(commands)
     _add_explain(commands)
-    about = "render records and measurements of earlier runs, merged, as one HTML page"
-    report = commands.add_parser(
-        "report", help=about, description=_format_sentence(about), epilog=help_texts.REPORT_EXAMPLES
-    )
-    report.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run`, `bench` or the pytest gate wrote")
-    report.add_argument("--report", required=True, metavar="FILE.html", help="write the page here")
+    _add_report(commands)
     about = "report what changed between two runs, or two sets of shards"
     compare = commands.add_parser(
         "compare", help=about, description=_format_sentence(about), epilog=help_texts.COMPARE_EXAMPLES
@@ -56,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("new", metavar="NEW.jsonl[,...]", help="after")
     compare.add_argument("--report", metavar="FILE.html", help="write the page here")
     compare.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
+    compare.add_argument("--all", action="store_true", help="print every judgement that changed, not only the causes")
     about = "show how each implementation fared over many runs, from the oldest to the newest"
     history = commands.add_parser(
         "history", help=about, description=_format_sentence(about), epilog=help_texts.HISTORY_EXAMPLES
@@ -71,12 +71,55 @@ def build_parser() -> argparse.ArgumentParser:
     expect.add_argument(
         "--impl", action="append", default=[], metavar="NAME", help="only for this implementation; may be repeated"
     )
+    expect.add_argument(
+        "--all", action="store_true", help="an entry for each set of failing cases, narrower than one for each finding"
+    )
     _add_sensitivity(commands)
     _add_calibrate(commands)
     for extension in load_extensions():
         for command in extension.commands:
             command.add_parser(commands)
+    _add_completion(commands)
     return top
+
+
+class _PrintVersions(argparse.Action):
+    """Print versions, and end the process."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=options.get("help"))
+
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        """Print a line for each version; JAX is not loaded for it."""
+        for name in ("attention-conformance", "jax", "jaxlib", "numpy"):
+            try:
+                print(f"{name} {importlib.metadata.version(name)}")
+            except importlib.metadata.PackageNotFoundError:
+                print(f"{name} is not installed")
+        print(f"python {platform.python_version()}\nplatform {platform.platform()}")
+        parser.exit()
+
+
+def _add_completion(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    about = "print a script that completes commands, options and names in your shell"
+    completion = commands.add_parser(
+        "completion", help=about, description=_format_sentence(about), epilog=help_texts.COMPLETION_EXAMPLES
+    )
+    completion.set_defaults(build_parser=build_parser)
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that reads the script")
+
+
+def _add_report(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    about = "merge records of earlier runs, print the verdict, and write one HTML page"
+    report = commands.add_parser(
+        "report", help=about, description=_format_sentence(about), epilog=help_texts.REPORT_EXAMPLES
+    )
+    report.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run`, `bench` or the pytest gate wrote")
+    report.add_argument("--report", metavar="FILE.html", help="write the page here")
+    report.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
+    report.add_argument(
+        "--gate", action="store_true", help="exit with 1 if anything is red, with 2 if a shard or a verdict is missing"
+    )
 
 
 def _add_sensitivity(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -144,7 +187,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     what.add_argument(
         "--level",
         choices=LEVELS,
-        help="every pair (quick), triple or quadruple of levels; smoke: the most revealing ten seconds of quick",
+        help="every pair (quick), triple or quadruple of levels; smoke: what tells most, in 15 to 40 s of two cores",
     )
     what.add_argument("--case", metavar="ID", help="one case by its id")
     what.add_argument(
@@ -207,13 +250,13 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "--confirm-seconds",
         type=float,
         metavar="N",
-        help="time for cases that confirm findings (default: part of a tenth of the run's time; 0 for none)",
+        help="time for cases that confirm findings (part of 15 s, or of a tenth of a longer run; 0 for none)",
     )
     how.add_argument(
         "--diagnose-seconds",
         type=float,
         metavar="N",
-        help="time to compare a failing kernel with planted bugs (default: the rest of that tenth; 0 for none)",
+        help="time to compare each finding with planted bugs (the rest of that time; 0 for none)",
     )
     how.add_argument(
         "--shrink", action="store_true", help="then search for the smallest case of each finding, a minute each at most"

@@ -41,6 +41,7 @@ from cases.operand_validation import CallSizes, validate_array, validate_dtype
 from cases.quantization import STORED
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.stored_cases import find_refusal, lower_sides
+from conformance.name_suggestions import suggest_name
 from conformance.tunable import Tunable
 
 EmptyRows = Literal["zero", "mean", "undefined"]
@@ -248,7 +249,8 @@ class Implementation:
             ("gradients", self.gradients, GRADIENTS),
         ):
             if unknown := sorted(set(names) - set(known)):
-                raise ValueError(f"{self.name}: {field} names {unknown}, known are {sorted(known)}")
+                closest = suggest_name(unknown[0], known)
+                raise ValueError(f"{self.name}: {field} names {unknown}, known are {sorted(known)}{closest}")
 
     def _apply_storage(self, name: str | None) -> None:
         """Refuse declarations that contradict the storage form, and set those that follow from it."""

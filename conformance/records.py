@@ -202,6 +202,40 @@ class Extent:
         return self.known and not (self.narrowed or self.is_partial or self.stopped or self.level == "smoke")
 
 
+@dataclasses.dataclass(frozen=True)
+class SimilarBug:
+    """A planted bug that the failures of a finding resemble.
+
+    Attributes:
+      name: the name of the bug.
+      family: what the bug is about, such as `soft cap`.
+      reference: where a real project had it.
+      similarity: from 0 to 1; 1 means wrong by the same numbers in the same places.
+    """
+
+    name: str
+    family: str
+    reference: str
+    similarity: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The planted bugs that a finding resembles.
+
+    Attributes:
+      bugs: the most similar ones, the first most of all; empty if none is similar.
+      cases: how many cases the finding was compared on; 0 if there was no time to compare it.
+      known: how many planted bugs there are.
+      is_shown: whether the finding shows on any of these cases.
+    """
+
+    bugs: tuple[SimilarBug, ...]
+    cases: int
+    known: int
+    is_shown: bool = True
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:
     """Everything that a report shows besides records, for one run or several merged runs.
@@ -223,7 +257,7 @@ class RunInfo:
       extents: how many of the planned jobs were judged.
       narrowed: the options that selected only a part of the level, if `extents` is empty.
       probes: records that confirm findings; they are not counted.
-      diagnoses: which planted bugs the failures resemble, in words.
+      diagnoses: which planted bugs each finding resembles, by the finding's key.
       files: for contenders that several runs judged, the files of these runs.
       runs: for the same contenders, the marks that identify these runs within their files (`Run.identity_mark`).
       unsandboxed: whether the kernel ran without a complete sandbox.
@@ -244,7 +278,7 @@ class RunInfo:
     extents: dict[str, Extent] = dataclasses.field(default_factory=dict)
     narrowed: str = ""
     probes: list[Record] = dataclasses.field(default_factory=list)
-    diagnoses: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    diagnoses: dict[tuple[str, ...], Diagnosis] = dataclasses.field(default_factory=dict)
     files: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     runs: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     unsandboxed: dict[str, bool] = dataclasses.field(default_factory=dict)

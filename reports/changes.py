@@ -24,6 +24,7 @@ from conformance.records import (
     Record,
     RunInfo,
 )
+from reports.causes.finding_text import FindingText
 from reports.record_groups import Contender, get_contender, group_by
 
 NEW_FAILURE = "new failure"
@@ -113,6 +114,7 @@ class Comparison:
       common_shifts: results whose error ratios changed in the median.
       compared: how many judgements are in both runs.
       old_total, new_total: how many records each run has.
+      old_findings, new_findings: the causes of what is red in each run.
     """
 
     changes: tuple[Change, ...]
@@ -121,6 +123,8 @@ class Comparison:
     compared: int
     old_total: int
     new_total: int
+    old_findings: tuple[FindingText, ...] = ()
+    new_findings: tuple[FindingText, ...] = ()
 
     @property
     def regressions(self) -> tuple[Change, ...]:
@@ -293,6 +297,65 @@ def _find_common_shifts(both: Iterable[tuple[Record, Record]]) -> list[RatioShif
             example = max(group, key=lambda share: share[2] / share[1])[0].case
             shifts.append(RatioShift(contender, check, observable, dtype, len(group), example, old, old * factor))
     return sorted(shifts, key=lambda shift: -shift.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangeGroup:
+    """Changes of one kind that have one cause.
+
+    Attributes:
+      kind: one of `KINDS`.
+      contender: label of the contender.
+      title: the finding that explains the changes, or the reason that their records share.
+      finding: that finding; None for changes that are no failures.
+      changes: all of them.
+    """
+
+    kind: str
+    contender: str
+    title: str
+    finding: FindingText | None
+    changes: tuple[Change, ...]
+
+    @property
+    def cases(self) -> int:
+        """How many cases changed."""
+        return len({change.record.case for change in self.changes})
+
+
+def group_changes_by_cause(found: Comparison) -> list[ChangeGroup]:
+    """Group the changes that are reported by their causes, regressions first.
+
+    New failures are grouped by the findings of the new run, and fixed ones by those of the old run. Other changes are
+    grouped by the reason of their records.
+    """
+    by_record = [
+        {record.key: text for text in side for record in text.finding.records}
+        for side in (found.old_findings, found.new_findings)
+    ]
+
+    def find_cause(change: Change) -> tuple[str, str, str, int]:
+        text = None
+        if change.kind == NEW_FAILURE and change.new is not None:
+            text = by_record[1].get(change.new.key)
+        elif change.kind == FIXED and change.old is not None:
+            text = by_record[0].get(change.old.key)
+        label = get_contender(change.record).label
+        if text is not None:
+            return change.kind, label, text.title, text.number
+        record = change.record
+        reason = record.reason if change.new is not None and record.verdict in (UNSUPPORTED, UNJUDGED) else ""
+        return change.kind, label, reason or f"{record.check}/{record.observable}", 0
+
+    reported = (change for change in found.changes if change.kind not in (NOT_ASKED_AGAIN, NEWLY_JUDGED))
+    groups = []
+    for (kind, label, title, number), changes in group_by(reported, find_cause).items():
+        side = found.new_findings if kind == NEW_FAILURE else found.old_findings
+        finding = next((text for text in side if number and text.number == number), None)
+        groups.append(ChangeGroup(kind, label, title, finding, tuple(changes)))
+    return sorted(
+        groups, key=lambda group: (KINDS.index(group.kind), -len(group.changes), group.contender, group.title)
+    )
 
 
 def list_reported_changes(found: Comparison) -> list[tuple[ChangeKey, list[Change]]]:

@@ -5,7 +5,7 @@ The headline and warnings come first, then the findings, then the verdict and th
 
 from __future__ import annotations
 
-from conformance.records import VERDICTS, RunInfo
+from conformance.records import VERDICTS
 from reports.causes.finding_text import FindingText, choose_foremost
 from reports.conformity import CONFORMITY_GLYPHS
 from reports.markdown_text import escape_inline, format_command, format_row
@@ -72,23 +72,13 @@ def _format_findings(summary: Summary) -> list[str]:
         return []
     shown, hidden, failures = choose_foremost(summary.findings, MAX_FINDINGS)
     more = [f"{hidden:,} more findings, of {failures:,} failures, are in the HTML report."] if hidden else []
-    return ["### Findings", *map(_format_finding, shown), *more, *_format_diagnoses(summary.run)]
-
-
-def _format_diagnoses(run: RunInfo) -> list[str]:
-    """Format, for each contender, the planted bugs whose errors are most like the contender's errors."""
-    return [
-        "\n".join(
-            [f"**{escape_inline(label)}** is {escape_inline(lines[0])}", *(f"- {escape_inline(x)}" for x in lines[1:])]
-        )
-        for label, lines in run.diagnoses.items()
-    ]
+    return ["### Findings", *map(_format_finding, shown), *more]
 
 
 def _format_finding(text: FindingText) -> str:
     finding, smallest = text.finding, text.finding.smallest
     lines = [f"{text.number}. **{escape_inline(f'{finding.contender.label}: {text.title}')}**"]
-    lines += [f"   - {escape_inline(fact)}" for fact in text.facts]
+    lines += [f"   - {escape_inline(fact)}" for fact in (*text.facts, *text.resemblance)]
     lines += [f"   - {escape_inline(f'{smallest.check}/{smallest.observable} {smallest.case}')}"]
     lines += [f"   - {escape_inline(line)}" for line in text.evidence]
     return "\n".join(lines) + ("\n\n" + format_command(smallest.reproduce) if smallest.reproduce else "")

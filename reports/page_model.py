@@ -259,7 +259,10 @@ def build_summary(records: Sequence[Record], run: RunInfo) -> Summary:
         state=found.state,
         shortfall=found.shortfall,
         contenders=found.contenders,
-        findings=tuple(describe_finding(number, finding) for number, finding in enumerate(causes, 1)),
+        findings=tuple(
+            describe_finding(number, finding, run.diagnoses.get(finding.key))
+            for number, finding in enumerate(causes, 1)
+        ),
         undecided_rows=_find_undecided_rows(groups),
         flag_differences=_find_flag_differences(groups),
     )

@@ -156,11 +156,6 @@ def _print_findings(summary: Summary, console: Console, page: str) -> None:
         _print_finding(text, console)
     if hidden:
         console.print(Text(f"… and {hidden:,} more findings, of {failures:,} failures\n", style="dim"))
-    for label, lines in run.diagnoses.items():
-        console.print(Text(f"{label}: {lines[0]}", style="bold"), soft_wrap=True)
-        for line in lines[1:]:
-            console.print(Text(f"  {line}"), soft_wrap=True)
-        console.print()
     if findings and page:
         console.print(Text(f"all findings: {page}#findings", style="dim"), soft_wrap=True)
     command = findings[0].finding.smallest.reproduce if findings else ""
@@ -170,28 +165,28 @@ def _print_findings(summary: Summary, console: Console, page: str) -> None:
 
 
 def _print_finding(text: FindingText, console: Console) -> None:
-    """Print a finding in at most ten lines. A finding of only one record is printed as that failure."""
+    """Print a finding in a dozen lines. A finding of only one record is printed as that failure."""
     finding, smallest = text.finding, text.finding.smallest
     if len(finding.records) == 1:
-        _print_failure(finding.records[0], console)
+        _print_failure(finding.records[0], text.resemblance, console)
         return
     title = Text(f"{GLYPHS[smallest.verdict]} {text.number} ", style="bold red")
     title.append(f"{finding.contender.label}: {text.title}", style="bold")
     console.print(title, soft_wrap=True)
     lines = (*text.facts, f"{smallest.check}/{smallest.observable} {smallest.case}", *text.evidence)
-    for line in lines[:MAX_LINES]:
+    for line in (*lines[:MAX_LINES], *text.resemblance):
         console.print(Text(f"  {line}"), soft_wrap=True)
     _print_command(smallest.reproduce, console)
     console.print()
 
 
-def _print_failure(record: Record, console: Console) -> None:
+def _print_failure(record: Record, resemblance: Sequence[str], console: Console) -> None:
     title = Text(f"{GLYPHS[record.verdict]} {record.verdict} ", style="bold red")
     title.append(f"{get_contender(record).label} {record.check}/{record.observable}", style="bold")
     console.print(title)
     remedy = f"would pass with the declaration {record.remedy}" if record.remedy else ""
     facts = (record.case, format_judged(record), format_worst(record), format_pattern(record), remedy)
-    for fact in (*facts, shorten_text(record.reason, longest=_MAX_REASON)):
+    for fact in (*facts, shorten_text(record.reason, longest=_MAX_REASON), *resemblance):
         if fact:
             console.print(Text(f"  {fact}"), soft_wrap=True)
     _print_command(record.reproduce, console)

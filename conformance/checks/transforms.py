@@ -177,7 +177,7 @@ def _check_x64_dtypes(pair: ProblemPair, problem: Problem) -> Iterator[Judgement
     )
     for name in sorted(usual):
         same = with_x64[name] == usual[name]
-        reason = "" if same else f"dtype is {with_x64[name]}, must be {usual[name]} as without x64"
+        reason = "" if same else f"dtype is {with_x64[name]}, must be {usual[name]} as without jax_enable_x64"
         yield Judgement(observable=name, verdict=records.PASS if same else records.FAIL, reason=reason)
 
 

@@ -24,6 +24,10 @@ from reports.metrics import Metric
 
 _MAX_ROUNDING_TIMES = 8.0
 """The largest plausible ratio of a rounding error to its term. A larger error does not come from that rounding."""
+_MAX_COARSER_TIMES = 2.0**16 * _MAX_ROUNDING_TIMES
+"""The same if bfloat16 was rounded to in place of float32, which has 16 bits more."""
+_MAX_COARSER_SHARE = 2.0**-5
+"""The largest plausible error of such rounding, as a share of the values: a few units of bfloat16's last bit."""
 
 _MAX_NAMED_TERMS = 3
 _WHOLE_BOUND = "the whole bound"
@@ -115,29 +119,33 @@ def _format_terms(
     if not worst.bound:
         lines.append("  nothing rounds here: the bound is zero, and the value must be exact")
     passes = comparison.ratio <= limit.ratio
-    return [*lines, f"  {_describe_resemblance(np.asarray(values[name]), bounded, judged, by_source, passes)}"]
+    resemblance = _describe_resemblance(np.asarray(values[name]), bounded, judged, by_source, passes=passes)
+    return [*lines, f"  {resemblance}"] if resemblance else lines
 
 
 def _describe_resemblance(
-    got: np.ndarray, bounded: Bounded, judged: np.ndarray, by_source: dict[str, np.ndarray], passes: bool
+    got: np.ndarray, bounded: Bounded, judged: np.ndarray, by_source: dict[str, np.ndarray], *, passes: bool
 ) -> str:
-    """Return a sentence on the term that the errors of all elements resemble.
+    """Return a sentence on the term that the errors of all elements resemble; empty if they are no rounding.
 
-    For a result that passes, only terms that are not much smaller than the errors are considered.
+    Errors of a result that passes are compared with the terms that are not much smaller. Those of one that fails may
+    also come from rounding to a dtype with fewer bits than is declared. No underflow is coarser than another.
     """
     error = np.abs(got.astype(np.float64) - bounded.value)
     counts = np.broadcast_to(judged, error.shape)
-    off = int((error[counts] > 0).sum())
-    if off < bound_sources.MIN_ELEMENTS:
-        return f"it is unknown what the error resembles: only {text_format.format_count(off, 'element')} off"
-    most = _MAX_ROUNDING_TIMES if passes else np.inf
+    most = _MAX_ROUNDING_TIMES if passes else _MAX_COARSER_TIMES
     found = bound_sources.find_resemblance(error, by_source | {_WHOLE_BOUND: bounded.bound}, counts, most=most)
-    if found is None:
-        return "the error resembles no term: over the elements it is not distributed like any"
-    named = ", or ".join(_TERM_NAMES[source] for source in found.sources[:_MAX_NAMED_TERMS])
+    if found is None or not found.is_random:
+        return ""
+    is_coarser = found.times > _MAX_ROUNDING_TIMES
+    judged_error, judged_values = error[counts], np.asarray(bounded.value)[counts]
+    if is_coarser and np.linalg.norm(judged_error) > _MAX_COARSER_SHARE * np.linalg.norm(judged_values):
+        return ""
+    sources = [source for source in found.sources if not (is_coarser and source == "tiny")]
+    if not sources:
+        return ""
+    named = ", or ".join(_TERM_NAMES[source] for source in sources[:_MAX_NAMED_TERMS])
     size = f"{text_format.format_number(found.times, digits=2)} times"
-    if not found.is_random:
-        return f"the error resembles {named}, but is always about {size} it, which no rounding is"
-    if found.times > _MAX_ROUNDING_TIMES:
+    if is_coarser:
         return f"the error resembles {named}, but is {size} it, as if that were done with fewer bits"
     return f"the error resembles {named}: {size} it by root mean square"

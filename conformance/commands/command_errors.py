@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from typing import Any, NoReturn
@@ -12,11 +13,13 @@ from absl.flags import argparse_flags
 
 from conformance import packages
 from conformance.commands import standard_streams
+from conformance.name_suggestions import suggest_name
 from conformance.session.failures import CannotJudge
 
 TRACEBACK_VARIABLE = "CONFORMANCE_TRACEBACK"
 """Name of the environment variable that makes an unexpected error print its traceback."""
 _UNKNOWN_ARGUMENTS = "unrecognized arguments: "
+_INVALID_CHOICE = re.compile(r"invalid choice: '(?P<name>[^']*)' \(choose from (?P<known>[^)]*)\)")
 
 
 class Parser(argparse_flags.ArgumentParser):
@@ -24,10 +27,7 @@ class Parser(argparse_flags.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error in one line, and end the process with exit code 2."""
-        # The most common unknown argument is a kernel without --impl before it.
-        words = message.removeprefix(_UNKNOWN_ARGUMENTS).split() if message.startswith(_UNKNOWN_ARGUMENTS) else []
-        kernel = next((word for word in words if not word.startswith("-") and (".py" in word or ":" in word)), None)
-        refuse_arguments(self, f"{message}; a kernel is named by --impl={kernel}" if kernel else message)
+        refuse_arguments(self, message)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -37,14 +37,39 @@ class CommandParser(argparse.ArgumentParser):
         """Create a parser from the options of `argparse.ArgumentParser`."""
         super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
+    def parse_known_args(  # type: ignore[override] # overloads that differ only in the type of the namespace
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse arguments, and refuse unknown ones here, where the options that they may stand for are known."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"{_UNKNOWN_ARGUMENTS}{' '.join(unknown)}")
+        return found, []
+
     def error(self, message: str) -> NoReturn:
         """Print the error in one line, and end the process with exit code 2."""
         refuse_arguments(self, message)
 
 
 def refuse_arguments(refusing: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Print one line with the error and how to get help, and end the process with exit code 2."""
-    refusing.exit(2, f"error: {message} (see {refusing.prog} --help)\n")
+    """Print one line with the error, what may have been meant, and how to get help; exit with code 2."""
+    refusing.exit(2, f"error: {message}{_suggest(refusing, message)} (see {refusing.prog} --help)\n")
+
+
+def _suggest(refusing: argparse.ArgumentParser, message: str) -> str:
+    """Return what may have been meant, as the end of the message; empty if nothing is close."""
+    if message.startswith(_UNKNOWN_ARGUMENTS):
+        words = message.removeprefix(_UNKNOWN_ARGUMENTS).split()
+        # The most common unknown argument is a kernel without --impl before it.
+        kernel = next((word for word in words if not word.startswith("-") and (".py" in word or ":" in word)), None)
+        if kernel is not None:
+            return f"; a kernel is named by --impl={kernel}"
+        known = [option for action in refusing._actions for option in action.option_strings]
+        options = (word.partition("=")[0] for word in words if word.startswith("--"))
+        return next((found for option in options if (found := suggest_name(option, known))), "")
+    if (choice := _INVALID_CHOICE.search(message)) is not None:
+        return suggest_name(choice["name"], [word.strip(" '") for word in choice["known"].split(",")])
+    return ""
 
 
 def describe_error(error: Exception) -> str:

@@ -12,6 +12,7 @@ from conformance.extensions import load_attribute, load_extensions
 
 _COMMAND_PLACES = {
     "run": "run:run",
+    "completion": "completion:print_completion",
     "explore": "explore:explore",
     "list": "listing:list_entries",
     "explain": "listing:explain",

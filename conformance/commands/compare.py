@@ -33,6 +33,6 @@ def compare(arguments: argparse.Namespace) -> int:
             write_summary(text, changes_page.format_changes_markdown(found))
     except OSError as error:
         raise CannotJudge(f"{error.filename or 'an output'} cannot be written: {error.strerror or error}") from error
-    changes_page.print_comparison(found, Console())
+    changes_page.print_comparison(found, Console(), lists_all=arguments.all)
     print("".join(f"{line}\n" for line in annotate_comparison(found)), end="")
     return 1 if found.regressions else 0

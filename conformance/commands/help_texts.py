@@ -61,12 +61,14 @@ exit codes: 0 explained, 2 not a case id, or the implementation cannot run or do
 """
 
 REPORT_EXAMPLES = """\
-example:
+examples:
   python -m conformance report cpu.jsonl gpu.jsonl --report=all.html
+  python -m conformance report 1.jsonl 2.jsonl 3.jsonl --gate --report=all.html     # in CI, after the last shard
 
 Runs of the same kernel with the same versions and declarations are merged, shards too. If two of them judge the same
 result, the worse verdict counts. Runs that differ in kernel, version or declaration are shown side by side.
-exit codes: 0 written, 2 a file cannot be read or written
+exit codes: 0 merged, 2 a file cannot be read or written
+with --gate: 0 every implementation conforms, 1 one does not, 2 a shard is missing, or something was not judged
 """
 
 SENSITIVITY_EXAMPLES = """\
@@ -117,8 +119,19 @@ EXPECT_EXAMPLES = """\
 example:
   python -m conformance expect report.jsonl >> pyproject.toml
 
-There is one entry for the failures of each check and result. Its pattern matches all of them, and as little else as
-possible. If the pattern also matches results that pass, the entry has `some = true`. You must fill in the reason: an
-entry without one is refused.
+There is one entry for each finding. Its pattern matches all failures of that finding, and as little else as one pattern
+can. With --all there is one for each set of cases in which the same results fail, and less else is matched. If the
+pattern also matches results that pass, the entry has `some = true`. You must fill in the reason: an entry without one
+is refused.
 exit codes: 0 printed, or nothing fails, 2 a file cannot be read
+"""
+
+COMPLETION_EXAMPLES = """\
+examples:
+  attention-conformance completion bash > ~/.local/share/bash-completion/completions/attention-conformance
+  attention-conformance completion zsh > ~/.zfunc/_attention-conformance       # a folder of your fpath
+  attention-conformance completion fish > ~/.config/fish/completions/attention-conformance.fish
+
+Shells complete the command `attention-conformance`, which is the same as `python -m conformance`.
+exit codes: 0 printed, 2 bad arguments
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +20,7 @@ from conformance.commands.bound_terms import explain_bounds
 from conformance.commands.case_description import explain_case
 from conformance.contract import Implementation
 from conformance.execution import implementation_registry
+from conformance.name_suggestions import suggest_query
 from conformance.session import project_lookup, run_options
 from conformance.session.failures import CannotJudge
 
@@ -62,7 +64,8 @@ def _select_cases(arguments: argparse.Namespace) -> list[Case]:
         found = dict.fromkeys(case for grid in asked.all_grids for case in grid.cases)
     chosen = [case for case in found if arguments.cases is None or matches_query(arguments.cases, case.id)]
     if not chosen:
-        raise CannotJudge(f"no case of the {level} grid matches {arguments.cases or '*'!r}")
+        closest = suggest_query(arguments.cases or "*", (case.id for case in found))
+        raise CannotJudge(f"no case of the {level} grid matches {arguments.cases or '*'!r}{closest}")
     return chosen
 
 
@@ -89,11 +92,11 @@ def explain(arguments: argparse.Namespace) -> int:
     if arguments.impl is None:
         print(explain_case(case, tolerances))
     else:
-        print(
-            explain_bounds(
+        with np.errstate(all="ignore"):  # a wrong kernel may return any values
+            text = explain_bounds(
                 project_lookup.find_implementation(arguments.impl, argument_lookup.build_kernel_options(arguments)),
                 case,
                 tolerances,
             )
-        )
+        print(text)
     return 0

@@ -1,29 +1,42 @@
-"""Implement `report`: merge records and measurements of earlier runs, and render them as one HTML page."""
+"""Implement `report`: merge records and measurements of earlier runs, print the verdict, and render one HTML page."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+
+from rich.console import Console
 
 from conformance import measurements
 from conformance.commands.argument_lookup import format_command_line
-from conformance.judging.run_aggregation import aggregate_runs
+from conformance.judging.run_aggregation import aggregate_runs, find_missing_shards
 from conformance.measurements import Measurement
+from conformance.records import UNJUDGED
+from conformance.runs import RecordedRun
 from conformance.sensitivity import detection_table
 from conformance.session import input_files
 from conformance.session.failures import CannotJudge
 from conformance.session.probes import bug_diagnosis
-from conformance.session.run_outputs import check_writable
-from reports import html_page, speed_page
-from reports.page_model import build_summary
+from conformance.session.run_outputs import check_writable, write_summary
+from reports import html_page, markdown_summary, speed_page, terminal
+from reports.conformity import DOES_NOT_CONFORM
+from reports.page_model import Summary, build_summary
 
 
 def render_report(arguments: argparse.Namespace) -> int:
-    """Merge records and measurements of earlier runs, and write one HTML page."""
-    path = check_writable(arguments.report, "report")
-    if path.resolve() in [input_files.parse_input_path(name).resolve() for name in arguments.records]:
-        raise CannotJudge(f"--report={arguments.report} is one of the files to be read: give the page its own file")
+    """Merge records and measurements of earlier runs, print the verdict, and write the page if one is asked for.
+
+    With `--gate` the exit code is that of a run which judged all of it: 0 if every implementation conforms, 1 if one
+    does not, 2 if something is missing or nothing was judged.
+    """
+    path = check_writable(arguments.report, "report") if arguments.report is not None else None
+    text = check_writable(arguments.markdown, "markdown") if arguments.markdown is not None else None
+    read = [input_files.parse_input_path(name).resolve() for name in arguments.records]
+    for option, place in (("report", path), ("markdown", text)):
+        if place is not None and place.resolve() in read:
+            raise CannotJudge(f"--{option}={place} is one of the files to be read: give it its own file")
     timed = [name for name in arguments.records if _holds_measurements(name)]
     measured = measurements.merge_measurements(*(_read_measurements(name) for name in timed))
     recorded = [one for name in arguments.records if name not in timed for one in input_files.read_recorded_runs(name)]
@@ -35,14 +48,48 @@ def render_report(arguments: argparse.Namespace) -> int:
         info = dataclasses.replace(info, environment=environment | rendered)
     if not found and not measured:
         raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
+    summary = build_summary(found, info)
     try:
-        if found:
-            html_page.save_page(path, build_summary(found, info), measured)
-        else:
+        if path is not None and found:
+            html_page.save_page(path, summary, measured)
+        elif path is not None:
             speed_page.save_speed_page(path, measured, info)
+        if text is not None:
+            write_summary(text, markdown_summary.format_markdown(summary))
     except OSError as error:
-        raise CannotJudge(f"{path} cannot be written: {error.strerror or error}") from error
-    return 0
+        raise CannotJudge(f"{error.filename or path} cannot be written: {error.strerror or error}") from error
+    console = Console()
+    if measured:
+        terminal.print_measurements(measured, console)
+    if found:
+        terminal.print_summary(summary, console, arguments.report or "")
+    missing = list_missing(recorded, summary)
+    for line in missing:
+        console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    if not arguments.gate:
+        return 0
+    return 1 if any(one.conformity == DOES_NOT_CONFORM for one in summary.contenders) else 2 if missing else 0
+
+
+def list_missing(recorded: Sequence[RecordedRun], summary: Summary) -> list[str]:
+    """List why merged runs are no complete judgement, a line each: shards, jobs and implementations that are missing.
+
+    A kernel whose chip this machine lacks has unjudged records only. It counts if nothing else was judged, as in a run.
+    """
+    lines = find_missing_shards(recorded)
+    for one in summary.contenders:
+        extent, counts = one.extent, one.counts
+        if extent.is_partial or extent.stopped:
+            planned = f" of {extent.planned:,}" if extent.planned is not None else ""
+            lines.append(f"{one.contender.label}: {extent.done:,}{planned} jobs were judged")
+        elif not counts.judged and (counts.total > counts[UNJUDGED] or not summary.total.judged):
+            lines.append(f"{one.contender.label}: nothing was judged")
+    judged = {one.contender.implementation for one in summary.contenders}
+    planned_names = dict.fromkeys(job.implementation for one in recorded if one.run for job in one.run.jobs)
+    lines += [f"{name}: none of its jobs was judged" for name in planned_names if name not in judged]
+    if not summary.contenders:
+        lines.append("nothing was judged: these files hold measurements only")
+    return lines
 
 
 def _holds_measurements(name: str) -> bool:

@@ -31,6 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     def say(line: str) -> None:
         console.print(line, style="dim", highlight=False, soft_wrap=True)
 
+    say(session.describe_plan())
     result = session.run_to_end(lambda total, finished: RunProgress(total, console, finished), say)
     if result.reason == FIRST_FAILURE:
         console.print(result.reason, style="yellow")

@@ -20,6 +20,7 @@ from conformance.contract import Implementation, Products
 from conformance.execution import kernel_errors
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
 from conformance.execution.workload_adapters import build_workload_implementation
+from conformance.name_suggestions import suggest_name
 from conformance.records import make_printable
 
 ENTRY_POINT_GROUP = "attention_conformance.implementations"
@@ -68,14 +69,15 @@ def find_implementation(name: str, *, products: Products | None = None, problem:
     if ":" not in name:
         raise ImplementationNotFound(
             f"unknown implementation {name!r}: registered are {', '.join(list_implementations())}; "
-            f"your own is named module:attribute or file.py:attribute"
+            f"your own is named module:attribute or file.py:attribute{suggest_name(name, list_implementations())}"
         )
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise ImplementationNotFound(f"{name!r} is incomplete: write module:attribute or file.py:attribute")
     module = _load_file(source) if source.endswith(".py") else _import_module(source)
     if not hasattr(module, attribute):
-        raise ImplementationNotFound(packages.find_hidden_module(source) or f"{source} has no attribute {attribute!r}")
+        missing = f"{source} has no attribute {attribute!r}{suggest_name(attribute, dir(module))}"
+        raise ImplementationNotFound(packages.find_hidden_module(source) or missing)
     return _build_implementation(getattr(module, attribute), name, products, problem)
 
 

@@ -27,7 +27,21 @@ from conformance.records import make_printable
 _MAX_MESSAGE = 2000
 _MAX_SOURCE_LINE = 160
 _OWN_PACKAGES = ("conformance", "cases", "reports")
-_LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy", "absl", "pytest", "_pytest", "pluggy")
+_LIBRARIES = (
+    "jax",
+    "jaxlib",
+    "numpy",
+    "ml_dtypes",
+    "opt_einsum",
+    "scipy",
+    "absl",
+    "jaxtyping",
+    "beartype",
+    "typeguard",
+    "pytest",
+    "_pytest",
+    "pluggy",
+)
 # JAX's error for a failed host callback has the original traceback in its text: frames, then the exception.
 _TRACEBACK_HEADER = "Traceback (most recent call last):"
 _FRAME_PATTERN = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
@@ -227,6 +241,11 @@ def _get_message(error: BaseException, otherwise: str = "no message") -> str:
             raise
         return _NO_MESSAGE
     lines = [line.strip() for line in text[: 10 * _MAX_MESSAGE].splitlines() if line.strip()]
+    if type(error).__module__.partition(".")[0] == "jaxtyping":  # which argument is wrong stands in later lines
+        facts = {name: value.strip(" .") for name, _, value in (line.partition(":") for line in lines)}
+        what = next((line.rpartition(" typechecking ")[2] for line in lines if " typechecking " in line), "a value")
+        if "Actual value" in facts:
+            lines = [f"{what.strip('.')} is {facts['Actual value']}, must be {facts.get('Expected type', 'another')}"]
     first = lines[0] if lines else otherwise
     return first if len(first) <= _MAX_MESSAGE else f"{first[:_MAX_MESSAGE]} …"
 

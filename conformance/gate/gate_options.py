@@ -108,7 +108,7 @@ def _add_result_options(group: pytest.OptionGroup) -> None:
             f"--conformance-{name}-seconds",
             type=float,
             metavar="N",
-            help=f"time for {what}, at the end of a red run (both together: a tenth of the run's time; 0 for none)",
+            help=f"time for {what} after a red run (both together: 15 s, or a tenth of a longer run; 0 for none)",
         )
 
 

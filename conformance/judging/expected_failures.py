@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
 
 from cases.case import matches_query
-from conformance.records import ERROR, FAIL, JUDGED, Record
+from conformance.records import ERROR, FAIL, JUDGED, Record, make_printable
 
 _FAILED = frozenset({FAIL, ERROR})
+_WORD, _SHAPE_PLACE = re.compile("[a-z]+"), 2  # the phase, the dtype and the shape come first in an id
 _MAX_PARTS = 3  # the largest number of parts of a case id that a suggested pattern names
 
 
@@ -40,6 +42,32 @@ class SuggestedEntry:
     failures: int
     passes: int
     example: str
+    title: str = ""
+
+
+def suggest_entries_by_cause(
+    records: Sequence[Record], causes: Iterable[tuple[str, str, Sequence[Record]]]
+) -> list[SuggestedEntry]:
+    """Suggest one entry for each cause of failures; its pattern may match more than `suggest_entries` would.
+
+    Args:
+      records: all records of the run.
+      causes: for each cause its title, a query that its cases should match, and the red records that it explains.
+    """
+    entries = []
+    for title, query, explained in causes:
+        failed = [record for record in explained if record.verdict in _FAILED and record.case != "*"]
+        if failed:
+            entry = _build_entry(
+                records,
+                failed[0].implementation,
+                frozenset(record.case for record in failed),
+                tuple(dict.fromkeys(record.check for record in failed)),
+                tuple(dict.fromkeys(record.observable for record in failed)),
+                query,
+            )
+            entries.append(dataclasses.replace(entry, title=title))
+    return entries
 
 
 def suggest_entries(records: Sequence[Record]) -> list[SuggestedEntry]:
@@ -69,15 +97,20 @@ def _build_entry(
     failing: frozenset[str],
     check: Sequence[str],
     observable: Sequence[str],
+    query: str = "",
 ) -> SuggestedEntry:
-    """Build the entry for one set of failing cases, given the checks and observables that fail on them."""
+    """Build the entry for one set of failing cases, given the checks and observables that fail on them.
+
+    `query` is its pattern if it matches all of them.
+    """
     matching = [
         record
         for record in records
         if record.implementation == implementation and record.check in check and record.observable in observable
     ]
     held = {record.case for record in matching if record.verdict in JUDGED and record.verdict not in _FAILED}
-    case = find_pattern(failing, held)
+    is_enough = bool(query) and all(matches_query(query, one) for one in failing)
+    case = query if is_enough else find_pattern(failing, held)
     failures = sum(record.verdict in _FAILED and matches_query(case, record.case) for record in matching)
     passes = sum(
         record.case in held and record.verdict not in _FAILED and matches_query(case, record.case)
@@ -118,9 +151,17 @@ def _count_matches(query: str, cases: Iterable[str]) -> int:
 def _iter_candidates(failing: frozenset[str]) -> Iterable[str]:
     """Yield queries that match every failing case: parts that their ids share, in order, with wildcards between."""
     split = [case.split("/") for case in sorted(failing)]
-    common = [part for part in split[0] if all(part in other for other in split[1:])]
-    pieces = [piece for piece in split[0][2].split(".") if all(piece in other[2].split(".") for other in split[1:])]
-    parts = [*common, *(f"*.{piece}.*" for piece in pieces[1:-1])]
+    parts = []
+    for place, part in enumerate(split[0]):
+        if all(part in other for other in split[1:]):
+            parts.append(part)
+        elif place == _SHAPE_PLACE:
+            pieces = part.split(".")[1:-1]
+            parts += [f"*.{piece}.*" for piece in pieces if all(piece in other[2].split(".") for other in split[1:])]
+        elif (
+            place > _SHAPE_PLACE and (word := _WORD.match(part)) is not None
+        ):  # `softcap2` and `softcap30` are matched by how they begin
+            parts += [f"{word[0]}*"] * all(any(x.startswith(word[0]) for x in other) for other in split[1:])
     yield "*"
     for count in range(1, _MAX_PARTS + 1):
         for chosen in itertools.combinations(parts, count):
@@ -132,8 +173,11 @@ def _iter_candidates(failing: frozenset[str]) -> Iterable[str]:
 def format_toml(entry: SuggestedEntry) -> str:
     """Format the entry as TOML for `pyproject.toml`. The reason and the link stay empty for the user to fill in."""
     held = f", and {entry.passes:,} that do not" if entry.passes else ""
+    broad = "# It matches every case: `expect --all` prints narrower entries."
     lines = [
         "",
+        *([f"# {make_printable(entry.title)}"] if entry.title else []),
+        *([broad] if entry.title and entry.case == "*" and entry.passes else []),
         f"# {entry.failures:,} that fail{held}; for example {entry.example}",
         "[[tool.attention_conformance.expected_failures]]",
         f"implementation = {json.dumps(entry.implementation)}",

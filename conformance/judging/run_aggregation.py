@@ -379,7 +379,7 @@ def _build_notes(recorded: Sequence[RecordedRun], extents: Mapping[str, Extent])
             notes.append(f"{where}{one.end.how}{f', {one.end.reason}' if one.end.reason else ''}")
     kernels = [each for one in recorded if one.run for each in one.run.kernels.items()]
     notes += dict.fromkeys(f"{name} {kernel.place}" for name, kernel in kernels if kernel.place)
-    notes += _find_missing_shards(recorded)
+    notes += find_missing_shards(recorded)
     if hosts := sorted({record.host for one in recorded for record in one.records} - {""}):
         notes.append(f"judged on {', '.join(hosts)}")
     judged = {record.implementation for one in recorded for record in one.records}
@@ -390,16 +390,20 @@ def _build_notes(recorded: Sequence[RecordedRun], extents: Mapping[str, Extent])
     return notes
 
 
-def _find_missing_shards(recorded: Iterable[RecordedRun]) -> list[str]:
-    """Return a note for each missing shard of a run that was split into shards."""
-    present: dict[int, set[int]] = {}
+def find_missing_shards(recorded: Iterable[RecordedRun]) -> list[str]:
+    """Return a line for each missing shard of a run that was split into shards."""
+    present: dict[tuple[int, str], set[int]] = {}
     for one in recorded:
         if one.run is not None and one.run.shard:
             shard, _, shards = one.run.shard.partition("/")
-            present.setdefault(int(shards), set()).add(int(shard))
-    return [
-        f"shard {shard} of {shards} is missing"
-        for shards, present_shards in sorted(present.items())
-        for shard in range(1, shards + 1)
-        if shard not in present_shards
-    ]
+            what = f"{sorted(one.run.kernels)} {one.run.level} {one.run.narrowed} {one.run.seeds}"
+            backend = one.run.environment.get("backend", "")
+            present.setdefault((int(shards), f"{what} {backend}"), set()).add(int(shard))
+    return list(
+        dict.fromkeys(
+            f"shard {shard} of {shards} is missing"
+            for (shards, _), present_shards in sorted(present.items())
+            for shard in range(1, shards + 1)
+            if shard not in present_shards
+        )
+    )

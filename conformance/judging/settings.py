@@ -50,6 +50,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from cases.case import matches_query
 from conformance import records
 from conformance.execution import implementation_registry
+from conformance.name_suggestions import suggest_name
 from conformance.records import Record
 from conformance.truth import tolerances
 from conformance.truth.tolerances import Tolerances
@@ -302,7 +303,8 @@ def _reject_unknown(what: str, table: Any, known: Sequence[str]) -> None:
     """Raise `ValueError` for a value that is no table, and for a table with unknown keys."""
     _require(isinstance(table, dict), f"{what} must be a table, got {table!r}")
     unknown = sorted(set(table) - set(known))
-    _require(not unknown, f"{what} has unknown keys {unknown}, known are {sorted(known)}")
+    closest = suggest_name(unknown[0], known) if unknown else ""
+    _require(not unknown, f"{what} has unknown keys {unknown}, known are {sorted(known)}{closest}")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -6,16 +6,20 @@ Errors become `CannotJudge`, whose message the user sees.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cases.case import Case, CaseIdError, matches_query, parse_case_id
+from cases import mask_spec
+from cases.case import DISTRIBUTIONS, DTYPES, PHASES, Case, CaseIdError, matches_query, parse_case_id
 from cases.named_problems import index_problems
+from cases.operand_registry import OPTIONAL
 from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.judging import settings
 from conformance.judging.settings import Settings
+from conformance.name_suggestions import suggest_name
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.policy import build_policy
 from conformance.session.failures import CannotJudge
@@ -23,6 +27,14 @@ from conformance.session.run_options import reject_bad_limit
 
 SANDBOXED = KernelOptions()
 """The kernel options of a command that has none of its own: kernels of the user run in a sandbox."""
+_PARTS_OF_IDS = (
+    *PHASES,
+    *DTYPES,
+    *DISTRIBUTIONS,
+    *(kind.name for kind in mask_spec.KINDS),
+    *(level for operand in OPTIONAL for level in operand.levels if isinstance(level, str)),
+)
+"""Words that parts of a case id may be."""
 _MEMORY_FACTOR = 20
 """The memory that judging a case takes, as a multiple of the size of its operands in float64.
 
@@ -74,7 +86,10 @@ def build_kernel_options(
         reject_bad_limit(f"{option_prefix}{name}", limit)
     if problem is not None and problem not in index_problems():
         known = ", ".join(index_problems())
-        raise CannotJudge(f"unknown problem {problem!r}: known are {known} (`list problems` describes them)")
+        raise CannotJudge(
+            f"unknown problem {problem!r}: known are {known} (`list problems` describes them)"
+            f"{suggest_name(problem, index_problems())}"
+        )
     try:
         policy = build_policy(list(sandbox_read), list(sandbox_env), list(hidden_files))
     except ValueError as error:
@@ -108,7 +123,9 @@ def parse_case(text: str) -> Case:
     try:
         found = parse_case_id(text)
     except CaseIdError as error:
-        raise CannotJudge(str(error)) from error
+        wrong = re.search(r"'([^']+)'", str(error))
+        closest = suggest_name(wrong[1], _PARTS_OF_IDS) if wrong is not None and wrong[1] != text else ""
+        raise CannotJudge(f"{error}{closest}") from error
     available = _measure_memory()
     if (needed := _count_operand_bytes(found)) > available:
         raise CannotJudge(

@@ -13,8 +13,10 @@ from conformance.records import Record, RunInfo
 from conformance.runs import RecordedRun
 from conformance.session.failures import CannotJudge
 from conformance.session.input_files import read_recorded_runs
+from conformance.session.probes import bug_diagnosis
 from reports import changes
 from reports.changes import Comparison
+from reports.page_model import build_summary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,5 +70,10 @@ def gather_compared_runs(recorded: Sequence[RecordedRun], names: str, *, command
 
 
 def compare_runs(old: ComparedRuns, new: ComparedRuns) -> Comparison:
-    """Compare two sides, and return the changes from the old one to the new one."""
-    return changes.compare_runs(old.records, new.records, planned=new.planned)
+    """Compare two sides: what changed from the old one to the new one, and by which findings."""
+    found = changes.compare_runs(old.records, new.records, planned=new.planned)
+    old_findings, new_findings = (
+        build_summary(side.records, bug_diagnosis.add_diagnoses(side.info, side.records)).findings
+        for side in (old, new)
+    )
+    return dataclasses.replace(found, old_findings=old_findings, new_findings=new_findings)

@@ -29,6 +29,7 @@ import jax
 
 from conformance import interrupts
 from conformance.check_api.rotation import FULL_ROTATION, Rotation
+from conformance.check_api.scopes import ImplementationGrids
 from conformance.checks import CHECKS, CHECKS_BY_NAME, Check
 from conformance.contract import Implementation
 from conformance.execution import implementation_registry
@@ -45,8 +46,9 @@ from conformance.judging.parallel_judging import judge_in_parallel
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.judging.run_plan import Plan
-from conformance.judging.runner import Runner, build_changed_file_records, build_hardware_records
+from conformance.judging.runner import ENOUGH_CONFIRMED, Runner, build_changed_file_records, build_hardware_records
 from conformance.judging.task_pools import ExecutorFailed, LocalPool
+from conformance.name_suggestions import suggest_name, suggest_query
 from conformance.records import JUDGED, RED, Record, RunInfo
 from conformance.runs import COMPLETE, FAILED, INTERRUPTED, RecordedRun, Run, read_runs
 from conformance.sandbox import kernel_process
@@ -73,6 +75,10 @@ from reports.changes import Comparison
 from reports.page_model import Summary, build_summary
 
 FIRST_FAILURE = "stopped at the first failure, as --fail-fast says"
+_START_SECONDS, _JOB_SECONDS = 4.0, 0.3
+"""Seconds to start, and processor seconds for a job of a plain function on a CPU; only a guess is made from them."""
+_LOOP_STEPS, _LOOP_SECONDS = 200_000, 0.006
+"""An empty loop of Python that tells how fast a machine is, and its time where jobs took `_JOB_SECONDS`."""
 _FEW_JOBS = 8
 """Runs with at most this number of jobs use one process: they are done before worker processes would have started."""
 # The most workers on each JAX backend. Compiling takes most of the time and runs on the CPU, so several processes share
@@ -207,6 +213,7 @@ class Session:
         self._run: Run | None
         self._finished: dict[int, tuple[Record, ...]] | None
         self._shrunk: list[str] = []
+        self._is_followed_up = False
         if not is_worker:
             self._check_files()
         self.settings = load_project_settings(folder)
@@ -312,7 +319,8 @@ class Session:
             if name not in CHECKS_BY_NAME:
                 if "," in name:
                     raise CannotJudge(f"{name!r} is several names: give {self.options.spell('check')} once for each")
-                raise CannotJudge(f"unknown check {name!r}: known are {', '.join(CHECKS_BY_NAME)}")
+                known = f"known are {', '.join(CHECKS_BY_NAME)}"
+                raise CannotJudge(f"unknown check {name!r}: {known}{suggest_name(name, CHECKS_BY_NAME)}")
         return tuple(check for check in CHECKS if not self.options.checks or check.name in self.options.checks)
 
     def _build_plan(self) -> Plan:
@@ -344,7 +352,14 @@ class Session:
             query = f"{options.spell('cases')}={options.cases!r}"
             if options.problem:
                 return f"no case of {options.problem} matches {query}"
-            return f"no case of the grid matches {query} (see `python -m conformance list cases`)"
+            grids = [
+                ImplementationGrids(one, options.level or "quick", seed)
+                for one in self.implementations
+                for seed in options.seeds or (0,)
+            ]
+            ids = (case.id for one in grids for grid in one.all_grids for case in grid.cases)
+            closest = suggest_query(options.cases, ids)
+            return f"no case of the grid matches {query}{closest} (see `python -m conformance list cases`)"
         return f"no case asks for {', '.join(options.checks) or 'any check'}"
 
     @property
@@ -423,9 +438,10 @@ class Session:
             self._runner = self._create_runner()
         return self._runner.judge(job)
 
-    def _create_runner(self) -> Runner:
+    def _create_runner(self, *, confirmed: float = ENOUGH_CONFIRMED) -> Runner:
         return Runner(
             self.settings,
+            confirmed=confirmed,
             options=self.kernel_options.options,
             format_repetition=self._format_repetition,
             compiler_options=self._compiler_options,
@@ -443,6 +459,23 @@ class Session:
             self._journal.add_records(judged)
         else:
             self._journal.add_job(number, judged)
+
+    def describe_plan(self) -> str:
+        """Describe in one line what will be judged, and about how long that takes on this machine."""
+        options = self.options
+        done = len(self._finished or ())
+        waiting = max(0, len(self.jobs) - done)
+        workers = self._count_workers(waiting)
+        parts = [f"judging {', '.join(one.name for one in self.implementations)} on {jax.default_backend()}"]
+        level = options.recorded_level
+        parts.append(level if options.is_one_case_or_problem or options.regressions else f"level {level}")
+        jobs = "1 job" if waiting == 1 else f"{waiting:,} jobs"
+        parts.append(f"{jobs} in 1 process" if workers == 1 else f"{jobs} in {workers} processes")
+        seconds = _START_SECONDS + waiting * _JOB_SECONDS / workers
+        return f"{', '.join(parts)}: about {_format_rough_time(seconds * _measure_slowness())}"
+
+    def _count_workers(self, jobs: int) -> int:
+        return 1 if self._is_given else self.options.jobs or _choose_worker_count(jobs)
 
     def judge_jobs(self, show_progress: ShowProgress = show_no_progress) -> tuple[str, str]:
         """Judge and record all jobs, except those that the resumed file has.
@@ -485,7 +518,7 @@ class Session:
         if self._remote is not None:
             pool = self._remote.pool
         else:
-            workers = 1 if self._is_given else self.options.jobs or _choose_worker_count(len(jobs))
+            workers = self._count_workers(len(jobs))
             if workers == 1:
                 runner.run(jobs, on_job)
                 return
@@ -502,18 +535,19 @@ class Session:
         assert self._journal is not None
         if interrupts.get_received_signal() or not any(record.verdict in RED for record in self.recorded.records):
             return
-        options, runner, implementations = self.options, self._create_runner(), self._list_implementations_here()
+        options, implementations = self.options, self._list_implementations_here()
         if not options.is_one_case_or_problem:
             seconds = follow_up.FollowUpSeconds(options.confirm_seconds, options.diagnose_seconds)
             spent = time.perf_counter() - self._started
+            runner = self._create_runner(confirmed=0)
             follow_up.follow_up(self._journal, implementations, runner, seconds, spent=spent, say=say)
+            self._is_followed_up = options.diagnose_seconds != 0
         if options.shrink and interrupts.get_received_signal() is None:
             from conformance.session.probes import finding_shrinker  # imported late: it loads Hypothesis
 
             with interrupts.end_on_signal():
-                for line in finding_shrinker.shrink_findings(
-                    self._journal, self._list_implementations_here(), runner, say
-                ):
+                runner = self._create_runner()
+                for line in finding_shrinker.shrink_findings(self._journal, implementations, runner, say):
                     self._shrunk.append(line)  # one by one, so that a signal loses no finished line
 
     def _list_implementations_here(self) -> list[Implementation]:
@@ -553,7 +587,7 @@ class Session:
             self._journal.end(how, reason=reason, seconds=time.perf_counter() - self._started)
         except JournalWriteError as error:
             how, reason = FAILED, self._abandon(error)
-        records, info = merge_runs([self.recorded], command=self.run.command)
+        records, info = merge_runs([self.recorded], command=self.run.command, is_followed_up=self._is_followed_up)
         lacks_platform = self._lacks_platform(records)
         code = compute_exit_code(records, self.implementations, how, lacks_platform=lacks_platform)
         return SessionResult(
@@ -643,10 +677,18 @@ class Session:
         return bool(required) and not any(r.platform == required and r.verdict in JUDGED for r in records)
 
 
-def merge_runs(recorded: Sequence[RecordedRun], *, command: str) -> tuple[list[Record], RunInfo]:
-    """Merge the records of runs, and collect what a report shows besides them, such as the likeliest planted bugs."""
+def merge_runs(
+    recorded: Sequence[RecordedRun], *, command: str, is_followed_up: bool = False
+) -> tuple[list[Record], RunInfo]:
+    """Merge the records of runs, and collect what a report shows besides them, such as the likeliest planted bugs.
+
+    Args:
+      recorded: the runs.
+      command: the command that the report shows.
+      is_followed_up: whether failing kernels were compared with planted bugs after judging.
+    """
     records, info = aggregate_runs(recorded, command=command, detection=detection_table.load_table())
-    return records, bug_diagnosis.add_diagnoses(info, records)
+    return records, bug_diagnosis.add_diagnoses(info, records, is_followed_up=is_followed_up)
 
 
 def compute_exit_code(
@@ -674,6 +716,24 @@ def _choose_worker_count(jobs: int) -> int:
     """Choose the number of processes that judge so many jobs on this machine."""
     most = _MAX_WORKERS.get(jax.default_backend(), 1)
     return min(os.cpu_count() or 1, most) if jobs > _FEW_JOBS else 1
+
+
+def _measure_slowness() -> float:
+    """Measure how much slower this machine is than the one on which jobs were timed, by the best of three loops."""
+    took = []
+    for _ in range(3):
+        started = time.perf_counter()
+        for _ in range(_LOOP_STEPS):
+            pass
+        took.append(time.perf_counter() - started)
+    return min(max(0.3, min(took) / _LOOP_SECONDS), 5.0)
+
+
+def _format_rough_time(seconds: float) -> str:
+    """Format a time that is a guess, with as few digits as it deserves."""
+    if seconds < 90:
+        return f"{max(5, 5 * round(seconds / 5))} s"
+    return f"{round(seconds / 60)} min"
 
 
 def run_session(

@@ -48,6 +48,7 @@ MIN_ELEMENTS = 64  # fewest elements with an error for which a resemblance is lo
 # Least share of the variance that a term must explain: several times what chance explains in `MIN_ELEMENTS` elements.
 _MIN_EXPLAINED = 0.05
 _MIN_RANDOM_VARIANCE = np.pi**2 / 8 / 4  # a quarter of the variance of the logarithm of a normal number's magnitude
+_MAX_RANDOM_VARIANCE = np.pi**2 / 8 * 3  # three times it: bounds are no exact standard deviations
 _ALIKE_SHARE = 0.02  # terms whose remaining variance is within this share of the smallest are reported together
 
 
@@ -59,8 +60,8 @@ class Resemblance:
       sources: names of the sources, the best first.
       times: typical quotient of the errors and the best source's term. For random errors, it is the root mean square of
         normal numbers with the same mean logarithm. Otherwise it is the geometric mean of the quotients.
-      is_random: whether the quotients vary as those of rounding errors do. If not, the errors are nearly a constant
-        multiple of the term, which rounding does not cause.
+      is_random: whether the quotients vary as those of rounding errors do. They vary less if the errors are nearly a
+        constant multiple of the term, and more if something else than rounding is wrong in some elements.
     """
 
     sources: tuple[str, ...]
@@ -128,7 +129,7 @@ def find_resemblance(
     if best is None or left[best] > (1 - _MIN_EXPLAINED) * float(size.var()):
         return None
     alike = sorted((name for name in left if left[name] <= (1 + _ALIKE_SHARE) * left[best]), key=left.__getitem__)
-    return Resemblance(tuple(alike), times[best], left[best] > _MIN_RANDOM_VARIANCE)
+    return Resemblance(tuple(alike), times[best], _MIN_RANDOM_VARIANCE < left[best] < _MAX_RANDOM_VARIANCE)
 
 
 def select_bounds(expected: Mapping[str, Expectation], pick: Callable[[Expectation], Array]) -> dict[str, Array]:

@@ -179,6 +179,9 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
         yield _create_level(
             kind, _MASKS.get(kind, f"under a mask of kind {kind}"), "mask", example=_find_offset_mask(kind)
         )
+    if "causal" not in kinds:
+        counter = {"mask": "causal"}
+        yield _create_level("not causal", "under any mask but causal", "mask", odds=_RARE, counter=counter)
     if _ROW_MASKS & kinds:
         yield _create_level("row mask", "under a mask that differs by batch row", "mask", odds=_RARER / 2)
     if len(terms) > 1:

@@ -96,6 +96,11 @@ class Finding:
     passes: str = ""
 
     @property
+    def key(self) -> tuple[str, ...]:
+        """What tells the finding from the others of a report: its contender, and the key of its first record."""
+        return (self.contender.label, *self.records[0].key)
+
+    @property
     def is_explained(self) -> bool:
         """Whether a common property of the failing cases is known."""
         return self.levels is not None or self.kind in (BEHIND_MASK, UNEXPECTED) or self.inside.red == self.inside.asked

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from conformance.records import Record
+from conformance.records import Diagnosis, Record, SimilarBug
 from reports.causes.case_levels import LENGTHS, Level, parse_fields, rank_plainness
 from reports.causes.finding import (
     BEHIND_MASK,
@@ -32,8 +32,10 @@ _MAX_NAMED = 5  # the most checks or results that a line names
 _MAX_QUESTIONS = 2  # the most subchecks that a title names
 _MAX_OTHERS = 3  # the most alternative combinations of levels that a line names
 _MAX_MESSAGE = 120  # the most characters of an exception's message in a title
+_SAME_NUMBERS = 0.97  # a bug of this similarity is wrong by the same numbers, except for rounding
 _EXCEPTION = re.compile(r"[A-Z]\w*(:|$)")
 _LIMIT_REASON = re.compile(r"^ratio \S+ exceeds \S+(; rms \S+ exceeds \S+)?$|^rms \S+ exceeds \S+$")
+_QUESTION_WORDS = {"x64": "with jax_enable_x64"}  # names that say too little by themselves
 _SIZE_LETTERS = {
     "batch": "B=",
     "q_length": "T=",
@@ -57,6 +59,8 @@ class FindingText:
       facts: the other facts about the finding, one line each.
       evidence: the measured errors, error pattern and reason of the plainest record (`Finding.smallest`), one line
         each.
+      diagnosis: the planted bugs that the finding resembles; None if it was not compared with any.
+      resemblance: the diagnosis as text, one line each.
     """
 
     number: int
@@ -64,12 +68,15 @@ class FindingText:
     title: str
     facts: tuple[str, ...]
     evidence: tuple[str, ...]
+    diagnosis: Diagnosis | None = None
+    resemblance: tuple[str, ...] = ()
 
 
-def describe_finding(number: int, finding: Finding) -> FindingText:
-    """Phrase a finding as text; `number` is its number in the report."""
+def describe_finding(number: int, finding: Finding, diagnosis: Diagnosis | None = None) -> FindingText:
+    """Phrase a finding as text; `number` is its number in the report, and `diagnosis` the bugs that it resembles."""
     title, facts, evidence = format_title(finding), list_facts(finding), list_evidence(finding.smallest)
-    return FindingText(number, finding, title, tuple(facts), tuple(evidence))
+    resemblance = () if diagnosis is None else tuple(format_diagnosis(diagnosis))
+    return FindingText(number, finding, title, tuple(facts), tuple(evidence), diagnosis, resemblance)
 
 
 def choose_foremost(findings: Sequence[FindingText], most: int) -> tuple[list[FindingText], int, int]:
@@ -111,6 +118,28 @@ def list_facts(finding: Finding) -> list[str]:
     return [line for line in (*lines, *format_remedies(finding)) if line]
 
 
+def format_diagnosis(diagnosis: Diagnosis) -> list[str]:
+    """Format which planted bugs a finding resembles, a line each."""
+    if not diagnosis.cases:
+        return ["not compared with planted bugs for lack of time: --diagnose-seconds=60 gives a minute"]
+    on = f"on {format_count(diagnosis.cases, 'case')}"
+    if not diagnosis.is_shown:
+        return [f"not wrong {on} on which planted bugs are compared: no bug is named"]
+    if not diagnosis.bugs:
+        return [f"resembles none of {diagnosis.known:,} planted bugs, {on} compared"]
+    first, *others = diagnosis.bugs
+    is_same = first.similarity >= _SAME_NUMBERS
+    how = "wrong by the same numbers as" if is_same else f"resembles (similarity {first.similarity:.2f} of 1)"
+    lines = [f"{how} the planted bug {_format_bug(first)}"]
+    for other in others:
+        lines.append(f"or {_format_bug(other)}" if is_same else f"or ({other.similarity:.2f}) {_format_bug(other)}")
+    return lines
+
+
+def _format_bug(bug: SimilarBug) -> str:
+    return f"{bug.name} ({bug.family}; {bug.reference})"
+
+
 def list_evidence(record: Record) -> list[str]:
     """List the measured errors, the error pattern and the reason of a record, one line each.
 
@@ -135,7 +164,7 @@ def format_shares(finding: Finding) -> str:
     if finding.levels is None:
         return f"fails in {_format_share(inside)}, and no feature or pair of features distinguishes them"
     left_out = (
-        f"; {format_count(finding.left_out, 'case')} that fail for other reasons left out" if finding.left_out else ""
+        f"; {format_count(finding.left_out, 'case')} left out, failing for other reasons" if finding.left_out else ""
     )
     if not finding.levels:
         return f"fails in {_format_share(inside)}{left_out}"
@@ -303,7 +332,8 @@ def _list_questions(finding: Finding) -> list[str]:
     The list is empty if any observable names no subcheck.
     """
     names = [record.observable.rpartition(".") for record in finding.own]
-    return [] if any(not name[1] for name in names) else list(dict.fromkeys(name[2] for name in names))
+    found = dict.fromkeys(_QUESTION_WORDS.get(name[2], name[2]) for name in names)
+    return [] if any(not name[1] for name in names) else list(found)
 
 
 def _format_where(finding: Finding) -> str:

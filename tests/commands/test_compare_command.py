@@ -148,3 +148,27 @@ def test_a_step_of_github_gets_its_summary(folder: Path, monkeypatch: pytest.Mon
     assert judge("before") == 0
     assert judge("after", f"--markdown={folder / 'step.md'}") == 1
     assert (folder / "step.md").read_text().count("## Attention conformance") == 2
+
+
+def test_failures_of_one_cause_are_one_group_and_one_entry(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("run", "--impl=before.py:attention", "--cases=train/f32/*/causal", "--check=forward", "--json=all.jsonl")
+    (one,) = runs.read_runs(folder / "all.jsonl")
+    assert one.run is not None
+    wrong = {
+        number: [dataclasses.replace(record, verdict=FAIL, ratio=9.0, reason="wrong") for record in found]
+        for number, found in one.done.items()
+        if all(record.verdict == PASS for record in found)
+    }
+    jobs = "".join(runs.serialize_job(number, found) for number, found in wrong.items())
+    (folder / "wrong.jsonl").write_text(runs.serialize_run(one.run) + "\n" + jobs)
+    assert (failures := sum(map(len, wrong.values()))) > 2
+    capsys.readouterr()
+    assert run("compare", "all.jsonl", "wrong.jsonl") == 1
+    out = capsys.readouterr().out
+    assert out.count("new failures in ") == 1
+    assert out.count("pass → fail") == 1
+    assert run("compare", "all.jsonl", "wrong.jsonl", "--all") == 1
+    assert capsys.readouterr().out.count("pass → fail") == failures
+    assert run("expect", "wrong.jsonl") == 0
+    entries = tomllib.loads(capsys.readouterr().out)["tool"]["attention_conformance"]["expected_failures"]
+    assert len(entries) == 1

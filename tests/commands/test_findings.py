@@ -139,15 +139,13 @@ def test_a_wrong_kernel_is_compared_with_planted_bugs_in_the_run_and_in_later_re
     assert "kernel.py:wrong compared with planted bugs on " in told.err
     cli.main(cli.build_parser().parse_args(["report", "compared.jsonl", "--report=compared.html"]))
     for text in (told.out, Path("compared.markdown").read_text(), Path("compared.html").read_text()):
-        assert "wrong most like these planted bugs" in text
-        assert "sinks-ignored" in text
+        assert "the planted bug sinks-ignored" in text
     assert {line["record"]["check"] for line in probes("compared.jsonl")} > {"forward", "gradients"}
     assert {record.check for record in records.read_jsonl(Path("compared.jsonl"))} == {"forward"}
 
 
-def test_what_only_raises_is_not_said_to_be_like_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_only_raises_is_compared_with_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
     said = ("--check=forward", "--cases=train/f32/*T1.*", "--jobs=1", "--diagnose-seconds=5")
     assert run("--impl=kernel.py:raising", *said) == 1
     told = capsys.readouterr()
-    assert "kernel.py:raising compared with planted bugs on " in told.err
-    assert "planted bugs, on" not in told.out
+    assert "planted bug" not in told.out + told.err

@@ -90,7 +90,7 @@ REFUSED = [
     (["report", "binary.jsonl", "--report=x.html"], "binary.jsonl is not a file of conformance records"),
     (["report", "empty.jsonl", "--report=x.html"], "there is no record in empty.jsonl"),
     (["report", "empty.jsonl", "--report=empty.jsonl"], "is one of the files to be read"),
-    (["report", "empty.jsonl"], "required: --report"),
+    (["report", "empty.jsonl"], "there is no record in empty.jsonl"),
 ]
 
 
@@ -106,6 +106,27 @@ def test_what_cannot_be_done_is_one_clear_line(
     assert len(said.err.splitlines()) == 1
     assert message in said.err
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["rnu"], "'run'"),
+        ([*RUN, "--repotr=x.html"], "'--report'"),
+        ([*RUN, "--level=smoek"], "'smoke'"),
+        ([*RUN, "--check=forwrd"], "'forward'"),
+        ([*RUN, "--cases=train/*/cuasal"], "'train/*/causal'"),
+        (["list", "cases", "--cases=trian/bf16"], "'train/bf16'"),
+        (["run", "--impl=dot_prodcut"], "'dot_product'"),
+        (["run", "--impl=kernels.py:rihgt"], "'right'"),
+        (["run", "--impl=dot_product", "--problem=paged_atention"], "'paged_attention'"),
+        (["sensitivity", "--bank=tests.planted.bank:BANK", "--bug=cap-befor-bias"], "'cap-before-bias'"),
+        (["explain", f"trian/f32/{SHAPE}/causal/normal/s0"], "'train'"),
+    ],
+)
+def test_the_closest_name_is_suggested(arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(*arguments) == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

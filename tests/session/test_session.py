@@ -159,3 +159,10 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no shard such as 2/3"):
         parse_shard(text)
     assert parse_shard("2/3") == (2, 3)
+
+
+def test_the_plan_says_what_is_judged_and_about_how_long_it_takes() -> None:
+    session = Session(RunOptions(implementations=("dot_product",), level="smoke", jobs=2))
+    line = session.describe_plan()
+    for word in ("dot_product", "smoke", f"{len(session.jobs):,} jobs", "2 processes", "about "):
+        assert word in line

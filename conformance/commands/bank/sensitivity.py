@@ -20,6 +20,7 @@ from conformance.commands.bank.redundancy_command import measure_redundancy
 from conformance.commands.progress_display import RunProgress
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.task_pools import ExecutorFailed
+from conformance.name_suggestions import suggest_name
 from conformance.records import RunInfo
 from conformance.sensitivity import detection_table, resolution
 from conformance.sensitivity.bank import BankError, PlantedBug, load_bank
@@ -118,7 +119,7 @@ def _select_bugs(
     """Select the bugs to examine: the named ones, with `--new` those without a saved, valid measurement, or all."""
     for name in arguments.bug:
         if name not in bugs:
-            raise CannotJudge(f"the bank has no bug {name!r}")
+            raise CannotJudge(f"the bank has no bug {name!r}{suggest_name(name, bugs)}")
     if not arguments.new:
         return list(arguments.bug) or list(bugs)
     if arguments.bug:

@@ -1,110 +1,251 @@
-"""Diagnose failing kernels at the end of a run: name the planted bugs that their failures resemble.
+"""Diagnose findings at the end of a run: name the planted bugs that each finding resembles.
 
-The error sizes of a failing kernel on a fixed set of cases are its signature. The signatures of planted bugs (known
-small mistakes in correct kernels) are stored, and the most similar ones are shown in the report.
+Each finding is compared by itself. Signature cases with the levels that it needs show how wrong the kernel is, and
+cases that no finding concerns show where it is right. A case that several findings concern tells little of any of them,
+so such a case is used only where a finding has no other. One or two cases often suffice: two kernels that compute the
+same wrong thing have the same ratios, and a match of several ratios within 1% is no coincidence.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from conformance.contract import Implementation
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.job import Job
 from conformance.judging.journal import Journal
-from conformance.records import ERROR, FAIL, Record, RunInfo
+from conformance.records import ERROR, FAIL, Diagnosis, Record, RunInfo, SimilarBug
 from conformance.sensitivity import diagnosis, failure_signatures
-from conformance.sensitivity.diagnosis import Similarity
-from conformance.session.probes.signature_completion import complete_signature
+from conformance.sensitivity.diagnosis import SAME_SIMILARITY, Similarity
+from conformance.sensitivity.failure_signatures import KnownBug, Signature, Sizes
+from conformance.session.probes.signature_completion import list_right_cases
 from reports.causes import root_causes
 from reports.causes.case_levels import Level, find_levels
+from reports.causes.finding import FORWARD, GRADIENTS, Finding
 from reports.record_groups import group_by_contender
-from reports.text_format import format_count
 
-_FAILED_VERDICTS = (FAIL, ERROR)  # an unexpected pass is red too, but resembles no bug
-_SCALE_LEGEND = "(1: by the same numbers, 0.35: in the same places by others)"
+_FAILED_VERDICTS = (FAIL, ERROR)  # an unexpected pass resembles no bug
+_COMPARED_KINDS = (FORWARD, GRADIENTS)
+"""Findings that are compared. Signatures have no other checks, and a line that raises says more than a likeness."""
+_CLEAR_LEAD = 0.2
+"""How much more similar the first bug must be than the second, for no further case to be judged."""
 
 
 def measure_signatures_of_failed(
     journal: Journal, implementations: Sequence[Implementation], allowed: ProbeBudget, say: Callable[[str], None]
 ) -> None:
-    """Judge signature cases for each failing kernel, within the `allowed` time, and record them as probes.
-
-    Probes count neither as passes nor as failures. Failing kernels get equal shares of the time.
-    """
+    """Judge signature cases for the findings of each failing kernel in the time that is `allowed`; none is counted."""
     if not allowed.left:
         return
     wrong = {record.implementation for record in journal.recorded.records if record.verdict in _FAILED_VERDICTS}
     failed = [one for one in implementations if one.name in wrong and one.accelerator.absent is None]
-    found = root_causes.find_root_causes(journal.recorded.records, journal.recorded.probes) if failed else []
+    if not failed:
+        return
+    bank = failure_signatures.load_signatures()
+    found = root_causes.find_root_causes(journal.recorded.records, journal.recorded.probes)
     for number, implementation in enumerate(failed):
-        if not allowed.left:  # listing this kernel's cases could start its process again
+        if not allowed.left:  # asking what it supports would start its process again
             return
-        started = time.monotonic()
-        mine = allowed.left / (len(failed) - number)
-        needed = [frozenset(f.levels) for f in found if f.contender.implementation == implementation.name and f.levels]
+        findings = [
+            finding
+            for finding in found
+            if finding.contender.implementation == implementation.name and finding.kind in _COMPARED_KINDS
+        ]
+        if not findings:
+            continue
+        started, mine = time.monotonic(), allowed.left / (len(failed) - number)
+        records = [record for record in journal.recorded.records if record.implementation == implementation.name]
+        right = list_right_cases(records, [f for f in found if f.contender.implementation == implementation.name])
+        comparison = _Comparison(findings, right, bank)
+        jobs = list(failure_signatures.iter_signature_jobs(implementation))
         cases = 0
-        for job in order_by_information(list(failure_signatures.iter_signature_jobs(implementation)), needed):
+        while (job := comparison.choose_next(jobs)) is not None:
+            jobs.remove(job)
             judged = allowed.judge(job, mine - (time.monotonic() - started))
             if judged is not None:
                 journal.add_probes(judged)
+                comparison.add(judged)
                 cases += 1
-        if cases:
-            spent = time.monotonic() - started
-            line = f"{implementation.name} compared with planted bugs on {cases} cases in {spent:.0f} s"
-            say(f"{line} of at most {mine:.0f} (--diagnose-seconds=60 for more)")
+        spent = time.monotonic() - started
+        line = f"{implementation.name} compared with planted bugs on {cases} cases in {spent:.0f} s"
+        is_short = allowed.declined and not comparison.is_settled
+        say(f"{line} of at most {mine:.0f} (--diagnose-seconds=60 for more)" if is_short else line)
 
 
-def order_by_information(jobs: Sequence[Job], needed: Sequence[frozenset[Level]]) -> list[Job]:
-    """Order the jobs of a signature so that the most informative ones come first.
+class _Comparison:
+    """The comparison of a kernel's findings with planted bugs, as cases are judged."""
 
-    Findings take turns: each contributes its next case with the levels that the finding needs to fail. In each round
-    comes one more case in the given order, since right results distinguish bugs too.
+    def __init__(self, findings: Sequence[Finding], right: Mapping[str, Sizes], bank: Sequence[KnownBug]) -> None:
+        self._findings, self._right, self._bank = findings, right, bank
+        self._probes: list[Record] = []
+        self._cases_of = [0] * len(findings)
+        self._settled: set[int] = set()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether each finding has one bug that is clearly the most similar."""
+        return len(self._settled) == len(self._findings)
+
+    def choose_next(self, jobs: Sequence[Job]) -> Job | None:
+        """Choose the best case for the unsettled finding that has the fewest so far; None if no case says more."""
+        waiting = [number for number in range(len(self._findings)) if number not in self._settled]
+        for number in sorted(waiting, key=lambda number: self._cases_of[number]):
+            ranked = [(rank, place) for place, job in enumerate(jobs) if (rank := self._rank(number, job)) is not None]
+            if ranked:
+                self._cases_of[number] += 1
+                return jobs[min(ranked)[1]]
+        return next((job for job in jobs if waiting and job.case.id not in self._right), None)
+
+    def _rank(self, number: int, job: Job) -> tuple[bool, bool, int] | None:
+        """Rank how much a case says of a finding; None for a case that says nothing."""
+        finding, case = self._findings[number], job.case.id
+        shared = _count_shared(finding, case)
+        if finding.levels and not shared:
+            return None
+        others = sum(_concerns(other, case) for other in self._findings if other is not finding)
+        if finding.levels is None:  # cases with the features of one that fails say most
+            features = _select_features(case) & _select_features(finding.smallest.case)
+            return False, others > 0, others - len(features)
+        missing = len(finding.levels) - shared
+        return missing > 0, others > 0, missing + others
+
+    def add(self, judged: Iterable[Record]) -> None:
+        """Add the records of a case, and settle the findings that they decide."""
+        self._probes += judged
+        similar = find_similar_bugs(self._findings, self._probes, self._right, self._bank)
+        self._settled = {number for number, bugs in similar.items() if _is_clear(bugs)}
+
+
+def _is_clear(nearest: Sequence[Similarity] | None) -> bool:
+    """Return whether one bug has the same numbers, and no bug of another kind nearly has."""
+    if not nearest or nearest[0].similarity < SAME_SIMILARITY:
+        return False
+    return len(nearest) == 1 or nearest[0].similarity - nearest[1].similarity >= _CLEAR_LEAD
+
+
+def find_similar_bugs(
+    findings: Sequence[Finding], probes: Iterable[Record], right: Mapping[str, Sizes], bank: Sequence[KnownBug]
+) -> dict[int, list[Similarity] | None]:
+    """Find the planted bugs most similar to each finding of a kernel.
 
     Args:
-      jobs: the jobs on the cases of a signature.
-      needed: for each finding, the levels that a case needs to fail.
+      findings: those of the kernel that can be compared.
+      probes: its records of signature cases.
+      right: signature cases that are known to be right, with their results.
+      bank: the planted bugs.
+
+    Returns:
+      For each finding, by its place: the most similar bugs, none if it is similar to none of them. None stands for a
+      finding that shows on none of the judged cases, and a finding without judged cases is left out.
     """
-    heaps = [[job for job in jobs if levels <= find_levels(job.case.id)] for levels in needed]
-    heaps.append(list(jobs))
-    rounds = itertools.chain.from_iterable(itertools.zip_longest(*heaps))
-    return list({id(job): job for job in rounds if job is not None}.values())
+    signature = failure_signatures.build_signature(probes)
+    owners = {case: _find_owners(case, findings) for case in signature.sizes}
+    found: dict[int, list[Similarity] | None] = {}
+    for number in range(len(findings)):
+        if not any(number in of_case for of_case in owners.values()):
+            continue
+        own = _select_signature(number, findings, signature, owners, right)
+        found[number] = diagnosis.find_nearest(own, bank) if own.wrong else None
+    return found
 
 
-def add_diagnoses(info: RunInfo, found: Sequence[Record]) -> RunInfo:
-    """Add to the data of a report the diagnosis of each contender that failed and was probed."""
+def _select_signature(
+    number: int,
+    findings: Sequence[Finding],
+    signature: Signature,
+    owners: Mapping[str, Sequence[int]],
+    right: Mapping[str, Sizes],
+) -> Signature:
+    """Select what a signature says of one finding.
+
+    Cases that the finding alone concerns come first. If it shows on none of them, cases that other findings concern too
+    are taken.
+    """
+    is_forward = findings[number].kind == FORWARD
+    alone: dict[str, Sizes] = {}
+    shared: dict[str, Sizes] = {}
+    for case, sizes in signature.sizes.items():
+        # Gradients follow from a wrong forward pass, but not the other way round.
+        rivals = [other for other in owners[case] if other != number]
+        if is_forward and rivals and all(findings[other].kind == GRADIENTS for other in rivals):
+            sizes, rivals = {name: size for name, size in sizes.items() if not name.startswith("d")}, []
+        is_right = all(size is None for size in sizes.values())
+        if (number in owners[case] and not rivals) or (is_right and (is_forward or not rivals)):
+            alone[case] = sizes
+        elif number in owners[case]:
+            shared[case] = sizes
+    selected = alone if any(size is not None for sizes in alone.values() for size in sizes.values()) else alone | shared
+    return Signature({**{case: sizes for case, sizes in right.items() if case not in signature.sizes}, **selected})
+
+
+def _find_owners(case: str, findings: Sequence[Finding]) -> list[int]:
+    """Find the findings that concern a case: those with all their levels there, or else with most of them."""
+    full = [number for number, finding in enumerate(findings) if _concerns(finding, case)]
+    if full:
+        return full
+    shared = [_count_shared(finding, case) for finding in findings]
+    most = max(shared, default=0)
+    partly = [number for number, count in enumerate(shared) if count and count == most]
+    return partly or [number for number, finding in enumerate(findings) if finding.levels is None]
+
+
+def _concerns(finding: Finding, case: str) -> bool:
+    """Return whether a case has all levels that a finding needs."""
+    return finding.levels is not None and frozenset(finding.levels) <= find_levels(case)
+
+
+def _select_features(case: str) -> frozenset[Level]:
+    return frozenset(level for level in find_levels(case) if not level.odds)
+
+
+def _count_shared(finding: Finding, case: str) -> int:
+    """Return how many levels of a finding a case has."""
+    return len(frozenset(finding.levels or ()) & find_levels(case))
+
+
+def add_diagnoses(info: RunInfo, found: Sequence[Record], *, is_followed_up: bool = False) -> RunInfo:
+    """Add to what a report says which planted bugs each finding resembles.
+
+    Args:
+      info: what the report says so far, with the probes of the run.
+      found: the records of the run.
+      is_followed_up: whether the run was to compare every finding, so that one without a case lacked time.
+    """
     probes = group_by_contender(info.probes)
-    theirs = {contender: group for contender, group in group_by_contender(found).items() if contender in probes}
-    bank = failure_signatures.load_signatures() if probes else []
-    diagnoses = {}
-    for contender, records in theirs.items():
-        signature = failure_signatures.build_signature(probes[contender])
-        if bank and signature.wrong and any(record.verdict in _FAILED_VERDICTS for record in records):
-            whole = complete_signature(signature, records, root_causes.find_root_causes(records, probes[contender]))
-            faults = diagnosis.diagnose(whole, bank)
-            # If a kernel only raises exceptions and resembles no bug, the line that raises is shown elsewhere, and is
-            # the better diagnosis.
-            if faults or any(record.verdict == FAIL for record in records):
-                diagnoses[contender.label] = _format_diagnosis(faults, len(bank), len(signature.sizes))
+    red = {
+        contender: records
+        for contender, records in group_by_contender(found).items()
+        if any(record.verdict in _FAILED_VERDICTS for record in records)
+    }
+    bank = failure_signatures.load_signatures() if probes and red else []
+    diagnoses: dict[tuple[str, ...], Diagnosis] = {}
+    for contender, records in red.items():
+        asked = failure_signatures.build_signature(probes.get(contender, ()))
+        if not (bank and asked.sizes) and not is_followed_up:
+            continue
+        every = root_causes.find_contender_causes({contender: records}, {contender: probes.get(contender, ())})
+        findings = [finding for finding in every if finding.kind in _COMPARED_KINDS]
+        right = list_right_cases(records, every)
+        nearest = find_similar_bugs(findings, probes.get(contender, ()), right, bank)
+        for number, finding in enumerate(findings):
+            diagnoses[finding.key] = _build_diagnosis(
+                number in nearest, nearest.get(number), len(bank), _count_cases(finding, asked)
+            )
     return dataclasses.replace(info, diagnoses=diagnoses)
 
 
-def _format_diagnosis(faults: Sequence[Sequence[Similarity]], known: int, asked: int) -> list[str]:
-    on = f"on {format_count(asked, 'case')} of those by which these are told apart"
-    if not faults:
-        return [f"wrong like none of {known:,} planted bugs, {on}"]
-    first, *others = faults
-    lines = [f"wrong most like these planted bugs {_SCALE_LEGEND}, {on}", *map(_format_likeness, first)]
-    for other in others:
-        lines += [f"where {first[0].bug.name} shows nothing, most like these", *map(_format_likeness, other)]
-        first = other
-    return lines
+def _count_cases(finding: Finding, asked: Signature) -> int:
+    return sum(_count_shared(finding, case) > 0 or not finding.levels for case in asked.sizes)
 
 
-def _format_likeness(each: Similarity) -> str:
-    bug = each.bug
-    beyond = f"; {each.rest} wrong results beyond it" if each.rest else ""
-    return f"{each.similarity:.2f} {bug.name} ({bug.family}; {bug.reference}){beyond}"
+def _build_diagnosis(is_compared: bool, nearest: Sequence[Similarity] | None, known: int, cases: int) -> Diagnosis:
+    if not is_compared:
+        return Diagnosis(bugs=(), cases=0, known=known)
+    same = [each for each in nearest or () if each.similarity >= SAME_SIMILARITY]
+    bugs = tuple(
+        SimilarBug(each.bug.name, each.bug.family, each.bug.reference, round(each.similarity, 2))
+        for each in same or nearest or ()
+    )
+    return Diagnosis(bugs=bugs, cases=cases, known=known, is_shown=nearest is not None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 
 from conformance import interrupts
@@ -14,8 +13,8 @@ from conformance.judging.runner import Runner
 from conformance.records import RED
 from conformance.session.probes import bug_diagnosis, finding_confirmation
 
-_SHARE, _MOST = 0.1, 15.0
-"""By default, confirmation and diagnosis together may take this share of the run's time, at most so many seconds."""
+_SHARE, _LEAST_SECONDS = 0.1, 15.0
+"""By default, confirmation and diagnosis together may take this share of the run's time, at least so many seconds."""
 _END_SHARE = 0.05  # this share of the follow-up's time is reserved for ending a process that is cut off
 _CONFIRMING_SHARE = 0.4
 """After this share of the follow-up's time, confirmation starts no further case. Diagnosis has the rest."""
@@ -31,7 +30,7 @@ class FollowUpSeconds:
 
 def compute_allowed_seconds(spent: float) -> float:
     """Return the seconds after which all follow-ups are cut off, for a run that took `spent` seconds."""
-    return (1 - _END_SHARE) * min(_SHARE * spent, _MOST)
+    return (1 - _END_SHARE) * max(_SHARE * spent, _LEAST_SECONDS)
 
 
 def follow_up(
@@ -50,7 +49,7 @@ def follow_up(
     Args:
       journal: the journal of the run. New records are added as probes, which are not counted.
       implementations: the implementations of the run.
-      runner: judges cases in this process.
+      runner: judges cases in this process. It need not judge failures again, since what it judges is evidence only.
       budget: the seconds for both parts.
       spent: the seconds that the run took so far.
       say: called with lines for the user while this goes on.
@@ -58,7 +57,7 @@ def follow_up(
     if interrupts.get_received_signal() or not any(record.verdict in RED for record in journal.recorded.records):
         return
     known = journal.recorded.records
-    both, started = compute_allowed_seconds(spent), time.monotonic()
+    both = compute_allowed_seconds(spent)
     with interrupts.end_on_signal():
         seconds = _CONFIRMING_SHARE * both if budget.confirm is None else budget.confirm
         allowance = ProbeBudget(runner, both if budget.confirm is None else seconds, known)
@@ -71,7 +70,3 @@ def follow_up(
         elif budget.confirm is not None:
             allowance = ProbeBudget(runner, (1 - _CONFIRMING_SHARE) * both, known)
         bug_diagnosis.measure_signatures_of_failed(journal, implementations, allowance, say)
-    took = time.monotonic() - started
-    if spent and journal.recorded.probes:
-        line = f"confirmation and comparison took {took:.1f} s, {took / spent:.0%} of the {spent:.0f} s before"
-        say(line)

@@ -1,47 +1,43 @@
-"""Complete the signature of a failing kernel with cases that there was no time to judge.
-
-The signature, the error sizes on a fixed set of cases, is compared with those of planted bugs. A case that was not
-judged is assumed to be right if no finding of the run concerns it.
-"""
+"""List the signature cases that were not judged and are right all the same, since no finding concerns them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cases.signature_cases import SIGNATURE_CASES
 from conformance.records import JUDGED, Record
-from conformance.sensitivity.failure_signatures import Signature, Sizes
+from conformance.sensitivity.failure_signatures import Sizes
 from reports.causes.case_levels import Level, find_levels
-from reports.causes.finding import Finding, get_result
+from reports.causes.finding import FORWARD, GRADIENTS, RAISES, Finding, get_result
 
 _SIGNATURE_CHECKS = frozenset({"forward", "gradients", "residuals"})
 
 
-def complete_signature(found: Signature, records: Sequence[Record], findings: Sequence[Finding]) -> Signature:
-    """Add to a signature, as right, the unjudged cases that no finding concerns.
+def list_right_cases(records: Sequence[Record], findings: Sequence[Finding]) -> Mapping[str, Sizes]:
+    """List the signature cases on which a kernel is right, with their results, by the findings of its run.
 
-    A case is added if the run judged each feature, mask and dtype of the case. A finding without levels may concern any
-    case. If there is one, nothing is added.
+    A case is right if the run judged each feature, mask and dtype that it has, and no finding concerns it. A finding
+    that does not say which levels it needs may concern any case; then no case is listed.
 
     Args:
-      found: the signature of the judged cases.
       records: the records of the kernel in the run.
-      findings: the findings of the kernel.
+      findings: all findings of the kernel.
     """
-    if not findings or not all(finding.levels for finding in findings):
-        return found
-    needed = [frozenset(finding.levels or ()) for finding in findings]
+    wrong = [finding for finding in findings if finding.kind in (RAISES, FORWARD, GRADIENTS)]
+    if not wrong or not all(finding.levels for finding in wrong):
+        return {}
+    needed = [frozenset(finding.levels or ()) for finding in wrong]
     judged = [record for record in records if record.verdict in JUDGED and record.check in _SIGNATURE_CHECKS]
     known = {level for case in {record.case for record in judged} for level in _select_features(find_levels(case))}
-    right: Sizes = dict.fromkeys(sorted({get_result(record.observable) for record in judged}))
-    sizes = dict(found.sizes)
+    results: Sizes = dict.fromkeys(sorted({get_result(record.observable) for record in judged}))
+    right: dict[str, Sizes] = {}
     for asked in SIGNATURE_CASES:
         levels = find_levels(asked.case.id)
         if not any(levels >= one for one in needed) and _select_features(levels) <= known:
-            sizes.setdefault(asked.case.id, right)
-    return Signature(sizes)
+            right[asked.case.id] = results
+    return right
 
 
 def _select_features(levels: frozenset[Level]) -> frozenset[Level]:
-    """Return the levels of a case that are features, without sizes and without levels that others imply."""
+    """Return the levels that a case asks for by itself, without sizes and levels that follow from others."""
     return frozenset(level for level in levels if not level.odds)

@@ -1,0 +1,76 @@
+"""Test which planted bugs are named for each finding of a kernel with several faults."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cases.signature_cases import SIGNATURE_CASES
+from conformance.records import FAIL, PASS, Record, RunInfo
+from conformance.sensitivity.failure_signatures import KnownBug, Signature, load_signatures
+from conformance.session.probes import bug_diagnosis
+from reports.page_model import build_summary
+
+FAULTS = ("window-one-key-too-few", "cap-before-bias", "dk-of-last-head-of-group")
+"""Planted bugs whose numbers a kernel with three faults has."""
+
+
+@pytest.fixture(scope="module")
+def bank() -> list[KnownBug]:
+    return load_signatures()
+
+
+def judge(bank: list[KnownBug], names: tuple[str, ...], *, probes: bool) -> list[Record]:
+    """Judge signature cases as a kernel with these faults would be; without `probes`, cases of another seed."""
+    known = [bug.signature for bug in bank if bug.name in names]
+    found = []
+    for case in (one.case.id for one in SIGNATURE_CASES):
+        if not case.startswith("train/f32") or not all(case in signature.sizes for signature in known):
+            continue
+        wrong = [signature.sizes[case] for signature in known if any(signature.sizes[case].values())]
+        for name, size in (wrong or [known[0].sizes[case]])[0].items():
+            check = "gradients" if name.startswith("d") else "forward" if name == "out" else "residuals"
+            record = Record(
+                implementation="it",
+                platform="cpu",
+                case=case if probes else case.replace("/s0", "/s7"),
+                check=check,
+                observable=name,
+                verdict=PASS if size is None else FAIL,
+                ratio=0.1 if size is None else 10.0**size,
+                limit=4.0,
+                dtype="f32",
+            )
+            found += [record] if "@" not in name else []
+    return found
+
+
+def test_each_of_three_faults_is_named_inside_its_finding(bank: list[KnownBug]) -> None:
+    records, probes = judge(bank, FAULTS, probes=False), judge(bank, FAULTS, probes=True)
+    info = RunInfo(command="", level="quick", environment={}, tolerances=[], probes=probes)
+    summary = build_summary(records, bug_diagnosis.add_diagnoses(info, records))
+    named = [text.diagnosis.bugs[0].name for text in summary.findings if text.diagnosis and text.diagnosis.bugs]
+    assert set(named) == set(FAULTS)
+    for text in summary.findings:
+        assert text.diagnosis is not None
+        assert any(text.diagnosis.bugs[0].name in line for line in text.resemblance)
+
+
+def test_numbers_like_no_bug_are_said_to_be_like_none(bank: list[KnownBug]) -> None:
+    others = [dataclasses.replace(bug, signature=Signature({})) for bug in bank]
+    probes = judge(bank, ("cap-before-bias",), probes=True)
+    records = judge(bank, ("cap-before-bias",), probes=False)
+    info = RunInfo(command="", level="quick", environment={}, tolerances=[], probes=probes)
+    (text,) = build_summary(records, info).findings
+    assert bug_diagnosis.find_similar_bugs([text.finding], probes, {}, others) == {0: []}
+    assert bug_diagnosis.find_similar_bugs([text.finding], [], {}, bank) == {}
+
+
+@pytest.mark.parametrize(("is_followed_up", "says"), [(True, True), (False, False)])
+def test_a_finding_without_time_says_how_to_give_more(bank: list[KnownBug], is_followed_up: bool, says: bool) -> None:
+    records = judge(bank, ("cap-before-bias",), probes=False)
+    info = RunInfo(command="", level="quick", environment={}, tolerances=[])
+    info = bug_diagnosis.add_diagnoses(info, records, is_followed_up=is_followed_up)
+    (text,) = build_summary(records, info).findings
+    assert any("--diagnose-seconds" in line for line in text.resemblance) is says
