@@ -20,12 +20,13 @@ from cases.moba_mask import Moba
 from conformance import declare
 from conformance.checks import CHECKS
 from conformance.contract import Accelerator, Arithmetic, Implementation
+from website import reference_pages
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / ".github" / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "conformance").rglob("*.md")),
 )
 CONTRACT, CHECKED = (ROOT / "docs" / name for name in ("contract.md", "checks.md"))
@@ -48,7 +49,8 @@ def prose(text: str) -> str:
 
 
 def headings(path: Path) -> list[str]:
-    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    page = reference_pages.fill_in(path.read_text(encoding="utf-8"))
+    text = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
 
 
@@ -92,10 +94,18 @@ def words(path: Path) -> str:
 
 
 def told() -> dict[Path, str]:
-    """What modules and documents say, but for files to come (README) and gone (changes)."""
+    """What modules and documents say, but for files to come (README, blocks of `add-*.md`) and gone (changes)."""
     said = {path: words(path) for path in SOURCES}
-    pages = (path for path in (ROOT / "docs").glob("*.md") if path.name != "changelog.md")
-    return said | {path: path.read_text(encoding="utf-8") for path in pages}
+    pages = (path for path in (ROOT / "docs").rglob("*.md") if path.name != "changelog.md")
+    return said | {path: prose_of_guide(path) for path in pages}
+
+
+def prose_of_guide(path: Path) -> str:
+    """The text of a page, without blocks if it guides an addition: their files are to come, as `NAME` is."""
+    page = path.read_text(encoding="utf-8")
+    if not path.name.startswith("add-"):
+        return page
+    return re.sub(r"^```.*?^```|`[^`\n]*\bNAME\b[^`\n]*`", "", page, flags=re.DOTALL | re.MULTILINE)
 
 
 def is_there(module: str) -> bool:

@@ -27,7 +27,7 @@ from impls.moba.moba_tpu import fit_block_rows
 from impls.splash_tpu.block_sizes import LANES
 from impls.varying_axes import find_varying_axes, mark_varying
 
-# Largest number of queries per block, by backend. docs/hardware.md explains the choice for TPU.
+# Largest number of queries per block, by backend. docs/measurements/tpu-cycles.md has the cycles behind that for TPU.
 _MAX_ROWS: Mapping[Backend, int] = {"portable": 256, "tpu": 512}
 
 

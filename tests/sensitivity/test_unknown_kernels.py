@@ -4,7 +4,7 @@ The class of each was written down before it was judged. `unknown_kernels.json` 
 right one, the families that are right to name (none where the fault is of no known class), the levels that it needs,
 and how wrong it was on the six most telling cases. The first set determined the least similarity of a kernel that is
 wrong everywhere. The second set was written after that. The kernels of the third and the fourth set are wrong in
-gradients only (`by_hand`): `docs/findings.md` says what was changed after the third.
+gradients only (`by_hand`): `docs/measurements/diagnosis.md` says what was changed after the third.
 """
 
 from __future__ import annotations

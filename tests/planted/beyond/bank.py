@@ -56,13 +56,13 @@ _MODULES = (
 
 BEYOND: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)
 
-# Check, observable and case, and the level where that is not `quick`.
-_KILLS: dict[str, list[str] | None] = json.loads(Path(__file__).with_name("kills.json").read_text(encoding="utf-8"))
+# Check, observable and case, and the level where that is not `quick`. For bugs that are not seen: the reason.
+_KILLS: dict[str, list[str] | str] = json.loads(Path(__file__).with_name("kills.json").read_text(encoding="utf-8"))
 
 # By which check, observable and case each was seen, of those that were seen.
-SEEN = {name: {kill[0]: Kill(kill[1], kill[2], FAIL, None)} for name, kill in _KILLS.items() if kill is not None}
+SEEN = {name: {kill[0]: Kill(kill[1], kill[2], FAIL, None)} for name, kill in _KILLS.items() if isinstance(kill, list)}
 # At which level each was seen.
-LEVELS = {name: kill[3] if len(kill) > 3 else "quick" for name, kill in _KILLS.items() if kill is not None}
+LEVELS = {name: kill[3] if len(kill) > 3 else "quick" for name, kill in _KILLS.items() if isinstance(kill, list)}
 # Those that were judged at `quick` for half a minute of processor time, or to the end, and were not seen. What
 # `standard` asks beyond that and could see them was asked too.
-UNSEEN = tuple(name for name, kill in _KILLS.items() if kill is None)
+UNSEEN = tuple(name for name, kill in _KILLS.items() if isinstance(kill, str))

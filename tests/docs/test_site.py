@@ -1,0 +1,81 @@
+"""The site builds without a warning, and axe-core finds nothing wrong with its pages."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.reports import browser
+from tests.reports.browser import Tab
+from website import hooks
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = (
+    "index.html",
+    "tutorial.html",
+    "how-to/read-a-finding.html",
+    "reference/command-line.html",
+    "reference/python.html",
+    "reference/records.html",
+    "contract.html",
+    "numerics.html",
+    "verdicts.html",
+    "contributing.html",
+)
+
+FOUND = "result.violations.map((one) => [one.id, one.nodes.map((node) => node.html.slice(0, 120))])"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    if browser.find_browser() is None:
+        pytest.skip("no Chromium here: the site was not tried in one")
+    with browser.open_tab(tmp_path_factory.mktemp("profile")) as made:
+        yield made
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_axe_finds_nothing_on_the_site(tab: Tab, site: Path, width: int, scheme: str) -> None:
+    axe_core = pytest.importorskip("axe_core_python", reason="axe-core is not installed: the site was not audited")
+    axe = (importlib.resources.files(axe_core) / "axe.min.js").read_text(encoding="utf-8") + ";0"
+    tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    tab.open(site / PAGES[0])
+    tab.evaluate("localStorage.clear(); 0")  # the page remembers the scheme of its first visit
+    found = []
+    for page in PAGES:
+        tab.open(site / page, width=width)
+        assert (tab.evaluate("document.body.dataset.mdColorScheme") == "slate") is (scheme == "dark")
+        tab.evaluate(axe)
+        violations = tab.evaluate(f"axe.run().then((result) => {FOUND})")
+        found += [(page, *violation) for violation in violations]
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width, f"{page} is wider than {width} pixels"
+    assert found == []
+
+
+def test_links_out_of_the_documents_lead_to_pages_of_the_site() -> None:
+    page = "[a](../conformance/records.py) [`b`](checks.md#forward) [c](../README.md) `[d](../conformance/records.py)`"
+    assert hooks.rewrite_links(page, "docs/contract.md", "contract.md") == (
+        "[a](source/conformance/records.py.md) [`b`](checks.md#forward) [c](index.md) `[d](../conformance/records.py)`"
+    )
+    assert (
+        hooks.rewrite_links("[a](../docs/checks.md)", ".github/CONTRIBUTING.md", "contributing.md") == "[a](checks.md)"
+    )
+    assert hooks.rewrite_links("[a](../../x/none.py)", "docs/how-to/a.md", "how-to/a.md") == "[a](../../x/none.py)"

@@ -1,0 +1,1 @@
+"""Build the documentation site: MkDocs calls `website.hooks`, and `mkdocs.yml` has the rest."""
