@@ -74,6 +74,8 @@ def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
     output = output.replace(
         _REMOTE_WORKER, posixpath.relpath(_LOCAL_WORKER, posixpath.dirname(page.file.dest_uri) or ".")
     )
+    dialog = 'data-md-component="search" role="dialog"'
+    output = output.replace(dialog, f'{dialog} aria-label="Search"')
     # A code block that scrolls must be reachable by keyboard.
     return output.replace("<pre><span></span><code>", '<pre tabindex="0"><span></span><code>')
 
