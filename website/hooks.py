@@ -29,6 +29,7 @@ ALIASES = {"README.md": "index.md", **MIRRORED}
 # Only the end of a link: its text may hold code spans.
 _LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".md": "markdown", ".json": "json", ".sh": "sh"}
+_REMOTE_WORKER, _LOCAL_WORKER = "https://unpkg.com/iframe-worker/shim", "stylesheets/worker_on_disk.js"
 _LARGEST_FILE = 200_000  # bytes shown of one file; measured tables are larger, and nobody reads them as a page
 
 
@@ -70,6 +71,12 @@ def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
     # Nested lists of the navigation are part of its landmark, and no landmarks of their own.
     output = re.sub(r'(<nav class="md-nav" data-md-level="[1-9]") aria-labelledby="\w+"', r'\1 role="none"', output)
     output = re.sub(r'(<nav class="md-nav" data-md-level="[1-9]" role="none") aria-expanded="\w+"', r"\1", output)
+    # Read from a disk, the theme searches by a script that it loads from another site.
+    output = output.replace(
+        _REMOTE_WORKER, posixpath.relpath(_LOCAL_WORKER, posixpath.dirname(page.file.dest_uri) or ".")
+    )
+    dialog = 'data-md-component="search" role="dialog"'
+    output = output.replace(dialog, f'{dialog} aria-label="Search"')
     # A code block that scrolls must be reachable by keyboard.
     return output.replace("<pre><span></span><code>", '<pre tabindex="0"><span></span><code>')
 

@@ -24,7 +24,8 @@ def test_the_notebook_is_valid() -> None:
 # The tests of pages run the same blocks, and this one as Jupyter does.
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("default")
-def test_the_notebook_prints_what_it_shows(tmp_path: Path) -> None:
+def test_the_notebook_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     shown = nbformat.read(notebook.NOTEBOOK, as_version=4)
     executed = nbformat.read(notebook.NOTEBOOK, as_version=4)
     for cell in executed.cells:

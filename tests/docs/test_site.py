@@ -70,6 +70,29 @@ def test_axe_finds_nothing_on_the_site(tab: Tab, site: Path, width: int, scheme:
     assert found == []
 
 
+@pytest.mark.long
+def test_search_works_from_a_disk(tab: Tab, site: Path) -> None:
+    tab.open(site / "tutorial.html")
+    assert [error for error in tab.errors if "network" in error] == []
+    tab.evaluate(
+        """
+        document.getElementById('__search').click();
+        const searchBox = document.querySelector('.md-search__input');
+        searchBox.focus();
+        searchBox.value = 'soft cap';
+        new Promise((found, missing) => {
+          let left = 600;
+          const timer = setInterval(() => {
+            searchBox.dispatchEvent(new KeyboardEvent('keyup', {bubbles: true}));
+            if (document.querySelector('.md-search-result__item')) { clearInterval(timer); found(true); }
+            if (!--left) { clearInterval(timer); missing('no result after a minute'); }
+          }, 100);
+        })
+        """
+    )
+    assert "soft cap" in tab.evaluate("document.querySelector('.md-search-result').innerText").lower()
+
+
 def test_links_out_of_the_documents_lead_to_pages_of_the_site() -> None:
     page = "[a](../conformance/records.py) [`b`](checks.md#forward) [c](../README.md) `[d](../conformance/records.py)`"
     assert hooks.rewrite_links(page, "docs/contract.md", "contract.md") == (
