@@ -243,6 +243,16 @@ def serialize_end(end: End) -> str:
     return records.serialize_strict_json({"schema": END_SCHEMA} | dataclasses.asdict(end))
 
 
+def serialize_recorded_run(recorded: RecordedRun) -> str:
+    """Serialize a whole run to the content of a file of records."""
+    assert recorded.run is not None
+    jobs = "".join(serialize_job(number, found) for number, found in recorded.done.items())
+    others = "".join(records.serialize_record(record) + "\n" for record in recorded.others)
+    probes = "".join(map(serialize_probe, recorded.probes))
+    end = "" if recorded.end is None else serialize_end(recorded.end) + "\n"
+    return f"{serialize_run(recorded.run)}\n{jobs}{others}{probes}{end}"
+
+
 def read_runs(path: Path) -> list[RecordedRun]:
     """Read the runs of a file: usually one, or several if files were concatenated.
 

@@ -28,7 +28,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from cases.case import OPT_IN, Case
 from cases.operand_registry import GRADIENT_OF, REMOVABLE, RESIDUALS
@@ -143,6 +143,40 @@ def declare(
         return function
 
     return mark
+
+
+class Declarations(TypedDict, total=False):
+    """The keyword arguments of `declare`, for functions that pass them on."""
+
+    products: Products
+    logits: Literal["f32", "input"]
+    softmax: Literal["f32", "input"]
+    group_sums: Literal["f32", "input"]
+    block_sums: int | None
+    scaled_q: bool
+    residuals: Literal["f32", "input"]
+    empty_rows: EmptyRows
+    behind_mask: BehindMask
+    causal: CausalFrom
+    differentiable_residuals: bool
+    memory: Literal["linear"] | None
+    unsupported: Mapping[str, str]
+
+
+def redeclare(function: Callable[..., Any], declarations: Declarations) -> Callable[..., Any]:
+    """Return the function with some of its declarations replaced; the function itself stays as it is.
+
+    Raises:
+      ValueError: for a value that is not one of the choices.
+    """
+    before = _get_declaration(function)
+    known = {field.name for field in dataclasses.fields(Arithmetic)}
+    arithmetic = {name: value for name, value in declarations.items() if name in known}
+    others = {name: value for name, value in declarations.items() if name not in known}
+    changed: dict[str, Any] = {**others, "arithmetic": dataclasses.replace(before.arithmetic, **arithmetic)}
+    wrapped = functools.partial(function)  # has attributes of its own
+    setattr(wrapped, _ATTRIBUTE, dataclasses.replace(before, **changed))
+    return wrapped
 
 
 def build_implementation(

@@ -47,7 +47,15 @@ _ROTATED_PULLBACK_CHECKS = frozenset({"gradients_part", "primal", "poison", "ind
 class Runner:
     """Judge jobs one after the other, and keep compiled functions from one job to the next."""
 
-    def __init__(self, settings: Settings, *, confirmed: float = ENOUGH_CONFIRMED, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        confirmed: float = ENOUGH_CONFIRMED,
+        options: Sequence[str] = (),
+        format_repetition: Callable[[Record], str] | None = None,
+        compiler_options: Mapping[str, bool | int] | None = None,
+    ) -> None:
         """Create a runner.
 
         Args:
@@ -55,9 +63,13 @@ class Runner:
           confirmed: the number of confirmed failures of a result in a check, after which its failures are not judged
             again; 0 to judge no failure again.
           options: command-line options for the commands that reproduce a record: how kernels are found and run.
+          format_repetition: formats what reproduces a record, such as Python code, in place of a command.
+          compiler_options: for first judgements in a process whose XLA flags were not set for judging.
         """
         self._settings = settings
         self._options = tuple(options)
+        self._format_repetition = format_repetition
+        self._compiler_options = compiler_options
         self._confirmed = confirmed
         self._executors: dict[str, Executor] = {}
         self._rejudges: dict[str, Rejudger] = {}
@@ -79,7 +91,9 @@ class Runner:
 
     def stream(self, job: Job) -> Iterator[Record]:
         """Judge one job and yield its records as they come."""
-        executor = self._executors.setdefault(job.implementation.name, create_executor(job.implementation))
+        executor = self._executors.setdefault(
+            job.implementation.name, create_executor(job.implementation, self._compiler_options)
+        )
         subject = Subject(executor, job.case, self._settings.tolerances, job.rotation)
         rejudge = self._rejudges.setdefault(job.implementation.name, Rejudger(executor, self._confirmed))
         self._done += 1
@@ -110,6 +124,8 @@ class Runner:
         settled = self._settings.mark_expected_failures(record, jax.__version__)
         if "--in-process" in self._options and not implementation_registry.is_builtin(record.implementation):
             settled = dataclasses.replace(settled, figures={**settled.figures, records.IN_PROCESS: 1.0})
+        if self._format_repetition is not None:
+            return dataclasses.replace(settled, reproduce=self._format_repetition(settled))
         return dataclasses.replace(settled, reproduce=" ".join((settled.reproduce, *self._options)))
 
     def report_lost(self, job: Job) -> list[Record]:

@@ -19,7 +19,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -166,6 +166,9 @@ class Session:
         folder: Path | None = None,
         handshakes: Sequence[tuple[str, str]] = (),
         is_worker: bool = False,
+        format_repetition: Callable[[Record], str] | None = None,
+        compiler_options: Mapping[str, bool | int] | None = None,
+        writes_step_summary: bool = True,
     ) -> None:
         """Check files, find implementations and plan the jobs.
 
@@ -176,6 +179,9 @@ class Session:
           folder: the folder whose project has the settings; the current one if left out.
           handshakes: pairs of a kernel's name and its handshake with the process that started this one.
           is_worker: whether this is a worker of pytest-xdist. Then another process checks and writes the files.
+          format_repetition: formats what reproduces a record, such as Python code, in place of a command.
+          compiler_options: for first judgements in a process whose XLA flags were not set for judging.
+          writes_step_summary: whether a step of GitHub Actions gets a summary of the run.
 
         Raises:
           CannotJudge: if the run is not possible; the message is one line.
@@ -183,6 +189,9 @@ class Session:
         self._started = time.perf_counter()
         self.options = options
         self._is_worker = is_worker
+        self._format_repetition = format_repetition
+        self._compiler_options = compiler_options
+        self._writes_step_summary = writes_step_summary
         self._is_given = bool(implementations)
         self._journal: Journal | None = None
         self._runner: Runner | None = None
@@ -223,7 +232,8 @@ class Session:
         outputs = check_outputs(
             report=options.report, json=options.json, markdown=options.markdown, prefix=options.option_prefix
         )
-        self._outputs = dataclasses.replace(outputs, step=find_step_summary())
+        step = find_step_summary() if self._writes_step_summary else None
+        self._outputs = dataclasses.replace(outputs, step=step)
         self._baseline = None
         if options.baseline is None:
             return
@@ -372,7 +382,12 @@ class Session:
         return self._runner.judge(job)
 
     def _create_runner(self) -> Runner:
-        return Runner(self.settings, options=self.kernel_options.options)
+        return Runner(
+            self.settings,
+            options=self.kernel_options.options,
+            format_repetition=self._format_repetition,
+            compiler_options=self._compiler_options,
+        )
 
     def record(self, number: int | None, judged: Sequence[Record]) -> None:
         """Write the records of a job to the files. Raises `JournalWriteError`.
@@ -589,6 +604,9 @@ def run_session(
     implementations: Sequence[Implementation] = (),
     show_progress: ShowProgress = show_no_progress,
     say: Say = say_nothing,
+    format_repetition: Callable[[Record], str] | None = None,
+    compiler_options: Mapping[str, bool | int] | None = None,
+    writes_step_summary: bool = True,
 ) -> SessionResult:
     """Run a whole session in this process, and end the kernels' processes.
 
@@ -597,6 +615,9 @@ def run_session(
       implementations: the implementations to judge, in place of those that the options name. They run in this process.
       show_progress: opens a display of the run's progress.
       say: called with lines for the user while the session goes on.
+      format_repetition: formats what reproduces a record, such as Python code, in place of a command.
+      compiler_options: for first judgements in a process whose XLA flags were not set for judging.
+      writes_step_summary: whether a step of GitHub Actions gets a summary of the run.
 
     Raises:
       CannotJudge: if the run is not possible; the message is one line.
@@ -605,7 +626,13 @@ def run_session(
     with interrupts.record_signals():
         try:
             with interrupts.raise_on_signal():
-                session = Session(options, implementations=implementations)
+                session = Session(
+                    options,
+                    implementations=implementations,
+                    format_repetition=format_repetition,
+                    compiler_options=compiler_options,
+                    writes_step_summary=writes_step_summary,
+                )
             return session.compare_with_baseline(session.run_to_end(show_progress, say))
         finally:
             kernel_process.end_all_processes()
