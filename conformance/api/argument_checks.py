@@ -35,10 +35,10 @@ def reject_unknown_keywords(keywords: Mapping[str, Any], function: Any) -> None:
             raise TypeError(f"{function.__name__}() has no argument {name!r}{hint}")
 
 
-def check_level(level: object) -> None:
-    """Raise `ValueError` for a level that does not exist."""
-    if level not in LEVELS:
-        raise ValueError(f"level={level!r} is no level{suggest(level, LEVELS)}")
+def check_level(level: object, known: Sequence[str] = LEVELS) -> None:
+    """Raise `ValueError` for a level that is none of the known ones."""
+    if level not in known:
+        raise ValueError(f"level={level!r} is no level{suggest(level, known)}")
 
 
 def check_names(checks: str | Sequence[str]) -> tuple[str, ...]:

@@ -22,13 +22,16 @@ from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.storage_layout import NOBODY
 from conformance import packages
 from conformance.api import argument_checks
+from conformance.api.subject_lookup import describe_function
 from conformance.check_api.judgement import judge_comparison
+from conformance.check_api.scopes import ImplementationGrids
 from conformance.check_api.subject import Subject
 from conformance.commands.case_description import explain_case
 from conformance.contract import Implementation
 from conformance.execution import stored_calls
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import Declarations, build_implementation, redeclare
+from conformance.judging.run_levels import GRID_LEVELS
 from conformance.records import FAIL, UNJUDGED
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import Bounded
@@ -207,7 +210,7 @@ class CaseData:
             return {name: np.asarray(x) if isinstance(x, jax.Array) else x for name, x in recorded.items()}
         raise AssertionError(f"{function} was not called")  # the call above always reaches `record`
 
-    def run(self, function: Callable[..., Any]) -> dict[str, Array]:
+    def run(self, function: Callable[..., Any] | Implementation) -> dict[str, Array]:
         """Run a function on this case, jitted, and return its results by name, dense and in NumPy.
 
         They are `out`, the residuals that it offers, and in a case of training the gradients for `cotangents`.
@@ -288,9 +291,8 @@ class CaseData:
         dense = np.where(there, flat, absent.astype(flat.dtype))
         return dense if name == "out" else np.moveaxis(dense, 1, 2)
 
-    def _build_executor(self, function: Callable[..., Any]) -> Executor:
-        declared = redeclare(function, self._declarations) if self._declarations else function
-        implementation = build_implementation(declared, getattr(function, "__name__", "function"))
+    def _build_executor(self, function: Callable[..., Any] | Implementation) -> Executor:
+        implementation = _build_implementation(function, self._declarations)
         if (reason := implementation.supports(self.case)) is not None:
             raise ValueError(f"{implementation.name} does not support {self.id}: {reason}")
         return Executor(stored_calls.lower_implementation(implementation))
@@ -328,32 +330,49 @@ def case(case_id: str, **declarations: Unpack[Declarations]) -> CaseData:
 
 
 def cases(
-    query: str | None = None, *, level: Literal["quick", "standard", "deep"] = "quick", seed: int = 0
+    query: str | None = None,
+    *,
+    function: Callable[..., Any] | Implementation | None = None,
+    level: Literal["quick", "standard", "deep"] = "quick",
+    seed: int = 0,
 ) -> Sequence[str]:
     """Return the ids of the cases of a level, or those that match a query.
 
     Example:
       >>> import conformance
-      >>> len(conformance.cases("train/f32/*/causal")) > 0
-      True
+      >>> conformance.cases("train/f32/*/window-l31-r0/normal")[0]
+      'train/f32/B1.T128.S128.N2.K2.H64.V64/window-l31-r0/normal/s0'
 
     Args:
       query: a prefix of whole parts of an id; `*` is a wildcard.
+      function: a kernel, for the cases that it is judged by: those with pages or other stored operands are only there
+        for kernels that take these.
       level: the level of the grid.
       seed: the base seed of the grid.
 
     Raises:
+      TypeError: if `function` is no attention function.
       ValueError: for a level that does not exist.
     """
     packages.claim_names()
-    argument_checks.check_level(level)
-    grids = (build_grid(level, seed).cases, build_grid(level, seed, model=size_model.MODEL).cases)
-    found = dict.fromkeys(one.id for grid in grids for one in grid)
+    argument_checks.check_level(level, GRID_LEVELS)
+    if function is None:
+        grids = (build_grid(level, seed), build_grid(level, seed, model=size_model.MODEL))
+    else:
+        grids = tuple(ImplementationGrids(_build_implementation(function, {}), level, seed).all_grids)
+    found = dict.fromkeys(one.id for grid in grids for one in grid.cases)
     return tuple(one for one in found if query is None or matches_query(query, one))
 
 
 class _Recorded(Exception):  # noqa: N818 -- ends a call whose arguments are recorded
     """The function was called; its arguments are recorded."""
+
+
+def _build_implementation(function: Callable[..., Any] | Implementation, declarations: Declarations) -> Implementation:
+    if isinstance(function, Implementation):
+        return function
+    declared = redeclare(function, declarations) if declarations else function
+    return build_implementation(declared, describe_function(function))
 
 
 def _build_oracle(declarations: Declarations) -> Implementation:
@@ -368,7 +387,7 @@ def _build_oracle(declarations: Declarations) -> Implementation:
 
 def _build_full_function(case: Case) -> Callable[..., Any]:
     """Build a function with every parameter that a function of the case's storage form may have."""
-    form = None if case.storage is None else FORMS[case.storage_spec.form]
+    form = None if case.stored is None else FORMS[case.stored.form]
     operands = ("q", "k", "v") if form is None else form.operands
     options = ("mask", *(operand.name for operand in REMOVABLE)) if form is None else form.parameters
     kinds = inspect.Parameter
