@@ -146,8 +146,11 @@ def check(
     if not sandbox and (timeout is not None or memory is not None):
         raise ValueError("timeout and memory go with sandbox=True: in this process a call cannot be limited")
     packages.claim_names()
-    if (reason := environment.find_disabled_jit()) is not None:
-        raise RuntimeError(f"{reason}. Leave jax.disable_jit, or unset JAX_DISABLE_JIT")
+    if environment.find_disabled_jit() is not None:
+        raise RuntimeError(
+            "JIT compilation is off here (jax.disable_jit, or JAX_DISABLE_JIT): kernels would be judged without being "
+            "compiled. Leave jax.disable_jit, or unset the variable"
+        )
     label = name if name is not None else describe_function(function)
     expression = repr(function) if isinstance(function, str) else describe_expression(label)
     repeat = _build_repetition(expression, {"sandbox": True} if sandbox else {}, declarations)
@@ -192,7 +195,7 @@ def check(
                 writes_step_summary=False,
             )
     except CannotJudge as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(str(error)) from None
     found = build_report(subject.implementation.name, result)
     if result.how == INTERRUPTED and result.reason != FIRST_FAILURE:
         if (stopped := interrupts.get_received_signal()) not in (None, signal.SIGINT):
