@@ -39,12 +39,6 @@ _DEFAULT_OPTIONS: dict[str, bool | int] = {
     "--xla_cpu_use_fusion_emitters=false": True,
     "--xla_gpu_autotune_level=0": 4,
 }
-# The flags of `_FAST_COMPILE` as compiler options of one program.
-_FAST_COMPILE_OPTIONS: dict[str, bool | int] = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_multi_thread_eigen": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
 # On x86, use no fused multiply-add. Without optimisation XLA fuses a product and a sum in some loops of a program and
 # not in others. Then two computations of one value can differ. The gradient of a maximum looks for the elements equal
 # to the maximum, finds none, and divides by zero. No option of one program undoes this flag; another process can do
@@ -203,19 +197,6 @@ def build_default_options() -> dict[str, bool | int]:
     return {
         flag.removeprefix("--").partition("=")[0]: value for flag, value in _DEFAULT_OPTIONS.items() if flag in flags
     }
-
-
-def build_fast_options() -> dict[str, bool | int]:
-    """Return compiler options that make compiling fast in a process whose XLA flags do not; empty on accelerators.
-
-    They stand for the flags of `_FAST_COMPILE`, which XLA reads only once, when the first backend starts.
-    """
-    import jax  # imported late: `prepare_environment` must run first
-
-    flags = os.environ.get("XLA_FLAGS", "")
-    if jax.default_backend() != "cpu" or any(flag in flags for flag in _FAST_COMPILE):
-        return {}
-    return dict(_FAST_COMPILE_OPTIONS)
 
 
 def build_default_flags() -> str:

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 
 from cases import size_model
 from cases.case import Case, matches_query
-from cases.grid import build_grid
+from cases.grid import Grid, build_grid
 from cases.operand_registry import REMOVABLE, RESIDUALS
 from cases.operand_values import Cotangent, Problem
 from cases.storage_forms.form_registry import FORMS
@@ -357,7 +357,7 @@ def cases(
     packages.claim_names()
     argument_checks.check_level(level, GRID_LEVELS)
     if function is None:
-        grids = (build_grid(level, seed), build_grid(level, seed, model=size_model.MODEL))
+        grids: Sequence[Grid] = (build_grid(level, seed), build_grid(level, seed, model=size_model.MODEL))
     else:
         grids = tuple(ImplementationGrids(_build_implementation(function, {}), level, seed).all_grids)
     found = dict.fromkeys(one.id for grid in grids for one in grid.cases)

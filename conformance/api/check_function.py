@@ -17,6 +17,7 @@ from conformance.api import argument_checks
 from conformance.api.progress import choose_display
 from conformance.api.report import Report, build_report
 from conformance.api.subject_lookup import describe_expression, describe_function, load_subject
+from conformance.checks import CHECKS_BY_NAME
 from conformance.contract import Implementation
 from conformance.execution.plain_functions import Declarations
 from conformance.records import Record
@@ -72,7 +73,7 @@ def check(
     name: str | None = None,
     sandbox: bool = False,
     timeout: float | None = None,
-    memory: float | None = None,
+    max_gib: float | None = None,
     fail_fast: bool = False,
     confirm_seconds: float | None = None,
     diagnose_seconds: float | None = None,
@@ -91,6 +92,9 @@ def check(
     It runs in this process. JAX's settings, environment variables, signal handlers and warning filters are afterwards
     what they were. Programs are judged with `jax_enable_x64` and the NaN checks off, whatever the caller has set; the
     check `transforms` turns `jax_enable_x64` on. JAX's caches of compiled programs are cleared on the way.
+
+    Programs are compiled under the XLA flags of this process, which takes about three times as long as under those that
+    the command line sets. The check `sharding` needs four devices, and is unjudged where this process has fewer.
 
     Example:
       >>> import conformance
@@ -119,7 +123,7 @@ def check(
       sandbox: whether it runs in a confined process of its own, as from the command line. A function that no module
         has is sent there by cloudpickle, which must be installed.
       timeout: seconds that one call may take, with `sandbox`.
-      memory: GiB that the process may take, with `sandbox`.
+      max_gib: GiB that the process may take, with `sandbox`.
       fail_fast: whether to stop at the first failure.
       confirm_seconds: time for cases that confirm findings; a share of the run's time by default.
       diagnose_seconds: time for a comparison with planted bugs; a share of the run's time by default.
@@ -143,8 +147,8 @@ def check(
         argument_checks.check_level(level)
     else:
         argument_checks.parse_case_argument(case)
-    if not sandbox and (timeout is not None or memory is not None):
-        raise ValueError("timeout and memory go with sandbox=True: in this process a call cannot be limited")
+    if not sandbox and (timeout is not None or max_gib is not None):
+        raise ValueError("timeout and max_gib go with sandbox=True: in this process a call cannot be limited")
     packages.claim_names()
     if environment.find_disabled_jit() is not None:
         raise RuntimeError(
@@ -165,7 +169,7 @@ def check(
             seeds=argument_checks.list_seeds(seeds),
             pullback=pullback,
             timeout=timeout,
-            memory=memory,
+            memory=max_gib,
             in_process=not sandbox,
             fail_fast=fail_fast,
             confirm_seconds=confirm_seconds,
@@ -178,7 +182,7 @@ def check(
         kernels = build_kernel_options(
             in_process=not sandbox,
             timeout=timeout,
-            memory=memory,
+            memory=max_gib,
             hidden_files=options.named_files,
             option_prefix="",
         )
@@ -191,7 +195,6 @@ def check(
                 show_progress=show_progress,
                 say=say,
                 format_repetition=repeat,
-                compiler_options={} if subject.is_sandboxed else environment.build_fast_options(),
                 writes_step_summary=False,
             )
     except CannotJudge as error:
@@ -250,7 +253,7 @@ def _build_repetition(
         asked: dict[str, Any] = {}
         if record is not None:
             asked["case"] = record.case
-            if record.check in argument_checks.CHECKS_BY_NAME:
+            if record.check in CHECKS_BY_NAME:
                 asked["checks"] = record.check
             if (found := _PULLBACK.search(record.reproduce)) is not None:
                 asked["pullback"] = found[1]
@@ -263,14 +266,13 @@ def _build_repetition(
 @contextlib.contextmanager
 def _isolate_settings() -> Iterator[None]:
     """Judge under JAX's and NumPy's default settings, and restore the caller's."""
-    numpy_settings = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
     with (
         jax.enable_x64(False),
         jax.debug_nans(False),
         jax.debug_infs(False),
         jax.numpy_rank_promotion("allow"),
         jax.numpy_dtype_promotion("standard"),
-        np.errstate(**numpy_settings),  # type: ignore[call-overload] # the values are literals
+        np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"),
     ):
         yield
 

@@ -118,9 +118,9 @@ class Executor:
             self.begin(_run_gradients_lse, problem, cotangent.out, cotangent.logsumexp)
 
     def with_default_flags(self) -> Executor | None:
-        """Return an executor with JAX's default compiler options; None if this executor uses them already."""
+        """Return an executor with JAX's default compiler options; None if this process uses them already."""
         options = environment.build_default_options()
-        return None if options == self.options else Executor(self.implementation, options)
+        return Executor(self.implementation, options) if options else None
 
     def create_fresh(self) -> Executor:
         """Return an executor with the same implementation and options, and no compiled functions."""

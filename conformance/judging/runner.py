@@ -54,7 +54,6 @@ class Runner:
         confirmed: float = ENOUGH_CONFIRMED,
         options: Sequence[str] = (),
         format_repetition: Callable[[Record], str] | None = None,
-        compiler_options: Mapping[str, bool | int] | None = None,
     ) -> None:
         """Create a runner.
 
@@ -64,12 +63,10 @@ class Runner:
             again; 0 to judge no failure again.
           options: command-line options for the commands that reproduce a record: how kernels are found and run.
           format_repetition: formats what reproduces a record, such as Python code, in place of a command.
-          compiler_options: for first judgements in a process whose XLA flags were not set for judging.
         """
         self._settings = settings
         self._options = tuple(options)
         self._format_repetition = format_repetition
-        self._compiler_options = compiler_options
         self._confirmed = confirmed
         self._executors: dict[str, Executor] = {}
         self._rejudges: dict[str, Rejudger] = {}
@@ -91,9 +88,7 @@ class Runner:
 
     def stream(self, job: Job) -> Iterator[Record]:
         """Judge one job and yield its records as they come."""
-        executor = self._executors.setdefault(
-            job.implementation.name, create_executor(job.implementation, self._compiler_options)
-        )
+        executor = self._executors.setdefault(job.implementation.name, create_executor(job.implementation))
         subject = Subject(executor, job.case, self._settings.tolerances, job.rotation)
         rejudge = self._rejudges.setdefault(job.implementation.name, Rejudger(executor, self._confirmed))
         self._done += 1

@@ -201,17 +201,12 @@ def load_sandboxed(
         raise ImplementationNotFound(make_printable(f"{name} declares what no implementation can: {error}")) from error
 
 
-def create_executor(implementation: Implementation, options: Mapping[str, bool | int] | None = None) -> Executor:
-    """Return an executor for an implementation, in the kernel's process if it has one.
-
-    Args:
-      implementation: the implementation.
-      options: compiler options for an implementation in this process. A process of its own has flags instead.
-    """
+def create_executor(implementation: Implementation) -> Executor:
+    """Return an executor for an implementation, in the kernel's process if it has one."""
     call = implementation.call
-    if isinstance(call, KernelProxy):
-        return SandboxedExecutor(implementation, call.process)
-    return Executor(implementation, options)
+    return (
+        SandboxedExecutor(implementation, call.process) if isinstance(call, KernelProxy) else Executor(implementation)
+    )
 
 
 def collect_handshakes(implementations: Iterable[Implementation]) -> tuple[tuple[str, str], ...]:

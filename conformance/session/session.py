@@ -19,7 +19,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -167,7 +167,6 @@ class Session:
         handshakes: Sequence[tuple[str, str]] = (),
         is_worker: bool = False,
         format_repetition: Callable[[Record], str] | None = None,
-        compiler_options: Mapping[str, bool | int] | None = None,
         writes_step_summary: bool = True,
     ) -> None:
         """Check files, find implementations and plan the jobs.
@@ -180,7 +179,6 @@ class Session:
           handshakes: pairs of a kernel's name and its handshake with the process that started this one.
           is_worker: whether this is a worker of pytest-xdist. Then another process checks and writes the files.
           format_repetition: formats what reproduces a record, such as Python code, in place of a command.
-          compiler_options: for first judgements in a process whose XLA flags were not set for judging.
           writes_step_summary: whether a step of GitHub Actions gets a summary of the run.
 
         Raises:
@@ -190,7 +188,6 @@ class Session:
         self.options = options
         self._is_worker = is_worker
         self._format_repetition = format_repetition
-        self._compiler_options = compiler_options
         self._writes_step_summary = writes_step_summary
         self._is_given = bool(implementations)
         self._journal: Journal | None = None
@@ -386,7 +383,6 @@ class Session:
             self.settings,
             options=self.kernel_options.options,
             format_repetition=self._format_repetition,
-            compiler_options=self._compiler_options,
         )
 
     def record(self, number: int | None, judged: Sequence[Record]) -> None:
@@ -605,7 +601,6 @@ def run_session(
     show_progress: ShowProgress = show_no_progress,
     say: Say = say_nothing,
     format_repetition: Callable[[Record], str] | None = None,
-    compiler_options: Mapping[str, bool | int] | None = None,
     writes_step_summary: bool = True,
 ) -> SessionResult:
     """Run a whole session in this process, and end the kernels' processes.
@@ -616,7 +611,6 @@ def run_session(
       show_progress: opens a display of the run's progress.
       say: called with lines for the user while the session goes on.
       format_repetition: formats what reproduces a record, such as Python code, in place of a command.
-      compiler_options: for first judgements in a process whose XLA flags were not set for judging.
       writes_step_summary: whether a step of GitHub Actions gets a summary of the run.
 
     Raises:
@@ -630,7 +624,6 @@ def run_session(
                     options,
                     implementations=implementations,
                     format_repetition=format_repetition,
-                    compiler_options=compiler_options,
                     writes_step_summary=writes_step_summary,
                 )
             return session.compare_with_baseline(session.run_to_end(show_progress, say))

@@ -52,7 +52,9 @@ class CallableKernel:
         pytest.param(CallableKernel(), id="object"),
         pytest.param(conformance.declare(logits="input")(scaled(1.0)), id="declared"),
         pytest.param("dot_product", id="name"),
-        pytest.param(conformance.Implementation(name="mine", call=conformance.reference_attention), id="implementation"),
+        pytest.param(
+            conformance.Implementation(name="mine", call=conformance.reference_attention), id="implementation"
+        ),
     ],
 )
 def test_anything_that_computes_attention_can_be_judged(function: Any) -> None:
@@ -148,7 +150,9 @@ def test_what_could_not_be_judged_is_neither_a_pass_nor_an_assertion() -> None:
         ({"report": "/no/such/folder/report.html"}, ValueError, ["report", "/no/such/folder"]),
     ],
 )
-def test_a_wrong_argument_is_named_with_its_remedy(arguments: dict[str, Any], kind: type[Exception], words: Any) -> None:
+def test_a_wrong_argument_is_named_with_its_remedy(
+    arguments: dict[str, Any], kind: type[Exception], words: Any
+) -> None:
     with pytest.raises(kind) as raised:
         conformance.check(kernels.attention, progress=False, **arguments)
     for word in words:
