@@ -233,8 +233,10 @@ class CaseData:
         Example:
           >>> import conformance
           >>> case = conformance.case("train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0")
-          >>> print(case.compare(case.expected["out"] + 1e-3))
-          out         fail  ratio 1536, limit 4  at [0, 74, 1, 5]: got 0.0009988, expected -1.2e-06, bound 6.51e-07
+          >>> case.compare(case.expected["out"]).passes
+          True
+          >>> case.compare(case.expected["out"] + 1e-3)["out"].verdict
+          'fail'
 
         Args:
           results: results by name, such as `{"out": ..., "dk": ...}`; or `out` alone; or `(out, residuals)` as a
@@ -340,8 +342,8 @@ def cases(
 
     Example:
       >>> import conformance
-      >>> conformance.cases("train/f32/*/window-l31-r0/normal")[0]
-      'train/f32/B1.T128.S128.N2.K2.H64.V64/window-l31-r0/normal/s0'
+      >>> conformance.cases("train/f32")[0].startswith("train/f32/B")
+      True
 
     Args:
       query: a prefix of whole parts of an id; `*` is a wildcard.

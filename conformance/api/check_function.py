@@ -107,7 +107,7 @@ def check(
       >>> report.conforms
       False
       >>> report.findings[0].cause
-      'out is wrong in every case'
+      'out is wrong'
       >>> print(report.findings[0].code)
       conformance.check(attention, case='train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0', checks='forward')
 
