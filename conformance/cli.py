@@ -89,6 +89,7 @@ def _add_sensitivity(commands: argparse._SubParsersAction[CommandParser]) -> Non
     adding.add_argument("--new", action="store_true", help="only bugs without a saved, up-to-date measurement")
     adding.add_argument("--level", choices=LEVELS, help="the level at which each bug is judged (quick)")
     adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
+    _add_cluster_option(adding)
     adding.add_argument("--report", metavar="FILE.html", help="write the page here")
     adding.add_argument("--save", action="store_true", help="save the measurements: later reports show them")
     about = "measure which bugs a second, independent case detects; continues where it was stopped"
@@ -190,6 +191,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     how.add_argument(
         "--jobs", type=int, metavar="N", help="worker processes (one a core on CPU, up to 8 on a GPU, 1 on TPUs)"
     )
+    _add_cluster_option(how)
     how.add_argument(
         "--shard",
         type=_parse_shard,
@@ -220,6 +222,13 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     how.add_argument(
         "--require-platform", choices=("cpu", "gpu", "tpu"), help="exit with 2 if nothing was judged on this platform"
     )
+
+
+def _add_cluster_option(command: argparse._ActionsContainer) -> None:
+    about = (
+        "judge on the workers of this Dask cluster: tcp://HOST:PORT, or its scheduler file (see docs/how-to/cluster.md)"
+    )
+    command.add_argument("--cluster", metavar="ADDRESS", help=about)
 
 
 def _parse_shard(text: str) -> tuple[int, int]:
@@ -288,6 +297,7 @@ def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
     limits.add_argument("--seconds", type=float, metavar="N", help="time for drawing cases (explore: 60, ci: no limit)")
     limits.add_argument("--examples", type=int, metavar="N", help="most cases to judge (explore: no limit, ci: 50)")
     limits.add_argument("--seed", type=int, metavar="N", help="seed for drawing cases (explore: random, ci: 0)")
+    _add_cluster_option(limits)
     output = explore.add_argument_group("output")
     output.add_argument("--report", metavar="FILE.html", help="write the page here, and its records beside it (.jsonl)")
     output.add_argument("--json", metavar="FILE", help="write the records here, one JSON object a line")
@@ -325,6 +335,8 @@ def _add_list(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 def _uses_workers(arguments: argparse.Namespace) -> bool:
     """Predict from its arguments whether the command will start worker processes."""
+    if getattr(arguments, "cluster", None) is not None:
+        return False
     return getattr(arguments, "jobs", 1) != 1 and getattr(arguments, "case", None) is None
 
 

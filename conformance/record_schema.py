@@ -83,6 +83,7 @@ class RecordLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="sc
     seconds: float = 0.0
     figures: dict[str, Figure] = {}
     files: dict[str, str] = {}
+    host: str = ""
 
 
 class ArrayFields(Struct, kw_only=True, forbid_unknown_fields=True):

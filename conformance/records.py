@@ -49,7 +49,7 @@ _WORST_FIRST = (FAIL, ERROR, UNEXPECTED_PASS, EXPECTED_FAIL, PASS, UNJUDGED, UNS
 
 _NUMERIC_FIELDS = ("ratio", "rms", "ratio_flash", "limit", "rms_limit", "margin")
 # Fields of a record with text that may come from a kernel or its author.
-_TEXT_FIELDS = ("implementation", "case", "check", "observable", "reason", "remedy", "pattern", "reproduce")
+_TEXT_FIELDS = ("implementation", "case", "check", "observable", "reason", "remedy", "pattern", "reproduce", "host")
 
 
 _MAX_MESSAGE_LENGTH = 500
@@ -123,6 +123,7 @@ class Record:
         that was judged with `--in-process` has `in_process`.
       files: digests of the files that the kernel read for the first time during this judgement. The run record has the
         files that the kernel read when it was loaded.
+      host: the host that judged it, if an executor did, such as a cluster; else empty, for the host of the run.
       run: a label of the record's run if runs that differ were merged; else empty. The label is not written to files,
         since the record's position in a file shows its run.
       schema: the name and version of the format in which the record is written.
@@ -151,6 +152,7 @@ class Record:
     seconds: float = 0.0
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     files: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    host: str = ""
     run: str = ""
     schema: str = RECORD_SCHEMA
 
@@ -225,6 +227,7 @@ class RunInfo:
       files: for contenders that several runs judged, the files of these runs.
       runs: for the same contenders, the marks that identify these runs within their files (`Run.identity_mark`).
       unsandboxed: whether the kernel ran without a complete sandbox.
+      check_meanings: what each check tests, in one sentence, by the name of the check.
     """
 
     command: str
@@ -245,6 +248,7 @@ class RunInfo:
     files: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     runs: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     unsandboxed: dict[str, bool] = dataclasses.field(default_factory=dict)
+    check_meanings: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def serialize_record(record: Record) -> str:
@@ -256,7 +260,7 @@ def to_plain_data(record: Record) -> dict[str, Any]:
     """Return the JSON object of a record, without its empty optional fields."""
     data = dataclasses.asdict(record)
     del data["run"]
-    for name in ("figures", "files", "pattern", "error_map"):  # most records have none
+    for name in ("figures", "files", "pattern", "error_map", "host"):  # most records have none
         if not data[name]:
             del data[name]
     return data

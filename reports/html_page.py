@@ -30,20 +30,21 @@ MAX_ROWS = 200
 SECTIONS = {
     "findings": "Findings",
     "verdict": "Verdict",
-    "features": "Implementations by feature",
-    "checks": "Implementations by check",
+    "features": "Results by feature",
+    "checks": "Results by check",
     "records": "Records",
     "reasons": "Unsupported and unjudged",
-    "ratios": "Distance to the limit",
-    "gradients": "Gradients against both backward passes",
-    "discrimination": "Discrimination",
+    "ratios": "Distance to the limits",
+    "gradients": "Gradients against two backward passes",
+    "discrimination": "Strength of the cases",
     "compiled": "Compiled for accelerators",
     "speed": "Speed and memory",
-    "detection": "What this gate catches",
+    "detection": "Which planted bugs the checks find",
     "coverage": "Coverage",
-    "tolerances": "Tolerances",
+    "tolerances": "Limits",
     "environment": "Environment",
     "cost": "Cost",
+    "words": "Checks and terms",
 }
 """The titles of the page's sections, in order, by their HTML anchors."""
 RECORD_COLUMNS = (

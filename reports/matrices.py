@@ -1,4 +1,4 @@
-"""Build the two matrices of the HTML page: contenders by features, and contenders by checks.
+"""Build the two matrices of the HTML page: features by contenders, and checks by contenders.
 
 Each cell has the counts of its records, its worst error figure, and the records to show first.
 """
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from conformance.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record
-from reports.matrix_columns import CHECK_KINDS, FEATURE_KINDS, group_columns
+from reports.matrix_rows import CHECK_KINDS, FEATURE_KINDS, group_rows
 from reports.metrics import Counts, Metric, count_verdicts, find_worst_metric, rank_record, rank_share
 from reports.record_groups import NO_FEATURE, Contender, RecordGroups
 
@@ -54,7 +54,7 @@ class MatrixCell:
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        """The sort key of the cell within its column, the worst first.
+        """The sort key of the cell among those of its contender, the worst first.
 
         The key has the state, the largest error figure as a share of its limit, and the number of red records. A red
         cell without an error figure ranks worst, for example one in which every call raised.
@@ -65,14 +65,14 @@ class MatrixCell:
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A matrix of contenders (rows) by features or by checks (columns).
+    """A matrix of features or of checks (rows) by contenders (columns).
 
     Attributes:
       kind: `feature` or `check`.
-      contenders: the rows.
-      groups: pairs of a kind of column, such as `mask`, and the columns of that kind.
-      cells: the cells by contender and column; there is no cell where there are no records.
-      ranks: the place of a cell in its column, the worst first; equal cells share a place.
+      contenders: the columns.
+      groups: pairs of a kind of row, such as `mask`, and the rows of that kind.
+      cells: the cells by contender and row; there is no cell where there are no records.
+      ranks: the place of a cell among those of its contender, the worst first; equal cells share a place.
     """
 
     kind: str
@@ -82,18 +82,18 @@ class Matrix:
     ranks: Mapping[tuple[Contender, str], int]
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """The names of all columns, in order."""
-        return tuple(column for _, columns in self.groups for column in columns)
+    def rows(self) -> tuple[str, ...]:
+        """The names of all rows, in order."""
+        return tuple(row for _, rows in self.groups for row in rows)
 
 
 def build_matrices(groups: RecordGroups) -> tuple[Matrix, Matrix]:
-    """Build the matrix of contenders by features, and the matrix of contenders by checks.
+    """Build the matrix of features by contenders, and the matrix of checks by contenders.
 
-    A record counts in the column of each of its features.
+    A record counts in the row of each of its features.
     """
-    features = group_columns(_list_columns(groups.by_feature), FEATURE_KINDS)
-    checks = group_columns(_list_columns(groups.by_check), CHECK_KINDS)
+    features = group_rows(_list_rows(groups.by_feature), FEATURE_KINDS)
+    checks = group_rows(_list_rows(groups.by_check), CHECK_KINDS)
     contenders = tuple(groups.by_contender)
     return (
         _build_matrix("feature", contenders, features, groups.by_feature),
@@ -111,40 +111,40 @@ def rank_for_table(record: Record) -> tuple[int, float, tuple[str, ...]]:
     return 0 if record.verdict in RED else others.get(record.verdict, 3), -rank_record(record), record.key
 
 
-def _list_columns(groups: Iterable[tuple[Contender, str]]) -> tuple[str, ...]:
-    """List the columns in the order of first appearance, `NO_FEATURE` last."""
-    columns = dict.fromkeys(column for _, column in groups)
-    return tuple(sorted(columns, key=lambda column: column == NO_FEATURE))
+def _list_rows(groups: Iterable[tuple[Contender, str]]) -> tuple[str, ...]:
+    """List the rows in the order of first appearance, `NO_FEATURE` last."""
+    rows = dict.fromkeys(row for _, row in groups)
+    return tuple(sorted(rows, key=lambda row: row == NO_FEATURE))
 
 
 def _build_matrix(
     kind: str,
     contenders: tuple[Contender, ...],
-    columns: Sequence[tuple[str, tuple[str, ...]]],
+    rows: Sequence[tuple[str, tuple[str, ...]]],
     groups: Mapping[tuple[Contender, str], Sequence[Record]],
 ) -> Matrix:
-    names = [column for _, found in columns for column in found]
+    names = [row for _, found in rows for row in found]
     places = {contender: place for place, contender in enumerate(contenders)}
-    numbers = {column: number for number, column in enumerate(names)}
+    numbers = {row: number for number, row in enumerate(names)}
     cells = {
-        (contender, column): MatrixCell(
+        (contender, row): MatrixCell(
             count_verdicts(records),
             find_worst_metric(records),
             _list_reasons(records),
             tuple(heapq.nsmallest(SHOWN_PER_CELL, records, key=rank_for_table)),
-            f"records-{places[contender]}-{kind}-{numbers[column]}",
+            f"records-{places[contender]}-{kind}-{numbers[row]}",
         )
-        for (contender, column), records in groups.items()
+        for (contender, row), records in groups.items()
     }
-    return Matrix(kind, contenders, tuple(columns), cells, _rank_cells(cells))
+    return Matrix(kind, contenders, tuple(rows), cells, _rank_cells(cells))
 
 
 def _rank_cells(cells: Mapping[tuple[Contender, str], MatrixCell]) -> dict[tuple[Contender, str], int]:
-    columns: dict[str, set[tuple[int, float, int]]] = {}
-    for (_, column), cell in cells.items():
-        columns.setdefault(column, set()).add(cell.rank)
-    places = {column: {each: place for place, each in enumerate(sorted(ranks))} for column, ranks in columns.items()}
-    return {(contender, column): places[column][cell.rank] for (contender, column), cell in cells.items()}
+    ranks: dict[Contender, set[tuple[int, float, int]]] = {}
+    for (contender, _), cell in cells.items():
+        ranks.setdefault(contender, set()).add(cell.rank)
+    places = {one: {each: place for place, each in enumerate(sorted(found))} for one, found in ranks.items()}
+    return {(contender, row): places[contender][cell.rank] for (contender, row), cell in cells.items()}
 
 
 def _list_reasons(records: Iterable[Record]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from conformance.measurements import Measurement
 from conformance.records import EXPECTED_FAIL, FLAGS_DIFFER, JUDGED, Record, RunInfo
+from reports import section_summaries
 from reports.causes.finding import classify_record
 from reports.causes.finding_text import FindingText, describe_finding, list_evidence
 from reports.causes.root_causes import find_contender_causes
@@ -24,11 +25,14 @@ from reports.conformity import (
     summarize_run,
 )
 from reports.detection_section import Detection, build_detection
+from reports.glossary import Glossary, build_glossary
+from reports.limit_distances import DistanceChart, build_distance_charts
 from reports.matrices import Matrix, build_matrices
 from reports.measures import Measures, build_measures
 from reports.metrics import Counts, count_verdicts, rank_failure
 from reports.record_groups import Contender, RecordGroups, group_by_contender, group_by_result, group_records
 from reports.record_query import RecordFiles
+from reports.section_summaries import SectionSummary
 from reports.speed_section import SpeedPanel, build_speed_panels
 from reports.text_format import format_count
 
@@ -203,7 +207,7 @@ class Page:
       files: the files of records that commands on the page read.
       findings: the findings with their records.
       expected: groups of expected failures.
-      features, checks: the matrices of contenders by features, and by checks.
+      features, checks: the matrices of features by contenders, and of checks by contenders.
       cases: the cases that have an HTML anchor on the page; `cases_hidden` more have none.
       reasons: reasons why records were not judged; `reasons_hidden` more are left out.
       measures: tables of the spread of ratios, gradients, margins and cost.
@@ -211,6 +215,9 @@ class Page:
       speed: timings of implementations side by side, one panel for each case and phase.
       detection: the section on planted bugs that the checks detect; None if that was not measured.
       coverage, tolerances: tables of the run record.
+      distances: how far each check stays from its limits.
+      glossary: what the checks and terms of the page mean.
+      folded: one line about each section that the page folds, by the address of the section.
     """
 
     summary: Summary
@@ -229,6 +236,9 @@ class Page:
     detection: Detection | None
     coverage: FreeTable
     tolerances: FreeTable
+    distances: tuple[DistanceChart, ...]
+    glossary: Glossary
+    folded: Mapping[str, SectionSummary]
 
     @property
     def case_addresses(self) -> frozenset[str]:
@@ -271,6 +281,10 @@ def build_page(summary: Summary, measurements: Sequence[Measurement] = (), file:
     cases = _list_cases(groups)
     reasons = _list_reasons(groups)
     expected = {key: group for key, group in groups.by_result.items() if key[-1] == EXPECTED_FAIL}
+    measures = build_measures(groups)
+    compiled = build_compiled_section(groups.compilations)
+    speed = build_speed_panels(measurements)
+    detection = build_detection(run.detection)
     return Page(
         summary=summary,
         files=files,
@@ -282,12 +296,28 @@ def build_page(summary: Summary, measurements: Sequence[Measurement] = (), file:
         cases_hidden=max(0, len(cases) - MAX_CASES),
         reasons=reasons[:MAX_ROWS],
         reasons_hidden=max(0, len(reasons) - MAX_ROWS),
-        measures=build_measures(groups),
-        compiled=build_compiled_section(groups.compilations),
-        speed=build_speed_panels(measurements),
-        detection=build_detection(run.detection),
+        measures=measures,
+        compiled=compiled,
+        speed=speed,
+        detection=detection,
         coverage=build_free_table(run.coverage),
         tolerances=build_free_table(run.tolerances),
+        distances=build_distance_charts(groups),
+        glossary=(glossary := build_glossary(checks.rows, run.check_meanings)),
+        folded={
+            "reasons": section_summaries.summarize_reasons(groups, summary.total),
+            "ratios": section_summaries.summarize_ratios(measures.distributions),
+            "gradients": section_summaries.summarize_gradients(measures.gradients),
+            "discrimination": section_summaries.summarize_margins(measures.margins),
+            "compiled": section_summaries.summarize_compiled(compiled),
+            "speed": section_summaries.summarize_speed(speed),
+            "detection": section_summaries.summarize_detection(detection),
+            "coverage": section_summaries.summarize_coverage(run.coverage),
+            "tolerances": section_summaries.summarize_tolerances(run.tolerances),
+            "environment": section_summaries.summarize_environment(run),
+            "cost": section_summaries.summarize_cost(measures.cost),
+            "words": section_summaries.summarize_glossary(glossary),
+        },
     )
 
 

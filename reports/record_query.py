@@ -42,13 +42,13 @@ class RecordFiles:
         return ",".join(map(_quote_json, self.runs.get(contender.label, ())))
 
 
-def build_query_command(contender: Contender, kind: str, column: str, files: RecordFiles) -> str:
+def build_query_command(contender: Contender, kind: str, row: str, files: RecordFiles) -> str:
     """Build a command that prints the records of a matrix cell, one per line.
 
     Args:
-      contender: the row of the cell.
+      contender: the column of the cell.
       kind: the kind of the matrix, `feature` or `check`.
-      column: the column of the cell, a feature or a check.
+      row: the row of the cell, a feature or a check.
       files: the files that hold the records.
     """
     conditions = [
@@ -57,11 +57,11 @@ def build_query_command(contender: Contender, kind: str, column: str, files: Rec
         f".platform=={_quote_json(contender.platform)}",
     ]
     if kind == "check":
-        conditions.append(f".check=={_quote_json(column)}")
-    elif column == NO_FEATURE:
+        conditions.append(f".check=={_quote_json(row)}")
+    elif row == NO_FEATURE:
         conditions.append("(.features|length)==0")
     else:
-        conditions.append(f"(.features|index({_quote_json(column)}))")
+        conditions.append(f"(.features|index({_quote_json(row)}))")
     query = f"select({' and '.join(conditions)})"
     if runs := files.format_runs(contender):
         return f"jq -cn {_quote_shell(SELECT_RUNS % (runs, query))} {files.get_files(contender)}"

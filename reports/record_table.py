@@ -51,9 +51,9 @@ def serialize_records(page: Page) -> Markup:
     contenders, files = page.features.contenders, page.files
     names = {
         "contenders": _NumberedValues(contenders),
-        "checks": _NumberedValues(page.checks.columns),
+        "checks": _NumberedValues(page.checks.rows),
         "observables": _NumberedValues(),
-        "features": _NumberedValues(page.features.columns),
+        "features": _NumberedValues(page.features.rows),
         "cases": _NumberedValues(),
         "texts": _NumberedValues([""]),
     }

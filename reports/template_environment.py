@@ -6,15 +6,19 @@ import jinja2
 
 from reports import text_format
 from reports.call_figure import render_call_chart
+from reports.distance_figure import render_distances
 from reports.error_map_figure import render_error_map
 from reports.metrics import list_metrics
+from reports.term_links import mark_terms
 
 _FILTERS = {
     "call_chart": render_call_chart,
+    "distances": render_distances,
     "duration": text_format.format_duration,
     "error_map": render_error_map,
     "factor": text_format.format_factor,
     "figures": text_format.format_figures,
+    "mark_terms": mark_terms,
     "metric_text": text_format.format_metric,
     "metrics": list_metrics,
     "number": text_format.format_number,

@@ -61,6 +61,12 @@ def format_share(value: float | None) -> str:
     return f"{format_number(value, digits=digits)}{TIMES}"
 
 
+def format_multiple(share: float | None) -> str:
+    """Format a multiple of a limit for a sentence: with a times sign whatever it is."""
+    text = format_share(share)
+    return text if share is None or text.endswith(TIMES) else f"{text}{TIMES}"
+
+
 def format_duration(seconds: float) -> str:
     """Format a duration in seconds, or from one minute on in minutes or hours."""
     if not math.isfinite(seconds):

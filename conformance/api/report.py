@@ -16,7 +16,7 @@ from conformance.runs import COMPLETE
 from conformance.session.failures import CannotJudge
 from conformance.session.run_outputs import check_writable
 from conformance.session.session import FIRST_FAILURE, SessionResult
-from reports import conformity, html_page, markdown_summary, notebook_fragment, terminal
+from reports import conformity, html_fragment, html_page, markdown_summary, terminal
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,7 +71,7 @@ class Report:
         return f"<Report: {self.name} {self.verdict}, {count}, {len(self.records)} records>"
 
     def _repr_html_(self) -> str:
-        return notebook_fragment.render_fragment(self.session.summary, self.verdict, self.reason)
+        return html_fragment.render_fragment(self.session.summary)
 
     def to_pandas(self) -> pd.DataFrame:
         """Return the records as a table, one row for each judgement.

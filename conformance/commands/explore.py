@@ -13,12 +13,15 @@ from conformance.commands.argument_lookup import check_outputs, format_command_l
 from conformance.commands.progress_display import ExplorationProgress
 from conformance.judging import flag_share, provenance
 from conformance.judging.journal import Journal, JournalWriteError
+from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.run_aggregation import EXPLORATION_LEVEL, aggregate_runs
 from conformance.judging.run_plan import Plan
+from conformance.judging.task_pools import ExecutorFailed
 from conformance.records import RED
 from conformance.runs import COMPLETE, FAILED, INTERRUPTED
 from conformance.session import project_lookup, run_annotations, run_options
 from conformance.session.failures import CannotJudge
+from conformance.session.remote_pools import open_cluster
 from conformance.session.run_outputs import find_step_summary
 from reports import terminal
 from reports.page_model import build_summary
@@ -52,6 +55,7 @@ def explore(arguments: argparse.Namespace) -> int:
         limits=chosen.tolerances.rows(),
         kernels=kernels,
     )
+    remote = open_cluster(arguments.cluster, (implementation.name,)) if arguments.cluster is not None else None
     interrupts.stop_raising()  # from here on, a signal ends the search, and the results so far are written
     console = Console(stderr=True)
     console.print(f"seed {budget.seed}", highlight=False)
@@ -69,12 +73,24 @@ def explore(arguments: argparse.Namespace) -> int:
 
             try:
                 found = exploring.explore(
-                    implementation, chosen, budget, query=arguments.cases, on_case=on_case, options=kernels.options
+                    implementation,
+                    chosen,
+                    budget,
+                    query=arguments.cases,
+                    on_case=on_case,
+                    options=kernels.options,
+                    pool=remote.pool if remote is not None else None,
+                    kernels=kernels,
                 )
             except exploring.NothingToDraw as error:
                 raise _end_journal(journal, f"there is no case to draw: {error}") from error
             except exploring.InvalidClues as error:
                 raise _end_journal(journal, f"{error} (`run` judges the kernel without these clues)") from error
+            except (ExecutorFailed, WorkerMismatch) as error:
+                raise _end_journal(journal, str(error)) from error
+            finally:
+                if remote is not None:
+                    remote.close()
         written = {record.key for record in journal.recorded.records}
         journal.add_records([record for record in found.records if record.key not in written])
         excess = flag_share.find_excess(journal.recorded.records)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from cases.case import Case
 from cases.case_space.clue_numbers import Clues
 from cases.operand_registry import REMOVABLE
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from conformance.records import Record
 
 
@@ -97,3 +100,13 @@ def describe_exploration(exploration: Exploration, seed: int) -> list[str]:
         lines.append(f"wrong as drawn: {exploration.first}")
         lines.append(f"smallest found: {exploration.failing} ({exploration.shrinks} others tried{stopped})")
     return lines
+
+
+def build_exploration_runner(settings: Settings, options: Sequence[str]) -> Runner:
+    """Build the runner of an exploration. It judges every failure a second time.
+
+    A failure that depends on the compiler's flags must not be shrunk. A case that passes where a failure is expected
+    does not count as wrong.
+    """
+    lenient = tuple(dataclasses.replace(entry, some=True) for entry in settings.expected_failures)
+    return Runner(dataclasses.replace(settings, expected_failures=lenient), confirmed=math.inf, options=options)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 import random
 import sys
@@ -39,11 +40,19 @@ from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
 from conformance.execution import kernel_errors
 from conformance.execution.kernel_constants import report_clues
-from conformance.judging.exploration import Exploration, JudgedCase, compute_plainness, describe_exploration
+from conformance.judging.exploration import (
+    Exploration,
+    JudgedCase,
+    build_exploration_runner,
+    compute_plainness,
+    describe_exploration,
+)
 from conformance.judging.job import Job
-from conformance.judging.runner import Runner
+from conformance.judging.parallel_judging import judge_in_parallel
 from conformance.judging.settings import Settings
+from conformance.judging.task_pools import TaskPool
 from conformance.records import Record
+from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import ProcessLost
 from conformance.sandbox.sandboxed_executor import create_executor
 from conformance.truth import disk_cache
@@ -177,6 +186,10 @@ class OutOfTime(BaseException):
     """
 
 
+class _BatchDecided(Exception):  # noqa: N818 -- the name says what happened
+    """Raised to end a batch: a case is wrong and all before it are right, or the time is up."""
+
+
 class WrongCase(Exception):  # noqa: N818 -- the name says what happened
     """Raised in a test for a wrong case, so that Hypothesis shrinks the case."""
 
@@ -190,6 +203,8 @@ def explore(
     clues: Clues | None = None,
     on_case: Callable[[JudgedCase], None] = lambda seen: None,
     options: Sequence[str] = (),
+    pool: TaskPool | None = None,
+    kernels: KernelOptions | None = None,
 ) -> Exploration:
     """Draw cases that `implementation` supports and judge them, until one is wrong or the budget is spent.
 
@@ -202,13 +217,19 @@ def explore(
       clues: numbers near which sizes are tried; by default the numbers found in the implementation's source.
       on_case: called with each judged case.
       options: command-line options for the commands that reproduce a record: how the kernel is found and run.
+      pool: judges drawn cases in its processes, several at once; None to judge them here. A wrong case is shrunk here.
+        The first wrong case in the order of drawing counts, so a pool changes nothing but the time.
+      kernels: how the processes of `pool` find the kernel, and where they run it.
 
     Raises:
       cases.case_space.alternatives.NothingToDraw: if no plain case is both supported and matched by `query`.
       InvalidClues: if the kernel's process sends no valid clues.
     """
     found_clues = _request_clues(implementation) if clues is None else clues
-    return _Explorer(implementation, settings, budget, query, found_clues, on_case, options).run()
+    explorer = _Explorer(
+        implementation, settings, budget, query, found_clues, on_case, options, pool, kernels or KernelOptions()
+    )
+    return explorer.run()
 
 
 class _Explorer:
@@ -223,11 +244,11 @@ class _Explorer:
         clues: Clues,
         on_case: Callable[[JudgedCase], None],
         options: Sequence[str],
+        pool: TaskPool | None,
+        kernels: KernelOptions,
     ) -> None:
-        lenient = tuple(dataclasses.replace(entry, some=True) for entry in settings.expected_failures)
-        # Judge every failure a second time: a failure that depends on the compiler's flags must not be shrunk.
-        settings = dataclasses.replace(settings, expected_failures=lenient)
-        self._runner = Runner(settings, confirmed=math.inf, options=options)
+        self._runner = build_exploration_runner(settings, options)
+        self._pool, self._kernels = pool, kernels
         self._implementation = implementation
         self._budget = budget
         self._query = query
@@ -287,10 +308,7 @@ class _Explorer:
                 self._draw_pool(strategy, [seeds.getrandbits(64) for _ in range(_BATCHES_PER_POOL)])
                 for strategy in strategies
             ]
-            for _ in range(_JUDGED_PER_POOL):
-                for strategy, pool in zip(strategies, pools, strict=True):
-                    if self._first is None:
-                        self._judge_best(strategy, pool)
+            self._judge_pools(strategies, pools)
             fruitless = fruitless + 1 if len(self._right) == before else 0
 
     def _draw_pool(self, strategy: _Strategy, seeds: Sequence[int]) -> _Pool:
@@ -302,17 +320,59 @@ class _Explorer:
             pool.update((case, seed) for case in drawn if case not in pool and case not in self._right)
         return pool
 
-    def _judge_best(self, strategy: _Strategy, pool: _Pool) -> None:
-        """Judge the case of a pool that has the most new combinations of properties.
+    def _judge_pools(self, strategies: Sequence[_Strategy], pools: Sequence[_Pool]) -> None:
+        """Judge the most novel cases of the pools until one is wrong.
 
-        If the case is wrong, draw its batch again, so that Hypothesis shrinks the case.
+        Then draw its batch again, so that Hypothesis shrinks the case.
         """
-        if not (left := [case for case in pool if case not in self._right]):
+        for number, case, judged in self._judge_chosen(self._choose_cases(pools)):
+            if self._add_drawn(case, judged):
+                self._run_batch(strategies[number], pools[number][case], self._raise_if_wrong)
+                return
+
+    def _choose_cases(self, pools: Sequence[_Pool]) -> Iterator[tuple[int, Case]]:
+        """Yield the cases of the pools that have the most new combinations of properties, the pools taking turns.
+
+        Each case comes with the number of its pool. It is chosen when it is asked for, after what was judged before.
+        """
+        chosen: set[Case] = set()
+        for _ in range(_JUDGED_PER_POOL):
+            for number, pool in enumerate(pools):
+                if left := [case for case in pool if case not in self._right and case not in chosen]:
+                    case = self._novelty.find_best(left)
+                    self._novelty.add_case(case)
+                    chosen.add(case)
+                    yield number, case
+
+    def _judge_chosen(self, chosen: Iterator[tuple[int, Case]]) -> Iterator[tuple[int, Case, list[Record]]]:
+        """Judge chosen cases with all checks of the grid, and yield their records in the order of the cases.
+
+        With a pool of processes, several cases are judged at once.
+        """
+        if self._pool is None:
+            for number, case in chosen:
+                self._raise_if_spent()
+                yield number, case, self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
             return
-        case = self._novelty.find_best(left)
-        self._novelty.add_case(case)
-        if self._judge_drawn(case):
-            self._run_batch(strategy, pool[case], self._raise_if_wrong)
+        self._raise_if_spent()
+        examples = self._budget.examples
+        batch = list(itertools.islice(chosen, None if examples is None else examples - len(self._right)))
+        judged: dict[Case, list[Record]] = {}
+
+        def on_job(job: Job, found: list[Record]) -> None:
+            judged[job.case] = found
+            known = itertools.takewhile(lambda drawn: drawn[1] in judged, batch)
+            if self._is_late() or any(_is_wrong(judged[case]) for _, case in known):
+                raise _BatchDecided
+
+        jobs = [Job(self._implementation, case, _GRID_CHECKS) for _, case in batch]
+        with contextlib.suppress(_BatchDecided):
+            judge_in_parallel(
+                jobs, self._pool, self._kernels, on_job, self._runner.report_lost, one_by_one=True, exploring=True
+            )
+        for number, case in itertools.takewhile(lambda drawn: drawn[1] in judged, batch):
+            yield number, case, judged[case]
+        self._raise_if_spent()
 
     def _run_batch(self, strategy: _Strategy, seed: int, each: Callable[[Case], object]) -> None:
         """Run Hypothesis on one batch: call `each` with drawn cases, and shrink a case for which it raises."""
@@ -330,18 +390,20 @@ class _Explorer:
         if case in self._wrong or self._judge_smaller(case):
             raise WrongCase
 
-    def _judge_drawn(self, case: Case) -> bool:
-        """Judge a drawn case with all checks of the grid, and return whether it is wrong."""
-        if self._is_budget_spent():
-            raise OutOfTime
-        judged = self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
-        wrong = any(record.verdict in _WRONG for record in judged)
+    def _add_drawn(self, case: Case, judged: list[Record]) -> bool:
+        """Add a drawn case and its records to the result, and return whether the case is wrong."""
+        wrong = _is_wrong(judged)
         if wrong:
             self._first = case
             self._found_at = time.monotonic()
         (self._wrong if wrong else self._right)[case] = judged
         self._on_case(JudgedCase(case, judged, shrinking=False))
         return wrong
+
+    def _raise_if_spent(self) -> None:
+        """Raise `OutOfTime` if no further case may be judged."""
+        if self._is_budget_spent():
+            raise OutOfTime
 
     def _is_budget_spent(self) -> bool:
         return self._is_late() or (self._budget.examples is not None and len(self._right) >= self._budget.examples)
@@ -455,6 +517,10 @@ def use_temporary_home() -> Iterator[None]:
             yield
         finally:
             configuration.set_hypothesis_home_dir(None)
+
+
+def _is_wrong(judged: Sequence[Record]) -> bool:
+    return any(record.verdict in _WRONG for record in judged)
 
 
 def _is_judged(judged: Sequence[Record]) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from conformance import records, runs
+from conformance.checks import CHECKS
 from conformance.judging.block_coverage import describe_block_counts
 from conformance.records import JUDGED, Extent, Record, RunInfo
 from conformance.runs import Kernel, RecordedRun, Run
@@ -108,6 +109,7 @@ def aggregate_runs(
         extents=extents,
         probes=records.merge_records(*(group.probes for group in groups)),
         unsandboxed={name: True for name, _, kernel in kernels if kernel is not None and kernel.is_unsandboxed},
+        check_meanings={check.name: check.question for check in CHECKS},
         files={group.name: sorted(group.sources) for group in groups if group.label},
         runs={group.name: marks for group in groups if (marks := _list_marks(group, groups))},
     )
@@ -364,7 +366,7 @@ def _sum_seconds(recorded: Iterable[RecordedRun]) -> float:
 
 
 def _build_notes(recorded: Sequence[RecordedRun], extents: Mapping[str, Extent]) -> list[str]:
-    """Build the notes of a report: missing shards, stopped runs, unconfined kernels, jobs not judged, unknown facts."""
+    """Build the notes of a report: what is missing, stopped or not judged, and where it ran."""
     notes = [one.note for one in recorded if one.note]
     for one in recorded:
         where = f"{one.source}: " if one.source else ""
@@ -378,6 +380,8 @@ def _build_notes(recorded: Sequence[RecordedRun], extents: Mapping[str, Extent])
     kernels = [each for one in recorded if one.run for each in one.run.kernels.items()]
     notes += dict.fromkeys(f"{name} {kernel.place}" for name, kernel in kernels if kernel.place)
     notes += _find_missing_shards(recorded)
+    if hosts := sorted({record.host for one in recorded for record in one.records} - {""}):
+        notes.append(f"judged on {', '.join(hosts)}")
     judged = {record.implementation for one in recorded for record in one.records}
     planned = dict.fromkeys(job.implementation for one in recorded if one.run for job in one.run.jobs)
     notes += [f"{name}: none of its jobs was judged" for name in planned if name not in judged]

@@ -1,4 +1,4 @@
-"""Examine planted bugs and measure their signatures in several worker processes.
+"""Examine planted bugs and measure their signatures in several processes.
 
 Each worker gets the name of a bug and loads the bug from its bank. A bug itself contains functions, which as a rule
 cannot be sent to another process.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from conformance.judging import worker_pool
+from conformance.judging.task_pools import TaskPool
 from conformance.sensitivity.bank import PlantedBug, load_bank
 from conformance.sensitivity.examination import Examination, examine
 from conformance.sensitivity.failure_signatures import KnownBug, measure_known_bug
@@ -20,23 +20,22 @@ class BugKilledProcess(Exception):  # noqa: N818 -- the name reads as a statemen
 
 
 def examine_parallel(
-    bank: str, names: Sequence[str], level: str, processes: int, on_bug: Callable[[Examination], None]
+    bank: str, names: Sequence[str], level: str, pool: TaskPool, on_bug: Callable[[Examination], None]
 ) -> None:
-    """Examine planted bugs in worker processes. Ctrl-C stops the workers at once.
+    """Examine planted bugs in the processes of a pool. Ctrl-C ends this at once.
 
     Args:
       bank: the bank that contains the bugs, as `module:attribute`.
       names: names of the bugs to examine.
       level: the level of the grid of cases: `"smoke"`, `"quick"`, ...
-      processes: number of worker processes.
+      pool: the processes.
       on_bug: called with the result of each bug as soon as it is known.
 
     Raises:
       BugKilledProcess: if a bug kills the process that examines it.
     """
-    worker_pool.run_tasks(
+    pool.run_tasks(
         names,
-        processes,
         functools.partial(_examine, bank, level),
         on_result=lambda name, found: on_bug(found),
         split=lambda name: (name,),
@@ -44,11 +43,10 @@ def examine_parallel(
     )
 
 
-def measure_parallel(bank: str, names: Sequence[str], processes: int, on_bug: Callable[[KnownBug], None]) -> None:
-    """Measure the signatures of planted bugs in worker processes; arguments and errors as in `examine_parallel`."""
-    worker_pool.run_tasks(
+def measure_parallel(bank: str, names: Sequence[str], pool: TaskPool, on_bug: Callable[[KnownBug], None]) -> None:
+    """Measure the signatures of planted bugs; arguments and errors as in `examine_parallel`."""
+    pool.run_tasks(
         names,
-        processes,
         functools.partial(_measure, bank),
         on_result=lambda name, found: on_bug(found),
         split=lambda name: (name,),

@@ -67,6 +67,7 @@ class RunOptions:
       require_sandbox: whether kernels are refused if the sandbox is not complete on this machine.
       shard: the number of the part to judge, from 1, and the number of parts; None to judge all.
       jobs: the number of worker processes; None to choose it by the machine.
+      cluster: address or scheduler file of the Dask cluster that judges; None to judge on this machine.
       fail_fast: whether the run stops at the first failure.
       confirm_seconds: seconds for cases that confirm findings; None for a share of the run's time.
       diagnose_seconds: seconds for a comparison with planted bugs; None for a share of the run's time.
@@ -104,6 +105,7 @@ class RunOptions:
     require_sandbox: bool = False
     shard: tuple[int, int] | None = None
     jobs: int | None = None
+    cluster: str | None = None
     fail_fast: bool = False
     confirm_seconds: float | None = None
     diagnose_seconds: float | None = None
@@ -148,6 +150,11 @@ class RunOptions:
         if self.full_size and (not self.problem or self.case is not None):
             raise CannotJudge(
                 f"{self.spell('full_size')} goes with {problem}: it selects the size of the problem's cases"
+            )
+        if self.cluster is not None and self.jobs is not None:
+            raise CannotJudge(
+                f"{self.spell('cluster')} and {self.spell('jobs')} contradict each other: the cluster has its own "
+                "number of workers"
             )
         if self.pullback and self.case is None:
             raise CannotJudge(

@@ -14,6 +14,7 @@ The command line, the pytest gate and Python callers all use `Session`. It goes 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -41,9 +42,11 @@ from conformance.judging.journal import (
     load_resumed_run,
 )
 from conformance.judging.parallel_judging import judge_in_parallel
+from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.judging.run_plan import Plan
 from conformance.judging.runner import Runner, build_changed_file_records, build_hardware_records
+from conformance.judging.task_pools import ExecutorFailed, LocalPool
 from conformance.records import JUDGED, RED, Record, RunInfo
 from conformance.runs import COMPLETE, FAILED, INTERRUPTED, RecordedRun, Run, read_runs
 from conformance.sandbox import kernel_process
@@ -60,6 +63,7 @@ from conformance.session.project_lookup import (
     parse_case,
     select_problem_cases,
 )
+from conformance.session.remote_pools import RemotePool, open_pool
 from conformance.session.run_comparison import compare_runs, gather_compared_runs, read_compared_runs
 from conformance.session.run_options import RunOptions
 from conformance.session.run_outputs import check_outputs, check_writable, find_step_summary
@@ -168,6 +172,7 @@ class Session:
         is_worker: bool = False,
         format_repetition: Callable[[Record], str] | None = None,
         writes_step_summary: bool = True,
+        executor: concurrent.futures.Executor | None = None,
     ) -> None:
         """Check files, find implementations and plan the jobs.
 
@@ -180,6 +185,9 @@ class Session:
           is_worker: whether this is a worker of pytest-xdist. Then another process checks and writes the files.
           format_repetition: formats what reproduces a record, such as Python code, in place of a command.
           writes_step_summary: whether a step of GitHub Actions gets a summary of the run.
+          executor: runs the jobs in its processes, in place of worker processes of this session. They find
+            implementations by name, so it cannot be combined with `implementations`. `options.jobs` is the number of
+            its workers (one a core).
 
         Raises:
           CannotJudge: if the run is not possible; the message is one line.
@@ -217,9 +225,14 @@ class Session:
             raise CannotJudge(self._describe_empty_plan())
         self._numbers = {id(job): number for number, job in enumerate(self.plan.jobs)}
         self.jobs = run_plan.select_shard(self.plan.jobs, *options.shard) if options.shard else tuple(self.plan.jobs)
+        self._remote: RemotePool | None = None
+        if executor is not None or options.cluster is not None:
+            self._remote = open_pool(options, self.implementations, executor, is_given=self._is_given)
         if options.resume is not None and not is_worker:
             self._run, self._finished = self._load_resumed()
         self.notes = [] if not self._finished else [describe_resumed_jobs(len(self._finished))]
+        if self._remote is not None:
+            self.notes += self._remote.notes
 
     def _check_files(self) -> None:
         """Check that outputs can be written, and read the baseline, before the slow steps of a session."""
@@ -313,7 +326,7 @@ class Session:
 
     def _describe_run(self) -> Run:
         options = self.options
-        return provenance.build_run(
+        run = provenance.build_run(
             self.implementations,
             self.plan,
             command=options.command,
@@ -325,6 +338,8 @@ class Session:
             limits=self.settings.tolerances.rows(),
             kernels=self.kernel_options,
         )
+        remote = self._remote.environment if self._remote is not None else {}
+        return dataclasses.replace(run, environment={**run.environment, **remote})
 
     def _load_resumed(self) -> tuple[Run, dict[int, tuple[Record, ...]]]:
         """Load the run that `--resume` continues, and the records of its finished jobs by number."""
@@ -426,6 +441,8 @@ class Session:
             return INTERRUPTED, str(error)
         except implementation_registry.ImplementationNotFound as error:  # a worker may fail to load a kernel
             return FAILED, str(error)
+        except (ExecutorFailed, WorkerMismatch) as error:
+            return FAILED, str(error)
         except KeyboardInterrupt:
             return INTERRUPTED, interrupts.describe_signal()
         if missing := sum(self._numbers[id(job)] not in self.recorded.done for job in self.jobs):
@@ -434,13 +451,17 @@ class Session:
 
     def _judge_waiting(self, jobs: Sequence[Job], on_job: Callable[[Job, list[Record]], None]) -> None:
         runner = self._create_runner()
-        workers = 1 if self._is_given else self.options.jobs or _choose_worker_count(len(jobs))
-        if workers == 1:
-            runner.run(jobs, on_job)
+        if self._remote is not None:
+            pool = self._remote.pool
         else:
-            judge_in_parallel(
-                jobs, workers, self.kernel_options, on_job, runner.report_lost, one_by_one=self.options.fail_fast
-            )
+            workers = 1 if self._is_given else self.options.jobs or _choose_worker_count(len(jobs))
+            if workers == 1:
+                runner.run(jobs, on_job)
+                return
+            pool = LocalPool(workers)
+        judge_in_parallel(
+            jobs, pool, self.kernel_options, on_job, runner.report_lost, one_by_one=self.options.fail_fast
+        )
 
     def follow_up(self, say: Say = say_nothing) -> None:
         """Confirm findings, compare failing kernels with planted bugs, and with `--shrink` shrink findings.
@@ -450,17 +471,24 @@ class Session:
         assert self._journal is not None
         if interrupts.get_received_signal() or not any(record.verdict in RED for record in self.recorded.records):
             return
-        options, runner = self.options, self._create_runner()
+        options, runner, implementations = self.options, self._create_runner(), self._list_implementations_here()
         if not options.is_one_case_or_problem:
             seconds = follow_up.FollowUpSeconds(options.confirm_seconds, options.diagnose_seconds)
             spent = time.perf_counter() - self._started
-            follow_up.follow_up(self._journal, self.implementations, runner, seconds, spent=spent, say=say)
+            follow_up.follow_up(self._journal, implementations, runner, seconds, spent=spent, say=say)
         if options.shrink and interrupts.get_received_signal() is None:
             from conformance.session.probes import finding_shrinker  # imported late: it loads Hypothesis
 
             with interrupts.end_on_signal():
-                for line in finding_shrinker.shrink_findings(self._journal, self.implementations, runner, say):
+                for line in finding_shrinker.shrink_findings(
+                    self._journal, self._list_implementations_here(), runner, say
+                ):
                     self._shrunk.append(line)  # one by one, so that a signal loses no finished line
+
+    def _list_implementations_here(self) -> list[Implementation]:
+        """Return the implementations that this process can judge further, on the platform where they were judged."""
+        elsewhere = self._remote.pool.platforms if self._remote is not None else frozenset()
+        return [each for each in self.implementations if each.accelerator.platform not in elsewhere]
 
     def finish(self, how: str, reason: str) -> SessionResult:
         """Add the records that concern the run as a whole, close the files, and build the result.
@@ -476,8 +504,13 @@ class Session:
         excess: list[Record] = []
         try:
             judged = {record.implementation for record in self.recorded.records}
+            on_chip = {(record.implementation, record.platform) for record in self.recorded.records}
             self._journal.add_records(
-                build_hardware_records(each for each in self.implementations if each.name in judged)
+                build_hardware_records(
+                    each
+                    for each in self.implementations
+                    if each.name in judged and (each.name, each.accelerator.platform) not in on_chip
+                )
             )
             excess = flag_share.find_excess(self.recorded.records)
             self._journal.add_records(excess)
@@ -545,9 +578,11 @@ class Session:
         try:
             self.begin()
         except JournalWriteError as error:
+            self.close()
             raise CannotJudge(str(error)) from error
         try:
             how, reason = self.judge_jobs(show_progress)
+            self.close()
             if how == COMPLETE:
                 self.follow_up(say)
         except JournalWriteError as error:
@@ -558,9 +593,16 @@ class Session:
                 seconds = time.perf_counter() - self._started
                 self._journal.end(FAILED, reason=f"{type(error).__name__}: {error}", seconds=seconds)
             raise
+        finally:
+            self.close()
         result = self.finish(how, reason)
         self.write_outputs(result)
         return result
+
+    def close(self) -> None:
+        """End the connection to a cluster, if there is one. `run_to_end` does this itself."""
+        if self._remote is not None:
+            self._remote.close()
 
     def _lacks_platform(self, records: Sequence[Record]) -> bool:
         required = self.options.require_platform
@@ -602,6 +644,7 @@ def run_session(
     say: Say = say_nothing,
     format_repetition: Callable[[Record], str] | None = None,
     writes_step_summary: bool = True,
+    executor: concurrent.futures.Executor | None = None,
 ) -> SessionResult:
     """Run a whole session in this process, and end the kernels' processes.
 
@@ -612,6 +655,7 @@ def run_session(
       say: called with lines for the user while the session goes on.
       format_repetition: formats what reproduces a record, such as Python code, in place of a command.
       writes_step_summary: whether a step of GitHub Actions gets a summary of the run.
+      executor: runs the jobs in its processes, which find implementations by name.
 
     Raises:
       CannotJudge: if the run is not possible; the message is one line.
@@ -625,6 +669,7 @@ def run_session(
                     implementations=implementations,
                     format_repetition=format_repetition,
                     writes_step_summary=writes_step_summary,
+                    executor=executor,
                 )
             return session.compare_with_baseline(session.run_to_end(show_progress, say))
         finally:

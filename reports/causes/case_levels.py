@@ -16,7 +16,7 @@ from typing import Any
 
 from cases.operand_registry import OPTIONAL
 from cases.storage_forms.form_registry import FORMS, read_storage
-from reports.matrix_columns import FEATURE_KINDS
+from reports.matrix_rows import FEATURE_KINDS
 
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
 _SIZES = ("batch", "q_length", "kv_length", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim")

@@ -1,9 +1,10 @@
 "use strict";
-// Add a table of all records, filters, and one tab stop for each matrix. Text never becomes markup.
+// Add a table of all records, filters that live in the address, tooltips, and one tab stop for each matrix.
+// Text never becomes markup.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
-  const STEP = 50;
+  const STEP = 25;
   const createElement = (tag, text, kind) => {
     const element = document.createElement(tag);
     if (text !== undefined) element.textContent = text;
@@ -152,16 +153,108 @@
     return `jq ${runs ? "-cn" : "-c"} '${program.replaceAll("'", "'\\''")}' ${file}`;
   };
 
-  // Filter by the address of a cell, of a finding's records, or of a case.
+  // The filters live in the address: `#records?verdict=red&check=forward`. So a link restores the view, and the
+  // browser's back button undoes a filter. Names stand for numbers, so that a link survives a new run.
+  const find = byId("find");
+  const nameOf = {
+    verdict: (value) => (value === "red" ? value : data.verdicts[value][0]), contender: (value) => data.contenders[value][0],
+    check: (value) => data.checks[value], observable: (value) => data.observables[value],
+    feature: (value) => data.features[value], finding: (value) => value,
+  };
+  const parameters = { verdict: "verdict", contender: "implementation", check: "check", observable: "result", feature: "feature", finding: "finding" };
+  const stateText = () => {
+    const state = new URLSearchParams();
+    for (const [name, parameter] of Object.entries(parameters))
+      if (form.elements[name].value !== "") state.set(parameter, nameOf[name](form.elements[name].value));
+    if (form.elements.text.value.trim()) state.set("text", form.elements.text.value.trim());
+    if (only !== null) state.set("case", only);
+    if (order.by) state.set("sort", `${order.by}${order.down ? "-down" : "-up"}`);
+    if (find && find.elements.text.value.trim()) state.set("find", find.elements.text.value.trim());
+    return state.toString();
+  };
+  // A choice is a step that the back button undoes; a letter that is typed is none.
+  const writeState = (anchor, isStep) => {
+    const state = stateText();
+    const hash = state ? `#${anchor}?${state}` : `#${anchor}`;
+    if (hash === location.hash) return;
+    if (isStep) history.pushState(null, "", hash);
+    else history.replaceState(null, "", hash);
+  };
+  const readState = (text) => {
+    const state = new URLSearchParams(text);
+    for (const [name, parameter] of Object.entries(parameters)) {
+      const wanted = state.get(parameter);
+      const option = [...form.elements[name].options].find((one) => one.value !== "" && nameOf[name](one.value) === wanted);
+      form.elements[name].value = option ? option.value : "";
+    }
+    form.elements.text.value = state.get("text") ?? "";
+    only = state.get("case");
+    const [, by, direction] = /^(\w+)-(down|up)$/.exec(state.get("sort") ?? "") ?? [];
+    sortBy(heads().some((button) => button.dataset.by === by) ? by : "", direction === "down");
+    if (find) {
+      find.elements.text.value = state.get("find") ?? "";
+      narrow();
+    }
+  };
+  const heads = () => [...table.tHead.querySelectorAll("button")];
+  const sortBy = (by, down) => {
+    Object.assign(order, { by, down });
+    for (const button of heads()) {
+      button.parentElement.removeAttribute("aria-sort");
+      if (button.dataset.by === by) button.parentElement.setAttribute("aria-sort", down ? "descending" : "ascending");
+    }
+  };
+
+  const sections = [...document.querySelectorAll(".finding")].map((section) => [section, section.textContent.toLowerCase()]);
+  const narrow = () => {
+    const text = find.elements.text.value.trim().toLowerCase();
+    let left = 0;
+    for (const [section, content] of sections) {
+      section.hidden = !content.includes(text);
+      left += section.hidden ? 0 : 1;
+    }
+    find.querySelector("[role=status]").textContent = text ? `${left} of ${sections.length}` : "";
+  };
+  if (find) {
+    find.addEventListener("input", () => {
+      narrow();
+      writeState("findings", false);
+    });
+    find.addEventListener("submit", (event) => event.preventDefault());
+  }
+
+  // Follow the address: to a view, to the records of a cell, of a finding or of a case, or into a folded section.
   const clear = () => {
-    form.reset();
+    for (const element of form.elements) if (element.name) element.value = "";
     only = null;
   };
+  const decode = (text) => {
+    try {
+      return decodeURIComponent(text);
+    } catch {
+      return text; // an address that someone cut short
+    }
+  };
+  const open = (element) => {
+    for (let fold = element && element.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
+  };
   const go = () => {
-    const hash = decodeURIComponent(location.hash.slice(1));
+    const view = /^#(records|findings)\?(.*)$/.exec(location.hash);
+    const hash = decode(location.hash.slice(1));
     const cell = /^records-(\d+)-(feature|check)-(\d+)$/.exec(hash);
     const finding = /^records-finding-(\d+)$/.exec(hash);
-    if (!cell && !finding && !hash.startsWith("case-")) return;
+    if (view || hash === "" || hash === "records" || hash === "findings") {
+      readState(view ? view[2] : "");
+      draw();
+      if (hash) byId(view ? view[1] : hash).scrollIntoView();
+      return;
+    }
+    if (!cell && !finding && !hash.startsWith("case-")) {
+      const element = byId(hash);
+      open(element);
+      if (element) element.scrollIntoView();
+      return;
+    }
     clear();
     if (cell) {
       form.elements.contender.value = cell[1];
@@ -175,49 +268,38 @@
   addEventListener("hashchange", go);
   document.addEventListener("click", (event) => {
     const link = event.target.closest("a[href^='#']");
-    if (link && decodeURIComponent(link.hash) === decodeURIComponent(location.hash)) go(); // no hashchange event comes for the same address
+    if (link && decode(link.hash) === decode(location.hash)) go(); // no hashchange event comes for the same address
   });
 
   let waiting = 0;
-  form.addEventListener("input", () => {
+  form.addEventListener("input", (event) => {
+    const isStep = event.target.name !== "text";
     clearTimeout(waiting);
-    waiting = setTimeout(draw, 120);
+    waiting = setTimeout(() => {
+      draw();
+      writeState("records", isStep);
+    }, 120);
   });
   form.addEventListener("reset", () => {
     only = null;
-    setTimeout(draw);
+    setTimeout(() => {
+      draw();
+      writeState("records", true);
+    });
   });
   form.addEventListener("submit", (event) => event.preventDefault());
   byId("further").addEventListener("click", extend);
-  for (const button of table.tHead.querySelectorAll("button"))
+  for (const button of heads())
     button.addEventListener("click", () => {
-      order.down = order.by === button.dataset.by ? !order.down : button.dataset.by === "share";
-      order.by = button.dataset.by;
-      for (const th of table.tHead.querySelectorAll("th")) th.removeAttribute("aria-sort");
-      button.parentElement.setAttribute("aria-sort", order.down ? "descending" : "ascending");
+      sortBy(button.dataset.by, order.by === button.dataset.by ? !order.down : button.dataset.by === "share");
       draw();
+      writeState("records", true);
     });
-
-  const find = byId("find");
-  if (find) {
-    const sections = [...document.querySelectorAll(".finding")].map((section) => [section, section.textContent.toLowerCase()]);
-    const narrow = () => {
-      const text = find.elements.text.value.trim().toLowerCase();
-      let left = 0;
-      for (const [section, content] of sections) {
-        section.hidden = !content.includes(text);
-        left += section.hidden ? 0 : 1;
-      }
-      find.querySelector("[role=status]").textContent = text ? `${left} of ${sections.length}` : "";
-    };
-    find.addEventListener("input", narrow);
-    find.addEventListener("submit", (event) => event.preventDefault());
-  }
 
   // Make the links of a table one tab stop, and the buttons that sort its columns another; arrow keys move within.
   const rove = (inside, stops, heads = []) => {
     const every = stops.join();
-    const lines = () => [heads, ...[...inside.tBodies[0].rows].map((row) => [...row.cells])];
+    const lines = () => [heads, ...[...inside.tBodies].flatMap((body) => [...body.rows]).map((row) => [...row.cells])];
     const there = (cell) => cell && cell.querySelector(every);
     const step = (link, key) => {
       const grid = lines();
@@ -248,36 +330,47 @@
       if (first) first.tabIndex = 0;
     }
   };
-  // Sort a matrix by a column, worst first as its cells are ranked, or by the names of implementations.
+  // Sort a matrix by the results of an implementation, worst first, or put its rows back in their order.
   const sortable = (matrix) => {
-    const [above, below] = [...matrix.tHead.rows].map((row) => [...row.cells]);
-    const heads = [above[0], ...below];
+    const headings = [...matrix.tHead.rows[0].cells];
+    const groups = [...matrix.tBodies].map((body) => [body, [...body.rows]]);
+    const rows = groups.flatMap(([, inside]) => inside.slice(1));
+    const sorted = document.createElement("tbody");
     const rank = (row, column) => row.cells[column].dataset.rank ?? Infinity; // a cell without records comes last in both orders
-    heads.forEach((th, column) => {
+    headings.forEach((th, column) => {
       const button = createElement("button", th.textContent);
+      if (column) button.replaceChildren(...th.childNodes);
       button.type = "button";
       button.tabIndex = -1;
-      button.title = column ? "sort: worst first, then the other way" : "sort by name";
+      button.title = column ? "sort: worst first, then the other way" : "put the rows back in their order";
       th.replaceChildren(button);
       button.addEventListener("click", () => {
-        const first = column ? "descending" : "ascending";
-        const now = th.getAttribute("aria-sort") !== first ? first : column ? "ascending" : "descending";
-        for (const other of heads) other.removeAttribute("aria-sort");
+        const now = th.getAttribute("aria-sort") === "descending" ? "ascending" : "descending";
+        for (const other of headings) other.removeAttribute("aria-sort");
+        if (!column) {
+          sorted.remove();
+          for (const [body, inside] of groups) body.append(...inside);
+          matrix.append(...groups.map(([body]) => body));
+          return;
+        }
         th.setAttribute("aria-sort", now);
-        const sign = now === first ? 1 : -1;
-        const named = (one, other) => (one.cells[0].textContent < other.cells[0].textContent ? -1 : 1);
+        const sign = now === "descending" ? 1 : -1;
         const by = (one, other) => {
           const [a, b] = [rank(one, column), rank(other, column)];
-          if (a === b) return named(one, other);
+          if (a === b) return rows.indexOf(one) - rows.indexOf(other);
           return a === Infinity ? 1 : b === Infinity ? -1 : sign * (a - b);
         };
-        const rows = [...matrix.tBodies[0].rows];
-        matrix.tBodies[0].append(...rows.sort(column ? by : (one, other) => sign * named(one, other)));
+        sorted.append(...[...rows].sort(by));
+        for (const [body] of groups) body.remove();
+        matrix.append(sorted);
       });
     });
-    return heads;
+    return headings;
   };
-  for (const matrix of document.querySelectorAll("table.sortable")) rove(matrix, ["a.cell", "thead button"], sortable(matrix));
+  for (const matrix of document.querySelectorAll("table.sortable")) {
+    const headings = sortable(matrix);
+    rove(matrix, ["a.cell", "tbody a.term", "thead button"], headings);
+  }
   rove(table, ["summary"]);
 
   // Make a region a tab stop only if it scrolls and nothing in it is one, and show that there is more to the right.
@@ -293,13 +386,88 @@
     const more = wider && region.scrollLeft + region.clientWidth < region.scrollWidth - 2;
     region.previousElementSibling.hidden = !more;
     region.classList.toggle("more", more);
-    if (wider && !region.querySelector("a.cell, summary")) region.tabIndex = 0;
+    if (wider && !region.querySelector("a.cell, summary, a.term")) region.tabIndex = 0;
     else region.removeAttribute("tabindex");
   };
-  const cues = () => regions.filter((region) => region.clientWidth).forEach(cue);
+  // A matrix that fits scrolls with the window, so that its head can stay in view; one that does not, in its region.
+  const fit = (region) => {
+    if (!region.querySelector("table.matrix")) return;
+    region.classList.remove("fits", "tall");
+    const fits = region.scrollWidth <= region.clientWidth + 1;
+    region.classList.toggle("fits", fits);
+    region.classList.toggle("tall", !fits);
+  };
+  const cues = () => regions.filter((region) => region.clientWidth).forEach((region) => {
+    fit(region);
+    cue(region);
+  });
   for (const region of regions) region.addEventListener("scroll", () => cue(region), { passive: true });
   addEventListener("resize", cues);
   document.addEventListener("toggle", cues, true);
+
+  // Show the meaning of a word beside it, while the pointer or the focus is on it. Escape hides it, and a second touch
+  // follows the link. Screen readers have the same text by `aria-describedby`.
+  const tip = createElement("div", "", "tip");
+  tip.popover = "manual";
+  tip.setAttribute("aria-hidden", "true");
+  let shownFor = null;
+  let leaving = 0;
+  const hide = () => {
+    if (shownFor) tip.hidePopover();
+    shownFor = null;
+  };
+  const show = (link) => {
+    clearTimeout(leaving);
+    const meaning = byId(link.getAttribute("aria-describedby"));
+    if (shownFor === link || !meaning) return;
+    hide();
+    shownFor = link;
+    tip.textContent = meaning.textContent;
+    tip.showPopover();
+    put();
+  };
+  const put = () => {
+    const [place, size] = [shownFor.getBoundingClientRect(), tip.getBoundingClientRect()];
+    tip.style.left = `${Math.max(12, Math.min(place.left, innerWidth - size.width - 12))}px`;
+    tip.style.top = `${place.bottom + 6 + size.height < innerHeight ? place.bottom + 6 : Math.max(6, place.top - size.height - 6)}px`;
+  };
+  const leave = () => {
+    clearTimeout(leaving);
+    leaving = setTimeout(hide, 150);
+  };
+  let touched = null;
+  if (tip.showPopover) {
+    document.body.append(tip);
+    for (const link of document.querySelectorAll("a.term")) {
+      link.addEventListener("pointerenter", (event) => event.pointerType === "mouse" && show(link));
+      link.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && leave());
+      link.addEventListener("focus", () => show(link));
+      link.addEventListener("blur", leave);
+      link.addEventListener("click", (event) => {
+        if (event.pointerType === "touch" && touched !== link) {
+          event.preventDefault();
+          show(link);
+        } else hide();
+        touched = link;
+      });
+    }
+    tip.addEventListener("pointerenter", () => clearTimeout(leaving));
+    tip.addEventListener("pointerleave", leave);
+    addEventListener("keydown", (event) => event.key === "Escape" && hide());
+    addEventListener("scroll", () => shownFor && put(), { passive: true });
+  }
+
+  // Print folded sections and the pictures of findings open, and fold them again afterwards. Long lists of records
+  // stay as they are.
+  let opened = [];
+  addEventListener("beforeprint", () => {
+    opened = [...document.querySelectorAll(":is(details.fold, .finding > .smallest > .where):not([open])")];
+    for (const one of opened) one.open = true;
+  });
+  addEventListener("afterprint", () => {
+    for (const one of opened) one.open = false;
+    opened = [];
+  });
 
   for (const element of document.querySelectorAll(".scripted")) element.hidden = false;
   byId("few").hidden = true;

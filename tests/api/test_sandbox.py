@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def test_a_function_of_a_module_is_imported_there(tmp_path: Path, monkeypatch: p
         "jax.nn.dot_product_attention(q, k, v)\n\nPID = 0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    module = __import__("my_kernel")
+    module: Any = importlib.import_module("my_kernel")
     module.PID = 1  # only in this process
     try:
         report = conformance.check(module.attention, **SANDBOXED)

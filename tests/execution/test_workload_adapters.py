@@ -122,7 +122,7 @@ def test_shrinking_asks_a_kernel_of_its_problem_alone() -> None:
     runner, forward = Runner(Settings()), (CHECKS_BY_NAME["forward"],)
     (failing,) = (one for one in runner.judge(Job(implementation, case, forward)) if one.verdict in RED)
     heard: list[Record] = []
-    shrunk = shrinker.shrink(implementation, runner, case, failing, seconds=4.0, on_case=heard.extend)
+    shrunk = shrinker.shrink(implementation, runner, case, failing, seconds=60.0, on_case=heard.extend)
     assert heard
     assert UNSUPPORTED not in {one.verdict for one in heard}
     assert (shrunk.case.mask, shrunk.case.scale) == ("causal", 1.0)

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # The browser reads from 3 and writes to 4.
 _LAUNCH = """
@@ -37,12 +39,19 @@ _KEYS = {
     "ArrowUp": 38,
     "Home": 36,
     "End": 35,
+    "Escape": 27,
 }
 
 
 def find_browser() -> str | None:
     """Find the browser of this machine, if there is one."""
     return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+requires_browser = pytest.mark.skipif(
+    find_browser() is None and "CI" not in os.environ, reason="no Chromium here: the page was not tried in one"
+)
+"""Skips a test where there is no browser. In CI there must be one, so the test fails there."""
 
 
 class Tab:
@@ -129,7 +138,7 @@ def open_tab(folder: Path) -> Iterator[Tab]:
     The browser ends with the block.
     """
     browser = find_browser()
-    assert browser is not None
+    assert browser is not None, "no Chromium or Chrome: install one (apt install chromium)"
     (to_read, to), (back, to_write) = os.pipe(), os.pipe()
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe")
     command = [sys.executable, "-c", _LAUNCH, str(to_read), str(to_write), browser, *options]

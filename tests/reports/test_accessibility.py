@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from reports import html_page
+from reports.html_fragment import render_fragment
 from reports.page_model import build_summary
 from tests.reports import browser
 from tests.reports.browser import Tab
@@ -16,9 +17,7 @@ from tests.reports.report_samples import make_run_info
 from tests.reports.test_browser import RECORDS
 from tests.reports.test_html_page import make_some
 
-pytestmark = pytest.mark.skipif(
-    browser.find_browser() is None, reason="no Chromium here: the page was not tried in one"
-)
+pytestmark = browser.requires_browser
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +65,41 @@ def test_few_stops_of_the_tab_key(tab: Tab, page: Path) -> None:
     assert tab.evaluate(STOPS) <= 50 + 5 * findings
 
 
-@pytest.mark.parametrize("width", [1280, 420])
-def test_axe_finds_nothing_serious(tab: Tab, tmp_path: Path, width: int) -> None:
+AXE = "axe.run().then((result) => result.violations.map((one) => [one.id, one.impact, one.nodes[0].html]))"
+
+
+def load_axe(tab: Tab) -> None:
     axe_core = pytest.importorskip("axe_core_python", reason="axe-core is not installed: the page was not audited")
+    tab.evaluate((importlib.resources.files(axe_core) / "axe.min.js").read_text(encoding="utf-8") + ";0")
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (420, "light")])
+def test_axe_finds_nothing_serious(tab: Tab, tmp_path: Path, width: int, scheme: str) -> None:
     page = tmp_path / "report.html"
     records = [one for one in make_some() if not one.implementation.startswith("kernel_")]
-    html_page.save_page(page, build_summary(records, make_run_info()))
+    meanings = {"forward": "Check `out`."}
+    html_page.save_page(page, build_summary(records, make_run_info(check_meanings=meanings)))
+    tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     tab.open(page, width=width)
-    tab.evaluate((importlib.resources.files(axe_core) / "axe.min.js").read_text(encoding="utf-8") + ";0")
-    found = "axe.run().then((result) => result.violations.map((one) => [one.id, one.impact, one.nodes[0].html]))"
-    assert tab.evaluate(found) == []
-    tab.evaluate("document.documentElement.removeAttribute('lang'); document.querySelector('p').style.color = '#ccc'")
-    seen = {name for name, *_ in tab.evaluate(found)}
-    assert seen == {"html-has-lang", "color-contrast"}  # axe-core does find faults
+    load_axe(tab)
+    tab.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
+    assert tab.evaluate(AXE) == []
+    tab.evaluate("document.querySelector('a.term').focus()")
+    assert tab.evaluate(AXE) == []
+    tab.evaluate(
+        "document.documentElement.removeAttribute('lang'); document.querySelector('.lead').style.color = '#777'"
+    )
+    assert {name for name, *_ in tab.evaluate(AXE)} == {"html-has-lang", "color-contrast"}  # axe-core does find faults
+    tab.call("Emulation.setEmulatedMedia", features=[])
+
+
+@pytest.mark.parametrize("background", ["white", "#111"])
+def test_axe_finds_nothing_serious_in_a_fragment(tab: Tab, tmp_path: Path, background: str) -> None:
+    ink = "black" if background == "white" else "white"
+    text = render_fragment(build_summary(make_some(), make_run_info()))
+    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Notebook</title></head>'
+    body = f'<body style="background: {background}; color: {ink}"><main><h1>A</h1><h2>B</h2>{text}</main></body></html>'
+    (tmp_path / "notebook.html").write_text(head + body)
+    tab.open(tmp_path / "notebook.html")
+    load_axe(tab)
+    assert tab.evaluate(AXE) == []

@@ -75,7 +75,7 @@ def test_the_same_program_of_two_implementations_is_shown_side_by_side() -> None
 
 def test_a_run_that_compiles_nothing_says_so() -> None:
     assert build_compiled_section(group_records([make_record()]).compilations) is None
-    assert "Nothing in this run is compiled for an accelerator." in render_html([make_record()], make_run_info())
+    assert "Nothing in this run was compiled for an accelerator." in render_html([make_record()], make_run_info())
 
 
 def test_cycles_of_kernels_are_a_table_of_the_case_where_blocks_take_longest() -> None:

@@ -88,10 +88,10 @@ def test_every_cell_leads_to_its_records_and_every_case_has_an_address() -> None
     root = parse_page(render_html(records, make_run_info()))
     there = {e.attributes["id"]: e for e in root.all("div", "li") if "id" in e.attributes}
     for matrix in build_matrices(group_records(records)):
-        for (_, column), cell in matrix.cells.items():
+        for (_, row), cell in matrix.cells.items():
             block = there[cell.anchor]
             assert block.all("li")
-            assert column in block.words or column == NO_FEATURE
+            assert row in block.words or row == NO_FEATURE
     assert {f"case-{one.case}" for one in records} <= set(there)
 
 
@@ -152,8 +152,8 @@ def test_the_command_finds_the_records_of_a_cell(kind: str, tmp_path: Path) -> N
     (tmp_path / "r.jsonl").write_text('{"schema": "x/1"}\n' + "".join(serialize_record(one) + "\n" for one in records))
     (matrix,) = (matrix for matrix in build_matrices(group_records(records)) if matrix.kind == kind)
     assert len(matrix.cells) == 3
-    for (contender, column), cell in matrix.cells.items():
-        command = build_query_command(contender, kind, column, RecordFiles("r.jsonl"))
+    for (contender, row), cell in matrix.cells.items():
+        command = build_query_command(contender, kind, row, RecordFiles("r.jsonl"))
         assert len(run_query(command, tmp_path)) == cell.counts.total
 
 

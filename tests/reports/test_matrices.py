@@ -1,4 +1,4 @@
-"""Matrices have a fixed order of columns and lose no record."""
+"""Matrices have a fixed order of rows and lose no record."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_the_matrix_tells_unsupported_from_unjudged() -> None:
         make_record(features=("causal",), verdict=UNSUPPORTED),
     ]
     matrix = build_matrices(group_records(records))[0]
-    states = {feature: matrix.cells[matrix.contenders[0], feature].state for feature in matrix.columns}
+    states = {feature: matrix.cells[matrix.contenders[0], feature].state for feature in matrix.rows}
     assert states == {"bias": "unsupported", "sinks": "unjudged", "causal": "pass"}
     assert 'title="no bias operand"' in render_html(records, make_run_info())

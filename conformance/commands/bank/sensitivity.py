@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -16,8 +15,11 @@ from conformance import environment, interrupts
 from conformance.commands import argument_lookup
 from conformance.commands.argument_lookup import check_outputs, format_command_line
 from conformance.commands.bank import signatures_command
+from conformance.commands.bank.bank_pools import open_bank_pool
 from conformance.commands.bank.redundancy_command import measure_redundancy
 from conformance.commands.progress_display import RunProgress
+from conformance.judging.remote_call import WorkerMismatch
+from conformance.judging.task_pools import ExecutorFailed
 from conformance.records import RunInfo
 from conformance.sensitivity import detection_table, resolution
 from conformance.sensitivity.bank import BankError, PlantedBug, load_bank
@@ -64,11 +66,12 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
             progress.advance([])
 
         try:
-            examine_parallel(bank, names, level, arguments.jobs or os.cpu_count() or 1, on_bug)
+            with open_bank_pool(arguments) as pool:
+                examine_parallel(bank, names, level, pool, on_bug)
             if weighed:
                 resolutions = list(resolution.measure_resolutions(chosen.tolerances))
             interrupts.raise_if_stopped()
-        except BugKilledProcess as error:
+        except (BugKilledProcess, ExecutorFailed, WorkerMismatch) as error:
             raise CannotJudge(str(error)) from error
         except KeyboardInterrupt:
             interrupted = True

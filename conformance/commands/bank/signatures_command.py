@@ -6,14 +6,16 @@ A signature is how wrong each result is on a fixed set of cases. A diagnosis com
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
 
 from conformance import interrupts
+from conformance.commands.bank.bank_pools import open_bank_pool
 from conformance.commands.progress_display import RunProgress
+from conformance.judging.remote_call import WorkerMismatch
+from conformance.judging.task_pools import ExecutorFailed
 from conformance.sensitivity import diagnosis, failure_signatures
 from conformance.sensitivity.bank import PlantedBug
 from conformance.sensitivity.failure_signatures import KnownBug
@@ -41,8 +43,9 @@ def measure_signatures(bank: str, bugs: Mapping[str, PlantedBug], arguments: arg
             progress.advance([])
 
         try:
-            measure_parallel(bank, asked, arguments.jobs or os.cpu_count() or 1, on_bug)
-        except BugKilledProcess as error:
+            with open_bank_pool(arguments) as pool:
+                measure_parallel(bank, asked, pool, on_bug)
+        except (BugKilledProcess, ExecutorFailed, WorkerMismatch) as error:
             raise CannotJudge(str(error)) from error
         except KeyboardInterrupt:
             interrupts.stop_raising()  # the results so far are saved already

@@ -1,4 +1,4 @@
-"""Order the columns of the report's matrices by kind, independently of the order in which cases were judged."""
+"""Order the rows of the report's matrices by kind, independently of the order in which cases were judged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
     "storage": tuple(FORMS),
     "quantised cache": ("kv_int8", "kv_int4", "kv_fp8", "kv_token_scales", "kv_head_scales", "kv_tensor_scales"),
 }
-"""The names of features by kind, in the order of the matrix columns."""
+"""The names of features by kind, in the order of the matrix rows."""
 CHECK_KINDS: Mapping[str, tuple[str, ...]] = {
     "results": ("forward", "residuals", "primal", "parts", "ensemble"),
     "gradients": ("gradients", "gradients_lse", "gradients_part", "differentiation"),
@@ -32,15 +32,15 @@ CHECK_KINDS: Mapping[str, tuple[str, ...]] = {
     "accelerators": ("compiles", "interpreter", "memory", "hardware"),
     "the case itself": ("support", "devices", "discrimination", "expectations", "files", "flags"),
 }
-"""The names of checks by kind, in the order of the matrix columns.
+"""The names of checks by kind, in the order of the matrix rows.
 
 The last kind has the other values that a record's `check` may have, which concern the case and not the results.
 """
 OTHERS = "others"
 
 
-def group_columns(found: Iterable[str], kinds: Mapping[str, tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Group the column names in `found` by kind.
+def group_rows(found: Iterable[str], kinds: Mapping[str, tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
+    """Group the row names in `found` by kind.
 
     Names that belong to no kind come last, under `OTHERS`, in order of first appearance.
     """

@@ -1,10 +1,10 @@
-"""Every feature and every check has its place among the columns of the matrices."""
+"""Every feature and every check has its place among the rows of the matrices."""
 
 from __future__ import annotations
 
 from cases.case import FEATURES
 from conformance.checks import CHECKS
-from reports.matrix_columns import CHECK_KINDS, FEATURE_KINDS, group_columns
+from reports.matrix_rows import CHECK_KINDS, FEATURE_KINDS, group_rows
 
 
 def test_every_feature_has_a_kind_and_every_kind_its_features() -> None:
@@ -17,6 +17,6 @@ def test_every_check_has_a_kind() -> None:
     assert {check.name for check in CHECKS} <= set(placed)
 
 
-def test_columns_do_not_depend_on_what_came_first() -> None:
-    one, other = (group_columns(found, FEATURE_KINDS) for found in (["bias", "f32", "new"], ["f32", "new", "bias"]))
+def test_rows_do_not_depend_on_what_came_first() -> None:
+    one, other = (group_rows(found, FEATURE_KINDS) for found in (["bias", "f32", "new"], ["f32", "new", "bias"]))
     assert one == other == [("dtype", ("f32",)), ("operands", ("bias",)), ("others", ("new",))]

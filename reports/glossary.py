@@ -1,0 +1,99 @@
+"""Explain the words of the page: the checks of a run, and the terms that stand in several sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+from reports.site_links import build_check_link
+
+TERMS: Mapping[str, str] = {
+    "bound": "The rounding error that a correct implementation may have at one element, for its declared arithmetic.",
+    "case": "One attention problem, drawn from a seed. Its id names the shape, the mask, the operands and the seed.",
+    "check": "One property that is tested on a case. The table of checks has all of them.",
+    "expected failure": "A known failure that the settings list with a reason. It is red once it passes.",
+    "feature": "Something that an implementation may lack: a dtype, a kind of mask, an operand, a storage form.",
+    "finding": "The failures of a run that one cause explains.",
+    "limit": "The largest ratio, or the largest rms ratio, that passes.",
+    "margin": "How far beyond its limit a simple wrong result, such as zeros, would be on a case.",
+    "max ratio": "The largest ratio of all elements of a result. It must not exceed its limit.",
+    "planted bug": "A small mistake that was put into a correct kernel, to see whether the checks find it.",
+    "poison": "NaN, infinity or a huge number in memory that must not change any result.",
+    "ratio": "The error of one element divided by its bound. A correct kernel stays below the limit for any shape.",
+    "ratio_flash": "A ratio against a backward pass from the kernel's own `out` and `logsumexp`. It is not judged.",
+    "record": "The verdict on one result of one check on one case.",
+    "result": "An array that is judged, such as `out`, `logsumexp` or `dq`.",
+    "rms ratio": "The root mean square of the ratios of all elements of a result. It has a limit of its own.",
+    "times its limit": "A ratio divided by the largest ratio that passes. Above 1 it is a failure.",
+    "unjudged": "No comparison took place, for the reason that is given.",
+    "unsupported": "The implementation lacks something that the case needs, and refuses or declares it.",
+}
+"""What the terms of the page mean, one or two sentences each."""
+OTHER_ROWS: Mapping[str, str] = {
+    "devices": "Not a check: the case needs more devices than this machine has.",
+    "discrimination": "Not a check: a simple wrong result would pass the case, so it proves too little to be judged.",
+    "expectations": "Not a check: a listed known failure did not occur in the whole run.",
+    "files": "Not a check: files of the kernel changed while it was judged.",
+    "flags": "Not a check: too many results are right under one set of compiler flags only.",
+    "hardware": "Not a check: the accelerator that the kernel needs is not in this machine.",
+    "support": "Not a check: the implementation does not support the case.",
+}
+"""What records name in place of a check."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A word of the page and its meaning.
+
+    Attributes:
+      word: as it stands on the page.
+      anchor: the address of its meaning on the page.
+      meaning: one or two sentences.
+      link: the address of more about it; empty if there is none.
+    """
+
+    word: str
+    anchor: str
+    meaning: str
+    link: str = ""
+
+    @property
+    def meaning_id(self) -> str:
+        """The id of a hidden copy of the meaning, which describes the word to screen readers.
+
+        Browsers do not describe anything by text in a folded section, where the meaning itself stands.
+        """
+        return f"meaning-{self.anchor}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Glossary:
+    """The words of a page by name. A check and a term of the same name, such as `poison`, have an entry each."""
+
+    checks: Mapping[str, Entry]
+    terms: Mapping[str, Entry]
+
+
+def build_glossary(checks: Iterable[str], meanings: Mapping[str, str]) -> Glossary:
+    """Build the glossary of a page.
+
+    Args:
+      checks: the names of the checks that the page shows.
+      meanings: what checks test, by name. Checks without a meaning have no entry.
+    """
+    known = {**OTHER_ROWS, **meanings}
+    return Glossary(
+        checks={
+            name: Entry(
+                name, f"check-{_slugify(name)}", known[name], build_check_link(name) if name in meanings else ""
+            )
+            for name in checks
+            if known.get(name)
+        },
+        terms={word: Entry(word, f"word-{_slugify(word)}", meaning) for word, meaning in TERMS.items()},
+    )
+
+
+def _slugify(word: str) -> str:
+    return re.sub(r"\W+", "-", word)
