@@ -21,7 +21,16 @@ from conformance import packages
 _PUBLIC = {
     "Accelerator": "conformance.contract",
     "Arithmetic": "conformance.contract",
+    "CaseData": "conformance.api.case_data",
+    "CheckInterrupted": "conformance.api.check_function",
+    "Finding": "conformance.api.findings",
     "Implementation": "conformance.contract",
+    "NotJudgedError": "conformance.api.check_function",
+    "Report": "conformance.api.report",
+    "assert_conforms": "conformance.api.check_function",
+    "case": "conformance.api.case_data",
+    "cases": "conformance.api.case_data",
+    "check": "conformance.api.check_function",
     "declare": "conformance.execution.plain_functions",
     "reference_attention": "conformance.reference.attention",
 }

@@ -1,3 +1,12 @@
+from conformance.api.case_data import CaseData as CaseData
+from conformance.api.case_data import case as case
+from conformance.api.case_data import cases as cases
+from conformance.api.check_function import CheckInterrupted as CheckInterrupted
+from conformance.api.check_function import NotJudgedError as NotJudgedError
+from conformance.api.check_function import assert_conforms as assert_conforms
+from conformance.api.check_function import check as check
+from conformance.api.findings import Finding as Finding
+from conformance.api.report import Report as Report
 from conformance.contract import Accelerator as Accelerator
 from conformance.contract import Arithmetic as Arithmetic
 from conformance.contract import Implementation as Implementation

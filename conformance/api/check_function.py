@@ -1,0 +1,286 @@
+"""Judge a function: `conformance.check` and `conformance.assert_conforms`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+import jax
+import numpy as np
+
+from conformance import environment, interrupts, packages
+from conformance.api import argument_checks
+from conformance.api.progress import choose_display
+from conformance.api.report import Report, build_report
+from conformance.api.subject_lookup import describe_expression, describe_function, load_subject
+from conformance.checks import CHECKS_BY_NAME
+from conformance.contract import Implementation
+from conformance.execution.plain_functions import Declarations
+from conformance.records import Record
+from conformance.runs import INTERRUPTED
+from conformance.sandbox import kernel_process
+from conformance.session.failures import CannotJudge
+from conformance.session.project_lookup import build_kernel_options
+from conformance.session.run_options import RunOptions
+from conformance.session.session import FIRST_FAILURE, run_session
+
+_PULLBACK = re.compile(r" --pullback=(\w+)")
+_IN_PROCESS = (
+    "{name} runs in this process, unprotected: a crash or an endless loop of its ends or hangs this process. "
+    "sandbox=True runs it in a process of its own"
+)
+
+
+class CheckInterrupted(KeyboardInterrupt):
+    """Ctrl-C stopped `check`. What was judged until then is in `report`.
+
+    Attributes:
+      report: the report of what was judged.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(f"{report.reason}; what was judged is in the exception's attribute `report`")
+        self.report = report
+
+
+class NotJudgedError(RuntimeError):
+    """Raised by `assert_conforms` for a kernel that could not be judged. Nothing is known to be wrong or right.
+
+    The usual causes: no case of the selection is supported, or the kernel needs an accelerator that is not here.
+
+    Attributes:
+      report: the report, with the reason.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(f"{report.name} could not be judged: {report.reason}")
+        self.report = report
+
+
+def check(
+    function: Callable[..., Any] | Implementation | str,
+    *,
+    level: Literal["smoke", "quick", "standard", "deep"] = "smoke",
+    case: str | None = None,
+    cases: str | None = None,
+    checks: str | Sequence[str] = (),
+    seeds: int | Sequence[int] = (),
+    pullback: Literal["plain", "residuals"] | None = None,
+    name: str | None = None,
+    sandbox: bool = False,
+    timeout: float | None = None,
+    max_gib: float | None = None,
+    fail_fast: bool = False,
+    confirm_seconds: float | None = None,
+    diagnose_seconds: float | None = None,
+    report: str | Path | None = None,
+    json: str | Path | None = None,
+    progress: bool = True,
+    **declarations: Unpack[Declarations],
+) -> Report:
+    """Judge an attention function, and return what is wrong with it and why.
+
+    The function takes `q`, `k` and `v`, and by keyword whatever else it supports: `causal`, `window`, `mask`, `bias`,
+    `soft_cap`, `scale`, `segment_ids`, `sinks` and so on (docs/contract.md). What it has no parameter for is shown as
+    unsupported. It may be a closure, a lambda, a `functools.partial`, a jitted function, a callable object, or a
+    function of a notebook.
+
+    It runs in this process. JAX's settings, environment variables, signal handlers and warning filters are afterwards
+    what they were. Programs are judged with `jax_enable_x64` and the NaN checks off, whatever the caller has set; the
+    check `transforms` turns `jax_enable_x64` on. JAX's caches of compiled programs are cleared on the way.
+
+    Programs are compiled under the XLA flags of this process, which takes about three times as long as under those that
+    the command line sets. The check `sharding` needs four devices, and is unjudged where this process has fewer.
+
+    Example:
+      >>> import conformance
+      >>> import jax
+      >>> def attention(q, k, v):
+      ...     x = jax.numpy.einsum("btnh,bsnh->bnts", q, k)  # the scale is missing
+      ...     return jax.numpy.einsum("bnts,bsnh->btnh", jax.nn.softmax(x), v)
+      >>> plain = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"
+      >>> report = conformance.check(attention, case=plain, checks="forward", progress=False)
+      >>> report.conforms
+      False
+      >>> report.findings[0].cause
+      'out is wrong'
+      >>> print(report.findings[0].code)
+      conformance.check(attention, case='train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0', checks='forward')
+
+    Args:
+      function: the function; or an `Implementation`; or a name as `--impl` takes it, such as `"kernel.py:attention"`.
+      level: how many cases are judged.
+      case: the id of the only case to judge, in place of a level.
+      cases: only cases whose id matches: a prefix of whole parts, `*` is a wildcard.
+      checks: only these checks (`python -m conformance list checks`).
+      seeds: base seeds of the cases; 0 by default.
+      pullback: with `case`, differentiate only this call.
+      name: how the report names the function; its own name by default.
+      sandbox: whether it runs in a confined process of its own, as from the command line. A function that no module
+        has is sent there by cloudpickle, which must be installed.
+      timeout: seconds that one call may take, with `sandbox`.
+      max_gib: GiB that the process may take, with `sandbox`.
+      fail_fast: whether to stop at the first failure.
+      confirm_seconds: time for cases that confirm findings; a share of the run's time by default.
+      diagnose_seconds: time for a comparison with planted bugs; a share of the run's time by default.
+      report: the HTML page to write, and its records beside it.
+      json: the file of records to write.
+      progress: whether progress is shown on stderr, or in the output of a notebook's cell.
+      **declarations: what the signature cannot say, as `conformance.declare` takes it; they replace those of the
+        function's own.
+
+    Returns:
+      The report. It is true if the function conforms.
+
+    Raises:
+      TypeError: for an unknown argument, and for what cannot be judged as attention or sent to a sandbox.
+      ValueError: for a level, case, check or declaration that does not exist, and for arguments that contradict.
+      RuntimeError: if JAX compiles nothing here, for example under `jax.disable_jit`.
+      CheckInterrupted: on Ctrl-C. It is a `KeyboardInterrupt`, and its attribute `report` has what was judged.
+    """
+    argument_checks.reject_unknown_keywords(declarations, check)
+    if case is None:
+        argument_checks.check_level(level)
+    else:
+        argument_checks.parse_case_argument(case)
+    if not sandbox and (timeout is not None or max_gib is not None):
+        raise ValueError("timeout and max_gib go with sandbox=True: in this process a call cannot be limited")
+    packages.claim_names()
+    if environment.find_disabled_jit() is not None:
+        raise RuntimeError(
+            "JIT compilation is off here (jax.disable_jit, or JAX_DISABLE_JIT): kernels would be judged without being "
+            "compiled. Leave jax.disable_jit, or unset the variable"
+        )
+    label = name if name is not None else describe_function(function)
+    expression = repr(function) if isinstance(function, str) else describe_expression(label)
+    repeat = _build_repetition(expression, {"sandbox": True} if sandbox else {}, declarations)
+    show_progress, say = choose_display(progress)
+    try:
+        options = RunOptions(
+            implementations=(label,),
+            level=None if case is not None else level,
+            case=case,
+            cases=cases,
+            checks=argument_checks.check_names(checks),
+            seeds=argument_checks.list_seeds(seeds),
+            pullback=pullback,
+            timeout=timeout,
+            memory=max_gib,
+            in_process=not sandbox,
+            fail_fast=fail_fast,
+            confirm_seconds=confirm_seconds,
+            diagnose_seconds=diagnose_seconds,
+            report=None if report is None else str(report),
+            json=None if json is None else str(json),
+            command=repeat(None),
+            option_prefix="",
+        )
+        kernels = build_kernel_options(
+            in_process=not sandbox,
+            timeout=timeout,
+            memory=max_gib,
+            hidden_files=options.named_files,
+            option_prefix="",
+        )
+        with _isolate_settings(), _end_processes(), load_subject(function, name, declarations, kernels) as subject:
+            if not subject.is_sandboxed:
+                say(_IN_PROCESS.format(name=label))
+            result = run_session(
+                options,
+                implementations=[subject.implementation],
+                show_progress=show_progress,
+                say=say,
+                format_repetition=repeat,
+                writes_step_summary=False,
+            )
+    except CannotJudge as error:
+        raise ValueError(str(error)) from None
+    found = build_report(subject.implementation.name, result)
+    if result.how == INTERRUPTED and result.reason != FIRST_FAILURE:
+        if (stopped := interrupts.get_received_signal()) not in (None, signal.SIGINT):
+            signal.raise_signal(stopped)  # it was kept until here, so that nothing is lost
+        raise CheckInterrupted(found)
+    return found
+
+
+def assert_conforms(
+    function: Callable[..., Any] | Implementation | str, *, level: str = "smoke", **arguments: Any
+) -> None:
+    """Judge an attention function, and raise `AssertionError` with the findings unless it conforms.
+
+    One line in a test of your own. Known failures that the project's settings list do not fail it.
+
+    Example:
+      >>> import conformance
+      >>> import jax
+      >>> plain = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"
+      >>> def attention(q, k, v):
+      ...     return jax.nn.dot_product_attention(q, k, v)
+      >>> conformance.assert_conforms(attention, case=plain, checks="forward", progress=False)
+
+    Args:
+      function: as for `check`.
+      level: how many cases are judged.
+      **arguments: all other arguments of `check`.
+
+    Raises:
+      AssertionError: if it does not conform. The text has each finding: its cause, case, ratio and worst element, and
+        the code that repeats it.
+      NotJudgedError: if nothing was judged, which is neither a pass nor a failure.
+      TypeError: as `check`.
+      ValueError: as `check`.
+    """
+    __tracebackhide__ = True
+    found = check(function, level=level, **arguments)  # type: ignore[arg-type] # `check` validates it
+    if found.conforms:
+        return
+    if not found.is_judged:
+        raise NotJudgedError(found)
+    text = "\n\n".join(map(str, found.findings))
+    raise AssertionError(f"{found.session.summary.headline}\n\n{text}")
+
+
+def _build_repetition(
+    expression: str, arguments: Mapping[str, Any], declarations: Mapping[str, Any]
+) -> Callable[[Record | None], str]:
+    """Return a function that formats the call which repeats the judgement of a record; of None, the call as such."""
+
+    def format_call(record: Record | None) -> str:
+        asked: dict[str, Any] = {}
+        if record is not None:
+            asked["case"] = record.case
+            if record.check in CHECKS_BY_NAME:
+                asked["checks"] = record.check
+            if (found := _PULLBACK.search(record.reproduce)) is not None:
+                asked["pullback"] = found[1]
+        words = [f"{name}={value!r}" for name, value in {**asked, **arguments, **declarations}.items()]
+        return f"conformance.check({', '.join([expression, *words])})"
+
+    return format_call
+
+
+@contextlib.contextmanager
+def _isolate_settings() -> Iterator[None]:
+    """Judge under JAX's and NumPy's default settings, and restore the caller's."""
+    with (
+        jax.enable_x64(False),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+        np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _end_processes() -> Iterator[None]:
+    """End the processes of sandboxed kernels with the block, also those of a run that did not begin."""
+    try:
+        yield
+    finally:
+        kernel_process.end_all_processes()

@@ -1,0 +1,96 @@
+"""Turn the findings of a session into plain data for Python callers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from conformance.records import Record, Worst
+from conformance.session.session import SessionResult
+from reports.causes.finding_text import FindingText
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One cause of failures, with the plainest case that shows it.
+
+    Attributes:
+      number: its place in the report, from 1.
+      cause: what is wrong, and since which feature, in one sentence.
+      facts: what else is known of it, a line each.
+      case: the id of the plainest case.
+      check: the check that failed on it.
+      observable: the result that is wrong, such as `out` or `dk`.
+      verdict: `fail`, `error` or `unexpected-pass`.
+      ratio: the largest error on that case, in units of its bound; None where nothing could be compared.
+      limit: the largest ratio that passes.
+      worst: the element with the largest ratio: its index, the value, the expected value and the bound.
+      pattern: where in the array the error is, in words; empty if it has no known form.
+      reason: why the verdict is not `pass`, in words.
+      evidence: figures, worst element and pattern as reports print them, a line each.
+      failures: how many failed judgements the cause explains.
+      code: the Python code, or the command, that repeats the judgement of that case.
+    """
+
+    number: int
+    cause: str
+    facts: tuple[str, ...]
+    case: str
+    check: str
+    observable: str
+    verdict: str
+    ratio: float | None
+    limit: float | None
+    worst: Worst | None
+    pattern: str
+    reason: str
+    evidence: tuple[str, ...]
+    failures: int
+    code: str
+
+    def __str__(self) -> str:
+        """Return the finding as a report prints it."""
+        lines = [*self.facts, f"{self.check}/{self.observable} {self.case}", *self.evidence]
+        return "\n".join([f"{self.number} {self.cause}", *(f"  {line}" for line in lines), self.code])
+
+
+def build_findings(result: SessionResult) -> tuple[Finding, ...]:
+    """Build the findings of a session, in the order of its report."""
+    return tuple(map(_build_finding, result.findings))
+
+
+def build_record_rows(records: tuple[Record, ...]) -> list[dict[str, Any]]:
+    """Build one flat dictionary for each record, as the rows of a table."""
+    left_out = {"error_map", "files", "figures", "schema", "worst", "run"}
+    fields = [field.name for field in dataclasses.fields(Record) if field.name not in left_out]
+    rows = []
+    for record in records:
+        row: dict[str, Any] = {name: getattr(record, name) for name in fields}
+        worst = record.worst
+        row |= {f"worst_{name}": None if worst is None else getattr(worst, name) for name in _WORST_FIELDS}
+        rows.append(row)
+    return rows
+
+
+_WORST_FIELDS = tuple(field.name for field in dataclasses.fields(Worst))
+
+
+def _build_finding(text: FindingText) -> Finding:
+    smallest = text.finding.smallest
+    return Finding(
+        number=text.number,
+        cause=text.title,
+        facts=text.facts,
+        case=smallest.case,
+        check=smallest.check,
+        observable=smallest.observable,
+        verdict=smallest.verdict,
+        ratio=smallest.ratio,
+        limit=smallest.limit,
+        worst=smallest.worst,
+        pattern=smallest.pattern,
+        reason=smallest.reason,
+        evidence=text.evidence,
+        failures=len(text.finding.records),
+        code=smallest.reproduce,
+    )

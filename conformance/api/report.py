@@ -1,0 +1,129 @@
+"""Define `Report`, the result of `conformance.check`."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from conformance import output_files, runs
+from conformance.api.findings import Finding, build_findings, build_record_rows
+from conformance.records import Record
+from conformance.runs import COMPLETE
+from conformance.session.failures import CannotJudge
+from conformance.session.run_outputs import check_writable
+from conformance.session.session import FIRST_FAILURE, SessionResult
+from reports import conformity, html_fragment, html_page, markdown_summary, terminal
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_WIDTH = 200
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Report:
+    """The result of judging one kernel: a verdict, the causes of its failures, and every record.
+
+    `bool(report)` is `report.conforms`. `str(report)` is the text that the command line prints. A notebook shows the
+    report as HTML.
+
+    Attributes:
+      name: the name of the kernel.
+      verdict: `conforms`, `conforms but for known failures`, `does not conform` or `could not be judged`.
+      reason: why it could not be judged, or why the run ended early; empty otherwise.
+      findings: the causes of its failures, the most telling first.
+      records: every judgement of the run.
+      session: the result of the session, with all that reports show.
+    """
+
+    name: str
+    verdict: str
+    reason: str
+    findings: tuple[Finding, ...]
+    records: tuple[Record, ...]
+    session: SessionResult
+
+    @property
+    def conforms(self) -> bool:
+        """Whether the kernel was judged, and nothing but known failures is wrong."""
+        return self.verdict in (conformity.CONFORMS, conformity.KNOWN_FAILURES)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there is a verdict: not if nothing was judged, or the run was stopped before its end."""
+        return self.verdict != conformity.NOT_JUDGED
+
+    def __bool__(self) -> bool:
+        return self.conforms
+
+    def __str__(self) -> str:
+        console = Console(file=(text := io.StringIO()), width=_WIDTH, color_system=None, force_jupyter=False)
+        terminal.print_summary(self.session.summary, console)
+        lines = [line.rstrip() for line in text.getvalue().splitlines()]
+        return "\n".join([*lines, *([f"{self.verdict}: {self.reason}"] if self.reason else [])])
+
+    def __repr__(self) -> str:
+        count = f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}"
+        return f"<Report: {self.name} {self.verdict}, {count}, {len(self.records)} records>"
+
+    def _repr_html_(self) -> str:
+        return html_fragment.render_fragment(self.session.summary)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the records as a table, one row for each judgement.
+
+        Raises:
+          ImportError: if pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(
+                "report.to_pandas() needs pandas, which is not installed: pip install pandas, or use report.records"
+            ) from error
+        return pandas.DataFrame(build_record_rows(self.records))
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report to a file, and return its path.
+
+        The suffix says what is written: the page (`.html`), the records that `python -m conformance report` reads
+        (`.json`, `.jsonl`), or a summary in Markdown (`.md`).
+
+        Raises:
+          ValueError: for any other suffix, and for a file that another kind of content would replace.
+          OSError: if the file cannot be written.
+        """
+        target = Path(path)
+        kinds = {".html": "report", ".htm": "report", ".json": "json", ".jsonl": "json", ".md": "markdown"}
+        if (kind := kinds.get(target.suffix.lower())) is None:
+            raise ValueError(f"path={str(path)!r} must end in .html, .json, .jsonl or .md, which say what is written")
+        try:
+            check_writable(str(path), kind, prefix="")
+        except CannotJudge as error:
+            raise ValueError(str(error)) from error
+        if kind == "report":
+            html_page.save_page(target, self.session.summary)
+        elif kind == "json":
+            output_files.write_text(target, runs.serialize_recorded_run(self.session.recorded))
+        else:
+            output_files.write_text(target, markdown_summary.format_markdown(self.session.summary))
+        return target
+
+
+def build_report(name: str, result: SessionResult) -> Report:
+    """Build the report of a session that judged one kernel."""
+    reason = result.reason if result.how != COMPLETE else ""
+    if result.exit_code == 0:
+        contenders = result.summary.contenders
+        known = any(one.conformity == conformity.KNOWN_FAILURES for one in contenders)
+        verdict = conformity.KNOWN_FAILURES if known else conformity.CONFORMS
+    elif result.exit_code == 1 or result.reason == FIRST_FAILURE:
+        verdict = conformity.DOES_NOT_CONFORM
+    else:
+        verdict = conformity.NOT_JUDGED
+        reason = reason or next((one.reason for one in result.summary.contenders if one.reason), "nothing was judged")
+    return Report(name, verdict, reason, build_findings(result), tuple(result.records), result)
