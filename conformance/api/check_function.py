@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-import jax
-import numpy as np
-
 from conformance import environment, interrupts, packages
 from conformance.api import argument_checks
 from conformance.api.progress import choose_display
@@ -24,6 +21,7 @@ from conformance.records import Record
 from conformance.runs import INTERRUPTED
 from conformance.sandbox import kernel_process
 from conformance.session.failures import CannotJudge
+from conformance.session.process_setup import isolate_settings
 from conformance.session.project_lookup import build_kernel_options
 from conformance.session.run_options import RunOptions
 from conformance.session.session import FIRST_FAILURE, run_session
@@ -93,8 +91,7 @@ def check(
     what they were. Programs are judged with `jax_enable_x64` and the NaN checks off, whatever the caller has set; the
     check `transforms` turns `jax_enable_x64` on. JAX's caches of compiled programs are cleared on the way.
 
-    Programs are compiled under the XLA flags of this process, which takes about three times as long as under those that
-    the command line sets. The check `sharding` needs four devices, and is unjudged where this process has fewer.
+    The check `sharding` needs four devices, and is unjudged where this process has fewer.
 
     Example:
       >>> import conformance
@@ -186,7 +183,7 @@ def check(
             hidden_files=options.named_files,
             option_prefix="",
         )
-        with _isolate_settings(), _end_processes(), load_subject(function, name, declarations, kernels) as subject:
+        with isolate_settings(), _end_processes(), load_subject(function, name, declarations, kernels) as subject:
             if not subject.is_sandboxed:
                 say(_IN_PROCESS.format(name=label))
             result = run_session(
@@ -195,6 +192,7 @@ def check(
                 show_progress=show_progress,
                 say=say,
                 format_repetition=repeat,
+                compiler_options={} if subject.is_sandboxed else environment.build_fast_options(),
                 writes_step_summary=False,
             )
     except CannotJudge as error:
@@ -261,20 +259,6 @@ def _build_repetition(
         return f"conformance.check({', '.join([expression, *words])})"
 
     return format_call
-
-
-@contextlib.contextmanager
-def _isolate_settings() -> Iterator[None]:
-    """Judge under JAX's and NumPy's default settings, and restore the caller's."""
-    with (
-        jax.enable_x64(False),
-        jax.debug_nans(False),
-        jax.debug_infs(False),
-        jax.numpy_rank_promotion("allow"),
-        jax.numpy_dtype_promotion("standard"),
-        np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"),
-    ):
-        yield
 
 
 @contextlib.contextmanager

@@ -171,7 +171,7 @@ def redeclare(function: Callable[..., Any], declarations: Declarations) -> Calla
     """
     before = _get_declaration(function)
     known = {field.name for field in dataclasses.fields(Arithmetic)}
-    arithmetic = {name: value for name, value in declarations.items() if name in known}
+    arithmetic: dict[str, Any] = {name: value for name, value in declarations.items() if name in known}
     others = {name: value for name, value in declarations.items() if name not in known}
     changed: dict[str, Any] = {**others, "arithmetic": dataclasses.replace(before.arithmetic, **arithmetic)}
     wrapped = functools.partial(function)  # has attributes of its own

@@ -43,10 +43,11 @@ from conformance.judging.journal import (
     load_resumed_run,
 )
 from conformance.judging.parallel_judging import judge_in_parallel
+from conformance.judging.rejudgement import ENOUGH_CONFIRMED
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.judging.run_plan import Plan
-from conformance.judging.runner import ENOUGH_CONFIRMED, Runner, build_changed_file_records, build_hardware_records
+from conformance.judging.runner import Runner, build_changed_file_records, build_hardware_records
 from conformance.judging.task_pools import ExecutorFailed, LocalPool
 from conformance.name_suggestions import suggest_name, suggest_query
 from conformance.records import JUDGED, RED, Record, RunInfo

@@ -350,4 +350,4 @@ def test_a_turn_travels_to_other_processes_with_its_job() -> None:
     job = next(
         job for job in run_plan.plan_run([SUPPORTS["ragged"]], level="quick").jobs if job.rotation != FULL_ROTATION
     )
-    assert parallel_judging._serialize_job(job, KernelOptions()).rotation == job.rotation
+    assert parallel_judging._serialize_job(job, KernelOptions(), exploring=False).rotation == job.rotation

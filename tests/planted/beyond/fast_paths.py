@@ -44,7 +44,7 @@ def _lse_in_base_two(arrays: wrapped.Arrays, statics: wrapped.Statics) -> Any:
     if not statics["save_residuals"] or not _divides(arrays, 128, 256):
         return found
     out, residuals = found
-    return out, {**residuals, "logsumexp": residuals["logsumexp"] * np.float32(np.log2(np.e))}
+    return out, {**residuals, "logsumexp": residuals["logsumexp"] * np.float32(1.0 / np.log(2.0))}
 
 
 def _q_scaled_in_its_dtype(arrays: wrapped.Arrays, statics: wrapped.Statics) -> Any:
