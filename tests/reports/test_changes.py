@@ -33,6 +33,7 @@ from reports.changes import (
     NOT_ASKED_AGAIN,
     Comparison,
 )
+from reports.page_model import build_summary
 
 CASE = "train/f32/B1.T8.S8.N2.K2.H16.V16/causal/normal/s{}"
 PLANNED = {(CASE.format(number), "forward") for number in range(40)}
@@ -162,6 +163,20 @@ def test_every_text_says_it() -> None:
         assert "python -m conformance run --case=x" in text
     assert hostile not in page
     assert page == changes_page.render_changes_page(found, (old, INFO), (new, INFO))
+
+
+def test_the_page_has_one_section_for_each_cause() -> None:
+    names = [(check, observable) for check in ("forward", "gradients") for observable in ("out", "dq")]
+    old = [make_record(number, check=check, observable=result) for number in range(3) for check, result in names]
+    new = [dataclasses.replace(one, verdict=FAIL, ratio=9.0) for one in old]
+    findings = build_summary(new, INFO).findings
+    found = dataclasses.replace(compare_records(old, new), new_findings=findings)
+    page = changes_page.render_changes_page(found, (old, INFO), (new, INFO))
+    assert page.count('<section class="group') == len(findings)
+    assert len(findings) < len(names)
+    for one in findings:
+        assert one.title in page
+        assert one.finding.smallest.case in page
 
 
 def test_nothing_changed_reads_so() -> None:
