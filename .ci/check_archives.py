@@ -51,12 +51,8 @@ def list_tracked(clone: str) -> set[str]:
 
 def find_problems(source: str, wheel: str, wheel_of_clone: str, clone: str) -> list[str]:
     """Return a line for each problem of the archives."""
-    built, of_clone, packed, tracked = (
-        read_wheel(wheel),
-        read_wheel(wheel_of_clone),
-        list_source(source),
-        list_tracked(clone),
-    )
+    built, of_clone = read_wheel(wheel), read_wheel(wheel_of_clone)
+    packed, tracked = list_source(source), list_tracked(clone)
     problems = [
         f"{path} differs between the wheel of the source archive and that of the clone"
         for path in sorted({*built, *of_clone})

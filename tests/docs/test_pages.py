@@ -96,7 +96,14 @@ def test_workflows_in_the_guide_fit_the_schema_of_github(tmp_path: Path) -> None
     for file, text in zip(files, texts, strict=True):
         file.write_text(f"on: push\n{text}" if text.startswith("jobs:") else text)
     assert files
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.github-workflows",
+        *map(str, files),
+    ]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout
 
