@@ -15,8 +15,8 @@ from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
 from conformance.judging import prioritization
 from conformance.judging.job import Job
-from conformance.judging.run_levels import get_grid_level
 from conformance.judging.rotation_assignment import assign_rotations, assign_size_rotations
+from conformance.judging.run_levels import get_grid_level
 from conformance.runs import CoveringArraySize
 
 
