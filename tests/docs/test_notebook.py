@@ -8,7 +8,7 @@ import nbclient
 import nbformat
 import pytest
 
-from tests.docs.page_blocks import normalize, raise_time_limits
+from tests.docs.page_blocks import build_environment, normalize, raise_time_limits
 from website import notebook
 
 
@@ -24,15 +24,14 @@ def test_the_notebook_is_valid() -> None:
 # The tests of pages run the same blocks, and this one as Jupyter does.
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("default")
-def test_the_notebook_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
+def test_the_notebook_prints_what_it_shows(tmp_path: Path) -> None:
     shown = nbformat.read(notebook.NOTEBOOK, as_version=4)
     executed = nbformat.read(notebook.NOTEBOOK, as_version=4)
     for cell in executed.cells:
         if cell.source.startswith("!"):
             cell.source = f"!{raise_time_limits(cell.source[1:])}"
     client = nbclient.NotebookClient(executed, timeout=600, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
+    client.execute(env=build_environment())
     for page_cell, cell in zip(shown.cells, executed.cells, strict=True):
         if page_cell.cell_type == "code" and page_cell.outputs:
             printed = "".join(output.get("text", "") for output in cell.outputs)
