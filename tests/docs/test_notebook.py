@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import nbclient
@@ -34,9 +35,14 @@ def test_the_notebook_prints_what_it_shows(tmp_path: Path) -> None:
     client.execute(env=build_environment())
     for page_cell, cell in zip(shown.cells, executed.cells, strict=True):
         if page_cell.cell_type == "code" and page_cell.outputs:
-            printed = "".join(output.get("text", "") for output in cell.outputs)
+            printed = strip_terminal_codes("".join(output.get("text", "") for output in cell.outputs))
             # A command's standard error is among its output here, so lines may stand between those that are shown.
             lines = iter(normalize(printed).splitlines())
             wanted = [line for line in normalize(page_cell.outputs[0].text).splitlines() if line != "..."]
             missing = [line for line in wanted if line not in lines]
             assert missing == [], printed
+
+
+def strip_terminal_codes(text: str) -> str:
+    """Remove colours and movements of the cursor: a notebook runs commands in a terminal, which shows progress."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n")
