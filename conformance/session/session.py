@@ -46,6 +46,7 @@ from conformance.judging.parallel_judging import judge_in_parallel
 from conformance.judging.rejudgement import ENOUGH_CONFIRMED
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.run_aggregation import aggregate_runs
+from conformance.judging.run_levels import get_grid_level
 from conformance.judging.run_plan import Plan
 from conformance.judging.runner import Runner, build_changed_file_records, build_hardware_records
 from conformance.judging.task_pools import ExecutorFailed, LocalPool
@@ -354,7 +355,7 @@ class Session:
             if options.problem:
                 return f"no case of {options.problem} matches {query}"
             grids = [
-                ImplementationGrids(one, options.level or "quick", seed)
+                ImplementationGrids(one, get_grid_level(options.level or "quick"), seed)
                 for one in self.implementations
                 for seed in options.seeds or (0,)
             ]
