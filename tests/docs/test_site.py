@@ -137,3 +137,12 @@ def test_links_out_of_the_documents_lead_to_pages_of_the_site() -> None:
         hooks.rewrite_links("[a](../docs/checks.md)", ".github/CONTRIBUTING.md", "contributing.md") == "[a](checks.md)"
     )
     assert hooks.rewrite_links("[a](../../x/none.py)", "docs/how-to/a.md", "how-to/a.md") == "[a](../../x/none.py)"
+
+
+def test_a_document_beside_source_code_is_a_page_whose_links_work() -> None:
+    page = hooks._format_source_page("conformance/checks", {"conformance/checks", "conformance/checks/forward.py"})
+    assert "](../../checks.md)" in page  # of the README
+    assert "](executor_tasks/README.md.md)" in page
+    assert "[`forward.py`](checks/forward.py.md): " in page
+    shown = hooks._follow_documents({"conformance/checks"})
+    assert "conformance/executor_tasks/README.md" in shown
