@@ -12,6 +12,7 @@ installed, so it imports nothing heavy when it is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -78,6 +79,7 @@ class _Gate:
         self._planned: dict[str, PlannedTests] = {}  # by the id of the test function; the gate's own is ""
         self._suites: dict[str, SuiteRun] = {}  # likewise
         self._suite_results: dict[str, SuiteResult] = {}
+        self._resources = contextlib.ExitStack()  # the files of sandboxed kernels of test files
         self._sent_runs: set[str] = set()
         self._result: SessionResult | None = None
         self._shared_address: str | None = None
@@ -163,6 +165,7 @@ class _Gate:
             session = kernel_suite.plan_suite(
                 suite,
                 dataclasses.replace(self._options, selection=selection),
+                resources=self._resources,
                 folder=self._config.rootpath,
                 format_repetition=format_repetition,
                 is_worker=self._is_worker,
@@ -361,6 +364,10 @@ class _Gate:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if missing and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             self._end_incomplete(session)
+
+    @pytest.hookimpl
+    def pytest_unconfigure(self) -> None:
+        self._resources.close()
 
     def _find_missing_tests(self) -> set[str]:
         """Return the selected tests of jobs that were not skipped and yet produced no records."""

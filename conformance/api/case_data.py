@@ -32,6 +32,7 @@ from conformance.execution import stored_calls
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import Declarations, build_implementation, redeclare
 from conformance.judging.run_levels import GRID_LEVELS
+from conformance.name_suggestions import suggest_or_list
 from conformance.records import FAIL, UNJUDGED
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import Bounded
@@ -247,7 +248,8 @@ class CaseData:
         """
         named = _name_results(results)
         if unknown := [name for name in named if name not in self._bounded]:
-            raise ValueError(f"results[{unknown[0]!r}]{argument_checks.suggest(unknown[0], self._bounded)}")
+            hint = suggest_or_list(unknown[0], self._bounded)
+            raise ValueError(f"results[{unknown[0]!r}] is no result of this case{hint}")
         return CaseComparison(tuple(self._compare(name, x) for name, x in named.items()))
 
     @functools.cached_property
@@ -327,7 +329,7 @@ def case(case_id: str, **declarations: Unpack[Declarations]) -> CaseData:
       TypeError: for an unknown declaration.
     """
     packages.claim_names()
-    argument_checks.reject_unknown_keywords(declarations, case)
+    argument_checks.check_declarations(declarations, case)
     return CaseData(argument_checks.parse_case_argument(case_id), declarations)
 
 

@@ -139,7 +139,7 @@ def check(
       RuntimeError: if JAX compiles nothing here, for example under `jax.disable_jit`.
       CheckInterrupted: on Ctrl-C. It is a `KeyboardInterrupt`, and its attribute `report` has what was judged.
     """
-    argument_checks.reject_unknown_keywords(declarations, check)
+    argument_checks.check_declarations(declarations, check, function)
     if case is None:
         argument_checks.check_level(level)
     else:
