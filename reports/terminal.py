@@ -69,9 +69,16 @@ def print_summary(summary: Summary, console: Console, page: str = "") -> None:
 
 def format_findings(summary: Summary, page: str = "") -> list[str]:
     """Format the findings as `print_summary` prints them, as plain lines."""
-    console = Console(file=(text := io.StringIO()), width=_MAX_WIDTH)
+    console = Console(file=(text := io.StringIO()), width=_MAX_WIDTH, color_system=None, force_jupyter=False)
     _print_findings(summary, console, page)
     return text.getvalue().splitlines()
+
+
+def format_finding(text: FindingText) -> str:
+    """Format one finding as `print_summary` prints it."""
+    console = Console(file=(shown := io.StringIO()), width=_MAX_WIDTH, color_system=None, force_jupyter=False)
+    _print_finding(text, console)
+    return shown.getvalue().rstrip()
 
 
 def print_measurements(measurements: Sequence[Measurement], console: Console) -> None:

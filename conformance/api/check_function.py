@@ -25,6 +25,7 @@ from conformance.session.process_setup import isolate_settings
 from conformance.session.project_lookup import build_kernel_options
 from conformance.session.run_options import RunOptions
 from conformance.session.session import FIRST_FAILURE, run_session
+from reports import terminal
 
 _PULLBACK = re.compile(r" --pullback=(\w+)")
 _IN_PROCESS = (
@@ -238,7 +239,7 @@ def assert_conforms(
         return
     if not found.is_judged:
         raise NotJudgedError(found)
-    text = "\n\n".join(map(str, found.findings))
+    text = "\n".join(terminal.format_findings(found.session.summary)).rstrip()
     raise AssertionError(f"{found.session.summary.headline}\n\n{text}")
 
 

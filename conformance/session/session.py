@@ -415,8 +415,15 @@ class Session:
         """Whether `begin` has opened the files of records."""
         return self._journal is not None
 
-    def begin(self) -> None:
-        """Open the files of records. Raises `JournalWriteError` if one cannot be written."""
+    def begin(self, run: Run | None = None, *, seconds: float = 0.0) -> None:
+        """Open the files of records. Raises `JournalWriteError` if one cannot be written.
+
+        Args:
+          run: the run record, if another process judges.
+          seconds: how long that process has judged.
+        """
+        self._run = run or self._run
+        self._started -= seconds
         self._journal = Journal(self._list_journal_paths(), self.run, self._finished)
 
     def find_number(self, job: Job) -> int | None:

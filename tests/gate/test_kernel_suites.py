@@ -165,6 +165,9 @@ def test_workers_collect_the_same_tests_and_one_report_covers_all_kernels(reposi
     assert "test_mine:capped_wrong" in page
     result.stdout.fnmatch_lines(["*test_mine:capped_wrong (cpu) does not conform*"])
     alone = run_tests(repository, "--conformance-json=alone.jsonl")
+    assert {line for line in alone.stdout.lines if line.startswith("✗")} == {
+        line for line in result.stdout.lines if line.startswith("✗")
+    }
     assert sorted(list_failed(alone)) == sorted(list_failed(result))
 
 
