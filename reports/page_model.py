@@ -251,7 +251,7 @@ def build_summary(records: Sequence[Record], run: RunInfo) -> Summary:
     groups = group_records(records)
     found = summarize_run(groups.by_contender, run)
     causes = find_contender_causes(groups.by_contender, group_by_contender(run.probes))
-    option = _spell_diagnose_option(run.command)
+    option = spell_diagnose_option(run.command)
     return Summary(
         run=run,
         groups=groups,
@@ -269,8 +269,8 @@ def build_summary(records: Sequence[Record], run: RunInfo) -> Summary:
     )
 
 
-def _spell_diagnose_option(command: str) -> str:
-    """Return how the run that a command began is given more time for comparing findings with planted bugs."""
+def spell_diagnose_option(command: str) -> str:
+    """Return the option, or argument in Python, with which a command has time to compare findings with planted bugs."""
     if command.startswith("conformance.check("):
         return "diagnose_seconds"
     return "--conformance-diagnose-seconds" if command.startswith("pytest") else "--diagnose-seconds"

@@ -166,7 +166,9 @@ def _print_findings(summary: Summary, console: Console, page: str) -> None:
     if findings and page:
         console.print(Text(f"all findings: {page}#findings", style="dim"), soft_wrap=True)
     command = findings[0].finding.smallest.reproduce if findings else ""
-    if command.startswith("python -m") and "--shrink" not in run.command:  # else it is a call in Python
+    if (
+        command.startswith("python -m conformance run") and "--shrink" not in run.command
+    ):  # not a call in Python or a test
         console.print(Text("to find the smallest case that fails like the first finding:", style="dim"))
         console.print(Text(f"{command} --shrink", style="cyan"), soft_wrap=True)
 

@@ -240,8 +240,9 @@ class CaseData:
           'fail'
 
         Args:
-          results: results by name, such as `{"out": ..., "dk": ...}`; or `out` alone; or `(out, residuals)` as a
-            function returns it. Of a case with stored operands, `out` and residuals may be in their stored shapes.
+          results: results by name, such as `{"out": ..., "dk": ...}`; or `out [B, T, N, V]` alone; or
+            `(out, residuals)` as a function returns it, with residuals `[B, N, T]` by name. Each has the shape that it
+            has in `expected`. Of a case with stored operands, `out` and residuals may be in their stored shapes.
 
         Raises:
           ValueError: for a name that the case has no result of.

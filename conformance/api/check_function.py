@@ -206,8 +206,31 @@ def check(
     return found
 
 
+class CheckArguments(Declarations, total=False):
+    """The keyword arguments of `check` besides its level, for functions that pass them on."""
+
+    case: str | None
+    cases: str | None
+    checks: str | Sequence[str]
+    seeds: int | Sequence[int]
+    pullback: Literal["plain", "residuals"] | None
+    name: str | None
+    sandbox: bool
+    timeout: float | None
+    max_gib: float | None
+    fail_fast: bool
+    confirm_seconds: float | None
+    diagnose_seconds: float | None
+    report: str | Path | None
+    json: str | Path | None
+    progress: bool
+
+
 def assert_conforms(
-    function: Callable[..., Any] | Implementation | str, *, level: str = "smoke", **arguments: Any
+    function: Callable[..., Any] | Implementation | str,
+    *,
+    level: Literal["smoke", "quick", "standard", "deep"] = "smoke",
+    **arguments: Unpack[CheckArguments],
 ) -> None:
     """Judge an attention function, and raise `AssertionError` with the findings unless it conforms.
 
@@ -227,14 +250,14 @@ def assert_conforms(
       **arguments: all other arguments of `check`.
 
     Raises:
-      AssertionError: if it does not conform. The text has each finding: its cause, case, ratio and worst element, and
-        the code that repeats it.
+      AssertionError: if it does not conform. The text has the findings as the command line prints them: the cause of
+        each, its plainest case, ratio and worst element, the likeliest planted bug, and the code that repeats it.
       NotJudgedError: if nothing was judged, which is neither a pass nor a failure.
       TypeError: as `check`.
       ValueError: as `check`.
     """
     __tracebackhide__ = True
-    found = check(function, level=level, **arguments)  # type: ignore[arg-type] # `check` validates it
+    found = check(function, level=level, **arguments)
     if found.conforms:
         return
     if not found.is_judged:

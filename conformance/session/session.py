@@ -73,7 +73,7 @@ from conformance.session.run_outputs import check_outputs, check_writable, find_
 from reports import conformity
 from reports.causes.finding_text import FindingText
 from reports.changes import Comparison
-from reports.page_model import Summary, build_summary
+from reports.page_model import Summary, build_summary, spell_diagnose_option
 
 FIRST_FAILURE = "stopped at the first failure, as --fail-fast says"
 _START_SECONDS, _JOB_SECONDS = 4.0, 0.3
@@ -545,7 +545,8 @@ class Session:
             return
         options, implementations = self.options, self._list_implementations_here()
         if not options.is_one_case_or_problem:
-            seconds = follow_up.FollowUpSeconds(options.confirm_seconds, options.diagnose_seconds)
+            option = spell_diagnose_option(options.command)
+            seconds = follow_up.FollowUpSeconds(options.confirm_seconds, options.diagnose_seconds, option)
             spent = time.perf_counter() - self._started
             runner = self._create_runner(confirmed=0)
             follow_up.follow_up(self._journal, implementations, runner, seconds, spent=spent, say=say)
