@@ -32,6 +32,7 @@ from conformance.execution import stored_calls
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import Declarations, build_implementation, redeclare
 from conformance.judging.run_levels import GRID_LEVELS
+from conformance.name_suggestions import suggest_or_list
 from conformance.records import FAIL, UNJUDGED
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import Bounded
@@ -239,15 +240,17 @@ class CaseData:
           'fail'
 
         Args:
-          results: results by name, such as `{"out": ..., "dk": ...}`; or `out` alone; or `(out, residuals)` as a
-            function returns it. Of a case with stored operands, `out` and residuals may be in their stored shapes.
+          results: results by name, such as `{"out": ..., "dk": ...}`; or `out [B, T, N, V]` alone; or
+            `(out, residuals)` as a function returns it, with residuals `[B, N, T]` by name. Each has the shape that it
+            has in `expected`. Of a case with stored operands, `out` and residuals may be in their stored shapes.
 
         Raises:
           ValueError: for a name that the case has no result of.
         """
         named = _name_results(results)
         if unknown := [name for name in named if name not in self._bounded]:
-            raise ValueError(f"results[{unknown[0]!r}]{argument_checks.suggest(unknown[0], self._bounded)}")
+            hint = suggest_or_list(unknown[0], self._bounded)
+            raise ValueError(f"results[{unknown[0]!r}] is no result of this case{hint}")
         return CaseComparison(tuple(self._compare(name, x) for name, x in named.items()))
 
     @functools.cached_property
@@ -327,7 +330,7 @@ def case(case_id: str, **declarations: Unpack[Declarations]) -> CaseData:
       TypeError: for an unknown declaration.
     """
     packages.claim_names()
-    argument_checks.reject_unknown_keywords(declarations, case)
+    argument_checks.check_declarations(declarations, case)
     return CaseData(argument_checks.parse_case_argument(case_id), declarations)
 
 

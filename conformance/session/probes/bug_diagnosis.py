@@ -34,7 +34,12 @@ _CLEAR_LEAD = 0.2
 
 
 def measure_signatures_of_failed(
-    journal: Journal, implementations: Sequence[Implementation], allowed: ProbeBudget, say: Callable[[str], None]
+    journal: Journal,
+    implementations: Sequence[Implementation],
+    allowed: ProbeBudget,
+    say: Callable[[str], None],
+    *,
+    option: str = "--diagnose-seconds",
 ) -> None:
     """Judge signature cases for the findings of each failing kernel in the time that is `allowed`; none is counted."""
     if not allowed.left:
@@ -71,7 +76,7 @@ def measure_signatures_of_failed(
         spent = time.monotonic() - started
         line = f"{implementation.name} compared with planted bugs on {cases} cases in {spent:.0f} s"
         is_short = allowed.declined and not comparison.is_settled
-        say(f"{line} of at most {mine:.0f} (--diagnose-seconds=60 for more)" if is_short else line)
+        say(f"{line} of at most {mine:.0f} ({option}=60 for more)" if is_short else line)
 
 
 class _Comparison:
