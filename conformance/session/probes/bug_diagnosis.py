@@ -26,6 +26,7 @@ from reports.causes import fault_location, root_causes
 from reports.causes.case_levels import Level, find_levels
 from reports.causes.finding import FORWARD, GRADIENTS, Finding
 from reports.record_groups import group_by_contender
+from reports.text_format import format_count
 
 _FAILED_VERDICTS = (FAIL, ERROR)  # an unexpected pass resembles no bug
 _COMPARED_KINDS = (FORWARD, GRADIENTS)
@@ -78,7 +79,7 @@ def measure_signatures_of_failed(
                 comparison.add(judged)
                 cases += 1
         spent = time.monotonic() - started
-        line = f"{implementation.name} compared with planted bugs on {cases} cases in {spent:.0f} s"
+        line = f"{implementation.name} compared with planted bugs on {format_count(cases, 'case')} in {spent:.0f} s"
         is_short = allowed.declined and not comparison.is_settled
         say(f"{line} of at most {mine:.0f} (--diagnose-seconds=60 for more)" if is_short else line)
 
