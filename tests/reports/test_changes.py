@@ -33,6 +33,7 @@ from reports.changes import (
     NOT_JUDGED_AGAIN,
     Comparison,
 )
+from reports.page_model import build_summary
 
 CASE = "train/f32/B1.T8.S8.N2.K2.H16.V16/causal/normal/s{}"
 PLANNED = {(CASE.format(number), "forward") for number in range(40)}
@@ -170,3 +171,15 @@ def test_nothing_changed_reads_so() -> None:
     assert "Nothing: every judgement" in changes_page.render_changes_page(
         found, ([make_record()], INFO), ([make_record()], INFO)
     )
+
+
+def test_the_page_has_one_group_for_each_finding() -> None:
+    old = [make_record(number, check=check) for number in range(4) for check in ("forward", "residuals")]
+    new = [dataclasses.replace(record, verdict=FAIL, ratio=9.0) for record in old]
+    found = compare_records(old, new)
+    texts = build_summary(new, INFO).findings
+    assert len(texts) == 1
+    page = changes_page.render_changes_page(dataclasses.replace(found, new_findings=texts), (old, INFO), (new, INFO))
+    assert page.count('<section class="group">') == 1
+    assert texts[0].title in page
+    assert "8 new failures" in page
