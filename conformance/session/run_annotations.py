@@ -15,9 +15,7 @@ from reports import github_annotations
 from reports.changes import Comparison
 
 
-def annotate_run(
-    found: Iterable[Record], changed: Comparison | None = None, info: RunInfo | None = None
-) -> list[str]:
+def annotate_run(found: Iterable[Record], changed: Comparison | None = None, info: RunInfo | None = None) -> list[str]:
     """Return the lines to print that annotate a run, and the regressions since a baseline; none outside of GitHub.
 
     Args:

@@ -484,7 +484,8 @@ class Session:
         jobs = "1 job" if len(waiting) == 1 else f"{len(waiting):,} jobs"
         parts.append(f"{jobs} in 1 process" if workers == 1 else f"{jobs} in {workers} processes")
         seconds = _START_SECONDS + sum(len(job.checks) for job in waiting) * _CHECK_SECONDS / workers
-        return f"{', '.join(parts)}: about {_format_rough_time(seconds * _measure_slowness(workers if self._remote is None else 0))}"
+        slowness = _measure_slowness(workers if self._remote is None else 0)
+        return f"{', '.join(parts)}: about {_format_rough_time(seconds * slowness)}"
 
     def _count_workers(self, jobs: int) -> int:
         return 1 if self._is_given else self.options.jobs or _choose_worker_count(jobs)

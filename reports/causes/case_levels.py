@@ -291,9 +291,7 @@ def _iter_empty_levels(fields: Mapping[str, str], sizes: Mapping[str, int]) -> I
     q, kv, spec = sizes["q_length"], sizes["kv_length"], fields["mask"]
     terms = _TERM.split(spec)
     storage = read_storage(fields.get("storage", ""))
-    has_no_keys = any(
-        (found := _KEY_LENGTHS.match(term)) is not None and "0" in found[1].split("-") for term in terms
-    )
+    has_no_keys = any((found := _KEY_LENGTHS.match(term)) is not None and "0" in found[1].split("-") for term in terms)
     if has_no_keys or (storage is not None and 0 in storage.q_lengths):
         yield _create_level(
             "empty sequence", "where a sequence has no queries or no keys", "storage", "mask", "batch", *LENGTHS
