@@ -51,27 +51,33 @@ def build_parser(program: str = "python -m conformance") -> argparse.ArgumentPar
     compare = commands.add_parser(
         "compare", help=about, description=_format_sentence(about), epilog=help_texts.COMPARE_EXAMPLES
     )
-    compare.add_argument("old", metavar="OLD.jsonl[,...]", help="before: a file of records, or shards of one run")
-    compare.add_argument("new", metavar="NEW.jsonl[,...]", help="after")
-    compare.add_argument("--report", metavar="FILE.html", help="write the page here")
-    compare.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
-    compare.add_argument("--all", action="store_true", help="print every judgement that changed, not only the causes")
+    what = compare.add_argument_group("what to compare")
+    what.add_argument("old", metavar="OLD.jsonl[,...]", help="before: a file of records, or shards of one run")
+    what.add_argument("new", metavar="NEW.jsonl[,...]", help="after")
+    output = compare.add_argument_group("output")
+    output.add_argument("--report", metavar="FILE.html", help="write the page here")
+    output.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
+    output.add_argument("--all", action="store_true", help="print every judgement that changed, not only the causes")
     about = "show how each implementation fared over many runs, from the oldest to the newest"
     history = commands.add_parser(
         "history", help=about, description=_format_sentence(about), epilog=help_texts.HISTORY_EXAMPLES
     )
-    history.add_argument("records", nargs="+", metavar="FILE.jsonl|FOLDER", help="runs, shards joined by commas")
-    history.add_argument("--report", metavar="FILE.html", help="write the page here, with a chart of each")
-    history.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
+    what = history.add_argument_group("what to show")
+    what.add_argument("records", nargs="+", metavar="FILE.jsonl|FOLDER", help="runs, shards joined by commas")
+    output = history.add_argument_group("output")
+    output.add_argument("--report", metavar="FILE.html", help="write the page here, with a chart of each")
+    output.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
     about = "print entries of expected failures for what fails now"
     expect = commands.add_parser(
         "expect", help=about, description=_format_sentence(about), epilog=help_texts.EXPECT_EXAMPLES
     )
-    expect.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run` or the pytest gate wrote")
-    expect.add_argument(
+    what = expect.add_argument_group("which failures")
+    what.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run` or the pytest gate wrote")
+    what.add_argument(
         "--impl", action="append", default=[], metavar="NAME", help="only for this implementation; may be repeated"
     )
-    expect.add_argument(
+    output = expect.add_argument_group("output")
+    output.add_argument(
         "--all", action="store_true", help="an entry for each set of failing cases, narrower than one for each finding"
     )
     _add_sensitivity(commands)
@@ -114,10 +120,13 @@ def _add_report(commands: argparse._SubParsersAction[CommandParser]) -> None:
     report = commands.add_parser(
         "report", help=about, description=_format_sentence(about), epilog=help_texts.REPORT_EXAMPLES
     )
-    report.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run`, `bench` or the pytest gate wrote")
-    report.add_argument("--report", metavar="FILE.html", help="write the page here")
-    report.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
-    report.add_argument(
+    what = report.add_argument_group("what to merge")
+    what.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run`, `bench` or the pytest gate wrote")
+    output = report.add_argument_group("output")
+    output.add_argument("--report", metavar="FILE.html", help="write the page here")
+    output.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
+    output.add_argument("--json", metavar="FILE.json", help="write verdicts and findings here, as one JSON object")
+    output.add_argument(
         "--gate", action="store_true", help="exit with 1 if anything is red, with 2 if a shard or a verdict is missing"
     )
 
@@ -127,20 +136,24 @@ def _add_sensitivity(commands: argparse._SubParsersAction[CommandParser]) -> Non
     adding = commands.add_parser(
         "sensitivity", help=about, description=_format_sentence(about), epilog=help_texts.SENSITIVITY_EXAMPLES
     )
-    adding.add_argument("--bank", metavar="MODULE:ATTRIBUTE", help="the bank (the one in pyproject.toml)")
-    adding.add_argument("--bug", action="append", default=[], metavar="NAME", help="only this bug; may be repeated")
-    adding.add_argument("--new", action="store_true", help="only bugs without a saved, up-to-date measurement")
-    adding.add_argument("--level", choices=LEVELS, help="the level at which each bug is judged (quick)")
-    adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
-    _add_cluster_option(adding)
-    adding.add_argument("--report", metavar="FILE.html", help="write the page here")
-    adding.add_argument("--save", action="store_true", help="save the measurements: later reports show them")
+    bugs = adding.add_argument_group("which bugs")
+    bugs.add_argument("--bank", metavar="MODULE:ATTRIBUTE", help="the bank (the one in pyproject.toml)")
+    bugs.add_argument("--bug", action="append", default=[], metavar="NAME", help="only this bug; may be repeated")
+    bugs.add_argument("--new", action="store_true", help="only bugs without a saved, up-to-date measurement")
+    what = adding.add_argument_group("what to measure")
+    what.add_argument("--level", choices=LEVELS, help="the level at which each bug is judged (quick)")
     about = "measure which bugs a second, independent case detects; continues where it was stopped"
-    adding.add_argument("--twice", action="store_true", help=about)
+    what.add_argument("--twice", action="store_true", help=about)
     about = "measure how wrong each bug is on the cases of a diagnosis; continues where it was stopped"
-    adding.add_argument("--signatures", action="store_true", help=about)
+    what.add_argument("--signatures", action="store_true", help=about)
+    how = adding.add_argument_group("how to run")
+    how.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
+    _add_cluster_option(how)
+    output = adding.add_argument_group("output")
+    output.add_argument("--report", metavar="FILE.html", help="write the page here")
+    output.add_argument("--save", action="store_true", help="save the measurements: later reports show them")
     about = "with --twice: processor seconds for each bug, after which no further case is judged (60)"
-    adding.add_argument("--seconds", type=float, default=60.0, metavar="N", help=about)
+    how.add_argument("--seconds", type=float, default=60.0, metavar="N", help=about)
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -148,17 +161,20 @@ def _add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     adding = commands.add_parser(
         "calibrate", help=about, description=_format_sentence(about), epilog=help_texts.CALIBRATE_EXAMPLES
     )
-    adding.add_argument("records", nargs="*", metavar="FILE.jsonl", help="records of correct implementations")
-    adding.add_argument("--impl", action="append", default=[], metavar="NAME", help="judge this one; may be repeated")
-    adding.add_argument(
+    what = adding.add_argument_group("what is known to be correct")
+    what.add_argument("records", nargs="*", metavar="FILE.jsonl", help="records of correct implementations")
+    what.add_argument("--impl", action="append", default=[], metavar="NAME", help="judge this one; may be repeated")
+    what.add_argument(
         "--level",
         choices=GRID_LEVELS,
         help="the level of the grid (standard), or of the records",
     )
-    adding.add_argument("--seed", action="append", default=[], type=int, metavar="N", help="base seed; may be repeated")
-    adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
-    adding.add_argument("--out", metavar="FILE.json", help="write the table here (where the limits are read from)")
-    adding.add_argument("--add", action="store_true", help="merge with the saved table: the larger of each two numbers")
+    what.add_argument("--seed", action="append", default=[], type=int, metavar="N", help="base seed; may be repeated")
+    how = adding.add_argument_group("how to run")
+    how.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
+    output = adding.add_argument_group("output")
+    output.add_argument("--out", metavar="FILE.json", help="write the table here (where the limits are read from)")
+    output.add_argument("--add", action="store_true", help="merge with the saved table: the larger of each two numbers")
 
 
 def _needs_default_flags(arguments: argparse.Namespace) -> bool:
@@ -187,7 +203,8 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     what.add_argument(
         "--level",
         choices=LEVELS,
-        help="every pair (quick), triple or quadruple of levels; smoke: what tells most, in 15 to 40 s of two cores",
+        help="smoke: what tells most (about 30 s of processor time); quick, the default: every pair of "
+        "levels (90 s); standard: every triple (6 min); deep: every quadruple",
     )
     what.add_argument("--case", metavar="ID", help="one case by its id")
     what.add_argument(
@@ -351,10 +368,11 @@ def _add_explain(commands: argparse._SubParsersAction[CommandParser]) -> None:
     explain = commands.add_parser(
         "explain", help=about, description=_format_sentence(about), epilog=help_texts.EXPLAIN_EXAMPLES
     )
-    explain.add_argument("case", metavar="CASE_ID", help="as in a report, a pytest id, or `list cases`")
+    what = explain.add_argument_group("what to explain")
+    what.add_argument("case", metavar="CASE_ID", help="as in a report, a pytest id, or `list cases`")
     about = "print the terms of the bound where this implementation is furthest off, and which its error resembles"
-    explain.add_argument("--impl", metavar="NAME", help=about)
-    _add_products_option(explain)
+    what.add_argument("--impl", metavar="NAME", help=about)
+    _add_products_option(what)
     _add_sandbox_options(explain)
 
 
@@ -363,17 +381,19 @@ def _add_list(commands: argparse._SubParsersAction[CommandParser]) -> None:
     listing = commands.add_parser(
         "list", help=about, description=_format_sentence(about), epilog=help_texts.LIST_EXAMPLES
     )
-    listing.add_argument(
+    what = listing.add_argument_group("what to list")
+    what.add_argument(
         "what",
         nargs="?",
         default="implementations",
         choices=("implementations", "cases", "checks", "features", "regressions", "problems"),
         help="what to list (implementations)",
     )
-    listing.add_argument("--impl", metavar="NAME", help="cases: only those that this implementation is judged by")
-    listing.add_argument("--level", choices=GRID_LEVELS, help="cases: of this grid (quick)")
-    listing.add_argument("--cases", metavar="QUERY", help="cases: only those whose id matches")
-    listing.add_argument("--seed", type=int, metavar="N", help="cases: with this base seed (0)")
+    which = listing.add_argument_group("which cases, with `list cases`")
+    which.add_argument("--impl", metavar="NAME", help="only those that this implementation is judged by")
+    which.add_argument("--level", choices=GRID_LEVELS, help="of this grid (quick)")
+    which.add_argument("--cases", metavar="QUERY", help="only those whose id matches")
+    which.add_argument("--seed", type=int, metavar="N", help="with this base seed (0)")
 
 
 def _uses_workers(arguments: argparse.Namespace) -> bool:

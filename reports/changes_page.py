@@ -46,7 +46,8 @@ def render_changes_page(found: Comparison, old: Side, new: Side) -> str:
     return template.render(
         headline=format_changes_headline(found),
         found=found,
-        groups=list_reported_changes(found),
+        groups=group_changes_by_cause(found),
+        list_facts=_list_facts,
         regressions=REGRESSIONS,
         format_transition=format_transition,
         format_kind_count=format_kind_count,

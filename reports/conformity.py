@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ CONFORMITY_GLYPHS = {
 """The sign shown with each verdict on a contender, for readers who cannot see its colour."""
 
 Entry = TypeVar("Entry")
+_UNQUALIFIED = re.compile(r"(?:\([^()]*\)|[^,(])+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,9 +150,23 @@ def format_headline(contenders: Sequence[ContenderSummary]) -> str:
     if len(contenders) == 1:
         (one,) = contenders
         return f"{one.contender.label} {one.text}{f': {one.declared}' if one.declared else ''}."
-    tally = Counter(one.text for one in contenders)
-    parts = [f"{count} {_make_plural(text) if count > 1 else text}" for text, count in sorted(tally.items())]
+    by_verdict: dict[str, list[str]] = {}
+    for one in contenders:
+        by_verdict.setdefault(_strip_qualifications(one.text), []).append(one.text)
+    parts = [_format_equal_verdicts(verdict, texts) for verdict, texts in sorted(by_verdict.items())]
     return f"{len(contenders)} implementations: {', '.join(parts)}."
+
+
+def _strip_qualifications(text: str) -> str:
+    """Return a verdict without what follows its first comma, apart from commas in parentheses."""
+    match = _UNQUALIFIED.match(text)
+    return match[0] if match else text
+
+
+def _format_equal_verdicts(verdict: str, texts: Sequence[str]) -> str:
+    """Format how many contenders have a verdict; if their qualifications differ, the reader is sent to them."""
+    text = texts[0] if len(set(texts)) == 1 else f"{verdict} with qualifications (see the verdict of each)"
+    return f"{len(texts)} {_make_plural(text) if len(texts) > 1 else text}"
 
 
 def format_state(run: RunInfo) -> str:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from conformance.records import Record, make_printable
-from reports.causes.finding import RAISES, UNEXPECTED, Finding
-from reports.causes.finding_text import format_title, list_facts
+from conformance.records import Diagnosis, Record, make_printable
+from reports.causes.finding import RAISES, UNEXPECTED
+from reports.causes.finding_text import FindingText, describe_finding
 from reports.causes.root_causes import find_root_causes
-from reports.changes import NEW_FAILURE, REGRESSIONS, Change, Comparison, format_kind_count, format_transition
+from reports.changes import (
+    NEW_FAILURE,
+    REGRESSIONS,
+    Change,
+    Comparison,
+    format_kind_count,
+    format_transition,
+    group_changes_by_cause,
+)
 from reports.record_groups import Contender, get_contender, group_by
 from reports.text_format import shorten_text
 
@@ -50,7 +58,10 @@ class Annotation:
 
 
 def annotate_records(
-    records: Iterable[Record], find_place: FindPlace, probes: Iterable[Record] = ()
+    records: Iterable[Record],
+    find_place: FindPlace,
+    probes: Iterable[Record] = (),
+    diagnoses: Mapping[tuple[str, ...], Diagnosis] | None = None,
 ) -> list[Annotation]:
     """Build an annotation for each finding among the red records of a run.
 
@@ -60,8 +71,12 @@ def annotate_records(
       records: the records of a run.
       find_place: finds the line of the user's code that raised a record's error.
       probes: records of further cases, which were judged to confirm findings.
+      diagnoses: the planted bugs that findings resemble, by the key of the finding.
     """
-    return [_build_annotation(finding, find_place) for finding in find_root_causes(records, probes)]
+    return [
+        _build_annotation(describe_finding(number, finding, (diagnoses or {}).get(finding.key)), find_place)
+        for number, finding in enumerate(find_root_causes(records, probes), 1)
+    ]
 
 
 def annotate_changes(found: Comparison, find_place: FindPlace, *, without_failures: bool = False) -> list[Annotation]:
@@ -72,12 +87,20 @@ def annotate_changes(found: Comparison, find_place: FindPlace, *, without_failur
       find_place: finds the line of the user's code that raised a record's error.
       without_failures: leave out new failures, which `annotate_records` annotates already.
     """
-    new = [change.new for change in found.list_changes(NEW_FAILURE) if change.new is not None]
-    failures = [] if without_failures else annotate_records(new, find_place)
+    failures: list[Annotation] = []
+    if not without_failures:
+        groups = [group for group in group_changes_by_cause(found) if group.kind == NEW_FAILURE]
+        known = [
+            dataclasses.replace(_build_annotation(group.finding, find_place), count=len(group.changes))
+            for group in groups
+            if group.finding is not None
+        ]
+        others = [change.new for group in groups if group.finding is None for change in group.changes if change.new]
+        failures = [*known, *annotate_records(others, find_place)]
     annotations = [dataclasses.replace(one, title=f"new: {one.title}") for one in failures]
-    others = (change for change in found.regressions if change.kind != NEW_FAILURE)
-    groups = group_by(others, _get_annotation_key)
-    for (kind, contender, check), group in sorted(groups.items(), key=lambda item: REGRESSIONS.index(item[0][0])):
+    changed = (change for change in found.regressions if change.kind != NEW_FAILURE)
+    by_check = group_by(changed, _get_annotation_key)
+    for (kind, contender, check), group in sorted(by_check.items(), key=lambda item: REGRESSIONS.index(item[0][0])):
         record = group[0].record
         first = f"{format_kind_count(len(group), kind)}: {format_transition(group[0])}, as in {record.case}"
         lines = (first, shorten_text(record.reason, longest=_MAX_REASON), record.reproduce)
@@ -121,13 +144,13 @@ def _interleave_contenders(annotations: Sequence[Annotation]) -> list[Annotation
     return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def _build_annotation(finding: Finding, find_place: FindPlace) -> Annotation:
-    label, smallest = finding.contender.label, finding.smallest
+def _build_annotation(text: FindingText, find_place: FindPlace) -> Annotation:
+    finding, label, smallest = text.finding, text.finding.contender.label, text.finding.smallest
     reason = shorten_text(smallest.reason, longest=_MAX_REASON)
-    lines = (*list_facts(finding), f"smallest: {smallest.case}", reason, smallest.reproduce)
+    lines = (*text.facts, *text.resemblance, f"smallest: {smallest.case}", reason, smallest.reproduce)
     kind = WARNING_LEVEL if finding.kind == UNEXPECTED else ERROR_LEVEL
     place = find_place(smallest) if finding.kind == RAISES else None
-    return Annotation(kind, label, f"{label}: {format_title(finding)}", lines, len(finding.records), place)
+    return Annotation(kind, label, f"{label}: {text.title}", lines, len(finding.records), place)
 
 
 def _format_command(one: Annotation) -> str:

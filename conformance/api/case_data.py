@@ -231,7 +231,7 @@ class CaseData:
     def compare(self, results: Any) -> CaseComparison:
         """Compare results with the exact ones, by the limits that the judge uses.
 
-        Example:
+        Examples:
           >>> import conformance
           >>> case = conformance.case("train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0")
           >>> case.compare(case.expected["out"]).passes
@@ -306,7 +306,7 @@ class CaseData:
 def case(case_id: str, **declarations: Unpack[Declarations]) -> CaseData:
     """Return the operands, exact results and bounds of a case as arrays.
 
-    Example:
+    Examples:
       >>> import conformance
       >>> import jax
       >>> case = conformance.case("train/f32/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0")
@@ -343,7 +343,7 @@ def cases(
 ) -> Sequence[str]:
     """Return the ids of the cases of a level, or those that match a query.
 
-    Example:
+    Examples:
       >>> import conformance
       >>> conformance.cases("train/f32")[0].startswith("train/f32/B")
       True

@@ -94,7 +94,7 @@ def check(
 
     The check `sharding` needs four devices, and is unjudged where this process has fewer.
 
-    Example:
+    Examples:
       >>> import conformance
       >>> import jax
       >>> def attention(q, k, v):
@@ -236,7 +236,7 @@ def assert_conforms(
 
     One line in a test of your own. Known failures that the project's settings list do not fail it.
 
-    Example:
+    Examples:
       >>> import conformance
       >>> import jax
       >>> plain = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"

@@ -53,7 +53,7 @@ exit codes: 0 listed, 2 bad arguments or nothing matches
 """
 
 EXPLAIN_EXAMPLES = """\
-example:
+examples:
   python -m conformance explain train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
   python -m conformance explain train/f32/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0 --impl=kernel.py:attention
 
@@ -63,6 +63,7 @@ exit codes: 0 explained, 2 not a case id, or the implementation cannot run or do
 REPORT_EXAMPLES = """\
 examples:
   python -m conformance report cpu.jsonl gpu.jsonl --report=all.html
+  python -m conformance report report.jsonl --json=findings.json
   python -m conformance report 1.jsonl 2.jsonl 3.jsonl --gate --report=all.html     # in CI, after the last shard
 
 Runs of the same kernel with the same versions and declarations are merged, shards too. If two of them judge the same
@@ -116,8 +117,9 @@ exit codes: 0 shown, 2 a file cannot be read or written, or there is no run
 """
 
 EXPECT_EXAMPLES = """\
-example:
+examples:
   python -m conformance expect report.jsonl >> pyproject.toml
+  python -m conformance expect report.jsonl --impl=block_flash --all
 
 There is one entry for each finding. Its pattern matches all failures of that finding, and as little else as one pattern
 can. With --all there is one for each set of cases in which the same results fail, and less else is matched. If the

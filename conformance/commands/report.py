@@ -9,18 +9,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from conformance import measurements
+from conformance import measurements, output_files
 from conformance.commands.argument_lookup import format_command_line
 from conformance.judging.run_aggregation import aggregate_runs, find_missing_shards
 from conformance.measurements import Measurement
-from conformance.records import UNJUDGED
+from conformance.output_files import TABLE
+from conformance.records import UNJUDGED, serialize_strict_json
 from conformance.runs import RecordedRun
 from conformance.sensitivity import detection_table
 from conformance.session import input_files
 from conformance.session.failures import CannotJudge
 from conformance.session.probes import bug_diagnosis
 from conformance.session.run_outputs import check_writable, write_summary
-from reports import html_page, markdown_summary, speed_page, terminal
+from reports import findings_document, html_page, markdown_summary, speed_page, terminal
 from reports.conformity import DOES_NOT_CONFORM
 from reports.page_model import Summary, build_summary
 
@@ -33,8 +34,9 @@ def render_report(arguments: argparse.Namespace) -> int:
     """
     path = check_writable(arguments.report, "report") if arguments.report is not None else None
     text = check_writable(arguments.markdown, "markdown") if arguments.markdown is not None else None
+    document = check_writable(arguments.json, "json", TABLE) if arguments.json is not None else None
     read = [input_files.parse_input_path(name).resolve() for name in arguments.records]
-    for option, place in (("report", path), ("markdown", text)):
+    for option, place in (("report", path), ("markdown", text), ("json", document)):
         if place is not None and place.resolve() in read:
             raise CannotJudge(f"--{option}={place} is one of the files to be read: give it its own file")
     timed = [name for name in arguments.records if _holds_measurements(name)]
@@ -56,6 +58,9 @@ def render_report(arguments: argparse.Namespace) -> int:
             speed_page.save_speed_page(path, measured, info)
         if text is not None:
             write_summary(text, markdown_summary.format_markdown(summary))
+        if document is not None:
+            findings = findings_document.build_findings_document(summary)
+            output_files.write_text(document, f"{serialize_strict_json(findings)}\n")
     except OSError as error:
         raise CannotJudge(f"{error.filename or path} cannot be written: {error.strerror or error}") from error
     console = Console()

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     result = session.compare_with_baseline(result)
     if result.comparison is not None:
         changes_page.print_comparison(result.comparison, Console())
-    lines = annotate_run(result.records, result.comparison, result.info.probes)
+    lines = annotate_run(result.records, result.comparison, result.info)
     print("".join(f"{line}\n" for line in lines), end="")
     return result.exit_code
 

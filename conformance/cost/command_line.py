@@ -107,13 +107,15 @@ def add_cycles(commands: Commands[CommandParser]) -> None:
     """Add the parser of the command `cycles` to the command line."""
     about = "compare the static cycles of our kernels with the recorded ones"
     cycles = commands.add_parser("cycles", help=about, description=_to_sentence(about), epilog=_CYCLES_EXAMPLES)
-    cycles.add_argument("--impl", action="append", default=[], metavar="NAME", help="only this kernel; may be repeated")
-    cycles.add_argument("--target", action="append", default=[], metavar="NAME", help="only for this generation (v6e)")
+    what = cycles.add_argument_group("what to count")
+    what.add_argument("--impl", action="append", default=[], metavar="NAME", help="only this kernel; may be repeated")
+    what.add_argument("--target", action="append", default=[], metavar="NAME", help="only for this generation (v6e)")
     about = "show implementations side by side on this case, each at its best block sizes; may be repeated"
-    cycles.add_argument("--case", action="append", default=[], metavar="ID", help=about)
+    what.add_argument("--case", action="append", default=[], metavar="ID", help=about)
     about = "with --case: the kernels of this knob (forward); may be repeated"
-    cycles.add_argument("--knob", action="append", default=[], metavar="NAME", help=about)
-    cycles.add_argument("--save", action="store_true", help="record these cycles as new baselines")
+    what.add_argument("--knob", action="append", default=[], metavar="NAME", help=about)
+    output = cycles.add_argument_group("output")
+    output.add_argument("--save", action="store_true", help="record these cycles as new baselines")
 
 
 def _add_limits(command: CommandParser, *, runs: int, seconds: float) -> None:

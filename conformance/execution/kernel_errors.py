@@ -245,7 +245,8 @@ def _get_message(error: BaseException, otherwise: str = "no message") -> str:
         facts = {name: value.strip(" .") for name, _, value in (line.partition(":") for line in lines)}
         what = next((line.rpartition(" typechecking ")[2] for line in lines if " typechecking " in line), "a value")
         if "Actual value" in facts:
-            lines = [f"{what.strip('.')} is {facts['Actual value']}, must be {facts.get('Expected type', 'another')}"]
+            expected = facts.get("Expected type", "another").removeprefix("<class '").removesuffix("'>")
+            lines = [f"{what.strip('.')} is {facts['Actual value']}, must be {expected}"]
     first = lines[0] if lines else otherwise
     return first if len(first) <= _MAX_MESSAGE else f"{first[:_MAX_MESSAGE]} …"
 

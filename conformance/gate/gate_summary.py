@@ -94,7 +94,7 @@ def format_terminal_summary(
         *counted,
         *notes,
         result.summary.headline,
-        *annotate_run(records, result.comparison, result.recorded.probes),
+        *annotate_run(records, result.comparison, result.summary.run),
     ]
 
 
@@ -113,7 +113,7 @@ def format_suite_summary(result: SuiteResult, report: str) -> list[str]:
         *_format_places(result.recorded.run),
         *result.notes,
         result.summary.headline,
-        *annotate_run(result.records, None, result.recorded.probes),
+        *annotate_run(result.records, None, result.summary.run),
     ]
 
 

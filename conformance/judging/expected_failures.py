@@ -6,9 +6,11 @@ The entries match all failures and as few passes as the table's patterns allow.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from cases.case import matches_query
@@ -17,6 +19,7 @@ from conformance.records import ERROR, FAIL, JUDGED, Record, make_printable
 _FAILED = frozenset({FAIL, ERROR})
 _WORD, _SHAPE_PLACE = re.compile("[a-z]+"), 2  # the phase, the dtype and the shape come first in an id
 _MAX_PARTS = 3  # the largest number of parts of a case id that a suggested pattern names
+_MAX_OBSERVABLES = 12  # the most observables that an entry of one cause names one by one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,7 @@ class SuggestedEntry:
       implementation: the implementation that fails.
       case: a query that matches the failing cases.
       check: the checks that fail.
-      observable: the results that fail.
+      observable: patterns of the results that fail.
       some: whether the entry also matches passes.
       failures: number of failures that the entry matches.
       passes: number of passes that the entry matches.
@@ -63,11 +66,27 @@ def suggest_entries_by_cause(
                 failed[0].implementation,
                 frozenset(record.case for record in failed),
                 tuple(dict.fromkeys(record.check for record in failed)),
-                tuple(dict.fromkeys(record.observable for record in failed)),
+                _shorten_observables(tuple(dict.fromkeys(record.observable for record in failed))),
                 query,
             )
             entries.append(dataclasses.replace(entry, title=title))
     return entries
+
+
+def _shorten_observables(observables: Sequence[str]) -> tuple[str, ...]:
+    """Return patterns of observables: if there are many, one pattern for all that are parts of the same result."""
+    if len(observables) <= _MAX_OBSERVABLES:
+        return tuple(map(_escape_pattern, observables))
+    parts = Counter(result for result, dot, _ in (name.partition(".") for name in observables) if dot)
+    found = []
+    for name in observables:
+        result, dot, _ = name.partition(".")
+        found.append(f"{_escape_pattern(result)}.*" if dot and parts[result] > 1 else _escape_pattern(name))
+    return tuple(dict.fromkeys(found))
+
+
+def _escape_pattern(name: str) -> str:
+    return name.replace("[", "[[]")
 
 
 def suggest_entries(records: Sequence[Record]) -> list[SuggestedEntry]:
@@ -86,7 +105,7 @@ def suggest_entries(records: Sequence[Record]) -> list[SuggestedEntry]:
     for (implementation, failing, check), observables in by_cases.items():
         joined.setdefault((implementation, failing, tuple(observables)), []).append(check)
     return [
-        _build_entry(records, implementation, failing, tuple(checks), observables)
+        _build_entry(records, implementation, failing, tuple(checks), tuple(map(_escape_pattern, observables)))
         for (implementation, failing, observables), checks in joined.items()
     ]
 
@@ -99,14 +118,16 @@ def _build_entry(
     observable: Sequence[str],
     query: str = "",
 ) -> SuggestedEntry:
-    """Build the entry for one set of failing cases, given the checks and observables that fail on them.
+    """Build the entry for one set of failing cases, given the checks and patterns of observables that fail on them.
 
     `query` is its pattern if it matches all of them.
     """
     matching = [
         record
         for record in records
-        if record.implementation == implementation and record.check in check and record.observable in observable
+        if record.implementation == implementation
+        and record.check in check
+        and any(fnmatch.fnmatchcase(record.observable, pattern) for pattern in observable)
     ]
     held = {record.case for record in matching if record.verdict in JUDGED and record.verdict not in _FAILED}
     is_enough = bool(query) and all(matches_query(query, one) for one in failing)
@@ -183,7 +204,7 @@ def format_toml(entry: SuggestedEntry) -> str:
         f"implementation = {json.dumps(entry.implementation)}",
         *([f"case = {json.dumps(entry.case)}"] if entry.case != "*" else []),
         f"check = {json.dumps(list(entry.check))}",
-        f"observable = {json.dumps([name.replace('[', '[[]') for name in entry.observable])}",
+        f"observable = {json.dumps(list(entry.observable))}",
         *(["some = true"] if entry.some else []),
         'reason = ""  # why it fails: an entry without a reason is refused',
         'link = ""',

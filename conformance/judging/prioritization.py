@@ -22,7 +22,7 @@ from conformance.check_api.rotation import Rotation
 from conformance.judging.job import Job
 
 SMOKE_PROGRAMS = 36
-"""Number of compiled programs of the grid that `smoke` judges: about ten seconds for a plain function."""
+"""Number of compiled programs of the grid that `smoke` judges; docs/cases.md says how long each level takes."""
 SMOKE_CHECKS = ("errors", "refusals", "limits", "differentiation", "front_end", "memory", "program", "aliasing")
 """Checks with cases of their own, outside the grid, that `smoke` runs: they compile one or two programs each."""
 

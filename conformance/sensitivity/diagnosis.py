@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cases.storage_forms.form_registry import FORMS
 from conformance.sensitivity.failure_signatures import CHECK_SEPARATOR, Element, KnownBug, Signature
@@ -167,14 +167,20 @@ def _get_kind_prefix(bug: KnownBug) -> str:
     return bug.kind.partition(".")[0]
 
 
-def find_nearest(signature: Signature, bank: Iterable[KnownBug]) -> list[Similarity]:
-    """Find the bugs that are most similar to a kernel, at most one of each kind; empty if none is similar enough."""
+def find_nearest(
+    signature: Signature, bank: Iterable[KnownBug], is_possible: Callable[[KnownBug], bool] = lambda bug: True
+) -> list[Similarity]:
+    """Find the bugs that are most similar to a kernel, at most one of each kind; empty if none is similar enough.
+
+    Bugs that are not possible, by what else is known of the kernel, are left out.
+    """
     named: dict[str, Similarity] = {}
     minimum = _compute_min_similarity(signature)
     for each in rank_bugs(signature, bank):
         if each.similarity < minimum or len(named) == MAX_NAMED:
             break
-        named.setdefault(each.bug.kind, each)
+        if each.bug.kind not in named and is_possible(each.bug):
+            named[each.bug.kind] = each
     return list(named.values())
 
 
@@ -198,9 +204,9 @@ def compare_signatures(signature: Signature, bug: KnownBug) -> Similarity:
     """Compare the errors of a kernel (its signature) with those of a planted bug, where both were judged."""
     of_kernel, of_bug = _select_comparable(signature, bug.signature), _select_comparable(bug.signature, signature)
     index = _compute_tversky_index(of_kernel, of_bug)
-    wrong = {_get_result_name(element) for element in of_kernel}
+    wrong = {get_result_name(element) for element in of_kernel}
     if all(name.startswith("d") for name in wrong):
-        in_same_gradients = {element: size for element, size in of_bug.items() if _get_result_name(element) in wrong}
+        in_same_gradients = {element: size for element, size in of_bug.items() if get_result_name(element) in wrong}
         index = max(index, _SHARED_RESULT_WEIGHT * _compute_tversky_index(of_kernel, in_same_gradients))
     both = sorted(of_kernel.keys() & of_bug.keys())
     return Similarity(bug, index, tuple(both), len(signature.wrong) - len(both))
@@ -222,7 +228,7 @@ def _compute_tversky_index(kernel: Mapping[Element, float], bug: Mapping[Element
     return common / total if total else 0.0
 
 
-def _get_result_name(element: Element) -> str:
+def get_result_name(element: Element) -> str:
     """Return the name of an element's result, without the suffix that names a check: `dq` for `dq@poison`."""
     return element[1].partition(CHECK_SEPARATOR)[0]
 
@@ -232,7 +238,7 @@ def _select_comparable(one: Signature, other: Signature) -> dict[Element, float]
     return {
         (case, name): size
         for (case, name), size in one.wrong.items()
-        if case in other.sizes and _get_result_name((case, name)) in {"all", *other.sizes[case]}
+        if case in other.sizes and get_result_name((case, name)) in {"all", *other.sizes[case]}
     }
 
 

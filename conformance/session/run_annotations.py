@@ -10,24 +10,25 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from conformance.execution import kernel_errors
-from conformance.records import ERROR, Record
+from conformance.records import ERROR, Record, RunInfo
 from reports import github_annotations
 from reports.changes import Comparison
 
 
 def annotate_run(
-    found: Iterable[Record], changed: Comparison | None = None, probes: Iterable[Record] = ()
+    found: Iterable[Record], changed: Comparison | None = None, info: RunInfo | None = None
 ) -> list[str]:
     """Return the lines to print that annotate a run, and the regressions since a baseline; none outside of GitHub.
 
     Args:
       found: the records of the run.
       changed: the comparison with a baseline; None without one.
-      probes: the records of probes, which confirm findings.
+      info: the probes that confirm findings, and the planted bugs that findings resemble; None if unknown.
     """
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
-    lines = github_annotations.annotate_records(found, _find_place, probes)
+    probes, diagnoses = (info.probes, info.diagnoses) if info is not None else ((), None)
+    lines = github_annotations.annotate_records(found, _find_place, probes, diagnoses)
     if changed is not None:
         lines += github_annotations.annotate_changes(changed, _find_place, without_failures=True)
     return github_annotations.format_commands(lines)

@@ -46,6 +46,7 @@ from conformance.judging.parallel_judging import judge_in_parallel
 from conformance.judging.rejudgement import ENOUGH_CONFIRMED
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.run_aggregation import aggregate_runs
+from conformance.judging.run_levels import get_grid_level
 from conformance.judging.run_plan import Plan
 from conformance.judging.runner import Runner, build_changed_file_records, build_hardware_records
 from conformance.judging.task_pools import ExecutorFailed, LocalPool
@@ -76,10 +77,13 @@ from reports.changes import Comparison
 from reports.page_model import Summary, build_summary, spell_diagnose_option
 
 FIRST_FAILURE = "stopped at the first failure, as --fail-fast says"
-_START_SECONDS, _JOB_SECONDS = 4.0, 0.3
-"""Seconds to start, and processor seconds for a job of a plain function on a CPU; only a guess is made from them."""
-_LOOP_STEPS, _LOOP_SECONDS = 200_000, 0.006
-"""An empty loop of Python that tells how fast a machine is, and its time where jobs took `_JOB_SECONDS`."""
+_START_SECONDS, _CHECK_SECONDS = 5.0, 0.05
+"""Processor seconds to start, and for a check of a case of a plain function on a CPU; only a guess is made from them.
+
+They are those of level `quick` on the machine where the loop below took `_LOOP_SECONDS`.
+"""
+_LOOP_STEPS, _LOOP_SECONDS = 200_000, 0.009
+"""An empty loop of Python that tells how fast a machine is, and its processor time where checks were timed."""
 _FEW_JOBS = 8
 """Runs with at most this number of jobs use one process: they are done before worker processes would have started."""
 # The most workers on each JAX backend. Compiling takes most of the time and runs on the CPU, so several processes share
@@ -354,7 +358,7 @@ class Session:
             if options.problem:
                 return f"no case of {options.problem} matches {query}"
             grids = [
-                ImplementationGrids(one, options.level or "quick", seed)
+                ImplementationGrids(one, get_grid_level(options.level or "quick"), seed)
                 for one in self.implementations
                 for seed in options.seeds or (0,)
             ]
@@ -471,16 +475,16 @@ class Session:
     def describe_plan(self) -> str:
         """Describe in one line what will be judged, and about how long that takes on this machine."""
         options = self.options
-        done = len(self._finished or ())
-        waiting = max(0, len(self.jobs) - done)
-        workers = self._count_workers(waiting)
+        done = self._finished or {}
+        waiting = [job for job in self.jobs if self._numbers[id(job)] not in done]
+        workers = self._count_workers(len(waiting))
         parts = [f"judging {', '.join(one.name for one in self.implementations)} on {jax.default_backend()}"]
         level = options.recorded_level
         parts.append(level if options.is_one_case_or_problem or options.regressions else f"level {level}")
-        jobs = "1 job" if waiting == 1 else f"{waiting:,} jobs"
+        jobs = "1 job" if len(waiting) == 1 else f"{len(waiting):,} jobs"
         parts.append(f"{jobs} in 1 process" if workers == 1 else f"{jobs} in {workers} processes")
-        seconds = _START_SECONDS + waiting * _JOB_SECONDS / workers
-        return f"{', '.join(parts)}: about {_format_rough_time(seconds * _measure_slowness())}"
+        seconds = _START_SECONDS + sum(len(job.checks) for job in waiting) * _CHECK_SECONDS / workers
+        return f"{', '.join(parts)}: about {_format_rough_time(seconds * _measure_slowness(workers if self._remote is None else 0))}"
 
     def _count_workers(self, jobs: int) -> int:
         return 1 if self._is_given else self.options.jobs or _choose_worker_count(jobs)
@@ -727,15 +731,26 @@ def _choose_worker_count(jobs: int) -> int:
     return min(os.cpu_count() or 1, most) if jobs > _FEW_JOBS else 1
 
 
-def _measure_slowness() -> float:
-    """Measure how much slower this machine is than the one on which jobs were timed, by the best of three loops."""
+def _measure_slowness(workers: int) -> float:
+    """Estimate how much longer a run takes here than on the machine where checks were timed.
+
+    The best of three loops tells how fast a processor is. The load tells how many processes share the processors.
+
+    Args:
+      workers: how many processes judge on this machine; 0 if other machines judge, whose load is unknown.
+    """
     took = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.process_time()
         for _ in range(_LOOP_STEPS):
             pass
-        took.append(time.perf_counter() - started)
-    return min(max(0.3, min(took) / _LOOP_SECONDS), 5.0)
+        took.append(time.process_time() - started)
+    try:
+        load = os.getloadavg()[0]
+    except OSError:
+        load = 0.0
+    sharing = max(1.0, (load + workers) / (os.cpu_count() or 1)) if workers else 1.0
+    return max(0.2, min(took) / _LOOP_SECONDS) * sharing
 
 
 def _format_rough_time(seconds: float) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,6 +23,8 @@ _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
 _SIZES = ("batch", "q_length", "kv_length", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim")
 _TERM = re.compile(r"_and_|_or_")
 _WINDOW = re.compile(r"(?:window-l(\d+|inf)-r(\d+|inf)|own-l(\d+|inf))")
+_OFFSET = re.compile(r"-o(-?\d+)$")
+_KEY_LENGTHS = re.compile(r"(?:lengths|own-l(?:\d+|inf))((?:-\d+)+)$")
 
 LENGTHS, HEADS, DEPTHS = ("q_length", "kv_length"), ("num_q_heads", "num_kv_heads"), ("head_dim", "v_head_dim")
 _BLOCKS = (8, 16, 32, 64, 128)
@@ -124,6 +127,7 @@ def find_levels(case: str) -> frozenset[Level]:
             *_iter_operand_levels(fields),
             *_iter_head_levels(sizes),
             *_iter_length_levels(sizes),
+            *_iter_empty_levels(fields, sizes),
             *_iter_depth_levels(sizes),
         ]
     )
@@ -276,6 +280,36 @@ def _iter_length_levels(sizes: Mapping[str, int]) -> Iterator[Level]:
                 yield _create_level(f"{name} > {length}", f"with more than {length} {what}", *LENGTHS, odds=_RARER)
             else:
                 yield _create_level(f"{name} <= {length}", f"with at most {length} {what}", *LENGTHS, odds=_RARE)
+
+
+def _iter_empty_levels(fields: Mapping[str, str], sizes: Mapping[str, int]) -> Iterator[Level]:
+    """Yield the levels of cases in which a sequence has no queries or no keys, or a query may attend to no key.
+
+    Queries without keys are found where a window, a causal mask or a key length hides all keys. Segments and random
+    masks are not evaluated.
+    """
+    q, kv, spec = sizes["q_length"], sizes["kv_length"], fields["mask"]
+    terms = _TERM.split(spec)
+    storage = read_storage(fields.get("storage", ""))
+    has_no_keys = any(
+        (found := _KEY_LENGTHS.match(term)) is not None and "0" in found[1].split("-") for term in terms
+    )
+    if has_no_keys or (storage is not None and 0 in storage.q_lengths):
+        yield _create_level(
+            "empty sequence", "where a sequence has no queries or no keys", "storage", "mask", "batch", *LENGTHS
+        )
+    if "_or_" in spec or storage is not None:
+        return
+    for term in terms:
+        offset = int(found[1]) if (found := _OFFSET.search(term)) else 0
+        sides = _WINDOW.match(term) if term.startswith("window") else None
+        left = int(sides[1]) if sides and sides[1] != "inf" else math.inf
+        right = int(sides[2]) if sides and sides[2] != "inf" else 0 if term.startswith("causal") else math.inf
+        if offset + right < 0 or q - 1 + offset - left >= kv:
+            example = {"mask": "window-l31-r0", "q_length": 200, "kv_length": 128}
+            words = "where a query may attend to no key"
+            yield _create_level("empty rows", words, "mask", *LENGTHS, odds=_RARER / 2, example=example)
+            return
 
 
 def _iter_depth_levels(sizes: Mapping[str, int]) -> Iterator[Level]:

@@ -29,7 +29,8 @@ def judge(bank: list[KnownBug], names: tuple[str, ...], *, probes: bool) -> list
         if not case.startswith("train/f32") or not all(case in signature.sizes for signature in known):
             continue
         wrong = [signature.sizes[case] for signature in known if any(signature.sizes[case].values())]
-        for name, size in (wrong or [known[0].sizes[case]])[0].items():
+        most = max(wrong or [known[0].sizes[case]], key=lambda sizes: sum(size is not None for size in sizes.values()))
+        for name, size in most.items():
             check = "gradients" if name.startswith("d") else "forward" if name == "out" else "residuals"
             record = Record(
                 implementation="it",
@@ -74,3 +75,31 @@ def test_a_finding_without_time_says_how_to_give_more(bank: list[KnownBug], is_f
     info = bug_diagnosis.add_diagnoses(info, records, is_followed_up=is_followed_up)
     (text,) = build_summary(records, info).findings
     assert any("--diagnose-seconds" in line for line in text.resemblance) is says
+
+
+def test_a_bug_that_is_wrong_where_the_finding_passes_is_not_named(bank: list[KnownBug]) -> None:
+    (fault,) = (bug for bug in bank if bug.name == "dk-of-last-head-of-group")
+    records, probes = (judge(bank, (fault.name,), probes=probes) for probes in (False, True))
+    (text,) = build_summary(records, RunInfo(command="", level="quick", environment={}, tolerances=[])).findings
+    assert [level.name for level in text.finding.levels or ()] == ["groups"]
+    wrong = {case: sizes for case, sizes in fault.signature.sizes.items() if sizes.get("dk") is not None}
+    case, sizes = next(iter(wrong.items()))
+    everywhere = {other: {**own, "dk": 3.0} if "dk" in own else own for other, own in fault.signature.sizes.items()}
+    careless = dataclasses.replace(
+        fault, name="dk-wrong-everywhere", kind="dk.everywhere", signature=Signature({**everywhere, case: sizes})
+    )
+    seen = [record for record in probes if record.case == case]
+    (nearest,) = bug_diagnosis.find_similar_bugs([text.finding], seen, {}, [careless, fault]).values()
+    assert nearest is not None
+    assert [each.bug.name for each in nearest] == [fault.name]
+
+
+def test_gradients_are_not_compared_where_out_is_wrong_for_another_reason(bank: list[KnownBug]) -> None:
+    names = ("sinks-ignored", "dk-of-last-head-of-group")
+    records, probes = (judge(bank, names, probes=probes) for probes in (False, True))
+    summary = build_summary(records, RunInfo(command="", level="quick", environment={}, tolerances=[]))
+    findings = [text.finding for text in summary.findings]
+    (place,) = (number for number, finding in enumerate(findings) if "dk" in finding.results)
+    both = [record for record in probes if "/sinks/" in record.case and ".N4.K2." in record.case]
+    assert any(record.observable == "out" and record.verdict == FAIL for record in both)
+    assert bug_diagnosis.find_similar_bugs(findings, both, {}, bank)[place] is None

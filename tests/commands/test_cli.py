@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,13 +15,19 @@ from pathlib import Path
 import jax
 import pytest
 
-from conformance import records
+from conformance import cli, records
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED
 from conformance.session import session
 from tests.commands.kernel_folder import CASE, KERNELS, fill, judge_kernel, run_cli
 from tests.process_helpers import interrupt_command
 
 FEW = "train/f32/*.T1.*"
+
+
+def list_commands() -> list[str]:
+    """List the names of all sub-commands."""
+    (found,) = (action for action in cli.build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return list(found.choices)
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +37,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", ["", "run", "list", "explain", "report", "bench", "tune"])
+@pytest.mark.parametrize("command", ["", *list_commands()])
 def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(*filter(None, [command, "--help"])) == 0
     said = capsys.readouterr().out
-    assert "example" in said
+    assert "examples:" in said
     assert "exit codes: 0" in said
-    assert f"python -m conformance {command or 'run'}" in said
+    program = "attention-conformance" if command == "completion" else "python -m conformance"
+    assert said.count(f"  {program} {command or 'run'}") >= 2
+    groups = [line for line in said.splitlines() if re.fullmatch(r"[^ ].*:", line)]
+    assert command in ("", "completion") or len(groups) >= 3, groups  # two of its own, and that of --help
 
 
 def test_help_does_not_load_jax() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,17 @@ def test_the_shards_of_two_runs_are_not_those_of_one(capsys: pytest.CaptureFixtu
     Path("2.jsonl").write_text(runs.serialize_run(other) + "\n" + runs.serialize_job(1, one.records))
     assert run("1.jsonl", "2.jsonl", "--gate") == 2
     assert "is missing" in capsys.readouterr().out
+
+
+def test_verdicts_and_findings_are_written_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    files = write("1.jsonl", 1), write("2.jsonl", 2, FAIL)
+    assert run(*files, "--json=findings.json") == 0
+    found = json.loads(Path("findings.json").read_text())
+    assert [one["verdict"] for one in found["implementations"]] == ["does not conform"]
+    (finding,) = found["findings"]
+    assert finding["case"] == CASES[1]
+    assert finding["failures"] == 1
+    assert finding["title"]
+    assert run(*files, "--json=findings.json") == 0  # a file of its own kind is replaced
+    assert run(*files, "--json=1.jsonl") == 2
+    assert "1.jsonl" in capsys.readouterr().err

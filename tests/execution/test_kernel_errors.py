@@ -77,6 +77,13 @@ def declines(q, k, v):
 
 def bare(q, k, v):
     raise NotImplementedError
+
+from beartype import beartype
+from jaxtyping import Array, Float, jaxtyped
+
+@jaxtyped(typechecker=beartype)
+def typed(q: Float[Array, "b t n h"], k: Float[Array, "b t n h"], v):
+    return q
 """
 
 
@@ -115,6 +122,7 @@ def judged(function: Callable[..., Any]) -> Judgement:
         ("mute", r"Mute: its message cannot be had (kernel.py:34: raise Mute)"),
         ("wordless", r"AssertionError: no message (kernel.py:37: assert q is None)"),
         ("leaves", r"SystemExit: 0 (kernel.py:40: raise SystemExit(0))"),
+        ("typed", r"TypeCheckError: parameter 'k' is f32[1,4,2,4] .* 'b t n h'] "),
         ("skips", r"Skipped: not today (kernel.py:45: raise Skipped("),
     ],
 )

@@ -11,7 +11,12 @@ import pytest
 
 from cases.case import matches_query
 from conformance.judging import settings
-from conformance.judging.expected_failures import find_pattern, format_toml, suggest_entries
+from conformance.judging.expected_failures import (
+    find_pattern,
+    format_toml,
+    suggest_entries,
+    suggest_entries_by_cause,
+)
 from conformance.records import ERROR, FAIL, PASS, Record
 
 PARTS = itertools.product(("f32", "bf16"), ("T64.S64", "T100.S64"), ("causal", "full"), ("softcap30/", "sinks/", ""))
@@ -80,3 +85,12 @@ def test_an_entry_waits_for_its_reason_and_then_settles_what_it_was_written_for(
     settled = [loaded.mark_expected_failures(one, "0.10.2") for one in found]
     assert {one.verdict for one in settled} == {PASS, "expected-fail"}
     assert loaded.find_stale_entries(settled, "0.10.2") == []
+
+
+def test_many_results_of_one_cause_are_matched_by_few_patterns() -> None:
+    parts = [f"dq.part{number}" for number in range(30)]
+    wrong = [build_record(CASES[0], FAIL, observable=name) for name in (*parts, "out.vmap", "dk[0]")]
+    right = [build_record(CASES[0], observable=name) for name in ("dv", "out.scan", "dq.other")]
+    (entry,) = suggest_entries_by_cause([*wrong, *right], [("dq is wrong", "", wrong)])
+    assert entry.observable == ("dq.*", "out.vmap", "dk[[]0]")
+    assert (entry.failures, entry.passes, entry.some) == (32, 1, True)

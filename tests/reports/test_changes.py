@@ -30,9 +30,10 @@ from reports.changes import (
     NEWLY_JUDGED,
     NEWLY_UNJUDGED,
     NEWLY_UNSUPPORTED,
-    NOT_ASKED_AGAIN,
+    NOT_JUDGED_AGAIN,
     Comparison,
 )
+from reports.page_model import build_summary
 
 CASE = "train/f32/B1.T8.S8.N2.K2.H16.V16/causal/normal/s{}"
 PLANNED = {(CASE.format(number), "forward") for number in range(40)}
@@ -93,9 +94,9 @@ def test_what_is_there_no_more_is_gone_if_its_case_was_asked() -> None:
     old, new = [make_record(0), make_record(1)], [make_record(0)]
     assert compare_records(old, new).counts == {GONE: 1}
     assert compare_records(old, new, planned=None).counts == {GONE: 1}  # an older file does not state what was planned
-    assert compare_records(old, new, planned={(CASE.format(0), "forward")}).counts == {NOT_ASKED_AGAIN: 1}
+    assert compare_records(old, new, planned={(CASE.format(0), "forward")}).counts == {NOT_JUDGED_AGAIN: 1}
     assert compare_records(old, new, planned={(CASE.format(0), "forward"), (CASE.format(1), "poison")}).counts == {
-        NOT_ASKED_AGAIN: 1
+        NOT_JUDGED_AGAIN: 1
     }
     assert compare_records(
         old, [make_record(0), make_record(1, UNSUPPORTED, check="support", observable="case")]
@@ -170,3 +171,15 @@ def test_nothing_changed_reads_so() -> None:
     assert "Nothing: every judgement" in changes_page.render_changes_page(
         found, ([make_record()], INFO), ([make_record()], INFO)
     )
+
+
+def test_the_page_has_one_group_for_each_finding() -> None:
+    old = [make_record(number, check=check) for number in range(4) for check in ("forward", "residuals")]
+    new = [dataclasses.replace(record, verdict=FAIL, ratio=9.0) for record in old]
+    found = compare_records(old, new)
+    texts = build_summary(new, INFO).findings
+    assert len(texts) == 1
+    page = changes_page.render_changes_page(dataclasses.replace(found, new_findings=texts), (old, INFO), (new, INFO))
+    assert page.count('<section class="group">') == 1
+    assert texts[0].title in page
+    assert "8 new failures" in page

@@ -122,3 +122,19 @@ def test_operands_that_are_declined_together_are_in_the_verdict() -> None:
     rows = [{"implementation": "block_flash (cpu)", "pairs declined": 148, "pairs": 150}]
     format_verdict = build_summary(found, dataclasses.replace(make_run_info(), coverage=rows)).headline
     assert format_verdict == "block_flash (cpu) conforms, declining 148 of 150 pairs of operands and masks."
+
+
+def test_equal_verdicts_of_several_kernels_are_counted_together() -> None:
+    def format_verdicts(*declined: int) -> str:
+        names = [f"kernel{number}" for number in range(len(declined))]
+        found = [make_record(implementation=name, check=check) for name in names for check in ("forward", "gradients")]
+        rows = [
+            {"implementation": f"{name} (cpu)", "cases judged": 9, "declined": count}
+            for name, count in zip(names, declined, strict=True)
+        ]
+        return build_summary(found, dataclasses.replace(make_run_info(), coverage=rows)).headline
+
+    assert format_verdicts(3, 3).startswith("2 implementations: 2 conform, judged in 9 cases")
+    different = format_verdicts(3, 4, 0)
+    assert different.startswith("3 implementations: 3 conform with qualifications")
+    assert "1 conform" not in different

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, Record
+from conformance.records import (
+    ERROR,
+    EXPECTED_FAIL,
+    FAIL,
+    PASS,
+    UNEXPECTED_PASS,
+    UNJUDGED,
+    UNSUPPORTED,
+    Diagnosis,
+    Record,
+    SimilarBug,
+)
 from reports import changes, github_annotations
+from reports.causes.finding_text import describe_finding
+from reports.causes.root_causes import find_root_causes
 from reports.github_annotations import MAX_ANNOTATIONS, Annotation, annotate_changes, annotate_records, format_commands
 
 CASE = "train/f32/B1.T{0}.S{0}.N2.K2.H16.V16/causal/normal/s0"
@@ -51,6 +65,20 @@ def test_there_is_one_annotation_for_each_finding_and_not_for_each_record() -> N
     expected = ("fails in 3 of 3 cases", "explains 6 failures in 3 cases: dq, out", f"smallest: {CASE.format(7)}")
     assert one.lines[:3] == expected
     assert one.lines[-1] == "python -m conformance run"
+
+
+def test_an_annotation_names_the_planted_bug_that_its_finding_resembles() -> None:
+    failing = [make_record(FAIL, number) for number in (9, 8)]
+    (finding,) = find_root_causes(failing)
+    diagnosis = Diagnosis(bugs=(SimilarBug("mask-forgotten", "masks", "PR 1", 0.99),), cases=2, known=9)
+    (one,) = annotate_records(failing, find_no_place, (), {finding.key: diagnosis})
+    assert any("mask-forgotten" in line for line in one.lines)
+    text = describe_finding(1, finding, diagnosis)
+    passing = [make_record(PASS, number) for number in (9, 8)]
+    compared = dataclasses.replace(changes.compare_runs(passing, failing, planned=None), new_findings=(text,))
+    (new,) = annotate_changes(compared, find_no_place)
+    assert new.count == 2
+    assert any("mask-forgotten" in line for line in new.lines)
 
 
 def test_one_cause_in_many_checks_is_one_finding() -> None:

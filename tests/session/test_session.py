@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import warnings
 from pathlib import Path
 
 import jax
@@ -166,3 +167,15 @@ def test_the_plan_says_what_is_judged_and_about_how_long_it_takes() -> None:
     line = session.describe_plan()
     for word in ("dot_product", "smoke", f"{len(session.jobs):,} jobs", "2 processes", "about "):
         assert word in line
+
+
+def test_numpy_does_not_warn_of_what_a_wrong_kernel_returns() -> None:
+    def huge(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False) -> jax.Array:
+        return naive.attention(q, k, v, causal=causal) / 0.0 * jax.numpy.where(q[..., :1] > 0, 1e38, jax.numpy.nan)
+
+    options = RunOptions(implementations=("huge",), case=CASE, checks=("forward", "gradients", "linearity", "poison"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=RuntimeWarning)
+        result = run_session(options, implementations=declare(huge, "huge"))
+    assert result.exit_code == 1
+    assert {record.verdict for record in result.records} == {FAIL}

@@ -9,6 +9,7 @@ same wrong thing have the same ratios, and a match of several ratios within 1% i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -21,16 +22,25 @@ from conformance.sensitivity import diagnosis, failure_signatures
 from conformance.sensitivity.diagnosis import SAME_SIMILARITY, Similarity
 from conformance.sensitivity.failure_signatures import KnownBug, Signature, Sizes
 from conformance.session.probes.signature_completion import list_right_cases
-from reports.causes import root_causes
+from reports.causes import fault_location, root_causes
 from reports.causes.case_levels import Level, find_levels
 from reports.causes.finding import FORWARD, GRADIENTS, Finding
 from reports.record_groups import group_by_contender
+from reports.text_format import format_count
 
 _FAILED_VERDICTS = (FAIL, ERROR)  # an unexpected pass resembles no bug
 _COMPARED_KINDS = (FORWARD, GRADIENTS)
 """Findings that are compared. Signatures have no other checks, and a line that raises says more than a likeness."""
 _CLEAR_LEAD = 0.2
-"""How much more similar the first bug must be than the second, for no further case to be judged."""
+"""How much more similar the first bug must be than the second, for no further case to be judged.
+
+Bugs that are less similar than the first by more than this are not named beside it.
+"""
+_MIN_SIMILARITY = 0.5
+"""The least similarity of a bug that is named for a finding.
+
+It is above the minimum for a whole kernel, because a finding is compared on few cases.
+"""
 
 
 def measure_signatures_of_failed(
@@ -74,7 +84,7 @@ def measure_signatures_of_failed(
                 comparison.add(judged)
                 cases += 1
         spent = time.monotonic() - started
-        line = f"{implementation.name} compared with planted bugs on {cases} cases in {spent:.0f} s"
+        line = f"{implementation.name} compared with planted bugs on {format_count(cases, 'case')} in {spent:.0f} s"
         is_short = allowed.declined and not comparison.is_settled
         say(f"{line} of at most {mine:.0f} ({option}=60 for more)" if is_short else line)
 
@@ -125,9 +135,13 @@ class _Comparison:
 
 def _is_clear(nearest: Sequence[Similarity] | None) -> bool:
     """Return whether one bug has the same numbers, and no bug of another kind nearly has."""
-    if not nearest or nearest[0].similarity < SAME_SIMILARITY:
+    if not nearest or not _is_same(nearest):
         return False
     return len(nearest) == 1 or nearest[0].similarity - nearest[1].similarity >= _CLEAR_LEAD
+
+
+def _is_same(nearest: Sequence[Similarity]) -> bool:
+    return bool(nearest) and nearest[0].similarity >= SAME_SIMILARITY
 
 
 def find_similar_bugs(
@@ -152,8 +166,32 @@ def find_similar_bugs(
         if not any(number in of_case for of_case in owners.values()):
             continue
         own = _select_signature(number, findings, signature, owners, right)
-        found[number] = diagnosis.find_nearest(own, bank) if own.wrong else None
+        is_possible = functools.partial(_can_cause, findings[number])
+        found[number] = diagnosis.find_nearest(own, bank, is_possible) if own.wrong else None
     return found
+
+
+def _can_cause(finding: Finding, bug: KnownBug) -> bool:
+    """Return whether the levels of a finding also distinguish the cases in which a planted bug is wrong.
+
+    Only the results that are wrong in the finding count. A bug that is never wrong where the finding fails cannot be
+    its cause. Nor can one that is as often wrong where the finding passes, however similar its errors are on the few
+    cases that were judged. All signature cases of the bug are used, since they are stored.
+    """
+    if not finding.levels:
+        return True
+    results = {name.removesuffix("_with_residuals") for name in finding.results}
+    combinations = [frozenset(levels) for levels in (finding.levels, *finding.others)]
+    inside = red = green = 0
+    for place, (case, sizes) in enumerate(bug.signature.sizes.items()):
+        row = 1 << place
+        judged = [size for name, size in sizes.items() if diagnosis.get_result_name((case, name)) in results | {"all"}]
+        inside |= row * any(levels <= find_levels(case) for levels in combinations)
+        red |= row * any(size is not None for size in judged)
+        green |= row * (bool(judged) and all(size is None for size in judged))
+    if not (inside & (red | green) and ~inside & (red | green)):
+        return True  # no signature case tells
+    return fault_location.explains(fault_location.Combination((), inside), fault_location.Signal(red, green))
 
 
 def _select_signature(
@@ -179,8 +217,8 @@ def _select_signature(
         is_right = all(size is None for size in sizes.values())
         if (number in owners[case] and not rivals) or (is_right and (is_forward or not rivals)):
             alone[case] = sizes
-        elif number in owners[case]:
-            shared[case] = sizes
+        elif number in owners[case] and (is_forward or sizes.get("out") is None):
+            shared[case] = sizes  # where `out` is wrong for another reason, gradients are wrong as a consequence
     selected = alone if any(size is not None for sizes in alone.values() for size in sizes.values()) else alone | shared
     return Signature({**{case: sizes for case, sizes in right.items() if case not in signature.sizes}, **selected})
 
@@ -248,9 +286,11 @@ def _count_cases(finding: Finding, asked: Signature) -> int:
 def _build_diagnosis(is_compared: bool, nearest: Sequence[Similarity] | None, known: int, cases: int) -> Diagnosis:
     if not is_compared:
         return Diagnosis(bugs=(), cases=0, known=known)
-    same = [each for each in nearest or () if each.similarity >= SAME_SIMILARITY]
+    likely = [each for each in nearest or () if each.similarity >= _MIN_SIMILARITY]
+    least = SAME_SIMILARITY if _is_same(likely) else likely[0].similarity - _CLEAR_LEAD if likely else 0.0
     bugs = tuple(
         SimilarBug(each.bug.name, each.bug.family, each.bug.reference, round(each.similarity, 2))
-        for each in same or nearest or ()
+        for each in likely
+        if each.similarity >= least
     )
     return Diagnosis(bugs=bugs, cases=cases, known=known, is_shown=nearest is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from cases.case import Case, parse_case_id
 from cases.grid import build_grid
 from cases.mask_spec import KINDS
 from cases.operand_registry import OPTIONAL, WITH_OWN_CASES
+from cases.operand_values import draw_problem
 from cases.size_model import MODEL
 from conformance.checks import CHECKS
 from reports.causes import root_causes
@@ -86,6 +88,28 @@ def test_what_a_mask_is(mask: str, has: set[str], lacks: set[str]) -> None:
     found = name_levels(dataclasses.replace(PLAIN, mask=mask))
     assert has <= found
     assert not lacks & found
+
+
+@pytest.mark.parametrize(
+    ("case", "has"),
+    [
+        ("train/f32/B2.T16.S16.N2.K2.H16.V16/own-linf-16-0/packed-q9-0/normal/s0", True),
+        ("train/f32/B2.T16.S16.N2.K2.H16.V16/own-linf-16-9/packed-q9-0/normal/s0", True),
+        ("decode/f32/B2.T1.S128.N2.K2.H16.V16/lengths-0-128/normal/s0", True),
+        ("decode/f32/B2.T1.S128.N2.K2.H16.V16/own-linf-30-100/paged16/normal/s0", False),
+        ("train/f32/B2.T16.S16.N2.K2.H16.V16/window-l0-r0/normal/s0", False),
+    ],
+)
+def test_a_sequence_without_queries_or_keys_is_a_level(case: str, has: bool) -> None:
+    assert ("empty sequence" in name_levels(parse_case_id(case))) is has
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if re.fullmatch("full|(causal|window)[^_]*", case.mask)], ids=lambda case: case.id
+)
+def test_rows_that_a_mask_leaves_empty_are_a_level(case: Case) -> None:
+    if case.segments is None and case.storage is None and case.q_length * case.kv_length < 1 << 17:
+        assert ("empty rows" in name_levels(case)) == draw_problem(case).empty_rows.any()
 
 
 def test_checks_that_are_named_are_checks() -> None:

@@ -12,6 +12,9 @@ import pytest
 from hypothesis import strategies
 
 from cases.grid import build_grid
+from conformance.checks import CHECKS_BY_NAME
+from conformance.execution.plain_functions import build_implementation
+from conformance.judging import run_plan
 from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, UNSUPPORTED, Record
 from reports.causes import fault_location, finding_text, root_causes
 from reports.causes.case_levels import find_levels, parse_fields, rank_plainness
@@ -346,3 +349,44 @@ def test_a_result_that_only_some_cases_have_is_located_among_all() -> None:
     ]
     (finding,) = root_causes.find_root_causes(found)
     assert finding_text.format_title(finding) == "dsinks is wrong with sinks"
+
+
+@functools.cache
+def list_smoke_cases() -> tuple[str, ...]:
+    """List the cases whose forward results `smoke` judges of a plain function."""
+
+    def attention(q, k, v, *, bias=None, sinks=None, causal=False, window=None, soft_cap=None, scale=None):  # type: ignore[no-untyped-def]
+        return q
+
+    implementation = build_implementation(attention, "kernel")
+    plan = run_plan.plan_run([implementation], level="smoke", seeds=(0,), checks=(CHECKS_BY_NAME["forward"],))
+    return tuple(dict.fromkeys(job.case.id for job in plan.jobs if implementation.supports(job.case) is None))
+
+
+@pytest.mark.parametrize("level", ["bias", "scale", "sinks", "soft_cap", "window", "causal", "groups", "not causal"])
+@pytest.mark.parametrize("cases", [list_smoke_cases, list_cases])
+def test_a_fault_of_one_feature_is_named_by_that_feature(cases: Callable[[], tuple[str, ...]], level: str) -> None:
+    records = [make_record(case, verdict=FAIL if has_levels(case, level) else PASS) for case in cases()]
+    (finding,) = root_causes.find_root_causes(records)
+    assert [level] in [[one.name for one in levels] for levels in (finding.levels or (), *finding.others)]
+    assert finding_text.format_title(finding) == f"out is wrong {(finding.levels or ())[0].words}"
+
+
+def test_a_sequence_without_keys_is_named_rather_than_its_phase() -> None:
+    cases = [
+        f"{phase}/f32/B2.T{t}.S200.N2.K2.H64.V64/lengths-{lengths}/{values}/s0"
+        for phase, t in (("decode", 1), ("prefill", 4))
+        for lengths in ("0-200", "0-128", "101-200", "7-9")
+        for values in ("normal", "heavy")
+    ]
+    cases += ["decode/f32/B2.T1.S200.N2.K2.H64.V64/full/normal/s0", BASE]
+    records = [make_record(case, verdict=FAIL if "lengths-0-" in case else PASS) for case in cases]
+    (finding,) = root_causes.find_root_causes(records)
+    assert name_levels(finding) == ["empty sequence"]
+    assert "no queries or no keys" in finding_text.format_title(finding)
+
+
+def test_the_title_of_a_call_in_doubles_names_jaxs_option() -> None:
+    records = [make_record(BASE.replace("s0", f"s{n}"), "transforms", "out.x64", FAIL) for n in range(3)]
+    (finding,) = root_causes.find_root_causes(records)
+    assert "jax_enable_x64" in finding_text.format_title(finding)
