@@ -79,7 +79,7 @@ def test_three_faults_are_the_same_three_findings_by_every_door(repository: Repo
 
 def test_an_assertion_in_a_test_shows_the_findings_alone(repository: Repository) -> None:
     (repository.path / "test_mine.py").write_text(ASSERTED)
-    result = repository.pytest("-W", "error", "test_mine.py")
+    result = repository.pytest("-W", "error", "test_mine.py", from_nothing=True)
     assert result.ret == 1
     shown = result.stdout.str()
     assert "1 failed, 1 passed" in result.stdout.lines[-1]
