@@ -73,3 +73,15 @@ def attention(
 ) -> jax.Array:
     """Attention without a fault."""
     return compute(q, k, v, window=window, soft_cap=soft_cap, bias=bias, scale=scale, faulty=False)
+
+
+def thrice_faulty_attention(q: Any, k: Any, v: Any, *, window: Any = None, soft_cap: Any = None) -> jax.Array:
+    """Attention with three faults, each of which shows in `out` with one feature alone."""
+    if window is not None and window[0] is not None:
+        window = (window[0] - 1, window[1])  # fault: one key short
+    if soft_cap is not None:
+        soft_cap = 1.05 * soft_cap  # fault: another cap
+    groups = q.shape[2] // k.shape[2]
+    if groups > 1 and k.shape[2] > 1:  # fault: each query head reads a wrong head
+        k, v = jnp.tile(k, (1, 1, groups, 1)), jnp.tile(v, (1, 1, groups, 1))
+    return attention(q, k, v, window=window, soft_cap=soft_cap)

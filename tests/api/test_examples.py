@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conformance.api import check_function
+from conformance.execution.plain_functions import Declarations
 from tests.api.examples import debugging, judging, testing
 
 FOLDER = Path(judging.__file__).parent
@@ -62,7 +63,7 @@ def test_type_checkers_accept_the_examples_and_see_a_wrong_argument(tmp_path: Pa
 
 def test_assert_conforms_takes_the_arguments_of_check() -> None:
     parameters = set(inspect.signature(check_function.check).parameters)
-    passed_on = set(check_function.CheckArguments.__annotations__) - set(check_function.Declarations.__annotations__)
+    passed_on = set(check_function.CheckArguments.__annotations__) - set(Declarations.__annotations__)
     assert passed_on == parameters - {"function", "level", "declarations"}
 
 
