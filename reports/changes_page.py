@@ -48,6 +48,7 @@ def render_changes_page(found: Comparison, old: Side, new: Side) -> str:
         found=found,
         groups=group_changes_by_cause(found),
         list_facts=_list_facts,
+        format_count=format_count,
         regressions=REGRESSIONS,
         format_transition=format_transition,
         format_kind_count=format_kind_count,

@@ -31,7 +31,7 @@ for wanted, free in ((3, 100), (4, 101)):
 os.execv(sys.argv[3], sys.argv[3:])
 """
 LONGEST_WAIT = 300
-"""Seconds without a message after which the browser counts as hung. An audit of a long page takes a minute on slow cores."""
+"""Seconds without a message after which the browser counts as hung. Slow cores need a minute to audit a long page."""
 _KEYS = {
     "Tab": 9,
     "Enter": 13,
