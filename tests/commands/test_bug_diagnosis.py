@@ -103,3 +103,14 @@ def test_gradients_are_not_compared_where_out_is_wrong_for_another_reason(bank: 
     both = [record for record in probes if "/sinks/" in record.case and ".N4.K2." in record.case]
     assert any(record.observable == "out" and record.verdict == FAIL for record in both)
     assert bug_diagnosis.find_similar_bugs(findings, both, {}, bank)[place] is None
+
+
+def test_a_bug_of_the_backward_pass_is_not_named_for_a_wrong_out(bank: list[KnownBug]) -> None:
+    (fault,) = (bug for bug in bank if bug.name == "cap-before-bias")
+    backward = {name: {**sizes, "out": None} for name, sizes in fault.signature.sizes.items()}
+    alike = dataclasses.replace(fault, name="wrong-gradients", kind="other.kind", signature=Signature(backward))
+    records, probes = (judge(bank, (fault.name,), probes=probes) for probes in (False, True))
+    (text,) = build_summary(records, RunInfo(command="", level="quick", environment={}, tolerances=[])).findings
+    everywhere = dataclasses.replace(text.finding, levels=())
+    (nearest,) = bug_diagnosis.find_similar_bugs([everywhere], probes, {}, [alike]).values()
+    assert nearest == []

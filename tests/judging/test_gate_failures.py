@@ -108,7 +108,7 @@ def test_an_expected_failure_that_a_whole_run_does_not_see_is_a_failure_of_the_r
     result = repository.pytest("--pyargs", "conformance", "--impl=kernel.py:narrow", "-n", "2", "--junitxml=j.xml")
     assert result.ret == 1
     sentence = "nothing failed that pyproject.toml expects to fail: known"
-    result.stdout.fnmatch_lines([sentence, "FAILED *::expectations[[]kernel.py:narrow-[*]] - nothing failed that *"])
+    result.stdout.fnmatch_lines([sentence, "FAILED *::expectations[[]kernel.py:narrow-[*]] - nothing *"])
     assert re.search(r"1 failed, \d+ passed", result.stdout.lines[-1])
     assert sentence in (repository.path / "j.xml").read_text()
 
@@ -124,8 +124,8 @@ def test_failures_are_findings_that_are_confirmed_compared_and_annotated(
     said = [line for line in result.stdout.lines if line.startswith("::")]
     assert 1 <= len(said) < sum(line.startswith("FAILED") for line in result.stdout.lines)
     assert any(line.startswith("::error title=kernel.py%3Awrong (cpu)%3A out is wrong") for line in said)
-    result.stdout.fnmatch_lines(["kernel.py:wrong compared with planted bugs on * cases in * s of at most 8 *"])
-    result.stdout.fnmatch_lines(["* 1 kernel.py:wrong (cpu): out is wrong *", "kernel.py:wrong (cpu): wrong *"])
+    result.stdout.fnmatch_lines(["kernel.py:wrong compared with planted bugs on * case* in * s*"])
+    result.stdout.fnmatch_lines(["* 1 kernel.py:wrong (cpu): out is wrong *", "  *planted bug*"])
     (recorded,) = runs.read_runs(repository.path / "r.jsonl")
     assert {record.check for record in recorded.probes} >= {"forward", "gradients"}
     assert {record.check for record in recorded.records} == {"forward"}

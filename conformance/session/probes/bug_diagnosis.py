@@ -178,8 +178,6 @@ def _can_cause(finding: Finding, bug: KnownBug) -> bool:
     its cause. Nor can one that is as often wrong where the finding passes, however similar its errors are on the few
     cases that were judged. All signature cases of the bug are used, since they are stored.
     """
-    if not finding.levels:
-        return True
     results = {name.removesuffix("_with_residuals") for name in finding.results}
     combinations = [frozenset(levels) for levels in (finding.levels, *finding.others)]
     inside = red = green = 0
@@ -189,7 +187,9 @@ def _can_cause(finding: Finding, bug: KnownBug) -> bool:
         inside |= row * any(levels <= find_levels(case) for levels in combinations)
         red |= row * any(size is not None for size in judged)
         green |= row * (bool(judged) and all(size is None for size in judged))
-    if not (inside & (red | green) and ~inside & (red | green)):
+    if green and not red:
+        return False  # its results of the finding are right
+    if not finding.levels or not (inside & (red | green) and ~inside & (red | green)):
         return True  # no signature case tells
     return fault_location.explains(fault_location.Combination((), inside), fault_location.Signal(red, green))
 
