@@ -286,6 +286,7 @@ import os, signal, sys
 import conformance
 from tests.api import kernels
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell inherit that it is ignored
 calls = []
 
 def attention(q, k, v):
