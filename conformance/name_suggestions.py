@@ -13,6 +13,12 @@ def suggest_name(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {closest[0]!r}?" if closest else ""
 
 
+def suggest_or_list(name: object, known: Iterable[str]) -> str:
+    """Return `; did you mean 'forward'?` for `forwrd`, or `; known are ...` if no known name is close."""
+    names = list(known)
+    return suggest_name(str(name), names) or f"; known are {', '.join(names)}"
+
+
 def suggest_query(query: str, ids: Iterable[str]) -> str:
     """Return a suggestion for a query of case ids that matches none; empty if none is close.
 

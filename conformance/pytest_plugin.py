@@ -12,6 +12,7 @@ installed, so it imports nothing heavy when it is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -78,6 +79,7 @@ class _Gate:
         self._planned: dict[str, PlannedTests] = {}  # by the id of the test function; the gate's own is ""
         self._suites: dict[str, SuiteRun] = {}  # likewise
         self._suite_results: dict[str, SuiteResult] = {}
+        self._resources = contextlib.ExitStack()  # the files of sandboxed kernels of test files
         self._sent_runs: set[str] = set()
         self._result: SessionResult | None = None
         self._shared_address: str | None = None
@@ -145,24 +147,30 @@ class _Gate:
                 raise pytest.UsageError(str(error)) from error
         return self._session
 
-    def _plan_suite(self, definition: pytest.Item, suite: kernel_suite.KernelSuite) -> PlannedTests:
+    def _plan_suite(self, key: str, file: Path, suite: kernel_suite.KernelSuite) -> PlannedTests:
         """Plan the tests of a kernel in a test file.
+
+        Args:
+          key: the id of the test function.
+          file: the test file.
+          suite: the tests that the function asks for.
 
         Raises:
           pytest.Collector.CollectError: if the kernel cannot be judged.
         """
-        path, *names = definition.nodeid.split("::")
+        path, *names = key.split("::")
         keyword, folder = self._config.option.keyword, self._config.invocation_params.dir
-        shown = "::".join((os.path.relpath(definition.path, folder), *names))
+        shown = "::".join((os.path.relpath(file, folder), *names))
 
         def format_repetition(record: Record) -> str:
-            return _format_test_command(self._planned[definition.nodeid], shown, record)
+            return _format_test_command(self._planned[key], shown, record)
 
         try:
             selection = gate_options.describe_keyword(keyword)
             session = kernel_suite.plan_suite(
                 suite,
                 dataclasses.replace(self._options, selection=selection),
+                resources=self._resources,
                 folder=self._config.rootpath,
                 format_repetition=format_repetition,
                 is_worker=self._is_worker,
@@ -170,13 +178,13 @@ class _Gate:
             from conformance.gate.gate_run import PlannedTests  # imported late: it loads JAX
 
             planned = PlannedTests(session, _build_suite_test_id)
-            named = node_ids.list_kernel_jobs(self._config.args, folder, definition.path, names)
+            named = node_ids.list_kernel_jobs(self._config.args, folder, file, names)
             planned.add_named_jobs(named, only=False)
             if selection:
                 planned.narrow(keyword, [path, *names])
         except CannotJudge as error:
             raise pytest.Collector.CollectError(f"{names[-1]}: {error}") from error
-        self._planned[definition.nodeid] = planned
+        self._planned[key] = planned
         return planned
 
     @pytest.hookimpl
@@ -188,7 +196,7 @@ class _Gate:
             self._plan()
             planned = self._planned[""]
         else:
-            planned = self._plan_suite(metafunc.definition, suite)
+            planned = self._plan_suite(metafunc.definition.nodeid, metafunc.definition.path, suite)
         metafunc.parametrize("conformance_job", planned.jobs, ids=planned.ids)
 
     @pytest.hookimpl(tryfirst=True)
@@ -362,6 +370,10 @@ class _Gate:
         if missing and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             self._end_incomplete(session)
 
+    @pytest.hookimpl
+    def pytest_unconfigure(self) -> None:
+        self._resources.close()
+
     def _find_missing_tests(self) -> set[str]:
         """Return the selected tests of jobs that were not skipped and yet produced no records."""
         option = self._config.option
@@ -426,7 +438,11 @@ class _Gate:
 
         options = self._options
         for key, suite in self._suites.items():
-            result = self._suite_results[key] = suite.finish(how, reason, command=options.command)
+            obstacle = ""
+            if not reason:
+                obstacle = self._continue_suite(session, key, suite) or self._find_obstacle()
+            result = suite.finish(how, reason, command=options.command, obstacle=obstacle)
+            self._suite_results[key] = result
             for name, sentence in result.failures.items():
                 self._add_failure(name, sentence, key.partition("::")[0])
                 session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
@@ -438,23 +454,42 @@ class _Gate:
             self._add_failure("outputs", str(error))
             session.exitstatus = pytest.ExitCode.INTERRUPTED
 
-    def _can_follow_up(self, session: Session) -> bool:
-        """Return whether this process can judge further cases: not while workers hold the accelerator.
+    def _continue_suite(self, session: pytest.Session, key: str, suite: SuiteRun) -> str:
+        """Plan the tests of a kernel that workers judged in this process too, which reports all results.
 
-        If it cannot and the run is red, add a line about this to the summary.
+        Returns:
+          Why this is not possible; empty if it is.
         """
-        import jax
+        if suite.has_session:
+            return ""
+        path, *names = key.split("::")
+        file = self._config.rootpath / path
+        try:
+            found: Any = pytest.Module.from_parent(session, path=file).obj  # imported as pytest imports test files
+            for name in names:
+                found = getattr(found, name)
+            described = kernel_suite.find_suite(found)
+            assert described is not None
+            suite.continue_in(self._plan_suite(key, file, described).session)
+        except Exception as error:  # whatever a user's file raises here, the results of the workers are reported
+            return f"{path} cannot be loaded after the workers: {type(error).__name__}: {error}"
+        return ""
 
+    def _can_follow_up(self, session: Session) -> bool:
+        """Return whether this process can judge further cases. If not, and the run is red, add a line that says why."""
         from conformance.records import RED
 
+        obstacle = self._find_obstacle()
+        if obstacle and any(record.verdict in RED for record in session.recorded.records):
+            self._said.append(f"findings are neither confirmed nor diagnosed: {obstacle} (-n 0 does both)")
+        return not obstacle
+
+    def _find_obstacle(self) -> str:
+        """Return why this process cannot judge further cases: workers hold the accelerator. Empty if it can."""
+        import jax
+
         backend = jax.default_backend()
-        if self._shared_address is None or backend == "cpu":
-            return True
-        if any(record.verdict in RED for record in session.recorded.records):
-            self._said.append(
-                f"findings are neither confirmed nor diagnosed: workers hold the {backend} (-n 0 does both)"
-            )
-        return False
+        return "" if self._shared_address is None or backend == "cpu" else f"workers hold the {backend}"
 
     def _add_run_failures(self, session: pytest.Session, result: SessionResult) -> None:
         """Add a failure for each known failure that passed, and each kernel whose results depend on compiler flags."""

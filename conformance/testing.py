@@ -15,12 +15,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from conformance.gate import kernel_suite
 from conformance.gate.kernel_suite import KernelSuite
-from conformance.judging.run_levels import LEVELS
 from conformance.session.failures import CannotJudge
+from conformance.session.process_setup import prepare_process
 from conformance.session.run_options import RunOptions
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ __all__ = ["conformance_tests"]
 def conformance_tests(
     kernel: Callable[..., Any] | Implementation | str,
     *,
-    level: str = "quick",
+    level: Literal["smoke", "quick", "standard", "deep"] = "quick",
     checks: str | Sequence[str] = (),
     cases: str | None = None,
     seeds: int | Sequence[int] = (),
@@ -69,7 +69,8 @@ def conformance_tests(
     `pytest --pyargs conformance` only.
 
     The kernel runs in pytest's own process, where breakpoints and prints work. A call that crashes or hangs takes the
-    run with it. With `sandbox=True` it has a confined process of its own, as on the command line.
+    run with it. With `sandbox=True` it has a confined process of its own, as on the command line. A function that no
+    module has, such as a closure, is sent there by cloudpickle, which must be installed.
 
     Args:
       kernel: the function to judge, which may be a closure, a lambda or a `functools.partial`. It takes the parameters
@@ -79,27 +80,28 @@ def conformance_tests(
       checks: the name of the only check to run, or several (`python -m conformance list checks`).
       cases: a query that cases must match, such as `"train/bf16"` or `"*/causal/*"`.
       seeds: the base seed of the cases, or several; 0 if left out.
-      name: what reports call the kernel; `module:function` if left out. With `sandbox=True` it has the name by which
-        it is loaded.
-      sandbox: whether the kernel runs in a confined process of its own. It must then be a function at the top of a
-        module, or a name.
+      name: what reports call the kernel; `module:function` if left out.
+      sandbox: whether the kernel runs in a confined process of its own.
       **declarations: what `conformance.declare` takes, such as `behind_mask="finite"`. They replace those that the
         function has by the decorator.
 
     Raises:
-      TypeError: for an argument that neither this function nor `conformance.declare` has.
-      ValueError: for a level, seed or value of a declaration that does not exist.
+      TypeError: for an argument that neither this function nor `conformance.declare` has, and for declarations of a
+        kernel that has its own.
+      ValueError: for a level, check, seed or value of a declaration that does not exist.
     """
-    if level not in LEVELS:
-        raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
-    kernel_suite.check_declarations(kernel, declarations, sandbox=sandbox)
+    prepare_process(judging=False)
+    from conformance.api import argument_checks, subject_lookup  # imported late: they load JAX
+
+    argument_checks.check_level(level)
+    argument_checks.check_declarations(declarations, conformance_tests, kernel)
     try:
         options = RunOptions(
             use_listed=True,
             level=level,
             cases=cases,
-            checks=kernel_suite.to_tuple(checks),
-            seeds=kernel_suite.to_tuple(seeds),
+            checks=argument_checks.check_names(checks),
+            seeds=argument_checks.list_seeds(seeds),
             option_prefix="",
         )
     except CannotJudge as error:
@@ -107,7 +109,7 @@ def conformance_tests(
     suite = KernelSuite(
         kernel=kernel,
         options=options,
-        name=name or kernel_suite.find_name(kernel),
+        name=name or subject_lookup.describe_function_with_module(kernel),
         declarations=declarations,
         sandbox=sandbox,
         line=_find_line(),

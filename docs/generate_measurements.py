@@ -231,6 +231,12 @@ def _build_diagnosis_page(measured: Mapping[str, Any]) -> str:
             _format_table(
                 ["family", "bugs", "first", "one of three", "none", "alone", "else first named"], rows, "lrrrrrl"
             ),
+            *(
+                f"For no bug of *{row['family']}* is the first name right. Of these {row['bugs']} bugs, {row['alone']} "
+                "have no other of their kind."
+                for row in families
+                if not row["first"]
+            ),
             _format_provenance(measured),
             f"## {unknown['title']}",
             unknown["text"].strip(),

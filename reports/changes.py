@@ -34,12 +34,12 @@ GONE = "gone"
 FIXED = "fixed"
 NEWLY_EXPECTED = "now an expected failure"
 NEWLY_JUDGED = "newly judged"
-NOT_ASKED_AGAIN = "not asked again"
+NOT_JUDGED_AGAIN = "not judged again"
 REGRESSIONS = (NEW_FAILURE, NEWLY_UNSUPPORTED, NEWLY_UNJUDGED, GONE)
-KINDS = (*REGRESSIONS, FIXED, NEWLY_EXPECTED, NEWLY_JUDGED, NOT_ASKED_AGAIN)
+KINDS = (*REGRESSIONS, FIXED, NEWLY_EXPECTED, NEWLY_JUDGED, NOT_JUDGED_AGAIN)
 """The kinds of change between two runs, regressions first.
 
-`NOT_ASKED_AGAIN` means that the new run did not plan the check of that case, so its outcome is unknown.
+`NOT_JUDGED_AGAIN` means that the new run did not plan the check of that case, so its outcome is unknown.
 """
 
 SINGLE_SHIFT = 4.0
@@ -226,7 +226,7 @@ def _classify_missing(old: Record, without_judgement: Record | None, *, asked: b
         return None
     if without_judgement is not None:
         return NEWLY_UNSUPPORTED if without_judgement.verdict == UNSUPPORTED else NEWLY_UNJUDGED
-    return GONE if asked else NOT_ASKED_AGAIN
+    return GONE if asked else NOT_JUDGED_AGAIN
 
 
 def _align_records(old: Sequence[Record], new: Sequence[Record]) -> tuple[dict[Key, Record], dict[Key, Record]]:
@@ -347,7 +347,7 @@ def group_changes_by_cause(found: Comparison) -> list[ChangeGroup]:
         reason = record.reason if change.new is not None and record.verdict in (UNSUPPORTED, UNJUDGED) else ""
         return change.kind, label, reason or f"{record.check}/{record.observable}", 0
 
-    reported = (change for change in found.changes if change.kind not in (NOT_ASKED_AGAIN, NEWLY_JUDGED))
+    reported = (change for change in found.changes if change.kind not in (NOT_JUDGED_AGAIN, NEWLY_JUDGED))
     groups = []
     for (kind, label, title, number), changes in group_by(reported, find_cause).items():
         side = found.new_findings if kind == NEW_FAILURE else found.old_findings
@@ -361,9 +361,9 @@ def group_changes_by_cause(found: Comparison) -> list[ChangeGroup]:
 def list_reported_changes(found: Comparison) -> list[tuple[ChangeKey, list[Change]]]:
     """Group the changes that reports list.
 
-    Judgements that only one run made (`NOT_ASKED_AGAIN`, `NEWLY_JUDGED`) are left out: they do not concern the kernel.
+    Judgements that only one run made (`NOT_JUDGED_AGAIN`, `NEWLY_JUDGED`) are left out: they do not concern the kernel.
     """
-    return group_changes(change for change in found.changes if change.kind not in (NOT_ASKED_AGAIN, NEWLY_JUDGED))
+    return group_changes(change for change in found.changes if change.kind not in (NOT_JUDGED_AGAIN, NEWLY_JUDGED))
 
 
 def group_changes(changes: Iterable[Change]) -> list[tuple[ChangeKey, list[Change]]]:

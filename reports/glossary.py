@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from reports.site_links import build_check_link
+from reports.site_links import build_check_link, build_term_link
 
 TERMS: Mapping[str, str] = {
     "bound": "The rounding error that a correct implementation may have at one element, for its declared arithmetic.",
@@ -91,7 +91,10 @@ def build_glossary(checks: Iterable[str], meanings: Mapping[str, str]) -> Glossa
             for name in checks
             if known.get(name)
         },
-        terms={word: Entry(word, f"word-{_slugify(word)}", meaning) for word, meaning in TERMS.items()},
+        terms={
+            word: Entry(word, f"word-{_slugify(word)}", meaning, build_term_link(word))
+            for word, meaning in TERMS.items()
+        },
     )
 
 

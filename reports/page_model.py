@@ -251,6 +251,7 @@ def build_summary(records: Sequence[Record], run: RunInfo) -> Summary:
     groups = group_records(records)
     found = summarize_run(groups.by_contender, run)
     causes = find_contender_causes(groups.by_contender, group_by_contender(run.probes))
+    option = spell_diagnose_option(run.command)
     return Summary(
         run=run,
         groups=groups,
@@ -260,12 +261,19 @@ def build_summary(records: Sequence[Record], run: RunInfo) -> Summary:
         shortfall=found.shortfall,
         contenders=found.contenders,
         findings=tuple(
-            describe_finding(number, finding, run.diagnoses.get(finding.key))
+            describe_finding(number, finding, run.diagnoses.get(finding.key), option=option)
             for number, finding in enumerate(causes, 1)
         ),
         undecided_rows=_find_undecided_rows(groups),
         flag_differences=_find_flag_differences(groups),
     )
+
+
+def spell_diagnose_option(command: str) -> str:
+    """Return the option, or argument in Python, with which a command has time to compare findings with planted bugs."""
+    if command.startswith("conformance.check("):
+        return "diagnose_seconds"
+    return "--conformance-diagnose-seconds" if command.startswith("pytest") else "--diagnose-seconds"
 
 
 def build_page(summary: Summary, measurements: Sequence[Measurement] = (), file: str = "*.jsonl") -> Page:

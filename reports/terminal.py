@@ -69,9 +69,16 @@ def print_summary(summary: Summary, console: Console, page: str = "") -> None:
 
 def format_findings(summary: Summary, page: str = "") -> list[str]:
     """Format the findings as `print_summary` prints them, as plain lines."""
-    console = Console(file=(text := io.StringIO()), width=_MAX_WIDTH)
+    console = Console(file=(text := io.StringIO()), width=_MAX_WIDTH, color_system=None, force_jupyter=False)
     _print_findings(summary, console, page)
     return text.getvalue().splitlines()
+
+
+def format_finding(text: FindingText) -> str:
+    """Format one finding as `print_summary` prints it."""
+    console = Console(file=(shown := io.StringIO()), width=_MAX_WIDTH, color_system=None, force_jupyter=False)
+    _print_finding(text, console)
+    return shown.getvalue().rstrip()
 
 
 def print_measurements(measurements: Sequence[Measurement], console: Console) -> None:
@@ -159,7 +166,9 @@ def _print_findings(summary: Summary, console: Console, page: str) -> None:
     if findings and page:
         console.print(Text(f"all findings: {page}#findings", style="dim"), soft_wrap=True)
     command = findings[0].finding.smallest.reproduce if findings else ""
-    if command.startswith("python -m") and "--shrink" not in run.command:  # else it is a call in Python
+    if (
+        command.startswith("python -m conformance run") and "--shrink" not in run.command
+    ):  # not a call in Python or a test
         console.print(Text("to find the smallest case that fails like the first finding:", style="dim"))
         console.print(Text(f"{command} --shrink", style="cyan"), soft_wrap=True)
 

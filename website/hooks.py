@@ -35,14 +35,15 @@ _LARGEST_FILE = 200_000  # bytes shown of one file; measured tables are larger, 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the mirrored documents, and a page for each source file that a page links to."""
-    shown: set[str] = set()
+    linked: set[str] = set()
     for source, uri in MIRRORED.items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        shown |= set(_find_source_links(text, source))
+        linked |= set(_find_source_links(text, source))
         files.append(File.generated(config, uri, content=rewrite_links(text, source, uri)))
     for file in list(files.documentation_pages()):
         source = _find_source(file.src_uri)
-        shown |= set(_find_source_links(file.content_string, source))
+        linked |= set(_find_source_links(file.content_string, source))
+    shown = _follow_documents(linked)
     for path in sorted(shown):
         files.append(
             File.generated(
@@ -128,6 +129,26 @@ def _find_source_links(page: str, source: str) -> Iterator[str]:
                 yield from (str(file.relative_to(ROOT)) for file in sorted((ROOT / path).glob("*.py")))
 
 
+def _follow_documents(linked: set[str]) -> set[str]:
+    """Return the source files that pages link to, and those that documents among them link to in turn."""
+    shown: set[str] = set()
+    while linked:
+        shown |= linked
+        documents = filter(None, map(_find_document, sorted(linked)))
+        linked = {link for document in documents for link in _find_source_links(_read(document), document)} - shown
+    return shown
+
+
+def _find_document(path: str) -> str | None:
+    """Return the Markdown file that the page of a source path shows: the file itself, or the README of a folder."""
+    document = path if path.endswith(".md") else f"{path}/README.md"
+    return document if (ROOT / document).is_file() else None
+
+
+def _read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
 def _find_source(uri: str) -> str:
     """Return the repository path of a page of the site."""
     return next((source for source, page in MIRRORED.items() if page == uri), f"docs/{uri}")
@@ -138,24 +159,27 @@ def _name_source_page(path: str) -> str:
 
 
 def _format_source_page(path: str, shown: set[str]) -> str:
-    """Show a file as a code block, or a folder as a list of its files with what each does."""
+    """Show a Markdown file as a page, any other as a code block, and a folder as its README and a list of its files."""
     file = ROOT / path
     lines = [f"---\ntitle: {path}\nsearch:\n  exclude: true\n---", f"# `{path}`"]
+    if document := _find_document(path):
+        text = rewrite_links(_read(document), document, _name_source_page(path))
+        lines.append(_unescape_pipes(fences.drop_attributes(_demote_headings(text))))
     if file.is_dir():
-        readme = file / "README.md"
-        if readme.exists():
-            lines.append(fences.drop_attributes(_demote_headings(readme.read_text(encoding="utf-8"))))
         for name in sorted(entry for entry in shown if posixpath.dirname(entry) == path):
             link = posixpath.relpath(_name_source_page(name), posixpath.dirname(_name_source_page(path)))
             lines.append(f"- [`{posixpath.basename(name)}`]({link}){_summarize_module(ROOT / name)}")
-    else:
-        text = file.read_text(encoding="utf-8")[:_LARGEST_FILE]
+    elif not document:
+        text = _read(path)[:_LARGEST_FILE]
         lines.append(f"`````{_LANGUAGES.get(file.suffix, 'text')}\n{text.rstrip()}\n`````")
     return "\n\n".join(lines) + "\n"
 
 
 def _demote_headings(text: str) -> str:
-    return re.sub(r"^#", "##", text, flags=re.MULTILINE)
+    return "".join(
+        part if is_code else re.sub(r"^#", "##", part, flags=re.MULTILINE)
+        for is_code, part in fences.split_at_code(text)
+    )
 
 
 def _summarize_module(file: Path) -> str:

@@ -2,43 +2,52 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cases.case import Case, CaseIdError, parse_case_id
 from conformance.checks import CHECKS_BY_NAME
-from conformance.execution.plain_functions import Declarations
+from conformance.contract import Implementation
+from conformance.execution.plain_functions import Declarations, declare
 from conformance.judging.run_levels import LEVELS
+from conformance.name_suggestions import suggest_or_list
 
 _DECLARATIONS = tuple(Declarations.__annotations__)
 
 
-def suggest(name: object, known: Iterable[str]) -> str:
-    """Return `: did you mean ...?` for a misspelt name, or the known names if none is alike."""
-    names = list(known)
-    alike = difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)
-    return f": did you mean {' or '.join(map(repr, alike))}?" if alike else f": known are {', '.join(names)}"
+def check_declarations(declarations: Declarations, caller: Callable[..., Any], kernel: object = None) -> None:
+    """Check the declarations that a call was given as keywords.
 
+    Args:
+      declarations: the keywords that are no arguments of the call itself.
+      caller: the function that was called.
+      kernel: the function that declarations are for. An `Implementation`, and a name, have their own.
 
-def reject_unknown_keywords(keywords: Mapping[str, Any], function: Any) -> None:
-    """Raise `TypeError` for keywords that neither `function` has nor `conformance.declare`."""
-    own = [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    ]
-    for name in keywords:
+    Raises:
+      TypeError: for a keyword that is no declaration, and for a kernel that has its own declarations.
+      ValueError: for a declaration with a value that it cannot have.
+    """
+    if not declarations:
+        return
+    signature = inspect.signature(caller)
+    own = [name for name, parameter in signature.parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    for name in declarations:
         if name not in _DECLARATIONS:
-            hint = suggest(name, [*own, *_DECLARATIONS])
-            raise TypeError(f"{function.__name__}() has no argument {name!r}{hint}")
+            hint = suggest_or_list(name, [*own, *_DECLARATIONS])
+            raise TypeError(f"{caller.__name__}() has no argument {name!r}{hint}")
+    names = ", ".join(declarations)
+    if isinstance(kernel, Implementation):
+        raise TypeError(f"{names}: an Implementation has its own declarations; change them by dataclasses.replace")
+    if isinstance(kernel, str):
+        raise TypeError(f"{names}: declarations go with a function: import it, or decorate it with conformance.declare")
+    declare(**declarations)
 
 
 def check_level(level: object, known: Sequence[str] = LEVELS) -> None:
     """Raise `ValueError` for a level that is none of the known ones."""
     if level not in known:
-        raise ValueError(f"level={level!r} is no level{suggest(level, known)}")
+        raise ValueError(f"level={level!r} is no level{suggest_or_list(level, known)}")
 
 
 def check_names(checks: str | Sequence[str]) -> tuple[str, ...]:
@@ -46,7 +55,7 @@ def check_names(checks: str | Sequence[str]) -> tuple[str, ...]:
     names = (checks,) if isinstance(checks, str) else tuple(checks)
     for name in names:
         if name not in CHECKS_BY_NAME:
-            raise ValueError(f"checks={name!r} is no check{suggest(name, CHECKS_BY_NAME)}")
+            raise ValueError(f"checks={name!r} is no check{suggest_or_list(name, CHECKS_BY_NAME)}")
     return names
 
 

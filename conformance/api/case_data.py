@@ -32,6 +32,7 @@ from conformance.execution import stored_calls
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import Declarations, build_implementation, redeclare
 from conformance.judging.run_levels import GRID_LEVELS
+from conformance.name_suggestions import suggest_or_list
 from conformance.records import FAIL, UNJUDGED
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import Bounded
@@ -230,7 +231,7 @@ class CaseData:
     def compare(self, results: Any) -> CaseComparison:
         """Compare results with the exact ones, by the limits that the judge uses.
 
-        Example:
+        Examples:
           >>> import conformance
           >>> case = conformance.case("train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0")
           >>> case.compare(case.expected["out"]).passes
@@ -239,15 +240,17 @@ class CaseData:
           'fail'
 
         Args:
-          results: results by name, such as `{"out": ..., "dk": ...}`; or `out` alone; or `(out, residuals)` as a
-            function returns it. Of a case with stored operands, `out` and residuals may be in their stored shapes.
+          results: results by name, such as `{"out": ..., "dk": ...}`; or `out [B, T, N, V]` alone; or
+            `(out, residuals)` as a function returns it, with residuals `[B, N, T]` by name. Each has the shape that it
+            has in `expected`. Of a case with stored operands, `out` and residuals may be in their stored shapes.
 
         Raises:
           ValueError: for a name that the case has no result of.
         """
         named = _name_results(results)
         if unknown := [name for name in named if name not in self._bounded]:
-            raise ValueError(f"results[{unknown[0]!r}]{argument_checks.suggest(unknown[0], self._bounded)}")
+            hint = suggest_or_list(unknown[0], self._bounded)
+            raise ValueError(f"results[{unknown[0]!r}] is no result of this case{hint}")
         return CaseComparison(tuple(self._compare(name, x) for name, x in named.items()))
 
     @functools.cached_property
@@ -303,7 +306,7 @@ class CaseData:
 def case(case_id: str, **declarations: Unpack[Declarations]) -> CaseData:
     """Return the operands, exact results and bounds of a case as arrays.
 
-    Example:
+    Examples:
       >>> import conformance
       >>> import jax
       >>> case = conformance.case("train/f32/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0")
@@ -327,7 +330,7 @@ def case(case_id: str, **declarations: Unpack[Declarations]) -> CaseData:
       TypeError: for an unknown declaration.
     """
     packages.claim_names()
-    argument_checks.reject_unknown_keywords(declarations, case)
+    argument_checks.check_declarations(declarations, case)
     return CaseData(argument_checks.parse_case_argument(case_id), declarations)
 
 
@@ -340,7 +343,7 @@ def cases(
 ) -> Sequence[str]:
     """Return the ids of the cases of a level, or those that match a query.
 
-    Example:
+    Examples:
       >>> import conformance
       >>> conformance.cases("train/f32")[0].startswith("train/f32/B")
       True

@@ -25,6 +25,7 @@ from conformance.session.process_setup import isolate_settings
 from conformance.session.project_lookup import build_kernel_options
 from conformance.session.run_options import RunOptions
 from conformance.session.session import FIRST_FAILURE, run_session
+from reports import terminal
 
 _PULLBACK = re.compile(r" --pullback=(\w+)")
 _IN_PROCESS = (
@@ -93,7 +94,7 @@ def check(
 
     The check `sharding` needs four devices, and is unjudged where this process has fewer.
 
-    Example:
+    Examples:
       >>> import conformance
       >>> import jax
       >>> def attention(q, k, v):
@@ -139,7 +140,7 @@ def check(
       RuntimeError: if JAX compiles nothing here, for example under `jax.disable_jit`.
       CheckInterrupted: on Ctrl-C. It is a `KeyboardInterrupt`, and its attribute `report` has what was judged.
     """
-    argument_checks.reject_unknown_keywords(declarations, check)
+    argument_checks.check_declarations(declarations, check, function)
     if case is None:
         argument_checks.check_level(level)
     else:
@@ -205,14 +206,37 @@ def check(
     return found
 
 
+class CheckArguments(Declarations, total=False):
+    """The keyword arguments of `check` besides its level, for functions that pass them on."""
+
+    case: str | None
+    cases: str | None
+    checks: str | Sequence[str]
+    seeds: int | Sequence[int]
+    pullback: Literal["plain", "residuals"] | None
+    name: str | None
+    sandbox: bool
+    timeout: float | None
+    max_gib: float | None
+    fail_fast: bool
+    confirm_seconds: float | None
+    diagnose_seconds: float | None
+    report: str | Path | None
+    json: str | Path | None
+    progress: bool
+
+
 def assert_conforms(
-    function: Callable[..., Any] | Implementation | str, *, level: str = "smoke", **arguments: Any
+    function: Callable[..., Any] | Implementation | str,
+    *,
+    level: Literal["smoke", "quick", "standard", "deep"] = "smoke",
+    **arguments: Unpack[CheckArguments],
 ) -> None:
     """Judge an attention function, and raise `AssertionError` with the findings unless it conforms.
 
     One line in a test of your own. Known failures that the project's settings list do not fail it.
 
-    Example:
+    Examples:
       >>> import conformance
       >>> import jax
       >>> plain = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"
@@ -226,19 +250,19 @@ def assert_conforms(
       **arguments: all other arguments of `check`.
 
     Raises:
-      AssertionError: if it does not conform. The text has each finding: its cause, case, ratio and worst element, and
-        the code that repeats it.
+      AssertionError: if it does not conform. The text has the findings as the command line prints them: the cause of
+        each, its plainest case, ratio and worst element, the likeliest planted bug, and the code that repeats it.
       NotJudgedError: if nothing was judged, which is neither a pass nor a failure.
       TypeError: as `check`.
       ValueError: as `check`.
     """
     __tracebackhide__ = True
-    found = check(function, level=level, **arguments)  # type: ignore[arg-type] # `check` validates it
+    found = check(function, level=level, **arguments)
     if found.conforms:
         return
     if not found.is_judged:
         raise NotJudgedError(found)
-    text = "\n\n".join(map(str, found.findings))
+    text = "\n".join(terminal.format_findings(found.session.summary)).rstrip()
     raise AssertionError(f"{found.session.summary.headline}\n\n{text}")
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.records import Record, Worst
+from conformance.records import Diagnosis, Record, Worst
 from conformance.session.session import SessionResult
+from reports import terminal
 from reports.causes.finding_text import FindingText
 
 
@@ -29,7 +30,10 @@ class Finding:
       reason: why the verdict is not `pass`, in words.
       evidence: figures, worst element and pattern as reports print them, a line each.
       failures: how many failed judgements the cause explains.
+      diagnosis: the planted bugs that the kernel's results are most like, in `diagnosis.bugs`, which is empty if they
+        are like none; None if the finding was not compared with any.
       code: the Python code, or the command, that repeats the judgement of that case.
+      text: the finding as the command line prints it, several lines.
     """
 
     number: int
@@ -46,12 +50,12 @@ class Finding:
     reason: str
     evidence: tuple[str, ...]
     failures: int
+    diagnosis: Diagnosis | None
     code: str
+    text: str = dataclasses.field(repr=False)
 
     def __str__(self) -> str:
-        """Return the finding as a report prints it."""
-        lines = [*self.facts, f"{self.check}/{self.observable} {self.case}", *self.evidence]
-        return "\n".join([f"{self.number} {self.cause}", *(f"  {line}" for line in lines), self.code])
+        return self.text
 
 
 def build_findings(result: SessionResult) -> tuple[Finding, ...]:
@@ -92,5 +96,7 @@ def _build_finding(text: FindingText) -> Finding:
         reason=smallest.reason,
         evidence=text.evidence,
         failures=len(text.finding.records),
+        diagnosis=text.diagnosis,
         code=smallest.reproduce,
+        text=terminal.format_finding(text),
     )

@@ -1,7 +1,7 @@
 """Write a function to files from which a sandboxed process loads it.
 
-A function of a module is imported there by its name. Any other, such as a closure or one of a notebook, is pickled by
-value with cloudpickle.
+A function of a module is imported there by its name, or loaded from its file. Any other, such as a closure or one of a
+notebook, is pickled by value with cloudpickle.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +28,15 @@ import pickle
 from pathlib import Path
 
 {attribute} = pickle.loads(Path(__file__).with_name("function.pickle").read_bytes())
+"""
+_LOADED = """
+import importlib.util
+import operator
+
+spec = importlib.util.spec_from_file_location({module!r}, {file!r})
+sys.modules[{module!r}] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+{attribute} = operator.attrgetter({qualname!r})(module)
 """
 _IMPORTED = """
 import importlib
@@ -68,9 +76,15 @@ def export_function(
     """
     with tempfile.TemporaryDirectory(prefix="conformance-function-") as folder:
         readable: tuple[str, ...] = ()
-        if (root := _find_import_root(function)) is not None:
-            load = _IMPORTED.format(attribute=_ATTRIBUTE, module=function.__module__, qualname=_get_qualname(function))
-            readable = (root,)
+        if _is_attribute_of_module(function):
+            module, qualname = function.__module__, _get_qualname(function)
+            if (root := _find_import_root(module)) is not None:
+                load = _IMPORTED.format(attribute=_ATTRIBUTE, module=module, qualname=qualname)
+                readable = (root,)
+            else:  # such as a test file of a project with `--import-mode=importlib`
+                file = str(Path(sys.modules[module].__file__ or "").resolve())
+                load = _LOADED.format(attribute=_ATTRIBUTE, module=module, qualname=qualname, file=file)
+                readable = (str(Path(file).parent),)
         else:
             Path(folder, "function.pickle").write_bytes(_pickle_by_value(function, label))
             load = _PICKLED.format(attribute=_ATTRIBUTE)
@@ -85,23 +99,30 @@ def _get_qualname(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", ""))
 
 
-def _find_import_root(function: Callable[..., Any]) -> str | None:
-    """Return the folder from which a function's module can be imported; None if the function cannot be."""
-    module, qualname = getattr(function, "__module__", None), _get_qualname(function)
-    if not module or module == "__main__" or not qualname or "<" in qualname:
-        return None
-    loaded = sys.modules.get(module)
-    found: Any = loaded
+def _is_attribute_of_module(function: Callable[..., Any]) -> bool:
+    """Return whether a module that was loaded from a file has the function under its own name."""
+    name, qualname = getattr(function, "__module__", None), _get_qualname(function)
+    found: Any = sys.modules.get(name or "")
+    if name == "__main__" or not qualname or "<" in qualname or not getattr(found, "__file__", None):
+        return False
     for part in qualname.split("."):
         found = getattr(found, part, None)
-    if found is not function:
+    return found is function
+
+
+def _find_import_root(module: str) -> str | None:
+    """Return the folder from which another process can import a loaded module; None if it cannot."""
+    spec, path = None, None
+    for depth in range(module.count(".") + 1):
+        name = module.rsplit(".", module.count(".") - depth)[0]
+        found = (finder.find_spec(name, path) for finder in sys.meta_path)
+        if (spec := next((one for one in found if one is not None), None)) is None:
+            return None
+        path = spec.submodule_search_locations
+    if spec is None or spec.origin is None or spec.origin != getattr(sys.modules[module], "__file__", None):
         return None
-    with contextlib.suppress(ImportError, ValueError, AttributeError):
-        spec = importlib.util.find_spec(module)
-        if spec is not None and spec.origin is not None and spec.origin == getattr(loaded, "__file__", None):
-            top = Path(spec.origin).resolve().parents[module.count(".") + (Path(spec.origin).name == "__init__.py")]
-            return str(top)
-    return None
+    origin = Path(spec.origin)
+    return str(origin.resolve().parents[module.count(".") + (origin.name == "__init__.py")])
 
 
 def _pickle_by_value(function: Callable[..., Any], label: str) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from conformance.api.sandboxing import export_function
@@ -41,7 +41,7 @@ def load_subject(
     Args:
       function: a function, an `Implementation`, or a name as `--impl` takes it.
       name: how reports name it; None for the name that it has.
-      declarations: those that replace its own.
+      declarations: those that replace its own. Only a function takes any (`argument_checks.check_declarations`).
       kernels: whether it runs in this process or in a sandbox, and under which limits.
 
     Raises:
@@ -50,8 +50,6 @@ def load_subject(
       CannotJudge: if there is no implementation of that name.
     """
     label = name if name is not None else describe_function(function)
-    if isinstance(function, str | Implementation):
-        _reject_declarations(function, declarations)
     if isinstance(function, str):
         found = find_implementation(function, kernels)
         found = found if name is None else dataclasses.replace(found, name=name)
@@ -88,10 +86,18 @@ def describe_function(function: object) -> str:
         return make_printable(function)
     if isinstance(function, Implementation):
         return function.name
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = _unwrap_partial(function)
     name = getattr(function, "__name__", None) or type(function).__name__
     return make_printable(str(name))
+
+
+def describe_function_with_module(function: object) -> str:
+    """Return a name for what a caller passes that differs between modules: `module:function`."""
+    if isinstance(function, str | Implementation):
+        return describe_function(function)
+    function = _unwrap_partial(function)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return make_printable(f"{getattr(function, '__module__', None) or 'unknown'}:{name}")
 
 
 def describe_expression(label: str) -> str:
@@ -99,10 +105,7 @@ def describe_expression(label: str) -> str:
     return label if label.isidentifier() else "function"
 
 
-def _reject_declarations(function: str | Implementation, declarations: Mapping[str, Any]) -> None:
-    if not declarations:
-        return
-    names = ", ".join(declarations)
-    if isinstance(function, Implementation):
-        raise TypeError(f"{names}: an Implementation has its own declarations; change them by dataclasses.replace")
-    raise TypeError(f"{names}: declarations go with a function: import it, or decorate it with conformance.declare")
+def _unwrap_partial(function: object) -> object:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function

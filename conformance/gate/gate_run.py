@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from conformance.check_api.scopes import GRID
@@ -20,6 +21,7 @@ from conformance.judging.keyword_selection import select_checks
 from conformance.judging.runner import build_changed_file_records
 from conformance.records import Record
 from conformance.runs import End, RecordedRun, Run
+from conformance.session.failures import CannotJudge
 from conformance.session.process_setup import isolate_settings
 from conformance.session.session import Session, merge_runs
 from reports.page_model import Summary, build_summary
@@ -156,13 +158,14 @@ class SuiteRun:
 
         Args:
           run: the run record.
-          session: the session that judges in this process; None where workers judge.
+          session: the session that judges in this process; None where workers of pytest-xdist judge.
         """
         self.run = run
         self.tests: set[str] = set()
         self._session = session
         self._done: dict[int, tuple[Record, ...]] = {}
         self._others: list[Record] = []
+        self._started = time.perf_counter()
         if session is not None:
             session.begin()
 
@@ -176,11 +179,38 @@ class SuiteRun:
         else:
             self._done[number] = (*self._done.get(number, ()), *found)
 
-    def finish(self, how: str, reason: str, *, command: str) -> SuiteResult:
-        """Follow up on the findings, where this process judges, and summarize the records."""
+    @property
+    def has_session(self) -> bool:
+        """Whether this process has planned the tests."""
+        return self._session is not None
+
+    def continue_in(self, session: Session) -> None:
+        """Record the results of workers in a session of this process, which can follow up on them.
+
+        Raises:
+          CannotJudge: if this process plans other jobs than the workers.
+        """
+        if session.run.jobs != self.run.jobs:
+            raise CannotJudge("other jobs were planned here than by the workers")
+        session.begin(self.run, seconds=time.perf_counter() - self._started)
+        for number, found in self._done.items():
+            session.record(number, found)
+        if self._others:
+            session.record(None, self._others)
+        self._session = session
+
+    def finish(self, how: str, reason: str, *, command: str, obstacle: str = "") -> SuiteResult:
+        """Follow up on the findings, and summarize the records.
+
+        Args:
+          how: how the run ended, `complete`, `interrupted` or `failed`.
+          reason: why the run was interrupted or failed; otherwise empty.
+          command: the command that the report shows.
+          obstacle: why findings cannot be followed up here; empty if they can.
+        """
         said: list[str] = []
         if self._session is not None:
-            if not reason:
+            if not (reason or obstacle):
                 with isolate_settings():
                     self._session.follow_up(said.append)
             result = self._session.finish(how, reason)
@@ -193,8 +223,8 @@ class SuiteRun:
             found, info = merge_runs([recorded], command=command)
             failures = _describe_failures(excess)
             summary, notes = build_summary(found, info), []
-            if summary.findings:
-                said.append("findings are neither confirmed nor diagnosed: workers have the kernel (-n 0 does both)")
+        if summary.findings and obstacle:
+            said.append(f"findings are neither confirmed nor diagnosed: {obstacle} (-n 0 does both)")
         is_whole = len(recorded.done) == len(self.run.jobs)
         if is_whole and (sentence := find_missing_judgements(found, None)):
             failures["something_is_judged"] = sentence

@@ -173,7 +173,7 @@ def _describe_kernel(
 def _describe_place(implementation: Implementation, kernels: KernelOptions) -> str:
     """Say where a kernel runs if it is not confined; empty for a confined kernel and for built-in ones."""
     if kernels.in_process and not implementation_registry.is_builtin(implementation.name):
-        return "ran in the judge's own process (--in-process), which it could alter"
+        return "ran in the judge's own process, which it could alter"
     isolation = create_executor(implementation).isolation
     return "" if isolation in ("", "confined") else f"{OWN_PROCESS}{isolation}"
 

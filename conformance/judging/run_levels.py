@@ -11,3 +11,8 @@ levels before.
 
 GRID_LEVELS = LEVELS[1:]
 """The levels that have a grid."""
+
+
+def get_grid_level(level: str) -> str:
+    """Return the level whose grid has the cases of a run at `level`."""
+    return "quick" if level == "smoke" else level

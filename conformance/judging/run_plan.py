@@ -16,6 +16,7 @@ from conformance.contract import Implementation
 from conformance.judging import prioritization
 from conformance.judging.job import Job
 from conformance.judging.rotation_assignment import assign_rotations, assign_size_rotations
+from conformance.judging.run_levels import get_grid_level
 from conformance.runs import CoveringArraySize
 
 
@@ -82,7 +83,7 @@ def plan_run(
     arrays: dict[str, CoveringArrays] = {}
     whole: dict[str, int] = {}
     for implementation in implementations:
-        grids = [ImplementationGrids(implementation, "quick" if level == "smoke" else level, seed) for seed in seeds]
+        grids = [ImplementationGrids(implementation, get_grid_level(level), seed) for seed in seeds]
         jobs_by_seed = [_build_jobs(each, chosen, first=each is grids[0]) for each in grids]
         # Put jobs that differ only in the seed next to each other: they share compiled functions.
         jobs_by_row = itertools.zip_longest(*jobs_by_seed)

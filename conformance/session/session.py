@@ -46,6 +46,7 @@ from conformance.judging.parallel_judging import judge_in_parallel
 from conformance.judging.rejudgement import ENOUGH_CONFIRMED
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.run_aggregation import aggregate_runs
+from conformance.judging.run_levels import get_grid_level
 from conformance.judging.run_plan import Plan
 from conformance.judging.runner import Runner, build_changed_file_records, build_hardware_records
 from conformance.judging.task_pools import ExecutorFailed, LocalPool
@@ -73,7 +74,7 @@ from conformance.session.run_outputs import check_outputs, check_writable, find_
 from reports import conformity
 from reports.causes.finding_text import FindingText
 from reports.changes import Comparison
-from reports.page_model import Summary, build_summary
+from reports.page_model import Summary, build_summary, spell_diagnose_option
 
 FIRST_FAILURE = "stopped at the first failure, as --fail-fast says"
 _START_SECONDS, _CHECK_SECONDS = 5.0, 0.05
@@ -357,7 +358,7 @@ class Session:
             if options.problem:
                 return f"no case of {options.problem} matches {query}"
             grids = [
-                ImplementationGrids(one, options.level or "quick", seed)
+                ImplementationGrids(one, get_grid_level(options.level or "quick"), seed)
                 for one in self.implementations
                 for seed in options.seeds or (0,)
             ]
@@ -418,8 +419,15 @@ class Session:
         """Whether `begin` has opened the files of records."""
         return self._journal is not None
 
-    def begin(self) -> None:
-        """Open the files of records. Raises `JournalWriteError` if one cannot be written."""
+    def begin(self, run: Run | None = None, *, seconds: float = 0.0) -> None:
+        """Open the files of records. Raises `JournalWriteError` if one cannot be written.
+
+        Args:
+          run: the run record, if another process judges.
+          seconds: how long that process has judged.
+        """
+        self._run = run or self._run
+        self._started -= seconds
         self._journal = Journal(self._list_journal_paths(), self.run, self._finished)
 
     def find_number(self, job: Job) -> int | None:
@@ -542,7 +550,8 @@ class Session:
             return
         options, implementations = self.options, self._list_implementations_here()
         if not options.is_one_case_or_problem:
-            seconds = follow_up.FollowUpSeconds(options.confirm_seconds, options.diagnose_seconds)
+            option = spell_diagnose_option(options.command)
+            seconds = follow_up.FollowUpSeconds(options.confirm_seconds, options.diagnose_seconds, option)
             spent = time.perf_counter() - self._started
             runner = self._create_runner(confirmed=0)
             follow_up.follow_up(self._journal, implementations, runner, seconds, spent=spent, say=say)

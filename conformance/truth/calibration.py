@@ -93,10 +93,12 @@ def merge_calibrations(table: Mapping[str, Any], last: Mapping[str, Any]) -> dic
     """Merge two calibrations: take the larger of each maximum, and the quantiles of the one with more judgements.
 
     So merging never narrows a limit, since an error that a correct implementation once reached may occur again. A limit
-    becomes narrower only if all implementations are measured anew.
+    becomes narrower only if all implementations are measured anew. A result that only `table` has keeps its row.
     """
     rows = {(row["dtype"], row["observable"]): row for row in last["rows"]}
-    both = [(row, rows[row["dtype"], row["observable"]]) for row in table["rows"]]
+    merged = [
+        _merge_rows(row, old) if (old := rows.get((row["dtype"], row["observable"]))) else row for row in table["rows"]
+    ]
     here, before = table["provenance"], last["provenance"]
     provenance: dict[str, Any] = {
         "name": f"{before['name']}, and {here['name']}",
@@ -107,7 +109,7 @@ def merge_calibrations(table: Mapping[str, Any], last: Mapping[str, Any]) -> dic
     }
     for field in ("implementations", "platforms", "seeds"):
         provenance[field] = sorted({*before[field], *here[field]})
-    return {"schema": CALIBRATION_SCHEMA, "provenance": provenance, "rows": [_merge_rows(*pair) for pair in both]}
+    return {"schema": CALIBRATION_SCHEMA, "provenance": provenance, "rows": merged}
 
 
 def _merge_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,10 +72,19 @@ class FindingText:
     resemblance: tuple[str, ...] = ()
 
 
-def describe_finding(number: int, finding: Finding, diagnosis: Diagnosis | None = None) -> FindingText:
-    """Phrase a finding as text; `number` is its number in the report, and `diagnosis` the bugs that it resembles."""
+def describe_finding(
+    number: int, finding: Finding, diagnosis: Diagnosis | None = None, *, option: str = "--diagnose-seconds"
+) -> FindingText:
+    """Phrase a finding as text.
+
+    Args:
+      number: its number in the report.
+      finding: the finding.
+      diagnosis: the planted bugs that it resembles.
+      option: the option, or argument in Python, that gives more time for this comparison.
+    """
     title, facts, evidence = format_title(finding), list_facts(finding), list_evidence(finding.smallest)
-    resemblance = () if diagnosis is None else tuple(format_diagnosis(diagnosis))
+    resemblance = () if diagnosis is None else tuple(format_diagnosis(diagnosis, option))
     return FindingText(number, finding, title, tuple(facts), tuple(evidence), diagnosis, resemblance)
 
 
@@ -118,10 +127,10 @@ def list_facts(finding: Finding) -> list[str]:
     return [line for line in (*lines, *format_remedies(finding)) if line]
 
 
-def format_diagnosis(diagnosis: Diagnosis) -> list[str]:
+def format_diagnosis(diagnosis: Diagnosis, option: str = "--diagnose-seconds") -> list[str]:
     """Format which planted bugs a finding resembles, a line each."""
     if not diagnosis.cases:
-        return ["not compared with planted bugs for lack of time: --diagnose-seconds=60 gives a minute"]
+        return [f"not compared with planted bugs for lack of time: {option}=60 gives a minute"]
     on = f"on {format_count(diagnosis.cases, 'case')}"
     if not diagnosis.is_shown:
         return [f"not wrong {on} on which planted bugs are compared: no bug is named"]

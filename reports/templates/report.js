@@ -23,8 +23,13 @@
   });
   const rankShare = (row) =>
     row.share === null ? -1 : typeof row.share === "string" ? Infinity : row.share;
-  const shareText = (share) =>
-    share === null ? "–" : share === "inf" ? "∞×" : share === "nan" ? "NaN×" : `${share}×`;
+  // As `format_share` in reports/text_format.py writes it. The figures come rounded.
+  const shareText = (share) => {
+    if (share === null) return "–";
+    if (typeof share === "string") return share === "inf" ? "∞" : "NaN";
+    const large = () => share.toExponential(3).replace(/\.?0*e\+?/, "e");
+    return `${share < 1e6 ? share : large()}×`;
+  };
   const commandOf = (row) => {
     if (row.command === 1)
       return `python -m conformance run --impl=${data.contenders[row.contender][1]} --case=${row.caseId} --check=${data.checks[row.check]}`;
@@ -36,6 +41,24 @@
         data.verdicts[row.verdict][0], ...row.texts].join("\n").toLowerCase();
     return row.words;
   };
+  // Let long text break after a slash, and not after the hyphens of an option. The text itself stays the same.
+  const breakWell = (element) => {
+    const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
+    const texts = [];
+    while (walker.nextNode()) texts.push(walker.currentNode);
+    for (const text of texts) {
+      const parts = text.data.split(/(--[\w-]+=?|\/)/);
+      if (parts.length === 1) continue;
+      const nodes = parts.flatMap((part) =>
+        part === "/" ? [part, createElement("wbr")] : part.startsWith("--") ? [createElement("span", part, "option")] : [part]);
+      text.replaceWith(...nodes);
+    }
+    return element;
+  };
+  // Without the folders of a file, unless two labels would be the same.
+  const stripFolders = ([label]) => label.replace(/^.*\//, "");
+  const stripped = data.contenders.map(stripFolders);
+  const shortLabels = data.contenders.map((one, i) => (stripped.filter((other) => other === stripped[i]).length > 1 ? one[0] : stripped[i]));
   const names = {
     verdict: (row) => row.verdict, contender: (row) => data.contenders[row.contender][0],
     check: (row) => row.check, observable: (row) => row.observable, caseId: (row) => row.caseId,
@@ -85,14 +108,14 @@
     tr.append(createElement("td", `${glyph} ${name}`, red ? "ink-fail" : ""));
     const cell = createElement("td");
     const details = createElement("details");
-    const summary = createElement("summary", row.caseId, "id");
+    const summary = breakWell(createElement("summary", row.caseId, "id"));
     summary.tabIndex = -1;
     details.append(summary);
     details.addEventListener("toggle", () => {
       if (details.childElementCount > 1) return;
       for (const text of row.texts) details.append(createElement("div", text, "reason"));
       const command = commandOf(row);
-      if (command) details.append(createElement("code", command, "run"));
+      if (command) details.append(breakWell(createElement("code", command, "run")));
       const link = createElement("a", "all records of this case");
       link.href = `#case-${encodeURI(row.caseId)}`;
       details.append(link);
@@ -100,7 +123,9 @@
     cell.append(details);
     tr.append(cell, createElement("td", shareText(row.share), rankShare(row) > 1 && red ? "num ink-fail" : "num"));
     tr.append(createElement("td", data.checks[row.check]), createElement("td", data.observables[row.observable]));
-    tr.append(createElement("td", data.contenders[row.contender][0]));
+    const contender = createElement("td", shortLabels[row.contender]);
+    contender.title = data.contenders[row.contender][0];
+    tr.append(contender);
     return tr;
   };
   const extend = () => {
@@ -471,6 +496,7 @@
 
   for (const element of document.querySelectorAll(".scripted")) element.hidden = false;
   byId("few").hidden = true;
+  for (const element of document.querySelectorAll(".id, .finding li, .finding code.run, .matrix thead th, .verdicts tbody th")) breakWell(element);
   draw();
   cues();
   go();

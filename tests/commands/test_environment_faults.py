@@ -33,7 +33,7 @@ def right(q, k, v, *, causal=False):
     return naive.attention(q, k, v, causal=causal)
 """
 HELP = ("--help",)
-ABSENT = ("report", "absent.jsonl")  # without --report: a command line that is wrong
+ABSENT = ("report", "absent.jsonl")
 COMPARE = ("compare", "old.jsonl", "old.jsonl")
 JUDGE = ("run", "--impl=kernel.py:right", f"--case={CASE}", "--check=forward", "--jobs=1")
 FULL = Path("/dev/full")
@@ -108,7 +108,7 @@ QUICK = [
     Fault("stderr-unread", err="unread"),
     Fault("stderr-full-and-an-error", ABSENT, code=2, err="/dev/full"),
     Fault("stderr-unread-and-an-error", ABSENT, code=2, err="unread"),
-    Fault("an-error", ABSENT, code=2, says="--report"),
+    Fault("an-error", ABSENT, code=2, says="absent.jsonl"),
     Fault("stdin-closed", before=close(0)),
     Fault("stdout-closed", before=close(1)),
     Fault("stderr-closed", before=close(2)),

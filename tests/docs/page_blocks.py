@@ -95,15 +95,18 @@ def _execute(fence: Fence, names: dict[str, Any]) -> str:
     return printed.getvalue()
 
 
+def build_environment() -> dict[str, str]:
+    """Return the environment variables of a reader's shell in which this Python is active."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    return environment | {"COLUMNS": "120", "NO_COLOR": "1", "PATH": path}
+
+
 def _run_command(command: str, folder: Path, code: int) -> str:
-    environment = dict(os.environ, COLUMNS="120", NO_COLOR="1")
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    for name in [name for name in environment if name.startswith("PYTEST_")]:
-        del environment[name]
     done = subprocess.run(
         ["bash", "-euc", raise_time_limits(command)],
         cwd=folder,
-        env=environment,
+        env=build_environment(),
         capture_output=True,
         text=True,
         timeout=3 * _COMMAND_SECONDS,

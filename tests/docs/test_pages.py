@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -87,6 +88,24 @@ def test_every_block_is_of_a_known_kind_and_can_be_read(page: str) -> None:
             tomllib.loads(fence.text)
         elif fence.language == "yaml":
             list(yaml.safe_load_all(fence.text))
+
+
+def test_workflows_in_the_guide_fit_the_schema_of_github(tmp_path: Path) -> None:
+    texts = [fence.text for fence in PAGES["docs/how-to/github-actions.md"] if fence.language == "yaml"]
+    files = [tmp_path / f"{number}.yml" for number in range(len(texts))]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(f"on: push\n{text}" if text.startswith("jobs:") else text)
+    assert files
+    command = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.github-workflows",
+        *map(str, files),
+    ]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_output_is_compared_but_for_what_differs_between_machines() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+import posixpath
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,7 +37,8 @@ FOUND = "result.violations.map((one) => [one.id, one.nodes.map((node) => node.ht
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    # With `--quiet`, `--strict` passes in spite of broken links: it counts the warnings that are printed.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -93,6 +96,38 @@ def test_search_works_from_a_disk(tab: Tab, site: Path) -> None:
     assert "soft cap" in tab.evaluate("document.querySelector('.md-search-result').innerText").lower()
 
 
+@pytest.mark.parametrize(
+    ("wanted", "page"),
+    [
+        ("how a bound is derived", "numerics.md"),
+        ("where a check lives", "source/conformance/checks.md"),
+        ("how to add a storage form", "how-to/add-a-storage-form.md"),
+        ("how to release", "how-to/release.md"),
+    ],
+)
+def test_what_maintainers_look_for_is_three_clicks_away(wanted: str, page: str) -> None:
+    assert page in find_pages_within(3), wanted
+
+
+def find_pages_within(clicks: int) -> set[str]:
+    """Return the pages of the site that so many links of texts lead to from the front page, without the navigation."""
+    found, last = {"index.md"}, {"index.md"}
+    for _ in range(clicks):
+        last = {link for page in last for link in list_links(page)} - found
+        found |= last
+    return found
+
+
+def list_links(page: str) -> set[str]:
+    """Return the pages that the text of a page links to; none for pages of source code."""
+    source = next((path for path, uri in hooks.MIRRORED.items() if uri == page), f"docs/{page}")
+    if not page.endswith(".md") or not (ROOT / source).is_file():
+        return set()
+    text = hooks.rewrite_links((ROOT / source).read_text(encoding="utf-8"), source, page)
+    targets = re.findall(r"\]\(([^)\s#:]+)", text)
+    return {posixpath.normpath(posixpath.join(posixpath.dirname(page), target)) for target in targets}
+
+
 def test_links_out_of_the_documents_lead_to_pages_of_the_site() -> None:
     page = "[a](../conformance/records.py) [`b`](checks.md#forward) [c](../README.md) `[d](../conformance/records.py)`"
     assert hooks.rewrite_links(page, "docs/contract.md", "contract.md") == (
@@ -102,3 +137,12 @@ def test_links_out_of_the_documents_lead_to_pages_of_the_site() -> None:
         hooks.rewrite_links("[a](../docs/checks.md)", ".github/CONTRIBUTING.md", "contributing.md") == "[a](checks.md)"
     )
     assert hooks.rewrite_links("[a](../../x/none.py)", "docs/how-to/a.md", "how-to/a.md") == "[a](../../x/none.py)"
+
+
+def test_a_document_beside_source_code_is_a_page_whose_links_work() -> None:
+    page = hooks._format_source_page("conformance/checks", {"conformance/checks", "conformance/checks/forward.py"})
+    assert "](../../checks.md)" in page  # of the README
+    assert "](executor_tasks/README.md.md)" in page
+    assert "[`forward.py`](checks/forward.py.md): " in page
+    shown = hooks._follow_documents({"conformance/checks"})
+    assert "conformance/executor_tasks/README.md" in shown

@@ -45,7 +45,7 @@ def test_a_kernel_may_run_in_the_judges_process_and_the_command_says_so(reposito
     )
     assert result.ret == 1
     result.stdout.fnmatch_lines(["  reproduce  python -m conformance run * --check=forward --in-process"])
-    result.stdout.fnmatch_lines(["kernel.py:wrong ran in the judge's own process (--in-process), which it could alter"])
+    result.stdout.fnmatch_lines(["kernel.py:wrong ran in the judge's own process, which it could alter"])
     found = records.read_jsonl(repository.path / "r")
     assert all(records.IN_PROCESS in record.figures for record in found)
 

@@ -166,7 +166,7 @@ OTHERS: dict[str, dict[str, Any]] = {
             "kernel": Kernel(
                 source="abc",
                 arrays=(CoveringArraySize(strength=2, combinations=4),),
-                place="ran in the judge's own process (--in-process), which it could alter",
+                place="ran in the judge's own process, which it could alter",
             )
         }
     },

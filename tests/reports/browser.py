@@ -30,6 +30,8 @@ for wanted, free in ((3, 100), (4, 101)):
     os.dup2(free, wanted)
 os.execv(sys.argv[3], sys.argv[3:])
 """
+LONGEST_WAIT = 300
+"""Seconds without a message after which the browser counts as hung. An audit of a long page takes a minute on slow cores."""
 _KEYS = {
     "Tab": 9,
     "Enter": 13,
@@ -115,7 +117,7 @@ class Tab:
 
     def _read_message(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._back], [], [], 60)
+            ready, _, _ = select.select([self._back], [], [], LONGEST_WAIT)
             part = os.read(self._back, 1 << 20) if ready else b""
             if not part:
                 raise AssertionError("the browser does not answer")

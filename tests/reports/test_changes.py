@@ -30,7 +30,7 @@ from reports.changes import (
     NEWLY_JUDGED,
     NEWLY_UNJUDGED,
     NEWLY_UNSUPPORTED,
-    NOT_ASKED_AGAIN,
+    NOT_JUDGED_AGAIN,
     Comparison,
 )
 from reports.page_model import build_summary
@@ -94,9 +94,9 @@ def test_what_is_there_no_more_is_gone_if_its_case_was_asked() -> None:
     old, new = [make_record(0), make_record(1)], [make_record(0)]
     assert compare_records(old, new).counts == {GONE: 1}
     assert compare_records(old, new, planned=None).counts == {GONE: 1}  # an older file does not state what was planned
-    assert compare_records(old, new, planned={(CASE.format(0), "forward")}).counts == {NOT_ASKED_AGAIN: 1}
+    assert compare_records(old, new, planned={(CASE.format(0), "forward")}).counts == {NOT_JUDGED_AGAIN: 1}
     assert compare_records(old, new, planned={(CASE.format(0), "forward"), (CASE.format(1), "poison")}).counts == {
-        NOT_ASKED_AGAIN: 1
+        NOT_JUDGED_AGAIN: 1
     }
     assert compare_records(
         old, [make_record(0), make_record(1, UNSUPPORTED, check="support", observable="case")]

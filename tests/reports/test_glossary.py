@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from email.message import Message
+from pathlib import Path
+
 import pytest
 
 from conformance.checks import CHECKS
@@ -13,6 +17,7 @@ from reports.term_links import mark_terms
 from tests.reports.markup import parse_page
 from tests.reports.report_samples import HOSTILE, make_failure, make_record, make_run_info, render_html
 
+DOCS = Path(__file__).parent.parent.parent / "docs"
 MEANINGS = {"forward": "Check `out`.", "poison": "Check that NaN reaches no result."}
 
 
@@ -43,12 +48,40 @@ def test_each_word_of_the_page_leads_to_its_meaning() -> None:
     assert meanings["word-poison"] == TERMS["poison"]
 
 
-def test_a_check_links_to_the_site_only_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not build_glossary(MEANINGS, MEANINGS).checks["forward"].link
-    monkeypatch.setattr(site_links, "SITE", "https://docs.example/")
+def test_checks_and_terms_link_to_the_site_only_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site_links, "find_site", lambda: "")
+    nowhere = build_glossary(MEANINGS, MEANINGS)
+    assert not nowhere.checks["forward"].link
+    assert not nowhere.terms["ratio"].link
+    monkeypatch.setattr(site_links, "find_site", lambda: "https://docs.example/")
     glossary = build_glossary([*MEANINGS, "support"], MEANINGS)
-    assert glossary.checks["forward"].link == "https://docs.example/reference/checks/#forward"
+    assert glossary.checks["forward"].link == "https://docs.example/checks.html#forward"
     assert not glossary.checks["support"].link
+    assert all(one.link.startswith("https://docs.example/") for one in glossary.terms.values())
+
+
+def test_the_address_of_the_site_is_that_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    for lines, site in (
+        (["Source, https://code.example", "Documentation, https://docs.example/a"], "https://docs.example/a/"),
+        (["Source, https://code.example"], ""),
+        ([], ""),
+    ):
+        stated = Message()
+        for line in lines:
+            stated.add_header("Project-URL", line)
+        monkeypatch.setattr(importlib.metadata, "metadata", lambda _, stated=stated: stated)
+        site_links.find_site.cache_clear()
+        assert site_links.find_site() == site
+    site_links.find_site.cache_clear()
+
+
+def test_links_to_the_site_lead_to_headings_of_its_pages() -> None:
+    places = [f"checks.html#{check.name}" for check in CHECKS] + list(site_links.TERM_PAGES.values())
+    for place in places:
+        page, _, anchor = place.partition("#")
+        text = (DOCS / page).with_suffix(".md").read_text(encoding="utf-8")
+        headings = {line.lstrip("# ").lower().replace(" ", "-") for line in text.splitlines() if line.startswith("#")}
+        assert not anchor or anchor in headings, place
 
 
 def test_terms_are_marked_once_in_a_line_and_the_rest_is_escaped() -> None:

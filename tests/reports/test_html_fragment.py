@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from conformance.records import ERROR, Record
+from conformance.records import ERROR, Diagnosis, Record, SimilarBug
 from reports.html_fragment import MAX_FINDINGS, render_fragment
 from reports.page_model import build_summary
 from reports.text_format import TIMES
@@ -31,6 +31,14 @@ def test_a_fragment_has_the_verdict_the_finding_and_its_command() -> None:
     words = parse_page(render([failure, make_record(check="primal")])).words
     for wanted in ("does not conform", failure.case, "max ratio 12, limit 4", "off by one", failure.reproduce):
         assert wanted in words
+
+
+def test_a_fragment_names_the_planted_bugs_that_a_finding_resembles() -> None:
+    failure = make_failure()
+    (text,) = build_summary([failure], make_run_info()).findings
+    bug = SimilarBug(name="cap-before-bias", family="soft cap", reference="some project", similarity=1.0)
+    diagnoses = {text.finding.key: Diagnosis(bugs=(bug,), cases=2, known=800)}
+    assert bug.name in parse_page(render_fragment(build_summary([failure], make_run_info(diagnoses=diagnoses)))).words
 
 
 def test_a_fragment_of_a_kernel_that_conforms_has_no_finding() -> None:

@@ -191,8 +191,10 @@ def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
     assert documented["families"] == json.loads(json.dumps([dataclasses.asdict(row) for row in found]))
     assert documented["bugs"] == len(bank)
     stored = [x for x in found if x.family in ("paged", "packed", "latent", "quantised caches")]
-    # The 13 bugs of rings have no minimum: four have no other of their kind, so no name could be right for them.
-    dense = [x for x in found if x not in stored and x.family != "ring"]
+    # Bugs of ring buffers are named worst, so they have a minimum of their own: the first name is right for none.
+    (ring,) = (x for x in found if x.family == "ring")
+    assert ring.named >= 0.4 * (ring.bugs - ring.alone)
+    dense = [x for x in found if x not in stored and x is not ring]
     # Of the bugs with a name, and of all: naming fewer bugs must not count as being right more often.
     for families, three, of_all in ((dense, 0.8, (0.6, 0.75)), (stored, 0.75, (0.5, 0.55))):
         called, every = sum(x.bugs - x.none for x in families), sum(x.bugs for x in families)

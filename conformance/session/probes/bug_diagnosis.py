@@ -44,7 +44,12 @@ It is above the minimum for a whole kernel, because a finding is compared on few
 
 
 def measure_signatures_of_failed(
-    journal: Journal, implementations: Sequence[Implementation], allowed: ProbeBudget, say: Callable[[str], None]
+    journal: Journal,
+    implementations: Sequence[Implementation],
+    allowed: ProbeBudget,
+    say: Callable[[str], None],
+    *,
+    option: str = "--diagnose-seconds",
 ) -> None:
     """Judge signature cases for the findings of each failing kernel in the time that is `allowed`; none is counted."""
     if not allowed.left:
@@ -81,7 +86,7 @@ def measure_signatures_of_failed(
         spent = time.monotonic() - started
         line = f"{implementation.name} compared with planted bugs on {format_count(cases, 'case')} in {spent:.0f} s"
         is_short = allowed.declined and not comparison.is_settled
-        say(f"{line} of at most {mine:.0f} (--diagnose-seconds=60 for more)" if is_short else line)
+        say(f"{line} of at most {mine:.0f} ({option}=60 for more)" if is_short else line)
 
 
 class _Comparison:

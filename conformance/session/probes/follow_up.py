@@ -22,10 +22,15 @@ _CONFIRMING_SHARE = 0.4
 
 @dataclasses.dataclass(frozen=True)
 class FollowUpSeconds:
-    """Seconds for confirming findings and for diagnosis by planted bugs; None for a share of the run's time."""
+    """Seconds for confirming findings and for diagnosis by planted bugs; None for a share of the run's time.
+
+    Attributes:
+      option: the option, or argument in Python, that sets the seconds for diagnosis. Hints name it.
+    """
 
     confirm: float | None = None
     diagnose: float | None = None
+    option: str = "--diagnose-seconds"
 
 
 def compute_allowed_seconds(spent: float) -> float:
@@ -63,10 +68,11 @@ def follow_up(
         allowance = ProbeBudget(runner, both if budget.confirm is None else seconds, known)
         finding_confirmation.confirm_findings(journal, implementations, allowance, seconds, say)
         if not journal.recorded.probes and allowance.declined:
-            line = f"{allowance.seconds:.1f} s are too few to confirm findings (--confirm-seconds=10 gives more)"
+            option = budget.option.replace("diagnose", "confirm")
+            line = f"{allowance.seconds:.1f} s are too few to confirm findings ({option}=10 gives more)"
             say(line)
         if budget.diagnose is not None:
             allowance = ProbeBudget(runner, budget.diagnose, known)
         elif budget.confirm is not None:
             allowance = ProbeBudget(runner, (1 - _CONFIRMING_SHARE) * both, known)
-        bug_diagnosis.measure_signatures_of_failed(journal, implementations, allowance, say)
+        bug_diagnosis.measure_signatures_of_failed(journal, implementations, allowance, say, option=budget.option)

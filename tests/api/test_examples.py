@@ -1,0 +1,74 @@
+"""Examples of the Python calls run, and type checkers of users accept them."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance.api import check_function
+from tests.api.examples import debugging, judging, testing
+
+FOLDER = Path(judging.__file__).parent
+
+
+def test_examples_do_what_they_say(tmp_path: Path) -> None:
+    cause, place = judging.judge(tmp_path)
+    assert "out is wrong" in cause
+    assert "in place of" in place
+    with pytest.raises(AssertionError, match="does not conform"):
+        judging.raise_unless_conforming()
+    assert "pass" in debugging.compare()
+    assert all(case.startswith("train/bf16/") for case in debugging.list_cases())
+    assert "attention" in str(testing.test_attention.__doc__)
+
+
+def check_types(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a type checker on a copy of the examples, in a project without settings."""
+    names = [path.name for path in sorted(FOLDER.glob("[!_]*.py"))]
+    for name in names:
+        shutil.copy(FOLDER / name, folder / f"example_{name}")
+    words = [sys.executable, "-m", *command, *(f"example_{name}" for name in names)]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(("mypy", "--strict", "--cache-dir=cache"), id="mypy"),
+        pytest.param(("pyright", "--pythonpath", sys.executable), id="pyright"),
+    ],
+)
+def test_type_checkers_accept_the_examples_and_see_a_wrong_argument(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict", "reportUnknownMemberType": false}')
+    done = check_types(tmp_path, *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "example_wrong.py").write_text(
+        "import conformance\n\nconformance.check('kernel:attention', level='smok')\n"
+        "conformance.assert_conforms('kernel:attention', logit='input')\n"
+    )
+    wrong = subprocess.run(
+        [sys.executable, "-m", *command, "example_wrong.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 1, wrong.stdout + wrong.stderr
+    for word in ("smok", "logit"):
+        assert word in wrong.stdout
+
+
+def test_assert_conforms_takes_the_arguments_of_check() -> None:
+    parameters = set(inspect.signature(check_function.check).parameters)
+    passed_on = set(check_function.CheckArguments.__annotations__) - set(check_function.Declarations.__annotations__)
+    assert passed_on == parameters - {"function", "level", "declarations"}
+
+
+def test_importing_the_tests_of_kernels_loads_no_jax() -> None:
+    code = (
+        "import sys, conformance.testing, conformance.pytest_plugin; print({'jax', 'numpy', 'cases'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
