@@ -278,6 +278,7 @@ def _build_limit_page(measured: Mapping[str, Any]) -> str:
     """Build the page of what correct kernels reached."""
     calibration = _read_json("conformance/truth/calibration.json")
     source = calibration["provenance"]
+    levels = source["name"].replace("at ", "at the level ")
     rows = [
         [
             f"`{row['observable']}`",
@@ -297,7 +298,7 @@ def _build_limit_page(measured: Mapping[str, Any]) -> str:
             "A *ratio* is the error of a result in units of its bound. The bound is the rounding error that a correct "
             "kernel may have there. Of each result, the ratio of its worst element is judged, and the root mean square "
             "(rms) of the ratios of all elements.",
-            f"Correct kernels were judged at {source['name'].removeprefix('at ')}. This gave "
+            f"Correct kernels were judged {levels}. This gave "
             f"{source['judgements']:,} records. The table has the largest ratios among them. "
             "[Limits](../numerics.md#6-the-limits) follow from these ratios by fixed rules. The last two columns name "
             "the kernel and the case that reached the largest ratio.",
