@@ -136,9 +136,9 @@ def _build_detection_page(measured: Mapping[str, Any]) -> str:
             "A family is a group of bugs in the same feature or part of a kernel.",
             _format_table(["family", "bugs", "bugs seen", "checks that saw most of them"], family_rows, "lrrl"),
             "## The smallest error that is seen",
-            "One step of a correct computation is multiplied by `1 + error`, and the result is judged. The table has "
-            "the smallest error that fails. The columns name the dtype of the operands. The check `ensemble` judges "
-            "the results whose names end in `.bias` or `.spread`.",
+            "One place of a correct computation is multiplied by `1 + error`, and the results are judged. The first "
+            "column names the place. The figures are the smallest error that fails in some case, by the dtype of the "
+            "operands. The check `ensemble` judges the results whose names end in `.bias` or `.spread`.",
             _format_table(*_list_resolutions(table["resolution"])),
             "## Bugs that one case alone sees",
             f"Of {len(redundancy)} bugs, {len(redundancy) - len(once)} are seen in two cases that share no compiled "
