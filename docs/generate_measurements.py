@@ -30,16 +30,19 @@ STORAGE_FAMILIES = ("latent", "packed", "paged", "quantised caches", "ring")
 
 # Pages that are a file of tables, and the title of each in the index.
 TABLE_PAGES = {
-    "tpu-cycles.md": ("tpu_cycles.toml", "Static cycles of our TPU kernels, and of JAX's and tokamax's."),
-    "gpu-bounds.md": ("gpu_bounds.toml", "What GPU kernels issue, and the bounds of their speed."),
-    "gpu-times.md": ("gpu_times.toml", "Times and verdicts on an H100 and an H200."),
+    "tpu-cycles.md": (
+        "tpu_cycles.toml",
+        "Cycles of TPU kernels of this project, JAX and tokamax, counted in the compiler's schedule.",
+    ),
+    "gpu-bounds.md": ("gpu_bounds.toml", "Upper bounds of the speed of GPU kernels, counted in their machine code."),
+    "gpu-times.md": ("gpu_times.toml", "Times and verdicts of GPU kernels, measured on an H100 and an H200."),
 }
 OTHER_PAGES = {
-    "detection.md": "Which check sees which planted bugs, and the smallest error that is seen.",
+    "detection.md": "How many planted bugs each check sees, and the smallest error that fails.",
     "planted-bugs.md": "Every planted bug: where a real project had it, and which checks see it.",
-    "diagnosis.md": "How often a finding and the planted bugs that it names are right.",
-    "limits.md": "The largest ratios of correct kernels, and the limits that follow.",
-    "exploits.md": "Kernels that are wrong and try to be called right.",
+    "diagnosis.md": "How often a finding is right, and how often the planted bugs that it names are.",
+    "limits.md": "The largest errors of correct kernels, from which the limits follow.",
+    "exploits.md": "Kernels that are wrong and try to get a verdict of right.",
 }
 
 
@@ -72,9 +75,9 @@ def _build_index() -> str:
     rows = [[f"[{name.removesuffix('.md')}]({name})", text] for name, text in listed.items()]
     return (
         "# Measurements\n\n"
-        "These pages are generated from files of results (`docs/generate_measurements.py`). Each says when, where "
-        "and how it "
-        "was measured.\n\n" + _format_table(["page", "what it has"], rows)
+        "`docs/generate_measurements.py` generates these pages from files of results. Each page says when, where "
+        "and how its figures were measured. The [glossary](../glossary.md) explains words such as *planted bug*, "
+        "*ratio* and *limit*.\n\n" + _format_table(["page", "content"], rows)
     )
 
 
@@ -110,17 +113,19 @@ def _build_detection_page(measured: Mapping[str, Any]) -> str:
         [
             "# What the checks see",
             _format_source("../../conformance/sensitivity/detection_table.json"),
-            f"{len(bugs)} planted bugs of the main bank were judged at `{table['level']}`. "
-            f"{'All' if not unseen else f'All but {len(unseen)}'} are seen. "
-            "[How sensitive the gate is](../sensitivity.md) explains the figures. [All bugs](planted-bugs.md) are "
-            "listed too.",
+            "A *planted bug* is a small mistake in an otherwise correct kernel. A check *sees* a bug if it fails the "
+            "kernel with that bug. The planted bugs of `tests/planted` are the main bank, except those in "
+            "`tests/planted/beyond`.",
+            f"{len(bugs)} planted bugs of the main bank were judged at the level `{table['level']}`. "
+            f"{'All' if not unseen else f'All but {len(unseen)}'} are seen by some check. "
+            "[How sensitive the gate is](../sensitivity.md) explains the figures. [Planted bugs](planted-bugs.md) "
+            "lists every bug.",
             _format_provenance({**measured, "versions": f"{versions}"}),
             "## By check",
-            "A bug is judged until two checks have seen it, so the counts say what was seen first. *Only here* has "
-            "bugs that "
-            "no other check saw. Seconds are those of judging all bugs.",
+            "Judging a bug stops once two checks have seen it. So a check may see more bugs than are counted here: "
+            "it may never have judged them. The last column lists bugs that no other check saw.",
             _format_table(
-                ["check", "bugs seen", "seconds", "only here"],
+                ["check", "bugs seen", "seconds for all bugs", "bugs that only this check saw"],
                 [
                     [f"`{row['check']}`", row["kills"], f"{row['seconds']:.0f}", _format_names(row["alone"])]
                     for row in checks
@@ -128,24 +133,28 @@ def _build_detection_page(measured: Mapping[str, Any]) -> str:
                 "lrrl",
             ),
             "## By family",
-            _format_table(["family", "bugs", "seen", "most often by"], family_rows, "lrrl"),
+            "A family is a group of bugs in the same feature or part of a kernel.",
+            _format_table(["family", "bugs", "bugs seen", "checks that saw most of them"], family_rows, "lrrl"),
             "## The smallest error that is seen",
-            "A correct result is changed in one place by a relative error. The figure is the smallest error that "
-            "fails. "
-            "`ensemble` judges names with `.bias` and `.spread`.",
+            "One place of a correct computation is multiplied by `1 + error`, and the results are judged. The first "
+            "column names the place. The figures are the smallest error that fails in some case, by the dtype of the "
+            "operands. The check `ensemble` judges the results whose names end in `.bias` or `.spread`.",
             _format_table(*_list_resolutions(table["resolution"])),
             "## Bugs that one case alone sees",
-            f"Of {len(redundancy)} bugs, {len(redundancy) - len(once)} are seen by two cases that share no compiled "
-            "program. "
-            "The others are seen in one case of `quick`:",
+            f"Of {len(redundancy)} bugs, {len(redundancy) - len(once)} are seen in two cases that share no compiled "
+            "program. Each of the others is seen in only one case of the level `quick`. The table lists them, with "
+            "the check and the result that fail:",
             _format_table(["bug", "check", "result"], once),
             "## Bugs beyond the grids",
-            f"{len(beyond)} bugs were written for what the grids of their time left out, or without a look at the "
-            "cases "
-            f"(`tests/planted/beyond`). At `quick`, {levels['quick']} of them are seen, and at `standard` "
-            f"{levels['standard']} more.",
+            f"`tests/planted/beyond` has {len(beyond)} more bugs. They were written without looking at the cases that "
+            "are judged, or to exploit what these cases left out at that time. "
+            f"At the level `quick`, {levels['quick']} of them are seen. The level `standard` sees {levels['standard']} "
+            "more.",
             "## Bugs that are not seen",
-            _format_table(["bug", "why"], [[f"`{name}`", why] for name, why in beyond.items() if isinstance(why, str)]),
+            _format_table(
+                ["bug", "why it is not seen"],
+                [[f"`{name}`", why] for name, why in beyond.items() if isinstance(why, str)],
+            ),
         ]
     )
 
@@ -159,7 +168,7 @@ def _list_resolutions(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], lis
         cell = "not seen" if smallest is None else f"{float(smallest):.2g}"
         found.setdefault((row["perturbation"], row["observable"]), {})[row["dtype"]] = cell
     cells = [[where, f"`{name}`", *(by.get(dtype, "") for dtype in dtypes)] for (where, name), by in found.items()]
-    return ["error in", "seen in", *dtypes], cells, "ll" + "r" * len(dtypes)
+    return ["error in", "result that fails", *dtypes], cells, "ll" + "r" * len(dtypes)
 
 
 def _build_bug_page(measured: Mapping[str, Any]) -> str:
@@ -169,11 +178,10 @@ def _build_bug_page(measured: Mapping[str, Any]) -> str:
     parts = [
         "# Planted bugs",
         _format_source("../../conformance/sensitivity/detection_table.json"),
-        "Each bug is planted alone in a correct kernel. `tests/planted` has the code and says what is wrong. The "
-        "reference "
-        "names a real project that had the bug, or what it was inferred from. At most a few checks are listed, "
-        "since judging "
-        "stops once two have seen it.",
+        "A *planted bug* is a small mistake in an otherwise correct kernel. Each kernel has one. `tests/planted` has "
+        "the code of each bug, and says there what is wrong. The reference names the real project that had the bug, "
+        "or what the bug was inferred from. The last column has the checks that failed the kernel. It lists only a "
+        "few, because judging stops once two checks have failed it.",
         _format_provenance({**measured, "versions": versions}),
     ]
     families: dict[str, list[list[Any]]] = {}
@@ -181,7 +189,7 @@ def _build_bug_page(measured: Mapping[str, Any]) -> str:
         row = [f"`{bug['bug']}`", bug["reference"], _format_names(list(bug["kills"])[:4])]
         families.setdefault(bug["family"], []).append(row)
     for family, rows in sorted(families.items()):
-        parts += [f"## {family.capitalize()}", _format_table(["bug", "reference", "seen by"], rows)]
+        parts += [f"## {family.capitalize()}", _format_table(["bug", "reference", "checks that see it"], rows)]
     return "\n\n".join(parts)
 
 
@@ -213,27 +221,48 @@ def _build_diagnosis_page(measured: Mapping[str, Any]) -> str:
         [
             "# How often findings and diagnoses are right",
             _format_source("data/diagnosis.json"),
-            "[Findings](../findings.md) explains what is measured here.",
+            "A *finding* is a group of failures that one cause explains. The *bank* is this project's set of planted "
+            "bugs, which are small mistakes in otherwise correct kernels. For a finding, the run names up to three "
+            "planted bugs with similar errors. This naming is called the diagnosis. "
+            "[Findings](../findings.md) explains how findings and diagnoses are made.",
             "## Each planted bug, diagnosed by the others",
-            f"{kept['bugs']} bugs have signatures. Each was diagnosed as if it were unknown. A name is right if it "
-            "is of the "
-            "same family or kind, or wrong by the same numbers. For stored operands only the kind counts. Left out "
-            "are bugs "
-            "that are right on all signature cases, and bugs of code around a kernel.",
+            "A *signature* is the pattern of a kernel's errors on a fixed set of cases, the signature cases. "
+            f"{kept['bugs']} bugs have a signature. Each was diagnosed as if it were unknown, so only other bugs "
+            "could be named. A name is right if that bug is of the same family or kind, or if its errors have the same "
+            "numbers. For stored operands (pages, packed sequences, latents, ring buffers and quantised caches), the "
+            "same family is not enough. Two groups of bugs are left out: those that are right on all signature cases, "
+            "and those in code around a kernel.",
+            "Percentages in brackets refer to the bugs that are similar to some other bug. The last column has the "
+            "same two shares of all bugs.",
             _format_table(
-                ["bugs of", "bugs", "similar to some bug", "first name right", "one of three right", "of all bugs"],
+                [
+                    "operands",
+                    "bugs",
+                    "similar to another bug",
+                    "first name right",
+                    "one of three names right",
+                    "shares of all bugs",
+                ],
                 groups,
                 "lrrrrr",
             ),
-            "By family. *None* counts bugs that are similar to no other. *Alone* counts bugs without another of "
-            "their kind, "
-            "which no name could be right for.",
+            "The same by family. If a bug is the only one of its kind, no name could be right for it.",
             _format_table(
-                ["family", "bugs", "first", "one of three", "none", "alone", "else first named"], rows, "lrrrrrl"
+                [
+                    "family",
+                    "bugs",
+                    "first name right",
+                    "one of three names right",
+                    "similar to no other bug",
+                    "only one of its kind",
+                    "families that were named first by mistake",
+                ],
+                rows,
+                "lrrrrrl",
             ),
             *(
-                f"For no bug of *{row['family']}* is the first name right. Of these {row['bugs']} bugs, {row['alone']} "
-                "have no other of their kind."
+                f"The first name is right for no bug of the family *{row['family']}*. Of these {row['bugs']} bugs, "
+                f"{row['alone']} are the only ones of their kind."
                 for row in families
                 if not row["first"]
             ),
@@ -249,6 +278,7 @@ def _build_limit_page(measured: Mapping[str, Any]) -> str:
     """Build the page of what correct kernels reached."""
     calibration = _read_json("conformance/truth/calibration.json")
     source = calibration["provenance"]
+    levels = source["name"].replace("at ", "at the level ")
     rows = [
         [
             f"`{row['observable']}`",
@@ -265,12 +295,17 @@ def _build_limit_page(measured: Mapping[str, Any]) -> str:
         [
             "# What correct kernels reach",
             _format_source("../../conformance/truth/calibration.json"),
-            f"The largest ratios of correct kernels in {source['judgements']:,} records, {source['name']}. "
-            "[Limits](../numerics.md#6-the-limits) follow from them by fixed rules.",
+            "A *ratio* is the error of a result in units of its bound. The bound is the rounding error that a correct "
+            "kernel may have there. Of each result, the ratio of its worst element is judged, and the root mean square "
+            "(rms) of the ratios of all elements.",
+            f"Correct kernels were judged {levels}. This gave "
+            f"{source['judgements']:,} records. The table has the largest ratios among them. "
+            "[Limits](../numerics.md#6-the-limits) follow from these ratios by fixed rules. The last two columns name "
+            "the kernel and the case that reached the largest ratio.",
             _format_table(
-                ["result", "dtype", "records", "largest ratio", "largest rms", "by", "on the case"], rows, "llrrrll"
+                ["result", "dtype", "records", "largest ratio", "largest rms", "kernel", "case"], rows, "llrrrll"
             ),
-            "The kernels: " + ", ".join(f"`{name}`" for name in source["implementations"]) + ".",
+            "These correct kernels were judged: " + ", ".join(f"`{name}`" for name in source["implementations"]) + ".",
             _format_provenance({**measured, "versions": f"jax {source['jax']}"}),
         ]
     )
@@ -289,26 +324,26 @@ def _build_exploit_page(measured: Mapping[str, Any]) -> str:
     parts = [
         "# Kernels that try to be called right",
         _format_source("data/exploits.toml"),
-        f"Of the {len(BANK)} kernels in `tests/exploits`, none gets away with a wrong result. {len(right)} are "
-        "called right, "
-        f"because their numbers are right: {', '.join(right)}. [The sandbox and its limits](../isolation.md) "
-        "explains why.",
+        f"`tests/exploits` has {len(BANK)} kernels that try to deceive the judge, for example by replacing the "
+        "comparison or by ending the process early. None of them passes with a wrong result. "
+        f"{len(right)} pass because their results are in fact right: {', '.join(right)}. "
+        "[The sandbox and its limits](../isolation.md) explains what stops the others.",
         _format_table(
-            ["family", "what they do", "kernels"],
+            ["family", "what its kernels do", "kernels"],
             [[f"`{name}`", text, len(families[name])] for name, text in data["families"].items()],
             "llr",
         ),
         _format_provenance(measured),
         "## Attacks, and what stops them",
         _format_table(
-            ["attempt", "stopped by", "what remains"],
+            ["what a kernel tries", "what stops it", "what it can still do"],
             [[row["attempt"], row["stopped_by"], row["remains"]] for row in data["attack"]],
         ),
         "## All kernels",
     ]
     for name, members in families.items():
         rows = [[f"`{each.name.partition('/')[2]}`", each.about, each.published] for each in members]
-        parts += [f"### {name.capitalize()}", _format_table(["kernel", "what it does", "seen in"], rows)]
+        parts += [f"### {name.capitalize()}", _format_table(["kernel", "what it does", "published example"], rows)]
     return "\n\n".join(parts)
 
 
@@ -326,7 +361,7 @@ def _format_provenance(measured: Mapping[str, Any]) -> str:
     if not measured["commands"]:
         return text
     commands = "\n".join(_break_command(command) for command in measured["commands"])
-    return f"{text} To measure it again:\n\n```sh\n{commands}\n```"
+    return f"{text} To repeat the measurement:\n\n```sh\n{commands}\n```"
 
 
 def _break_command(command: str) -> str:
