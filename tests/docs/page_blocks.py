@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -36,6 +37,9 @@ def run_block(fence: Fence, folder: Path, names: dict[str, Any]) -> str | None:
     if name and fence.language in ("python", "toml", "yaml"):
         (folder / name[1]).parent.mkdir(parents=True, exist_ok=True)
         (folder / name[1]).write_text(fence.text, encoding="utf-8")
+        # Another test of this process, or an earlier block, may have imported a module of this name.
+        sys.modules.pop(name[1].removesuffix(".py").replace("/", "."), None)
+        importlib.invalidate_caches()
     elif fence.language == "python":
         return _execute(fence, names)
     elif fence.language == "diff":
