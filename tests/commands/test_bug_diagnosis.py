@@ -105,12 +105,15 @@ def test_gradients_are_not_compared_where_out_is_wrong_for_another_reason(bank: 
     assert bug_diagnosis.find_similar_bugs(findings, both, {}, bank)[place] is None
 
 
-def test_a_bug_of_the_backward_pass_is_not_named_for_a_wrong_out(bank: list[KnownBug]) -> None:
+@pytest.mark.parametrize("levels", [(), None], ids=["every case", "unknown"])
+def test_a_bug_of_the_backward_pass_is_not_named_for_a_wrong_out(
+    bank: list[KnownBug], levels: tuple[()] | None
+) -> None:
     (fault,) = (bug for bug in bank if bug.name == "cap-before-bias")
     backward = {name: {**sizes, "out": None} for name, sizes in fault.signature.sizes.items()}
     alike = dataclasses.replace(fault, name="wrong-gradients", kind="other.kind", signature=Signature(backward))
     records, probes = (judge(bank, (fault.name,), probes=probes) for probes in (False, True))
     (text,) = build_summary(records, RunInfo(command="", level="quick", environment={}, tolerances=[])).findings
-    everywhere = dataclasses.replace(text.finding, levels=())
+    everywhere = dataclasses.replace(text.finding, levels=levels)
     (nearest,) = bug_diagnosis.find_similar_bugs([everywhere], probes, {}, [alike]).values()
     assert nearest == []

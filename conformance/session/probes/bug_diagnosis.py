@@ -179,7 +179,7 @@ def _can_cause(finding: Finding, bug: KnownBug) -> bool:
     cases that were judged. All signature cases of the bug are used, since they are stored.
     """
     results = {name.removesuffix("_with_residuals") for name in finding.results}
-    combinations = [frozenset(levels) for levels in (finding.levels, *finding.others)]
+    combinations = [frozenset(levels) for levels in (finding.levels or (), *finding.others)]
     inside = red = green = 0
     for place, (case, sizes) in enumerate(bug.signature.sizes.items()):
         row = 1 << place
