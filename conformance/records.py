@@ -225,9 +225,9 @@ class Diagnosis:
 
     Attributes:
       bugs: the most similar ones, the first most of all; empty if none is similar.
-      cases: how many cases the finding was compared on; 0 if there was no time to compare it.
+      cases: how many cases the finding was compared on; 0 if there was no time to compare it, or no case of its kind.
       known: how many planted bugs there are.
-      is_shown: whether the finding shows on any of these cases.
+      is_shown: whether the finding shows on any of these cases, or could have without the limit of time.
     """
 
     bugs: tuple[SimilarBug, ...]

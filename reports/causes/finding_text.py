@@ -129,6 +129,8 @@ def list_facts(finding: Finding) -> list[str]:
 
 def format_diagnosis(diagnosis: Diagnosis, option: str = "--diagnose-seconds") -> list[str]:
     """Format which planted bugs a finding resembles, a line each."""
+    if not diagnosis.cases and not diagnosis.is_shown:
+        return ["no case on which planted bugs are compared is of this kind: no bug is named"]
     if not diagnosis.cases:
         return [f"not compared with planted bugs for lack of time: {option}=60 gives a minute"]
     on = f"on {format_count(diagnosis.cases, 'case')}"

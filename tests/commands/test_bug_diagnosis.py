@@ -7,13 +7,17 @@ import dataclasses
 import pytest
 
 from cases.signature_cases import SIGNATURE_CASES
-from conformance.records import FAIL, PASS, Record, RunInfo
+from conformance.records import FAIL, PASS, Diagnosis, Record, RunInfo
 from conformance.sensitivity.failure_signatures import KnownBug, Signature, load_signatures
 from conformance.session.probes import bug_diagnosis
+from reports.causes import finding_text
+from reports.causes.case_levels import find_levels
 from reports.page_model import build_summary
 
 FAULTS = ("window-one-key-too-few", "cap-before-bias", "dk-of-last-head-of-group")
 """Planted bugs whose numbers a kernel with three faults has."""
+EMPTY_ROWS = "train/bf16/B1.T384.S100.N2.K2.H128.V128/window-l108-r0/heavy/s0"
+"""A case in which some queries may attend to no key."""
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +121,14 @@ def test_a_bug_of_the_backward_pass_is_not_named_for_a_wrong_out(
     everywhere = dataclasses.replace(text.finding, levels=levels)
     (nearest,) = bug_diagnosis.find_similar_bugs([everywhere], probes, {}, [alike]).values()
     assert nearest == []
+
+
+def test_a_finding_of_a_kind_that_is_never_compared_does_not_ask_for_time(bank: list[KnownBug]) -> None:
+    records = judge(bank, ("cap-before-bias",), probes=False)
+    info = RunInfo(command="", level="quick", environment={}, tolerances=[])
+    (text,) = build_summary(records, info).findings
+    (empty,) = (level for level in find_levels(EMPTY_ROWS) if level.name == "empty rows")
+    assert bug_diagnosis._has_signature_case(text.finding)
+    assert not bug_diagnosis._has_signature_case(dataclasses.replace(text.finding, levels=(empty,)))
+    (line,) = finding_text.format_diagnosis(Diagnosis(bugs=(), cases=0, known=len(bank), is_shown=False))
+    assert "--diagnose-seconds" not in line

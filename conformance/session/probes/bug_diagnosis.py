@@ -13,6 +13,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from cases.signature_cases import SIGNATURE_CASES
 from conformance.contract import Implementation
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.job import Job
@@ -273,9 +274,12 @@ def add_diagnoses(info: RunInfo, found: Sequence[Record], *, is_followed_up: boo
         right = list_right_cases(records, every)
         nearest = find_similar_bugs(findings, probes.get(contender, ()), right, bank)
         for number, finding in enumerate(findings):
-            diagnoses[finding.key] = _build_diagnosis(
-                number in nearest, nearest.get(number), len(bank), _count_cases(finding, asked)
-            )
+            if number not in nearest:
+                is_shown = _has_signature_case(finding)
+                diagnoses[finding.key] = Diagnosis(bugs=(), cases=0, known=len(bank), is_shown=is_shown)
+                continue
+            cases = _count_cases(finding, asked)
+            diagnoses[finding.key] = _build_diagnosis(nearest[number], len(bank), cases)
     return dataclasses.replace(info, diagnoses=diagnoses)
 
 
@@ -283,9 +287,12 @@ def _count_cases(finding: Finding, asked: Signature) -> int:
     return sum(_count_shared(finding, case) > 0 or not finding.levels for case in asked.sizes)
 
 
-def _build_diagnosis(is_compared: bool, nearest: Sequence[Similarity] | None, known: int, cases: int) -> Diagnosis:
-    if not is_compared:
-        return Diagnosis(bugs=(), cases=0, known=known)
+def _has_signature_case(finding: Finding) -> bool:
+    """Return whether a case on which planted bugs are compared has a feature of the finding."""
+    return not finding.levels or any(_count_shared(finding, one.case.id) for one in SIGNATURE_CASES)
+
+
+def _build_diagnosis(nearest: Sequence[Similarity] | None, known: int, cases: int) -> Diagnosis:
     likely = [each for each in nearest or () if each.similarity >= _MIN_SIMILARITY]
     least = SAME_SIMILARITY if _is_same(likely) else likely[0].similarity - _CLEAR_LEAD if likely else 0.0
     bugs = tuple(
