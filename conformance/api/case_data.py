@@ -93,7 +93,7 @@ class CaseComparison(Mapping[str, ResultComparison]):
 
     @property
     def passes(self) -> bool:
-        """Whether something was compared, and nothing fails."""
+        """Return whether something was compared, and nothing fails."""
         verdicts = {result.verdict for result in self.results}
         return FAIL not in verdicts and bool(verdicts - {UNJUDGED})
 
@@ -181,7 +181,7 @@ class CaseData:
 
     @property
     def judged(self) -> dict[str, Bool[np.ndarray, "..."]]:
-        """Which elements are judged: not rows of queries that may attend to nothing, unless they are declared."""
+        """Return masks of the judged elements: all but rows of queries that may attend to nothing, unless declared."""
         return {name: np.broadcast_to(self._find_judged(name), x.value.shape) for name, x in self._bounded.items()}
 
     def arguments(self, function: Callable[..., Any]) -> dict[str, Any]:

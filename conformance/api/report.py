@@ -49,12 +49,12 @@ class Report:
 
     @property
     def conforms(self) -> bool:
-        """Whether the kernel was judged, and nothing but known failures is wrong."""
+        """Return whether the kernel was judged, and nothing but known failures is wrong."""
         return self.verdict in (conformity.CONFORMS, conformity.KNOWN_FAILURES)
 
     @property
     def is_judged(self) -> bool:
-        """Whether there is a verdict: not if nothing was judged, or the run was stopped before its end."""
+        """Return whether there is a verdict: not if nothing was judged, or the run was stopped before its end."""
         return self.verdict != conformity.NOT_JUDGED
 
     def __bool__(self) -> bool:

@@ -53,7 +53,7 @@ from conformance.execution.plain_functions import redeclare
 
 @dataclasses.dataclass(frozen=True)
 class ExportedFunction:
-    """Where a sandboxed process finds a function.
+    """The files from which a sandboxed process loads a function.
 
     Attributes:
       name: of the function, as `--impl` takes it.
@@ -143,7 +143,7 @@ def _pickle_by_value(function: Callable[..., Any], label: str) -> bytes:
         cloudpickle.register_pickle_by_value(module)
     try:
         pickled: bytes = cloudpickle.dumps(function)
-    except Exception as error:
+    except Exception as error:  # objects raise anything when they are pickled
         culprit = _find_culprit(inner, cloudpickle.dumps)
         raise TypeError(
             f"{label} cannot be sent to a sandbox: {culprit or 'it'} cannot be pickled ({error}). Create it inside "

@@ -19,7 +19,7 @@ from conformance.session.project_lookup import find_implementation
 
 @dataclasses.dataclass(frozen=True)
 class JudgedSubject:
-    """What a session judges, and how reports and code name it.
+    """An implementation to judge, and how reports and code name it.
 
     Attributes:
       implementation: the implementation.

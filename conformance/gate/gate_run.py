@@ -46,7 +46,7 @@ class PlannedTests:
 
     @property
     def ids(self) -> list[str]:
-        """What stands in brackets in the id of each test."""
+        """Return the part in brackets of each test's id."""
         return list(self._by_id)
 
     def add_named_jobs(self, named: Sequence[NamedJob], *, only: bool) -> None:
@@ -126,7 +126,7 @@ def _build_job(named: NamedJob, implementations: Sequence[Implementation]) -> Jo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuiteResult:
-    """What the tests of one kernel of a test file found.
+    """The results of the tests of one kernel in a test file.
 
     Attributes:
       recorded: the run as it is stored in a file.

@@ -82,7 +82,7 @@ def connect(address: str, conditions: Conditions) -> Cluster:
     client = _open_client(address)
     try:
         return _inspect(client, address, conditions)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: the connection is closed
         client.close(timeout=_CONNECT_SECONDS)
         raise
 
@@ -100,7 +100,7 @@ def _open_client(address: str) -> Any:
         raise ClusterError(f"--cluster={address}: there is no such scheduler file (`dask scheduler --scheduler-file`)")
     place = {"address": address} if is_address else {"scheduler_file": address}
     try:
-        client = distributed.Client(**place, timeout=_CONNECT_SECONDS, set_as_default=False)  # type: ignore[no-untyped-call]
+        client = distributed.Client(**place, timeout=_CONNECT_SECONDS, set_as_default=False)  # type: ignore[no-untyped-call] # untyped upstream
     except (OSError, ValueError) as error:  # a timeout is an OSError
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ClusterError(

@@ -45,7 +45,7 @@ def run(pool: ExecutorPool, tasks: Iterable[object], do: object, **options: obje
         "split": lambda task: (task,),
         "on_lost": lambda task: results.append(("lost", task)),
     }
-    pool.run_tasks(tasks, do, **(defaults | options))  # type: ignore[arg-type]
+    pool.run_tasks(tasks, do, **(defaults | options))  # type: ignore[arg-type] # of several types
     return results
 
 
@@ -66,7 +66,7 @@ class CountsSubmissions(concurrent.futures.Executor):
     def __init__(self) -> None:
         self.waiting: list[concurrent.futures.Future[int]] = []
 
-    def submit(self, *call: object, **options: object) -> concurrent.futures.Future[int]:  # type: ignore[override]
+    def submit(self, *call: object, **options: object) -> concurrent.futures.Future[int]:  # type: ignore[override] # of any type
         future: concurrent.futures.Future[int] = concurrent.futures.Future()
         self.waiting.append(future)
         if len(self.waiting) == 1:
@@ -125,7 +125,7 @@ def test_a_broken_executor_is_an_error_that_says_how_to_find_the_job() -> None:
     ],
 )
 def test_a_process_that_differs_judges_nothing_and_says_who_and_what(change: dict[str, object], named: str) -> None:
-    conditions = dataclasses.replace(HERE, run="other", **change)  # type: ignore[arg-type]
+    conditions = dataclasses.replace(HERE, run="other", **change)  # type: ignore[arg-type] # of several types
     with concurrent.futures.ThreadPoolExecutor(1) as executor, pytest.raises(WorkerMismatch, match=named) as caught:
         run(build_thread_pool(executor, conditions), [1], double)
     assert str(os.getpid()) in str(caught.value)
