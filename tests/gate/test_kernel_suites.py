@@ -80,14 +80,10 @@ def list_tests(result: GateRun) -> list[str]:
     return [line for line in result.stdout.lines if line.startswith("test_mine.py::")]
 
 
-def list_failed(result: GateRun) -> list[str]:
-    return [line.split(" ", 1)[1] for line in result.stdout.lines if line.startswith("FAILED")]
-
-
 def test_a_kernel_is_judged_by_ordinary_tests_and_ids_can_be_pasted(repository: Repository) -> None:
     result = run_tests(repository)
     assert result.ret == 1
-    failed = list_failed(result)
+    failed = result.list_failed()
     assert failed
     assert all(test.startswith("test_mine.py::test_wrong[") and "softcap" in test for test in failed)
     assert re.search(r"\d+ failed, \d+ passed", result.stdout.lines[-1])
@@ -97,7 +93,7 @@ def test_a_kernel_is_judged_by_ordinary_tests_and_ids_can_be_pasted(repository: 
     assert command == f"  reproduce  python -m pytest '{failed[0]}' -k forward"
     # A pasted id runs that test alone.
     pasted = run_tests(repository, failed[0])
-    assert list_failed(pasted) == failed[:1]
+    assert pasted.list_failed() == failed[:1]
     assert re.search(r"= 1 failed(, \d+ warnings?)? in", pasted.stdout.lines[-1])
     last = run_tests(repository, "--lf", "--collect-only", "-q")
     assert list_tests(last) == failed
@@ -149,7 +145,7 @@ def test_workers_collect_the_same_tests_and_one_report_covers_all_kernels(reposi
     assert {line for line in alone.stdout.lines if line.startswith("✗")} == {
         line for line in result.stdout.lines if line.startswith("✗")
     }
-    assert sorted(list_failed(alone)) == sorted(list_failed(result))
+    assert sorted(alone.list_failed()) == sorted(result.list_failed())
 
 
 @pytest.mark.long
@@ -157,7 +153,7 @@ def test_closures_lambdas_and_names_are_judged_in_functions_and_classes(reposito
     (repository.path / "kernel.py").write_text(KERNEL)
     (repository.path / "test_mine.py").write_text(CLOSURE)
     result = run_tests(repository)
-    failed = list_failed(result)
+    failed = result.list_failed()
     assert failed
     assert all(test.startswith("test_mine.py::test_closure[") for test in failed)
     result.stdout.fnmatch_lines(["scaled (cpu): forward out fail"])
@@ -203,7 +199,7 @@ test_closure = conformance_tests(build(1.01), **few)
 def test_functions_and_closures_with_declarations_are_judged_in_a_sandbox(repository: Repository, mode: str) -> None:
     (repository.path / "test_mine.py").write_text(SANDBOXED)
     result = run_tests(repository, f"--import-mode={mode}", "--conformance-json=r.jsonl")
-    failed = list_failed(result)
+    failed = result.list_failed()
     assert failed
     assert all(test.startswith("test_mine.py::test_closure[") for test in failed)
     runs_of_both = [one.run for one in runs.read_runs(repository.path / "r.jsonl") if one.run is not None]

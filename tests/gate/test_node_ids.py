@@ -10,7 +10,7 @@ import pytest
 from conformance.gate import node_ids
 from conformance.gate.node_ids import GATE_FILE, GATE_PATH, NamedJob
 from conformance.judging import exit_guard
-from tests.judging.gate_repository import FEW_CASES, GateRun, Repository, create_repository, run_gate
+from tests.judging.gate_repository import FEW_CASES, Repository, create_repository, run_gate
 
 CASE = "train/f32/B1.T1.S72.N2.K1.H16.V48/full/normal/s0"
 
@@ -20,20 +20,16 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     return create_repository(tmp_path, monkeypatch)
 
 
-def list_failed(result: GateRun) -> list[str]:
-    return [line.split(" ", 1)[1] for line in result.stdout.lines if line.startswith("FAILED")]
-
-
 def test_a_printed_id_runs_that_test_alone(repository: Repository) -> None:
     whole = run_gate(repository, FEW_CASES, "-k", "forward and softcap", name="wrong")
-    failed = list_failed(whole)
+    failed = whole.list_failed()
     assert len(failed) > 1
     assert all(test.startswith(f"{GATE_PATH}::test_conforms[kernel.py:wrong-cpu-train/f32/") for test in failed)
     whole.stdout.fnmatch_lines([f"*(narrowed to * -k 'forward and softcap': {len(failed)} of * jobs)*"])
     # Neither --pyargs nor --impl is needed: the id says both.
     pasted = repository.pytest("--conformance-diagnose-seconds=0", "-k", "forward", failed[0])
     assert pasted.ret == 1
-    assert list_failed(pasted) == failed[:1]
+    assert pasted.list_failed() == failed[:1]
     assert re.search(r"= 1 failed(, \d+ warnings?)? in", pasted.stdout.lines[-1])
     pasted.stdout.fnmatch_lines(["*(narrowed to 1 test by its id -k forward: 1 of * jobs)*"])
     listed = run_gate(repository, FEW_CASES, "--collect-only", "-q", "--deselect", failed[0], "-k", "softcap")

@@ -45,6 +45,11 @@ class GateRun:
     stdout: pytest.LineMatcher
     errlines: list[str]
 
+    def list_failed(self) -> list[str]:
+        """Return the ids of the failed tests, without the messages that pytest adds where `CI` is set."""
+        lines = (line for line in self.stdout.lines if line.startswith("FAILED "))
+        return [line.removeprefix("FAILED ").split(" - ", 1)[0] for line in lines]
+
 
 @dataclasses.dataclass(frozen=True)
 class Repository:
