@@ -1,4 +1,4 @@
-"""Attention implementations: this project's own, and adapters around published ones (`impls.upstream`).
+"""Attention implementations: this project's own, and adapters around published ones (`impls.libraries`).
 
 They import `cases` and `conformance.contract`, and never the oracle or the checks. `impls.catalogue` lists them.
 

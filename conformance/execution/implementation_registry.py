@@ -1,6 +1,7 @@
 """Find and load implementations by name, as users type it after `--impl=`.
 
-A name is that of a built-in implementation or of an entry point, or `module:attribute`, or `file.py:attribute`.
+A name is that of a built-in implementation or of an entry point, `library:function` for a published function
+(`impls.libraries`), `module:attribute`, or `file.py:attribute`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from conformance import packages
-from conformance.contract import Implementation, Products
+from conformance.contract import Accelerator, Implementation, Products
 from conformance.execution import kernel_errors
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
 from conformance.execution.workload_adapters import build_workload_implementation
@@ -28,6 +29,8 @@ ENTRY_POINT_GROUP = "attention_conformance.implementations"
 # The module that lists the built-in implementations. It is imported by name, since this package must not depend on
 # any implementation.
 _CATALOGUE = "impls.catalogue"
+_LIBRARIES = "impls.libraries.library_specs"
+_LIBRARY = "library"
 
 
 class ImplementationNotFound(Exception):  # noqa: N818 -- named as a statement, without "Error"
@@ -72,9 +75,11 @@ def find_implementation(name: str, *, products: Products | None = None, problem:
             f"your own is named module:attribute or file.py:attribute{suggest_name(name, list_implementations())}"
         )
     source, _, attribute = name.rpartition(":")
+    if source == _LIBRARY:
+        return _load_library_function(name, products, problem)
     if not source or not attribute:
         raise ImplementationNotFound(f"{name!r} is incomplete: write module:attribute or file.py:attribute")
-    module = _load_file(source) if source.endswith(".py") else _import_module(source)
+    module = _load_file(source) if source.endswith(".py") else _import_users_module(source)
     if not hasattr(module, attribute):
         missing = f"{source} has no attribute {attribute!r}{suggest_name(attribute, dir(module))}"
         raise ImplementationNotFound(packages.find_hidden_module(source) or missing)
@@ -112,6 +117,40 @@ def _load_builtin(name: str, module: str) -> Implementation:
     raise ImplementationNotFound(f"{module} does not define {name!r}")
 
 
+def list_library_functions() -> list[str]:
+    """List the names of the published functions that have an adapter here, as `library:function`."""
+    libraries = importlib.import_module(_LIBRARIES).load_libraries().values()
+    return [f"{_LIBRARY}:{function}" for library in libraries for function in library.functions]
+
+
+def find_library_module(name: str) -> str | None:
+    """Return the module that holds the published function `library:function`; None for other names."""
+    found = importlib.import_module(_LIBRARIES).find_function(name) if name.startswith(f"{_LIBRARY}:") else None
+    return None if found is None else str(found[0].imports)
+
+
+def _load_library_function(name: str, products: Products | None, problem: str | None) -> Implementation:
+    """Load the adapter of a published function; it is absent if its library is not installed."""
+    specs = importlib.import_module(_LIBRARIES)
+    found = specs.find_function(name)
+    if found is None:
+        known = list_library_functions()
+        raise ImplementationNotFound(f"no adapter {name!r} of a published function{suggest_name(name, known)}")
+    library, attribute = found
+    if not specs.is_installed(library):
+        absent = (
+            f"{library.package} is not installed: pip install {library.package}, or judge it in an environment of its "
+            f"own by python -m conformance survey --library={name.removeprefix(specs.PREFIX)}"
+        )
+        return Implementation(name=name, call=_refuse_call, accelerator=Accelerator(absent=absent))
+    return _build_implementation(getattr(_import_module(library.module), attribute), name, products, problem)
+
+
+def _refuse_call(*operands: Any, **options: Any) -> Any:
+    del operands, options
+    raise NotImplementedError("the library of this function is not installed")
+
+
 def _list_entry_points() -> list[importlib.metadata.EntryPoint]:
     """List the entry points of implementations by name.
 
@@ -131,8 +170,12 @@ def _load_entry_point(point: importlib.metadata.EntryPoint) -> Any:
         raise ImplementationNotFound(f"entry point {point.name} = {point.value} does not load: {reason}") from error
 
 
-def _import_module(name: str) -> ModuleType:
+def _import_users_module(name: str) -> ModuleType:
     _add_to_path(Path.cwd())
+    return _import_module(name)
+
+
+def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except KeyboardInterrupt:

@@ -33,6 +33,8 @@ def describe_source(name: str) -> tuple[str, str]:
         )
     if ":" not in name:
         return "", ""  # built-in: the project's own version and digest identify it
+    if (module := implementation_registry.find_library_module(name)) is not None:
+        return _find_installed_package(module), ""  # the adapter is this project's own
     place = name.rpartition(":")[0]
     if place.endswith(".py"):
         return "", compute_digest(_find_imported_files(Path(place)))

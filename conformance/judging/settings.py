@@ -21,6 +21,8 @@ observable = ["dv*"]                                  # wildcard patterns of res
 some = true                                           # only some of the matching judgements fail, not all
 jax = ">=0.11"                                        # versions of JAX for which this holds; all if left out
 platform = "gpu"                                      # the platform in reports for which this holds; all if left out
+package = "flax>=0.12"                                # an installed package for which this holds
+finding = "flax-mask-nan"                             # the report about the fault, a page of docs/upstream
 reason = "..."
 link = "..."
 
@@ -39,12 +41,15 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
+import importlib.metadata
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from cases.case import matches_query
@@ -70,6 +75,9 @@ class ExpectedFailure:
 
     `some` is for failures that depend on the values: matching judgements may pass. In a whole run, an entry that
     matches no failure is red, with or without `some`.
+
+    `jax` is a range of versions of JAX, and `package` a package with a range, such as `flax>=0.12`: the entry holds
+    only where those are installed. `finding` is the name of the report about the fault, a page of `docs/upstream`.
     """
 
     implementation: str
@@ -81,6 +89,8 @@ class ExpectedFailure:
     some: bool = False
     jax: str = ""
     platform: str = ""
+    package: str = ""
+    finding: str = ""
 
     def __post_init__(self) -> None:
         for name in ("check", "observable"):
@@ -88,9 +98,9 @@ class ExpectedFailure:
                 raise TypeError(f"{name} must be a list of patterns, got the string {getattr(self, name)!r}")
 
     def holds(self, jax_version: str, platform: str) -> bool:
-        """Tell whether the entry applies to this version of JAX and this platform."""
+        """Tell whether the entry applies to this version of JAX, this platform, and the installed packages."""
         is_version = not self.jax or SpecifierSet(self.jax).contains(jax_version, prereleases=True)
-        return is_version and self.platform in ("", platform)
+        return is_version and self.platform in ("", platform) and _is_package_installed(self.package)
 
     def applies(self, record: Record, jax_version: str) -> bool:
         """Tell whether the entry expects `record` to fail."""
@@ -101,6 +111,18 @@ class ExpectedFailure:
             and any(fnmatch.fnmatchcase(record.check, pattern) for pattern in self.check)
             and any(fnmatch.fnmatchcase(record.observable, pattern) for pattern in self.observable)
         )
+
+
+@functools.cache
+def _is_package_installed(requirement: str) -> bool:
+    """Tell whether the package is installed in a version of the range; true if none is asked for."""
+    if not requirement:
+        return True
+    asked = Requirement(requirement)
+    try:
+        return asked.specifier.contains(importlib.metadata.version(asked.name), prereleases=True)
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +147,8 @@ class Settings:
                 continue
             if record.verdict in (records.FAIL, records.ERROR):
                 link = f" ({expected.link})" if expected.link else ""
-                reasons = filter(None, (record.reason, f"expected: {expected.reason}{link}"))
+                finding = f"finding {expected.finding}: " if expected.finding else ""
+                reasons = filter(None, (record.reason, f"expected: {finding}{expected.reason}{link}"))
                 return dataclasses.replace(record, verdict=records.EXPECTED_FAIL, reason="; ".join(reasons))
             if record.verdict == records.PASS and not expected.some:
                 reason = f"passes, but is listed in pyproject.toml as an expected failure: {expected.reason}"
@@ -278,6 +301,10 @@ def _parse_expected_failure(entry: Any) -> ExpectedFailure:
         SpecifierSet(entry.get("jax", ""))
     except InvalidSpecifier as error:
         raise ValueError(f"jax of an expected failure is not a version range such as '>=0.11': {error}") from error
+    try:
+        Requirement(entry.get("package") or "jax")
+    except InvalidRequirement as error:
+        raise ValueError(f"package of an expected failure is not one such as 'flax>=0.12': {error}") from error
     platform = entry.get("platform", "")
     known = ", ".join(_KNOWN_PLATFORMS)
     _require(

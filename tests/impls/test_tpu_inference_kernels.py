@@ -21,7 +21,7 @@ from cases.storage_forms.paged_form import TABLES
 from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.execution.stored_calls import StoredCall, build_storage_arrays_for, lower_implementation
-from impls.upstream import tpu_inference_kernels as adapters
+from impls.libraries import tpu_inference_kernels as adapters
 from tests.comparison_asserts import assert_right, compute_expected
 
 RAGGED, LATENT = (implementation_registry.find_implementation(name) for name in (adapters.RAGGED, adapters.LATENT))

@@ -1,4 +1,4 @@
-"""The adapters under `impls/upstream` against the float64 oracle: layouts, conventions, gradients, refusals."""
+"""The adapters under `impls/libraries` against the float64 oracle: layouts, conventions, gradients, refusals."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from conformance.judging.run_plan import plan_run
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from impls.catalogue import MODULES
-from impls.upstream.jax_mha_gpu import attention as mha_gpu
-from impls.upstream.jax_nn import build_mask_arguments
-from impls.upstream.mask_flags import find_causal_flag
+from impls.libraries.jax_mha_gpu import attention as mha_gpu
+from impls.libraries.jax_nn import build_mask_arguments
+from impls.libraries.mask_flags import find_causal_flag
 from tests.comparison_asserts import assert_attention, assert_right, compute_expected
 
 CASES = {
@@ -72,7 +72,7 @@ CASES = {
 @functools.cache
 def adapters() -> dict[str, Implementation]:
     """Load all adapters by name."""
-    names = (name for name, module in MODULES.items() if module.startswith("impls.upstream."))
+    names = (name for name, module in MODULES.items() if module.startswith("impls.libraries."))
     return {name: implementation_registry.find_implementation(name) for name in names}
 
 

@@ -128,7 +128,15 @@ def test_what_becomes_of_an_expected_failure(before: str, some: bool, after: str
 
 @pytest.mark.parametrize(
     "fields",
-    [{"case": "decode"}, {"check": ["forward"]}, {"observable": ["dq"]}, {"jax": ">=0.11"}, {"platform": "gpu"}],
+    [
+        {"case": "decode"},
+        {"check": ["forward"]},
+        {"observable": ["dq"]},
+        {"jax": ">=0.11"},
+        {"platform": "gpu"},
+        {"package": "numpy<1"},
+        {"package": "no-such-package"},
+    ],
     ids=lambda fields: next(iter(fields)),
 )
 def test_what_an_entry_is_not_about_stays_a_failure(fields: dict[str, object]) -> None:
@@ -136,9 +144,14 @@ def test_what_an_entry_is_not_about_stays_a_failure(fields: dict[str, object]) -
 
 
 def test_patterns_and_version_ranges_match() -> None:
-    chosen = build_settings(case="train/*", check=["grad*"], observable=["d?"], jax=">=0.10")
+    chosen = build_settings(case="train/*", check=["grad*"], observable=["d?"], jax=">=0.10", package="numpy>=1")
     assert chosen.mark_expected_failures(build_record(FAIL), JAX).verdict == EXPECTED_FAIL
     assert chosen.mark_expected_failures(build_record(FAIL), "0.12.0.1").verdict == EXPECTED_FAIL
+
+
+def test_the_finding_of_an_entry_is_named_in_the_reason() -> None:
+    chosen = build_settings(finding="kernel-no-mask")
+    assert "finding kernel-no-mask: known" in chosen.mark_expected_failures(build_record(FAIL), JAX).reason
 
 
 def test_an_entry_that_nothing_fails_for_is_stale_and_red() -> None:

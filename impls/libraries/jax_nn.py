@@ -27,7 +27,7 @@ from cases.case import Case
 from cases.masks import Causal, Full, Lengths, Mask, Window, list_conjuncts
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import get_compute_capability, get_default_products, runs_on
-from impls.upstream.adapter_refusals import refuse_because, refuse_unsupported
+from impls.libraries.adapter_refusals import refuse_because, refuse_unsupported
 
 UNSUPPORTED = {
     "soft_cap": "takes no soft cap",

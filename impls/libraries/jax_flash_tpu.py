@@ -20,8 +20,8 @@ from cases.case import Case
 from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on, use_tpu_interpreter
-from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
-from impls.upstream.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
+from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
+from impls.libraries.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
 
 NAME = "jax_flash_tpu"
 BLOCK = 128  # Every block size of `BlockSizes.get_default`, and the smallest that the library's kernels take.

@@ -30,9 +30,9 @@ from cases.masks import Indexer, Mask, iter_leaves
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
-from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
-from impls.upstream.mask_flags import build_case_mask
-from impls.upstream.splash_masks import BLOCK, build_library_mask, find_length_limit
+from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
+from impls.libraries.mask_flags import build_case_mask
+from impls.libraries.splash_masks import BLOCK, build_library_mask, find_length_limit
 
 NAME = "tokamax_splash_tpu"
 UNSUPPORTED = {"bias": "takes no bias", "dense_head": "takes one mask for all heads"}

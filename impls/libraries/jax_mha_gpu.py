@@ -21,8 +21,8 @@ from cases.case import Case
 from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation, Products
 from impls.jax_compat import Interpret, load_pallas_gpu_attention, resolve_interpret, runs_on
-from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
-from impls.upstream.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
+from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
+from impls.libraries.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
 
 BLOCK = 128  # Forward blocks of `BlockSizes.get_default()`, clipped to shorter lengths.
 BACKWARD_BLOCK = 32  # Backward blocks of `BlockSizes.get_default()`, clipped to shorter lengths.

@@ -23,8 +23,8 @@ from cases.case import FEATURES, Case
 from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
-from impls.upstream.adapter_refusals import forbid_gradients, refuse_unsupported
-from impls.upstream.mask_flags import build_case_mask
+from impls.libraries.adapter_refusals import forbid_gradients, refuse_unsupported
+from impls.libraries.mask_flags import build_case_mask
 
 NAME = "jax_decode_gpu"
 SPLITS = 2

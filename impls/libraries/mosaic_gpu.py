@@ -28,8 +28,8 @@ from cases.case import Case
 from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import get_compute_capability, runs_on
-from impls.upstream.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
-from impls.upstream.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
+from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
+from impls.libraries.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
 
 HOPPER = (9, 0)
 BLOCK_Q = 64  # queries per warpgroup; two warpgroups compute

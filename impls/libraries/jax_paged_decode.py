@@ -23,7 +23,7 @@ from cases.case import Case
 from cases.storage_forms.paged_form import SCALED_FEATURES
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on, use_tpu_interpreter
-from impls.upstream.mask_flags import ONLY_CAUSAL
+from impls.libraries.mask_flags import ONLY_CAUSAL
 
 PAGES_TOGETHER = 2
 SPLITS = 2

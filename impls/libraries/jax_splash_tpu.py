@@ -26,9 +26,9 @@ from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable, report_no_traffic
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
-from impls.upstream.adapter_refusals import refuse_because, refuse_unsupported
-from impls.upstream.mask_flags import build_case_mask
-from impls.upstream.splash_masks import BLOCK, build_library_mask, find_length_limit
+from impls.libraries.adapter_refusals import refuse_because, refuse_unsupported
+from impls.libraries.mask_flags import build_case_mask
+from impls.libraries.splash_masks import BLOCK, build_library_mask, find_length_limit
 
 BlockSizes = splash.BlockSizes
 _COMPILED_BLOCK = 512  # The default of `impls.splash_tpu`. The library's default, the smallest blocks, is slow.
