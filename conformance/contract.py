@@ -48,6 +48,7 @@ EmptyRows = Literal["zero", "mean", "undefined"]
 BehindMask = Literal["any", "finite"]
 Products = Literal["exact", "tf32", "bf16"]
 CausalFrom = Literal["start", "end"]
+Refuses = Literal["NotImplementedError", "ValueError"]
 
 
 def reject_unknown_choices(declared: object) -> None:
@@ -205,6 +206,8 @@ class Implementation:
       front_end: a model's own front end in place of `conformance.reference.front_end_reference.apply_front_end`, with
         the same signature.
       devices: the number of devices that a call needs. With fewer devices the implementation is not judged.
+      conventions: further declarations of the plain function that `call` adapts, as they are written in code; the
+        verdict names them.
     """
 
     name: str
@@ -233,6 +236,7 @@ class Implementation:
     refuses_by_signature: bool = False
     front_end: Callable[..., Any] | None = None
     devices: int = 1
+    conventions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isprintable():

@@ -27,7 +27,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
 from cases.case import OPT_IN, Case
@@ -44,14 +44,19 @@ from conformance.contract import (
     EmptyRows,
     Implementation,
     Products,
+    Refuses,
     reject_unknown_choices,
 )
 from conformance.execution import plain_storage, plain_support, stored_calls
 from conformance.execution.plain_support import suggest_parameters
+from conformance.execution.refused_calls import refuse_by_value_error
+from conformance.name_suggestions import suggest_name
 
 _OPTIONS = ("causal", "window", "mask_mod", "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ATTRIBUTE = "__attention_conformance__"
+# Fields of `Declaration` by which arguments or exceptions are converted between the function and the contract.
+_CONVENTIONS = ("refuses",)
 
 
 class NotAnAttentionFunction(TypeError):  # noqa: N818 -- named as a statement, without "Error"
@@ -70,13 +75,30 @@ class Declaration:
     behind_mask: BehindMask = "any"
     causal: CausalFrom = "start"
     differentiable_residuals: bool = True
+    gradients: Sequence[str] | None = None
+    refuses: Refuses = "NotImplementedError"
     memory: Literal["linear"] | None = None
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         reject_unknown_choices(self)
+        if isinstance(self.gradients, str):
+            raise ValueError(f"gradients must be a tuple of operands, such as ('q', 'k', 'v'), got {self.gradients!r}")
+        for name in self.gradients or ():
+            if name not in GRADIENT_OF:
+                known = ", ".join(map(repr, GRADIENT_OF))
+                raise ValueError(
+                    f"gradients names operands: {name!r} is none of {known}{suggest_name(name, GRADIENT_OF)}"
+                )
         if not isinstance(self.unsupported, Mapping):
             raise ValueError(f"unsupported must name features with their reasons, got {self.unsupported!r}")
+
+    @property
+    def conventions(self) -> tuple[str, ...]:
+        """The conventions of the call that differ from the contract's, as they are written in code."""
+        default = Declaration()
+        changed = {name: x for name in _CONVENTIONS if (x := getattr(self, name)) != getattr(default, name)}
+        return tuple(f'{name}="{x}"' if isinstance(x, str) else f"{name}={x!r}" for name, x in changed.items())
 
 
 def declare(
@@ -92,6 +114,8 @@ def declare(
     behind_mask: BehindMask = "any",
     causal: CausalFrom = "start",
     differentiable_residuals: bool = True,
+    gradients: Sequence[str] | None = None,
+    refuses: Refuses = "NotImplementedError",
     memory: Literal["linear"] | None = None,
     unsupported: Mapping[str, str] | None = None,
 ) -> Callable[[_Function], _Function]:
@@ -113,6 +137,10 @@ def declare(
       causal: how `causal=True` and `window` align queries and keys if T differs from S. With `"start"` the first query
         has the position of the first key. With `"end"` the last query has the position of the last key.
       differentiable_residuals: False if `logsumexp` carries no gradient.
+      gradients: the operands that have a gradient, such as `("q", "k", "v")`; None if all floating-point operands have
+        one. The others are constants: no check differentiates the function by them.
+      refuses: `"ValueError"` if the function refuses calls that it does not support by `ValueError`. Such a case is
+        shown as unsupported, with the message of the exception.
       memory: `"linear"` if temporary memory of forward and backward grows no faster than the lengths.
       unsupported: a mapping from the name of a feature (`python -m conformance list features`) to the reason why the
         function does not support it.
@@ -134,6 +162,8 @@ def declare(
         behind_mask=behind_mask,
         causal=causal,
         differentiable_residuals=differentiable_residuals,
+        gradients=gradients,
+        refuses=refuses,
         memory=memory,
         unsupported={} if unsupported is None else unsupported,
     )
@@ -159,6 +189,8 @@ class Declarations(TypedDict, total=False):
     behind_mask: BehindMask
     causal: CausalFrom
     differentiable_residuals: bool
+    gradients: Sequence[str] | None
+    refuses: Refuses
     memory: Literal["linear"] | None
     unsupported: Mapping[str, str]
 
@@ -204,9 +236,12 @@ def build_implementation(
     others = tuple(name for name in list(signature.parameters)[len(operands) :] if name not in parameters)
     declaration = _get_declaration(function)
     has = [operand.name for operand in REMOVABLE if operand.name in parameters]
-    pulled = () if form is not None and form.is_cache else ("q", "k", "v", *has)
-    gradients = frozenset(GRADIENT_OF[name] for name in pulled if name in GRADIENT_OF)
+    pulled = () if form is not None and form.is_cache else ("q", "k", "v", *(n for n in has if n in GRADIENT_OF))
+    differentiated = frozenset(GRADIENT_OF if declaration.gradients is None else declaration.gradients)
+    gradients = frozenset(GRADIENT_OF[name] for name in pulled if name in differentiated)
+    constants = frozenset(GRADIENT_OF) - differentiated
     explicit = _list_explicit_options(signature)
+    invoke = refuse_by_value_error(function) if declaration.refuses == "ValueError" else function
     narrow = "input" in (declaration.arithmetic.logits, declaration.arithmetic.softmax)
 
     def call_by_position(*operands: Any, **options: Any) -> Any:
@@ -216,9 +251,13 @@ def build_implementation(
         for option in given:
             if option not in parameters:
                 raise NotImplementedError(f"{name} has no parameter {option!r}")
+        given |= {n: _stop_gradient(given[n]) for n in constants if n in given}
+        # A latent, which stands in place of k, has the gradient of k.
+        first = zip(("q", "k", "v"), operands, strict=False)
+        operands = (*(_stop_gradient(x) if n in constants else x for n, x in first), *operands[3:])
         if writes:
-            return plain_storage.call_page_writer(function, signature, operands, {**explicit, **given})
-        return function(*operands, **{**explicit, **given})
+            return plain_storage.call_page_writer(invoke, signature, operands, {**explicit, **given})
+        return invoke(*operands, **{**explicit, **given})
 
     def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
         return call_by_position(q, k, v, **options)
@@ -253,10 +292,18 @@ def build_implementation(
         storage=None if form is None else form.name,
         writes_pages=writes,
         refuses_by_signature=True,
+        conventions=declaration.conventions,
     )
     residuals = _find_returned_residuals(implementation) if implementation.residuals else frozenset()
     differentiable = residuals & {"logsumexp"} if declaration.differentiable_residuals else frozenset()
     return dataclasses.replace(implementation, residuals=residuals, differentiable_residuals=differentiable)
+
+
+def _stop_gradient(x: Any) -> Any:
+    """Return an operand as a constant of differentiation. An array that is not traced is a constant already."""
+    import jax  # imported late, since most uses of this module do not need JAX
+
+    return jax.lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x
 
 
 _PHASES: tuple[dict[str, Any], ...] = ({"phase": "train"}, {"phase": "prefill"}, {"phase": "decode", "q_length": 1})

@@ -89,6 +89,7 @@ def list_lenient_declarations(implementation: Implementation) -> list[str]:
     ]
     if implementation.behind_mask == "finite":
         lenient.append(_format_declaration("behind_mask", "finite"))
+    lenient += implementation.conventions
     form = None if implementation.storage is None else FORMS[implementation.storage]
     stored = form is not None and not form.is_dense  # the implementation takes packed sequences or a cache
     reads_a_cache = stored or any(name.startswith("kv_") for name in implementation.offers)

@@ -39,6 +39,7 @@ def serialize_declarations(implementation: Implementation) -> dict[str, Any]:
         "arithmetic": dataclasses.asdict(implementation.arithmetic),
         "storage": implementation.storage,
         "checkpoint_names": list(implementation.checkpoint_names),
+        "conventions": list(implementation.conventions),
         "variants": list(implementation.variants),
         "parts": implementation.parts is not None,
         "merge": implementation.merge is not None,
@@ -81,7 +82,7 @@ def parse_declarations(
     for name, kind in _FIELD_TYPES.items():
         if type(declared[name]) is not kind:
             raise ValueError(f"{name} must be of type {kind.__name__}, got {declared[name]!r}")
-    names = (*declared["variants"], *declared["checkpoint_names"])
+    names = (*declared["variants"], *declared["checkpoint_names"], *declared["conventions"])
     if unprintable := [name for name in names if not (isinstance(name, str) and name.isprintable())]:
         raise ValueError(f"names must be text that shows as it is, got {unprintable[0]!r}")
     for name, known in _CHOICES.items():
@@ -112,6 +113,7 @@ def parse_declarations(
         arithmetic=Arithmetic(**declared["arithmetic"]),
         storage=declared["storage"],
         checkpoint_names=tuple(declared["checkpoint_names"]),
+        conventions=tuple(declared["conventions"]),
         variants=dict.fromkeys(declared["variants"], call),
         accelerator=Accelerator(**accelerator),
         supports_case=supports,
