@@ -111,6 +111,32 @@ class Arithmetic:
             )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Formulas:
+    """The formulas of an implementation where they differ from the contract's (docs/contract.md, section 9).
+
+    Attributes:
+      logsumexp_base: the base of the logarithm in `logsumexp`: `"e"` or 2.
+      logsumexp_sink: whether `logsumexp` includes the sink.
+      logsumexp_empty: `logsumexp` of a row without keys and without a sink that it includes: `"-inf"` or `"inf"`.
+      soft_cap: `"after_bias"` if the soft cap limits logits with the bias and ALiBi, `"before_bias"` if bias and ALiBi
+        are added to capped logits.
+    """
+
+    logsumexp_base: Literal["e", 2] = "e"
+    logsumexp_sink: Literal[True, False] = True
+    logsumexp_empty: Literal["-inf", "inf"] = "-inf"
+    soft_cap: Literal["after_bias", "before_bias"] = "after_bias"
+
+    def __post_init__(self) -> None:
+        reject_unknown_choices(self)
+
+    @property
+    def has_contract_logsumexp(self) -> bool:
+        """Whether `logsumexp` is that of the contract."""
+        return (self.logsumexp_base, self.logsumexp_sink, self.logsumexp_empty) == ("e", True, "-inf")
+
+
 Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]
 
 
@@ -178,6 +204,7 @@ class Implementation:
       offers: the features of `cases.case.OPT_IN` that it supports. Those not listed here are unsupported.
       supports_case: a function `case -> reason or None` for further limits: why a case is not supported.
       arithmetic: the dtypes and roundings of its computation.
+      formulas: where its formulas differ from the contract's.
       residuals: the names in `cases.operand_registry.RESIDUALS` that it returns.
       differentiable_residuals: the returned residuals that carry gradients.
       gradients: the names in `cases.operand_registry.GRADIENTS` that it offers. Gradients of optional operands that it
@@ -217,6 +244,7 @@ class Implementation:
     offers: frozenset[str] = frozenset()
     supports_case: Callable[[Case], str | None] | None = None
     arithmetic: Arithmetic = Arithmetic()
+    formulas: Formulas = Formulas()
     residuals: frozenset[str] = frozenset(RESIDUALS)
     differentiable_residuals: frozenset[str] = frozenset({"logsumexp"})
     gradients: frozenset[str] = frozenset(GRADIENTS)
@@ -274,6 +302,11 @@ class Implementation:
             raise ValueError(f"{self.name}: empty_rows 'mean' has no meaning for a {name} call, which has no S keys")
         if self.lower_mask is structured_mask:
             object.__setattr__(self, "lower_mask", functools.partial(lower_sides, form=name))
+
+    def with_contract_logsumexp(self) -> Implementation:
+        """Return the implementation with the contract's formula of `logsumexp` declared."""
+        formulas = Formulas(soft_cap=self.formulas.soft_cap)
+        return dataclasses.replace(self, formulas=formulas)
 
     def supports(self, case: Case) -> str | None:
         """Return why the implementation does not support `case`, or None if it does."""

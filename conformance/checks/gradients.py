@@ -127,8 +127,10 @@ def _compute_flash_gradients(subject: Subject, cotangent: str, result: Result) -
     """Compute gradients by the flash formula from the implementation's own `out` and `logsumexp`.
 
     Returns an empty dictionary if one of them has a wrong shape, or if in a judged row `out` is not finite or
-    `logsumexp` is NaN. The formula has no meaning then.
+    `logsumexp` is NaN. The formula has no meaning then. Nor has it for another `logsumexp` than the contract's.
     """
+    if not subject.implementation.formulas.has_contract_logsumexp:
+        return {}
     truth = subject.expectation.forward
     out = np.where(subject.judged_out, result.values["out"].astype(np.float64), truth["out"].value)
     lse = truth["logsumexp"].value

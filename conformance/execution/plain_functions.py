@@ -42,6 +42,7 @@ from conformance.contract import (
     BehindMask,
     CausalFrom,
     EmptyRows,
+    Formulas,
     Implementation,
     Products,
     Refuses,
@@ -71,6 +72,7 @@ class Declaration:
     """
 
     arithmetic: Arithmetic = dataclasses.field(default_factory=Arithmetic)
+    formulas: Formulas = dataclasses.field(default_factory=Formulas)
     empty_rows: EmptyRows = "undefined"
     behind_mask: BehindMask = "any"
     causal: CausalFrom = "start"
@@ -110,6 +112,10 @@ def declare(
     block_sums: int | None = None,
     scaled_q: bool = False,
     residuals: Literal["f32", "input"] = "f32",
+    logsumexp_base: Literal["e", 2] = "e",
+    logsumexp_sink: Literal[True, False] = True,
+    logsumexp_empty: Literal["-inf", "inf"] = "-inf",
+    soft_cap: Literal["after_bias", "before_bias"] = "after_bias",
     empty_rows: EmptyRows = "undefined",
     behind_mask: BehindMask = "any",
     causal: CausalFrom = "start",
@@ -132,6 +138,10 @@ def declare(
         operands' dtype; None if partial sums are not rounded.
       scaled_q: True if `q * scale` is rounded to the operands' dtype before the product.
       residuals: `"input"` if residuals are returned in the operands' dtype.
+      logsumexp_base: 2 if `logsumexp` is a logarithm to base 2.
+      logsumexp_sink: False if `logsumexp` leaves out the sink.
+      logsumexp_empty: `"inf"` if `logsumexp` of a query that may attend to no key is +inf, as in flash-attention.
+      soft_cap: `"before_bias"` if the soft cap limits logits before bias and ALiBi are added, as in flash-attention.
       empty_rows: the result for queries that may attend to no key: `"undefined"`, `"zero"` or `"mean"`.
       behind_mask: `"finite"` if keys and values behind the mask must be finite; `"any"` if they may be NaN.
       causal: how `causal=True` and `window` align queries and keys if T differs from S. With `"start"` the first query
@@ -157,6 +167,12 @@ def declare(
             block_sums=block_sums,
             scaled_q=scaled_q,
             residuals=residuals,
+        ),
+        formulas=Formulas(
+            logsumexp_base=logsumexp_base,
+            logsumexp_sink=logsumexp_sink,
+            logsumexp_empty=logsumexp_empty,
+            soft_cap=soft_cap,
         ),
         empty_rows=empty_rows,
         behind_mask=behind_mask,
@@ -185,6 +201,10 @@ class Declarations(TypedDict, total=False):
     block_sums: int | None
     scaled_q: bool
     residuals: Literal["f32", "input"]
+    logsumexp_base: Literal["e", 2]
+    logsumexp_sink: Literal[True, False]
+    logsumexp_empty: Literal["-inf", "inf"]
+    soft_cap: Literal["after_bias", "before_bias"]
     empty_rows: EmptyRows
     behind_mask: BehindMask
     causal: CausalFrom
@@ -202,10 +222,11 @@ def redeclare(function: Callable[..., Any], declarations: Declarations) -> Calla
       ValueError: for a value that is not one of the choices.
     """
     before = _get_declaration(function)
-    known = {field.name for field in dataclasses.fields(Arithmetic)}
-    arithmetic: dict[str, Any] = {name: value for name, value in declarations.items() if name in known}
-    others = {name: value for name, value in declarations.items() if name not in known}
-    changed: dict[str, Any] = {**others, "arithmetic": dataclasses.replace(before.arithmetic, **arithmetic)}
+    changed: dict[str, Any] = dict(declarations)
+    for name in ("arithmetic", "formulas"):
+        part = getattr(before, name)
+        fields = {field.name: changed.pop(field.name) for field in dataclasses.fields(part) if field.name in changed}
+        changed[name] = dataclasses.replace(part, **fields)
     wrapped = functools.partial(function)  # has attributes of its own
     setattr(wrapped, _ATTRIBUTE, dataclasses.replace(before, **changed))
     return wrapped
@@ -280,6 +301,10 @@ def build_implementation(
             scales=plain_storage.find_required_scales(signature, form),
         ),
         arithmetic=dataclasses.replace(declaration.arithmetic, products=products or declaration.arithmetic.products),
+        # Without a parameter for the soft cap, the cap is the last step of `score_mod`, which comes after the bias.
+        formulas=declaration.formulas
+        if "soft_cap" in parameters
+        else dataclasses.replace(declaration.formulas, soft_cap="after_bias"),
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
         differentiable_residuals=frozenset(),
         gradients=gradients,

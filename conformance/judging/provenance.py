@@ -33,6 +33,7 @@ _DATA_FIELDS = (
     "unsupported",
     "offers",
     "arithmetic",
+    "formulas",
     "residuals",
     "differentiable_residuals",
     "gradients",

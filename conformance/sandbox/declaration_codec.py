@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from cases.case import Case
-from conformance.contract import Accelerator, Arithmetic, BehindMask, EmptyRows, Implementation
+from conformance.contract import Accelerator, Arithmetic, BehindMask, EmptyRows, Formulas, Implementation
 from conformance.execution.executor import Executor
 from conformance.execution.plain_support import PlainSupport
 from conformance.records import make_printable
@@ -37,6 +37,7 @@ def serialize_declarations(implementation: Implementation) -> dict[str, Any]:
         **{name: sorted(getattr(implementation, name)) for name in _SET_FIELDS},
         "unsupported": dict(implementation.unsupported),
         "arithmetic": dataclasses.asdict(implementation.arithmetic),
+        "formulas": dataclasses.asdict(implementation.formulas),
         "storage": implementation.storage,
         "checkpoint_names": list(implementation.checkpoint_names),
         "conventions": list(implementation.conventions),
@@ -111,6 +112,7 @@ def parse_declarations(
         **fields,
         unsupported={feature: make_printable(reason[:MAX_TEXT]) for feature, reason in declared["unsupported"].items()},
         arithmetic=Arithmetic(**declared["arithmetic"]),
+        formulas=Formulas(**declared["formulas"]),
         storage=declared["storage"],
         checkpoint_names=tuple(declared["checkpoint_names"]),
         conventions=tuple(declared["conventions"]),

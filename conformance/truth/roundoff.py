@@ -21,7 +21,7 @@ _TINY = {"f32": 2.0**-126, "bf16": 2.0**-126, "f16": 2.0**-25}
 class Roundoff:
     """Unit roundoffs of a declared arithmetic on operands of one dtype: one field for each step that may round.
 
-    A field is 0 if its step does not round. The last six fields are roundoffs of f32, whatever is declared. They are
+    A field is 0 if its step does not round. The last fields are roundoffs of f32, whatever is declared. They are
     separate fields so that `conformance.truth.bound_sources` can compute the term of each in a bound.
 
     Attributes:
@@ -45,6 +45,7 @@ class Roundoff:
       sums: rounding sums over keys, queries and the depth of values.
       log: rounding the logarithm of the softmax's denominator.
       backward: rounding differences and products of the backward pass.
+      base: converting logarithms to base 2, and cotangents of them; 0 if they are natural.
     """
 
     products: float
@@ -67,6 +68,7 @@ class Roundoff:
     sums: float = U
     log: float = U
     backward: float = U
+    base: float = 0.0
 
     @classmethod
     def of(cls, arithmetic: Arithmetic, problem: Problem, dtype: str | None = None) -> Roundoff:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from cases.case import parse_case_id
@@ -135,3 +136,98 @@ def test_a_call_that_was_accepted_before_is_no_refusal() -> None:
     assert found["forward.out"].verdict == PASS
     assert found["calls.thread"].verdict == ERROR
     assert "called before" in found["calls.thread"].reason
+
+
+SINKS = f"{SHAPE}/causal/sinks/normal/s0"
+CAPPED = "train/f32/B1.T16.S24.N4.K2.H16.V16/full/softcap2/biashead/large/s0"
+NOTHING = f"{SHAPE}/lengths-0-9/normal/s0"
+RESIDUAL_CHECKS = ("residuals", "gradients_lse", "gradients_part", "primal", "invariance", "independence")
+
+
+def compute_parts(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> tuple[Any, Any, Any]:
+    """Return `out`, and the logsumexp without and with the sink, in f32."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.astype(jnp.float32) for x in (q, jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)))
+    x = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * q.shape[-1] ** -0.5
+    seen = jnp.broadcast_to(True if mask is None else mask, x.shape)
+    top = jnp.max(x, axis=-1, where=seen, initial=-1e30)
+    pivot = jax.lax.stop_gradient(top if sinks is None else jnp.maximum(top, sinks[:, None]))
+    weights = jnp.where(seen, jnp.exp(jnp.where(seen, x - pivot[..., None], 0)), 0)
+    keys = weights.sum(axis=-1)
+    total = keys if sinks is None else keys + jnp.exp(sinks[:, None] - pivot)
+    logsumexps = [jnp.where(s > 0, pivot + jnp.log(jnp.where(s > 0, s, 1)), -jnp.inf) for s in (keys, total)]
+    p = weights / jnp.where(total > 0, total, 1)[..., None]
+    return jnp.einsum("bnts,bsnv->btnv", p, v, precision="highest"), logsumexps[0], logsumexps[1]
+
+
+def build_kernel(convert: Callable[[Any, Any], Any], wrong: float = 1.0) -> Callable[..., Any]:
+    """Build a kernel whose logsumexp is `convert(without sink, with sink)`, times a factor that is 1 if it is right."""
+
+    def attention(
+        q: Any, k: Any, v: Any, *, mask: Any = None, sinks: Any = None, segment_ids: Any = None, save_residuals: Any = 0
+    ) -> Any:
+        if segment_ids is not None:
+            same = segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :]
+            mask = same if mask is None else mask & same
+        out, keys, total = compute_parts(q, k, v, mask, sinks)
+        out = out.astype(q.dtype)
+        return (out, {"logsumexp": wrong * convert(keys, total)}) if save_residuals else out
+
+    return attention
+
+
+FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Any, Any], Any], str]] = {
+    "base": ({"logsumexp_base": 2}, lambda keys, total: total / jnp.log(2.0), SINKS),
+    "sink": ({"logsumexp_sink": False}, lambda keys, total: keys, SINKS),
+    "both": ({"logsumexp_base": 2, "logsumexp_sink": False}, lambda keys, total: keys / jnp.log(2.0), SINKS),
+    "empty": ({"logsumexp_empty": "inf"}, lambda keys, total: jnp.where(jnp.isinf(total), jnp.inf, total), NOTHING),
+}
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_another_logsumexp_is_right_only_as_declared(formula: str) -> None:
+    declared, convert, case = FORMULAS[formula]
+    kernel = build_kernel(convert)
+    found = judge(kernel, case, *RESIDUAL_CHECKS, empty_rows="zero", **declared)
+    assert not list_red(found)
+    assert found["residuals.logsumexp"].verdict == PASS
+    undeclared = judge(kernel, case, "residuals", empty_rows="zero")
+    (named,) = {record.remedy for record in undeclared.values() if record.verdict == FAIL}
+    assert named == ", ".join(list_named(kernel, empty_rows="zero", **declared))
+    if case == SINKS:
+        wrong = judge(build_kernel(convert, 1.001), case, "residuals", "gradients_lse", empty_rows="zero", **declared)
+        assert "residuals.logsumexp" in list_red(wrong)
+        assert "gradients_lse.dq" in list_red(wrong)
+        assert list_red(judge(build_kernel(lambda keys, total: total), case, "residuals", **declared))
+    else:
+        natural = build_kernel(lambda keys, total: total)
+        assert "residuals.logsumexp" in list_red(judge(natural, case, "residuals", empty_rows="zero", **declared))
+
+
+def build_capped(order: str) -> Callable[..., Any]:
+    def attention(q: Any, k: Any, v: Any, *, soft_cap: Any = None, bias: Any = None) -> Any:
+        group = q.shape[2] // k.shape[2]
+        x = jnp.einsum("btnh,bsnh->bnts", q, jnp.repeat(k, group, axis=2), precision="highest") * q.shape[-1] ** -0.5
+        if bias is not None and order == "after_bias":
+            x = x + bias
+        if soft_cap is not None:
+            x = soft_cap * jnp.tanh(x / soft_cap)
+        if bias is not None and order != "after_bias":
+            x = x + (bias if order == "before_bias" else jax.lax.stop_gradient(bias))
+        v = jnp.repeat(v, group, axis=2)
+        return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(x), v, precision="highest")
+
+    return attention
+
+
+def test_a_bias_after_the_soft_cap_is_right_only_as_declared() -> None:
+    checks = ("forward", "gradients", "arguments", "limits", "differentiation")
+    declared = {"soft_cap": "before_bias"}
+    found = judge(build_capped("before_bias"), CAPPED, *checks, **declared)
+    assert not list_red(found)
+    assert found["gradients.dbias"].verdict == PASS
+    undeclared = judge(build_capped("before_bias"), CAPPED, "forward")
+    assert {record.remedy for record in undeclared.values()} == {'soft_cap="before_bias"'}
+    assert list_named(build_capped("before_bias"), **declared) == ['soft_cap="before_bias"']
+    assert "forward.out" in list_red(judge(build_capped("after_bias"), CAPPED, **declared))
+    assert list_red(judge(build_capped("lost"), CAPPED, "gradients", **declared)) == {"gradients.dbias"}
