@@ -49,6 +49,8 @@ BehindMask = Literal["any", "finite"]
 Products = Literal["exact", "tf32", "bf16"]
 CausalFrom = Literal["start", "end"]
 Refuses = Literal["NotImplementedError", "ValueError"]
+OpenSide = Literal[None, -1, "length"]
+NegativeIds = Literal["ids", "padding"]
 
 
 def reject_unknown_choices(declared: object) -> None:

@@ -44,6 +44,8 @@ from conformance.contract import (
     EmptyRows,
     Formulas,
     Implementation,
+    NegativeIds,
+    OpenSide,
     Products,
     Refuses,
     reject_unknown_choices,
@@ -51,13 +53,14 @@ from conformance.contract import (
 from conformance.execution import plain_storage, plain_support, stored_calls
 from conformance.execution.plain_support import suggest_parameters
 from conformance.execution.refused_calls import refuse_by_value_error
+from conformance.execution.segment_padding import mark_padding
 from conformance.name_suggestions import suggest_name
 
 _OPTIONS = ("causal", "window", "mask_mod", "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ATTRIBUTE = "__attention_conformance__"
 # Fields of `Declaration` by which arguments or exceptions are converted between the function and the contract.
-_CONVENTIONS = ("refuses",)
+_CONVENTIONS = ("refuses", "open_sides", "negative_ids", "empty_sequences")
 
 
 class NotAnAttentionFunction(TypeError):  # noqa: N818 -- named as a statement, without "Error"
@@ -79,6 +82,9 @@ class Declaration:
     differentiable_residuals: bool = True
     gradients: Sequence[str] | None = None
     refuses: Refuses = "NotImplementedError"
+    open_sides: OpenSide = None
+    negative_ids: NegativeIds = "ids"
+    empty_sequences: Literal[True, False] = True
     memory: Literal["linear"] | None = None
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -122,6 +128,9 @@ def declare(
     differentiable_residuals: bool = True,
     gradients: Sequence[str] | None = None,
     refuses: Refuses = "NotImplementedError",
+    open_sides: OpenSide = None,
+    negative_ids: NegativeIds = "ids",
+    empty_sequences: Literal[True, False] = True,
     memory: Literal["linear"] | None = None,
     unsupported: Mapping[str, str] | None = None,
 ) -> Callable[[_Function], _Function]:
@@ -151,6 +160,10 @@ def declare(
         one. The others are constants: no check differentiates the function by them.
       refuses: `"ValueError"` if the function refuses calls that it does not support by `ValueError`. Such a case is
         shown as unsupported, with the message of the exception.
+      open_sides: what `window` holds for a side that is open: None, -1, or `"length"` for the larger of T and S.
+      negative_ids: `"padding"` if a token with a negative segment id is padding, which attends to nothing and which
+        nothing attends to.
+      empty_sequences: False if no sequence of a packed or paged call may be without queries or without keys.
       memory: `"linear"` if temporary memory of forward and backward grows no faster than the lengths.
       unsupported: a mapping from the name of a feature (`python -m conformance list features`) to the reason why the
         function does not support it.
@@ -180,6 +193,9 @@ def declare(
         differentiable_residuals=differentiable_residuals,
         gradients=gradients,
         refuses=refuses,
+        open_sides=open_sides,
+        negative_ids=negative_ids,
+        empty_sequences=empty_sequences,
         memory=memory,
         unsupported={} if unsupported is None else unsupported,
     )
@@ -211,6 +227,9 @@ class Declarations(TypedDict, total=False):
     differentiable_residuals: bool
     gradients: Sequence[str] | None
     refuses: Refuses
+    open_sides: OpenSide
+    negative_ids: NegativeIds
+    empty_sequences: Literal[True, False]
     memory: Literal["linear"] | None
     unsupported: Mapping[str, str]
 
@@ -276,6 +295,8 @@ def build_implementation(
         # A latent, which stands in place of k, has the gradient of k.
         first = zip(("q", "k", "v"), operands, strict=False)
         operands = (*(_stop_gradient(x) if n in constants else x for n, x in first), *operands[3:])
+        if declaration.negative_ids == "padding" and "segment_ids" in given:
+            given["segment_ids"] = mark_padding(*given["segment_ids"])
         if writes:
             return plain_storage.call_page_writer(invoke, signature, operands, {**explicit, **given})
         return invoke(*operands, **{**explicit, **given})
@@ -283,6 +304,10 @@ def build_implementation(
     def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
         return call_by_position(q, k, v, **options)
 
+    if form is None or form.is_dense:
+        lower_mask = plain_support.build_lowering(parameters, declaration.causal)
+    else:
+        lower_mask = plain_storage.build_lowering(parameters, form.name)
     if form is not None:
         call = call_by_position
         vars(call)["__signature__"] = signature  # `StoredCall` reads here whether the function takes `num_seqs`
@@ -299,6 +324,7 @@ def build_implementation(
             None if form is None else form.name,
             others,
             scales=plain_storage.find_required_scales(signature, form),
+            empty_sequences=declaration.empty_sequences,
         ),
         arithmetic=dataclasses.replace(declaration.arithmetic, products=products or declaration.arithmetic.products),
         # Without a parameter for the soft cap, the cap is the last step of `score_mod`, which comes after the bias.
@@ -311,9 +337,7 @@ def build_implementation(
         empty_rows=declaration.empty_rows,
         memory=declaration.memory,
         behind_mask=declaration.behind_mask,
-        lower_mask=plain_support.build_lowering(parameters, declaration.causal)
-        if form is None or form.is_dense
-        else plain_storage.build_lowering(parameters, form.name),
+        lower_mask=plain_support.replace_open_sides(lower_mask, declaration.open_sides),
         storage=None if form is None else form.name,
         writes_pages=writes,
         refuses_by_signature=True,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from cases import mask_spec
 from cases.case import Case
 from cases.masks import Causal, Full, Mask, MaskFunction, Window, has_formula, list_conjuncts
 from cases.storage_forms.form_registry import FORMS
-from conformance.contract import CausalFrom
+from conformance.contract import CausalFrom, Lowering, OpenSide
 from conformance.execution import plain_storage
 
 
@@ -35,6 +36,7 @@ class PlainSupport:
       storage: the name of the storage form in which the function takes its operands; None if they are dense.
       others: the names of further parameters, to which the harness passes nothing.
       scales: the names of the scale parameters without a default; without scales the function cannot take a cache.
+      empty_sequences: whether stored sequences may have no queries or no keys.
     """
 
     parameters: frozenset[str]
@@ -43,12 +45,17 @@ class PlainSupport:
     storage: str | None = None
     others: tuple[str, ...] = ()
     scales: tuple[str, ...] = ()
+    empty_sequences: bool = True
 
     def __call__(self, case: Case) -> str | None:
         """Return why the function does not support `case`, or None if it does."""
         if self.narrow and case.dtype == "f16" and case.distribution == "huge":
             return "huge: logits beyond 65504, the largest f16 number, and the function declares logits in f16"
         if self.storage is not None and not FORMS[self.storage].is_dense:
+            if not self.empty_sequences and (
+                refusal := plain_storage.find_empty_sequence(case, self.parameters, self.storage)
+            ):
+                return refusal
             return plain_storage.find_unsupported(case, self.parameters, self.storage, needed=self.scales)
         if case.mask == "full" or "mask" in self.parameters:
             return None
@@ -62,6 +69,21 @@ class PlainSupport:
             "mask_mod takes a formula of indices, this mask is an array, and " if "mask_mod" in self.parameters else ""
         )
         return f"{kind}: {said}the function has no parameter 'mask'{alike}"
+
+
+def replace_open_sides(lower: Lowering, open_side: OpenSide) -> Lowering:
+    """Return `lower` with None for an open side of `window` replaced by -1, or by the larger of both lengths."""
+
+    def replaced(
+        mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
+    ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
+        static, arrays = lower(mask, batch, num_q_heads, q_length, kv_length)
+        number = max(q_length, kv_length) if open_side == "length" else open_side
+        if isinstance(window := static.get("window"), tuple):
+            static = {**static, "window": tuple(number if side is None else side for side in window)}
+        return static, arrays
+
+    return replaced if open_side is not None else lower
 
 
 def _compute_offset(causal: CausalFrom, q_length: int, kv_length: int) -> int:

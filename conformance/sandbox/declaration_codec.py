@@ -60,6 +60,7 @@ def serialize_declarations(implementation: Implementation) -> dict[str, Any]:
             "storage": support.storage,
             "others": list(support.others),
             "scales": list(support.scales),
+            "empty_sequences": support.empty_sequences,
         }
         if isinstance(support, PlainSupport)
         else None,
@@ -103,6 +104,7 @@ def parse_declarations(
             plain["storage"],
             tuple(map(make_printable, plain["others"])),
             tuple(map(make_printable, plain["scales"])),
+            bool(plain["empty_sequences"]),
         )
     fields: dict[str, Any] = {name: declared[name] for name in _PLAIN_FIELDS}
     fields["description"] = make_printable(declared["description"][:MAX_TEXT])

@@ -18,7 +18,7 @@ from conformance.judging.declarations import list_lenient_declarations
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import ERROR, FAIL, PASS, RED, UNSUPPORTED, Record
-from tests.kernels import naive
+from tests.kernels import naive, serving_attention
 
 SHAPE = "train/f32/B2.T16.S16.N2.K1.H16.V16"
 FULL, BIAS = f"{SHAPE}/full/normal/s0", f"{SHAPE}/causal/bias/normal/s0"
@@ -231,3 +231,83 @@ def test_a_bias_after_the_soft_cap_is_right_only_as_declared() -> None:
     assert list_named(build_capped("before_bias"), **declared) == ['soft_cap="before_bias"']
     assert "forward.out" in list_red(judge(build_capped("after_bias"), CAPPED, **declared))
     assert list_red(judge(build_capped("lost"), CAPPED, "gradients", **declared)) == {"gradients.dbias"}
+
+
+def attend_in_window(number: Any, wrong: int = 0) -> Callable[..., Any]:
+    """Build a kernel that takes `number` for an open side of its window, or a length if `number` is "length"."""
+
+    def attention(q: Any, k: Any, v: Any, *, window: tuple[int, int] | None = None) -> Any:
+        if window is not None and number == "length":
+            i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
+            return naive.attention(q, k, v, mask=((i - j <= window[0] - wrong) & (j - i <= window[1]))[None, None])
+        if window is not None and number is not None:
+            # A window of (left, None), as a kernel without open sides would read it, is an error.
+            window = tuple(None if side < 0 else side - wrong for side in window)  # type: ignore[assignment]
+        return naive.attention(q, k, v, window=window)
+
+    return attention
+
+
+@pytest.mark.parametrize("number", [-1, "length"])
+@pytest.mark.parametrize("mask", ["window-linf-r3", "window-l5-rinf"])
+def test_open_sides_are_passed_as_declared(number: Any, mask: str) -> None:
+    case = f"{SHAPE}/{mask}/normal/s0"
+    kernel = attend_in_window(number)
+    assert not list_red(judge(kernel, case, "forward", "gradients", open_sides=number))
+    assert judge(kernel, case)["forward.all"].verdict == ERROR
+    other = {-1: "length", "length": -1}[number]
+    if number == "length":
+        assert list_red(judge(kernel, case, open_sides=other))
+    shown = f'"{number}"' if isinstance(number, str) else number
+    assert list_named(kernel, open_sides=number) == [f"open_sides={shown}"]
+    if mask == "window-l5-rinf":
+        assert "forward.out" in list_red(judge(attend_in_window(number, wrong=1), case, open_sides=number))
+
+
+def attend_with_padding(negative: str) -> Callable[..., Any]:
+    def attention(q: Any, k: Any, v: Any, *, segment_ids: Any = None) -> Any:
+        mask = None
+        if segment_ids is not None and negative == "padding":
+            mask = (segment_ids[0] >= 0)[:, None, :, None] & (segment_ids[1] >= 0)[:, None, None, :]
+        if segment_ids is not None and negative == "seen":  # padding sees all of its row
+            segment_ids = [jnp.where(ids < 0, segment_ids[1][:, :1], ids) for ids in segment_ids]
+        return naive.attention(q, k, v, mask=mask, segment_ids=segment_ids)
+
+    return attention
+
+
+WILD, PADDED = (f"train/f32/B2.T16.S24.N2.K1.H16.V16/full/{ids}/normal/s0" for ids in ("segwild", "segpad"))
+
+
+def test_negative_ids_are_padding_only_as_declared() -> None:
+    kernel = attend_with_padding("padding")
+    assert list_red(judge(kernel, WILD, "forward"))
+    for case in (WILD, PADDED):
+        assert not list_red(judge(kernel, case, "forward", "gradients", negative_ids="padding"))
+    assert list_red(judge(attend_with_padding("seen"), PADDED, "forward", negative_ids="padding"))
+    # A kernel for which -1 is an id like any other lets padding attend to padding, in rows that it declares zero.
+    like_others = attend_with_padding("ids")
+    assert list_red(judge(like_others, PADDED, "gradients", negative_ids="padding", empty_rows="zero"))
+    assert list_named(kernel, negative_ids="padding") == ['negative_ids="padding"']
+
+
+def spoil_with_empty(q: Any, k: Any, v: Any, *, cu_q_lens: Any, cu_kv_lens: Any, num_seqs: Any) -> Any:
+    """Attend within packed sequences; the result is NaN if a sequence has no queries or no keys."""
+    used = jnp.arange(len(cu_q_lens) - 1) < num_seqs[0]
+    empty = (used & ((jnp.diff(cu_q_lens) == 0) | (jnp.diff(cu_kv_lens) == 0))).any()
+    found = serving_attention.packed(q, k, v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, num_seqs=num_seqs)
+    return jnp.where(empty, jnp.nan, found)
+
+
+def test_packed_sequences_that_are_never_empty_are_declared() -> None:
+    empty, full = (f"train/f32/B3.T10.S10.N2.K1.H16.V16/lengths-10-{n}-6/packed-q10-{n}-5/normal/s0" for n in (0, 4))
+    assert list_red(judge(spoil_with_empty, empty))
+    declined = build_implementation(declare(empty_sequences=False)(spoil_with_empty), "kernel")
+    assert "a sequence has no queries" in str(declined.supports(parse_case_id(empty)))
+    assert not list_red(judge(spoil_with_empty, full, "forward", "gradients", empty_sequences=False))
+    assert list_lenient_declarations(declined) == ["empty_sequences=False"]
+
+    def doubled(q: Any, k: Any, v: Any, *, cu_q_lens: Any, cu_kv_lens: Any, num_seqs: Any) -> Any:
+        return 2 * spoil_with_empty(q, k, v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, num_seqs=num_seqs)
+
+    assert list_red(judge(doubled, full, empty_sequences=False))
