@@ -49,6 +49,7 @@ BehindMask = Literal["any", "finite"]
 Products = Literal["exact", "tf32", "bf16"]
 CausalFrom = Literal["start", "end"]
 Refuses = Literal["NotImplementedError", "ValueError"]
+ScaledQ = Literal[False, True, "base2"]
 OpenSide = Literal[None, -1, "length"]
 NegativeIds = Literal["ids", "padding"]
 
@@ -89,7 +90,8 @@ class Arithmetic:
       block_sums: number of keys (for `out` and dq) or queries (for dk and dv) that are summed in f32 before the sum so
         far is rounded to the operands' dtype; None if the whole sum is in f32.
       probabilities: dtype in which probabilities and their gradient enter a product, `"input"` or `"f32"`.
-      scaled_q: True if `q * scale` is rounded to the operands' dtype before the product.
+      scaled_q: True if `q * scale` is rounded to the operands' dtype before the product; `"base2"` if
+        `q * scale * log2(e)` is, for a softmax by powers of 2.
       residuals: dtype of the returned residuals, `"f32"` or `"input"`.
       cache: dtype in which stored keys and values, multiplied by their scales, enter a product, `"f32"` or `"input"`.
     """
@@ -100,7 +102,7 @@ class Arithmetic:
     group_sums: Literal["f32", "input"] = "f32"
     block_sums: int | None = None
     probabilities: Literal["input", "f32"] = "input"
-    scaled_q: bool = False
+    scaled_q: ScaledQ = False
     residuals: Literal["f32", "input"] = "f32"
     cache: Literal["f32", "input"] = "f32"
 

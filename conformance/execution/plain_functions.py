@@ -48,6 +48,7 @@ from conformance.contract import (
     OpenSide,
     Products,
     Refuses,
+    ScaledQ,
     reject_unknown_choices,
 )
 from conformance.execution import plain_storage, plain_support, stored_calls
@@ -116,7 +117,7 @@ def declare(
     softmax: Literal["f32", "input"] = "f32",
     group_sums: Literal["f32", "input"] = "f32",
     block_sums: int | None = None,
-    scaled_q: bool = False,
+    scaled_q: ScaledQ = False,
     residuals: Literal["f32", "input"] = "f32",
     logsumexp_base: Literal["e", 2] = "e",
     logsumexp_sink: Literal[True, False] = True,
@@ -145,7 +146,8 @@ def declare(
       group_sums: `"input"` if dk and dv are summed over the query heads of a group in the operands' dtype.
       block_sums: the number of keys or queries that are summed in f32 before the partial sum is rounded to the
         operands' dtype; None if partial sums are not rounded.
-      scaled_q: True if `q * scale` is rounded to the operands' dtype before the product.
+      scaled_q: True if `q * scale` is rounded to the operands' dtype before the product; `"base2"` if
+        `q * scale * log2(e)` is.
       residuals: `"input"` if residuals are returned in the operands' dtype.
       logsumexp_base: 2 if `logsumexp` is a logarithm to base 2.
       logsumexp_sink: False if `logsumexp` leaves out the sink.
@@ -215,7 +217,7 @@ class Declarations(TypedDict, total=False):
     softmax: Literal["f32", "input"]
     group_sums: Literal["f32", "input"]
     block_sums: int | None
-    scaled_q: bool
+    scaled_q: ScaledQ
     residuals: Literal["f32", "input"]
     logsumexp_base: Literal["e", 2]
     logsumexp_sink: Literal[True, False]

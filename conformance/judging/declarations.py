@@ -26,6 +26,7 @@ _WEAKER_FOR_SIXTEEN_BITS: tuple[Mapping[str, Any], ...] = (
     {"block_sums": 64},
     {"softmax": "input"},
     {"scaled_q": True},
+    {"scaled_q": "base2"},
     # Plain JAX code often needs several at once: it multiplies q by the scale and computes the rest in the operands'
     # dtype.
     {"softmax": "input", "scaled_q": True},

@@ -26,7 +26,7 @@ from conformance.truth.roundoff import Roundoff
 SOURCES = {
     "products": "rounding the products of f32 operands",
     "coarse": "rounding operands of products to fewer bits, as declared",
-    "scaled_q": "rounding q * scale to the operands' dtype, as declared",
+    "scaled_q": "rounding the scaled q to the operands' dtype, as declared",
     "cache": "rounding keys and values times the scales of the cache",
     "depth": "summing logits over the head dimension, in f32",
     "logits": "rounding logits to the operands' dtype, as declared",

@@ -33,7 +33,7 @@ class Roundoff:
       block_sums: rounding sums over keys or queries to the operands' dtype after each block.
       block: number of keys or queries in such a block; None if sums are not rounded after blocks.
       probabilities: rounding probabilities to the operands' dtype.
-      scaled_q: rounding `q * scale` to the operands' dtype.
+      scaled_q: rounding `q * scale`, or `q * scale * log2(e)`, to the operands' dtype.
       residuals: rounding residuals to the operands' dtype.
       out: rounding results to the operands' dtype.
       bias: rounding dbias to the dtype of the bias.
@@ -79,7 +79,9 @@ class Roundoff:
         exact = arithmetic.products == "exact"
         in_input = arithmetic.softmax == "input"
         below = 0.0 if single else u_in
-        exact_scale = np.frexp(problem.effective_scale)[0] == 0.5 and not problem.head_factors
+        # A power of two as the scale rounds nothing, but its product with log2(e) does.
+        is_power = np.frexp(problem.effective_scale)[0] == 0.5 and not problem.head_factors
+        exact_scale = is_power and arithmetic.scaled_q != "base2"
         return cls(
             products=U if single and exact else 0.0,
             coarse=UNIT_ROUNDOFF[arithmetic.products] if single and not exact else 0.0,

@@ -311,3 +311,30 @@ def test_packed_sequences_that_are_never_empty_are_declared() -> None:
         return 2 * spoil_with_empty(q, k, v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, num_seqs=num_seqs)
 
     assert list_red(judge(doubled, full, empty_sequences=False))
+
+
+def build_base_two(wrong: float = 1.0) -> Callable[..., Any]:
+    """Build a kernel that rounds `q * scale * log2(e)`, times a factor that is 1 if it is right."""
+
+    def attention(q: Any, k: Any, v: Any, *, save_residuals: bool = False) -> Any:
+        factor = wrong * q.shape[-1] ** -0.5 / jnp.log(2.0)
+        scaled = (q.astype(jnp.float32) * factor).astype(q.dtype)
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        x = jnp.einsum("btnh,bsnh->bnts", scaled, k, precision="highest", preferred_element_type=jnp.float32)
+        top = jax.lax.stop_gradient(x.max(axis=-1, keepdims=True))
+        weights = jnp.exp2(x - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        p = (weights / total).astype(q.dtype)
+        out = jnp.einsum("bnts,bsnv->btnv", p, v, precision="highest", preferred_element_type=jnp.float32)
+        out = out.astype(q.dtype)
+        return (out, {"logsumexp": (top + jnp.log2(total))[..., 0] * jnp.log(2.0)}) if save_residuals else out
+
+    return attention
+
+
+def test_a_scale_for_base_two_rounds_although_the_scale_is_a_power_of_two() -> None:
+    case, checks = "train/bf16/B1.T16.S64.N2.K2.H64.V64/full/large/s0", ("residuals", "gradients", "gradients_lse")
+    assert list_red(judge(build_base_two(), case, *checks, scaled_q=True)) == {"residuals.logsumexp"}
+    assert not list_red(judge(build_base_two(), case, *checks, scaled_q="base2"))
+    assert list_named(build_base_two(), scaled_q="base2") == ['scaled_q="base2"']
+    assert list_red(judge(build_base_two(1.1), case, *checks, scaled_q="base2"))
