@@ -6,9 +6,10 @@ The features of a plain function are read from its signature, and its residuals 
 optional operand too, by its name (`cases.operand_registry.REMOVABLE`) and in the form of the canonical call
 (`conformance.contract`). A missing parameter is a feature that the function does not support.
 
-A mask is passed in up to four parameters, as far as the function has them:
+A mask is passed in up to six parameters, as far as the function has them:
 
 - `causal=True` and `window=(left, right)`, for the causal and window conjuncts of the mask.
+- `kv_lengths`, int32 `[B]`, for the number of keys of each batch row, and `moba=(chunk, topk)` for MoBA.
 - `mask_mod`, a function `(b, n, i, j) -> booleans`, for other conjuncts that are given by a formula of indices.
 - `mask`, booleans broadcastable to `[B, N, T, S]`, for the rest.
 
@@ -57,7 +58,8 @@ from conformance.execution.refused_calls import refuse_by_value_error
 from conformance.execution.segment_padding import mark_padding
 from conformance.name_suggestions import suggest_name
 
-_OPTIONS = ("causal", "window", "mask_mod", "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
+_MASKS_BY_NAME = ("mask_mod", "kv_lengths", "moba")  # parameters for masks that `**options` does not stand for
+_OPTIONS = ("causal", "window", *_MASKS_BY_NAME, "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ATTRIBUTE = "__attention_conformance__"
 # Fields of `Declaration` by which arguments or exceptions are converted between the function and the contract.
@@ -318,7 +320,7 @@ def build_implementation(
         call=call,
         description=(inspect.getdoc(_unwrap_partial(function)) or "").split("\n")[0],
         unsupported={**_list_missing_features(parameters, others), **declaration.unsupported},
-        offers=OPT_IN.intersection(has) | plain_storage.find_scale_features(parameters, form),
+        offers=OPT_IN.intersection(has) | (parameters & {"moba"}) | plain_storage.find_scale_features(parameters, form),
         supports_case=plain_support.PlainSupport(
             parameters,
             declaration.causal,
@@ -486,7 +488,7 @@ def _find_options(
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         # `**options` is taken to accept every option except those that are opt-in. An opt-in option must be a named
         # parameter.
-        return named | (frozenset(known) - OPT_IN - {"mask_mod", *plain_storage.SCALE_PARAMETERS})
+        return named | (frozenset(known) - OPT_IN - {*_MASKS_BY_NAME, *plain_storage.SCALE_PARAMETERS})
     return named
 
 

@@ -338,3 +338,46 @@ def test_a_scale_for_base_two_rounds_although_the_scale_is_a_power_of_two() -> N
     assert not list_red(judge(build_base_two(), case, *checks, scaled_q="base2"))
     assert list_named(build_base_two(), scaled_q="base2") == ['scaled_q="base2"']
     assert list_red(judge(build_base_two(1.1), case, *checks, scaled_q="base2"))
+
+
+def attend_to_chosen(topk_more: int = 0, keys_more: int = 0) -> Callable[..., Any]:
+    """Build a kernel with decode lengths and MoBA; it is wrong if it chooses or sees more than it should."""
+
+    def attention(q: Any, k: Any, v: Any, *, kv_lengths: Any = None, moba: tuple[int, int] | None = None) -> Any:
+        keys = k.shape[1]
+        mask = jnp.ones((1, 1, q.shape[1], keys), bool)
+        if kv_lengths is not None:
+            assert kv_lengths.dtype == jnp.int32
+            mask = jnp.arange(keys) < (kv_lengths + keys_more)[:, None, None, None]
+        if moba is not None:
+            chunk, topk = moba
+            of_key, of_query = jnp.arange(keys) // chunk, jnp.arange(q.shape[1])[:, None] // chunk
+            chunks = jnp.arange(-(-keys // chunk))
+            share = (of_key == chunks[:, None]) / (of_key == chunks[:, None]).sum(axis=1, keepdims=True)
+            means = jnp.einsum("cs,bskh->bckh", share, k.astype(jnp.float32), precision="highest")
+            means = jnp.repeat(means, q.shape[2] // k.shape[2], axis=2)
+            gates = jnp.einsum("btnh,bcnh->bntc", q.astype(jnp.float32), means, precision="highest")
+            gates = jnp.where(chunks == of_query, jnp.inf, jnp.where(chunks > of_query, -jnp.inf, gates))
+            rank = jnp.argsort(jnp.argsort(-gates, axis=-1, stable=True), axis=-1, stable=True)
+            chosen = (rank < topk + topk_more) & (chunks <= of_query)
+            mask = mask & chosen[..., of_key] & (jnp.arange(keys) <= jnp.arange(q.shape[1])[:, None])
+        return naive.attention(q, k, v, mask=mask)
+
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("case", "wrong"),
+    [
+        ("decode/f32/B2.T1.S24.N2.K1.H16.V16/lengths-7-20/normal/s0", {"keys_more": 1}),
+        ("train/f32/B1.T24.S24.N2.K1.H16.V16/moba-4-2/normal/s0", {"topk_more": 1}),
+    ],
+    ids=["lengths", "moba"],
+)
+def test_decode_lengths_and_moba_reach_a_plain_function(case: str, wrong: dict[str, int]) -> None:
+    found = judge(attend_to_chosen(), case, "forward", "gradients", "poison")
+    assert found["forward.out"].verdict == PASS
+    assert not list_red(found)
+    assert "forward.out" in list_red(judge(attend_to_chosen(**wrong), case))
+    assert "mask" in str(build_implementation(attend, "lacks").supports(parse_case_id(case))) or "moba" in case
+    assert build_implementation(attend, "lacks").supports(parse_case_id(case)) is not None
