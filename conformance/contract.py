@@ -213,6 +213,8 @@ class Implementation:
       differentiable_residuals: the returned residuals that carry gradients.
       gradients: the names in `cases.operand_registry.GRADIENTS` that it offers. Gradients of optional operands that it
         does not take are ignored.
+      unordered_sums: the gradients whose sums have another order from call to call, as with atomic additions, so that
+        their last bits differ. Equal calls are then compared within their bounds, not by their bits.
       empty_rows: `out` of a query that may attend to nothing: `"zero"` (then `logsumexp` is -inf or the sink, and
         `max_logits` -inf), `"mean"` of v over all keys, or `"undefined"`.
       behind_mask: `"any"` if keys and values that no query may attend to may hold anything, NaN included; `"finite"` if
@@ -252,6 +254,7 @@ class Implementation:
     residuals: frozenset[str] = frozenset(RESIDUALS)
     differentiable_residuals: frozenset[str] = frozenset({"logsumexp"})
     gradients: frozenset[str] = frozenset(GRADIENTS)
+    unordered_sums: frozenset[str] = frozenset()
     empty_rows: EmptyRows = "undefined"
     behind_mask: BehindMask = "any"
     validates: bool = False
@@ -283,6 +286,7 @@ class Implementation:
             ("residuals", self.residuals, RESIDUALS),
             ("differentiable_residuals", self.differentiable_residuals, self.residuals),
             ("gradients", self.gradients, GRADIENTS),
+            ("unordered_sums", self.unordered_sums, GRADIENTS),
         ):
             if unknown := sorted(set(names) - set(known)):
                 closest = suggest_name(unknown[0], known)

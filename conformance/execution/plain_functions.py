@@ -84,6 +84,7 @@ class Declaration:
     causal: CausalFrom = "start"
     differentiable_residuals: bool = True
     gradients: Sequence[str] | None = None
+    unordered_sums: Sequence[str] = ()
     refuses: Refuses = "NotImplementedError"
     open_sides: OpenSide = None
     negative_ids: NegativeIds = "ids"
@@ -101,6 +102,9 @@ class Declaration:
                 raise ValueError(
                     f"gradients names operands: {name!r} is none of {known}{suggest_name(name, GRADIENT_OF)}"
                 )
+        unordered = {self.unordered_sums} if isinstance(self.unordered_sums, str) else set(self.unordered_sums)
+        if unknown := sorted(unordered - set(GRADIENT_OF.values())):
+            raise ValueError(f"unordered_sums names gradients, such as ('dq',), got {unknown[0]!r}")
         if not isinstance(self.unsupported, Mapping):
             raise ValueError(f"unsupported must name features with their reasons, got {self.unsupported!r}")
 
@@ -130,6 +134,7 @@ def declare(
     causal: CausalFrom = "start",
     differentiable_residuals: bool = True,
     gradients: Sequence[str] | None = None,
+    unordered_sums: Sequence[str] = (),
     refuses: Refuses = "NotImplementedError",
     open_sides: OpenSide = None,
     negative_ids: NegativeIds = "ids",
@@ -162,6 +167,8 @@ def declare(
       differentiable_residuals: False if `logsumexp` carries no gradient.
       gradients: the operands that have a gradient, such as `("q", "k", "v")`; None if all floating-point operands have
         one. The others are constants: no check differentiates the function by them.
+      unordered_sums: the gradients, such as `("dq",)`, whose last bits differ from call to call, as with atomic
+        additions.
       refuses: `"ValueError"` if the function refuses calls that it does not support by `ValueError`. Such a case is
         shown as unsupported, with the message of the exception.
       open_sides: what `window` holds for a side that is open: None, -1, or `"length"` for the larger of T and S.
@@ -196,6 +203,7 @@ def declare(
         causal=causal,
         differentiable_residuals=differentiable_residuals,
         gradients=gradients,
+        unordered_sums=unordered_sums,
         refuses=refuses,
         open_sides=open_sides,
         negative_ids=negative_ids,
@@ -230,6 +238,7 @@ class Declarations(TypedDict, total=False):
     causal: CausalFrom
     differentiable_residuals: bool
     gradients: Sequence[str] | None
+    unordered_sums: Sequence[str]
     refuses: Refuses
     open_sides: OpenSide
     negative_ids: NegativeIds
@@ -338,6 +347,7 @@ def build_implementation(
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
         differentiable_residuals=frozenset(),
         gradients=gradients,
+        unordered_sums=frozenset(declaration.unordered_sums),
         empty_rows=declaration.empty_rows,
         memory=declaration.memory,
         behind_mask=declaration.behind_mask,

@@ -12,7 +12,7 @@ from typing import Any
 
 from cases.case import Case
 from cases.operand import OptionalOperand
-from cases.operand_registry import OPTIONAL
+from cases.operand_registry import GRADIENTS, OPTIONAL
 from cases.storage_forms.form_registry import FORMS
 from conformance.contract import Arithmetic, Formulas, Implementation
 
@@ -119,6 +119,9 @@ def list_lenient_declarations(implementation: Implementation) -> list[str]:
         for field in dataclasses.fields(Formulas)
         if (value := getattr(implementation.formulas, field.name)) != field.default
     ]
+    if implementation.unordered_sums:
+        names = tuple(name for name in GRADIENTS if name in implementation.unordered_sums)
+        lenient.append(f"unordered_sums={names}".replace("'", '"'))
     lenient += implementation.conventions
     form = None if implementation.storage is None else FORMS[implementation.storage]
     stored = form is not None and not form.is_dense  # the implementation takes packed sequences or a cache

@@ -37,6 +37,7 @@ _DATA_FIELDS = (
     "residuals",
     "differentiable_residuals",
     "gradients",
+    "unordered_sums",
     "empty_rows",
     "behind_mask",
     "validates",

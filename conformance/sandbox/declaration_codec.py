@@ -16,7 +16,7 @@ from conformance.execution.plain_support import PlainSupport
 from conformance.records import make_printable
 from conformance.sandbox.handshake import MAX_TEXT
 
-_SET_FIELDS = ("offers", "residuals", "differentiable_residuals", "gradients")
+_SET_FIELDS = ("offers", "residuals", "differentiable_residuals", "gradients", "unordered_sums")
 _PLAIN_FIELDS = (
     *("name", "description", "empty_rows", "behind_mask", "validates", "memory", "refuses_by_signature", "devices"),
     "writes_pages",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from cases.case import parse_case_id
@@ -381,3 +383,34 @@ def test_decode_lengths_and_moba_reach_a_plain_function(case: str, wrong: dict[s
     assert "forward.out" in list_red(judge(attend_to_chosen(**wrong), case))
     assert "mask" in str(build_implementation(attend, "lacks").supports(parse_case_id(case))) or "moba" in case
     assert build_implementation(attend, "lacks").supports(parse_case_id(case)) is not None
+
+
+def sum_in_any_order(error: float) -> Callable[..., Any]:
+    """Build a kernel whose dq differs from call to call, by up to `error` of itself, as with atomic additions."""
+    calls = itertools.count(1)
+
+    @jax.custom_vjp
+    def perturb(q: Any) -> Any:
+        return q
+
+    def draw(dq: Any) -> Any:
+        return np.random.default_rng(next(calls)).uniform(-error, error, dq.shape).astype(np.float32)
+
+    def pull_back(_: None, dq: Any) -> tuple[Any]:
+        return (dq * (1 + jax.pure_callback(draw, jax.ShapeDtypeStruct(dq.shape, jnp.float32), dq)),)
+
+    perturb.defvjp(lambda q: (q, None), pull_back)
+    return lambda q, k, v: naive.attention(perturb(q), k, v)
+
+
+def test_gradients_may_differ_in_their_last_bits_only_as_declared() -> None:
+    checks, laws = ("independence", "linearity", "gradients"), {"independence.dq.first", "linearity.dq.scaled"}
+    kernel = sum_in_any_order(2.0**-23)
+    assert list_red(judge(kernel, FULL, *checks)) >= laws
+    found = judge(kernel, FULL, *checks, unordered_sums=("dq",))
+    assert not list_red(found)
+    assert {found[name].verdict for name in laws} == {PASS}
+    assert list_named(kernel, unordered_sums=("dq",)) == ['unordered_sums=("dq",)']
+    assert list_red(judge(sum_in_any_order(0.01), FULL, *checks, unordered_sums=("dq",))) >= laws
+    with pytest.raises(ValueError, match="unordered_sums"):
+        declare(unordered_sums=("q",))
