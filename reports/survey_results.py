@@ -73,7 +73,8 @@ class FunctionResult:
       declared: what it declares below the defaults, in words.
       cells: by `feature dtype`.
       precision: by dtype.
-      findings: the number of records of each finding.
+      findings: the number of records of each finding; of those without a finding under "".
+      finding_features: for each finding, the features that all its records share.
       red: failures that no finding explains; the first `_MAX_RED` of `red_count`.
     """
 
@@ -85,6 +86,7 @@ class FunctionResult:
     cells: Mapping[str, Cell]
     precision: Mapping[str, Precision]
     findings: Mapping[str, int]
+    finding_features: Mapping[str, tuple[str, ...]]
     red: tuple[RedRecord, ...]
     red_count: int
 
@@ -124,27 +126,36 @@ def find_finding(record: Record) -> str:
     return found[1] if found is not None else ""
 
 
-def summarize_function(contender: ContenderSummary, records: Sequence[Record]) -> FunctionResult:
-    """Summarize the records of one function."""
+def summarize_function(
+    contender: ContenderSummary, records: Sequence[Record], declared: Sequence[str] = ()
+) -> FunctionResult:
+    """Summarize the records of one function, which declares these things below the defaults."""
     keyed = [(f"{feature} {record.dtype}", record) for record in records for feature in list_record_features(record)]
     cells = {
         key: _build_cell([record for _, record in pairs]) for key, pairs in group_by(keyed, lambda p: p[0]).items()
     }
     red = [record for record in records if record.verdict in RED]
-    known = Counter(find_finding(record) for record in records if record.verdict == EXPECTED_FAIL)
+    known = group_by((record for record in records if record.verdict == EXPECTED_FAIL), find_finding)
     by_dtype = group_by((r for r in records if r.verdict == PASS and r.ratio is not None), lambda r: r.dtype)
     return FunctionResult(
         function=contender.contender.implementation,
         platform=contender.contender.platform,
         conformity=contender.conformity,
         text=contender.text,
-        declared=contender.declared,
+        declared=", ".join(declared),
         cells=cells,
         precision={dtype: found for dtype, ones in by_dtype.items() if (found := _measure(ones)) is not None},
-        findings=dict(sorted(known.items())),
+        findings={name: len(ones) for name, ones in sorted(known.items())},
+        finding_features={name: _find_common_features(ones) for name, ones in sorted(known.items())},
         red=tuple(RedRecord(r.case, r.check, r.observable, r.verdict, r.reason[:300], r.ratio) for r in red[:_MAX_RED]),
         red_count=len(red),
     )
+
+
+def _find_common_features(records: Iterable[Record]) -> tuple[str, ...]:
+    """Return the features that all records share, in order."""
+    sets = [frozenset(record.features) for record in records]
+    return tuple(sorted(frozenset.intersection(*sets))) if sets else ()
 
 
 def _build_cell(records: Sequence[Record]) -> Cell:
@@ -194,6 +205,7 @@ def _parse_row(row: Mapping[str, Any]) -> RowResult:
                 **one,
                 "cells": {key: Cell(**cell) for key, cell in one["cells"].items()},
                 "precision": {key: Precision(**figures) for key, figures in one["precision"].items()},
+                "finding_features": {name: tuple(words) for name, words in one["finding_features"].items()},
                 "red": tuple(RedRecord(**record) for record in one["red"]),
             }
         )

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
@@ -69,10 +70,9 @@ def create_environment(described: Environment, folder: Path) -> CreatedEnvironme
       CannotCreateEnvironment: if Python or a package cannot be installed.
     """
     project = describe_project()
-    stamp = {**dataclasses.asdict(described), "resolved": described.resolved.isoformat(), "project": project}
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    if (packages := _read_stamp(folder, stamp)) is not None and python.exists():
-        return CreatedEnvironment(python, packages)
+    if (kept := _read_stamp(folder, described, project)) is not None and python.exists():
+        return CreatedEnvironment(python, kept)
     uv = find_uv()
     _run_uv([uv, "venv", "--quiet", "--clear", "--python", described.python, str(folder)], f"Python {described.python}")
     install = [uv, "pip", "install", "--quiet", "--python", str(python)]
@@ -83,7 +83,7 @@ def create_environment(described: Environment, folder: Path) -> CreatedEnvironme
         _run_uv([*install, *dated, "--no-deps", *bare], " ".join(bare))
     frozen = _run_uv([uv, "pip", "freeze", "--quiet", "--python", str(python)], "the list of packages").splitlines()
     packages = tuple(line for line in frozen if not line.startswith(("-e", _PROJECT)))
-    (folder / _STAMP).write_text(json.dumps({"stamp": _to_json(stamp), "packages": packages}), encoding="utf-8")
+    write_stamp(folder, described, project, packages)
     return CreatedEnvironment(python, packages)
 
 
@@ -100,17 +100,29 @@ def describe_project() -> list[str]:
     return [f"{_PROJECT}=={found.version}"]
 
 
-def _read_stamp(folder: Path, stamp: dict[str, object]) -> tuple[str, ...] | None:
+def write_stamp(folder: Path, described: Environment, project: Sequence[str], packages: Sequence[str]) -> None:
+    """Note in the environment's folder that it is complete, for what description, and what it holds."""
+    stamp = {"stamp": _build_stamp(described, project), "packages": list(packages)}
+    (folder / _STAMP).write_text(json.dumps(stamp), encoding="utf-8")
+
+
+def _read_stamp(folder: Path, described: Environment, project: Sequence[str]) -> tuple[str, ...] | None:
     """Return the packages of the environment in `folder`; None unless it was completed for the same description."""
     try:
         found = json.loads((folder / _STAMP).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return tuple(found["packages"]) if found.get("stamp") == _to_json(stamp) else None
+    return tuple(found["packages"]) if found.get("stamp") == _build_stamp(described, project) else None
 
 
-def _to_json(value: object) -> object:
-    return json.loads(json.dumps(value))
+def _build_stamp(described: Environment, project: Sequence[str]) -> dict[str, object]:
+    return {
+        "python": described.python,
+        "requirements": list(described.requirements),
+        "without_dependencies": list(described.without_dependencies),
+        "resolved": described.resolved.isoformat(),
+        "project": list(project),
+    }
 
 
 def _run_uv(command: list[str], what: str) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
+import os
+import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -19,10 +22,13 @@ from conformance.session.run_options import parse_shard
 from conformance.survey import judged_rows
 from conformance.survey.judged_rows import RECORDS, RowOutcome, is_finished, judge_row, read_outcome
 from conformance.survey.survey_rows import Row, format_rows, select_rows, select_shard
-from impls.libraries.library_specs import PREFIX, load_libraries
-from reports import survey_results
+from impls.libraries.library_specs import FOLDER, PREFIX, load_libraries
+from reports import survey_page, survey_results
 from reports.page_model import build_summary
 from reports.survey_results import FunctionResult, RowResult
+
+FINDINGS = FOLDER.parent.parent / "docs" / "upstream"
+"""The folder of the reports on wrong functions, if this project runs from its repository."""
 
 
 def run_survey(arguments: argparse.Namespace) -> int:
@@ -50,6 +56,8 @@ def run_survey(arguments: argparse.Namespace) -> int:
         _print_results(results, Console())
         if arguments.json is not None:
             write_results(Path(arguments.json), collect_folder(folder))
+        if arguments.report is not None:
+            survey_page.save_survey_page(Path(arguments.report), collect_folder(folder), read_finding_titles())
         return interrupts.resolve_exit_code(_compute_exit_code(results))
 
 
@@ -107,11 +115,15 @@ def _build_result(library: str, package: str, version: str, outcome: RowOutcome,
         records, info = aggregate_runs(recorded, command=format_command_line())
         summary = build_summary(records, info)
         functions = tuple(
-            survey_results.summarize_function(one, summary.groups.by_contender[one.contender])
+            survey_results.summarize_function(
+                one,
+                summary.groups.by_contender[one.contender],
+                info.declared.get(one.contender.label) or info.declared.get(one.contender.implementation) or (),
+            )
             for one in summary.contenders
         )
         started = recorded[0].run.started if recorded[0].run is not None else ""
-        environment = dict(info.environment)
+        environment = {**info.environment, "machine": _describe_machine()}
     judged = {one.function for one in functions}
     return RowResult(
         library=library,
@@ -125,6 +137,25 @@ def _build_result(library: str, package: str, version: str, outcome: RowOutcome,
         functions=functions,
         missing=tuple(name for name in outcome.functions if name not in judged),
     )
+
+
+def _describe_machine() -> str:
+    """Describe the processor of this machine: its model where the system tells, and the number of cores."""
+    model = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def read_finding_titles() -> dict[str, str]:
+    """Read the title of each report in `docs/upstream`; empty unless this project runs from its repository."""
+    titles = {}
+    for path in sorted(FINDINGS.glob("*.md")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        title = next((line.removeprefix("# ") for line in lines if line.startswith("# ")), path.stem)
+        titles[path.stem] = title.replace("`", "")
+    return titles
 
 
 def _split_pin(text: str) -> tuple[str, str]:
