@@ -172,6 +172,7 @@ def _run_command(command: Sequence[str], folder: Path, *, show: bool) -> int:
                     print(line, end="", flush=True)
             return process.wait()
         except KeyboardInterrupt:
+            interrupts.stop_raising()  # what was judged so far is still to be written
             _stop(process)
             return process.returncode
         finally:
