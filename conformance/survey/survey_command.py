@@ -22,13 +22,11 @@ from conformance.session.run_options import parse_shard
 from conformance.survey import judged_rows
 from conformance.survey.judged_rows import RECORDS, RowOutcome, is_finished, judge_row, read_outcome
 from conformance.survey.survey_rows import Row, format_rows, select_rows, select_shard
-from impls.libraries.library_specs import FOLDER, PREFIX, load_libraries
+from conformance.survey.upstream_findings import read_findings
+from impls.libraries.library_specs import PREFIX, load_libraries
 from reports import survey_page, survey_results
 from reports.page_model import build_summary
 from reports.survey_results import FunctionResult, RowResult
-
-FINDINGS = FOLDER.parent.parent / "docs" / "upstream"
-"""The folder of the reports on wrong functions, if this project runs from its repository."""
 
 
 def run_survey(arguments: argparse.Namespace) -> int:
@@ -57,7 +55,8 @@ def run_survey(arguments: argparse.Namespace) -> int:
         if arguments.json is not None:
             write_results(Path(arguments.json), collect_folder(folder))
         if arguments.report is not None:
-            survey_page.save_survey_page(Path(arguments.report), collect_folder(folder), read_finding_titles())
+            titles = {one.name: one.title.replace("`", "") for one in read_findings()}
+            survey_page.save_survey_page(Path(arguments.report), collect_folder(folder), titles)
         return interrupts.resolve_exit_code(_compute_exit_code(results))
 
 
@@ -146,16 +145,6 @@ def _describe_machine() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
     return f"{model}, {os.cpu_count()} cores"
-
-
-def read_finding_titles() -> dict[str, str]:
-    """Read the title of each report in `docs/upstream`; empty unless this project runs from its repository."""
-    titles = {}
-    for path in sorted(FINDINGS.glob("*.md")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        title = next((line.removeprefix("# ") for line in lines if line.startswith("# ")), path.stem)
-        titles[path.stem] = title.replace("`", "")
-    return titles
 
 
 def _split_pin(text: str) -> tuple[str, str]:

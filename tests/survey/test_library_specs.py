@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from conformance.execution import implementation_registry
+from conformance.survey import environments
+from conformance.survey.upstream_findings import parse_finding
 from impls import catalogue
 from impls.libraries import library_specs
 from impls.libraries.library_specs import FOLDER, InvalidLibrary, Library, parse_library
@@ -108,15 +110,42 @@ def test_each_finding_has_a_report_and_each_report_a_known_failure() -> None:
 
 @pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
 def test_a_report_has_a_short_script_its_output_and_the_versions_it_was_seen_in(path: Path) -> None:
-    _, front, text = path.read_text().split("---\n", 2)
-    facts = yaml.safe_load(front)
-    assert facts["library"] in LIBRARIES
-    assert facts["versions"]
-    assert path.stem in list_findings()[facts["library"]]
-    (script,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(script.strip().splitlines()) <= MAX_LINES
-    assert "sys.exit(" in script
-    assert "conformance" not in script
-    compile(script, str(path), "exec")
+    finding = parse_finding(path)
+    assert finding.versions
+    assert path.stem in list_findings()[finding.library]
+    assert len(finding.script.strip().splitlines()) <= MAX_LINES
+    assert "sys.exit(" in finding.script
+    assert "conformance" not in finding.script
+    compile(finding.script, str(path), "exec")
+    text = path.read_text(encoding="utf-8")
     assert "```text\n" in text
     assert "\n## Upstream\n" in text
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_the_script_of_a_report_still_shows_the_fault(path: Path, tmp_path: Path) -> None:
+    finding = parse_finding(path)
+    described = LIBRARIES[finding.library].build_environment(finding.versions[0])
+    made = environments.create_environment(described, tmp_path / "environment")
+    done = subprocess.run(
+        [str(made.python), "-c", finding.script], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 1, f"the fault does not show in {finding.versions[0]}:\n{done.stdout}{done.stderr}"
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("page", "about"),
+    [
+        ("# A title\n", "---"),
+        ("---\nlibrary: x\n---\n# A title\n", "versions"),
+        ('---\nlibrary: x\nversions: ["1"]\n---\n', "title"),
+        ('---\nlibrary: x\nversions: ["1"]\n---\n# A title\n', "script"),
+    ],
+    ids=["front", "versions", "title", "script"],
+)
+def test_a_report_that_lacks_a_part_is_an_error_that_names_it(tmp_path: Path, page: str, about: str) -> None:
+    (tmp_path / "x.md").write_text(page)
+    with pytest.raises(ValueError, match=about):
+        parse_finding(tmp_path / "x.md")
