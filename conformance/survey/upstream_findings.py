@@ -1,7 +1,8 @@
 """Read the reports on faults of published libraries, the pages of `docs/upstream`.
 
-A page begins with a block of YAML between lines of `---`, which has `library`, `versions` and `mended`. Its first
-heading is the title. Its only Python block is a script that ends with exit code 1 while the fault is there.
+A page begins with a block of YAML between lines of `---`, which has `library`, `versions` and `mended`, and may have
+`platform` and `not_judged`. Its first heading is the title. Its only Python block is a script that ends with exit
+code 1 while the fault is there.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class UpstreamFinding:
       library: the library's name, as its description has it.
       versions: the versions in which the script showed it.
       mended: the first version without the fault; empty if none is known.
+      platform: the JAX backend that shows it.
+      not_judged: why no known failure names it; empty if one does.
       script: the script that shows it.
     """
 
@@ -36,6 +39,8 @@ class UpstreamFinding:
     library: str
     versions: tuple[str, ...]
     mended: str
+    platform: str
+    not_judged: str
     script: str
 
 
@@ -70,5 +75,7 @@ def parse_finding(path: Path) -> UpstreamFinding:
         library=facts["library"].strip("\"'"),
         versions=tuple(re.findall(r"""["']([^"']+)["']""", facts["versions"])),
         mended=facts.get("mended", "").strip("\"'"),
+        platform=facts.get("platform", "cpu"),
+        not_judged=facts.get("not_judged", "").strip("\"'"),
         script=scripts[0],
     )

@@ -8,6 +8,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -105,14 +106,15 @@ def list_findings() -> dict[str, set[str]]:
 
 def test_each_finding_has_a_report_and_each_report_a_known_failure() -> None:
     named = set().union(*list_findings().values())
-    assert named == {path.stem for path in REPORTS}
+    found = [parse_finding(path) for path in REPORTS]
+    assert named == {one.name for one in found if not one.not_judged}
 
 
 @pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
 def test_a_report_has_a_short_script_its_output_and_the_versions_it_was_seen_in(path: Path) -> None:
     finding = parse_finding(path)
     assert finding.versions
-    assert path.stem in list_findings()[finding.library]
+    assert finding.not_judged or path.stem in list_findings()[finding.library]
     assert len(finding.script.strip().splitlines()) <= MAX_LINES
     assert "sys.exit(" in finding.script
     assert "conformance" not in finding.script
@@ -126,6 +128,8 @@ def test_a_report_has_a_short_script_its_output_and_the_versions_it_was_seen_in(
 @pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
 def test_the_script_of_a_report_still_shows_the_fault(path: Path, tmp_path: Path) -> None:
     finding = parse_finding(path)
+    if finding.platform != "cpu" and jax.default_backend() != finding.platform:
+        pytest.skip(f"the fault shows on a {finding.platform} alone")
     described = LIBRARIES[finding.library].build_environment(finding.versions[0])
     made = environments.create_environment(described, tmp_path / "environment")
     done = subprocess.run(
