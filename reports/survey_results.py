@@ -73,6 +73,7 @@ class FunctionResult:
       declared: what it declares below the defaults, in words.
       cells: by `feature dtype`.
       precision: by dtype.
+      speed: by mask and phase, the seconds of `block_flash` divided by its own: 2 means twice as fast.
       findings: the number of records of each finding; of those without a finding under "".
       finding_features: for each finding, the features that all its records share.
       red: failures that no finding explains; the first `_MAX_RED` of `red_count`.
@@ -85,6 +86,7 @@ class FunctionResult:
     declared: str
     cells: Mapping[str, Cell]
     precision: Mapping[str, Precision]
+    speed: Mapping[str, float]
     findings: Mapping[str, int]
     finding_features: Mapping[str, tuple[str, ...]]
     red: tuple[RedRecord, ...]
@@ -127,9 +129,19 @@ def find_finding(record: Record) -> str:
 
 
 def summarize_function(
-    contender: ContenderSummary, records: Sequence[Record], declared: Sequence[str] = ()
+    contender: ContenderSummary,
+    records: Sequence[Record],
+    declared: Sequence[str] = (),
+    speed: Mapping[str, float] | None = None,
 ) -> FunctionResult:
-    """Summarize the records of one function, which declares these things below the defaults."""
+    """Summarize the records of one function.
+
+    Args:
+      contender: the verdict on the function.
+      records: its records.
+      declared: what it declares below the defaults, in words.
+      speed: how fast it was, as `FunctionResult.speed` has it; None if it was not timed.
+    """
     keyed = [(f"{feature} {record.dtype}", record) for record in records for feature in list_record_features(record)]
     cells = {
         key: _build_cell([record for _, record in pairs]) for key, pairs in group_by(keyed, lambda p: p[0]).items()
@@ -145,6 +157,7 @@ def summarize_function(
         declared=", ".join(declared),
         cells=cells,
         precision={dtype: found for dtype, ones in by_dtype.items() if (found := _measure(ones)) is not None},
+        speed=dict(speed or {}),
         findings={name: len(ones) for name, ones in sorted(known.items())},
         finding_features={name: _find_common_features(ones) for name, ones in sorted(known.items())},
         red=tuple(RedRecord(r.case, r.check, r.observable, r.verdict, r.reason[:300], r.ratio) for r in red[:_MAX_RED]),

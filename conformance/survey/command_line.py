@@ -59,6 +59,7 @@ def add_survey(commands: argparse._SubParsersAction[CommandParser]) -> None:
     how = adding.add_argument_group("how to run")
     how.add_argument("--shard", metavar="K/N", help="judge the Kth of N parts; all parts may share one folder")
     how.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
+    how.add_argument("--bench", action="store_true", help="time each function too, beside block_flash of this project")
     how.add_argument("--retry", action="store_true", help="try libraries again that could not be installed or judged")
     output = adding.add_argument_group("output")
     output.add_argument("--out", metavar="FOLDER", default=DEFAULT_FOLDER, help=f"the folder ({DEFAULT_FOLDER})")

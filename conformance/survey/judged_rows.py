@@ -22,7 +22,11 @@ from conformance.survey.survey_rows import Row
 from impls.libraries import library_specs
 
 JUDGED, NOT_INSTALLED, NOT_JUDGED, STOPPED = "judged", "not installed", "not judged", "stopped"
-RECORDS, PAGE, LOG = "records.jsonl", "records.html", "run.log"
+RECORDS, PAGE, LOG, SPEED = "records.jsonl", "records.html", "run.log", "speed.jsonl"
+BASELINE = "block_flash"
+"""The implementation of this project beside which functions are timed."""
+_TIMED_CASES = tuple(f"train/f32/B1.T1024.S1024.N4.K4.H64.V64/{mask}/normal/s0" for mask in ("full", "causal"))
+_BENCH_SECONDS = 60  # for timing all functions of a row, without compiling
 _OUTCOME = "row.json"
 _EXPECTED_FAILURES = library_specs.FOLDER / "expected_failures"
 _STOP_SECONDS = 60.0  # time for a run that was told to stop, in which it writes its page
@@ -70,7 +74,14 @@ def is_finished(row: Row, folder: Path, level: str, *, retry: bool) -> bool:
 
 
 def judge_row(
-    row: Row, folder: Path, level: str, *, jobs: int | None, show: bool, on_step: Callable[[str], None]
+    row: Row,
+    folder: Path,
+    level: str,
+    *,
+    jobs: int | None = None,
+    bench: bool = False,
+    show: bool = False,
+    on_step: Callable[[str], None],
 ) -> RowOutcome:
     """Judge a row in its folder, and write how it ended. A run that was stopped there is continued.
 
@@ -79,6 +90,7 @@ def judge_row(
       folder: the folder of the row.
       level: the level of the grid.
       jobs: the number of worker processes; None for one a core.
+      bench: whether judged functions are timed too, which needs an otherwise idle machine.
       show: whether the run's own output goes to the terminal, besides the log.
       on_step: called with a line that says what begins.
     """
@@ -95,6 +107,9 @@ def judge_row(
     else:
         on_step(f"{row.name}: judging {', '.join(row.functions)}")
         outcome = _run_in(made, row, folder, outcome, jobs=jobs, show=show)
+        if bench and outcome.state == JUDGED:
+            on_step(f"{row.name}: timing beside {BASELINE}")
+            _time_functions(made, row, folder, show=show)
     outcome = dataclasses.replace(outcome, seconds=round(time.monotonic() - started, 1))
     output_files.write_text(folder / _OUTCOME, json.dumps(dataclasses.asdict(outcome), indent=1) + "\n")
     return outcome
@@ -106,7 +121,7 @@ def _run_in(
     """Run the command `run` in the environment, and tell from its records how it ended."""
     outcome = dataclasses.replace(outcome, state=NOT_JUDGED, packages=made.packages)
     _write_settings(row, folder)
-    python = str(Path("environment") / made.python.relative_to(folder / "environment"))
+    python = _find_python(made, folder)
     ask = [f"--impl={name}" for name in row.functions]
     options = [f"--level={outcome.level}", f"--report={PAGE}", *([f"--jobs={jobs}"] if jobs else [])]
     command = [python, "-m", "conformance", "run"]
@@ -120,6 +135,19 @@ def _run_in(
     if code in (0, 1) and _is_complete(folder / RECORDS):
         return dataclasses.replace(outcome, state=JUDGED)
     return dataclasses.replace(outcome, reason=_read_last_line(folder / LOG) or f"the run ended with exit code {code}")
+
+
+def _find_python(made: CreatedEnvironment, folder: Path) -> str:
+    """Return the path of the environment's Python in the folder of the row, where commands run."""
+    return str(Path("environment") / made.python.relative_to(folder / "environment"))
+
+
+def _time_functions(made: CreatedEnvironment, row: Row, folder: Path, *, show: bool) -> None:
+    """Time the functions of a row beside one of this project, and write the measurements."""
+    names = ",".join((BASELINE, *row.functions))
+    cases = [f"--case={case}" for case in _TIMED_CASES]
+    options = [f"--impl={names}", *cases, f"--seconds={_BENCH_SECONDS}", f"--json={SPEED}"]
+    _run_command([_find_python(made, folder), "-m", "conformance", "bench", *options], folder, show=show)
 
 
 def _write_settings(row: Row, folder: Path) -> None:

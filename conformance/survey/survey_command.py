@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from conformance import interrupts, output_files, runs
+from conformance import interrupts, measurements, output_files, runs
 from conformance.commands.argument_lookup import format_command_line
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.records import RecordFileError, serialize_strict_json
@@ -73,7 +73,13 @@ def _judge_rows(rows: Sequence[Row], folder: Path, arguments: argparse.Namespace
         try:
             with interrupts.raise_on_signal():
                 outcome = judge_row(
-                    row, folder / row.name, arguments.level, jobs=arguments.jobs, show=len(waiting) == 1, on_step=say
+                    row,
+                    folder / row.name,
+                    arguments.level,
+                    jobs=arguments.jobs,
+                    bench=arguments.bench,
+                    show=len(waiting) == 1,
+                    on_step=say,
                 )
         except KeyboardInterrupt:
             break
@@ -118,6 +124,7 @@ def _build_result(library: str, package: str, version: str, outcome: RowOutcome,
                 one,
                 summary.groups.by_contender[one.contender],
                 info.declared.get(one.contender.label) or info.declared.get(one.contender.implementation) or (),
+                _read_speeds(folder).get(one.contender.implementation, {}),
             )
             for one in summary.contenders
         )
@@ -136,6 +143,17 @@ def _build_result(library: str, package: str, version: str, outcome: RowOutcome,
         functions=functions,
         missing=tuple(name for name in outcome.functions if name not in judged),
     )
+
+
+def _read_speeds(folder: Path) -> dict[str, dict[str, float]]:
+    """Read how fast each function was, by mask and phase, in units of this project's; empty without measurements."""
+    found: dict[str, dict[str, float]] = {}
+    with contextlib.suppress(OSError, RecordFileError):
+        for one in measurements.read_measurements(folder / judged_rows.SPEED):
+            if one.speed is not None and one.baseline == judged_rows.BASELINE:
+                mask = one.case.split("/")[3]
+                found.setdefault(one.implementation, {})[f"{mask} {one.phase}"] = round(one.speed.median, 3)
+    return found
 
 
 def _describe_machine() -> str:
