@@ -186,7 +186,7 @@ FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Any, Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("formula", ["base", "sink", "empty", pytest.param("both", marks=pytest.mark.long)])
 def test_another_logsumexp_is_right_only_as_declared(formula: str) -> None:
     declared, convert, case = FORMULAS[formula]
     kernel = build_kernel(convert)
