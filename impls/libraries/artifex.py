@@ -13,7 +13,9 @@ from artifex.generative_models.core.layers.flash_attention import flash_dot_prod
 from conformance import declare
 
 
-@declare(empty_rows="mean", behind_mask="finite", unsupported={"v_head_dim": "values have the depth of keys"})
+@declare(
+    scaled_q=True, empty_rows="mean", behind_mask="finite", unsupported={"v_head_dim": "values have the depth of keys"}
+)
 def flash_dot_product_attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, bias: Any = None, scale: Any = None
 ) -> Any:

@@ -52,6 +52,7 @@ def ringattention(q: Any, k: Any, v: Any, *, causal: bool = False, segment_ids: 
     def attend(q: Any, k: Any, v: Any) -> Any:
         return ringattention_jax(q, k, v, None, ids, None, "sp", True, options)
 
-    mesh, spec = jax.sharding.Mesh(jax.devices()[:1], ("sp",)), jax.sharding.PartitionSpec()
+    spec: Any = jax.sharding.PartitionSpec
+    mesh, spec = jax.sharding.Mesh(jax.devices()[:1], ("sp",)), spec()
     shard = jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
     return shard(q, k, v)
