@@ -65,8 +65,8 @@ def multi_head_attention_scores(
 def grouped_query_attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: _Window | None = None, mask: Any = None
 ) -> Any:
-    """`keras.layers.GroupedQueryAttention`, which repeats keys and values for the heads of a group."""
-    return _call_layer(layers.GroupedQueryAttention, q, k, v, causal, window, mask)
+    """`keras.layers.GroupQueryAttention`, which repeats keys and values for the heads of a group."""
+    return _call_layer(layers.GroupQueryAttention, q, k, v, causal, window, mask)
 
 
 def _call_layer(
