@@ -30,7 +30,7 @@ def linen(q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None) -> Any:
 
 @declare(logits="input", scaled_q=True, empty_rows="mean", behind_mask="finite", unsupported=_EQUAL_HEADS)
 def linen_fp32(q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None) -> Any:
-    """`flax.linen.dot_product_attention(force_fp32_for_softmax=True)`: logits are rounded, and the softmax is in f32."""
+    """`flax.linen.dot_product_attention(force_fp32_for_softmax=True)`: a softmax in f32 of rounded logits."""
     return flax_linen.dot_product_attention(q, k, v, bias=bias, mask=mask, force_fp32_for_softmax=True)
 
 

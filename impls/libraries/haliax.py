@@ -15,9 +15,7 @@ from haliax.nn import attention as haliax_attention
 from conformance import declare
 
 
-@declare(
-    logits="input", softmax="input", scaled_q=True, group_sums="input", empty_rows="mean", behind_mask="finite"
-)
+@declare(logits="input", softmax="input", scaled_q=True, group_sums="input", empty_rows="mean", behind_mask="finite")
 def dot_product_attention(q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None) -> Any:
     """`haliax.nn.attention.dot_product_attention` in the dtype of its operands, which is the default."""
     return _call(q, k, v, mask, bias)
@@ -39,7 +37,14 @@ def _call(q: Any, k: Any, v: Any, mask: Any, bias: Any, **options: Any) -> Any:
     key = haliax.named(k, ("batch", "key_position", "kv_head", "depth"))
     value = haliax.named(v, ("batch", "key_position", "kv_head", "value_depth"))
     out = haliax_attention.dot_product_attention(
-        "key_position", "depth", query, key, value, mask=_name_pairs(mask, group), bias=_name_pairs(bias, group), **options
+        "key_position",
+        "depth",
+        query,
+        key,
+        value,
+        mask=_name_pairs(mask, group),
+        bias=_name_pairs(bias, group),
+        **options,
     )
     return out.rearrange(("batch", "position", "kv_head", "group", "value_depth")).array.reshape(
         batch, length, num_heads, v.shape[3]
@@ -52,6 +57,6 @@ def _name_pairs(x: Any, group: int) -> Any:
         return None
     batch, num_heads, length, kv_length = x.shape
     heads = (1, 1) if num_heads == 1 else (num_heads // group, group)
-    sizes = dict(batch=batch, kv_head=heads[0], group=heads[1], position=length, key_position=kv_length)
+    sizes = {"batch": batch, "kv_head": heads[0], "group": heads[1], "position": length, "key_position": kv_length}
     kept = {name: size for name, size in sizes.items() if size != 1}
     return haliax.named(x.reshape(tuple(kept.values())), tuple(kept))

@@ -11,9 +11,12 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import tempfile
 from typing import Any
 
-os.environ["KERAS_BACKEND"] = "jax"  # Keras reads it at import
+# Keras reads both at import. A folder of its own, since a sandboxed call may not read the user's settings of Keras.
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["KERAS_HOME"] = tempfile.mkdtemp()
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +59,7 @@ def multi_head_attention(
 def multi_head_attention_scores(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: _Window | None = None, mask: Any = None
 ) -> Any:
-    """`keras.layers.MultiHeadAttention` with `return_attention_scores=True`: `keras.layers.Softmax` gives the weights."""
+    """`keras.layers.MultiHeadAttention` with `return_attention_scores=True`: `keras.layers.Softmax` gives weights."""
     out, _ = _call_layer(layers.MultiHeadAttention, q, k, v, causal, window, mask, return_attention_scores=True)
     return out
 

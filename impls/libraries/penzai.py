@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 from penzai import pz
 
 from conformance import declare
@@ -22,9 +23,7 @@ _LOGITS: dict[str, str] = {"seq": "tq", **_SHARED, "query_head": "h", "kv_seq": 
 _POSITIONS = {"query_positions_input_name": "query_positions", "kv_positions_input_name": "kv_positions"}
 
 
-@declare(
-    logits="input", softmax="input", scaled_q=True, group_sums="input", empty_rows="mean", behind_mask="finite"
-)
+@declare(logits="input", softmax="input", scaled_q=True, group_sums="input", empty_rows="mean", behind_mask="finite")
 def llamalike(
     q: Any,
     k: Any,
@@ -39,7 +38,7 @@ def llamalike(
     """Attention layers of `penzai.pz.nn`, composed as in models like Llama."""
     batch, length, num_heads, depth = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
-    masked = {"masked_out_value": jnp.array(jnp.finfo(q.dtype).min, q.dtype)}
+    masked = {"masked_out_value": jnp.array(ml_dtypes.finfo(q.dtype).min, q.dtype)}
     inputs = {"query_positions": pz.nx.arange("seq", length), "kv_positions": pz.nx.arange("seq", kv_length)}
     layers: list[Any] = [pz.nn.NamedEinsum((_QUERIES, _KEYS), _LOGITS)]
     if soft_cap is not None:
