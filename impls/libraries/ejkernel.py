@@ -70,7 +70,10 @@ def ring(
     bias: Any = None,
     scale: Any = None,
 ) -> Any:
-    """`ejkernel.kernels._xla.ring_attention` on one device. Its sinks are for all heads together, so it has none here."""
+    """`ejkernel.kernels._xla.ring_attention` on one device.
+
+    It has no sinks here, since the documented ones are for all heads together.
+    """
     if bias is not None and soft_cap is not None:
         raise NotImplementedError(f"ejkernel.ring {_CAPPED_BIAS}")
     q_segment_ids, kv_segment_ids = (None, None) if segment_ids is None else segment_ids

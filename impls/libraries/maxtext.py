@@ -49,9 +49,9 @@ def flash(
     scale: Any = None,
     save_residuals: bool = False,
 ) -> Any:
-    """`flash_attention_block_masked` with logits in the dtype of the queries, "when full-precision logits are required".
+    """`flash_attention_block_masked` with logits in the dtype of the queries, as documented for full precision.
 
-    Without fused logits, which do not support gradients. All its sums are in the dtype of the queries.
+    Logits are not fused, since that does not support gradients. All sums are in the dtype of the queries.
     """
     q_length, kv_length = q.shape[1], k.shape[1]
     pairs = jnp.ones((q_length, kv_length), bool)
