@@ -197,7 +197,7 @@ def _call(
 
 
 def _name_pairs(x: Any, queries: Any) -> Any:
-    """Name the axes of a mask or bias `[B, N, T, S]`; axes of batch rows, heads, queries and keys of size 1 are left out."""
+    """Name the axes of a mask or bias `[B, N, T, S]`, and leave out those along which it broadcasts."""
     names = ["b", "k", "g", "t", "s"]
     x = (
         x.reshape(x.shape[0], 1, 1, *x.shape[2:])
