@@ -18,7 +18,7 @@ from typing import Any
 
 from absl import app, logging
 
-from conformance import interrupts
+from conformance import interrupts, packages
 from conformance.commands import command_errors, help_texts, standard_streams
 from conformance.commands.command_errors import CommandParser, Parser
 from conformance.extensions import load_extensions
@@ -181,6 +181,12 @@ def _needs_default_flags(arguments: argparse.Namespace) -> bool:
     """Check whether the command must run under JAX's default flags, for example because it times programs."""
     commands = [command for extension in load_extensions() for command in extension.commands]
     return any(command.needs_default_flags(arguments) for command in commands if command.name == arguments.command)
+
+
+def _keeps_environment(arguments: argparse.Namespace) -> bool:
+    """Check whether the command starts processes that have other versions of JAX, and needs none itself."""
+    commands = [command for extension in load_extensions() for command in extension.commands]
+    return any(command.keeps_environment for command in commands if command.name == arguments.command)
 
 
 def _format_sentence(text: str) -> str:
@@ -422,13 +428,16 @@ def _execute(arguments: argparse.Namespace, *, last: bool) -> int:
         if last:
             # JAX takes seconds to load, and an exception in the middle could get lost. So a signal ends the process.
             interrupts.set_early_exit(_report_early_signal)
-        judging = arguments.command in _JUDGING_COMMANDS
-        prepare_process(timing=_needs_default_flags(arguments), judging=judging, alone=last)
-        start_fork_server_for(
-            getattr(arguments, "impl", None) or (),
-            in_process=getattr(arguments, "in_process", False),
-            workers=_uses_workers(arguments),
-        )
+        if _keeps_environment(arguments):
+            packages.claim_names(alone=last)
+        else:
+            judging = arguments.command in _JUDGING_COMMANDS
+            prepare_process(timing=_needs_default_flags(arguments), judging=judging, alone=last)
+            start_fork_server_for(
+                getattr(arguments, "impl", None) or (),
+                in_process=getattr(arguments, "in_process", False),
+                workers=_uses_workers(arguments),
+            )
         from conformance.commands.command_table import load_command  # imported late: it loads JAX
 
         carry_out = load_command(arguments.command)

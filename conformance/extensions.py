@@ -29,12 +29,15 @@ class Command:
       function: `"module:attribute"` of the function that takes the parsed arguments and returns the exit code.
       needs_default_flags: a function of the parsed arguments that says whether the command must run under JAX's default
         flags.
+      keeps_environment: whether environment variables stay as the user set them and no JAX is loaded ahead, since the
+        command starts processes that have other versions of JAX.
     """
 
     name: str
     add_parser: Callable[[Any], None]
     function: str
     needs_default_flags: Callable[[argparse.Namespace], bool] = lambda arguments: False
+    keeps_environment: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -213,11 +213,23 @@ def _link_free(text: str) -> str:
     return text.replace("[", r"\[")
 
 
+def format_upstream_findings() -> str:
+    """Format the reports on faults of libraries as a table, by library."""
+    from conformance.survey.upstream_findings import read_findings
+
+    rows = [
+        (f"[{finding.title}]({finding.name}.md)", finding.library, ", ".join(finding.versions), finding.mended or "no")
+        for finding in sorted(read_findings(), key=lambda one: (one.library.lower(), one.name))
+    ]
+    return _format_table(("finding", "library", "seen in", "mended"), rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "command-line": format_command_line,
     "pytest-options": format_pytest_options,
     "checks": format_checks,
     "features": format_features,
     "record-schema": format_record_schema,
+    "upstream-findings": format_upstream_findings,
 }
 """The generated parts by the names that pages use."""

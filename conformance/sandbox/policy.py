@@ -137,7 +137,8 @@ def _find_home(name: str) -> Path | None:
     if place.endswith(".py"):
         return Path(place).resolve().parent
     point = None if place else implementation_registry.find_entry_point(name)
-    module = place or (point.module if point is not None else "")
+    library = implementation_registry.find_library_module(name)
+    module = library or place or (point.module if point is not None else "")
     # A user's package that has the name of one of this project's packages is refused later.
     if module.partition(".")[0] in packages.NAMES:
         return Path.cwd()

@@ -12,6 +12,7 @@ from cases.masks import Full, Mask
 from conformance.contract import validate_mask, validate_operands
 from impls.dot_product.attention import attend, compute_allowed_pairs
 from impls.explicit_sharding import accept_explicit_sharding
+from impls.jax_compat import widen_int4
 
 Scales = tuple[Float32[Array, "#B #S K"], Float32[Array, "#B #S K"]]
 
@@ -58,6 +59,7 @@ def attention(
     if kv_scales is None:
         raise NotImplementedError("kv_scales: only quantised caches; impls.dot_product takes plain keys and values")
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    k, v = (widen_int4(x) for x in (k, v))
     allowed = compute_allowed_pairs(mask, segment_ids, q.shape[1], k.shape[1], k.shape[2])
     options |= {"allowed": allowed, "save_residuals": save_residuals}
     if dequantize:

@@ -31,7 +31,11 @@ LONG = {"README.md", "docs/tutorial.md", *(f"docs/how-to/{name}.md" for name in 
 ELSEWHERE = {"docs/how-to/cluster.md": "tests/judging/test_cluster.py starts its scheduler and its workers"}
 """Pages whose commands another test runs, with that test."""
 
-CHANGE_THE_PROJECT = {page for page, fences in PAGES.items() if any(fence.language == "diff" for fence in fences)}
+CHANGE_THE_PROJECT = {
+    page
+    for page, fences in PAGES.items()
+    if any(fence.language == "diff" or fence.text.startswith("# impls/") for fence in fences)
+}
 """Pages that change this project: their blocks run in a copy of its packages."""
 NOT_RUN = [(page, fence) for page, fences in PAGES.items() for fence in fences if "not-run" in fence.classes]
 

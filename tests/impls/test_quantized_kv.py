@@ -24,7 +24,7 @@ from conformance.truth import oracle
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import OperandErrors, compute_expectation
 from conformance.truth.tolerances import load_default_tolerances
-from impls import quantized_kv
+from impls import jax_compat, quantized_kv
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
 CASE = "prefill/f32/B2.T8.S40.N4.K2.H16.V8/causal-o32/{}/normal/s3"
@@ -136,3 +136,14 @@ def test_a_written_cache_is_read_back() -> None:
     steps = (quantization.compute_half_steps(np.asarray(x), np.asarray(s)) for x, s in ((k, k_scales), (v, v_scales)))
     stored_to = OperandErrors("f32", np.zeros(problem.q.shape), *steps)
     assert compare(out, compute_expectation(problem, Arithmetic(), inexact=stored_to).forward["out"]).ratio <= 1
+
+
+def test_int4_is_converted_apart_from_the_products_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA for GPUs computes other values where the conversion is fused with a transpose or a product."""
+    stored = jnp.asarray(np.random.default_rng(0).integers(-7, 8, (1, 320, 2, 40)).astype(np.int8))
+    monkeypatch.setattr(jax_compat, "runs_on", lambda platform: platform == "gpu")
+    widen = jax.make_jaxpr(jax_compat.widen_int4)
+    assert "optimization_barrier" in str(widen(stored.astype(jnp.int4)))
+    assert "optimization_barrier" not in str(widen(stored))
+    widened = jax.jit(lambda x: jax_compat.widen_int4(x).transpose(0, 2, 1, 3))(stored.astype(jnp.int4))
+    np.testing.assert_array_equal(widened, stored.transpose(0, 2, 1, 3).astype(jnp.float32))

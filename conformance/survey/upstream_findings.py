@@ -1,0 +1,81 @@
+"""Read the reports on faults of published libraries, the pages of `docs/upstream`.
+
+A page begins with a block of YAML between lines of `---`, which has `library`, `versions` and `mended`, and may have
+`platform` and `not_judged`. Its first heading is the title. Its only Python block is a script that ends with exit
+code 1 while the fault is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from impls.libraries.library_specs import FOLDER
+
+PAGES = FOLDER.parent.parent / "docs" / "upstream"
+"""The folder of the pages, if this project runs from its repository."""
+_PAGE = re.compile(r"---\n(.*?)---\n(.*)", re.DOTALL)
+_SCRIPT = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class UpstreamFinding:
+    """A fault of a published library.
+
+    Attributes:
+      name: its name, as known failures and the page's file have it.
+      title: what is wrong, in one line.
+      library: the library's name, as its description has it.
+      versions: the versions in which the script showed it.
+      mended: the first version without the fault; empty if none is known.
+      platform: the JAX backend that shows it.
+      not_judged: why no known failure names it; empty if one does.
+      script: the script that shows it.
+    """
+
+    name: str
+    title: str
+    library: str
+    versions: tuple[str, ...]
+    mended: str
+    platform: str
+    not_judged: str
+    script: str
+
+
+def read_findings(folder: Path = PAGES) -> list[UpstreamFinding]:
+    """Read all reports, in the order of their names; none if the folder does not exist."""
+    return [parse_finding(path) for path in sorted(folder.glob("*.md")) if path.stem != "index"]
+
+
+def parse_finding(path: Path) -> UpstreamFinding:
+    """Parse a report.
+
+    Raises:
+      ValueError: if a part is missing; the message names the file and the part.
+    """
+    page = _PAGE.fullmatch(path.read_text(encoding="utf-8"))
+    if page is None:
+        raise ValueError(f"{path.name} does not begin with a block between lines of ---")
+    facts = dict(re.findall(r"^(\w+): *(.*?)(?: +#.*)?$", page[1], re.MULTILINE))
+    title = re.search(r"^# (.+)$", page[2], re.MULTILINE)
+    scripts = _SCRIPT.findall(page[2])
+    for part, found in (("library", facts.get("library")), ("versions", facts.get("versions")), ("title", title)):
+        if not found:
+            raise ValueError(f"{path.name} has no {part}")
+    if len(scripts) != 1:
+        raise ValueError(
+            f"{path.name} has {len(scripts)} Python blocks, and needs one: the script that shows the fault"
+        )
+    assert title is not None
+    return UpstreamFinding(
+        name=path.stem,
+        title=title[1].strip(),
+        library=facts["library"].strip("\"'"),
+        versions=tuple(re.findall(r"""["']([^"']+)["']""", facts["versions"])),
+        mended=facts.get("mended", "").strip("\"'"),
+        platform=facts.get("platform", "cpu"),
+        not_judged=facts.get("not_judged", "").strip("\"'"),
+        script=scripts[0],
+    )

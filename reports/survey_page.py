@@ -1,0 +1,183 @@
+"""Render the results of a survey as one HTML page: functions of published libraries against features and dtypes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from conformance import output_files
+from reports.conformity import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES
+from reports.matrix_rows import FEATURE_KINDS
+from reports.survey_results import Cell, FunctionResult, RowResult
+from reports.template_environment import create_environment
+
+DTYPES = FEATURE_KINDS["dtype"]
+PREFIX = "library:"
+_KINDS = ("phase", "heads", "mask", "operands", "shape", "storage", "quantised cache")
+_SPECIFIC = frozenset(
+    name for kind in ("mask", "operands", "shape", "storage", "quantised cache") for name in FEATURE_KINDS[kind]
+)
+_ALWAYS = frozenset({"full"})  # a mask that a finding about no mask has too
+
+NEW, WRONG, DESIGN, PASSES, HIDDEN, REFUSES, UNJUDGED, ABSENT = (
+    "new",
+    "wrong",
+    "design",
+    "pass",
+    "hidden",
+    "refuses",
+    "unjudged",
+    "absent",
+)
+STATES: Mapping[str, tuple[str, str]] = {
+    PASSES: ("✓", "conforms"),
+    DESIGN: ("○", "conforms but for a difference by design"),
+    WRONG: ("✗", "wrong, a finding says how"),
+    NEW: ("!", "wrong, and no finding explains it yet"),
+    HIDDEN: ("·", "fails for another reason in every case"),
+    REFUSES: ("\N{EN DASH}", "not supported"),
+    UNJUDGED: ("?", "not judged"),
+}
+"""The mark of each state of a cell, and what it means."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """What a cell of the page shows for one dtype."""
+
+    dtype: str
+    state: str
+    glyph: str
+    title: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One function of one version, as the page shows it."""
+
+    row: RowResult
+    function: FunctionResult
+    name: str
+    state: str
+    is_newest: bool
+    marks: Mapping[str, tuple[Mark, ...]]
+    command: str
+
+
+def find_state(function: FunctionResult, feature: str, cell: Cell) -> str:
+    """Tell how a function does on a feature in a dtype.
+
+    A finding counts for a feature only if all its failures have that feature, or if they share no feature that says
+    what is special about them. Failures of other findings do not colour the cell.
+    """
+    if cell.failed:
+        return NEW
+    mine = [name for name in cell.findings if _concerns(function, name, feature)]
+    if any(mine):
+        return WRONG
+    if cell.passed:
+        return DESIGN if mine else PASSES
+    if cell.known:
+        return DESIGN if mine else HIDDEN
+    if cell.declined:
+        return REFUSES
+    return UNJUDGED if cell.unjudged else ABSENT
+
+
+def _concerns(function: FunctionResult, finding: str, feature: str) -> bool:
+    shared = frozenset(function.finding_features.get(finding, ()))
+    special = (shared & _SPECIFIC) - _ALWAYS
+    return feature in special if special else feature in shared or not shared
+
+
+def list_features(rows: Sequence[RowResult]) -> list[tuple[str, tuple[str, ...]]]:
+    """List the features for which there is a judged record, by kind, in the order of the matrices of other pages."""
+    there = {
+        key.rpartition(" ")[0]
+        for row in rows
+        for function in row.functions
+        for key, cell in function.cells.items()
+        if cell.passed or cell.failed or cell.known
+    }
+    found = [(kind, tuple(name for name in FEATURE_KINDS[kind] if name in there)) for kind in _KINDS]
+    return [(kind, names) for kind, names in found if names]
+
+
+def build_lines(rows: Sequence[RowResult], features: Sequence[str]) -> list[Line]:
+    """Build the lines of the table: all functions of all versions that were judged."""
+    newest: dict[str, str] = {}
+    for row in rows:  # the newest version of a library comes first
+        if row.functions:
+            newest.setdefault(row.library, row.version)
+    return [
+        _build_line(row, function, features, is_newest=newest[row.library] == row.version)
+        for row in rows
+        for function in row.functions
+    ]
+
+
+def _build_line(row: RowResult, function: FunctionResult, features: Sequence[str], *, is_newest: bool) -> Line:
+    marks = {feature: tuple(_build_mark(function, feature, dtype) for dtype in DTYPES) for feature in features}
+    name = function.function.removeprefix(PREFIX)
+    state = {CONFORMS: PASSES, KNOWN_FAILURES: WRONG if any(function.findings) else DESIGN, DOES_NOT_CONFORM: NEW}
+    return Line(
+        row=row,
+        function=function,
+        name=name,
+        state=state.get(function.conformity, UNJUDGED),
+        is_newest=is_newest,
+        marks=marks,
+        command=f"python -m conformance survey --library={name}=={row.version}",
+    )
+
+
+def _build_mark(function: FunctionResult, feature: str, dtype: str) -> Mark:
+    cell = function.cells.get(f"{feature} {dtype}", Cell())
+    state = find_state(function, feature, cell)
+    glyph, meaning = STATES.get(state, ("", "no case"))
+    words = [f"{feature}, {dtype}: {meaning}"]
+    named = [name for name in cell.findings if name and _concerns(function, name, feature)]
+    words += [f"finding {', '.join(named)}"] if named else []
+    counts = {"passed": cell.passed, "failed": cell.failed, "known": cell.known, "declined": cell.declined}
+    words += [", ".join(f"{count} {word}" for word, count in counts.items() if count)]
+    words += [cell.reason] if cell.reason and state in (REFUSES, UNJUDGED) else []
+    return Mark(dtype, state, glyph, ". ".join(filter(None, words)))
+
+
+def render_survey_page(rows: Sequence[RowResult], findings: Mapping[str, str]) -> str:
+    """Render the page. The same results always give the same text.
+
+    Args:
+      rows: the results.
+      findings: for the name of each finding its title.
+    """
+    kinds = list_features(rows)
+    features = [name for _, names in kinds for name in names]
+    lines = build_lines(rows, features)
+    environments = [row.environment for row in rows if row.functions]
+    return (
+        create_environment()
+        .get_template("survey.html.j2")
+        .render(
+            rows=rows,
+            kinds=kinds,
+            features=features,
+            lines=lines,
+            states=STATES,
+            dtypes=DTYPES,
+            findings=findings,
+            libraries=sorted({row.library for row in rows}, key=str.lower),
+            days=sorted({row.started[:10] for row in rows if row.started}),
+            machines=sorted({found.get("machine", "") for found in environments} - {""}),
+            jax=sorted({found["jax"] for found in environments if "jax" in found}),
+            levels=sorted({row.level for row in rows if row.functions}),
+            unjudged=[row for row in rows if not row.functions],
+            used={name for line in lines for name in line.function.findings if name},
+        )
+    )
+
+
+def save_survey_page(path: Path, rows: Sequence[RowResult], findings: Mapping[str, str]) -> None:
+    """Render the page and write it to `path`. Raises `OSError` if it cannot be written."""
+    output_files.write_text(path, render_survey_page(rows, findings))
