@@ -50,7 +50,8 @@ class Problem:
     values are these numbers times the scales (`cases.quantization`). `storage` says where the operands lie in memory
     (`cases.storage_forms.storage_layout`): keys that share a place in memory are one key, and a sequence may have fewer
     than `T` queries. If `tied`, the values are the first `V` coordinates of k, whatever v was given, and the gradient
-    of k includes that of the values.
+    of k includes that of the values. The terms of the operands `terms_after_cap` are added after the soft cap, which
+    does not limit them; all other terms are added before it.
     """
 
     q: np.ndarray  # [B, T, N, H]
@@ -68,6 +69,7 @@ class Problem:
     logit_scale: np.ndarray | None = None  # [N]
     storage: Storage | None = None
     tied: bool = False
+    terms_after_cap: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.storage is not None and self.storage.shares:

@@ -32,6 +32,8 @@ _PUBLIC = {
     "cases": "conformance.api.case_data",
     "check": "conformance.api.check_function",
     "declare": "conformance.execution.plain_functions",
+    "identity_projection": "conformance.execution.module_adapters",
+    "name_axes": "conformance.execution.module_adapters",
     "reference_attention": "conformance.reference.attention",
 }
 __all__ = sorted(_PUBLIC)

@@ -10,5 +10,7 @@ from conformance.api.report import Report as Report
 from conformance.contract import Accelerator as Accelerator
 from conformance.contract import Arithmetic as Arithmetic
 from conformance.contract import Implementation as Implementation
+from conformance.execution.module_adapters import identity_projection as identity_projection
+from conformance.execution.module_adapters import name_axes as name_axes
 from conformance.execution.plain_functions import declare as declare
 from conformance.reference.attention import reference_attention as reference_attention

@@ -48,6 +48,10 @@ EmptyRows = Literal["zero", "mean", "undefined"]
 BehindMask = Literal["any", "finite"]
 Products = Literal["exact", "tf32", "bf16"]
 CausalFrom = Literal["start", "end"]
+Refuses = Literal["NotImplementedError", "ValueError"]
+ScaledQ = Literal[False, True, "base2"]
+OpenSide = Literal[None, -1, "length"]
+NegativeIds = Literal["ids", "padding"]
 
 
 def reject_unknown_choices(declared: object) -> None:
@@ -86,7 +90,8 @@ class Arithmetic:
       block_sums: number of keys (for `out` and dq) or queries (for dk and dv) that are summed in f32 before the sum so
         far is rounded to the operands' dtype; None if the whole sum is in f32.
       probabilities: dtype in which probabilities and their gradient enter a product, `"input"` or `"f32"`.
-      scaled_q: True if `q * scale` is rounded to the operands' dtype before the product.
+      scaled_q: True if `q * scale` is rounded to the operands' dtype before the product; `"base2"` if
+        `q * scale * log2(e)` is, for a softmax by powers of 2.
       residuals: dtype of the returned residuals, `"f32"` or `"input"`.
       cache: dtype in which stored keys and values, multiplied by their scales, enter a product, `"f32"` or `"input"`.
     """
@@ -97,7 +102,7 @@ class Arithmetic:
     group_sums: Literal["f32", "input"] = "f32"
     block_sums: int | None = None
     probabilities: Literal["input", "f32"] = "input"
-    scaled_q: bool = False
+    scaled_q: ScaledQ = False
     residuals: Literal["f32", "input"] = "f32"
     cache: Literal["f32", "input"] = "f32"
 
@@ -108,6 +113,32 @@ class Arithmetic:
             raise ValueError(
                 f"block_sums must be a whole number of keys or queries, at least 1, got {self.block_sums!r}"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Formulas:
+    """The formulas of an implementation where they differ from the contract's (docs/contract.md, section 9).
+
+    Attributes:
+      logsumexp_base: the base of the logarithm in `logsumexp`: `"e"` or 2.
+      logsumexp_sink: whether `logsumexp` includes the sink.
+      logsumexp_empty: `logsumexp` of a row without keys and without a sink that it includes: `"-inf"` or `"inf"`.
+      soft_cap: `"after_bias"` if the soft cap limits logits with the bias and ALiBi, `"before_bias"` if bias and ALiBi
+        are added to capped logits.
+    """
+
+    logsumexp_base: Literal["e", 2] = "e"
+    logsumexp_sink: Literal[True, False] = True
+    logsumexp_empty: Literal["-inf", "inf"] = "-inf"
+    soft_cap: Literal["after_bias", "before_bias"] = "after_bias"
+
+    def __post_init__(self) -> None:
+        reject_unknown_choices(self)
+
+    @property
+    def has_contract_logsumexp(self) -> bool:
+        """Whether `logsumexp` is that of the contract."""
+        return (self.logsumexp_base, self.logsumexp_sink, self.logsumexp_empty) == ("e", True, "-inf")
 
 
 Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]
@@ -177,10 +208,13 @@ class Implementation:
       offers: the features of `cases.case.OPT_IN` that it supports. Those not listed here are unsupported.
       supports_case: a function `case -> reason or None` for further limits: why a case is not supported.
       arithmetic: the dtypes and roundings of its computation.
+      formulas: where its formulas differ from the contract's.
       residuals: the names in `cases.operand_registry.RESIDUALS` that it returns.
       differentiable_residuals: the returned residuals that carry gradients.
       gradients: the names in `cases.operand_registry.GRADIENTS` that it offers. Gradients of optional operands that it
         does not take are ignored.
+      unordered_sums: the gradients whose sums have another order from call to call, as with atomic additions, so that
+        their last bits differ. Equal calls are then compared within their bounds, not by their bits.
       empty_rows: `out` of a query that may attend to nothing: `"zero"` (then `logsumexp` is -inf or the sink, and
         `max_logits` -inf), `"mean"` of v over all keys, or `"undefined"`.
       behind_mask: `"any"` if keys and values that no query may attend to may hold anything, NaN included; `"finite"` if
@@ -205,6 +239,8 @@ class Implementation:
       front_end: a model's own front end in place of `conformance.reference.front_end_reference.apply_front_end`, with
         the same signature.
       devices: the number of devices that a call needs. With fewer devices the implementation is not judged.
+      conventions: further declarations of the plain function that `call` adapts, as they are written in code; the
+        verdict names them.
     """
 
     name: str
@@ -214,9 +250,11 @@ class Implementation:
     offers: frozenset[str] = frozenset()
     supports_case: Callable[[Case], str | None] | None = None
     arithmetic: Arithmetic = Arithmetic()
+    formulas: Formulas = Formulas()
     residuals: frozenset[str] = frozenset(RESIDUALS)
     differentiable_residuals: frozenset[str] = frozenset({"logsumexp"})
     gradients: frozenset[str] = frozenset(GRADIENTS)
+    unordered_sums: frozenset[str] = frozenset()
     empty_rows: EmptyRows = "undefined"
     behind_mask: BehindMask = "any"
     validates: bool = False
@@ -233,6 +271,7 @@ class Implementation:
     refuses_by_signature: bool = False
     front_end: Callable[..., Any] | None = None
     devices: int = 1
+    conventions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isprintable():
@@ -247,6 +286,7 @@ class Implementation:
             ("residuals", self.residuals, RESIDUALS),
             ("differentiable_residuals", self.differentiable_residuals, self.residuals),
             ("gradients", self.gradients, GRADIENTS),
+            ("unordered_sums", self.unordered_sums, GRADIENTS),
         ):
             if unknown := sorted(set(names) - set(known)):
                 closest = suggest_name(unknown[0], known)
@@ -270,6 +310,11 @@ class Implementation:
             raise ValueError(f"{self.name}: empty_rows 'mean' has no meaning for a {name} call, which has no S keys")
         if self.lower_mask is structured_mask:
             object.__setattr__(self, "lower_mask", functools.partial(lower_sides, form=name))
+
+    def with_contract_logsumexp(self) -> Implementation:
+        """Return the implementation with the contract's formula of `logsumexp` declared."""
+        formulas = Formulas(soft_cap=self.formulas.soft_cap)
+        return dataclasses.replace(self, formulas=formulas)
 
     def supports(self, case: Case) -> str | None:
         """Return why the implementation does not support `case`, or None if it does."""

@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
+from cases.case import Case
 from cases.masks import Mask
 from cases.moba_mask import Moba
+from cases.operand_registry import OPTIONAL
 from conformance import declare
 from conformance.checks import CHECKS
-from conformance.contract import Accelerator, Arithmetic, Implementation
+from conformance.contract import Accelerator, Arithmetic, Formulas, Implementation
 from website import reference_pages
 
 ROOT = Path(__file__).parent.parent
@@ -166,9 +168,21 @@ def test_the_contract_has_every_mask() -> None:
 
 
 def test_the_contract_has_every_declaration() -> None:
-    fields = [field.name for kind in (Implementation, Accelerator, Arithmetic) for field in dataclasses.fields(kind)]
+    fields = [
+        field.name for kind in (Implementation, Accelerator, Arithmetic, Formulas) for field in dataclasses.fields(kind)
+    ]
     rows = re.findall(r"^\| `(\w+)` \|", CONTRACT.read_text(encoding="utf-8"), re.MULTILINE)
     assert [name for name in fields + list(inspect.signature(declare).parameters) if name not in rows] == []
+
+
+def test_the_reference_has_every_field_of_a_case() -> None:
+    page = (ROOT / "docs" / "reference" / "case-fields.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)$", page, re.MULTILINE))
+    properties = {name for name in vars(Case) if isinstance(vars(Case)[name], property | functools.cached_property)}
+    assert set(rows) == {field.name for field in dataclasses.fields(Case)} | properties
+    for operand in OPTIONAL:
+        levels = [level for level in operand.levels if isinstance(level, str)]
+        assert [level for level in levels if f'`"{level}"`' not in rows[operand.field]] == []
 
 
 @pytest.mark.parametrize("pattern", [FILE, DOCUMENT], ids=["files", "documents"])

@@ -387,7 +387,13 @@ def _build_oracle(declarations: Declarations) -> Implementation:
         raise NotImplementedError
 
     declared = build_implementation(redeclare(never, declarations), "oracle")
-    return Implementation(name="oracle", call=never, arithmetic=declared.arithmetic, empty_rows=declared.empty_rows)
+    return Implementation(
+        name="oracle",
+        call=never,
+        arithmetic=declared.arithmetic,
+        formulas=declared.formulas,
+        empty_rows=declared.empty_rows,
+    )
 
 
 def _build_full_function(case: Case) -> Callable[..., Any]:

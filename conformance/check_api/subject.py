@@ -19,9 +19,10 @@ from conformance.contract import Implementation
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Calls, Executor, Result
 from conformance.truth.comparison import Comparison, compare
+from conformance.truth.declared_formulas import compute_declared_expectation, reorder_terms
 from conformance.truth.error_patterns.failure import build_failure
 from conformance.truth.oracle import EmptyRows
-from conformance.truth.rounding_bounds import Bounded, Expectation, OperandErrors, compute_expectation
+from conformance.truth.rounding_bounds import Bounded, Expectation, OperandErrors
 from conformance.truth.tolerances import Tolerances
 
 # Names of cached properties of `Subject` that a copy may keep. `_OPERAND_CACHE` depends only on the case,
@@ -67,11 +68,14 @@ class Subject:
     def with_declarations(self, implementation: Implementation) -> Subject:
         """Return a copy with other declarations of the same call, and keep cached results.
 
-        Cached expectations are kept only if the arithmetic and the value of empty rows are declared as before.
+        Cached expectations are kept only if the arithmetic, the formulas and the value of empty rows are declared as
+        before.
         """
-        before = self.implementation
-        same = (before.arithmetic, before.empty_rows) == (implementation.arithmetic, implementation.empty_rows)
-        kept = _RESULT_CACHE | _EXPECTATION_CACHE if same else _RESULT_CACHE
+        before, after = (
+            (declaring.arithmetic, declaring.formulas, declaring.empty_rows)
+            for declaring in (self.implementation, implementation)
+        )
+        kept = _RESULT_CACHE | _EXPECTATION_CACHE if before == after else _RESULT_CACHE - _OPERAND_CACHE
         return self._replace_executor(self.executor.with_declarations(implementation), kept)
 
     def _replace_executor(self, executor: Executor, kept: frozenset[str]) -> Subject:
@@ -83,7 +87,7 @@ class Subject:
     @functools.cached_property
     def problem(self) -> Problem:
         """The operands and the mask of the case."""
-        return draw_problem(self.case)
+        return reorder_terms(draw_problem(self.case), self.implementation.formulas)
 
     @functools.cached_property
     def limits(self) -> Tolerances:
@@ -103,12 +107,7 @@ class Subject:
     @functools.cached_property
     def expectation(self) -> Expectation:
         """The exact results and bounds of the case, with gradients in the order of `cotangents`."""
-        return compute_expectation(
-            self.problem,
-            self.implementation.arithmetic,
-            list(self.cotangents.values()),
-            empty_rows=self.empty_rows,
-        )
+        return self.expect(self.problem, list(self.cotangents.values()))
 
     @functools.cached_property
     def expectation_before_storing(self) -> Expectation | None:
@@ -123,7 +122,7 @@ class Subject:
         k_steps, v_steps = (quantization.compute_half_steps(*pair) for pair in pairs)
         plain = draw_problem(dataclasses.replace(self.case, kv_cache=None))
         errors = OperandErrors(self.case.dtype, np.zeros(plain.q.shape), k_steps, v_steps)
-        return compute_expectation(plain, self.implementation.arithmetic, empty_rows=self.empty_rows, inexact=errors)
+        return self._compute_expectation(plain, inexact=errors)
 
     def get_expected_gradients(self, cotangent: str) -> dict[str, Bounded]:
         """Return the exact gradients and bounds for the named cotangent."""
@@ -271,8 +270,21 @@ class Subject:
         return result
 
     def expect(self, problem: Problem, cotangents: Sequence[Cotangent] = ()) -> Expectation:
-        """Return exact results and bounds on a problem other than the case's own."""
-        return compute_expectation(problem, self.implementation.arithmetic, cotangents, empty_rows=self.empty_rows)
+        """Return exact results and bounds on a problem, also one other than the case's own."""
+        return self._compute_expectation(problem, cotangents)
+
+    def _compute_expectation(
+        self, problem: Problem, cotangents: Sequence[Cotangent] = (), inexact: OperandErrors | None = None
+    ) -> Expectation:
+        declared = self.implementation
+        return compute_declared_expectation(
+            problem,
+            declared.arithmetic,
+            declared.formulas,
+            cotangents,
+            empty_rows=self.empty_rows,
+            inexact=inexact,
+        )
 
     def judge(
         self,

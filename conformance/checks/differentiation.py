@@ -27,7 +27,7 @@ from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported, format_distinct
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import transformed_calls
-from conformance.truth.rounding_bounds import Bounded, compute_expectation
+from conformance.truth.rounding_bounds import Bounded
 
 _OPERAND = {gradient: operand for operand, gradient in GRADIENT_OF.items()}
 # The step of finite differences, in units of a standard normal direction. The rounding error of a difference grows as
@@ -97,9 +97,7 @@ def _check_sum(subject: Subject) -> Iterator[Judgement]:
     parts = [_keep_queries(whole, slice(start, None, 2)) for start in (0, 1)]
     halves = [_compute_gradients(subject, part) for part in parts]
     at_once = subject.gradients(subject.full_cotangent).values
-    bounds = compute_expectation(
-        subject.problem, subject.implementation.arithmetic, [whole, *parts], empty_rows=subject.empty_rows
-    ).gradients
+    bounds = subject.expect(subject.problem, [whole, *parts]).gradients
     for name in halves[0]:
         summed = halves[0][name].astype(np.float64) + halves[1][name].astype(np.float64)
         bound = sum(expected[name].bound for expected in bounds)

@@ -71,6 +71,11 @@ class Statistics:
 
 def check_ensemble(subject: Subject) -> Iterator[Judgement]:
     """Check that bf16 and f16 errors have no bias and no larger spread than roundings explain."""
+    if subject.implementation.arithmetic.scaled_q == "base2":
+        yield build_unsupported(
+            "all", 'with scaled_q="base2", all keys of a row share errors whose variance is not known'
+        )
+        return
     collected: dict[str, list[tuple[np.ndarray, ErrorVariance]]] = {}
     for case in list_reseeded_cases(subject.case):
         one = dataclasses.replace(subject, case=case)

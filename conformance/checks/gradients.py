@@ -6,10 +6,11 @@ record also has the ratio to the flash formula, which recomputes probabilities f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
+from cases.operand_registry import GRADIENTS
 from cases.operand_values import Cotangent, Problem, draw_cotangent
 from cases.storage_forms.storage_layout import NOBODY
 from conformance import records
@@ -28,6 +29,8 @@ def check_gradients(subject: Subject) -> Iterator[Judgement]:
     own rounded `out` and `logsumexp`. This second comparison shows whether an error comes from these residuals or from
     the backward pass itself.
     """
+    if subject.case.phase == "train" and not subject.implementation.gradients:
+        yield build_unsupported("all", "no gradient is offered")
     yield from _judge_if_drawn(subject, "random", saved=True)
 
 
@@ -81,10 +84,16 @@ def judge_gradients(
     """
     for name, bounded in expected.items():
         if name not in subject.implementation.gradients:
-            yield build_unsupported(name, f"the gradient {name} is not offered")
+            yield build_unsupported(name, _describe_offer(name, subject.implementation.gradients))
             continue
         yield subject.judge(name, result.values[name], bounded, flash=flash[name] if flash else None)
     yield from _judge_padding(subject, result)
+
+
+def _describe_offer(name: str, offered: Collection[str]) -> str:
+    """Say that a gradient is not offered, and which are."""
+    those = ", ".join(gradient for gradient in GRADIENTS if gradient in offered)
+    return f"the gradient {name} is not offered, only {those}"
 
 
 def _judge_padding(subject: Subject, result: Result) -> Iterator[Judgement]:
@@ -118,8 +127,10 @@ def _compute_flash_gradients(subject: Subject, cotangent: str, result: Result) -
     """Compute gradients by the flash formula from the implementation's own `out` and `logsumexp`.
 
     Returns an empty dictionary if one of them has a wrong shape, or if in a judged row `out` is not finite or
-    `logsumexp` is NaN. The formula has no meaning then.
+    `logsumexp` is NaN. The formula has no meaning then. Nor has it for another `logsumexp` than the contract's.
     """
+    if not subject.implementation.formulas.has_contract_logsumexp:
+        return {}
     truth = subject.expectation.forward
     out = np.where(subject.judged_out, result.values["out"].astype(np.float64), truth["out"].value)
     lse = truth["logsumexp"].value

@@ -75,13 +75,17 @@ def _check_gradients(subject: Subject) -> Iterator[Judgement]:
     if changed is None:
         return
     cotangent = subject.cotangents[subject.full_cotangent]
-    clean = subject.gradients(subject.full_cotangent)
+    clean, exact = subject.gradients(subject.full_cotangent), subject.get_expected_gradients(subject.full_cotangent)
     got = subject.run_gradients(changed, _change_cotangent_elsewhere(cotangent, part))
     for name in ("dq", "dk", "dv"):
         if name in subject.implementation.gradients:
             heads = part.heads if name == "dq" else part.kv_head
             before, after = (result.values[name][part.batch, :, heads] for result in (clean, got))
-            yield _judge_bits(subject, part, name, before, after)
+            if name in subject.implementation.unordered_sums:
+                both = Bounded(before.astype(np.float64), 2 * exact[name].bound[part.batch, :, heads])
+                yield subject.judge(name, after, both, label=f"{name}.{part.name}")
+            else:
+                yield _judge_bits(subject, part, name, before, after)
 
 
 def _run_call(subject: Subject, problem: Problem) -> Result:

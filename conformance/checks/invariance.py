@@ -17,6 +17,7 @@ from cases.operand_registry import POSITIONAL, RESIDUALS
 from cases.operand_values import Problem
 from conformance.check_api.judgement import Judgement, build_unsupported
 from conformance.check_api.subject import Subject
+from conformance.truth.declared_formulas import convert_to_contract
 from conformance.truth.rounding_bounds import Bounded, Expectation
 
 Values = Mapping[str, np.ndarray]
@@ -57,6 +58,10 @@ def _check_full_mask(subject: Subject) -> Iterator[Judgement]:
     # One half has the even keys, the other the odd keys, so that both have keys of every segment.
     halves = [_select_keys(bare, slice(start, None, 2)) for start in (0, 1)]
     merged = _merge([_run_part(subject, half) for half in halves])
+    if not subject.implementation.formulas.has_contract_logsumexp:  # parts merge by the contract's
+        whole = _convert_results(subject, whole)
+        subject = subject.with_declarations(subject.implementation.with_contract_logsumexp())
+        expected = subject.expect(bare)
     yield from _compare_results(
         subject, "merged", merged, whole, expected, _compute_merged_bounds(list(map(subject.expect, halves)))
     )
@@ -68,7 +73,7 @@ def _run_part(subject: Subject, problem: Problem) -> Values:
     Empty rows get `out` 0 and `logsumexp` -inf, the values of no keys. If the implementation declares that empty rows
     are zero, its own values stay.
     """
-    part = subject.run_results(problem)
+    part = _convert_results(subject, subject.run_results(problem))
     if subject.implementation.empty_rows == "zero":
         return part
     empty = problem.empty_rows
@@ -76,6 +81,14 @@ def _run_part(subject: Subject, problem: Problem) -> Values:
         "out": np.where(empty.transpose(0, 2, 1)[..., None], 0, part["out"]),
         "logsumexp": np.where(empty, -np.inf, part["logsumexp"]),
     }
+
+
+def _convert_results(subject: Subject, results: Values) -> Values:
+    """Return results of a call without sinks, with `logsumexp` converted to the contract's if another is declared."""
+    formulas = subject.implementation.formulas
+    if formulas.has_contract_logsumexp or "logsumexp" not in results:
+        return results
+    return {**results, "logsumexp": convert_to_contract(results["logsumexp"], formulas)}
 
 
 def _permute_keys(problem: Problem) -> Problem:

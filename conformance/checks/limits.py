@@ -92,9 +92,11 @@ def check_limits(subject: Subject) -> Iterator[Judgement]:
             yield from run_subcheck("faint_keys", functools.partial(check_problem, subject, _add_faint_keys(plain)))
     if problem.bias is not None:
         # A cap would make the bias finite, and a sink would give every row some weight.
-        plain = problem.without("soft_cap").without("sinks")
+        # A bias that is declared to come after the soft cap is not capped, so the cap may stay.
+        is_capped = "bias" not in problem.terms_after_cap
+        plain = problem.without("sinks").without(*(("soft_cap",) if is_capped else ()))
         yield from run_subcheck("low_rows", functools.partial(_check_low_rows, subject, plain))
-        if problem.soft_cap is not None:
+        if problem.soft_cap is not None and is_capped:
             yield from run_subcheck("capped_bias", functools.partial(_check_capped_bias, subject))
         yield from run_subcheck(
             "hiding_bias", functools.partial(_check_hiding_bias, subject, plain, _choose_hidden_keys(plain))

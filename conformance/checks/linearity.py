@@ -3,7 +3,8 @@
 No oracle is needed. The check multiplies an input by a factor and expects the result times the factor. Factors are
 powers of two, which commute with every rounding. So the scaled result must be equal to the bit, except for overflow,
 underflow and ties (`_MAX_TIES`). In f16, gradients of logits enter the second matrix product as subnormal numbers, so
-underflow is everywhere. So in f16 the two results must only agree within their bounds.
+underflow is everywhere. So in f16 the two results must only agree within their bounds. So must gradients whose sums are
+declared to have another order from call to call.
 
 One factor is large, since a factor of two would not show a clip or a threshold. The other one is tiny. It shows a
 constant that is added to a cotangent, and a threshold below which a cotangent is taken for zero.
@@ -92,11 +93,13 @@ def _judge_proportional(
     """Judge whether `after` is `factor` times `before`."""
     label = f"{name}.scaled"
     once, scaled = before.astype(np.float64), after.astype(np.float64) / factor
-    if subject.case.dtype == "f16":
+    is_unordered = name in subject.implementation.unordered_sums
+    if subject.case.dtype == "f16" or is_unordered:
         both = Bounded(once, 2 * bound)
         # A kernel may round the gradient of each head of a group before it sums them. The magnitude of these terms is
         # unknown: it is estimated by the bound.
-        fits = np.maximum(np.abs(once), bound / UNIT_ROUNDOFF["f16"]) < _MAX_UNSCALED["f16"]
+        roundoff, most = UNIT_ROUNDOFF[subject.case.dtype], _MAX_UNSCALED[subject.case.dtype]
+        fits = np.maximum(np.abs(once), bound / roundoff) < most
         return subject.judge(name, scaled, both, fits, label=label)
     # A result this small may have underflowed in one of the two calls and not in the other.
     smallest = _MIN_EXACT / min(1.0, abs(factor))

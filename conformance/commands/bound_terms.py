@@ -52,7 +52,11 @@ def explain_bounds(implementation: Implementation, case: Case, tolerances: Toler
     cotangents = {name: subject.cotangents[name] for name in subject.cotangents if name == subject.full_cotangent}
     with np.errstate(divide="ignore", invalid="ignore"):
         by_source = bound_sources.compute_expectation_by_source(
-            subject.problem, implementation.arithmetic, list(cotangents.values()), empty_rows=subject.empty_rows
+            subject.problem,
+            implementation.arithmetic,
+            list(cotangents.values()),
+            formulas=implementation.formulas,
+            empty_rows=subject.empty_rows,
         )
     lines = [f"{implementation.name} on {case.id}: the terms of the bound at the worst element of each result"]
     for name, result, bounded, judged, pick in _iter_results(subject):

@@ -6,9 +6,10 @@ The features of a plain function are read from its signature, and its residuals 
 optional operand too, by its name (`cases.operand_registry.REMOVABLE`) and in the form of the canonical call
 (`conformance.contract`). A missing parameter is a feature that the function does not support.
 
-A mask is passed in up to four parameters, as far as the function has them:
+A mask is passed in up to six parameters, as far as the function has them:
 
 - `causal=True` and `window=(left, right)`, for the causal and window conjuncts of the mask.
+- `kv_lengths`, int32 `[B]`, for the number of keys of each batch row, and `moba=(chunk, topk)` for MoBA.
 - `mask_mod`, a function `(b, n, i, j) -> booleans`, for other conjuncts that are given by a formula of indices.
 - `mask`, booleans broadcastable to `[B, N, T, S]`, for the rest.
 
@@ -27,7 +28,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
 from cases.case import OPT_IN, Case
@@ -42,16 +43,27 @@ from conformance.contract import (
     BehindMask,
     CausalFrom,
     EmptyRows,
+    Formulas,
     Implementation,
+    NegativeIds,
+    OpenSide,
     Products,
+    Refuses,
+    ScaledQ,
     reject_unknown_choices,
 )
 from conformance.execution import plain_storage, plain_support, stored_calls
 from conformance.execution.plain_support import suggest_parameters
+from conformance.execution.refused_calls import refuse_by_value_error
+from conformance.execution.segment_padding import mark_padding
+from conformance.name_suggestions import suggest_name
 
-_OPTIONS = ("causal", "window", "mask_mod", "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
+_MASKS_BY_NAME = ("mask_mod", "kv_lengths", "moba")  # parameters for masks that `**options` does not stand for
+_OPTIONS = ("causal", "window", *_MASKS_BY_NAME, "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ATTRIBUTE = "__attention_conformance__"
+# Fields of `Declaration` by which arguments or exceptions are converted between the function and the contract.
+_CONVENTIONS = ("refuses", "open_sides", "negative_ids", "empty_sequences")
 
 
 class NotAnAttentionFunction(TypeError):  # noqa: N818 -- named as a statement, without "Error"
@@ -66,17 +78,42 @@ class Declaration:
     """
 
     arithmetic: Arithmetic = dataclasses.field(default_factory=Arithmetic)
+    formulas: Formulas = dataclasses.field(default_factory=Formulas)
     empty_rows: EmptyRows = "undefined"
     behind_mask: BehindMask = "any"
     causal: CausalFrom = "start"
     differentiable_residuals: bool = True
+    gradients: Sequence[str] | None = None
+    unordered_sums: Sequence[str] = ()
+    refuses: Refuses = "NotImplementedError"
+    open_sides: OpenSide = None
+    negative_ids: NegativeIds = "ids"
+    empty_sequences: Literal[True, False] = True
     memory: Literal["linear"] | None = None
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         reject_unknown_choices(self)
+        if isinstance(self.gradients, str):
+            raise ValueError(f"gradients must be a tuple of operands, such as ('q', 'k', 'v'), got {self.gradients!r}")
+        for name in self.gradients or ():
+            if name not in GRADIENT_OF:
+                known = ", ".join(map(repr, GRADIENT_OF))
+                raise ValueError(
+                    f"gradients names operands: {name!r} is none of {known}{suggest_name(name, GRADIENT_OF)}"
+                )
+        unordered = {self.unordered_sums} if isinstance(self.unordered_sums, str) else set(self.unordered_sums)
+        if unknown := sorted(unordered - set(GRADIENT_OF.values())):
+            raise ValueError(f"unordered_sums names gradients, such as ('dq',), got {unknown[0]!r}")
         if not isinstance(self.unsupported, Mapping):
             raise ValueError(f"unsupported must name features with their reasons, got {self.unsupported!r}")
+
+    @property
+    def conventions(self) -> tuple[str, ...]:
+        """The conventions of the call that differ from the contract's, as they are written in code."""
+        default = Declaration()
+        changed = {name: x for name in _CONVENTIONS if (x := getattr(self, name)) != getattr(default, name)}
+        return tuple(f'{name}="{x}"' if isinstance(x, str) else f"{name}={x!r}" for name, x in changed.items())
 
 
 def declare(
@@ -86,12 +123,22 @@ def declare(
     softmax: Literal["f32", "input"] = "f32",
     group_sums: Literal["f32", "input"] = "f32",
     block_sums: int | None = None,
-    scaled_q: bool = False,
+    scaled_q: ScaledQ = False,
     residuals: Literal["f32", "input"] = "f32",
+    logsumexp_base: Literal["e", 2] = "e",
+    logsumexp_sink: Literal[True, False] = True,
+    logsumexp_empty: Literal["-inf", "inf"] = "-inf",
+    soft_cap: Literal["after_bias", "before_bias"] = "after_bias",
     empty_rows: EmptyRows = "undefined",
     behind_mask: BehindMask = "any",
     causal: CausalFrom = "start",
     differentiable_residuals: bool = True,
+    gradients: Sequence[str] | None = None,
+    unordered_sums: Sequence[str] = (),
+    refuses: Refuses = "NotImplementedError",
+    open_sides: OpenSide = None,
+    negative_ids: NegativeIds = "ids",
+    empty_sequences: Literal[True, False] = True,
     memory: Literal["linear"] | None = None,
     unsupported: Mapping[str, str] | None = None,
 ) -> Callable[[_Function], _Function]:
@@ -106,13 +153,28 @@ def declare(
       group_sums: `"input"` if dk and dv are summed over the query heads of a group in the operands' dtype.
       block_sums: the number of keys or queries that are summed in f32 before the partial sum is rounded to the
         operands' dtype; None if partial sums are not rounded.
-      scaled_q: True if `q * scale` is rounded to the operands' dtype before the product.
+      scaled_q: True if `q * scale` is rounded to the operands' dtype before the product; `"base2"` if
+        `q * scale * log2(e)` is.
       residuals: `"input"` if residuals are returned in the operands' dtype.
+      logsumexp_base: 2 if `logsumexp` is a logarithm to base 2.
+      logsumexp_sink: False if `logsumexp` leaves out the sink.
+      logsumexp_empty: `"inf"` if `logsumexp` of a query that may attend to no key is +inf, as in flash-attention.
+      soft_cap: `"before_bias"` if the soft cap limits logits before bias and ALiBi are added, as in flash-attention.
       empty_rows: the result for queries that may attend to no key: `"undefined"`, `"zero"` or `"mean"`.
       behind_mask: `"finite"` if keys and values behind the mask must be finite; `"any"` if they may be NaN.
       causal: how `causal=True` and `window` align queries and keys if T differs from S. With `"start"` the first query
         has the position of the first key. With `"end"` the last query has the position of the last key.
       differentiable_residuals: False if `logsumexp` carries no gradient.
+      gradients: the operands that have a gradient, such as `("q", "k", "v")`; None if all floating-point operands have
+        one. The others are constants: no check differentiates the function by them.
+      unordered_sums: the gradients, such as `("dq",)`, whose last bits differ from call to call, as with atomic
+        additions.
+      refuses: `"ValueError"` if the function refuses calls that it does not support by `ValueError`. Such a case is
+        shown as unsupported, with the message of the exception.
+      open_sides: what `window` holds for a side that is open: None, -1, or `"length"` for the larger of T and S.
+      negative_ids: `"padding"` if a token with a negative segment id is padding, which attends to nothing and which
+        nothing attends to.
+      empty_sequences: False if no sequence of a packed or paged call may be without queries or without keys.
       memory: `"linear"` if temporary memory of forward and backward grows no faster than the lengths.
       unsupported: a mapping from the name of a feature (`python -m conformance list features`) to the reason why the
         function does not support it.
@@ -130,10 +192,22 @@ def declare(
             scaled_q=scaled_q,
             residuals=residuals,
         ),
+        formulas=Formulas(
+            logsumexp_base=logsumexp_base,
+            logsumexp_sink=logsumexp_sink,
+            logsumexp_empty=logsumexp_empty,
+            soft_cap=soft_cap,
+        ),
         empty_rows=empty_rows,
         behind_mask=behind_mask,
         causal=causal,
         differentiable_residuals=differentiable_residuals,
+        gradients=gradients,
+        unordered_sums=unordered_sums,
+        refuses=refuses,
+        open_sides=open_sides,
+        negative_ids=negative_ids,
+        empty_sequences=empty_sequences,
         memory=memory,
         unsupported={} if unsupported is None else unsupported,
     )
@@ -153,12 +227,22 @@ class Declarations(TypedDict, total=False):
     softmax: Literal["f32", "input"]
     group_sums: Literal["f32", "input"]
     block_sums: int | None
-    scaled_q: bool
+    scaled_q: ScaledQ
     residuals: Literal["f32", "input"]
+    logsumexp_base: Literal["e", 2]
+    logsumexp_sink: Literal[True, False]
+    logsumexp_empty: Literal["-inf", "inf"]
+    soft_cap: Literal["after_bias", "before_bias"]
     empty_rows: EmptyRows
     behind_mask: BehindMask
     causal: CausalFrom
     differentiable_residuals: bool
+    gradients: Sequence[str] | None
+    unordered_sums: Sequence[str]
+    refuses: Refuses
+    open_sides: OpenSide
+    negative_ids: NegativeIds
+    empty_sequences: Literal[True, False]
     memory: Literal["linear"] | None
     unsupported: Mapping[str, str]
 
@@ -170,10 +254,11 @@ def redeclare(function: Callable[..., Any], declarations: Declarations) -> Calla
       ValueError: for a value that is not one of the choices.
     """
     before = _get_declaration(function)
-    known = {field.name for field in dataclasses.fields(Arithmetic)}
-    arithmetic: dict[str, Any] = {name: value for name, value in declarations.items() if name in known}
-    others = {name: value for name, value in declarations.items() if name not in known}
-    changed: dict[str, Any] = {**others, "arithmetic": dataclasses.replace(before.arithmetic, **arithmetic)}
+    changed: dict[str, Any] = dict(declarations)
+    for name in ("arithmetic", "formulas"):
+        part = getattr(before, name)
+        fields = {field.name: changed.pop(field.name) for field in dataclasses.fields(part) if field.name in changed}
+        changed[name] = dataclasses.replace(part, **fields)
     wrapped = functools.partial(function)  # has attributes of its own
     setattr(wrapped, _ATTRIBUTE, dataclasses.replace(before, **changed))
     return wrapped
@@ -204,9 +289,12 @@ def build_implementation(
     others = tuple(name for name in list(signature.parameters)[len(operands) :] if name not in parameters)
     declaration = _get_declaration(function)
     has = [operand.name for operand in REMOVABLE if operand.name in parameters]
-    pulled = () if form is not None and form.is_cache else ("q", "k", "v", *has)
-    gradients = frozenset(GRADIENT_OF[name] for name in pulled if name in GRADIENT_OF)
+    pulled = () if form is not None and form.is_cache else ("q", "k", "v", *(n for n in has if n in GRADIENT_OF))
+    differentiated = frozenset(GRADIENT_OF if declaration.gradients is None else declaration.gradients)
+    gradients = frozenset(GRADIENT_OF[name] for name in pulled if name in differentiated)
+    constants = frozenset(GRADIENT_OF) - differentiated
     explicit = _list_explicit_options(signature)
+    invoke = refuse_by_value_error(function) if declaration.refuses == "ValueError" else function
     narrow = "input" in (declaration.arithmetic.logits, declaration.arithmetic.softmax)
 
     def call_by_position(*operands: Any, **options: Any) -> Any:
@@ -216,13 +304,23 @@ def build_implementation(
         for option in given:
             if option not in parameters:
                 raise NotImplementedError(f"{name} has no parameter {option!r}")
+        given |= {n: _stop_gradient(given[n]) for n in constants if n in given}
+        # A latent, which stands in place of k, has the gradient of k.
+        first = zip(("q", "k", "v"), operands, strict=False)
+        operands = (*(_stop_gradient(x) if n in constants else x for n, x in first), *operands[3:])
+        if declaration.negative_ids == "padding" and "segment_ids" in given:
+            given["segment_ids"] = mark_padding(*given["segment_ids"])
         if writes:
-            return plain_storage.call_page_writer(function, signature, operands, {**explicit, **given})
-        return function(*operands, **{**explicit, **given})
+            return plain_storage.call_page_writer(invoke, signature, operands, {**explicit, **given})
+        return invoke(*operands, **{**explicit, **given})
 
     def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
         return call_by_position(q, k, v, **options)
 
+    if form is None or form.is_dense:
+        lower_mask = plain_support.build_lowering(parameters, declaration.causal)
+    else:
+        lower_mask = plain_storage.build_lowering(parameters, form.name)
     if form is not None:
         call = call_by_position
         vars(call)["__signature__"] = signature  # `StoredCall` reads here whether the function takes `num_seqs`
@@ -231,7 +329,7 @@ def build_implementation(
         call=call,
         description=(inspect.getdoc(_unwrap_partial(function)) or "").split("\n")[0],
         unsupported={**_list_missing_features(parameters, others), **declaration.unsupported},
-        offers=OPT_IN.intersection(has) | plain_storage.find_scale_features(parameters, form),
+        offers=OPT_IN.intersection(has) | (parameters & {"moba"}) | plain_storage.find_scale_features(parameters, form),
         supports_case=plain_support.PlainSupport(
             parameters,
             declaration.causal,
@@ -239,24 +337,36 @@ def build_implementation(
             None if form is None else form.name,
             others,
             scales=plain_storage.find_required_scales(signature, form),
+            empty_sequences=declaration.empty_sequences,
         ),
         arithmetic=dataclasses.replace(declaration.arithmetic, products=products or declaration.arithmetic.products),
+        # Without a parameter for the soft cap, the cap is the last step of `score_mod`, which comes after the bias.
+        formulas=declaration.formulas
+        if "soft_cap" in parameters
+        else dataclasses.replace(declaration.formulas, soft_cap="after_bias"),
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
         differentiable_residuals=frozenset(),
         gradients=gradients,
+        unordered_sums=frozenset(declaration.unordered_sums),
         empty_rows=declaration.empty_rows,
         memory=declaration.memory,
         behind_mask=declaration.behind_mask,
-        lower_mask=plain_support.build_lowering(parameters, declaration.causal)
-        if form is None or form.is_dense
-        else plain_storage.build_lowering(parameters, form.name),
+        lower_mask=plain_support.replace_open_sides(lower_mask, declaration.open_sides),
         storage=None if form is None else form.name,
         writes_pages=writes,
         refuses_by_signature=True,
+        conventions=declaration.conventions,
     )
     residuals = _find_returned_residuals(implementation) if implementation.residuals else frozenset()
     differentiable = residuals & {"logsumexp"} if declaration.differentiable_residuals else frozenset()
     return dataclasses.replace(implementation, residuals=residuals, differentiable_residuals=differentiable)
+
+
+def _stop_gradient(x: Any) -> Any:
+    """Return an operand as a constant of differentiation. An array that is not traced is a constant already."""
+    import jax  # imported late, since most uses of this module do not need JAX
+
+    return jax.lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x
 
 
 _PHASES: tuple[dict[str, Any], ...] = ({"phase": "train"}, {"phase": "prefill"}, {"phase": "decode", "q_length": 1})
@@ -388,7 +498,7 @@ def _find_options(
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         # `**options` is taken to accept every option except those that are opt-in. An opt-in option must be a named
         # parameter.
-        return named | (frozenset(known) - OPT_IN - {"mask_mod", *plain_storage.SCALE_PARAMETERS})
+        return named | (frozenset(known) - OPT_IN - {*_MASKS_BY_NAME, *plain_storage.SCALE_PARAMETERS})
     return named
 
 

@@ -21,6 +21,7 @@ from cases.masks import Mask
 from cases.quantization import WHOLE_CACHES
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.mask_sides import Sides, find_sides
+from cases.storage_forms.packed_form import compute_max_seqs
 from cases.storage_forms.page_writes import PAGE_ARRAYS
 from cases.storage_forms.storage_form import StorageForm
 from cases.storage_forms.stored_cases import lower_sides
@@ -111,6 +112,20 @@ def find_unsupported(case: Case, parameters: Collection[str], form: str, *, need
         allowed = described.is_cache or "causal" in parameters
         return None if allowed else "causal: the function has no parameter 'causal'"
     return "window: the function has no parameter 'window'"
+
+
+def find_empty_sequence(case: Case, parameters: Collection[str], form: str) -> str | None:
+    """Return which sequence of a stored case has no queries or no keys; None if all have both.
+
+    Unused entries of tables are such sequences for a function without `num_seqs`.
+    """
+    for what, lengths in (("queries", case.q_lengths), ("keys", case.kv_lengths)):
+        if 0 in lengths:
+            return f"empty_sequences: a sequence has no {what}, and the function declares that all have some"
+    has_unused = "num_seqs" in FORMS[form].tables and compute_max_seqs(case) > case.batch
+    if has_unused and "num_seqs" not in parameters:
+        return "empty_sequences: without 'num_seqs', unused entries of the tables are sequences without tokens"
+    return None
 
 
 def build_lowering(

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from cases import mask_spec
 from cases.case import Case
-from cases.masks import Causal, Full, Mask, MaskFunction, Window, has_formula, list_conjuncts
+from cases.masks import Causal, Full, Lengths, Mask, MaskFunction, Window, has_formula, list_conjuncts
+from cases.moba_mask import Moba, depends_on_data
 from cases.storage_forms.form_registry import FORMS
-from conformance.contract import CausalFrom
+from conformance.contract import CausalFrom, Lowering, OpenSide
 from conformance.execution import plain_storage
 
 
@@ -35,6 +37,7 @@ class PlainSupport:
       storage: the name of the storage form in which the function takes its operands; None if they are dense.
       others: the names of further parameters, to which the harness passes nothing.
       scales: the names of the scale parameters without a default; without scales the function cannot take a cache.
+      empty_sequences: whether stored sequences may have no queries or no keys.
     """
 
     parameters: frozenset[str]
@@ -43,19 +46,27 @@ class PlainSupport:
     storage: str | None = None
     others: tuple[str, ...] = ()
     scales: tuple[str, ...] = ()
+    empty_sequences: bool = True
 
     def __call__(self, case: Case) -> str | None:
         """Return why the function does not support `case`, or None if it does."""
         if self.narrow and case.dtype == "f16" and case.distribution == "huge":
             return "huge: logits beyond 65504, the largest f16 number, and the function declares logits in f16"
         if self.storage is not None and not FORMS[self.storage].is_dense:
+            if not self.empty_sequences and (
+                refusal := plain_storage.find_empty_sequence(case, self.parameters, self.storage)
+            ):
+                return refusal
             return plain_storage.find_unsupported(case, self.parameters, self.storage, needed=self.scales)
-        if case.mask == "full" or "mask" in self.parameters:
+        is_chosen = "moba" in case.features
+        if case.mask == "full" or ("mask" in self.parameters and not is_chosen):
             return None
         mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-        _, left = _split_mask(mask, self.parameters, _compute_offset(self.causal, case.q_length, case.kv_length))
-        if left is None:
+        _, _, left = _split_mask(mask, self.parameters, _compute_offset(self.causal, case.q_length, case.kv_length))
+        if left is None or ("mask" in self.parameters and not depends_on_data(left)):
             return None
+        if is_chosen:
+            return "moba: the chunks do not begin where the function aligns queries, or beside another mask"
         kind = mask_spec.list_mask_features(case.mask)[0]
         alike = suggest_parameters(kind, self.others) or suggest_parameters("mask", self.others)
         said = (
@@ -64,22 +75,41 @@ class PlainSupport:
         return f"{kind}: {said}the function has no parameter 'mask'{alike}"
 
 
+def replace_open_sides(lower: Lowering, open_side: OpenSide) -> Lowering:
+    """Return `lower` with None for an open side of `window` replaced by -1, or by the larger of both lengths."""
+
+    def replaced(
+        mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
+    ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
+        static, arrays = lower(mask, batch, num_q_heads, q_length, kv_length)
+        number = max(q_length, kv_length) if open_side == "length" else open_side
+        if isinstance(window := static.get("window"), tuple):
+            static = {**static, "window": tuple(number if side is None else side for side in window)}
+        return static, arrays
+
+    return replaced if open_side is not None else lower
+
+
 def _compute_offset(causal: CausalFrom, q_length: int, kv_length: int) -> int:
     """Return the index of the key that `causal=True` and `window` align with the first query."""
     return 0 if causal == "start" else kv_length - q_length
 
 
-def _split_mask(mask: Mask, parameters: frozenset[str], first: int) -> tuple[dict[str, Hashable], Mask | None]:
-    """Split a mask into static arguments for a function with these parameters, and the rest of the mask.
+def _split_mask(
+    mask: Mask, parameters: frozenset[str], first: int
+) -> tuple[dict[str, Hashable], dict[str, np.ndarray], Mask | None]:
+    """Split a mask into arguments for a function with these parameters, and the rest of the mask.
 
-    A mask is a conjunction. A causal conjunct becomes `causal`, a window becomes `window`, and conjuncts that are given
-    by a formula become `mask_mod`, each if the function has that parameter. `first` is the index of the key that is
-    aligned with the first query.
+    A mask is a conjunction. A causal conjunct becomes `causal`, a window becomes `window`, lengths become `kv_lengths`,
+    a MoBA mask becomes `moba`, and conjuncts that are given by a formula become `mask_mod`, each if the function has
+    that parameter. `first` is the index of the key that is aligned with the first query.
 
     Returns:
-      The static arguments by name, and the conjunction of all other conjuncts, or None if there are none.
+      The static arguments and the array arguments by name, and the conjunction of all other conjuncts, or None if there
+      are none.
     """
     static: dict[str, Hashable] = {}
+    arrays: dict[str, np.ndarray] = {}
     functions: Mask | None = None
     left: Mask | None = None
     for part in list_conjuncts(mask):
@@ -89,13 +119,17 @@ def _split_mask(mask: Mask, parameters: frozenset[str], first: int) -> tuple[dic
             static["causal"] = True
         elif isinstance(part, Window) and part.offset == first and "window" in parameters and "window" not in static:
             static["window"] = (part.left, part.right)
+        elif isinstance(part, Lengths) and "kv_lengths" in parameters and "kv_lengths" not in arrays:
+            arrays["kv_lengths"] = np.asarray(part.lengths, np.int32)
+        elif isinstance(part, Moba) and part.offset == first and "moba" in parameters:
+            static["moba"] = (part.chunk, part.topk)
         elif "mask_mod" in parameters and has_formula(part):
             functions = part if functions is None else functions & part
         else:
             left = part if left is None else left & part
     if functions is not None:
         static["mask_mod"] = MaskFunction(functions)
-    return static, left
+    return static, arrays, left
 
 
 def build_lowering(
@@ -106,7 +140,7 @@ def build_lowering(
     def lower(
         mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
     ) -> tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]:
-        static, left = _split_mask(mask, parameters, _compute_offset(causal, q_length, kv_length))
-        return static, ({} if left is None else {"mask": left.dense(q_length, kv_length)})
+        static, arrays, left = _split_mask(mask, parameters, _compute_offset(causal, q_length, kv_length))
+        return static, arrays if left is None else {**arrays, "mask": left.dense(q_length, kv_length)}
 
     return lower

@@ -27,11 +27,12 @@ from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.page_writes import clear_written, find_slots
 from cases.storage_forms.storage_form import StorageForm
 from cases.storage_forms.storage_layout import NOBODY, Storage
-from conformance.contract import Accelerator, BehindMask, Implementation
+from conformance.contract import Accelerator, BehindMask, Formulas, Implementation
 from conformance.execution import kernel_errors
 
 # The number in unwritten memory, for kernels that declare `behind_mask="finite"`.
 _FINITE_STALE = 2.0**6
+_CONTRACT = Formulas()
 
 
 def build_storage_arrays(
@@ -77,7 +78,12 @@ def lower_implementation(implementation: Implementation) -> Implementation:
     """
     if implementation.storage is None or isinstance(implementation.call, StoredCall | LatentCall):
         return implementation
-    lower = functools.partial(_lower_call, form=implementation.storage, writes=implementation.writes_pages)
+    lower = functools.partial(
+        _lower_call,
+        form=implementation.storage,
+        writes=implementation.writes_pages,
+        formulas=implementation.formulas,
+    )
     return dataclasses.replace(
         implementation,
         call=lower(implementation.call),
@@ -86,8 +92,10 @@ def lower_implementation(implementation: Implementation) -> Implementation:
     )
 
 
-def _lower_call(call: Callable[..., Any], form: str, writes: bool) -> StoredCall | LatentCall:
-    return LatentCall(call, FORMS[form]) if FORMS[form].is_dense else StoredCall.of(call, form, writes=writes)
+def _lower_call(call: Callable[..., Any], form: str, writes: bool, formulas: Formulas) -> StoredCall | LatentCall:
+    if FORMS[form].is_dense:
+        return LatentCall(call, FORMS[form])
+    return StoredCall.of(call, form, writes=writes, formulas=formulas)
 
 
 def _lower_accelerator(
@@ -135,6 +143,13 @@ def add_latent_options(q: Any, value_dim: int, options: Mapping[str, Any]) -> di
     return {**options, "value_dim": value_dim, "scale": 1 / math.sqrt(q.shape[-1]) if scale is None else scale}
 
 
+def _compute_empty_logsumexp(formulas: Formulas, sinks: Any) -> Any:
+    """Compute the `logsumexp` of a row without keys: the sinks `[N]` if it includes them, else an infinity."""
+    if sinks is None or not formulas.logsumexp_sink:
+        return jnp.inf if formulas.logsumexp_empty == "inf" else -jnp.inf
+    return sinks / math.log(2) if formulas.logsumexp_base == 2 else sinks
+
+
 @dataclasses.dataclass(frozen=True)
 class StoredCall:
     """A call that takes stored operands, wrapped to take dense q, k and v and to return dense results.
@@ -145,19 +160,23 @@ class StoredCall:
       counts: whether the call takes `num_seqs`. If not, table entries past the last sequence describe sequences without
         queries and keys.
       writes: whether the call writes the new tokens into pages.
+      formulas: the formulas of the call, for the residuals of queries that it does not get.
     """
 
     call: Callable[..., Any]
     form: StorageForm
     counts: bool
     writes: bool = False
+    formulas: Formulas = _CONTRACT
 
     @classmethod
-    def of(cls, call: Callable[..., Any], form: str, *, writes: bool = False) -> StoredCall:
+    def of(
+        cls, call: Callable[..., Any], form: str, *, writes: bool = False, formulas: Formulas = _CONTRACT
+    ) -> StoredCall:
         """Wrap `call`, which takes operands in the storage form `form`; its signature says if it takes `num_seqs`."""
         parameters = inspect.signature(call).parameters.values()
         counts = any(p.name == "num_seqs" or p.kind is p.VAR_KEYWORD for p in parameters)
-        return cls(call, FORMS[form], counts, writes)
+        return cls(call, FORMS[form], counts, writes, formulas)
 
     def __call__(
         self,
@@ -198,9 +217,8 @@ class StoredCall:
             return self._restore("out", out, (*rows, heads, v.shape[-1]), places, 0.0)
         returned = call_by_keyword(**stored, **options, save_residuals=True)
         out, residuals = kernel_errors.check_residuals(returned)
-        # A dense query that no stored query stands for is an empty row, whose residuals the contract defines.
-        sinks = options.get("sinks")
-        nothing = {"logsumexp": -jnp.inf if sinks is None else sinks, "max_logits": -jnp.inf}
+        # A dense query that no stored query stands for is an empty row, whose residuals the formulas define.
+        nothing = {"logsumexp": _compute_empty_logsumexp(self.formulas, options.get("sinks")), "max_logits": -jnp.inf}
         in_rows = len(rows) > 1
         shape = (rows[0], heads, *rows[1:]) if in_rows else (*rows, heads)
         dense = {}

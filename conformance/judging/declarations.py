@@ -12,9 +12,9 @@ from typing import Any
 
 from cases.case import Case
 from cases.operand import OptionalOperand
-from cases.operand_registry import OPTIONAL
+from cases.operand_registry import GRADIENTS, OPTIONAL
 from cases.storage_forms.form_registry import FORMS
-from conformance.contract import Arithmetic, Implementation
+from conformance.contract import Arithmetic, Formulas, Implementation
 
 # Fields of `Arithmetic` to try as an explanation of a failure, in this order: the first table for f32 operands, the
 # second for bf16 and f16.
@@ -26,10 +26,19 @@ _WEAKER_FOR_SIXTEEN_BITS: tuple[Mapping[str, Any], ...] = (
     {"block_sums": 64},
     {"softmax": "input"},
     {"scaled_q": True},
+    {"scaled_q": "base2"},
     # Plain JAX code often needs several at once: it multiplies q by the scale and computes the rest in the operands'
     # dtype.
     {"softmax": "input", "scaled_q": True},
     {"softmax": "input", "scaled_q": True, "group_sums": "input"},
+)
+# Fields of `Formulas` to try as an explanation of a failure.
+_OTHER_FORMULAS: tuple[Mapping[str, Any], ...] = (
+    {"logsumexp_base": 2},
+    {"logsumexp_sink": False},
+    {"logsumexp_empty": "inf"},
+    {"logsumexp_base": 2, "logsumexp_sink": False},
+    {"soft_cap": "before_bias"},
 )
 # Fields of `Arithmetic` whose non-default value asks more of an implementation than the default.
 _STRICTER_FIELDS = frozenset({"probabilities"})
@@ -62,6 +71,10 @@ def iter_weaker_declarations(implementation: Implementation, case: Case) -> Iter
     if implementation.behind_mask == "any":
         finite = dataclasses.replace(implementation, behind_mask="finite")
         yield Remedy(_format_declaration("behind_mask", "finite"), finite)
+    for formulas in _OTHER_FORMULAS:
+        if implementation.formulas == Formulas() and all(_matters(name, implementation, case) for name in formulas):
+            written = ", ".join(_format_declaration(name, value) for name, value in formulas.items())
+            yield Remedy(written, dataclasses.replace(implementation, formulas=Formulas(**formulas)))
     declared = implementation.arithmetic
     seen = set()
     for fields in _WEAKER_FOR_F32 if case.dtype == "f32" else _WEAKER_FOR_SIXTEEN_BITS:
@@ -78,8 +91,20 @@ def iter_weaker_declarations(implementation: Implementation, case: Case) -> Iter
             yield Remedy(written, dataclasses.replace(implementation, arithmetic=arithmetic))
 
 
+def _matters(formula: str, implementation: Implementation, case: Case) -> bool:
+    """Tell whether another formula than the contract's could change results of the implementation on the case."""
+    if formula == "soft_cap":
+        return case.soft_cap is not None and (case.bias is not None or case.alibi)
+    if "logsumexp" not in implementation.residuals:
+        return False
+    return {"logsumexp_sink": case.sinks, "logsumexp_empty": implementation.empty_rows == "zero"}.get(formula, True)
+
+
 def list_lenient_declarations(implementation: Implementation) -> list[str]:
-    """List the declarations by which an implementation asks for less than the defaults, as they are written in code."""
+    """List the declarations by which an implementation asks for less than the defaults, as they are written in code.
+
+    Other formulas and conventions than the contract's are listed too, although they ask for nothing less.
+    """
     default = Arithmetic()
     lenient = [
         _format_declaration(field.name, value)
@@ -89,6 +114,15 @@ def list_lenient_declarations(implementation: Implementation) -> list[str]:
     ]
     if implementation.behind_mask == "finite":
         lenient.append(_format_declaration("behind_mask", "finite"))
+    lenient += [
+        _format_declaration(field.name, value)
+        for field in dataclasses.fields(Formulas)
+        if (value := getattr(implementation.formulas, field.name)) != field.default
+    ]
+    if implementation.unordered_sums:
+        names = tuple(name for name in GRADIENTS if name in implementation.unordered_sums)
+        lenient.append(f"unordered_sums={names}".replace("'", '"'))
+    lenient += implementation.conventions
     form = None if implementation.storage is None else FORMS[implementation.storage]
     stored = form is not None and not form.is_dense  # the implementation takes packed sequences or a cache
     reads_a_cache = stored or any(name.startswith("kv_") for name in implementation.offers)

@@ -24,6 +24,7 @@ from cases.operand_values import Problem
 from conformance.check_api.subject import Subject
 from conformance.truth import disk_cache, oracle
 from conformance.truth.comparison import compare
+from conformance.truth.declared_formulas import convert_from_contract
 
 REQUIRED_MARGIN = 1.5
 MAX_UNDECIDED_SHARE = 0.1
@@ -47,6 +48,7 @@ def compute_margins(subject: Subject) -> dict[str, float]:
     key = (
         "margins",
         (subject.problem, subject.implementation.arithmetic, subject.empty_rows, subject.cotangents),
+        subject.implementation.formulas,
         (subject.judged_out, subject.judged_residuals, "logsumexp" in subject.implementation.residuals),
         (subject.case.dtype, subject.limits.limits),
     )
@@ -85,8 +87,12 @@ def _compute_forward_margin(subject: Subject, null: oracle.Forward) -> float:
     expected, limit = subject.expectation.forward, subject.limits.limit
     dtype = subject.case.dtype
     margin = compare(null.out, expected["out"], subject.judged_out).ratio / limit(dtype, "out").ratio
-    if "logsumexp" in subject.implementation.residuals:
-        lse = compare(null.logsumexp, expected["logsumexp"], subject.judged_residuals).ratio
+    formulas = subject.implementation.formulas
+    # The null result has the sink in its `logsumexp`, so it cannot be compared with one without.
+    is_comparable = formulas.logsumexp_sink or subject.problem.sinks is None
+    if "logsumexp" in subject.implementation.residuals and is_comparable:
+        null_logsumexp = convert_from_contract(null.logsumexp, formulas)
+        lse = compare(null_logsumexp, expected["logsumexp"], subject.judged_residuals).ratio
         margin = max(margin, lse / limit(dtype, "logsumexp").ratio)
     return margin
 

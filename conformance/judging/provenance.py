@@ -33,9 +33,11 @@ _DATA_FIELDS = (
     "unsupported",
     "offers",
     "arithmetic",
+    "formulas",
     "residuals",
     "differentiable_residuals",
     "gradients",
+    "unordered_sums",
     "empty_rows",
     "behind_mask",
     "validates",
@@ -43,6 +45,7 @@ _DATA_FIELDS = (
     "checkpoint_names",
     "refuses_by_signature",
     "devices",
+    "conventions",
 )
 # Fields of `Implementation` that hold functions or None. Whether a function is given decides which checks run.
 _FUNCTION_FIELDS = ("parts", "merge", "front_end", "supports_case", "tunable")

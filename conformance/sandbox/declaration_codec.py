@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from cases.case import Case
-from conformance.contract import Accelerator, Arithmetic, BehindMask, EmptyRows, Implementation
+from conformance.contract import Accelerator, Arithmetic, BehindMask, EmptyRows, Formulas, Implementation
 from conformance.execution.executor import Executor
 from conformance.execution.plain_support import PlainSupport
 from conformance.records import make_printable
 from conformance.sandbox.handshake import MAX_TEXT
 
-_SET_FIELDS = ("offers", "residuals", "differentiable_residuals", "gradients")
+_SET_FIELDS = ("offers", "residuals", "differentiable_residuals", "gradients", "unordered_sums")
 _PLAIN_FIELDS = (
     *("name", "description", "empty_rows", "behind_mask", "validates", "memory", "refuses_by_signature", "devices"),
     "writes_pages",
@@ -37,8 +37,10 @@ def serialize_declarations(implementation: Implementation) -> dict[str, Any]:
         **{name: sorted(getattr(implementation, name)) for name in _SET_FIELDS},
         "unsupported": dict(implementation.unsupported),
         "arithmetic": dataclasses.asdict(implementation.arithmetic),
+        "formulas": dataclasses.asdict(implementation.formulas),
         "storage": implementation.storage,
         "checkpoint_names": list(implementation.checkpoint_names),
+        "conventions": list(implementation.conventions),
         "variants": list(implementation.variants),
         "parts": implementation.parts is not None,
         "merge": implementation.merge is not None,
@@ -58,6 +60,7 @@ def serialize_declarations(implementation: Implementation) -> dict[str, Any]:
             "storage": support.storage,
             "others": list(support.others),
             "scales": list(support.scales),
+            "empty_sequences": support.empty_sequences,
         }
         if isinstance(support, PlainSupport)
         else None,
@@ -81,7 +84,7 @@ def parse_declarations(
     for name, kind in _FIELD_TYPES.items():
         if type(declared[name]) is not kind:
             raise ValueError(f"{name} must be of type {kind.__name__}, got {declared[name]!r}")
-    names = (*declared["variants"], *declared["checkpoint_names"])
+    names = (*declared["variants"], *declared["checkpoint_names"], *declared["conventions"])
     if unprintable := [name for name in names if not (isinstance(name, str) and name.isprintable())]:
         raise ValueError(f"names must be text that shows as it is, got {unprintable[0]!r}")
     for name, known in _CHOICES.items():
@@ -101,6 +104,7 @@ def parse_declarations(
             plain["storage"],
             tuple(map(make_printable, plain["others"])),
             tuple(map(make_printable, plain["scales"])),
+            bool(plain["empty_sequences"]),
         )
     fields: dict[str, Any] = {name: declared[name] for name in _PLAIN_FIELDS}
     fields["description"] = make_printable(declared["description"][:MAX_TEXT])
@@ -110,8 +114,10 @@ def parse_declarations(
         **fields,
         unsupported={feature: make_printable(reason[:MAX_TEXT]) for feature, reason in declared["unsupported"].items()},
         arithmetic=Arithmetic(**declared["arithmetic"]),
+        formulas=Formulas(**declared["formulas"]),
         storage=declared["storage"],
         checkpoint_names=tuple(declared["checkpoint_names"]),
+        conventions=tuple(declared["conventions"]),
         variants=dict.fromkeys(declared["variants"], call),
         accelerator=Accelerator(**accelerator),
         supports_case=supports,

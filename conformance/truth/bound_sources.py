@@ -17,15 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from cases.operand_values import Cotangent, Problem
-from conformance.contract import Arithmetic
+from conformance.contract import Arithmetic, Formulas
+from conformance.truth.declared_formulas import compute_declared_expectation_for_roundoff
 from conformance.truth.oracle import Array, EmptyRows
-from conformance.truth.rounding_bounds import Expectation, compute_expectation_for_roundoff
+from conformance.truth.rounding_bounds import Expectation
 from conformance.truth.roundoff import Roundoff
 
 SOURCES = {
     "products": "rounding the products of f32 operands",
     "coarse": "rounding operands of products to fewer bits, as declared",
-    "scaled_q": "rounding q * scale to the operands' dtype, as declared",
+    "scaled_q": "rounding the scaled q to the operands' dtype, as declared",
     "cache": "rounding keys and values times the scales of the cache",
     "depth": "summing logits over the head dimension, in f32",
     "logits": "rounding logits to the operands' dtype, as declared",
@@ -38,12 +39,14 @@ SOURCES = {
     "group_sums": "rounding sums over the heads of a group, as declared",
     "log": "the logarithm and the pivot added to it, in f32",
     "backward": "differences and products of the backward pass, in f32",
+    "base": "converting logsumexp to base 2, as declared",
     "residuals": "rounding residuals to the operands' dtype, as declared",
     "out": "rounding results to the operands' dtype",
     "bias": "rounding dbias to the dtype of the bias",
     "tiny": "underflow",
 }
 """Sources of rounding: a description of each, by the field of `Roundoff` that holds its unit roundoff."""
+_CONTRACT = Formulas()
 MIN_ELEMENTS = 64  # fewest elements with an error for which a resemblance is looked for
 # Least share of the variance that a term must explain: several times what chance explains in `MIN_ELEMENTS` elements.
 _MIN_EXPLAINED = 0.05
@@ -74,6 +77,7 @@ def compute_expectation_by_source(
     arithmetic: Arithmetic,
     cotangents: Sequence[Cotangent] = (),
     *,
+    formulas: Formulas = _CONTRACT,
     empty_rows: EmptyRows = "zero",
 ) -> dict[str, Expectation]:
     """Compute, for each source that rounds at all, the exact results and the bounds if only this source rounds."""
@@ -81,8 +85,8 @@ def compute_expectation_by_source(
     sizes = {name: getattr(whole, name) for name in SOURCES}
     silent = dict.fromkeys(SOURCES, 0.0)
     return {
-        name: compute_expectation_for_roundoff(
-            problem, dataclasses.replace(whole, **silent | {name: size}), cotangents, empty_rows=empty_rows
+        name: compute_declared_expectation_for_roundoff(
+            problem, dataclasses.replace(whole, **silent | {name: size}), formulas, cotangents, empty_rows=empty_rows
         )
         for name, size in sizes.items()
         if size

@@ -8,7 +8,8 @@ magnitude to dq, and in quadrature over the rows to dk and dv. The notation is t
 `conformance.truth.rounding_bounds`, with `k' = sum_j p k`. `y` is the logit before terms are added, `y_t` the logit
 after term `t`, and `r_t` the number of roundings of the term itself.
 
-    off   = g u ((2 + n_f) |y| + sum_t (r_t |t| + |y_t|) + 4 |z| (capped)) + u (|z| + |z - m| + 1)      of one logit
+    off   = g u ((2 + n_f) |y| + sum_t (r_t |t| + |y_t|) + 4 |c| (capped)) + u (|z| + |z - m| + 1)      of one logit
+            + u sum_t (r_t |t| + |z_t|)                                  with terms t that are added after the cap, to c
     share = 2u + Q(p off) + p_sink u (2 |sink| + |sink - m| + 1)                                     of the row's sum
     rnd   = u (2 p |dp| + p |D| + 4 |dz|), and u (8 tanh^2 + 1) |dz| (capped)                         of one pair
     err D = u |D| + Q(p |dp| (off + 2u)) + share |D|
@@ -67,8 +68,14 @@ class LowPrecisionSoftmax:
             if roundings := term.rounding.integers + term.rounding.products:
                 before_cap = before_cap + roundings * np.abs(term.value)
             before_cap = before_cap + np.abs(sums.pop())
-        capped = 0.0 if slab.soft_cap is None else 4.0
-        off = slab.cap_derivative * before_cap + (1 + capped) * np.abs(slab.z)
+        off = slab.cap_derivative * before_cap + np.abs(slab.z)
+        if slab.soft_cap is not None:
+            off = off + 4.0 * np.abs(slab.capped)
+        after = slab.capped  # the logit after each later term is added
+        for term in slab.later_terms:
+            after = after + term.value
+            roundings = term.rounding.integers + term.rounding.products
+            off = off + roundings * np.abs(term.value) + np.abs(after)
         off = np.where(slab.allowed, u.softmax * (off + np.abs(slab.z - slab.pivot[..., None]) + 1), 0.0)
         share = 2 * u.softmax + _sum_in_quadrature(slab.p * off)
         if slab.sinks is not None:
@@ -109,6 +116,7 @@ class LowPrecisionSoftmax:
         row = np.abs(dz) * self.share[..., None] + slab.p * err_d[..., None]
         g = slab.cap_derivative
         slope = 1.0 if slab.tanh is None else g + 8 * slab.tanh**2 + 1
+        err_dz = pair + row + u * np.abs(dz)
         pair, row = pair * g + u * slope * np.abs(dz), row * g
         shared = self.share[..., None] * np.abs((g * dz) @ slab.k) + err_d[..., None] * np.abs((g * slab.p) @ slab.k)
         dq = np.sqrt(2 * (self._squares(pair) @ slab.k**2)) + self._magnitudes(pair) @ np.abs(slab.k) + shared
@@ -116,7 +124,7 @@ class LowPrecisionSoftmax:
         dk = self._over_rows(both, slab.q)
         dv = self._over_rows(p_both, do)
         err_dsink = slab.p_sink * (self.share + 4 * u) * np.abs(d - dlse) + slab.p_sink * err_d
-        return SoftmaxGradientErrors(slab.abs_scale * dq, slab.abs_scale * dk, dv, both, err_dsink)
+        return SoftmaxGradientErrors(slab.abs_scale * dq, slab.abs_scale * dk, dv, both, err_dz, err_dsink)
 
     def _squares(self, x: Array) -> Array:
         """Return the squares of errors `x [G, T, S]` in rows that are added in quadrature, and 0 in other rows."""
@@ -143,7 +151,8 @@ class SoftmaxGradientErrors:
       dq: error of dq, `[G, T, H]`.
       dk: error of each query head's part of dk, `[G, S, H]`.
       dv: error of each query head's part of dv, `[G, S, V]`.
-      dx: error of the gradient of the logits, `[G, T, S]`.
+      dx: error of the gradient of the logits before the soft cap, `[G, T, S]`.
+      dz: error of the gradient of the logits after the soft cap, `[G, T, S]`.
       dsink: error of each row's part of dsinks, `[G, T]`.
     """
 
@@ -151,6 +160,7 @@ class SoftmaxGradientErrors:
     dk: Array
     dv: Array
     dx: Array
+    dz: Array
     dsink: Array
 
 

@@ -66,7 +66,8 @@ class Slab:
       k: keys `[S, H]`.
       v: values `[S, V]`.
       allowed: which pairs may attend, `[G, T, S]`.
-      terms: the terms that operands add to the scaled logits, in the order of addition.
+      terms: the terms that operands add to the scaled logits before the soft cap, in the order of addition.
+      later_terms: the terms that operands add after the soft cap, in the order of addition.
       sinks: logits of the sinks, `[G]`, or None.
       soft_cap: the soft cap: a number, or `[G, T, S]` if a `score_mod` computes it; None without a cap.
       fixed_scale: factor of the products of queries and keys that is the same for all heads.
@@ -82,6 +83,7 @@ class Slab:
     v: Array
     allowed: Array
     terms: tuple[LogitTerm, ...]
+    later_terms: tuple[LogitTerm, ...]
     sinks: Array | None
     soft_cap: float | Array | None
     fixed_scale: float
@@ -112,9 +114,17 @@ class Slab:
         return None if self.soft_cap is None else np.tanh(self.x / self.soft_cap)
 
     @functools.cached_property
-    def z(self) -> Array:
-        """Logits after the soft cap, not masked, `[G, T, S]`."""
+    def capped(self) -> Array:
+        """Logits after the soft cap and before the later terms, not masked, `[G, T, S]`."""
         return self.x if self.tanh is None or self.soft_cap is None else self.soft_cap * self.tanh
+
+    @functools.cached_property
+    def z(self) -> Array:
+        """Logits after the soft cap and the later terms, not masked, `[G, T, S]`."""
+        z = self.capped
+        for term in self.later_terms:
+            z = z + term.value
+        return z
 
     @functools.cached_property
     def cap_derivative(self) -> Array | float:
@@ -182,8 +192,10 @@ class Slab:
         """Return the slab reduced to some queries, given by their indices."""
         found = {name: getattr(self, name) for name in ("q", "allowed", "soft_cap")}
         cut: dict[str, Any] = {name: x[:, rows] for name, x in found.items() if isinstance(x, np.ndarray)}
-        terms = tuple(dataclasses.replace(term, value=term.value[:, rows]) for term in self.terms)
-        return dataclasses.replace(self, **cut, terms=terms)
+        for name in ("terms", "later_terms"):
+            kept = (dataclasses.replace(term, value=term.value[:, rows]) for term in getattr(self, name))
+            cut[name] = tuple(kept)
+        return dataclasses.replace(self, **cut)
 
     def drop_factor(self, operand: str) -> Slab:
         """Return the slab without terms and without the factor of `operand`.
@@ -191,7 +203,7 @@ class Slab:
         The logits `x` of the returned slab are the derivative of this slab's `x` with respect to that factor.
         """
         factors = {name: factor for name, factor in self.head_factors.items() if name != operand}
-        return dataclasses.replace(self, head_factors=factors, terms=())
+        return dataclasses.replace(self, head_factors=factors, terms=(), later_terms=())
 
     def dp(self, do: Array) -> Array:
         """Compute `dp_ij = <do_i, v_j>`, `[G, T, S]`, from a cotangent `do [G, T, V]`."""
@@ -222,9 +234,11 @@ def iter_slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Sla
     full = (batch, num_q_heads, problem.q.shape[1], problem.k.shape[1])
     allowed = np.broadcast_to(problem.allowed, full)
     caps = problem.soft_caps
+    later = problem.terms_after_cap if caps is not None else ()
     terms = []
     for operand, value in problem.logit_terms:
-        if caps is None and (hidden := np.isneginf(value)).any():
+        is_capped = caps is not None and operand.name not in problem.terms_after_cap
+        if not is_capped and (hidden := np.isneginf(value)).any():
             # Without a cap, a term of -inf hides the key exactly, so it belongs to the mask and has no rounding error.
             # With a cap the capped logit is finite.
             allowed, value = allowed & ~hidden, np.where(hidden, 0.0, value)
@@ -245,7 +259,8 @@ def iter_slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Sla
                 k=k[b, :, h],
                 v=v[b, :, h],
                 allowed=allowed[b, heads],
-                terms=tuple(LogitTerm(operand, value[b, heads]) for operand, value in terms),
+                terms=tuple(LogitTerm(o, value[b, heads]) for o, value in terms if o.name not in later),
+                later_terms=tuple(LogitTerm(o, value[b, heads]) for o, value in terms if o.name in later),
                 sinks=None if problem.sinks is None else np.maximum(problem.sinks[heads].astype(np.float64), _NO_SINK),
                 soft_cap=caps[b, heads] if isinstance(caps, np.ndarray) else caps,
                 fixed_scale=problem.effective_scale,
@@ -309,7 +324,8 @@ def compute_backward(
                 averaging = np.where(slab.allowed.any(axis=-1, keepdims=True), p, averaging)
                 if slab.sinks is not None:
                     p_sink = np.exp(slab.sinks[:, None] - lse)
-        dx = slab.cap_derivative * p * (dp - d[..., None] + dlse_slab[..., None])
+        dz = p * (dp - d[..., None] + dlse_slab[..., None])
+        dx = slab.cap_derivative * dz
         gradients.add(
             slab,
             dq=slab.scale * dx @ slab.k,
@@ -320,6 +336,7 @@ def compute_backward(
                 **pull_back_factors(slab, dx),
             },
             dx=dx,
+            dz=dz,
         )
     found = dict(gradients.arrays)
     if problem.tied:
@@ -375,6 +392,7 @@ class Gradients:
         dv: Array,
         by_head: Mapping[str, Array],
         dx: Array,
+        dz: Array,
         rows: Rows = slice(None),
     ) -> None:
         """Add one slab's gradients to the totals.
@@ -385,8 +403,9 @@ class Gradients:
           dk: gradient of the slab's keys, `[S, H]`.
           dv: gradient of the slab's values, `[S, V]`.
           by_head: gradients of operands with one value for each query head, `[G]`, by the gradient's name.
-          dx: gradient of the logits, `[G, T, S]`. The gradient of an added term is `dx`, summed over the axes along
-            which the term is broadcast.
+          dx: gradient of the logits before the soft cap, `[G, T, S]`. The gradient of a term that is added there is
+            `dx`, summed over the axes along which the term is broadcast.
+          dz: gradient of the logits after the soft cap, `[G, T, S]`, for terms that are added there.
           rows: which queries of the problem the slab holds.
         """
         self.arrays["dq"][slab.batch, rows, slab.heads] += dq.transpose(1, 0, 2)
@@ -395,9 +414,10 @@ class Gradients:
         for name, gradient in by_head.items():
             if name in self.arrays:
                 self.arrays[name][slab.heads] += gradient
-        for term in slab.terms:
-            if term.operand.gradient in self.arrays:
-                _add_broadcast(self.arrays[term.operand.gradient], slab, dx, rows)
+        for terms, gradient in ((slab.terms, dx), (slab.later_terms, dz)):
+            for term in terms:
+                if term.operand.gradient in self.arrays:
+                    _add_broadcast(self.arrays[term.operand.gradient], slab, gradient, rows)
 
 
 def _add_broadcast(total: Array, slab: Slab, dx: Array, rows: Rows) -> None:

@@ -12,7 +12,8 @@ unit roundoff. `scale` is the magnitude of the fixed scale times the factors by 
 
     err(x)   = u_prod s|x| + u max(s|x|, 3/4 sqrt(H) max(sqrt(sum_d (scale q k)^2), |x|)) + u |alibi|
                + (n_f u + u_q) scale |q||k|
-    err(z)   = g err(x) + u_logits |z| + 4u |z| (capped) + u (|z| + |z - m|)
+    err(z)   = g err(x) + u_logits |z| + 4u |c| (capped) + u (|z| + |z - m|)
+               + u (|c| + sum |t| + |alibi|)           with c the capped logit, if terms t are added after the cap
     err(l)   = sum_j p err(z) + p_sink u |sink| + gamma(S)                                            (relative)
     err(p)   = p expm1(err(z) + err(l) + 2u), never more than max(p, 1 - p)
     E(lse)   = err(l) + u (|lse| + |m|) + u_residual |lse|
@@ -31,6 +32,7 @@ unit roundoff. `scale` is the magnitude of the fixed scale times the factors by 
     err(ds)  = err(p_sink) |D - dlse| + p_sink (err(D) + u |dlse|)                                    (of one row)
     E(dsink) = 2 sqrt(sum_{b,i} err(ds)^2) + gamma(BT) sum_{b,i} |p_sink (D - dlse)| + u |dsink|
     E(dbias) = sum [err(dx) + gamma(n) |dx|] over the broadcast axes + u_bias |dbias|
+               with dz for dx, whose error lacks g and err(g), if the bias is added after the cap
     E(df)    = 2 sqrt(sum_{b,i} (sum_j [err(dx) |y| + |dx| err(y)])^2) + gamma(BTS) sum |dx y| + u |df|
                for a factor f of each query head; y = x / f without added terms is the logit without f
     E(dk)    = E(dk) + E(dv) + u_out |dk + dv|         if the values are the first coordinates of the keys
@@ -222,10 +224,12 @@ class _ForwardErrors:
         if operands is not None:
             x = x + _bound_operand_errors(slab, operands)
         z = np.abs(slab.z)
-        capped = 0.0 if slab.soft_cap is None else 4 * u.cap
+        capped = 0.0 if slab.soft_cap is None else 4 * u.cap * np.abs(slab.capped)
         err_z = (
             slab.cap_derivative * x
-            + (u.logits + capped + u.exponent) * z
+            + capped
+            + _bound_later_terms(slab, u)
+            + (u.logits + u.exponent) * z
             + u.exponent * np.abs(slab.z - slab.pivot[..., None])
         )
         err_z = np.where(slab.allowed, err_z, 0.0)
@@ -302,6 +306,16 @@ def _bound_logit_errors(slab: Slab, u: Roundoff) -> Array:
     return rounded + (u.scaled_q + u.cache) * products
 
 
+def _bound_later_terms(slab: Slab, u: Roundoff) -> Array | float:
+    """Bound the error of adding the terms after the soft cap, `[G, T, S]`; 0 if there are none."""
+    if not slab.later_terms:
+        return 0.0
+    magnitude: Array = np.abs(slab.capped)
+    for term in slab.later_terms:
+        magnitude = magnitude + (1 + term.rounding.products) * np.abs(term.value)
+    return u.depth * magnitude
+
+
 def _bound_operand_errors(slab: Slab, operands: OperandErrors) -> Array:
     """Bound what the errors of the operands q and k add to err(x), `[G, T, S]`."""
     found: Array = slab.abs_scale * (operands.q @ np.abs(slab.k).T + np.abs(slab.q) @ operands.k.T)
@@ -337,8 +351,10 @@ class _BackwardErrors:
     """The backward pass of one slab for one cotangent, with its errors.
 
     Attributes:
-      dx: gradient of the logits, `[G, T, S]`.
+      dx: gradient of the logits before the soft cap, `[G, T, S]`.
+      dz: gradient of the logits after the soft cap, `[G, T, S]`.
       err_dx: err(dx), `[G, T, S]`.
+      err_dz: err(dz), `[G, T, S]`.
       err_dsink: err(ds), the error of each row's part of the gradient of the sink, `[G, T]`.
       dsink: each row's part of the gradient of the sink, `[G, T]`.
       live: allowed pairs whose row has a cotangent, booleans `[G, T, S]`.
@@ -346,7 +362,9 @@ class _BackwardErrors:
     """
 
     dx: Array
+    dz: Array
     err_dx: Array
+    err_dz: Array
     err_dsink: Array
     dsink: Array
     live: Array
@@ -370,15 +388,17 @@ class _BackwardErrors:
         err_d = ((errors.p + (u.probabilities + u.gamma(keys)) * p) * np.abs(dp) + p * err_dp).sum(axis=-1)
         err_d += (((u.out + u.gamma(v_depth)) * np.abs(slab.out) + u.tiny) * abs_do).sum(axis=-1)
         shift = u.backward * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
-        err_dx = slab.cap_derivative * (errors.p * np.abs(r) + p * (err_dp + err_d[..., None] + shift))
-        err_dx = err_dx + np.abs(dz) * _bound_cap_derivative_errors(slab, errors, u)
+        shift = shift + u.base * np.abs(dlse)[..., None]
+        err_dz = errors.p * np.abs(r) + p * (err_dp + err_d[..., None] + shift)
+        err_dx = slab.cap_derivative * err_dz + np.abs(dz) * _bound_cap_derivative_errors(slab, errors, u)
         live = slab.allowed & (do.any(axis=-1) | (dlse != 0))[..., None]
-        err_dx = err_dx + (u.probabilities + u.products + u.backward) * np.abs(dx) + u.tiny * live * (1 + np.abs(r))
-        err_dsink = errors.p_sink * np.abs(d - dlse) + slab.p_sink * (err_d + u.backward * np.abs(dlse))
+        rounding, tiny = u.probabilities + u.products + u.backward, u.tiny * live * (1 + np.abs(r))
+        err_dx, err_dz = err_dx + rounding * np.abs(dx) + tiny, err_dz + rounding * np.abs(dz) + tiny
+        err_dsink = errors.p_sink * np.abs(d - dlse) + slab.p_sink * (err_d + (u.backward + u.base) * np.abs(dlse))
         narrow = None if errors.narrow is None else errors.narrow.backward(do, dp, d, dlse)
         if narrow is not None:
             err_dsink = err_dsink + narrow.dsink
-        return cls(dx, err_dx, err_dsink, slab.p_sink * (dlse - d), live, narrow)
+        return cls(dx, dz, err_dx, err_dz, err_dsink, slab.p_sink * (dlse - d), live, narrow)
 
 
 def _bound_cap_derivative_errors(slab: Slab, errors: _ForwardErrors, u: Roundoff) -> Array | float:
@@ -421,6 +441,7 @@ def _add_gradients(
         dv=dv_by_head.sum(axis=0),
         by_head={"dsinks": back.dsink.sum(axis=-1), **pull_back_factors(slab, back.dx)},
         dx=back.dx,
+        dz=back.dz,
         rows=rows,
     )
     group, queries = dlse.shape
@@ -443,9 +464,9 @@ def _add_gradients(
         err_dk = err_dk + _bound_coarse_products(u, np.abs(dk_by_head), dx2.transpose(0, 2, 1) @ slab.q**2).sum(axis=0)
         p2 = slab.averaging.transpose(0, 2, 1) ** 2
         err_dv = err_dv + _bound_coarse_products(u, np.abs(dv_by_head), p2 @ do**2).sum(axis=0)
-    err_dx = back.err_dx + terms * abs_dx
+    err_dx, err_dz = back.err_dx + terms * abs_dx, back.err_dz + terms * np.abs(back.dz)
     if back.narrow is not None:
-        err_dq, err_dx = err_dq + back.narrow.dq, err_dx + back.narrow.dx
+        err_dq, err_dx, err_dz = err_dq + back.narrow.dq, err_dx + back.narrow.dx, err_dz + back.narrow.dz
         err_dk, err_dv = err_dk + back.narrow.dk.sum(axis=0), err_dv + back.narrow.dv.sum(axis=0)
     by_head = (u.out if group > 1 else 0.0) + u.bound_head_sums(group)
     sink_sum = u.gamma(queries) * np.abs(back.dsink).sum(axis=-1)
@@ -459,6 +480,7 @@ def _add_gradients(
             **{GRADIENT_OF[name]: _bound_factor_gradient(slab, name, back, errors, u) for name in slab.head_factors},
         },
         dx=err_dx,
+        dz=err_dz,
         rows=rows,
     )
 

@@ -21,7 +21,7 @@ _TINY = {"f32": 2.0**-126, "bf16": 2.0**-126, "f16": 2.0**-25}
 class Roundoff:
     """Unit roundoffs of a declared arithmetic on operands of one dtype: one field for each step that may round.
 
-    A field is 0 if its step does not round. The last six fields are roundoffs of f32, whatever is declared. They are
+    A field is 0 if its step does not round. The last fields are roundoffs of f32, whatever is declared. They are
     separate fields so that `conformance.truth.bound_sources` can compute the term of each in a bound.
 
     Attributes:
@@ -33,7 +33,7 @@ class Roundoff:
       block_sums: rounding sums over keys or queries to the operands' dtype after each block.
       block: number of keys or queries in such a block; None if sums are not rounded after blocks.
       probabilities: rounding probabilities to the operands' dtype.
-      scaled_q: rounding `q * scale` to the operands' dtype.
+      scaled_q: rounding `q * scale`, or `q * scale * log2(e)`, to the operands' dtype.
       residuals: rounding residuals to the operands' dtype.
       out: rounding results to the operands' dtype.
       bias: rounding dbias to the dtype of the bias.
@@ -45,6 +45,7 @@ class Roundoff:
       sums: rounding sums over keys, queries and the depth of values.
       log: rounding the logarithm of the softmax's denominator.
       backward: rounding differences and products of the backward pass.
+      base: converting logarithms to base 2, and cotangents of them; 0 if they are natural.
     """
 
     products: float
@@ -67,6 +68,7 @@ class Roundoff:
     sums: float = U
     log: float = U
     backward: float = U
+    base: float = 0.0
 
     @classmethod
     def of(cls, arithmetic: Arithmetic, problem: Problem, dtype: str | None = None) -> Roundoff:
@@ -77,7 +79,9 @@ class Roundoff:
         exact = arithmetic.products == "exact"
         in_input = arithmetic.softmax == "input"
         below = 0.0 if single else u_in
-        exact_scale = np.frexp(problem.effective_scale)[0] == 0.5 and not problem.head_factors
+        # A power of two as the scale rounds nothing, but its product with log2(e) does.
+        is_power = np.frexp(problem.effective_scale)[0] == 0.5 and not problem.head_factors
+        exact_scale = is_power and arithmetic.scaled_q != "base2"
         return cls(
             products=U if single and exact else 0.0,
             coarse=UNIT_ROUNDOFF[arithmetic.products] if single and not exact else 0.0,
