@@ -143,7 +143,8 @@ def widen_int4(stored: jax.Array) -> jax.Array:
     """
     if stored.dtype != jnp.int4 or not runs_on("gpu"):
         return stored
-    return jax.lax.optimization_barrier(stored.astype(jnp.float32))
+    widened: jax.Array = jax.lax.optimization_barrier(stored.astype(jnp.float32))  # type: ignore[no-untyped-call]
+    return widened
 
 
 def count_multiprocessors() -> int:
