@@ -31,7 +31,8 @@ def select_rows(
 
     Args:
       libraries: all libraries by name.
-      asked: each is the name of a library or the start of the names of its functions, with `==VERSION` or without.
+      asked: each is the name of a library, of one of its functions, or what names of functions have before a dot; with
+        `==VERSION` or without.
       everything: all libraries.
       all_versions: all listed versions, where none is asked for; else the newest.
 
@@ -60,18 +61,20 @@ def select_rows(
 
 
 def _find_functions(libraries: Mapping[str, Library], name: str) -> tuple[Library, tuple[str, ...]]:
-    """Find the functions of a library, or those whose names begin with `name`. Raises `CannotJudge` for none."""
+    """Find the functions of a library, the function of this name, or those whose names begin with it and a dot.
+
+    Raises:
+      CannotJudge: if there is none.
+    """
     name = name.removeprefix(PREFIX)
     if name in libraries:
         return libraries[name], libraries[name].implementation_names
     for library in libraries.values():
-        found = [
-            one
-            for one in library.implementation_names
-            if (short := one.removeprefix(PREFIX)) == name or short.startswith(f"{name}.")
-        ]
-        if found:
-            return library, tuple(found)
+        short = {one.removeprefix(PREFIX): one for one in library.implementation_names}
+        if name in short:
+            return library, (short[name],)
+        if found := tuple(one for key, one in short.items() if key.startswith(f"{name}.")):
+            return library, found
     known = [*libraries, *(n.removeprefix(PREFIX) for one in libraries.values() for n in one.implementation_names)]
     raise CannotJudge(f"no library or function {name!r}{suggest_name(name, known)}; survey --list prints all")
 

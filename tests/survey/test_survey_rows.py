@@ -26,7 +26,7 @@ def build_library(name: str, versions: tuple[str, ...], *functions: str) -> Libr
 
 LIBRARIES = {
     "flax": build_library("flax", ("3.0", "2.0"), "flax.linen", "flax.nnx", "flax.nnx.weights"),
-    "keras": build_library("keras", ("1.0",), "keras.ops"),
+    "keras": build_library("keras", ("1.0",), "keras.ops", "keras.layers.A", "keras.layers.B"),
 }
 
 
@@ -49,7 +49,8 @@ def test_versions_of_libraries_are_selected(asked: list[str], options: dict[str,
     ("asked", "expected"),
     [
         (["flax"], ("library:flax.linen", "library:flax.nnx", "library:flax.nnx.weights")),
-        (["flax.nnx"], ("library:flax.nnx", "library:flax.nnx.weights")),
+        (["flax.nnx"], ("library:flax.nnx",)),
+        (["keras.layers"], ("library:keras.layers.A", "library:keras.layers.B")),
         (["library:flax.linen"], ("library:flax.linen",)),
         (["flax.linen", "flax.nnx.weights"], ("library:flax.linen", "library:flax.nnx.weights")),
     ],
