@@ -137,7 +137,7 @@ class Formulas:
 
     @property
     def has_contract_logsumexp(self) -> bool:
-        """Whether `logsumexp` is that of the contract."""
+        """Return whether `logsumexp` is that of the contract."""
         return (self.logsumexp_base, self.logsumexp_sink, self.logsumexp_empty) == ("e", True, "-inf")
 
 

@@ -20,10 +20,10 @@ _SPECIFIC = frozenset(
 )
 _ALWAYS = frozenset({"full"})  # a mask that a finding about no mask has too
 
-NEW, WRONG, DESIGN, PASSES, HIDDEN, REFUSES, UNJUDGED, ABSENT = (
+NEW, WRONG, KNOWN, PASSES, HIDDEN, REFUSES, UNJUDGED, ABSENT = (
     "new",
     "wrong",
-    "design",
+    "known",
     "pass",
     "hidden",
     "refuses",
@@ -32,9 +32,9 @@ NEW, WRONG, DESIGN, PASSES, HIDDEN, REFUSES, UNJUDGED, ABSENT = (
 )
 STATES: Mapping[str, tuple[str, str]] = {
     PASSES: ("✓", "conforms"),
-    DESIGN: ("○", "conforms but for a difference by design"),
+    KNOWN: ("○", "conforms but for known failures without a finding"),
     WRONG: ("✗", "wrong, a finding says how"),
-    NEW: ("!", "wrong, and no finding explains it yet"),
+    NEW: ("!", "wrong, and not known before"),
     HIDDEN: ("·", "fails for another reason in every case"),
     REFUSES: ("\N{EN DASH}", "not supported"),
     UNJUDGED: ("?", "not judged"),
@@ -44,7 +44,7 @@ STATES: Mapping[str, tuple[str, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What a cell of the page shows for one dtype."""
+    """The mark of one dtype in a cell of the page."""
 
     dtype: str
     state: str
@@ -77,16 +77,16 @@ def find_state(function: FunctionResult, feature: str, cell: Cell) -> str:
     if any(mine):
         return WRONG
     if cell.passed:
-        return DESIGN if mine else PASSES
+        return KNOWN if mine else PASSES
     if cell.known:
-        return DESIGN if mine else HIDDEN
+        return KNOWN if mine else HIDDEN
     if cell.declined:
         return REFUSES
     return UNJUDGED if cell.unjudged else ABSENT
 
 
 def _concerns(function: FunctionResult, finding: str, feature: str) -> bool:
-    shared = frozenset(function.finding_features.get(finding, ()))
+    shared = frozenset(function.finding_features.get(finding, ())) - frozenset(DTYPES)  # a cell has its own dtype
     special = (shared & _SPECIFIC) - _ALWAYS
     return feature in special if special else feature in shared or not shared
 
@@ -120,7 +120,7 @@ def build_lines(rows: Sequence[RowResult], features: Sequence[str]) -> list[Line
 def _build_line(row: RowResult, function: FunctionResult, features: Sequence[str], *, is_newest: bool) -> Line:
     marks = {feature: tuple(_build_mark(function, feature, dtype) for dtype in DTYPES) for feature in features}
     name = function.function.removeprefix(PREFIX)
-    state = {CONFORMS: PASSES, KNOWN_FAILURES: WRONG if any(function.findings) else DESIGN, DOES_NOT_CONFORM: NEW}
+    state = {CONFORMS: PASSES, KNOWN_FAILURES: WRONG if any(function.findings) else KNOWN, DOES_NOT_CONFORM: NEW}
     return Line(
         row=row,
         function=function,

@@ -42,7 +42,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """How far results were from the exact ones, in units of the bound: the median and the worst record that passed."""
+    """The precision of results that passed, in units of their bounds: of the median record and of the worst one."""
 
     median: float
     worst: float
@@ -51,7 +51,7 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True)
 class RedRecord:
-    """A failure that no finding explains."""
+    """A failure that is not known."""
 
     case: str
     check: str
@@ -76,7 +76,7 @@ class FunctionResult:
       speed: by mask and phase, the seconds of `block_flash` divided by its own: 2 means twice as fast.
       findings: the number of records of each finding; of those without a finding under "".
       finding_features: for each finding, the features that all its records share.
-      red: failures that no finding explains; the first `_MAX_RED` of `red_count`.
+      red: failures that are not known; the first `_MAX_RED` of `red_count`.
     """
 
     function: str

@@ -30,8 +30,8 @@ def name_axes(operand: str, names: Mapping[str, str]) -> tuple[str, ...]:
 
     Args:
       operand: an operand that is one array, such as `"q"` or `"bias"`, or `"out"`.
-      names: a name for each letter: B for batch rows, T for queries, S for keys, N for query heads, K for key/value
-        heads, H for the depth of queries and keys, V for the depth of values.
+      names: a name for each letter. B are batch rows, T queries, S keys, N query heads, K key/value heads. H is the
+        depth of queries and keys, V that of values.
 
     Raises:
       ValueError: for an operand that does not exist or is no single array, and for a letter without a name.

@@ -100,9 +100,9 @@ def _split_mask(
 ) -> tuple[dict[str, Hashable], dict[str, np.ndarray], Mask | None]:
     """Split a mask into arguments for a function with these parameters, and the rest of the mask.
 
-    A mask is a conjunction. A causal conjunct becomes `causal`, a window becomes `window`, lengths become `kv_lengths`,
-    a MoBA mask becomes `moba`, and conjuncts that are given by a formula become `mask_mod`, each if the function has
-    that parameter. `first` is the index of the key that is aligned with the first query.
+    A mask is a conjunction. A conjunct becomes an argument if the function has the parameter for it: `causal`,
+    `window`, `kv_lengths` for lengths, `moba`, or `mask_mod` for a formula of indices.
+    `first` is the index of the key that is aligned with the first query.
 
     Returns:
       The static arguments and the array arguments by name, and the conjunction of all other conjuncts, or None if there

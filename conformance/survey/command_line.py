@@ -12,7 +12,7 @@ DEFAULT_FOLDER = "survey"
 _SURVEY = """\
 Judge the attention functions of published libraries. Each version of a library gets a Python environment of its own,
 which uv creates from the file impls/libraries/NAME.toml. The functions are judged there by the adapters of
-impls/libraries/NAME.py. A failure that a known finding explains is counted with it. Any other failure is new.
+impls/libraries/NAME.py. Known failures are counted with their findings. Any other failure is new.
 """
 
 _EXAMPLES = """\

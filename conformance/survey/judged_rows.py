@@ -34,7 +34,7 @@ _STOP_SECONDS = 60.0  # time for a run that was told to stop, in which it writes
 
 @dataclasses.dataclass(frozen=True)
 class RowOutcome:
-    """How the judging of a row ended.
+    """The end of the judging of a row.
 
     Attributes:
       state: `JUDGED`, `NOT_INSTALLED`, `NOT_JUDGED` or `STOPPED`.

@@ -183,11 +183,11 @@ def write_results(path: Path, results: Iterable[RowResult]) -> None:
 
 
 def _print_results(results: Sequence[RowResult], console: Console) -> None:
-    """Print a table of all functions, then the failures that no finding explains."""
+    """Print a table of all functions, then the failures that are not known."""
     table = Table("library", "function", "verdict", "findings", box=None, pad_edge=False)
     for row in results:
         for one in row.functions:
-            known = ", ".join(f"{name or 'by design'} ({count})" for name, count in one.findings.items())
+            known = ", ".join(f"{name or 'no finding'} ({count})" for name, count in one.findings.items())
             new = f"{one.red_count} NEW" if one.red_count else ""
             table.add_row(
                 f"{row.package} {row.version}",

@@ -1,7 +1,7 @@
 """Adapters of the kernels of attnax, in the layout `[B, N, T, H]`.
 
 A bias is a score function (`additive_bias_mod`). Softmax is in the operands' dtype
-(https://pypi.org/project/attnax/, `attnax/kernels/attention.py`).
+(https://github.com/glibtkachenko/attnax, `attnax/kernels/attention.py`).
 """
 
 from __future__ import annotations

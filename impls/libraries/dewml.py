@@ -1,7 +1,7 @@
 """Adapters of `dew.nn.attention.scaled_dot_product_attention`, with its implementations `reference` and `xla`.
 
 `causal` aligns the first query with the first key, and a window is causal or symmetric and counts the query's own key
-(https://pypi.org/project/dewml/, `dew/nn/attention.py`). A soft cap raises together with sinks.
+(https://github.com/AshishKumar4/dew, `dew/nn/attention.py`). A soft cap raises together with sinks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Adapter of jax-flash-attn2 on its platform `jax`.
 
-Heads are grouped, and lengths must be multiples of the blocks (https://pypi.org/project/jax-flash-attn2/). Its package
-imports Triton and eformer, which do not import with current versions of JAX, so these are replaced.
+Heads are grouped, and lengths must be multiples of the blocks (https://github.com/erfanzar/jax-flash-attn2).
+Its package imports Triton and eformer, which do not import with current versions of JAX, so these are replaced.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Adapters of the softmax attention of jax-linear-attention, on its XLA path.
 
 Its docstrings are its documentation: `jla/layers/attention.py` and `jla/ops/moba.py`
-(https://pypi.org/project/jax-linear-attention). Attention is always causal over a full sequence, and its window counts
-the query itself. Values of another depth are documented for its GPU kernels only.
+(https://github.com/jla-org/jax-linear-attention). Attention is always causal over a full sequence, and its window
+counts the query itself. Values of another depth are documented for its GPU kernels only.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 if "tensorflow" not in sys.modules:
     # Kauldron imports TensorFlow, of 600 MB, for its data pipelines and type annotations.
     _stub = types.ModuleType("tensorflow")
-    _stub.__getattr__ = lambda name: type(name, (), {})  # type: ignore[method-assign]
+    _stub.__getattr__ = lambda name: type(name, (), {})  # type: ignore[method-assign] # of this stub alone
     _stub.__spec__ = importlib.machinery.ModuleSpec("tensorflow", None)
     sys.modules["tensorflow"] = _stub
 

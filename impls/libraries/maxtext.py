@@ -63,7 +63,7 @@ def flash(
         _find_block(kv_length),
         _find_block(q_length),
         pairs,
-        -0.7 * float(jnp.finfo(q.dtype).max),  # type: ignore[no-untyped-call]
+        -0.7 * float(jnp.finfo(q.dtype).max),  # type: ignore[no-untyped-call] # untyped upstream
         soft_cap,
         save_residuals,
         logits_dtype=q.dtype,

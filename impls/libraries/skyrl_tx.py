@@ -1,6 +1,6 @@
 """Adapter of `tx.layers.attention.dot_product_attention` of SkyRL tx, which calls `jax.nn.dot_product_attention`.
 
-Its mask is one of keys, `[B, S]`, and must keep the first ones (https://pypi.org/project/skyrl-tx/).
+Its mask is one of keys, `[B, S]`, and must keep the first ones (https://github.com/NovaSky-AI/SkyRL/tree/main/skyrl-tx).
 """
 
 from __future__ import annotations

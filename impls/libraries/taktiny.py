@@ -1,7 +1,8 @@
 """Adapter of `taktiny.nn.Attention`, a module whose projections get identity weights.
 
 A mask has no axis of heads. Masked weights are set to zero after the softmax, so that empty rows give zero
-(https://pypi.org/project/taktiny/, `taktiny/nn/modules/transformer.py`). Its arithmetic is in the operands' dtype.
+(https://github.com/solitariusai/taktiny, `taktiny/nn/modules/transformer.py`).
+Its arithmetic is in the operands' dtype.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ def attend_in_window(number: Any, wrong: int = 0) -> Callable[..., Any]:
             return naive.attention(q, k, v, mask=((i - j <= window[0] - wrong) & (j - i <= window[1]))[None, None])
         if window is not None and number is not None:
             # A window of (left, None), as a kernel without open sides would read it, is an error.
-            window = tuple(None if side < 0 else side - wrong for side in window)  # type: ignore[assignment]
+            window = tuple(None if x < 0 else x - wrong for x in window)  # type: ignore[assignment] # None is no int
         return naive.attention(q, k, v, window=window)
 
     return attention

@@ -10,7 +10,7 @@ import pytest
 from conformance.judging.settings import ExpectedFailure, Settings
 from conformance.records import EXPECTED_FAIL, FAIL, PASS, UNJUDGED, UNSUPPORTED, Record, RunInfo
 from reports.page_model import build_summary
-from reports.survey_page import DESIGN, HIDDEN, NEW, PASSES, REFUSES, WRONG, find_state, render_survey_page
+from reports.survey_page import HIDDEN, KNOWN, NEW, PASSES, REFUSES, WRONG, find_state, render_survey_page
 from reports.survey_results import (
     FunctionResult,
     RowResult,
@@ -60,11 +60,12 @@ CAPPED = [build_record(EXPECTED_FAIL, mask, "soft_cap", finding="cap") for mask 
         ([*CAPPED, build_record(PASS, "causal")], "soft_cap", WRONG),
         (CAPPED, "causal", HIDDEN),
         ([build_record(EXPECTED_FAIL, "full", "train", finding="all")], "train", WRONG),
-        ([build_record(EXPECTED_FAIL, "causal")], "causal", DESIGN),
+        ([build_record(EXPECTED_FAIL, mask, "f32", finding="dtype") for mask in ("causal", "full")], "causal", WRONG),
+        ([build_record(EXPECTED_FAIL, "causal")], "causal", KNOWN),
         ([build_record(UNSUPPORTED, "causal")], "causal", REFUSES),
         ([build_record(UNJUDGED, "causal")], "causal", "unjudged"),
     ],
-    ids=["pass", "new", "elsewhere", "wrong", "hidden", "everywhere", "design", "refuses", "unjudged"],
+    ids=["pass", "new", "elsewhere", "wrong", "hidden", "everywhere", "dtype", "known", "refuses", "unjudged"],
 )
 def test_the_state_of_a_cell(records: list[Record], feature: str, expected: str) -> None:
     function = summarize(*records)
@@ -101,7 +102,7 @@ def test_the_page_shows_findings_new_failures_and_what_was_not_judged() -> None:
         "no wheel &lt;b&gt;",
         "behind_mask=",
         "survey --library=x.attention==2.0",
-        "without a finding",
+        "new failure",
     ):
         assert text in page
     assert page.count('data-newest="1"') == 1
