@@ -1,41 +1,24 @@
-"""Format the results of a survey as Markdown: a table of functions for each library, and how precise they are."""
+"""Format the results of a survey as Markdown tables: verdicts, versions, precision, and what was not judged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from reports.conformity import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES
 from reports.markdown_text import escape_inline, format_row
 from reports.matrix_rows import FEATURE_KINDS
-from reports.survey_page import PREFIX, WRONG, find_state
-from reports.survey_results import FunctionResult, RowResult
+from reports.survey_page import PREFIX
+from reports.survey_results import Cell, FunctionResult, RowResult
 from reports.text_format import DASH, format_number
 
-_VERDICTS = {
-    CONFORMS: "conforms",
-    KNOWN_FAILURES: "conforms but for differences by design",
-    DOES_NOT_CONFORM: "**wrong**, without a finding",
-}
 _DTYPES = FEATURE_KINDS["dtype"]
-_HEADER = ("function", "version", "verdict", "wrong for", "findings", "precision", "speed")
+_SPECIFIC = ("mask", "operands", "shape", "storage", "quantised cache")
+_UNREMARKABLE = ("full", "dense", "offset")  # masks that stand for no mask, or for any
+_NARROW_PHASES = ("prefill", "decode")
+_SPEEDS = ("full forward", "full forward+backward", "causal forward", "causal forward+backward")
 
 
-def format_survey(rows: Sequence[RowResult], findings: Mapping[str, str]) -> str:
-    """Format all rows, a section for each library.
-
-    Args:
-      rows: the results.
-      findings: the title of each finding, by its name, which is that of its page in the same folder as the text's.
-    """
-    libraries = dict.fromkeys(row.library for row in rows)
-    blocks = [_format_facts(rows)]
-    for library in libraries:
-        own = [row for row in rows if row.library == library]
-        blocks += [f"## {escape_inline(library)}", _format_library(own, findings)]
-    return "\n\n".join(filter(None, blocks))
-
-
-def _format_facts(rows: Sequence[RowResult]) -> str:
+def format_facts(rows: Sequence[RowResult]) -> str:
     """Format when, where and with which versions the rows were judged."""
     judged = [row for row in rows if row.functions]
     days = sorted({row.started[:10] for row in judged})
@@ -43,59 +26,138 @@ def _format_facts(rows: Sequence[RowResult]) -> str:
         "judged": " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "never",
         "machine": "; ".join(sorted({row.environment.get("machine", "") for row in judged} - {""})),
         "JAX": ", ".join(sorted({row.environment.get("jax", "") for row in judged} - {""})),
-        "level": ", ".join(sorted({row.level for row in judged})),
-        "functions": str(len({one.function for row in judged for one in row.functions})),
         "libraries": str(len({row.library for row in judged})),
+        "versions": str(len(judged)),
+        "functions": str(len({one.function for row in judged for one in row.functions})),
+        "results": f"{sum(_count_results(one) for row in judged for one in row.functions):,}",
     }
-    lines = [format_row(*facts), format_row(*["---"] * len(facts)), format_row(*map(escape_inline, facts.values()))]
-    return "\n".join(lines)
+    return _format_table(tuple(facts), [tuple(map(escape_inline, facts.values()))])
 
 
-def _format_library(rows: Iterable[RowResult], findings: Mapping[str, str]) -> str:
-    lines = [format_row(*_HEADER), format_row(*["---"] * len(_HEADER))]
-    notes = []
-    for row in rows:
-        lines += [format_row(*_format_function(row, function, findings)) for function in row.functions]
-        if not row.functions:
-            notes.append(f"{escape_inline(row.package)} {row.version} was not judged: {escape_inline(row.reason)}.")
-    table = "\n".join(lines) if len(lines) > 2 else ""
-    return "\n\n".join(filter(None, (table, *notes)))
+def _count_results(function: FunctionResult) -> int:
+    """Count the judged results of a function: each belongs to one dtype."""
+    cells = [function.cells.get(f"{dtype} {dtype}", Cell()) for dtype in _DTYPES]
+    return sum(cell.passed + cell.failed + cell.known for cell in cells)
 
 
-def _format_function(row: RowResult, function: FunctionResult, findings: Mapping[str, str]) -> tuple[str, ...]:
-    named = [name for name in function.findings if name]
-    links = [f"[{escape_inline(findings[name])}](upstream/{name}.md)" for name in named if name in findings]
-    verdict = _VERDICTS.get(function.conformity, "not judged")
-    if function.conformity == KNOWN_FAILURES and named:
-        verdict = "**wrong**"
-    elif function.conformity == CONFORMS and function.declared:
-        verdict = "conforms as declared"
-    return (
-        f"`{function.function.removeprefix(PREFIX)}`",
-        escape_inline(row.version),
-        verdict,
-        ", ".join(list_wrong_features(function)) or DASH,
-        "; ".join(links) or DASH,
-        _format_precision(function),
-        ", ".join(f"{what} {format_number(speed)}" for what, speed in function.speed.items()) or DASH,
+def format_newest(rows: Sequence[RowResult]) -> str:
+    """Format the verdict on each function in the newest version that was judged."""
+    return _format_table(
+        ("library", "function", "level", "verdict", "findings"),
+        [
+            (_name_version(row), _name_function(one), row.level, _name_verdict(one), _link_findings(one))
+            for row in find_newest(rows)
+            for one in row.functions
+        ],
     )
 
 
-def list_wrong_features(function: FunctionResult) -> list[str]:
-    """List the features that findings are about, each with the dtypes in which it is wrong."""
-    wrong: dict[str, list[str]] = {}
-    for key, cell in function.cells.items():
-        feature, _, dtype = key.rpartition(" ")
-        if find_state(function, feature, cell) == WRONG:
-            wrong.setdefault(feature, []).append(dtype)
-    return [
-        f"{feature} ({', '.join(name for name in _DTYPES if name in dtypes)})" if len(dtypes) < len(_DTYPES) else feature
-        for feature, dtypes in wrong.items()
+def format_versions(rows: Sequence[RowResult]) -> str:
+    """Format the verdict on each function in all versions, for the libraries of which several were judged.
+
+    Versions of the same result share a line.
+    """
+    lines: dict[tuple[str, str, str, str], list[str]] = {}
+    for library in dict.fromkeys(row.library for row in rows):
+        judged = [row for row in rows if row.library == library and row.functions]
+        names = dict.fromkeys(one.function for row in judged for one in row.functions)
+        for name in names if len(judged) > 1 else ():
+            for row in judged:
+                for one in row.functions:
+                    if one.function == name:
+                        key = (_name_function(one), row.level, _name_verdict(one), _link_findings(one))
+                        lines.setdefault(key, []).append(f"{row.version} (JAX {row.environment.get('jax', '')})")
+    return _format_table(
+        ("function", "versions", "level", "verdict", "findings"),
+        [(key[0], escape_inline(", ".join(versions)), *key[1:]) for key, versions in lines.items()],
+    )
+
+
+def format_precision(rows: Sequence[RowResult]) -> str:
+    """Format the median and the largest ratio of passing results, by dtype, for the newest versions."""
+    lines = []
+    for row in find_newest(rows):
+        for one in row.functions:
+            found = [one.precision.get(dtype) for dtype in _DTYPES]
+            cells = [f"{format_number(p.median)}, {format_number(p.worst)}" if p else DASH for p in found]
+            if any(found):
+                lines.append((_name_version(row), _name_function(one), *cells))
+    return _format_table(("library", "function", *_DTYPES), lines)
+
+
+def format_speed(rows: Sequence[RowResult]) -> str:
+    """Format how fast the functions are beside `block_flash`, for the newest versions that were timed."""
+    lines = [
+        (_name_version(row), _name_function(one), *(_format_speed(one.speed.get(key)) for key in _SPEEDS))
+        for row in find_newest(rows)
+        for one in row.functions
+        if one.speed
     ]
+    return _format_table(("library", "function", *_SPEEDS), lines)
 
 
-def _format_precision(function: FunctionResult) -> str:
-    """Format the median and the worst ratio of passing results to their bounds, by dtype."""
-    found = function.precision
-    parts = [f"{d} {format_number(found[d].median)} to {format_number(found[d].worst)}" for d in _DTYPES if d in found]
-    return "; ".join(parts) or DASH
+def format_unjudged(rows: Sequence[RowResult]) -> str:
+    """Format the versions and functions that were not judged, with the reason."""
+    lines = [
+        (f"{escape_inline(row.package)} {escape_inline(row.version)}", row.state, escape_inline(row.reason))
+        for row in rows
+        if not row.functions
+    ]
+    for row in rows:
+        for one in row.functions:
+            if _name_verdict(one) == "not judged":
+                reasons = dict.fromkeys(cell.reason for cell in one.cells.values() if cell.reason)
+                lines.append((_name_function(one), "not judged", escape_inline(next(iter(reasons), one.text))))
+    return _format_table(("what", "state", "reason"), list(dict.fromkeys(lines)))
+
+
+def find_newest(rows: Iterable[RowResult]) -> list[RowResult]:
+    """Return the newest judged version of each library, which is the first of its rows."""
+    newest: dict[str, RowResult] = {}
+    for row in rows:
+        if row.functions:
+            newest.setdefault(row.library, row)
+    return list(newest.values())
+
+
+def describe_scope(function: FunctionResult, finding: str) -> str:
+    """Describe where a finding was seen: the dtype and the features that all its failures share; empty if none."""
+    shared = frozenset(function.finding_features.get(finding, ()))
+    words = [dtype for dtype in _DTYPES if dtype in shared]
+    special = [one for kind in _SPECIFIC for one in FEATURE_KINDS[kind] if one in shared and one not in _UNREMARKABLE]
+    return ", ".join([*words, *(special or (phase for phase in _NARROW_PHASES if phase in shared))])
+
+
+def _name_version(row: RowResult) -> str:
+    return f"{escape_inline(row.package)} {escape_inline(row.version)}"
+
+
+def _name_function(function: FunctionResult) -> str:
+    return f"`{function.function.removeprefix(PREFIX)}`"
+
+
+def _name_verdict(function: FunctionResult) -> str:
+    if function.conformity == DOES_NOT_CONFORM:
+        return "**wrong**, not explained"
+    if function.conformity == KNOWN_FAILURES:
+        return "**wrong**" if any(function.findings) else "conforms but for differences by design"
+    if function.conformity == CONFORMS:
+        return "conforms as declared" if function.declared else "conforms"
+    return "not judged"
+
+
+def _link_findings(function: FunctionResult) -> str:
+    named = [name for name in function.findings if name]
+    scopes = {name: describe_scope(function, name) for name in named}
+    links = [
+        f"[{name}](upstream/{name}.md){f' ({escape_inline(scopes[name])})' * bool(scopes[name])}" for name in named
+    ]
+    return ", ".join(links) or DASH
+
+
+def _format_speed(speed: float | None) -> str:
+    return DASH if speed is None else format_number(speed)
+
+
+def _format_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(format_row(*line) for line in (header, ["---"] * len(header), *lines))

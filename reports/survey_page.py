@@ -142,6 +142,7 @@ def _build_mark(function: FunctionResult, feature: str, dtype: str) -> Mark:
     counts = {"passed": cell.passed, "failed": cell.failed, "known": cell.known, "declined": cell.declined}
     words += [", ".join(f"{count} {word}" for word, count in counts.items() if count)]
     words += [cell.reason] if cell.reason and state in (REFUSES, UNJUDGED) else []
+    words += [f"Repeat: --case={cell.example}"] if cell.example and state in (WRONG, NEW) else []
     return Mark(dtype, state, glyph, ". ".join(filter(None, words)))
 
 

@@ -6,13 +6,18 @@ The summary has counts and figures for every feature and dtype, and the records 
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import json
 import re
 import statistics
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from conformance.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record
+from conformance import output_files
+from conformance.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record, serialize_strict_json
 from reports.conformity import ContenderSummary
 from reports.record_groups import group_by, list_record_features
 
@@ -29,6 +34,7 @@ class Cell:
       passed, failed, known, declined, unjudged: numbers of records, by verdict; `known` are expected failures.
       findings: the number of expected failures of each finding; those of no finding are under "".
       reason: the most frequent reason why records were declined or not judged.
+      example: the id of the first case that failed, one that is not known to fail if there is any.
     """
 
     passed: int = 0
@@ -38,6 +44,7 @@ class Cell:
     unjudged: int = 0
     findings: Mapping[str, int] = dataclasses.field(default_factory=dict)
     reason: str = ""
+    example: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +181,8 @@ def _find_common_features(records: Iterable[Record]) -> tuple[str, ...]:
 def _build_cell(records: Sequence[Record]) -> Cell:
     verdicts = Counter(record.verdict for record in records)
     reasons = Counter(r.reason for r in records if r.reason and r.verdict in (UNSUPPORTED, UNJUDGED))
+    new = [record.case for record in records if record.verdict in RED]
+    known = [record.case for record in records if record.verdict == EXPECTED_FAIL and find_finding(record)]
     return Cell(
         passed=verdicts[PASS],
         failed=sum(verdicts[verdict] for verdict in RED),
@@ -182,6 +191,7 @@ def _build_cell(records: Sequence[Record]) -> Cell:
         unjudged=verdicts[UNJUDGED],
         findings=dict(sorted(Counter(find_finding(r) for r in records if r.verdict == EXPECTED_FAIL).items())),
         reason=reasons.most_common(1)[0][0][:200] if reasons else "",
+        example=next(iter((*new, *known)), ""),
     )
 
 
@@ -198,6 +208,30 @@ def _measure(records: Iterable[Record]) -> Precision | None:
 def to_plain_data(rows: Iterable[RowResult]) -> dict[str, Any]:
     """Return the results as data that JSON can hold."""
     return {"schema": SCHEMA, "rows": [dataclasses.asdict(row) for row in rows]}
+
+
+def write_results(path: Path, rows: Iterable[RowResult]) -> None:
+    """Write results as JSON, compressed if the name ends in `.gz`. Raises `OSError` if that fails."""
+    text = f"{serialize_strict_json(to_plain_data(rows))}\n"
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode(), mtime=0))
+    else:
+        output_files.write_text(path, text)
+
+
+def read_results(path: Path) -> list[RowResult]:
+    """Read what `write_results` wrote.
+
+    Raises:
+      OSError: if the file cannot be read.
+      ValueError: if it holds something else.
+    """
+    data = path.read_bytes()
+    try:
+        text = gzip.decompress(data) if path.suffix == ".gz" else data
+        return parse_results(json.loads(text))
+    except (EOFError, zlib.error, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a file of survey results: {error}") from error
 
 
 def parse_results(data: Mapping[str, Any]) -> list[RowResult]:

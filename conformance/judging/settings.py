@@ -155,6 +155,19 @@ class Settings:
                 return dataclasses.replace(record, verdict=records.UNEXPECTED_PASS, reason=reason)
         return record
 
+    @staticmethod
+    def unmark_expected_failure(record: Record) -> Record:
+        """Return the record without the mark of `mark_expected_failures`, to mark it by other settings.
+
+        A marked record does not tell a failure from an error: both become `fail`.
+        """
+        if record.verdict == records.EXPECTED_FAIL:
+            reason, found, _ = record.reason.rpartition("; expected: ")
+            return dataclasses.replace(record, verdict=records.FAIL, reason=reason if found else "")
+        if record.verdict == records.UNEXPECTED_PASS:
+            return dataclasses.replace(record, verdict=records.PASS, reason="")
+        return record
+
     def find_stale_entries(self, records_found: Sequence[Record], jax_version: str) -> list[Record]:
         """Return a red record for each expected failure that did not occur in a whole run.
 
@@ -217,7 +230,7 @@ def _parse_table(table: Any, file: Path) -> Settings:
         patterns = table.get("expected_failure_files", [])
         _require(_is_string_list(patterns), f"expected_failure_files must be a list of patterns, got {patterns!r}")
         for path in _find_files(file.parent, patterns):
-            expected += _load_expected_failures(path)
+            expected += load_expected_failures(path)
         bank = table.get("bank", "")
         _require(isinstance(bank, str), f"bank must be a string module:attribute, got {bank!r}")
     except ValueError as error:
@@ -240,7 +253,7 @@ def _find_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
     return found
 
 
-def _load_expected_failures(path: Path) -> tuple[ExpectedFailure, ...]:
+def load_expected_failures(path: Path) -> tuple[ExpectedFailure, ...]:
     """Load a file of the expected failures of one library. Raises `ValueError`."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -63,5 +63,13 @@ def add_survey(commands: argparse._SubParsersAction[CommandParser]) -> None:
     how.add_argument("--retry", action="store_true", help="try libraries again that could not be installed or judged")
     output = adding.add_argument_group("output")
     output.add_argument("--out", metavar="FOLDER", default=DEFAULT_FOLDER, help=f"the folder ({DEFAULT_FOLDER})")
-    output.add_argument("--report", metavar="FILE.html", help="write the table of all rows of the folder here")
+    output.add_argument(
+        "--from",
+        dest="results",
+        metavar="FILE",
+        help="judge nothing, and show the results of a file that --json wrote",
+    )
+    output.add_argument(
+        "--report", metavar="FILE.html", help="write the table of all rows of the folder here, as a page"
+    )
     output.add_argument("--json", metavar="FILE", help="write the results of all rows of the folder here")

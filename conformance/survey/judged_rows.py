@@ -14,12 +14,13 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 from conformance import interrupts, output_files, runs
 from conformance.records import RecordFileError
+from conformance.survey import known_failures
 from conformance.survey.environments import CannotCreateEnvironment, CreatedEnvironment, create_environment
 from conformance.survey.survey_rows import Row
-from impls.libraries import library_specs
 
 JUDGED, NOT_INSTALLED, NOT_JUDGED, STOPPED = "judged", "not installed", "not judged", "stopped"
 RECORDS, PAGE, LOG, SPEED = "records.jsonl", "records.html", "run.log", "speed.jsonl"
@@ -28,7 +29,6 @@ BASELINE = "block_flash"
 _TIMED_CASES = tuple(f"train/f32/B1.T1024.S1024.N4.K4.H64.V64/{mask}/normal/s0" for mask in ("full", "causal"))
 _BENCH_SECONDS = 60  # for timing all functions of a row, without compiling
 _OUTCOME = "row.json"
-_EXPECTED_FAILURES = library_specs.FOLDER / "expected_failures"
 _STOP_SECONDS = 60.0  # time for a run that was told to stop, in which it writes its page
 
 
@@ -42,7 +42,7 @@ class RowOutcome:
       functions: the names of the judged functions.
       level: the level of the grid.
       packages: the packages of the environment with their versions.
-      seconds: the duration, without the time of an earlier, stopped run.
+      seconds: the duration of judging and timing, without the time of an earlier, stopped run.
     """
 
     state: str
@@ -63,14 +63,22 @@ def read_outcome(folder: Path) -> RowOutcome | None:
         return None
 
 
-def is_finished(row: Row, folder: Path, level: str, *, retry: bool) -> bool:
-    """Return whether the row need not be judged again: its records are complete, or it failed and is not retried."""
+def is_finished(row: Row, folder: Path, level: str, *, retry: bool, bench: bool = False) -> bool:
+    """Return whether nothing is left to do: the row was judged, and timed if asked, or failed and is not retried."""
+    if is_judged(row, folder, level):
+        return not bench or (folder / SPEED).is_file()
     outcome = read_outcome(folder)
-    if outcome is None or outcome.level != level or not set(row.functions) <= set(outcome.functions):
-        return False
-    if outcome.state == JUDGED:
-        return True
-    return outcome.state in (NOT_INSTALLED, NOT_JUDGED) and not retry
+    return _is_of(outcome, row, level) and outcome.state in (NOT_INSTALLED, NOT_JUDGED) and not retry
+
+
+def is_judged(row: Row, folder: Path, level: str) -> bool:
+    """Return whether the folder has all records of the row at this level."""
+    outcome = read_outcome(folder)
+    return _is_of(outcome, row, level) and outcome.state == JUDGED
+
+
+def _is_of(outcome: RowOutcome | None, row: Row, level: str) -> TypeGuard[RowOutcome]:
+    return outcome is not None and outcome.level == level and set(row.functions) <= set(outcome.functions)
 
 
 def judge_row(
@@ -84,6 +92,8 @@ def judge_row(
     on_step: Callable[[str], None],
 ) -> RowOutcome:
     """Judge a row in its folder, and write how it ended. A run that was stopped there is continued.
+
+    A row that was judged there is only timed, if that is asked for.
 
     Args:
       row: the library, its version and the functions.
@@ -105,12 +115,15 @@ def judge_row(
     except CannotCreateEnvironment as error:
         outcome = dataclasses.replace(outcome, reason=str(error))
     else:
-        on_step(f"{row.name}: judging {', '.join(row.functions)}")
-        outcome = _run_in(made, row, folder, outcome, jobs=jobs, show=show)
+        if (kept := read_outcome(folder)) is not None and is_judged(row, folder, level):
+            outcome = kept
+        else:
+            on_step(f"{row.name}: judging {', '.join(row.functions)}")
+            outcome = _run_in(made, row, folder, outcome, jobs=jobs, show=show)
         if bench and outcome.state == JUDGED:
             on_step(f"{row.name}: timing beside {BASELINE}")
             _time_functions(made, row, folder, show=show)
-    outcome = dataclasses.replace(outcome, seconds=round(time.monotonic() - started, 1))
+    outcome = dataclasses.replace(outcome, seconds=round(outcome.seconds + time.monotonic() - started, 1))
     output_files.write_text(folder / _OUTCOME, json.dumps(dataclasses.asdict(outcome), indent=1) + "\n")
     return outcome
 
@@ -152,8 +165,8 @@ def _time_functions(made: CreatedEnvironment, row: Row, folder: Path, *, show: b
 
 def _write_settings(row: Row, folder: Path) -> None:
     """Write the settings of the run: the known failures of the library, if it has any."""
-    known = _EXPECTED_FAILURES / f"{row.library.name}.toml"
-    files = [os.path.relpath(known, folder)] if known.is_file() else []
+    known = known_failures.find_file(row.library.name)
+    files = [os.path.relpath(known, folder)] if known is not None else []
     text = f"[tool.attention_conformance]\nexpected_failure_files = {json.dumps(files)}\n"
     output_files.write_text(folder / "pyproject.toml", text)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gzip
 import os
 import platform
 from collections.abc import Iterable, Sequence
@@ -13,13 +12,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from conformance import interrupts, measurements, output_files, runs
+from conformance import interrupts, measurements, runs
 from conformance.commands.argument_lookup import format_command_line
 from conformance.judging.run_aggregation import aggregate_runs
-from conformance.records import RecordFileError, serialize_strict_json
+from conformance.records import RecordFileError
 from conformance.session.failures import CannotJudge
 from conformance.session.run_options import parse_shard
-from conformance.survey import judged_rows
+from conformance.survey import judged_rows, known_failures
 from conformance.survey.judged_rows import RECORDS, RowOutcome, is_finished, judge_row, read_outcome
 from conformance.survey.survey_rows import Row, format_rows, select_rows, select_shard
 from conformance.survey.upstream_findings import read_findings
@@ -31,6 +30,8 @@ from reports.survey_results import FunctionResult, RowResult
 
 def run_survey(arguments: argparse.Namespace) -> int:
     """Judge the rows that the arguments select, and return the exit code that the help text explains."""
+    if arguments.results is not None:
+        return _show_results(Path(arguments.results), arguments.report)
     libraries = load_libraries()
     listing = arguments.list and not arguments.library
     rows = select_rows(
@@ -55,14 +56,34 @@ def run_survey(arguments: argparse.Namespace) -> int:
         if arguments.json is not None:
             write_results(Path(arguments.json), collect_folder(folder))
         if arguments.report is not None:
-            titles = {one.name: one.title.replace("`", "") for one in read_findings()}
-            survey_page.save_survey_page(Path(arguments.report), collect_folder(folder), titles)
+            _save_page(Path(arguments.report), collect_folder(folder))
         return interrupts.resolve_exit_code(_compute_exit_code(results))
+
+
+def _show_results(path: Path, report: str | None) -> int:
+    """Print the results of a file, and write their page if asked for; return the exit code."""
+    try:
+        results = survey_results.read_results(path)
+    except (OSError, ValueError) as error:
+        raise CannotJudge(f"{path} cannot be read: {error}") from error
+    _print_results(results, Console())
+    if report is not None:
+        _save_page(Path(report), results)
+    return _compute_exit_code(results)
+
+
+def _save_page(path: Path, results: Sequence[RowResult]) -> None:
+    titles = {one.name: one.title.replace("`", "") for one in read_findings()}
+    survey_page.save_survey_page(path, results, titles)
 
 
 def _judge_rows(rows: Sequence[Row], folder: Path, arguments: argparse.Namespace, console: Console) -> None:
     """Judge the rows that are not finished, one after the other, until a signal arrives."""
-    waiting = [row for row in rows if not is_finished(row, folder / row.name, arguments.level, retry=arguments.retry)]
+    waiting = [
+        row
+        for row in rows
+        if not is_finished(row, folder / row.name, arguments.level, retry=arguments.retry, bench=arguments.bench)
+    ]
     if done := len(rows) - len(waiting):
         console.print(f"{done} of {len(rows)} rows are finished in {folder}", style="dim", highlight=False)
     for number, row in enumerate(waiting, 1):
@@ -118,6 +139,8 @@ def _build_result(library: str, package: str, version: str, outcome: RowOutcome,
         except (OSError, RecordFileError) as error:
             raise CannotJudge(f"{folder / RECORDS} cannot be read: {error}") from error
         records, info = aggregate_runs(recorded, command=format_command_line())
+        versions = {**environment, **info.environment}
+        records = known_failures.mark_known_failures(records, known_failures.load_known_failures(library), versions)
         summary = build_summary(records, info)
         functions = tuple(
             survey_results.summarize_function(
@@ -172,12 +195,8 @@ def _split_pin(text: str) -> tuple[str, str]:
 
 def write_results(path: Path, results: Iterable[RowResult]) -> None:
     """Write results as JSON, compressed if the name ends in `.gz`. Raises `CannotJudge` if that fails."""
-    text = f"{serialize_strict_json(survey_results.to_plain_data(results))}\n"
     try:
-        if path.suffix == ".gz":
-            path.write_bytes(gzip.compress(text.encode(), mtime=0))
-        else:
-            output_files.write_text(path, text)
+        survey_results.write_results(path, results)
     except OSError as error:
         raise CannotJudge(f"{path} cannot be written: {error.strerror or error}") from error
 

@@ -1,0 +1,51 @@
+"""Test that the page of published libraries is what its generator writes, and that its results are explained."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from conformance.survey.upstream_findings import read_findings
+from impls.libraries.library_specs import load_libraries
+from reports.survey_results import RowResult, read_results
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    """Load the script, which is in no package."""
+    path = ROOT / "docs" / "generate_state_of_attention.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def results(generator: ModuleType) -> list[RowResult]:
+    return read_results(generator.DATA)
+
+
+def test_the_pages_are_current(generator: ModuleType) -> None:
+    old = [str(path) for path, text in generator.build_pages().items() if path.read_text(encoding="utf-8") != text]
+    assert old == [], "run `python docs/generate_state_of_attention.py`"
+
+
+def test_every_failure_is_known_and_every_finding_has_a_page(results: list[RowResult]) -> None:
+    pages = {finding.name for finding in read_findings()}
+    for row in results:
+        for function in row.functions:
+            assert not function.red_count, f"{row.package} {row.version} {function.function}: {function.red[:1]}"
+            assert set(filter(None, function.findings)) <= pages
+
+
+def test_every_listed_library_has_a_row(results: list[RowResult]) -> None:
+    rows = {(row.library, row.version) for row in results}
+    newest = {(library.name, library.versions[0]) for library in load_libraries().values()}
+    assert newest <= rows
