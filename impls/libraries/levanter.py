@@ -176,7 +176,7 @@ def _call(
     if segment_ids is not None:
         pairs = pairs.with_segment_ids(hax.named(segment_ids[0], ("b", "t")), hax.named(segment_ids[1], ("b", "s")))
     if mask is not None:
-        pairs = pairs & AttentionMask.explicit(_name_pairs(mask, queries))
+        pairs = pairs & AttentionMask.explicit(_name_pairs(mask, queries, k.shape[1]))
     out = dot_product_attention(
         "t",
         "s",
@@ -185,7 +185,7 @@ def _call(
         hax.named(k, ("b", "s", "k", "h")),
         hax.named(v, ("b", "s", "k", v_depth)),
         mask=pairs,
-        bias=None if bias is None else _name_pairs(bias, queries),
+        bias=None if bias is None else _name_pairs(bias, queries, k.shape[1]),
         attn_backend=backend,
         flash_block_size=block,
         logits_soft_cap=soft_cap,
@@ -196,7 +196,7 @@ def _call(
     return array.reshape(batch, q_length, heads, v.shape[3]).astype(q.dtype)
 
 
-def _name_pairs(x: Any, queries: Any) -> Any:
+def _name_pairs(x: Any, queries: Any, kv_length: int) -> Any:
     """Name the axes of a mask or bias `[B, N, T, S]`, and leave out those along which it broadcasts."""
     names = ["b", "k", "g", "t", "s"]
     x = (
@@ -204,7 +204,7 @@ def _name_pairs(x: Any, queries: Any) -> Any:
         if x.shape[1] == 1
         else x.reshape(x.shape[0], queries.axis_size("k"), queries.axis_size("g"), *x.shape[2:])
     )
-    sizes = [*(queries.axis_size(name) for name in names[:4]), None]
+    sizes = [*(queries.axis_size(name) for name in names[:4]), kv_length]
     kept = [i for i, size in enumerate(sizes) if x.shape[i] != 1 or size == 1]
     return hax.named(x.reshape([x.shape[i] for i in kept]), tuple(names[i] for i in kept))
 
