@@ -45,7 +45,7 @@ def flash(
         q,
         k,
         v,
-        attention_mask=None if mask is None else jnp.broadcast_to(mask, (q.shape[0], *mask.shape[1:])),
+        attention_mask=_share_mask(mask, q),
         bias=_broadcast_pairs(bias, q, k),
         softmax_scale=scale,
         causal=causal,
@@ -114,7 +114,7 @@ def attention(
         q,
         k,
         v,
-        attention_mask=None if mask is None else jnp.broadcast_to(mask, (q.shape[0], *mask.shape[1:])),
+        attention_mask=_share_mask(mask, q),
         bias=_broadcast_pairs(bias, q, k),
         softmax_aux=sinks,
         softmax_scale=scale,
@@ -153,6 +153,11 @@ def unified(
         sliding_window=None if window is None else window[0] + 1,
         logits_soft_cap=soft_cap,
     )
+
+
+def _share_mask(mask: Any, q: Any) -> Any:
+    """Return the mask with four axes and the batch size of the queries; None without a mask."""
+    return None if mask is None else jnp.broadcast_to(mask, (q.shape[0], *((1, 1, 1, *mask.shape)[-3:])))
 
 
 def _broadcast_pairs(x: Any, q: Any, k: Any) -> Any:

@@ -56,7 +56,7 @@ def flash(
     q_length, kv_length = q.shape[1], k.shape[1]
     pairs = jnp.ones((q_length, kv_length), bool)
     if mask is not None:
-        pairs = jnp.broadcast_to(mask[:, 0], (q.shape[0], q_length, kv_length))
+        pairs = jnp.broadcast_to(mask, (q.shape[0], 1, q_length, kv_length))[:, 0]
     found = flash_attention_block_masked(
         *(jnp.swapaxes(x, 1, 2) for x in (_scale(q, scale), k, v)),
         None if segment_ids is None else SegmentIds(*segment_ids),
