@@ -137,7 +137,7 @@ def _build_mark(function: FunctionResult, feature: str, dtype: str) -> Mark:
     cell = function.cells.get(f"{feature} {dtype}", Cell())
     state = find_state(function, feature, cell)
     glyph, meaning = STATES.get(state, ("", "no case"))
-    words = [f"{feature}, {dtype}: {meaning}"]
+    words = [f"{feature}, {dtype}: {meaning}{' as declared' if state == PASSES and function.declared else ''}"]
     named = [name for name in cell.findings if name and _concerns(function, name, feature)]
     words += [f"finding {', '.join(named)}"] if named else []
     counts = {"passed": cell.passed, "failed": cell.failed, "known": cell.known, "declined": cell.declined}
