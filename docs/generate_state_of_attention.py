@@ -78,6 +78,7 @@ the figures say nothing about GPUs and TPUs.
 | t5x, flaxformer, EasyLM | not published as a package |
 | transformers | has had no models in JAX since version 5 |
 | easydel, eformer | call the functions of ejkernel, which are above |
+| a nightly of JAX | could not be installed where this was measured |
 | gemma, recurrentgemma, google-tunix, jimm, jaxonmodels, kithara, trax, objax, lingvo | no adapter has been written |
 
 [How to add a library](how-to/add-a-library.md) takes about ten minutes.
