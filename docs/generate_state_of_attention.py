@@ -68,6 +68,21 @@ the figures say nothing about GPUs and TPUs.
 
 {unjudged}
 
+## Libraries without an adapter
+
+| library | why |
+| --- | --- |
+| elegy | cannot be built on Python 3.12 |
+| flash-attn-jax | an extension in CUDA, of which nothing runs without a GPU |
+| praxis, paxml | version 1.4 cannot be installed with a JAX that this project supports |
+| t5x, flaxformer, EasyLM | not published as a package |
+| transformers | has had no models in JAX since version 5 |
+| easydel, eformer | call the functions of ejkernel, which are above |
+| a nightly of JAX | could not be installed where this was measured |
+| gemma, recurrentgemma, google-tunix, jimm, jaxonmodels, kithara, trax, objax, lingvo | no adapter has been written |
+
+[How to add a library](how-to/add-a-library.md) takes about ten minutes.
+
 ## How to repeat it
 
 [How to judge a library](how-to/survey.md) explains the command. One row:

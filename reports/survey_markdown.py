@@ -8,7 +8,7 @@ from reports.conformity import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES
 from reports.markdown_text import escape_inline, format_row
 from reports.matrix_rows import FEATURE_KINDS
 from reports.survey_page import PREFIX
-from reports.survey_results import Cell, FunctionResult, RowResult
+from reports.survey_results import CALL_CHECKS, Cell, FunctionResult, RowResult
 from reports.text_format import DASH, format_number
 
 _DTYPES = FEATURE_KINDS["dtype"]
@@ -35,8 +35,8 @@ def format_facts(rows: Sequence[RowResult]) -> str:
 
 
 def _count_results(function: FunctionResult) -> int:
-    """Count the judged results of a function: each belongs to one dtype."""
-    cells = [function.cells.get(f"{dtype} {dtype}", Cell()) for dtype in _DTYPES]
+    """Count the judged results of a function: each has one dtype, or is of a check of calls."""
+    cells = [function.cells.get(f"{name} {d}", Cell()) for d in _DTYPES for name in (d, *CALL_CHECKS)]
     return sum(cell.passed + cell.failed + cell.known for cell in cells)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from conformance import output_files
 from reports.conformity import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES
 from reports.matrix_rows import FEATURE_KINDS
-from reports.survey_results import Cell, FunctionResult, RowResult
+from reports.survey_results import CALL_CHECKS, Cell, FunctionResult, RowResult
 from reports.template_environment import create_environment
 
 DTYPES = FEATURE_KINDS["dtype"]
@@ -68,8 +68,8 @@ class Line:
 def find_state(function: FunctionResult, feature: str, cell: Cell) -> str:
     """Tell how a function does on a feature in a dtype.
 
-    A finding counts for a feature only if all its failures have that feature, or if they share no feature that says
-    what is special about them. Failures of other findings do not colour the cell.
+    A finding whose failures share masks, operands or the like counts for these alone: a failure without them would be
+    another finding's. Any other finding counts wherever it was seen.
     """
     if cell.failed:
         return NEW
@@ -86,9 +86,9 @@ def find_state(function: FunctionResult, feature: str, cell: Cell) -> str:
 
 
 def _concerns(function: FunctionResult, finding: str, feature: str) -> bool:
-    shared = frozenset(function.finding_features.get(finding, ())) - frozenset(DTYPES)  # a cell has its own dtype
+    shared = frozenset(function.finding_features.get(finding, ()))
     special = (shared & _SPECIFIC) - _ALWAYS
-    return feature in special if special else feature in shared or not shared
+    return feature in special if special and feature not in CALL_CHECKS else True
 
 
 def list_features(rows: Sequence[RowResult]) -> list[tuple[str, tuple[str, ...]]]:
@@ -100,7 +100,8 @@ def list_features(rows: Sequence[RowResult]) -> list[tuple[str, tuple[str, ...]]
         for key, cell in function.cells.items()
         if cell.passed or cell.failed or cell.known
     }
-    found = [(kind, tuple(name for name in FEATURE_KINDS[kind] if name in there)) for kind in _KINDS]
+    columns = [*((kind, FEATURE_KINDS[kind]) for kind in _KINDS), ("calls", CALL_CHECKS)]
+    found = [(kind, tuple(name for name in names if name in there)) for kind, names in columns]
     return [(kind, names) for kind, names in found if names]
 
 
@@ -136,7 +137,7 @@ def _build_mark(function: FunctionResult, feature: str, dtype: str) -> Mark:
     cell = function.cells.get(f"{feature} {dtype}", Cell())
     state = find_state(function, feature, cell)
     glyph, meaning = STATES.get(state, ("", "no case"))
-    words = [f"{feature}, {dtype}: {meaning}"]
+    words = [f"{feature}, {dtype}: {meaning}{' as declared' if state == PASSES and function.declared else ''}"]
     named = [name for name in cell.findings if name and _concerns(function, name, feature)]
     words += [f"finding {', '.join(named)}"] if named else []
     counts = {"passed": cell.passed, "failed": cell.failed, "known": cell.known, "declined": cell.declined}

@@ -19,9 +19,12 @@ from typing import Any
 from conformance import output_files
 from conformance.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record, serialize_strict_json
 from reports.conformity import ContenderSummary
+from reports.matrix_rows import CHECK_KINDS
 from reports.record_groups import group_by, list_record_features
 
 SCHEMA = "attention-conformance-survey/1"
+CALL_CHECKS = (*CHECK_KINDS["arguments"], *CHECK_KINDS["under JAX"])
+"""The checks of how a function is called."""
 _FINDING = re.compile(r"(?:^|; )expected: finding ([\w.-]+): ")
 _MAX_RED = 50  # the most red records of a function that the summary keeps
 
@@ -149,7 +152,7 @@ def summarize_function(
       declared: what it declares below the defaults, in words.
       speed: how fast it was, as `FunctionResult.speed` has it; None if it was not timed.
     """
-    keyed = [(f"{feature} {record.dtype}", record) for record in records for feature in list_record_features(record)]
+    keyed = [(f"{feature} {record.dtype}", record) for record in records for feature in list_cell_features(record)]
     cells = {
         key: _build_cell([record for _, record in pairs]) for key, pairs in group_by(keyed, lambda p: p[0]).items()
     }
@@ -172,9 +175,18 @@ def summarize_function(
     )
 
 
+def list_cell_features(record: Record) -> tuple[str, ...]:
+    """List the features in whose cells a record counts.
+
+    A check of how the function is called, such as `transforms`, has a column of its own: its calls have other shapes
+    and dtypes than the case that it belongs to.
+    """
+    return (record.check,) if record.check in CALL_CHECKS else list_record_features(record)
+
+
 def _find_common_features(records: Iterable[Record]) -> tuple[str, ...]:
     """Return the features that all records share, in order."""
-    sets = [frozenset(record.features) for record in records]
+    sets = [frozenset(record.features) for record in records if record.check not in CALL_CHECKS]
     return tuple(sorted(frozenset.intersection(*sets))) if sets else ()
 
 

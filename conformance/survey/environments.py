@@ -146,6 +146,8 @@ def _run_uv(command: list[str], what: str) -> str:
     if done.returncode:
         print(done.stderr, file=sys.stderr, end="")
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        words = " ".join(" ".join(lines).split())
-        raise CannotCreateEnvironment(f"uv cannot install {what}: {words[:_MAX_REASON]}")
+        words = " ".join(" ".join(lines).split())[:_MAX_REASON]
+        # A package that cannot be built has a long log before uv's explanation.
+        hints = [line for line in lines if line.startswith("hint:") and line not in words]
+        raise CannotCreateEnvironment(" ".join([f"uv cannot install {what}: {words}", *hints[:1]]))
     return done.stdout

@@ -140,7 +140,8 @@ def _build_result(library: str, package: str, version: str, outcome: RowOutcome,
             raise CannotJudge(f"{folder / RECORDS} cannot be read: {error}") from error
         records, info = aggregate_runs(recorded, command=format_command_line())
         versions = {**environment, **info.environment}
-        records = known_failures.mark_known_failures(records, known_failures.load_known_failures(library), versions)
+        entries = known_failures.load_known_failures(library)
+        records = known_failures.mark_known_failures(records, entries, versions, outcome.level)
         summary = build_summary(records, info)
         functions = tuple(
             survey_results.summarize_function(

@@ -24,7 +24,6 @@ _NO_GROUPS = "projects queries, keys and values to the same number of heads"
     logits="input",
     softmax="input",
     scaled_q=True,
-    empty_rows="mean",
     behind_mask="finite",
     unsupported={"gqa": _NO_GROUPS, "mqa": _NO_GROUPS},
 )

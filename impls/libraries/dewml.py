@@ -1,7 +1,8 @@
 """Adapters of `dew.nn.attention.scaled_dot_product_attention`, with its implementations `reference` and `xla`.
 
 `causal` aligns the first query with the first key, and a window is causal or symmetric and counts the query's own key
-(https://github.com/AshishKumar4/dew, `dew/nn/attention.py`). A soft cap raises together with sinks.
+(https://github.com/AshishKumar4/dew, `dew/nn/attention.py`). A bias is added after the soft cap, as in
+`softcapped_attention` there. A soft cap raises together with sinks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def _find_window(window: Any, causal: bool) -> tuple[int | None, bool]:
     if window is None:
         return None, causal
     left, right = window
-    if left is None or right not in (0, left):
+    if not causal and right not in (0, left):
         raise NotImplementedError("a window is causal or symmetric")
     return left + 1, causal or right == 0
 
@@ -26,8 +27,6 @@ def _find_window(window: Any, causal: bool) -> tuple[int | None, bool]:
 def _call(implementation: str, q: Any, k: Any, v: Any, causal: bool, window: Any, **options: Any) -> Any:
     if options["soft_cap"] is not None and options["sinks"] is not None:
         raise NotImplementedError("a soft cap together with sinks raises")
-    if options["soft_cap"] is not None and options["bias"] is not None:
-        raise NotImplementedError("a bias is added after the soft cap, and not before it")
     sliding_window, causal = _find_window(window, causal)
     options["softcap"] = options.pop("soft_cap")
     return scaled_dot_product_attention(
@@ -35,7 +34,14 @@ def _call(implementation: str, q: Any, k: Any, v: Any, causal: bool, window: Any
     )
 
 
-@declare(behind_mask="finite", logits="input", scaled_q=True, group_sums="input")
+@declare(
+    behind_mask="finite",
+    logits="input",
+    scaled_q=True,
+    group_sums="input",
+    soft_cap="before_bias",
+    open_sides="length",
+)
 def reference(
     q: Any,
     k: Any,
@@ -53,7 +59,14 @@ def reference(
     return _call("reference", q, k, v, causal, window, **options)
 
 
-@declare(behind_mask="finite", logits="input", scaled_q=True, group_sums="input")
+@declare(
+    behind_mask="finite",
+    logits="input",
+    scaled_q=True,
+    group_sums="input",
+    soft_cap="before_bias",
+    open_sides="length",
+)
 def xla(
     q: Any,
     k: Any,

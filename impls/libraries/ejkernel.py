@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from ejkernel.kernels._xla.attention import attention as ejkernel_attention
+from ejkernel.kernels._xla.blocksparse_attention import blocksparse_attention
 from ejkernel.kernels._xla.flash_attention import flash_attention
 from ejkernel.kernels._xla.ring_attention import ring_attention
 from ejkernel.kernels._xla.unified_attention import unified_attention
@@ -16,11 +17,17 @@ from ejkernel.kernels._xla.unified_attention import unified_attention
 from conformance import declare
 
 _DEPTHS = {"v_head_dim": "documents one head_dim for queries, keys and values, and its type check refuses another"}
-_CAPPED_BIAS = "adds its bias after the soft cap, as its documentation lists the steps"
 
 
 @declare(
-    logits="input", group_sums="input", block_sums=128, empty_rows="mean", behind_mask="finite", unsupported=_DEPTHS
+    logits="input",
+    group_sums="input",
+    block_sums=128,
+    empty_rows="mean",
+    behind_mask="finite",
+    open_sides="length",
+    negative_ids="padding",
+    unsupported=_DEPTHS,
 )
 def flash(
     q: Any,
@@ -45,11 +52,11 @@ def flash(
         q,
         k,
         v,
-        attention_mask=None if mask is None else jnp.broadcast_to(mask, (q.shape[0], *mask.shape[1:])),
+        attention_mask=_share_mask(mask, q),
         bias=_broadcast_pairs(bias, q, k),
         softmax_scale=scale,
         causal=causal,
-        sliding_window=_close_window(window, q, k),
+        sliding_window=window,
         logits_soft_cap=soft_cap,
         softmax_aux=None if sinks is None else sinks if sinks.shape[0] == 1 else sinks[:, None],
         q_segment_ids=q_segment_ids,
@@ -57,7 +64,14 @@ def flash(
     )
 
 
-@declare(empty_rows="zero", behind_mask="finite", unsupported=_DEPTHS)
+@declare(
+    soft_cap="before_bias",
+    empty_rows="zero",
+    behind_mask="finite",
+    open_sides="length",
+    negative_ids="padding",
+    unsupported=_DEPTHS,
+)
 def ring(
     q: Any,
     k: Any,
@@ -72,10 +86,9 @@ def ring(
 ) -> Any:
     """`ejkernel.kernels._xla.ring_attention` on one device.
 
-    It has no sinks here, since the documented ones are for all heads together.
+    It has no sinks here, since the documented ones are for all heads together. Its documentation lists the bias after
+    the soft cap.
     """
-    if bias is not None and soft_cap is not None:
-        raise NotImplementedError(f"ejkernel.ring {_CAPPED_BIAS}")
     q_segment_ids, kv_segment_ids = (None, None) if segment_ids is None else segment_ids
     return ring_attention(
         q,
@@ -84,14 +97,21 @@ def ring(
         q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
         bias=_broadcast_pairs(bias, q, k),
-        sliding_window=_close_window(window, q, k),
+        sliding_window=window,
         causal=causal,
         logits_soft_cap=soft_cap,
         softmax_scale=scale,
     )
 
 
-@declare(logits="input", scaled_q=True, empty_rows="mean", behind_mask="finite")
+@declare(
+    logits="input",
+    scaled_q=True,
+    soft_cap="before_bias",
+    empty_rows="mean",
+    behind_mask="finite",
+    open_sides="length",
+)
 def attention(
     q: Any,
     k: Any,
@@ -105,25 +125,64 @@ def attention(
     bias: Any = None,
     scale: Any = None,
 ) -> Any:
-    """`ejkernel.kernels._xla.attention`, which computes in `dtype` and documents that a bias replaces the mask."""
+    """`ejkernel.kernels._xla.attention`, which computes in `dtype` and documents that a bias replaces the mask.
+
+    Its documentation lists the bias after the soft cap.
+    """
     if bias is not None and mask is not None:
         raise NotImplementedError("ejkernel.attention documents that a bias takes precedence over the mask")
-    if bias is not None and soft_cap is not None:
-        raise NotImplementedError(f"ejkernel.attention {_CAPPED_BIAS}")
     out, _ = ejkernel_attention(
         q,
         k,
         v,
-        attention_mask=None if mask is None else jnp.broadcast_to(mask, (q.shape[0], *mask.shape[1:])),
+        attention_mask=_share_mask(mask, q),
         bias=_broadcast_pairs(bias, q, k),
         softmax_aux=sinks,
         softmax_scale=scale,
         logits_soft_cap=soft_cap,
         dtype=q.dtype,
         causal=causal,
-        sliding_window=_close_window(window, q, k),
+        sliding_window=window,
     )
     return out
+
+
+@declare(
+    logits="input",
+    scaled_q=True,
+    group_sums="input",
+    empty_rows="zero",
+    behind_mask="finite",
+    open_sides="length",
+    negative_ids="padding",
+)
+def blocksparse(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: Any = None,
+    mask: Any = None,
+    segment_ids: Any = None,
+    soft_cap: Any = None,
+    sinks: Any = None,
+    scale: Any = None,
+) -> Any:
+    """`ejkernel.kernels._xla.blocksparse_attention`, the reference of its kernels for GPUs and TPUs."""
+    q_segment_ids, kv_segment_ids = (None, None) if segment_ids is None else segment_ids
+    out = blocksparse_attention(
+        *(jnp.swapaxes(x, 1, 2) for x in (q, k, v)),
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        softmax_aux=sinks,
+        attention_mask=None if mask is None else jnp.broadcast_to(mask, (q.shape[0], *mask.shape[1:])),
+        logits_soft_cap=soft_cap,
+        softmax_scale=scale,
+        sliding_window=window,
+        causal=causal,
+    )
+    return jnp.swapaxes(out, 1, 2)
 
 
 @declare(empty_rows="zero", behind_mask="finite", unsupported={"v_head_dim": "checks that both caches have one shape"})
@@ -155,11 +214,11 @@ def unified(
     )
 
 
+def _share_mask(mask: Any, q: Any) -> Any:
+    """Return the mask with four axes and the batch size of the queries; None without a mask."""
+    return None if mask is None else jnp.broadcast_to(mask, (q.shape[0], *((1, 1, 1, *mask.shape)[-3:])))
+
+
 def _broadcast_pairs(x: Any, q: Any, k: Any) -> Any:
     """Broadcast a bias to `[batch, num_heads, seq_len_q, seq_len_k]`, the only documented shape."""
     return None if x is None else jnp.broadcast_to(x, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
-
-
-def _close_window(window: Any, q: Any, k: Any) -> Any:
-    """Replace the open sides of a window by the length of all tokens: the library takes numbers only."""
-    return window and tuple(q.shape[1] + k.shape[1] if side is None else side for side in window)

@@ -79,7 +79,9 @@ def _call_layer(
 
     A window is passed as `sliding_window` if that can say it: the same reach on both sides, or a left side and causal.
     """
-    sliding, mask = None, None if mask is None else mask[:, 0]
+    sliding = None
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (q.shape[0], 1, q.shape[1], k.shape[1]))[:, 0]
     if window is not None and window[0] is not None and window[1] in (0, window[0]) and _has_window(kind):
         sliding, causal = window[0] + 1, causal or window[1] == 0
     elif window is not None:

@@ -213,7 +213,7 @@ def _build_grug_mask(q: Any, k: Any, causal: bool, window: Any, mask: Any, segme
     if mask is not None:
         if causal or window is not None or segment_ids is not None:
             raise NotImplementedError("grug takes a dense mask or a structured one, not both")
-        return jnp.broadcast_to(mask[:, 0], (mask.shape[0], q.shape[1], k.shape[1]))
+        return jnp.broadcast_to(mask, (q.shape[0], 1, q.shape[1], k.shape[1]))[:, 0]
     if window is not None and (window[0] is None or window[1] != 0):
         raise NotImplementedError("grug has windows of keys before the query only")
     pairs = GrugMask(is_causal=causal or window is not None, sliding_window=None if window is None else window[0] + 1)

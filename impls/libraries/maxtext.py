@@ -1,16 +1,24 @@
-"""Adapters of the attention kernels of MaxText that do not need its models.
+"""Adapters of the attention of MaxText: its kernels, and the operation `AttentionOp` of its models.
 
 Their docstrings are the documentation: https://github.com/AI-Hypercomputer/maxtext/tree/main/src/maxtext/kernels/attention
-Callers scale the queries, as MaxText's models do.
+and `src/maxtext/layers/attention_op.py`. Callers scale the queries, as MaxText's models do. `AttentionOp` gets a
+configuration that has only the fields that it reads, with the values of MaxText's `base.yml`. Products are exact,
+as with `matmul_precision: highest`.
 """
 
 from __future__ import annotations
 
+import inspect
+import types
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from maxtext.common.common_types import DEFAULT_MASK_VALUE, MODEL_MODE_TRAIN, AttentionType, ShardMode
 from maxtext.kernels.attention.jax_flash_attention import SegmentIds, flash_attention_block_masked
 from maxtext.kernels.attention.ragged_attention import ragged_gqa, ragged_mha
+from maxtext.layers.attention_op import AttentionOp
 
 from conformance import declare
 
@@ -25,6 +33,7 @@ _RAGGED = {
 }
 _NO_GROUPS = "has as many key/value heads as query heads; ragged_gqa has fewer"
 _BLOCK = 128
+_PARAMETERS = inspect.signature(AttentionOp.__call__).parameters
 
 
 @declare(
@@ -56,7 +65,7 @@ def flash(
     q_length, kv_length = q.shape[1], k.shape[1]
     pairs = jnp.ones((q_length, kv_length), bool)
     if mask is not None:
-        pairs = jnp.broadcast_to(mask[:, 0], (q.shape[0], q_length, kv_length))
+        pairs = jnp.broadcast_to(mask, (q.shape[0], 1, q_length, kv_length))[:, 0]
     found = flash_attention_block_masked(
         *(jnp.swapaxes(x, 1, 2) for x in (_scale(q, scale), k, v)),
         None if segment_ids is None else SegmentIds(*segment_ids),
@@ -85,6 +94,81 @@ def mha(q: Any, k: Any, v: Any, *, mask: Any = None, scale: Any = None) -> Any:
 def gqa(q: Any, k: Any, v: Any, *, mask: Any = None, scale: Any = None) -> Any:
     """`ragged_gqa` in the interpreter of Pallas, over a cache of which each sequence fills the first keys."""
     return _call_ragged(ragged_gqa, q, k, v, mask, scale)
+
+
+@declare(
+    logits="input",
+    softmax="input",
+    scaled_q=True,
+    behind_mask="finite",
+    negative_ids="padding",
+    unsupported={"dense_head": "an indexer mask is for all heads"},
+)
+def dot_product(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: Any = None,
+    mask: Any = None,
+    segment_ids: Any = None,
+    soft_cap: Any = None,
+    sinks: Any = None,
+    scale: Any = None,
+) -> Any:
+    """`AttentionOp` with `attention: dot_product`, in training; other masks are passed as an indexer mask."""
+    left, right = (None, 0 if causal else None) if window is None else window
+    if (left, right) != (None, None) and not causal and right != 0:
+        raise NotImplementedError("a sliding window is causal")
+    kind = (
+        AttentionType.FULL if right is None else AttentionType.GLOBAL if left is None else AttentionType.LOCAL_SLIDING
+    )
+    ids = {} if segment_ids is None else {"decoder_segment_ids_kv": segment_ids[1]}
+    if mask is not None:
+        pairs = jnp.broadcast_to(mask[:, 0], (q.shape[0], q.shape[1], k.shape[1]))
+        ids["indexer_mask"] = jnp.where(pairs, 0.0, DEFAULT_MASK_VALUE)
+    options = {"attention_type": kind, "sliding_window_size": None if left is None else left + 1}
+    operation = _build_operation(q, k, soft_cap, moba=None, **options)
+    q_ids = None if segment_ids is None else segment_ids[0]
+    return operation(_scale(q, scale), k, v, q_ids, None, MODEL_MODE_TRAIN, sinks=sinks, **ids)
+
+
+@declare(logits="input", softmax="input", scaled_q=True, behind_mask="finite")
+def moba(q: Any, k: Any, v: Any, *, moba: Any, soft_cap: Any = None, sinks: Any = None, scale: Any = None) -> Any:
+    """`AttentionOp` with `moba: true` and `attention: dot_product`, in training: a mask of the chosen blocks."""
+    if moba is None:
+        raise NotImplementedError("a MoBA mask only")
+    operation = _build_operation(q, k, soft_cap, moba=moba, attention_type=AttentionType.GLOBAL)
+    return operation(_scale(q, scale), k, v, None, None, MODEL_MODE_TRAIN, sinks=sinks)
+
+
+def _build_operation(q: Any, k: Any, soft_cap: Any, *, moba: Any, **options: Any) -> Any:
+    chunk, topk = (1024, 8) if moba is None else moba
+    config = types.SimpleNamespace(
+        matmul_precision="highest",
+        moba=moba is not None,
+        moba_chunk_size=chunk,
+        moba_topk=topk,
+        ici_context_autoregressive_parallelism=0,
+        context_parallel_strategy="all_gather",
+        context_parallel_load_balance=True,
+        context_parallel_size=1,
+        logical_axis_rules=(),
+        shard_mode=ShardMode.AUTO,
+        debug_sharding=False,
+    )
+    return AttentionOp(
+        config=config,
+        mesh=jax.sharding.Mesh(np.array(jax.devices()), ("data",)),
+        attention_kernel="dot_product",
+        max_target_length=k.shape[1],
+        num_query_heads=q.shape[2],
+        num_kv_heads=k.shape[2],
+        dtype=q.dtype,
+        attn_logits_soft_cap=soft_cap,
+        **options,
+    )
 
 
 def _call_ragged(kernel: Any, q: Any, k: Any, v: Any, mask: Any, scale: Any) -> Any:

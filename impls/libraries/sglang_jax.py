@@ -42,6 +42,7 @@ _library = load_module(
     group_sums="input",
     behind_mask="finite",
     causal="end",
+    empty_sequences=False,
     unsupported={"v_head_dim": "values have the depth of keys"},
 )
 def native(q: Any, k: Any, v: Any, *, cu_q_lens: Any, cu_kv_lens: Any, causal: bool = False, scale: Any = None) -> Any:
