@@ -134,7 +134,13 @@ def dot_product(
     return operation(_scale(q, scale), k, v, q_ids, None, MODEL_MODE_TRAIN, sinks=sinks, **ids)
 
 
-@declare(logits="input", softmax="input", scaled_q=True, behind_mask="finite")
+@declare(
+    logits="input",
+    softmax="input",
+    scaled_q=True,
+    behind_mask="finite",
+    unsupported={"full": "MoBA masks only"},
+)
 def moba(q: Any, k: Any, v: Any, *, moba: Any, soft_cap: Any = None, sinks: Any = None, scale: Any = None) -> Any:
     """`AttentionOp` with `moba: true` and `attention: dot_product`, in training: a mask of the chosen blocks."""
     if moba is None:
