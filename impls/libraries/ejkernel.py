@@ -176,7 +176,7 @@ def blocksparse(
         q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
         softmax_aux=sinks,
-        attention_mask=None if mask is None else jnp.broadcast_to(mask, (q.shape[0], *mask.shape[1:])),
+        attention_mask=_share_mask(mask, q),
         logits_soft_cap=soft_cap,
         softmax_scale=scale,
         sliding_window=window,
