@@ -27,7 +27,7 @@ RECORDS, PAGE, LOG, SPEED = "records.jsonl", "records.html", "run.log", "speed.j
 BASELINE = "block_flash"
 """The implementation of this project beside which functions are timed."""
 _TIMED_CASES = tuple(f"train/f32/B1.T1024.S1024.N4.K4.H64.V64/{mask}/normal/s0" for mask in ("full", "causal"))
-_BENCH_SECONDS = 60  # for timing all functions of a row, without compiling
+_BENCH_SECONDS = 15  # for timing one function in all cases, without compiling
 _OUTCOME = "row.json"
 _STOP_SECONDS = 60.0  # time for a run that was told to stop, in which it writes its page
 
@@ -159,7 +159,7 @@ def _time_functions(made: CreatedEnvironment, row: Row, folder: Path, *, show: b
     """Time the functions of a row beside one of this project, and write the measurements."""
     names = ",".join((BASELINE, *row.functions))
     cases = [f"--case={case}" for case in _TIMED_CASES]
-    options = [f"--impl={names}", *cases, f"--seconds={_BENCH_SECONDS}", f"--json={SPEED}"]
+    options = [f"--impl={names}", *cases, f"--seconds={_BENCH_SECONDS * (1 + len(row.functions))}", f"--json={SPEED}"]
     _run_command([_find_python(made, folder), "-m", "conformance", "bench", *options], folder, show=show)
 
 
