@@ -47,7 +47,8 @@ class FileWatcher:
     def list_installed_modules(self) -> list[str]:
         """Return the paths of modules of installed packages that were imported since the watcher started."""
         new = (module for name, module in sorted(sys.modules.items()) if name not in self._modules_before)
-        files = (getattr(module, "__file__", None) for module in new)
+        # A module may stand for one that is not installed, and raise for each attribute that it does not hold.
+        files = (getattr(module, "__dict__", {}).get("__file__") for module in new)
         return [file for file in files if isinstance(file, str) and file.startswith(self._package_folders)]
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:

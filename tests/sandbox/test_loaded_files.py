@@ -68,6 +68,19 @@ def build_run_of(implementation: Implementation) -> Run:
     return provenance.build_run([implementation], Plan((), ()), command="", level="smoke", limits=())
 
 
+def test_a_module_that_stands_for_a_missing_package_is_no_obstacle(folder: Path) -> None:
+    module = """
+import sys
+class Missing:
+    def __getattr__(self, name):
+        raise ImportError(f"{name} needs a package that is not installed")
+sys.modules["missing"] = Missing()
+VALUE = 1
+"""
+    (folder / "kernel.py").write_text(KERNEL.format(module))
+    executor(load_kernel()).forward(draw_problem(CASE))
+
+
 def write_library(value: str) -> None:
     Path("native.c").write_text(f"int value(void) {{ return {value}; }}\n")
     subprocess.run([str(COMPILER), "-shared", "-fPIC", "-o", "new.so", "native.c"], check=True)
