@@ -140,10 +140,19 @@ def _name_verdict(function: FunctionResult) -> str:
     if function.conformity == DOES_NOT_CONFORM:
         return "**wrong**, not explained"
     if function.conformity == KNOWN_FAILURES:
-        return "**wrong**" if any(function.findings) else "conforms but for differences by design"
+        named = [name for name in function.findings if name]
+        return _name_wrong(function, named) if named else "conforms but for differences by design"
     if function.conformity == CONFORMS:
         return "conforms as declared" if function.declared else "conforms"
     return "not judged"
+
+
+def _name_wrong(function: FunctionResult, findings: Sequence[str]) -> str:
+    """Name the dtypes in which a function is wrong, if each of its findings is about one dtype."""
+    shared = [frozenset(function.finding_features.get(name, ())) for name in findings]
+    dtypes = [dtype for dtype in _DTYPES if any(dtype in found for found in shared)]
+    narrow = all(found.intersection(_DTYPES) for found in shared)
+    return f"**wrong** in {' and '.join(dtypes)}" if narrow else "**wrong**"
 
 
 def _link_findings(function: FunctionResult) -> str:
