@@ -14,6 +14,7 @@ from reports.text_format import DASH, format_number
 _DTYPES = FEATURE_KINDS["dtype"]
 _SPECIFIC = ("mask", "operands", "shape", "storage", "quantised cache")
 _UNREMARKABLE = ("full", "dense", "offset")  # masks that stand for no mask, or for any
+_NARROW_DTYPES = ("bf16", "f16")
 _NARROW_PHASES = ("prefill", "decode")
 _SPEEDS = ("full forward", "full forward+backward", "causal forward", "causal forward+backward")
 
@@ -148,10 +149,10 @@ def _name_verdict(function: FunctionResult) -> str:
 
 
 def _name_wrong(function: FunctionResult, findings: Sequence[str]) -> str:
-    """Name the dtypes in which a function is wrong, if each of its findings is about one dtype."""
+    """Name the dtypes of 16 bits in which a function is wrong, if each of its findings is about one of them."""
     shared = [frozenset(function.finding_features.get(name, ())) for name in findings]
-    dtypes = [dtype for dtype in _DTYPES if any(dtype in found for found in shared)]
-    narrow = all(found.intersection(_DTYPES) for found in shared)
+    dtypes = [dtype for dtype in _NARROW_DTYPES if any(dtype in found for found in shared)]
+    narrow = all(found.intersection(_NARROW_DTYPES) for found in shared)
     return f"**wrong** in {' and '.join(dtypes)}" if narrow else "**wrong**"
 
 
