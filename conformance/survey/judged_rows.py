@@ -142,10 +142,12 @@ def _run_in(
     if _has_stopped_run(folder / RECORDS):
         code = _run_command([*command, f"--resume={RECORDS}", *options[1:]], folder, show=show)
     if code in (None, 2):  # nothing to continue, or a run of other functions or versions
+        (folder / RECORDS).unlink(missing_ok=True)
         code = _run_command([*command, *ask, *options], folder, show=show)
     if interrupts.get_received_signal() is not None:
         return dataclasses.replace(outcome, state=STOPPED, reason=interrupts.describe_signal())
-    if code in (0, 1) and _is_complete(folder / RECORDS):
+    # With 2 the run is complete if its records are: no function could be judged, and each record says why.
+    if code in (0, 1, 2) and _is_complete(folder / RECORDS):
         return dataclasses.replace(outcome, state=JUDGED)
     return dataclasses.replace(outcome, reason=_read_last_line(folder / LOG) or f"the run ended with exit code {code}")
 
@@ -182,9 +184,10 @@ def _has_stopped_run(path: Path) -> bool:
 
 def _is_complete(path: Path) -> bool:
     try:
-        return all(one.is_complete for one in runs.read_runs(path))
+        found = runs.read_runs(path)
     except (OSError, RecordFileError):
         return False
+    return bool(found) and all(one.is_complete for one in found)
 
 
 def _run_command(command: Sequence[str], folder: Path, *, show: bool) -> int:

@@ -18,7 +18,7 @@ from conformance import runs
 from conformance.survey import environments
 from conformance.survey.judged_rows import RECORDS, RowOutcome, read_outcome
 from impls.libraries import library_specs
-from reports.survey_results import parse_results
+from reports.survey_results import parse_results, read_results
 from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit, restore_signal_handlers, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +96,18 @@ def test_a_version_that_cannot_be_installed_is_a_row_with_the_reason(folder: Pat
     assert outcome is not None
     assert outcome.state == "not installed"
     assert "uv cannot install" in outcome.reason
+
+
+def test_a_function_that_cannot_be_judged_here_is_a_result_with_the_reason(folder: Path) -> None:
+    done = subprocess.run(
+        [*SURVEY[:4], "--library=jax_mosaic_gpu", "--level=smoke", "--out=out", "--json=r.json"], cwd=folder,
+        capture_output=True, text=True, timeout=COMMAND_TIMEOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert get_outcome(folder).state == "judged"
+    (result,) = read_results(folder / "r.json")
+    reasons = {cell.reason for cell in result.functions[0].cells.values()}
+    assert any("GPU" in reason for reason in reasons)
 
 
 def test_the_list_names_all_functions(tmp_path: Path) -> None:
