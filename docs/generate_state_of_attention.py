@@ -6,9 +6,11 @@ python docs/generate_state_of_attention.py
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 
 from conformance.survey.upstream_findings import read_findings
+from impls.libraries.library_specs import load_libraries
 from reports import survey_markdown, survey_page, survey_results
 
 ROOT = Path(__file__).parent.parent
@@ -72,6 +74,8 @@ the figures say nothing about GPUs and TPUs.
 
 {unjudged}
 
+{missing}
+
 ## Libraries without an adapter
 
 | library | why |
@@ -118,8 +122,20 @@ def build_pages(results: Path = DATA) -> dict[Path, str]:
         precision=survey_markdown.format_precision(rows),
         speed=survey_markdown.format_speed(rows),
         unjudged=survey_markdown.format_unjudged(rows),
+        missing=_format_missing({(row.library, row.version) for row in rows}),
     )
     return {PAGE: text, TABLE: survey_page.render_survey_page(rows, titles)}
+
+
+def _format_missing(judged: Set[tuple[str, str]]) -> str:
+    """Format the listed versions of libraries that the results do not have."""
+    missing = [
+        f"{library.package} {version}"
+        for library in load_libraries().values()
+        for version in library.versions
+        if (library.name, version) not in judged
+    ]
+    return f"Listed, and not part of these results: {', '.join(missing)}." if missing else ""
 
 
 def main() -> None:

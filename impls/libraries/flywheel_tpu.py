@@ -1,8 +1,8 @@
 """Adapter of `flash_attn_func` of FlyWheel, a Pallas kernel for TPUs, in Pallas' interpreter for TPUs.
 
 The layout is `[B, N, T, H]` and the dtype bf16. The last query is aligned with the last key, and empty rows give zero
-and a logsumexp of -inf. Windows and soft caps have no gradients
-(https://github.com/heavyball-research/flywheel-tpu).
+and a logsumexp of -inf. Queries are multiplied by the scale and log2(e), and rounded. Windows and soft caps have no
+gradients (https://github.com/heavyball-research/flywheel-tpu).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _call(q: Any, k: Any, v: Any, causal: bool, window: Any, soft_cap: Any, scal
 
 @declare(
     behind_mask="finite",
-    scaled_q=True,
+    scaled_q="base2",
     causal="end",
     empty_rows="zero",
     differentiable_residuals=False,
@@ -46,7 +46,7 @@ def flash_attn_func_training(
 
 @declare(
     behind_mask="finite",
-    scaled_q=True,
+    scaled_q="base2",
     causal="end",
     empty_rows="zero",
     differentiable_residuals=False,
