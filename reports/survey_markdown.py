@@ -14,7 +14,6 @@ from reports.text_format import DASH, format_number
 _DTYPES = FEATURE_KINDS["dtype"]
 _SPECIFIC = ("mask", "operands", "shape", "storage", "quantised cache")
 _UNREMARKABLE = ("full", "dense", "offset")  # masks that stand for no mask, or for any
-_NARROW_DTYPES = ("bf16", "f16")
 _NARROW_PHASES = ("prefill", "decode")
 _SPEEDS = ("full forward", "full forward+backward", "causal forward", "causal forward+backward")
 
@@ -134,7 +133,8 @@ def _name_version(row: RowResult) -> str:
 
 
 def _name_function(function: FunctionResult) -> str:
-    return f"`{function.function.removeprefix(PREFIX)}`"
+    platform = "" if function.platform == "cpu" else f" ({escape_inline(function.platform)})"
+    return f"`{function.function.removeprefix(PREFIX)}`{platform}"
 
 
 def _name_verdict(function: FunctionResult) -> str:
@@ -142,18 +142,13 @@ def _name_verdict(function: FunctionResult) -> str:
         return "**wrong**, not explained"
     if function.conformity == KNOWN_FAILURES:
         named = [name for name in function.findings if name]
-        return _name_wrong(function, named) if named else "conforms but for differences by design"
+        if not named:
+            return "conforms but for differences by design"
+        in_f16 = all("f16" in function.finding_features.get(name, ()) for name in named)
+        return "**wrong** in f16" if in_f16 else "**wrong**"
     if function.conformity == CONFORMS:
         return "conforms as declared" if function.declared else "conforms"
     return "not judged"
-
-
-def _name_wrong(function: FunctionResult, findings: Sequence[str]) -> str:
-    """Name the dtypes of 16 bits in which a function is wrong, if each of its findings is about one of them."""
-    shared = [frozenset(function.finding_features.get(name, ())) for name in findings]
-    dtypes = [dtype for dtype in _NARROW_DTYPES if any(dtype in found for found in shared)]
-    narrow = all(found.intersection(_NARROW_DTYPES) for found in shared)
-    return f"**wrong** in {' and '.join(dtypes)}" if narrow else "**wrong**"
 
 
 def _link_findings(function: FunctionResult) -> str:
