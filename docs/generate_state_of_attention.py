@@ -99,7 +99,7 @@ the figures say nothing about GPUs and TPUs.
 python -m conformance survey --library=flax.nnx==0.12.12
 ```
 
-All rows, which takes hours, and this page:
+All rows at `quick`, which takes hours, and this page (rows at `smoke` were judged with `--level=smoke`):
 
 ```sh
 python -m conformance survey --all --versions=all --out=night --bench --json=docs/measurements/data/survey.json.gz

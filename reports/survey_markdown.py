@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from reports.conformity import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES
+from reports.conformity import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED
 from reports.markdown_text import escape_inline, format_row
 from reports.matrix_rows import FEATURE_KINDS
 from reports.survey_page import PREFIX
@@ -105,7 +105,7 @@ def format_unjudged(rows: Sequence[RowResult]) -> str:
     ]
     for row in rows:
         for one in row.functions:
-            if _name_verdict(one) == "not judged":
+            if one.conformity == NOT_JUDGED:
                 reasons = dict.fromkeys(cell.reason for cell in one.cells.values() if cell.reason)
                 lines.append((_name_function(one), "not judged", escape_inline(next(iter(reasons), one.text))))
     return _format_table(("what", "state", "reason"), list(dict.fromkeys(lines)))

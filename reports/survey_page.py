@@ -129,7 +129,7 @@ def _build_line(row: RowResult, function: FunctionResult, features: Sequence[str
         state=state.get(function.conformity, UNJUDGED),
         is_newest=is_newest,
         marks=marks,
-        command=f"python -m conformance survey --library={name}=={row.version}",
+        command=f"python -m conformance survey --library={name}=={row.version} --level={row.level}",
     )
 
 

@@ -65,7 +65,7 @@ def flash(
     q_length, kv_length = q.shape[1], k.shape[1]
     pairs = jnp.ones((q_length, kv_length), bool)
     if mask is not None:
-        pairs = jnp.broadcast_to(mask, (q.shape[0], 1, q_length, kv_length))[:, 0]
+        pairs = _share_mask(mask, q, k)
     found = flash_attention_block_masked(
         *(jnp.swapaxes(x, 1, 2) for x in (_scale(q, scale), k, v)),
         None if segment_ids is None else SegmentIds(*segment_ids),
@@ -126,8 +126,7 @@ def dot_product(
     )
     ids = {} if segment_ids is None else {"decoder_segment_ids_kv": segment_ids[1]}
     if mask is not None:
-        pairs = jnp.broadcast_to(mask[:, 0], (q.shape[0], q.shape[1], k.shape[1]))
-        ids["indexer_mask"] = jnp.where(pairs, 0.0, DEFAULT_MASK_VALUE)
+        ids["indexer_mask"] = jnp.where(_share_mask(mask, q, k), 0.0, DEFAULT_MASK_VALUE)
     options = {"attention_type": kind, "sliding_window_size": None if left is None else left + 1}
     operation = _build_operation(q, k, soft_cap, moba=None, **options)
     q_ids = None if segment_ids is None else segment_ids[0]
@@ -147,6 +146,11 @@ def moba(q: Any, k: Any, v: Any, *, moba: Any, soft_cap: Any = None, sinks: Any 
         raise NotImplementedError("a MoBA mask only")
     operation = _build_operation(q, k, soft_cap, moba=moba, attention_type=AttentionType.GLOBAL)
     return operation(_scale(q, scale), k, v, None, None, MODEL_MODE_TRAIN, sinks=sinks)
+
+
+def _share_mask(mask: Any, q: Any, k: Any) -> Any:
+    """Return a mask that all heads share as `[B, T, S]`."""
+    return jnp.broadcast_to(mask, (q.shape[0], 1, q.shape[1], k.shape[1]))[:, 0]
 
 
 def _build_operation(q: Any, k: Any, soft_cap: Any, *, moba: Any, **options: Any) -> Any:
