@@ -34,6 +34,8 @@ _RAGGED = {
 _NO_GROUPS = "has as many key/value heads as query heads; ragged_gqa has fewer"
 _BLOCK = 128
 _PARAMETERS = inspect.signature(AttentionOp.__call__).parameters
+# Until 0.2.4 the logits always had the dtype of the queries, and were never fused.
+_HAS_LOGITS_DTYPE = "logits_dtype" in inspect.signature(flash_attention_block_masked).parameters
 
 
 @declare(
@@ -75,9 +77,7 @@ def flash(
         -0.7 * float(jnp.finfo(q.dtype).max),  # type: ignore[no-untyped-call] # untyped upstream
         soft_cap,
         save_residuals,
-        logits_dtype=q.dtype,
-        loop_unroll=False,
-        fuse_logits=False,
+        **({"logits_dtype": q.dtype, "loop_unroll": False, "fuse_logits": False} if _HAS_LOGITS_DTYPE else {}),
     )
     out, residuals = found if save_residuals else (found, None)
     out = jnp.swapaxes(out, 1, 2)
