@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 import flash_attention_jax as library
+import jax
 import jax.numpy as jnp
 
 from conformance import declare
@@ -17,6 +19,8 @@ _UNSUPPORTED = {
     **dict.fromkeys(("gqa", "mqa"), "q, k and v have the same number of heads"),
     "v_head_dim": "values have the depth of keys",
 }
+# Until 0.3.0 the causal function takes one sequence of one head, `[T, H]`.
+_HAS_BATCH = not importlib.metadata.version("flash-attention-jax").startswith("0.2.")
 
 
 def _swap(x: Any) -> Any:
@@ -35,4 +39,5 @@ def causal_flash_attention(q: Any, k: Any, v: Any, *, causal: bool = True) -> An
     """`flash_attention_jax.causal_flash_attention`."""
     if not causal:
         raise NotImplementedError("attention is always causal")
-    return _swap(library.causal_flash_attention(_swap(q), _swap(k), _swap(v)))
+    call = library.causal_flash_attention if _HAS_BATCH else jax.vmap(jax.vmap(library.causal_flash_attention))
+    return _swap(call(_swap(q), _swap(k), _swap(v)))

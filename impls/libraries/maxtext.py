@@ -124,6 +124,8 @@ def dot_product(
     kind = (
         AttentionType.FULL if right is None else AttentionType.GLOBAL if left is None else AttentionType.LOCAL_SLIDING
     )
+    if segment_ids is not None and "decoder_segment_ids_kv" not in _PARAMETERS:
+        raise NotImplementedError("until 0.2.4, queries and keys have one array of segment ids")
     ids = {} if segment_ids is None else {"decoder_segment_ids_kv": segment_ids[1]}
     if mask is not None:
         ids["indexer_mask"] = jnp.where(_share_mask(mask, q, k), 0.0, DEFAULT_MASK_VALUE)
