@@ -67,7 +67,7 @@ def flash(
     q_length, kv_length = q.shape[1], k.shape[1]
     pairs = jnp.ones((q_length, kv_length), bool)
     if mask is not None:
-        pairs = _share_mask(mask, q, k)
+        pairs = _share_mask(mask, q, k) if _HAS_LOGITS_DTYPE else _share_batch(mask)
     found = flash_attention_block_masked(
         *(jnp.swapaxes(x, 1, 2) for x in (_scale(q, scale), k, v)),
         None if segment_ids is None else SegmentIds(*segment_ids),
@@ -153,6 +153,13 @@ def moba(q: Any, k: Any, v: Any, *, moba: Any, soft_cap: Any = None, sinks: Any 
 def _share_mask(mask: Any, q: Any, k: Any) -> Any:
     """Return a mask that all heads share as `[B, T, S]`."""
     return jnp.broadcast_to(mask, (q.shape[0], 1, q.shape[1], k.shape[1]))[:, 0]
+
+
+def _share_batch(mask: Any) -> Any:
+    """Return a mask `[T, S]` that all batch rows share, as the kernel takes it until 0.2.4."""
+    if mask.ndim > 2 and mask.shape[0] > 1:
+        raise NotImplementedError("until 0.2.4, all batch rows have one mask")
+    return mask.reshape(mask.shape[-2:])
 
 
 def _build_operation(q: Any, k: Any, soft_cap: Any, *, moba: Any, **options: Any) -> Any:
