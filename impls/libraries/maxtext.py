@@ -64,6 +64,8 @@ def flash(
 
     Logits are not fused, since that does not support gradients. All sums are in the dtype of the queries.
     """
+    if q.shape[2] != k.shape[2] and not _HAS_LOGITS_DTYPE:
+        raise NotImplementedError("until 0.2.4 a group of query heads ends in a ValueError of squeeze")
     q_length, kv_length = q.shape[1], k.shape[1]
     pairs = jnp.ones((q_length, kv_length), bool)
     if mask is not None:
