@@ -8,6 +8,7 @@ the dependencies of a server, so this file is loaded alone. Softmax is in the op
 from __future__ import annotations
 
 import enum
+import importlib.metadata
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -34,6 +35,8 @@ _library = load_module(
     "srt/layers/attention/native_backend.py",
     {**_STUBS, **{f"sgl_jax.srt.{name}": mock.MagicMock(**_NAMES) for name in _MODULES}},
 )
+# In 0.0.1 a token has one axis, of all heads.
+_IS_FLAT = importlib.metadata.version("sglang-jax") == "0.0.1"
 
 
 @declare(
@@ -52,5 +55,8 @@ def native(q: Any, k: Any, v: Any, *, cu_q_lens: Any, cu_kv_lens: Any, causal: b
     places, prefix = 1 + jnp.arange(k.shape[0]), kv_lens - q_lens
     lengths = (kv_lens, places, prefix, q_lens)
     options = {"scale": scale, "is_causal": bool(causal), "mode": _ForwardMode.EXTEND}
-    out = _library.forward_attention(q, k_cache, v_cache, *lengths, q.shape[1], k.shape[1], **options)
+    operands = (q, k_cache, v_cache)
+    if _IS_FLAT:
+        operands = tuple(x.reshape(x.shape[0], -1) for x in operands)
+    out = _library.forward_attention(*operands, *lengths, q.shape[1], k.shape[1], **options)
     return out.reshape(q.shape)
