@@ -35,7 +35,7 @@ _library = load_module(
     "srt/layers/attention/native_backend.py",
     {**_STUBS, **{f"sgl_jax.srt.{name}": mock.MagicMock(**_NAMES) for name in _MODULES}},
 )
-# In 0.0.1 a token has one axis, of all heads.
+# In 0.0.1 a token has one axis, of all heads, and callers pass the scale.
 _IS_FLAT = importlib.metadata.version("sglang-jax") == "0.0.1"
 
 
@@ -57,6 +57,7 @@ def native(q: Any, k: Any, v: Any, *, cu_q_lens: Any, cu_kv_lens: Any, causal: b
     options = {"scale": scale, "is_causal": bool(causal), "mode": _ForwardMode.EXTEND}
     operands = (q, k_cache, v_cache)
     if _IS_FLAT:
+        options["scale"] = q.shape[-1] ** -0.5 if scale is None else scale
         operands = tuple(x.reshape(x.shape[0], -1) for x in operands)
     out = _library.forward_attention(*operands, *lengths, q.shape[1], k.shape[1], **options)
     return out.reshape(q.shape)
