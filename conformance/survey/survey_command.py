@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import platform
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -160,13 +161,18 @@ def _build_result(library: str, package: str, version: str, outcome: RowOutcome,
         package=package,
         version=version,
         state=outcome.state,
-        reason=outcome.reason,
+        reason=shorten_paths(outcome.reason),
         level=outcome.level,
         started=started,
         environment=environment,
         functions=functions,
         missing=tuple(name for name in outcome.functions if name not in judged),
     )
+
+
+def shorten_paths(text: str) -> str:
+    """Shorten absolute paths of a row's environment and of this project, so that the text suits every machine."""
+    return re.sub(r"/[^\s:=()]*?/(?=(environment/lib|impls|conformance)/)", "", text)
 
 
 def _read_speeds(folder: Path) -> dict[str, dict[str, float]]:

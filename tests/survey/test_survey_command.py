@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from conformance import runs
-from conformance.survey import environments
+from conformance.survey import environments, survey_command
 from conformance.survey.judged_rows import RECORDS, RowOutcome, read_outcome
 from impls.libraries import library_specs
 from reports.survey_results import parse_results, read_results
@@ -128,3 +128,10 @@ def test_uv_creates_an_environment_in_which_a_library_is_judged(tmp_path: Path) 
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "flax.nnx" in done.stdout
+
+
+def test_reasons_name_no_folder_of_a_machine() -> None:
+    reason = "no name 'a' (/home/me/out/a-1/environment/lib/python3.12/a.py) (/srv/x/impls/libraries/a.py:1: import a)"
+    assert survey_command.shorten_paths(reason) == (
+        "no name 'a' (environment/lib/python3.12/a.py) (impls/libraries/a.py:1: import a)"
+    )
