@@ -171,8 +171,8 @@ def _build_result(library: str, package: str, version: str, outcome: RowOutcome,
 
 
 def shorten_paths(text: str) -> str:
-    """Shorten absolute paths of a row's environment and of this project, so that the text suits every machine."""
-    return re.sub(r"/[^\s:=()]*?/(?=(environment/lib|impls|conformance)/)", "", text)
+    """Shorten absolute paths of a row's environment and of the adapters, so that the text suits every machine."""
+    return re.sub(r"/[^\s:=()]*?/(?=environment/lib/)|/[^\s:=()]*?/impls/libraries/", "", text)
 
 
 def _read_speeds(folder: Path) -> dict[str, dict[str, float]]:

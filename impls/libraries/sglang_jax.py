@@ -55,7 +55,7 @@ def native(q: Any, k: Any, v: Any, *, cu_q_lens: Any, cu_kv_lens: Any, causal: b
     places, prefix = 1 + jnp.arange(k.shape[0]), kv_lens - q_lens
     lengths = (kv_lens, places, prefix, q_lens)
     options = {"scale": scale, "is_causal": bool(causal), "mode": _ForwardMode.EXTEND}
-    operands = (q, k_cache, v_cache)
+    operands: tuple[Any, ...] = (q, k_cache, v_cache)
     if _IS_FLAT:
         options["scale"] = q.shape[-1] ** -0.5 if scale is None else scale
         operands = tuple(x.reshape(x.shape[0], -1) for x in operands)
