@@ -132,6 +132,4 @@ def test_uv_creates_an_environment_in_which_a_library_is_judged(tmp_path: Path) 
 
 def test_reasons_name_no_folder_of_a_machine() -> None:
     reason = "no name 'a' (/home/me/out/a-1/environment/lib/python3.12/a.py) (/srv/x/impls/libraries/a.py:1: import a)"
-    assert survey_command.shorten_paths(reason) == (
-        "no name 'a' (environment/lib/python3.12/a.py) (a.py:1: import a)"
-    )
+    assert survey_command.shorten_paths(reason) == ("no name 'a' (environment/lib/python3.12/a.py) (a.py:1: import a)")
