@@ -169,7 +169,7 @@ def render_survey_page(rows: Sequence[RowResult], findings: Mapping[str, str]) -
             states=STATES,
             dtypes=DTYPES,
             findings=findings,
-            libraries=sorted({row.library for row in rows}, key=str.lower),
+            libraries=sorted({row.library for row in rows if row.functions}, key=str.lower),
             days=sorted({row.started[:10] for row in rows if row.started}),
             machines=sorted({found.get("machine", "") for found in environments} - {""}),
             jax=sorted({found["jax"] for found in environments if "jax" in found}),
