@@ -19,7 +19,7 @@ _UNSUPPORTED = {
     **dict.fromkeys(("gqa", "mqa"), "q, k and v have the same number of heads"),
     "v_head_dim": "values have the depth of keys",
 }
-# Until 0.3.0 the causal function takes one sequence of one head, `[T, H]`.
+# Before 0.3.0 the causal function takes one sequence of one head, `[T, H]`.
 _HAS_BATCH = not importlib.metadata.version("flash-attention-jax").startswith("0.2.")
 
 

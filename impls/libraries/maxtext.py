@@ -34,7 +34,7 @@ _RAGGED = {
 _NO_GROUPS = "has as many key/value heads as query heads; ragged_gqa has fewer"
 _BLOCK = 128
 _PARAMETERS = inspect.signature(AttentionOp.__call__).parameters
-# Until 0.2.4 the logits always had the dtype of the queries, and were never fused.
+# Up to 0.2.4 the logits always had the dtype of the queries, and were never fused.
 _HAS_LOGITS_DTYPE = "logits_dtype" in inspect.signature(flash_attention_block_masked).parameters
 
 
@@ -64,8 +64,6 @@ def flash(
 
     Logits are not fused, since that does not support gradients. All sums are in the dtype of the queries.
     """
-    if q.shape[2] != k.shape[2] and not _HAS_LOGITS_DTYPE:
-        raise NotImplementedError("until 0.2.4 a group of query heads ends in a ValueError of squeeze")
     q_length, kv_length = q.shape[1], k.shape[1]
     pairs = jnp.ones((q_length, kv_length), bool)
     if mask is not None:
@@ -127,7 +125,7 @@ def dot_product(
         AttentionType.FULL if right is None else AttentionType.GLOBAL if left is None else AttentionType.LOCAL_SLIDING
     )
     if segment_ids is not None and "decoder_segment_ids_kv" not in _PARAMETERS:
-        raise NotImplementedError("until 0.2.4, queries and keys have one array of segment ids")
+        raise NotImplementedError("before 0.2.4, queries and keys have one array of segment ids")
     ids = {} if segment_ids is None else {"decoder_segment_ids_kv": segment_ids[1]}
     if mask is not None:
         ids["indexer_mask"] = jnp.where(_share_mask(mask, q, k), 0.0, DEFAULT_MASK_VALUE)
@@ -158,9 +156,9 @@ def _share_mask(mask: Any, q: Any, k: Any) -> Any:
 
 
 def _share_batch(mask: Any) -> Any:
-    """Return a mask `[T, S]` that all batch rows share, as the kernel takes it until 0.2.4."""
+    """Return a mask `[T, S]` that all batch rows share, as the kernel takes it up to 0.2.4."""
     if mask.ndim > 2 and mask.shape[0] > 1:
-        raise NotImplementedError("until 0.2.4, all batch rows have one mask")
+        raise NotImplementedError("up to 0.2.4, all batch rows have one mask")
     return mask.reshape(mask.shape[-2:])
 
 
