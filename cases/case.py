@@ -26,7 +26,11 @@ from cases.storage_forms.storage_form import StorageSpec
 
 PHASES = ("train", "prefill", "decode")
 DTYPES = ("f32", "bf16", "f16")
-DISTRIBUTIONS = ("normal", "small", "large", "heavy", "dominant", "cancel", "ties", "knee", "huge", "levels")
+# fmt: off
+DISTRIBUTIONS = (
+    "normal", "small", "large", "heavy", "dominant", "cancel", "ties", "knee", "huge", "levels", "low", "apart",
+)
+# fmt: on
 
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
 _FRONT_END = re.compile(r"front-([a-z0-9-]+)")
@@ -53,7 +57,7 @@ class Case:
     mask: str = "full"
     segments: str | None = None
     soft_cap: float | None = None
-    sinks: bool = False
+    sinks: bool | str = False
     bias: str | None = None
     scale: float | None = None
     kv_cache: str | None = None

@@ -22,6 +22,15 @@ _LEVEL_KEY = 16.0
 _JUMP = 200.0
 # Beyond the largest float16, 65504.
 _HUGE_LOGIT = 6.6e4
+# About the logits of successive query heads in `low`. Weights underflow if a running maximum starts at 0, or at -1e4.
+_LOW_LOGITS = (-120.0, -1.1e4, -400.0)
+# By how much logits rise or fall from one stretch of keys to the next in `apart`, for successive queries and heads:
+# beyond the range of exp in f32, beyond what f32 adds to 1 many times, and just beyond what it adds to 1.
+_JUMPS = (200.0, -95.0, 18.0, -200.0, 95.0, -18.0)
+_STRETCHES = 5
+
+MOVED = ("low", "apart", "levels", "huge")
+"""The distributions whose logits are far from zero, or far apart: any soft cap is flat there."""
 
 
 def lift_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -40,6 +49,36 @@ def lift_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple
     k[:, case.kv_length // 2 :, :, 1] = _LEVEL_KEY
     q[:, :: len(_LEVELS)] = 0.0
     k[:, 4::5] = k[:, 3::5][:, : k[:, 4::5].shape[1]]
+    return q, k
+
+
+def compute_low_coordinates(num_q_heads: int, scale: float) -> tuple[float, np.ndarray]:
+    """Return first coordinates of k, and of q by head `[N]`, that lower all logits of a head to about one level.
+
+    Both have at most 8 significant bits, so that every dtype has them exactly.
+    """
+    level = np.resize(_LOW_LOGITS, num_q_heads)
+    mantissa, exponent = np.frexp(level / (scale * _LEVEL_KEY))
+    return _LEVEL_KEY, np.ldexp(np.round(mantissa * 256), exponent - 8)
+
+
+def lower_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Lower all logits of each query head far below zero; their differences stay."""
+    k[..., 0], q[..., 0] = compute_low_coordinates(case.num_q_heads, scale)
+    return q, k
+
+
+def move_logits_apart(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Raise or lower the logits of every second stretch of keys by one of `_JUMPS`, which queries take in turn.
+
+    The running maximum of a kernel that visits keys in order jumps several times, or falls far behind.
+    """
+    turns = np.arange(case.q_length)[:, None] + np.arange(case.num_q_heads)
+    jump = np.take(_JUMPS, turns, mode="wrap")  # [T, N]
+    mantissa, exponent = np.frexp(jump / (scale * _LEVEL_KEY))
+    stretch = np.arange(case.kv_length) * _STRETCHES // case.kv_length
+    q[..., 0] = np.ldexp(np.round(mantissa * 256), exponent - 8)
+    k[..., 0] = np.where(stretch % 2, _LEVEL_KEY, 0.0)[:, None]
     return q, k
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 from cases.case import Case
 from cases.covering_model import Axis, Lengths, Model
+from cases.distributions import MOVED
 from cases.mask_spec import KINDS, Kind
 from cases.operand_registry import OPTIONAL
+from cases.optional_operands.bias_operand import HIDING
 from cases.score_functions import CAPPING
 
 
@@ -143,7 +145,7 @@ AXES: tuple[Axis, ...] = (
     ),
     Axis(
         "distribution",
-        ("normal", "large", "small", "heavy", "dominant", "cancel", "ties", "knee", "huge"),
+        ("normal", "large", "small", "heavy", "dominant", "cancel", "ties", "knee", "huge", "low", "apart"),
         cheap=True,
     ),
     # (batch, query heads, key/value heads). One level has B == K on purpose, and another has three distinct sizes.
@@ -189,8 +191,8 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
     if _is_moba(levels):
         if lengths is not None and lengths.q > lengths.kv:
             return False  # every query must be at the position of a key
-        if levels.get("distribution") == "huge":
-            return False  # gates of 1e5 round by more than they differ, so few queries have one right choice
+        if levels.get("distribution") in ("huge", "low"):
+            return False  # gates of 1e4 round by more than they differ, so few queries have one right choice
     if levels.get("kv_cache") is not None and lengths is not None and lengths.phase == "train":
         return False  # a cache is read, not differentiated
     if levels.get("own_window") is not None:
@@ -200,15 +202,23 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
             return False
     if levels.get("score") == CAPPING and levels.get("soft_cap") is not None:
         return False  # a case has one cap
-    if levels.get("score") == CAPPING and levels.get("distribution") in ("knee", "huge"):
-        return False  # logits of `knee` are made for another cap, and those of `huge` would be flattened by this one
+    if levels.get("score") == CAPPING and levels.get("distribution") in ("knee", *MOVED):
+        return False  # logits of `knee` are made for another cap, and this one would flatten those of the others
     if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
         return False
+    if levels.get("distribution") in MOVED and levels.get("soft_cap") is not None:
+        return False
+    if levels.get("bias") in HIDING:
+        # Under a cap, a bias of minus infinity hides nothing. `knee` needs a cap: the search for cases needs this
+        # conflict too, since it would find it only after it chose the cap.
+        capped = levels.get("soft_cap") is not None or levels.get("score") == CAPPING
+        if capped or levels.get("distribution") == "knee":
+            return False
     if levels.get("distribution") == "huge":
         # Logits of 7e4 round so coarsely in f32 that probabilities change by 1%. That hides one key among many, and the
-        # gradient of a sink. Any cap is flat at such logits.
+        # gradient of a sink.
         short = lengths is None or (lengths.phase == "train" and lengths.q > 1 and max(lengths.q, lengths.kv) <= 384)
-        return short and levels.get("soft_cap") is None and not levels.get("sinks")
+        return short and not levels.get("sinks")
     return True
 
 

@@ -88,7 +88,7 @@ class OptionalOperand(Operand):
       field: the field of `cases.case.Case` that asks for the operand.
       form: the operand's part of a case id, as messages show it. If the part has a number, the last letter stands for
         the number.
-      levels: the values of the field other than its default; for a number, one usual value.
+      levels: the values of the field other than its default; for a number, one usual value. True stands for `form`.
       number: regular expression of the part of a case id that holds a number; None if the part is the level itself.
 
     In words:
@@ -157,8 +157,8 @@ class OptionalOperand(Operand):
 
     @property
     def is_flag(self) -> bool:
-        """Whether the field of a case is a boolean: the case has the operand or lacks it."""
-        return self.levels == (True,)
+        """Whether the field of a case that has the operand is True, or names a variant of its values."""
+        return True in self.levels
 
     @property
     def is_function(self) -> bool:
@@ -173,12 +173,14 @@ class OptionalOperand(Operand):
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts of a case id that ask for the operand, as messages list them."""
-        return (self.form,) if self.is_flag or self.number else self.levels
+        if self.number is not None:
+            return (self.form,)
+        return tuple(self.form if level is True else level for level in self.levels)
 
     def write(self, value: Any) -> str:
         """Return the part of a case id that asks for `value`."""
         if self.number is None:
-            return self.form if self.is_flag else str(value)
+            return self.form if value is True else str(value)
         # The shortest digits that parse back to the same number, without an exponent: ids have no `+`.
         return self.form[:-1] + np.format_float_positional(float(value), trim="-")
 
@@ -189,4 +191,4 @@ class OptionalOperand(Operand):
             return float(found[1]) if found else None
         if part not in self.parts:
             return None
-        return True if self.is_flag else part
+        return True if self.is_flag and part == self.form else part

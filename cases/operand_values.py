@@ -350,6 +350,10 @@ def _draw_queries_keys_values(case: Case, attempt: int) -> tuple[np.ndarray, np.
         k = k[:, np.arange(case.kv_length) % min(3, case.kv_length)]
     elif case.distribution == "levels":
         q, k = distributions.lift_logits(case, q, k, scale)
+    elif case.distribution == "low":
+        q, k = distributions.lower_logits(case, q, k, scale)
+    elif case.distribution == "apart":
+        q, k = distributions.move_logits_apart(case, q, k, scale)
     elif case.distribution == "huge":
         # One coordinate is the same in every key. It lifts all logits of a query without changing their differences,
         # and lowers all logits of the next query.

@@ -15,7 +15,10 @@ from typing import Any
 
 from cases.case import Case
 from cases.covering_model import Axis, Model
+from cases.distributions import MOVED
 from cases.operand_registry import OPTIONAL
+from cases.optional_operands.bias_operand import HIDING
+from cases.optional_operands.sinks_operand import EXTREME
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,20 +143,20 @@ _FORMS: dict[str, Callable[[Shape], str]] = {
     "causal_window": _format_causal_and_window,
 }
 _MASKS = {**_USUAL, **_FORMS}
-# Shapes outside `_ALL_FORMS` get three masks and three levels of bias, as many as there are dtypes. So three cases
-# cover the pairs of such a shape with these levels.
+# Shapes outside `_ALL_FORMS` get few masks and levels of bias, about as many as there are dtypes. So few cases cover
+# the pairs of such a shape with these levels.
 _MASKS_ELSEWHERE = ("causal_end", "window", "lengths")
-_BIASES_ELSEWHERE = (None, "biasslope", "biasbatch")
+_BIASES_ELSEWHERE = (None, "biasslope", "biasbatch", "biasfirst")
 
 AXES: tuple[Axis, ...] = (
     Axis("shape", (*_SHAPES, *_STAND_INS)),
     Axis("mask", ("full", *(name for name in _MASKS if name != "full"))),
-    Axis("distribution", ("normal", "dominant", "levels"), cheap=True),
+    Axis("distribution", ("normal", "dominant", "levels", "low", "apart"), cheap=True),
     Axis("dtype", ("f32", "bf16", "f16")),
-    Axis("bias", (None, "biasslope", "biasbatch", "biaspair", "biasinf")),
+    Axis("bias", (None, "biasslope", "biasbatch", "biaspair", *HIDING)),
     Axis("segments", (None, "seg", "segwild")),
     Axis("soft_cap", (None, 0.5, 150.0)),
-    Axis("sinks", (False, True)),
+    Axis("sinks", (False, True, EXTREME)),
     Axis("scale", (None, 1.0)),
     Axis("kv_cache", (None, "kvint8-token", "kvfp8-head"), rare=True),
 )
@@ -177,17 +180,15 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
     elsewhere = shape is not None and _resolve_stand_in(shape) not in _ALL_FORMS
     if elsewhere and (mask not in (None, *_MASKS_ELSEWHERE) or levels.get("bias") not in _BIASES_ELSEWHERE):
         return False
-    if levels.get("bias") == "biasinf":
-        # A bias of -inf might hide every key that a segment or a narrow mask leaves visible to a query.
-        hides_few = mask in (None, "full", "causal_end", "unbounded", "wider")
-        if not hides_few or levels.get("segments") is not None or levels.get("soft_cap") is not None:
-            return False
+    # Under a cap, a bias of minus infinity hides nothing, and logits far from zero are all the same.
+    is_flattened = levels.get("bias") in HIDING or levels.get("distribution") in MOVED
+    if is_flattened and levels.get("soft_cap") is not None:
+        return False
     if levels.get("distribution") == "levels":
-        # At logits around 1.1e4 any soft cap is flat, and a sink gets all of the weight or none. Each level of the
-        # logits needs a query of its own, so few queries do not suffice.
+        # Each level of the logits needs a query of its own, and a sink gets all of the weight or none.
         if shape is not None and shape.q < 16:
             return False
-        return levels.get("soft_cap") is None and not levels.get("sinks")
+        return not levels.get("sinks")
     return True
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
@@ -19,6 +18,7 @@ from cases.case_space.clue_numbers import NO_CLUES, Clues
 from cases.mask_spec import KINDS
 from cases.masks import Mask
 from cases.operand_registry import QUIET
+from cases.optional_operands.bias_operand import HIDING
 from cases.score_functions import CAPPING
 from cases.storage_forms.form_cases import Caches, FormCases, load_all_form_cases
 
@@ -105,17 +105,19 @@ def draw_any_case(draw: st.DrawFn, within: Space) -> Case:
             continue
         level = draw(_draw_seldom(levels))
         operands[field] = draw(_draw_number(field, within)) if level is not None and field in _NUMBERS else level
-    if operands["bias"] == "biasinf" and not _can_hide_keys(operands, mask):
-        operands["bias"] = "bias"
     if operands["soft_cap"] is not None and operands.get("score") == CAPPING:
         operands["score"] = None  # a case has one cap
     capped = operands["soft_cap"] is not None
     flat = capped or operands.get("score") == CAPPING
+    if operands["bias"] in HIDING and flat:
+        operands["bias"] = "bias"  # under a cap, minus infinity hides nothing
     huge = not flat and not operands["sinks"] and phase == "train" and max(q_length, kv_length) <= _LONGEST_HUGE
     # The distribution `levels` has logits of several magnitudes and needs a query for each. A soft cap would flatten
     # them, and a sink would get all of the weight or none.
     leveled = not flat and not operands["sinks"] and phase == "train" and q_length >= _MANY_QUERIES
-    fitting = {"knee": capped, "huge": huge, "levels": leveled}
+    # Gates of a MoBA mask at low logits round by more than they differ.
+    low = not flat and "moba" not in mask
+    fitting = {"knee": capped, "huge": huge, "levels": leveled, "low": low, "apart": not flat}
     return Case(
         phase=phase,
         dtype=dtype,
@@ -131,14 +133,6 @@ def draw_any_case(draw: st.DrawFn, within: Space) -> Case:
         seed=draw(st.integers(0, 999)),
         **operands,
     )
-
-
-def _can_hide_keys(operands: Mapping[str, Any], mask: str) -> bool:
-    """Return whether a bias that hides keys (`biasinf`) is allowed beside this mask and these operands.
-
-    Segments or a narrow mask leave a query few keys, and the bias might hide all of them.
-    """
-    return mask in ("full", "causal") and operands["segments"] is None and operands["soft_cap"] is None
 
 
 @st.composite

@@ -24,12 +24,17 @@ _AXES = {
     "biaspair": "TS",
     "biasslope": "NS",
     "biasinf": "BTS",
+    "biasfirst": "BTS",
 }
 BIASES = tuple(_AXES)
 """The kinds of bias that a case id can name."""
-# `biasinf` hides keys, as a mask does. Of every ten keys, it hides key 3 with minus infinity, and key 7 with the finite
-# number that some models use in place of infinity.
-_HIDING = {3: -np.inf, 7: -1e9}
+HIDING = ("biasinf", "biasfirst")
+"""The kinds of bias that hide keys, as a mask does. Every query that sees a key without the bias sees one with it."""
+# Of every ten keys, `biasinf` hides key 3 with minus infinity, and key 7 with the finite number that some models use in
+# place of infinity.
+_HIDDEN_OF_TEN = {3: -np.inf, 7: -1e9}
+# `biasfirst` hides as many keys at the beginning: a whole block of most kernels. Of fewer keys, it hides half.
+_FIRST_KEYS = 128
 
 
 def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
@@ -41,10 +46,29 @@ def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
     sizes = {"B": case.batch, "N": case.num_q_heads, "T": case.q_length, "S": case.kv_length}
     shape = tuple(size if axis in _AXES[case.bias] else 1 for axis, size in sizes.items())
     values = draw_normal(case.seed, "bias", shape) * max(1.0, spread / 2)
-    if case.bias == "biasinf":
-        for key, hidden in _HIDING.items():
-            values[..., key::10] = hidden
+    if case.bias in HIDING:
+        values = np.where(_select_hidden(case, problem), _build_hidden(case), values)
     return values.astype(problem.q.dtype if case.bias == "biaskey" else np.float32)
+
+
+def _build_hidden(case: Case) -> np.ndarray:
+    """Build the entries `[S]` that a bias of `HIDING` may have; NaN at keys that it does not hide."""
+    entries = np.full(case.kv_length, np.nan)
+    if case.bias == "biasfirst":
+        entries[: min(_FIRST_KEYS, case.kv_length // 2)] = -np.inf
+    else:
+        for key, hidden in _HIDDEN_OF_TEN.items():
+            entries[key::10] = hidden
+    return entries
+
+
+def _select_hidden(case: Case, problem: Problem) -> np.ndarray:
+    """Select the pairs that a bias of `HIDING` hides, `[B, 1, T, S]`: none in rows that would have no key left."""
+    hides = ~np.isnan(_build_hidden(case))
+    allowed = problem.allowed
+    emptied = allowed.any(axis=-1) & ~(allowed & ~hides).any(axis=-1)  # [b, n, T]
+    kept = np.broadcast_to(emptied.any(axis=1), (case.batch, case.q_length))
+    return (hides & ~kept[..., None])[:, None]
 
 
 def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) -> None:
@@ -74,7 +98,7 @@ OPERAND = OptionalOperand(
     levels=BIASES,
     description="additive bias",
     words="a bias",
-    grid_levels=("bias", "biashead", "biaskey"),
+    grid_levels=("bias", "biashead", "biaskey", *HIDING),
     rich_level="biashead",
     vmap="kv",
     draw=_draw,

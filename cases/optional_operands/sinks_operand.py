@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cases.counter_rng import draw_normal
-from cases.distributions import compute_huge_coordinates
+from cases.distributions import compute_huge_coordinates, compute_low_coordinates
 from cases.operand import OptionalOperand
 from cases.operand_validation import CallSizes, validate_per_query_head
 from cases.score_functions import CAPPING
@@ -21,6 +21,13 @@ from cases.score_functions import CAPPING
 if TYPE_CHECKING:
     from cases.case import Case
     from cases.operand_values import Problem
+
+
+EXTREME = "sinksedge"
+"""The level of cases some of whose sinks are as large or as low as f32 allows."""
+# The first head has the largest sink, which takes all the weight. The second has an ordinary one. The next have sinks
+# that take none: minus infinity, and the finite number that models use in its place.
+_EDGES = (float(np.finfo(np.float32).max), None, -np.inf, -1e30)
 
 
 def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
@@ -38,7 +45,18 @@ def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
     if case.distribution == "huge":
         typical += problem.effective_scale * math.prod(compute_huge_coordinates(problem.effective_scale))
     rounded = round(typical * 16) / 16
-    return (rounded + draw_normal(case.seed, "sinks", (case.num_q_heads,))).astype(np.float32)
+    sinks = rounded + draw_normal(case.seed, "sinks", (case.num_q_heads,))
+    if case.distribution == "low":
+        # The scale is drawn after the sinks, so the problem does not have it yet.
+        scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
+        key, queries = compute_low_coordinates(case.num_q_heads, scale)
+        sinks += scale * key * queries
+    if case.sinks == EXTREME:
+        # The last head always has an ordinary sink, so that no sink of a case with one head is extreme.
+        for head in range(case.num_q_heads - 1):
+            edge = _EDGES[head % len(_EDGES)]
+            sinks[head] = sinks[head] if edge is None else edge
+    return sinks.astype(np.float32)
 
 
 def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) -> None:
@@ -56,10 +74,10 @@ OPERAND = OptionalOperand(
     gradient="dsinks",
     field="sinks",
     form="sinks",
-    levels=(True,),
+    levels=(True, EXTREME),
     description="one learned sink logit for each query head",
     words="sinks",
-    grid_levels=(True,),
+    grid_levels=(True, EXTREME),
     rich_level=True,
     stored=True,
     vmap="sinks",

@@ -26,6 +26,8 @@ _DISTRIBUTIONS = {
     "ties": "three distinct keys repeated: exact ties",
     "knee": "logits as large as the soft cap, where it bends most",
     "levels": "logits around 80, 90, 105, 130, 1100 and 1.1e4, high and low; queries of zeros and equal keys",
+    "low": "logits around -120, -400 and -1.1e4, for all keys of a head",
+    "apart": "logits that rise or fall by 18, 95 or 200 from one stretch of keys to the next",
     "huge": "logits beyond the float16 range, high for one query and low for the next",
 }
 # Operands that have their own line in the description.

@@ -25,8 +25,8 @@ LEVELS: dict[str, tuple[Any, ...]] = {axis.name: axis.levels for axis in AXES}
 FIELDS = ("distribution", "dtype", *(operand.field for operand in OPTIONAL))
 RARE = tuple(OPT_IN - {"moba"})  # features that the levels of rare axes ask for
 CONSTRAINED = ("lengths", "mask", "heads", "distribution", "soft_cap", "sinks", "kv_cache", "own_window")
-# An axis that excludes levels of two of these alone: enumerated with them, it would take five times as long.
-CONSTRAINED_BY_SCORE = ("distribution", "soft_cap", "score")
+# Axes that exclude levels of few others: enumerated with them, it would take five times as long.
+CONSTRAINED_BY_SCORE = ("distribution", "soft_cap", "score", "bias")
 
 
 @st.composite
@@ -151,7 +151,7 @@ def feasible_pairs() -> set[tuple[tuple[str, Any], ...]]:
     single = {item for pair in among for item in pair}
     free = {(name, level) for name in NAMES if name not in {name for name, _ in single} for level in LEVELS[name]}
     rest = {(x, y) for x in free for y in free | single if x[0] != y[0]}
-    scores = {item for item in single if item[0] == "score"}
+    scores = {item for item in single if item[0] in ("score", "bias")}
     rest |= {(x, y) for x in scores for y in single if y[0] not in CONSTRAINED_BY_SCORE}
     stand_ins = {("lengths", level) for level in LEVELS["lengths"] if level.instead_of is not None}
     pairs = {pair for pair in among | rest if not stand_ins & {*pair}}
@@ -269,7 +269,11 @@ def test_a_pair_that_is_unsupported_only_together_is_left_out() -> None:
 
     found = build_grid("quick", 0, supports)
     assert found.declined == ()
-    assert {(c.sinks, c.soft_cap is not None) for c in found.cases} == {(False, False), (False, True), (True, False)}
+    assert {(bool(c.sinks), c.soft_cap is not None) for c in found.cases} == {
+        (False, False),
+        (False, True),
+        (True, False),
+    }
 
 
 def test_beyond_quick_what_is_asked_of_a_rich_case_is_asked_of_two_that_share_no_size() -> None:

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 
 from cases import counter_rng
 from cases.case import DISTRIBUTIONS, DTYPES, Case, parse_case_id
+from cases.distributions import MOVED
 from cases.grid import build_grid
 from cases.mask_spec import build_mask
 from cases.operand_values import Problem, draw_cotangent, draw_problem
+from cases.optional_operands.bias_operand import HIDING
+from cases.optional_operands.sinks_operand import EXTREME
 from conformance.truth import oracle
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
@@ -214,8 +217,8 @@ CAPPED_SINKS = [
     (distribution, soft_cap)
     for distribution in DISTRIBUTIONS
     for soft_cap in ("", "/softcap2", "/softcap30")
-    # A knee needs a cap; huge logits sit on the flat end of any.
-    if {"knee": soft_cap != "", "huge": soft_cap == ""}.get(distribution, True)
+    # A knee needs a cap; logits far from zero sit on the flat end of any.
+    if (distribution != "knee" or soft_cap != "") and (distribution not in MOVED or soft_cap == "")
 ]
 
 
@@ -290,5 +293,53 @@ def test_every_case_of_the_grid_draws_finite_operands() -> None:
     for case in build_grid("quick", 0).cases[::8]:
         problem = draw_problem(case)
         for array in (problem.q, problem.k, problem.v, problem.sinks, problem.bias):
-            assert array is None or np.isfinite(array.astype(np.float64)).all(), case.id
+            values = np.zeros(()) if array is None else array.astype(np.float64)
+            hides = (array is problem.bias and case.bias in HIDING) or (
+                array is problem.sinks and case.sinks == EXTREME
+            )
+            assert (np.isfinite(values) | (hides & np.isneginf(values))).all(), case.id
         assert problem.allowed.any(), case.id
+
+
+def _compute_logits(problem: Problem) -> np.ndarray:
+    group = problem.q.shape[2] // problem.k.shape[2]
+    keys = np.repeat(problem.k.astype(float), group, axis=2)
+    return np.einsum("btnh,bsnh->bnts", problem.q.astype(float), keys) * problem.effective_scale
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", ["", "/scale1", "/scale0.3"])
+def test_low_logits_are_below_the_starts_of_a_running_maximum(dtype: str, scale: str) -> None:
+    problem = draw_problem(parse_case_id(f"train/{dtype}/B1.T40.S70.N3.K1.H64.V64/full{scale}/low/s0"))
+    logits = _compute_logits(problem)
+    assert (logits[:, 0] < -105).all()
+    assert (logits[:, 1] < -1e4 - 105).all()
+    spread = logits.std(axis=-1)
+    assert ((spread > 0.5) & (spread < 2)).all()
+
+
+def test_logits_that_are_apart_jump_up_and_down_in_every_head() -> None:
+    problem = draw_problem(parse_case_id("train/bf16/B1.T40.S100.N2.K2.H64.V64/full/apart/s0"))
+    stretches = np.stack(np.split(_compute_logits(problem), 5, axis=-1)).mean(axis=-1)  # [5, B, N, T]
+    jumps = np.diff(stretches, axis=0)
+    for size in (200, 95, 18):
+        for sign in (-1, 1):
+            assert (np.abs(jumps - sign * size) < 3).any(axis=(0, 1, 3)).all(), (size, sign)
+
+
+def test_extreme_sinks_take_all_weight_or_none_beside_an_ordinary_one() -> None:
+    problem = draw_problem(parse_case_id("train/f32/B1.T8.S70.N6.K6.H64.V64/full/sinksedge/normal/s0"))
+    assert problem.sinks is not None
+    largest, ordinary, none, low, again, last = problem.sinks
+    assert largest == again == np.finfo(np.float32).max
+    assert (none, low) == (-np.inf, np.float32(-1e30))
+    assert abs(ordinary) < 20
+    assert abs(last) < 20
+
+
+def test_a_bias_hides_the_first_block_where_a_later_key_is_left() -> None:
+    problem = draw_problem(parse_case_id("train/f32/B2.T300.S300.N2.K2.H64.V64/causal/biasfirst/normal/s0"))
+    assert problem.bias is not None
+    assert np.isneginf(problem.bias[:, :, 128:, :128]).all()
+    assert np.isfinite(problem.bias[:, :, :128]).all()
+    assert np.isfinite(problem.bias[..., 128:]).all()

@@ -12,6 +12,7 @@ from cases import size_model
 from cases.case import Case, parse_case_id
 from cases.grid import Grid, Supports, build_grid
 from cases.operand_values import draw_problem
+from cases.optional_operands.bias_operand import HIDING
 
 BLOCK = 128
 
@@ -87,13 +88,14 @@ def test_wild_ids_are_the_same_in_narrow_types_and_come_back() -> None:
 
 
 def test_a_hiding_bias_leaves_every_row_something() -> None:
-    hiding = [case for case in build_grid("quick", 0, model=size_model.MODEL).cases if case.bias == "biasinf"]
-    assert hiding
+    hiding = [case for case in build_grid("quick", 0, model=size_model.MODEL).cases if case.bias in HIDING]
+    assert {case.bias for case in hiding} == {*HIDING}
     for case in hiding:
         problem = draw_problem(case)
         assert problem.bias is not None
         assert np.isneginf(problem.bias).any()
-        assert (problem.allowed & (problem.bias > -1e8)).any(axis=-1).all(), case.id
+        left = (problem.allowed & (problem.bias > -1e8)).any(axis=-1)
+        assert (left == problem.allowed.any(axis=-1)).all(), case.id
 
 
 def test_levels_of_logits_reach_what_kernels_clip_at() -> None:
