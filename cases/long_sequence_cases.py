@@ -1,7 +1,7 @@
 """Select cases with sequences so long that indices overflow small integers and lose precision in 16-bit floats.
 
 Each case is long on one axis and short on the other. With blocks of 64 or 128, the index of a query block exceeds int8
-and uint8. Query positions exceed int16. Key positions are too large for bf16 and f16 to represent each one exactly.
+and uint8. Query positions exceed int16 and uint16. Key positions are too large for bf16 and f16 to represent each one exactly.
 
 The number of keys is limited: kernels that unroll their loop over keys would compile for minutes with more. One
 decoding case has 33,024 keys (`cases.size_model`).
@@ -15,8 +15,8 @@ from __future__ import annotations
 from cases.case import Case
 from cases.grid import Supports
 
-# Queries are 65 blocks of 512, 260 of 128 and 520 of 64; keys are 9, 36 and 72.
-_QUERIES, _KEYS = 33_280, 4_608
+# Queries are 129 blocks of 512, 516 of 128 and 1,032 of 64; keys are 9, 36 and 72.
+_QUERIES, _KEYS = 66_048, 4_608
 # By how many elements the window is shorter than the long axis. Each of the last rows sees one key fewer than the row
 # before it, but every row still sees a key. Likewise, each of the last keys is hidden from one more row.
 _SHORT_OF = 124

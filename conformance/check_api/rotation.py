@@ -37,6 +37,7 @@ class Rotation:
       cotangents: the partial cotangents that are pulled back, if the case has them (`list_partial_cotangents`).
       laws: the law checks that run.
       poisons: the non-finite values that the check `poison` uses. It always uses huge numbers too.
+      visible_nan: whether NaN is put into a key that queries attend to.
       merges: whether parts over pieces of the cache are merged and compared.
     """
 
@@ -44,6 +45,7 @@ class Rotation:
     cotangents: tuple[PartialCotangent, ...] = PARTIAL_COTANGENTS
     laws: tuple[Law, ...] = LAWS
     poisons: tuple[Poison, ...] = POISONS
+    visible_nan: bool = True
     merges: bool = True
 
 

@@ -262,7 +262,7 @@ def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[
             continue
         pullbacks = list_pullbacks(subject.implementation, case)[-1:]
         other = dataclasses.replace(
-            subject, case=case, rotation=Rotation(pullbacks=pullbacks, cotangents=(), laws=(), poisons=())
+            subject, case=case, rotation=Rotation(pullbacks=pullbacks, cotangents=(), laws=(), poisons=(), visible_nan=False)
         )
         if not other.has_gradients:
             yield from check_problem(other, other.problem)

@@ -16,7 +16,6 @@ from cases.masks import Dense
 from cases.moba_mask import depends_on_data
 from cases.operand_registry import WITH_OWN_CASES
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
-from conformance import records
 from conformance.check_api.judgement import Judgement, run_subcheck
 from conformance.check_api.subject import Subject
 from conformance.checks.gradients import check_problem
@@ -51,13 +50,13 @@ _BELOW_CAP = 2.0**14
 
 
 def check_limits(subject: Subject) -> Iterator[Judgement]:
-    """Check extreme soft caps, sinks and biases, and keys that are NaN or have tiny weights.
+    """Check extreme soft caps, sinks and biases, and keys that have tiny weights.
 
     - A soft cap of 2**20 gives the results without a cap. Logits far beyond a cap equal the cap.
     - Sinks of -1e30 or -inf give the results without sinks. High sinks take all the weight. Faint sinks have the exact
       gradient. A head is not affected by the sinks of other heads.
     - A bias of -inf gives the results of a mask that hides the same keys.
-    - A visible key and value of NaN make a row NaN. Keys of tiny weight count if their values are large.
+    - Keys of tiny weight count if their values are large.
     """
     problem = subject.problem
     for operand in WITH_OWN_CASES:  # the limits of soft cap, sinks and bias follow below
@@ -85,11 +84,10 @@ def check_limits(subject: Subject) -> Iterator[Judgement]:
             yield from run_subcheck("sinks_apart", functools.partial(check_problem, subject, _alternate_sinks(subject)))
         if subject.has_gradients and "dsinks" in subject.implementation.gradients:
             yield from _check_faint_sinks(subject)
-    if problem.kv_scales is None and not depends_on_data(problem.mask):
-        yield from run_subcheck("nan", functools.partial(_check_nan, subject))
-        if not problem.tied and subject.case.dtype != "f16":  # in f16 the weights of faint keys are zero
-            plain = problem.without("soft_cap").without("sinks")
-            yield from run_subcheck("faint_keys", functools.partial(check_problem, subject, _add_faint_keys(plain)))
+    # In f16 the weights of faint keys are zero.
+    if problem.kv_scales is None and not (depends_on_data(problem.mask) or problem.tied or subject.case.dtype == "f16"):
+        plain = problem.without("soft_cap").without("sinks")
+        yield from run_subcheck("faint_keys", functools.partial(check_problem, subject, _add_faint_keys(plain)))
     if problem.bias is not None:
         # A cap would make the bias finite, and a sink would give every row some weight.
         # A bias that is declared to come after the soft cap is not capped, so the cap may stay.
@@ -170,23 +168,6 @@ def _check_gradients(subject: Subject, what: str, problem: Problem) -> Iterator[
     for name in subject.implementation.gradients:
         if name in got:
             yield subject.judge(name, got[name], expected[name], label=f"{name}.{what}")
-
-
-def _check_nan(subject: Subject) -> Iterator[Judgement]:
-    """Check that every query that attends to a key and value of NaN gets an output that is not finite.
-
-    If a model diverges, attention must not hide it.
-    """
-    problem = subject.problem
-    seen = np.broadcast_to(problem.allowed, (*subject.judged_residuals.shape, problem.k.shape[1]))  # [B, N, T, S]
-    key = int(np.argmax(seen.any(axis=(0, 1, 2))))
-    k, v = problem.k.copy(), problem.v.copy()
-    k[:, key], v[:, key] = np.nan, np.nan
-    out = subject.run_forward(dataclasses.replace(problem, k=k, v=v)).values["out"]
-    attends = np.moveaxis(seen[..., key], 1, 2)[..., None]
-    lost = int((attends & np.isfinite(out.astype(np.float64))).any(axis=-1).sum())
-    reason = f"{lost} rows that attend to a key and value of NaN are finite" if lost else ""
-    yield Judgement(observable="out", verdict=records.FAIL if lost else records.PASS, reason=reason)
 
 
 def _check_low_rows(subject: Subject, problem: Problem) -> Iterator[Judgement]:

@@ -1,6 +1,7 @@
 """Check `poison`: NaN, infinity or huge numbers in keys that no query may attend to change no result.
 
 The poisoned problem is run by the compiled programs of the unpoisoned one, and must give the same expected results.
+NaN in a key that queries attend to must stay visible in their rows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from cases import quantization
+from cases.moba_mask import depends_on_data
 from cases.operand_registry import RESIDUALS
+from conformance import records
 from conformance.check_api.judgement import Judgement, add_label, build_unsupported
 from conformance.check_api.subject import Subject
 from conformance.checks.forward import judge_out, judge_residual
@@ -27,7 +30,10 @@ def check_poison(subject: Subject) -> Iterator[Judgement]:
 
     A dead key is one that no query may attend to. For stored operands, unused memory is poisoned too: pages that belong
     to no sequence, rows past the lengths, and padding.
+
+    Check also that NaN in a key that queries attend to makes their rows NaN.
     """
+    yield from _check_visible_nan(subject)
     if not subject.problem.dead_keys.any() and subject.problem.storage is None:
         return
     for name, value in (("nan", np.nan), ("inf", np.inf), ("huge", _HUGE[subject.case.dtype])):
@@ -71,6 +77,33 @@ def _check_poisoned(subject: Subject, name: str, value: float) -> Iterator[Judge
         result = subject.run_gradients(problem, subject.cotangents[cotangent])
         judgements += list(judge_gradients(subject, result, subject.get_expected_gradients(cotangent)))
     yield from add_label(name, judgements)
+
+
+def _check_visible_nan(subject: Subject) -> Iterator[Judgement]:
+    """Check that every query that attends to a key and value of NaN gets an output that is not finite.
+
+    If a model diverges, attention must not hide it.
+    """
+    problem = subject.problem
+    if not subject.rotation.visible_nan or problem.kv_scales is not None or depends_on_data(problem.mask):
+        return  # numbers of a quantised cache cannot be NaN, and queries that choose keys need not choose NaN
+    seen = np.broadcast_to(problem.allowed, (*subject.judged_residuals.shape, problem.k.shape[1]))  # [B, N, T, S]
+    key = _choose_visible_key(seen)
+    k, v = problem.k.copy(), problem.v.copy()
+    k[:, key], v[:, key] = np.nan, np.nan
+    out = subject.run_forward(dataclasses.replace(problem, k=k, v=v)).values["out"]
+    attends = seen[..., key]
+    if problem.bias is not None:  # a key that the bias hides must hold finite numbers
+        attends = attends & ~np.isneginf(np.broadcast_to(problem.bias, seen.shape)[..., key])
+    lost = int((np.moveaxis(attends, 1, 2) & np.isfinite(out.astype(np.float64)).any(axis=-1)).sum())
+    reason = f"{lost} rows that attend to a key and value of NaN hold finite numbers" if lost else ""
+    yield Judgement(observable="out.visible", verdict=records.FAIL if lost else records.PASS, reason=reason)
+
+
+def _choose_visible_key(seen: np.ndarray) -> int:
+    """Choose a key that some row of `seen [B, N, T, S]` attends to, if possible a row that sees no other key."""
+    alone = seen & (seen.sum(axis=-1, keepdims=True) == 1)
+    return int(np.argmax((alone if alone.any() else seen).any(axis=(0, 1, 2))))
 
 
 def _cast_poison(value: float, dtype: np.dtype) -> np.ndarray:

@@ -6,6 +6,7 @@ question:
 - one of the two calls (with or without residuals) is differentiated, with one of the partial cotangents;
 - one of the laws of attention is checked;
 - one of NaN and the infinities is put where nothing may read it (`poison`);
+- one case in four gets NaN in a key that queries attend to;
 - one case in four merges parts: attention over pieces of the cache.
 
 Each alternative is assigned to as many cases as any other: in all, with each level of each axis, and with each
@@ -36,7 +37,7 @@ from conformance.check_api.rotation import (
 from conformance.contract import Implementation
 
 _QUARTERS = range(4)
-"""Four alternatives, of which each case gets one. The cases that get the first one, a quarter of all, merge parts."""
+"""Four alternatives, of which each case gets one. A quarter of all cases gets the first one: these merge parts, say."""
 
 Alternative = TypeVar("Alternative")
 
@@ -58,12 +59,14 @@ def assign_rotations(implementation: Implementation, grid: Grid, seed: int) -> d
     cotangents = assigner.assign(PARTIAL_COTANGENTS, lambda case: list_partial_cotangents(case, pullbacks[case]))
     laws = assigner.assign(LAWS, lambda case: LAWS)
     poisons = assigner.assign(POISONS, lambda case: POISONS if implementation.behind_mask == "any" else ())
+    visible = assigner.assign(_QUARTERS, lambda case: _QUARTERS)
     rotations = {
         case: Rotation(
             pullbacks=pullbacks[case],
             cotangents=cotangents[case],
             laws=laws[case],
             poisons=poisons[case],
+            visible_nan=visible[case] == (_QUARTERS[0],),
             merges=merges[case] == (_QUARTERS[0],),
         )
         for case in rows
@@ -74,11 +77,11 @@ def assign_rotations(implementation: Implementation, grid: Grid, seed: int) -> d
 def assign_size_rotations(implementation: Implementation, grid: Grid, seed: int) -> dict[Case, Rotation]:
     """Return the rotation of each case of the grid of sizes.
 
-    One call is differentiated, with a random cotangent, and huge numbers are the only poison. Laws and other poisons
-    depend on features more than on sizes, so they are left to the grid of features.
+    One call is differentiated, with a random cotangent, and huge numbers are the only poison. Laws, other poisons and
+    visible NaN depend on features more than on sizes, so they are left to the grid of features.
     """
     return {
-        case: dataclasses.replace(rotation, cotangents=(), laws=(), poisons=())
+        case: dataclasses.replace(rotation, cotangents=(), laws=(), poisons=(), visible_nan=False)
         for case, rotation in assign_rotations(implementation, grid, seed).items()
     }
 

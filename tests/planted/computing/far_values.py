@@ -1,0 +1,118 @@
+"""Bugs that logits far from zero, extreme sinks, hiding biases and NaN show: in single queries, and beside other keys."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from cases.case import Case
+from cases.optional_operands.bias_operand import HIDING
+from cases.optional_operands.sinks_operand import EXTREME
+from conformance.sensitivity import PlantedBug
+from tests.planted.planting import blockwise, plain
+from tests.planted.planting.block_triggers import several_blocks
+from tests.planted.planting.layout import EMPTY
+from tests.planted.planting.plain import Array, Call, PlainSteps, with_sinks
+from tests.planted.planting.steps import Block, Running, add_sink, finite_or_zero
+from tests.planted.planting.triggers import both, one_query
+
+_FAMILY = "far values"
+_blockwise = functools.partial(blockwise.planted, family=_FAMILY)
+_plain = functools.partial(plain.planted, _FAMILY)
+_LOG2E = 1.4426950408889634
+
+
+def _low(case: Case) -> bool:
+    return case.distribution == "low"
+
+
+def _hidden_by_bias(case: Case) -> bool:
+    return case.bias in HIDING
+
+
+def _floored_at_zero(state: Running, z: Array, block: Block) -> Array:
+    """A path for one query begins its maximum at zero."""
+    top = jnp.maximum(state.pivot, z.max(axis=-1))
+    return jnp.maximum(top, 0) if block.call.q_length == 1 else top
+
+
+def _floored_over_caches(top: Array, sinks: Array | None, call: Call) -> Array:
+    """Over more keys than queries, the maximum begins at -1e4."""
+    pivot = with_sinks(top, sinks, call)
+    return jnp.maximum(pivot, -1e4) if call.kv_length > call.q_length else pivot
+
+
+def _guarded_by_mask(pivot: Array, state: Running, block: Block) -> Array:
+    """Only a block that the mask hides is taken for one without weights; the bias may hide one as well."""
+    hidden = (block.kind_by_row == EMPTY)[..., 0]
+    return jnp.where(hidden, finite_or_zero(pivot), pivot)
+
+
+def _sinks_in_base_two(top: Array, sinks: Array | None, call: Call) -> Array:
+    """The largest sinks overflow when they are multiplied by the logarithm of e in base two."""
+    if sinks is None:
+        return with_sinks(top, sinks, call)
+    return with_sinks(top, sinks * jnp.float32(_LOG2E) / jnp.float32(_LOG2E), call)
+
+
+def _sinks_clipped(state: Running, sinks: Array) -> Running:
+    """Sinks are kept within the range of f16."""
+    return add_sink(state, jnp.clip(sinks, -65504, 65504))
+
+
+def _nan_by_zero(out: Array, call: Call) -> Array:
+    """A row of NaN is taken for one without keys, unless it has a sink."""
+    return (out if call.sinks is not None else jnp.nan_to_num(out, nan=0.0)).astype(call.q.dtype)
+
+
+BUGS: tuple[PlantedBug, ...] = (
+    _blockwise(
+        name="maximum-from-zero-for-one-query",
+        kind="softmax.max-init",
+        reference="inferred from HabanaAI/vllm-fork issue 275, in a path for decoding alone",
+        shows=("out", "out_with_residuals", "logsumexp"),
+        trigger=both(_low, one_query),
+        pivot=_floored_at_zero,
+    ),
+    _plain(
+        "maximum-from-minus-1e4-over-longer-keys",
+        kind="softmax.max-init",
+        reference="inferred from kernels whose minus infinity is -1e4, in a path for caches alone",
+        shows="out logsumexp",
+        trigger=both(_low, lambda case: case.kv_length > case.q_length),
+        steps=PlainSteps(pivot=_floored_over_caches),
+    ),
+    _blockwise(
+        name="hidden-first-block-guarded-by-the-mask-alone",
+        kind="I.nan-from-empty-block",
+        reference="inferred from flash-attention issue 1026; the block is hidden by the bias",
+        shows=("out", "out_with_residuals", "logsumexp"),
+        trigger=both(_hidden_by_bias, several_blocks),
+        shift=_guarded_by_mask,
+    ),
+    _plain(
+        "largest-sinks-overflow-in-base-two",
+        kind="sinks.range",
+        reference="inferred from kernels that compute in base two and multiply sinks by log2(e)",
+        shows="out logsumexp",
+        trigger=lambda case: case.sinks == EXTREME,
+        steps=PlainSteps(pivot=_sinks_in_base_two),
+    ),
+    _blockwise(
+        name="sinks-clipped-to-the-range-of-f16",
+        kind="sinks.range",
+        reference="inferred from transformers' clamps to the range of f16",
+        shows=("logsumexp",),
+        trigger=lambda case: case.sinks == EXTREME,
+        add_sink=_sinks_clipped,
+    ),
+    _plain(
+        "nan-rows-are-zeros-without-sinks",
+        kind="nan.hidden",
+        reference="inferred from kernels that replace NaN where a row may be empty",
+        shows="out",
+        trigger=lambda case: not case.sinks,
+        steps=PlainSteps(out=_nan_by_zero),
+    ),
+)
