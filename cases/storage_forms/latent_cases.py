@@ -25,7 +25,10 @@ from cases.storage_forms.latent_pages_cases import (
     SCALE,
     VALUES,
 )
-from cases.storage_forms.sequence_shapes import VALUE_AXES, is_compatible
+from cases.storage_forms.sequence_shapes import VALUE_AXES, is_compatible, list_token_lengths
+
+
+_BLOCK = 16  # a usual block of keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +56,17 @@ _MASKS = {
 }
 
 
+def _list_key_lengths(size: _Lengths) -> tuple[int, ...]:
+    """Return the key lengths of the rows: around borders of blocks in a long batch, with an empty row in a short one."""
+    if size.batch > 3:
+        return tuple(keys for _, keys in list_token_lengths(_BLOCK))
+    return (size.kv - 5, 0, size.kv - 7)[: size.batch]
+
+
 def _assemble(levels: Mapping[str, Any], seed: int) -> Case:
     size = levels["lengths"]
     heads, depths = size.heads or levels["heads"], size.depths or levels["depths"]
-    lengths = "-".join(str(size.kv - 7 * n) for n in range(size.batch))
+    lengths = "-".join(map(str, _list_key_lengths(size)))
     mask = _MASKS[levels["mask"]].format(o=size.kv - size.q, lengths=lengths).replace("-o0", "")
     return Case(
         phase=size.phase,
@@ -139,6 +149,7 @@ CASES = FormCases(
                     _Lengths("train", 2, 40, 16),
                     _Lengths("prefill", 2, 16, 80),
                     _Lengths("decode", 3, 1, 40),
+                    _Lengths("decode", 25, 1, 65),
                 ),
             ),
             HEADS,

@@ -15,17 +15,23 @@ from cases.storage_forms.form_registry import FORMS
 SequenceLengths = tuple[tuple[int, int], ...]
 """The numbers `(queries, keys)` of each sequence of a call."""
 
+STORED_DISTRIBUTIONS = ("normal", "large", "dominant", "heavy", "small", "cancel", "ties", "knee")
+"""The value distributions of the grids of all storage forms (`cases.case.DISTRIBUTIONS`)."""
 VALUE_AXES = (
-    Axis("distribution", ("normal", "large", "dominant", "heavy", "small", "cancel", "ties", "knee"), cheap=True),
+    Axis("distribution", STORED_DISTRIBUTIONS, cheap=True),
     Axis("dtype", ("f32", "bf16", "f16")),
     Axis("soft_cap", (None, 2.0, 30.0), rich=30.0),
     Axis("sinks", (False, True), rich=True),
     Axis("scale", (None, 0.3), rich=0.3),
 )
 HEAD_AXES = (
-    Axis("heads", ((2, 2), (4, 2), (6, 1), (1, 1)), rich=(4, 2)),
+    # (15, 3) has an odd number of key/value heads, and groups whose size is odd.
+    Axis("heads", ((2, 2), (4, 2), (15, 3), (1, 1)), rich=(4, 2)),
     Axis("depths", ((64, 64), (32, 32), (16, 48), (128, 128)), rich=(16, 48)),
 )
+_ROTATIONS = 3
+FIRST = Axis("first", tuple(range(_ROTATIONS)))
+"""Which third of the sequences comes first. So a sequence without queries or keys lies anywhere in the batch."""
 FORTY_KEYS = tuple(1 + 5 * n % 13 for n in range(40))
 """The lengths of forty short sequences."""
 FORTY = "-".join(map(str, FORTY_KEYS))
@@ -62,6 +68,22 @@ class Shape:
     depths: tuple[int, int] | None = None
 
 
+def rotate_lengths(lengths: SequenceLengths, first: int) -> SequenceLengths:
+    """Move whole thirds of the sequences to the end of the batch, as many as the level `first` of `FIRST` says."""
+    start = first * len(lengths) // _ROTATIONS
+    return lengths[start:] + lengths[:start]
+
+
+def list_token_lengths(p: int) -> SequenceLengths:
+    """Return the lengths of 25 single tokens whose caches end around a border of pages of `p` tokens.
+
+    Each cache has one token less than whole pages, exactly whole pages, or one token more. The numbers of whole pages
+    differ. There are more tokens than a block of 16, and the last block is not full.
+    """
+    whole = (1, 2) if p > 64 else (1, 2, 4, 3)
+    return tuple((1, max(1, whole[n % len(whole)] * p + n % 3 - 1)) for n in range(25))
+
+
 def fix_lengths(*lengths: tuple[int, int]) -> Callable[[int], SequenceLengths]:
     """Return a function for `Shape.lengths` that returns these lengths for every size of pages or rings."""
     return lambda p: lengths
@@ -77,7 +99,8 @@ def build_model(form: str, *axes: Axis, strongest: int = 4) -> Model:
 
     def assemble(levels: Mapping[str, Any], seed: int) -> Case:
         shape, size = levels["shape"], levels.get("page")
-        q_lengths, kv_lengths = zip(*shape.lengths(size or 0), strict=True)
+        lengths = rotate_lengths(shape.lengths(size or 0), levels.get(FIRST.name, 0))
+        q_lengths, kv_lengths = zip(*lengths, strict=True)
         heads, depths = shape.heads or levels["heads"], shape.depths or levels.get("depths", (64, 64))
         ends = "-".join(map(str, kv_lengths))
         left = levels["window"]

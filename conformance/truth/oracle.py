@@ -140,10 +140,10 @@ class Slab:
     def pivot(self) -> Array:
         """The number subtracted from a row's logits before `exp`, `[G, T]`: their maximum, including the sink.
 
-        It is 0 where the maximum is not finite.
+        It is 0 where the maximum is not finite, and in rows that have neither an allowed key nor a sink.
         """
         pivot = self.max_logits if self.sinks is None else np.maximum(self.max_logits, self.sinks[:, None])
-        return np.where(np.isfinite(pivot), pivot, 0.0)
+        return np.where(np.isfinite(pivot) & (pivot > _NO_SINK), pivot, 0.0)
 
     @functools.cached_property
     def weights(self) -> Array:
@@ -153,7 +153,7 @@ class Slab:
 
     @functools.cached_property
     def logsumexp(self) -> Array:
-        """Logsumexp of each row, sinks included, `[G, T]`; -inf in empty rows without a sink."""
+        """Logsumexp of each row, sinks included, `[G, T]`; -inf in empty rows without a sink or with one of -inf."""
         total = self.weights.sum(axis=-1)
         if self.sinks is not None:
             total = total + np.exp(self.sinks[:, None] - self.pivot)
@@ -168,19 +168,26 @@ class Slab:
     @functools.cached_property
     def p_sink(self) -> Array:
         """Probability of the sink, `[G, T]`; zero without sinks."""
+        return self.weigh_sinks(self.logsumexp)
+
+    def weigh_sinks(self, logsumexp: Array) -> Array:
+        """Compute the probability of the sink from `logsumexp [G, T]`; zero without a sink or with one of -inf."""
         if self.sinks is None:
-            return np.zeros(self.logsumexp.shape)
-        return np.exp(self.sinks[:, None] - self.logsumexp)
+            return np.zeros(logsumexp.shape)
+        sinks = self.sinks[:, None]
+        return np.where(sinks > _NO_SINK, np.exp(sinks - np.where(sinks > _NO_SINK, logsumexp, 0.0)), 0.0)
 
     @functools.cached_property
     def averaging(self) -> Array:
         """Weights of the values in `out`, `[G, T, S]`: `p`, or `1 / S` in empty rows that return the mean of `v`.
 
-        With sinks, the weights of an empty row are zero, since its sink takes all the weight.
+        With a sink above -inf, the weights of an empty row are zero, since its sink takes all the weight.
         """
-        if self.empty_rows == "zero" or self.sinks is not None:
+        if self.empty_rows == "zero":
             return self.p
         empty = ~self.allowed.any(axis=-1, keepdims=True)
+        if self.sinks is not None:
+            empty &= (self.sinks <= _NO_SINK)[:, None, None]
         return np.where(empty, 1 / self.k.shape[0], self.p)
 
     @functools.cached_property
@@ -219,8 +226,9 @@ class Forward:
     max_logits: Array
 
 
-# Replaces a sink logit of minus infinity. Its exponential is zero too, but its product with zero is 0 instead of NaN.
-_NO_SINK = -1e30
+# Replaces a sink logit of minus infinity. Its exponential is zero too, but its product with zero is 0 instead of NaN. It
+# is far below every finite f32 number, so that it never exceeds another sink.
+_NO_SINK = -1e300
 
 
 def iter_slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
@@ -244,7 +252,7 @@ def iter_slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Sla
             allowed, value = allowed & ~hidden, np.where(hidden, 0.0, value)
         terms.append((operand, np.broadcast_to(value, full)))
     dead = problem.dead_keys[..., None]
-    mean_needs_v = empty_rows == "mean" and problem.sinks is None
+    mean_needs_v = empty_rows == "mean" and (problem.sinks is None or np.isneginf(problem.sinks).any())
     k = np.where(dead, 0, problem.keys)
     v = problem.values if mean_needs_v else np.where(dead, 0, problem.values)
     q = problem.q.astype(np.float64).transpose(0, 2, 1, 3)
@@ -322,8 +330,7 @@ def compute_backward(
             with np.errstate(over="ignore"):  # a wrong kernel may have saved any logsumexp
                 p = np.exp(np.where(slab.allowed, slab.z - shift, -np.inf))
                 averaging = np.where(slab.allowed.any(axis=-1, keepdims=True), p, averaging)
-                if slab.sinks is not None:
-                    p_sink = np.exp(slab.sinks[:, None] - lse)
+                p_sink = slab.weigh_sinks(lse)
         dz = p * (dp - d[..., None] + dlse_slab[..., None])
         dx = slab.cap_derivative * dz
         gradients.add(

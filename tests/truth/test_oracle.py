@@ -358,6 +358,42 @@ def test_empty_rows_give_zero_or_the_mean_and_touch_no_gradient_but_the_means_dv
         assert not any(g.any() for g in gradients.values())
 
 
+@pytest.mark.parametrize("empty_rows", ["zero", "mean"])
+def test_sinks_of_minus_infinity_are_no_sinks(empty_rows: Literal["zero", "mean"]) -> None:
+    """Also in rows without a visible key, which are all rows of the first sequence."""
+    case_id = "train/f32/B2.T4.S5.N4.K2.H6.V5/lengths-0-3/sinks/normal/s1"
+    problem, do = problem_of(case_id), cotangents(case_id)[0]
+    none, plain = dataclasses.replace(problem, sinks=np.full(4, -np.inf)), problem.without("sinks")
+    got, expected = (oracle.compute_forward(each, empty_rows) for each in (none, plain))
+    np.testing.assert_array_equal(got.logsumexp, expected.logsumexp)
+    assert np.isneginf(got.logsumexp[0]).all()
+    np.testing.assert_array_equal(got.out, expected.out)
+    assert empty_rows == "mean" or not got.out[0].any()
+    for form in ("vanilla", "flash"):
+        gradients, others = (oracle.compute_backward(p, do, form=form, empty_rows=empty_rows) for p in (none, plain))
+        assert not gradients.pop("dsinks").any()
+        assert all(np.array_equal(gradients[name], others[name]) for name in others)
+    drawn = dataclasses.replace(draw_problem(parse_case_id(case_id)), sinks=np.full(4, -np.inf, np.float32))
+    bounds = compute_float64_bounds(compute_expected(drawn, Cotangent("random", do), empty_rows=empty_rows))
+    assert all(not np.isnan(each.bound).any() for each in bounds.values())
+
+
+@pytest.mark.parametrize("sink", [-3e38, 3e38])
+def test_a_sink_as_large_as_f32_allows_is_the_whole_row_or_nothing(sink: float) -> None:
+    problem = dataclasses.replace(
+        problem_of("train/f32/B2.T4.S5.N4.K2.H6.V5/lengths-0-3/sinks/normal/s1"), sinks=np.full(4, sink)
+    )
+    got, plain = oracle.compute_forward(problem), oracle.compute_forward(problem.without("sinks"))
+    assert (got.logsumexp[0] == sink).all()
+    assert not got.out[0].any()
+    if sink < 0:
+        np.testing.assert_array_equal(got.out, plain.out)
+        np.testing.assert_array_equal(got.logsumexp[1], plain.logsumexp[1])
+    else:
+        assert (got.logsumexp == sink).all()
+        assert not got.out.any()
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_what_nobody_may_attend_to_never_matters(poison: float) -> None:
     case_id = "train/f32/B2.T12.S15.N4.K2.H6.V5/densehead-d40/sinks/normal/s3"
