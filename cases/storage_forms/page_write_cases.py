@@ -32,7 +32,7 @@ _SHAPES = (
     Shape("whole", lambda p: ((min(p, 32), 3 * p), (2 * min(p, 16), 4 * p), (1, p + 2))),
     Shape("chunk", lambda p: ((16, 17 + 2 * p),)),
     # Sequences without queries, and with neither queries nor keys, among others. New tokens that begin a page.
-    Shape("gaps", lambda p: ((0, 0), (1, p + 2), (0, 2 * p), (5, 5 + 2 * p), (0, 0), (0, 0), (1, 2))),
+    Shape("gaps", lambda p: ((0, 0), (1, p + 2), (0, 2 * p), (5, 5 + 2 * p), (0, 0), (1, 2), (0, 0))),
     # One page more than in other grids, so that no token is written to a page that sequences share.
     Shape("tokens", lambda p: tuple((1, keys + p) for _, keys in list_token_lengths(p)), phase="decode"),
     Shape("alike", lambda p: ((4, 4 * p + 4), (1, 4 * p), (7, 4 * p + 9))),
