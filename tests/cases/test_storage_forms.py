@@ -277,15 +277,15 @@ def test_grids_cover_all_pairs_and_their_ids_parse(kind: str, place: int) -> Non
 
 def test_the_paged_grid_has_what_serving_has() -> None:
     cases = [case for model in load_form_cases("paged").models for case in build_grid("quick", 0, model=model).cases]
-    sizes = {of(case).held.shape[1] for case in cases}
-    assert {1, 5, 16, 32, 64, 128, 256} <= sizes
-    assert any(of(case).shares for case in cases)
-    borders = {n % of(case).held.shape[1] for case in cases for n in case.kv_lengths if n}
-    assert {0, 1} <= borders
+    layouts = [operand_values.build_hollow_problem(case).storage for case in cases]
+    stored = [(case, layout) for case, layout in zip(cases, layouts, strict=True) if layout is not None]
+    assert {1, 5, 16, 32, 64, 128, 256} <= {layout.held.shape[1] for _, layout in stored}
+    assert any(layout.shares for _, layout in stored)
+    assert {0, 1} <= {n % layout.held.shape[1] for case, layout in stored for n in case.kv_lengths if n}
     assert any(0 in case.kv_lengths for case in cases)
     assert any(1 in case.q_lengths and max(case.q_lengths) > 1 for case in cases)
-    assert any(len(of(case).tables["cu_q_lens"]) - 1 > case.batch for case in cases)
-    assert any(len(of(case).tables["cu_q_lens"]) - 1 == case.batch for case in cases)
+    assert any(len(layout.tables["cu_q_lens"]) - 1 > case.batch for case, layout in stored)
+    assert any(len(layout.tables["cu_q_lens"]) - 1 == case.batch for case, layout in stored)
 
 
 @pytest.mark.parametrize(
