@@ -56,7 +56,7 @@ _MASKS = {
 
 
 def _list_key_lengths(size: _Lengths) -> tuple[int, ...]:
-    """Return the key lengths of the rows. A long batch has lengths around borders of blocks, a short one an empty row."""
+    """Return the key lengths of the rows: around borders of blocks in a long batch, and with an empty row in others."""
     if size.batch > 3:
         return tuple(keys for _, keys in list_token_lengths(_BLOCK))
     return (size.kv - 5, 0, size.kv - 7)[: size.batch]

@@ -45,6 +45,7 @@ from tests.planted.features import (
     windows,
 )
 from tests.planted.serving import (
+    batches,
     latent,
     packed,
     packed_gradients,
@@ -102,6 +103,7 @@ _MODULES = (
     packed_gradients,
     latent,
     ring,
+    batches,
     splash_tpu,
     refusing,
 )
