@@ -25,7 +25,12 @@ from cases.storage_forms.latent_pages_cases import (
     SCALE,
     VALUES,
 )
-from cases.storage_forms.sequence_shapes import VALUE_AXES, is_compatible, list_token_lengths
+from cases.storage_forms.sequence_shapes import (
+    VALUE_AXES,
+    is_compatible,
+    list_fitting_distributions,
+    list_token_lengths,
+)
 
 _BLOCK = 16  # a usual block of keys
 
@@ -111,6 +116,8 @@ def _draw_latents(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
     phase = draw(st.sampled_from(phases))
     q_length = 1 if phase == "decode" else draw(st.sampled_from(_DRAWN_LENGTHS))
     kv_length, rank = draw(st.sampled_from(_DRAWN_LENGTHS)), draw(st.sampled_from(DRAWN_RANKS))
+    cap = draw(st.sampled_from(_DRAWN_CAPS))
+    fitting = [name for name in list_fitting_distributions(cap) if name in VALUES.levels]
     masks = ("full", "causal", f"window-l{draw(st.integers(0, 40))}-r{draw(st.integers(0, 3))}")
     return Case(
         phase=phase,
@@ -124,11 +131,11 @@ def _draw_latents(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
         v_head_dim=rank,
         mask=draw(st.sampled_from(masks)),
         segments=draw(st.sampled_from((None, None, "seg"))),
-        soft_cap=draw(st.sampled_from(_DRAWN_CAPS)),
+        soft_cap=cap,
         sinks=draw(st.booleans()),
         scale=draw(st.sampled_from(DRAWN_SCALES)),
         storage="latent",
-        distribution=draw(st.sampled_from(("normal", "small", "large", "heavy", "dominant"))),
+        distribution=draw(st.sampled_from(fitting)),
         seed=draw(st.integers(0, 999)),
     )
 

@@ -29,6 +29,7 @@ from cases.storage_forms.sequence_shapes import (
     Shape,
     build_model,
     is_compatible,
+    list_fitting_distributions,
     list_token_lengths,
 )
 from cases.storage_forms.storage_layout import NOBODY, Request, Storage
@@ -112,8 +113,12 @@ def _draw_rings(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
     keys = draw(st.lists(st.integers(0, MAX_DRAWN_LENGTH) | around, min_size=1, max_size=5))
     widest = st.integers(0, slots - q_length)
     left = draw(widest if max(keys) > slots else st.just("inf") | widest)
-    heads, head_dim = draw(st.sampled_from(((1, 1), (2, 2), (4, 2), (3, 1)))), draw(st.sampled_from((8, 16, 64, 72)))
+    heads, head_dim = (
+        draw(st.sampled_from(((1, 1), (2, 2), (4, 2), (3, 1), (15, 3)))),
+        draw(st.sampled_from((8, 16, 64, 72))),
+    )
     ends = "-".join(map(str, keys))
+    cap = draw(st.sampled_from((None, None, 30.0, 2.0)))
     return Case(
         phase=phase,
         dtype=draw(st.sampled_from(("f32", "f32", "bf16", "f16"))),
@@ -125,11 +130,11 @@ def _draw_rings(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
         head_dim=head_dim,
         v_head_dim=draw(st.just(head_dim) | st.sampled_from((8, 64))),
         mask=f"own-l{left}-{ends}",
-        soft_cap=draw(st.sampled_from((None, None, 30.0, 2.0))),
+        soft_cap=cap,
         sinks=draw(st.booleans()),
         scale=draw(st.sampled_from((None, None, 1.0, 0.3))),
         storage=FORMS["ring"].format(slots, (q_length,)),
-        distribution=draw(st.sampled_from(("normal", "small", "large", "heavy", "dominant", "cancel", "ties"))),
+        distribution=draw(st.sampled_from(list_fitting_distributions(cap))),
         seed=draw(st.integers(0, 999)),
     )
 

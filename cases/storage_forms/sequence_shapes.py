@@ -42,11 +42,11 @@ LARGE_GROUP = {"num_q_heads": 17, "num_kv_heads": 1}
 """Fields of a case with more than sixteen query heads to a key/value head, an odd number of them."""
 MAX_DRAWN_LENGTH = 150
 _MAX_DRAWN_SEQUENCES = 6
-_DRAWN_HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (6, 3))
+_MAX_DRAWN_TOKENS = 40  # the most sequences in decode, where each has one query at most
+_DRAWN_HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (6, 3), (15, 3))
 _DRAWN_DEPTHS = (8, 16, 32, 64, 72, 128)
 _DRAWN_CAPS = (None, None, 30.0, 5.0, 2.0)
 _DRAWN_SCALES = (None, None, 1.0, 0.3)
-_DRAWN_VALUES = ("normal", "small", "large", "heavy", "dominant", "cancel", "ties")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,11 @@ def fix_lengths(*lengths: tuple[int, int]) -> Callable[[int], SequenceLengths]:
 def is_compatible(levels: Mapping[str, Any]) -> bool:
     """Return whether levels can be combined: the distribution `knee` (logits where a soft cap bends) needs a cap."""
     return not (levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None)
+
+
+def list_fitting_distributions(soft_cap: float | None) -> tuple[str, ...]:
+    """Return the distributions of `STORED_DISTRIBUTIONS` that a case with this soft cap, or without one, may have."""
+    return tuple(name for name in STORED_DISTRIBUTIONS if is_compatible({"distribution": name, "soft_cap": soft_cap}))
 
 
 def build_model(form: str, *axes: Axis, strongest: int = 4) -> Model:
@@ -145,7 +150,8 @@ def draw_sequences(
     """
     phase = draw(st.sampled_from(phases))
     size = None if sizes is None else draw(sizes)
-    lengths = draw(st.lists(draw_lengths(phase, size), min_size=1, max_size=_MAX_DRAWN_SEQUENCES))
+    most = _MAX_DRAWN_TOKENS if phase == "decode" else _MAX_DRAWN_SEQUENCES
+    lengths = draw(st.lists(draw_lengths(phase, size), min_size=1, max_size=most))
     if not any(queries for queries, _ in lengths):
         lengths[0] = (1, max(1, lengths[0][1]))
     q_lengths, kv_lengths = zip(*lengths, strict=True)
@@ -170,6 +176,6 @@ def draw_sequences(
         sinks=draw(st.booleans()),
         scale=draw(st.sampled_from(_DRAWN_SCALES)),
         storage=FORMS[form].format(size, q_lengths, shared=True in FORMS[form].prefixes and draw(st.booleans())),
-        distribution=draw(st.sampled_from((*_DRAWN_VALUES, "knee") if cap is not None else _DRAWN_VALUES)),
+        distribution=draw(st.sampled_from(list_fitting_distributions(cap))),
         seed=draw(st.integers(0, 999)),
     )
