@@ -90,9 +90,11 @@ class Case:
             raise CaseIdError("distribution 'knee' puts logits at the soft cap's knee, so the case needs a soft cap")
         try:
             self.steps  # noqa: B018  raises for impossible steps
-            self.stored  # noqa: B018  raises for impossible storage
+            spec = self.stored  # raises for impossible storage
             mask_spec.parse_mask_spec(self.mask)
             mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
+            if spec is not None:
+                form_registry.FORMS[spec.form].check_lengths(self.storage or "", self.q_lengths, self.kv_lengths)
         except ValueError as error:
             raise CaseIdError(str(error)) from error
 

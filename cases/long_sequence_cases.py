@@ -1,7 +1,8 @@
 """Select cases with sequences so long that indices overflow small integers and lose precision in 16-bit floats.
 
 Each case is long on one axis and short on the other. With blocks of 64 or 128, the index of a query block exceeds int8
-and uint8. Query positions exceed int16 and uint16. Key positions are too large for bf16 and f16 to represent each one exactly.
+and uint8. Query positions exceed int16 and uint16. Key positions are too large for bf16 and f16, which cannot represent
+each one exactly.
 
 The number of keys is limited: kernels that unroll their loop over keys would compile for minutes with more. One
 decoding case has 33,024 keys (`cases.size_model`).

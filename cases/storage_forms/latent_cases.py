@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cases.case import Case
 from cases.covering_model import Axis, Model
+from cases.optional_operands.bias_operand import HIDING
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, SAVED_WITH_GRADIENT, Caches, FormCases
 from cases.storage_forms.latent_pages_cases import (
     DEEPSEEK_DEPTHS,
@@ -25,7 +26,14 @@ from cases.storage_forms.latent_pages_cases import (
     SCALE,
     VALUES,
 )
-from cases.storage_forms.sequence_shapes import VALUE_AXES, is_compatible
+from cases.storage_forms.sequence_shapes import (
+    VALUE_AXES,
+    is_compatible,
+    list_fitting_distributions,
+    list_token_lengths,
+)
+
+_BLOCK = 16  # a usual block of keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +61,17 @@ _MASKS = {
 }
 
 
+def _list_key_lengths(size: _Lengths) -> tuple[int, ...]:
+    """Return the key lengths of the rows: around borders of blocks in a long batch, and with an empty row in others."""
+    if size.batch > 3:
+        return tuple(keys for _, keys in list_token_lengths(_BLOCK))
+    return (size.kv - 5, 0, size.kv - 7)[: size.batch]
+
+
 def _assemble(levels: Mapping[str, Any], seed: int) -> Case:
     size = levels["lengths"]
     heads, depths = size.heads or levels["heads"], size.depths or levels["depths"]
-    lengths = "-".join(str(size.kv - 7 * n) for n in range(size.batch))
+    lengths = "-".join(map(str, _list_key_lengths(size)))
     mask = _MASKS[levels["mask"]].format(o=size.kv - size.q, lengths=lengths).replace("-o0", "")
     return Case(
         phase=size.phase,
@@ -84,7 +99,10 @@ def _build_model(*own: Axis, strongest: int = 4) -> Model:
     usual = {axis.name: axis for axis in VALUE_AXES}
     shared = (VALUES, usual["dtype"], usual["soft_cap"], usual["sinks"], SCALE)
     segments = Axis("segments", (None, "seg"), rich="seg")
-    mask, bias = Axis("mask", tuple(_MASKS), rich="window"), Axis("bias", (None, "bias", "biashead"), rich="biashead")
+    mask, bias = (
+        Axis("mask", tuple(_MASKS), rich="window"),
+        Axis("bias", (None, "bias", "biashead", *HIDING), rich="biashead"),
+    )
     return Model((*own, mask, segments, *shared, bias), is_compatible, _assemble, strongest)
 
 
@@ -102,6 +120,8 @@ def _draw_latents(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
     phase = draw(st.sampled_from(phases))
     q_length = 1 if phase == "decode" else draw(st.sampled_from(_DRAWN_LENGTHS))
     kv_length, rank = draw(st.sampled_from(_DRAWN_LENGTHS)), draw(st.sampled_from(DRAWN_RANKS))
+    cap = draw(st.sampled_from(_DRAWN_CAPS))
+    fitting = [name for name in list_fitting_distributions(cap) if name in VALUES.levels]
     masks = ("full", "causal", f"window-l{draw(st.integers(0, 40))}-r{draw(st.integers(0, 3))}")
     return Case(
         phase=phase,
@@ -115,11 +135,11 @@ def _draw_latents(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
         v_head_dim=rank,
         mask=draw(st.sampled_from(masks)),
         segments=draw(st.sampled_from((None, None, "seg"))),
-        soft_cap=draw(st.sampled_from(_DRAWN_CAPS)),
+        soft_cap=cap,
         sinks=draw(st.booleans()),
         scale=draw(st.sampled_from(DRAWN_SCALES)),
         storage="latent",
-        distribution=draw(st.sampled_from(("normal", "small", "large", "heavy", "dominant"))),
+        distribution=draw(st.sampled_from(fitting)),
         seed=draw(st.integers(0, 999)),
     )
 
@@ -139,6 +159,7 @@ CASES = FormCases(
                     _Lengths("train", 2, 40, 16),
                     _Lengths("prefill", 2, 16, 80),
                     _Lengths("decode", 3, 1, 40),
+                    _Lengths("decode", 25, 1, 65),
                 ),
             ),
             HEADS,

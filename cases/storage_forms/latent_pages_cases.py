@@ -18,7 +18,7 @@ from cases.case import Case
 from cases.covering_model import Axis, Model
 from cases.storage_forms import paged_cases
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, build_case
-from cases.storage_forms.sequence_shapes import FORTY, Shape, fix_lengths
+from cases.storage_forms.sequence_shapes import FORTY, STORED_DISTRIBUTIONS, Shape, fix_lengths
 
 
 class Sizes(NamedTuple):
@@ -37,13 +37,13 @@ DEPTHS = Axis(
 )
 HEADS = Axis(
     "heads",
-    (Sizes(4, 1), Sizes(16, 1), Sizes(1, 1), Sizes(6, 1), Sizes(128, 1, Sizes(4, 1))),
+    (Sizes(4, 1), Sizes(16, 1), Sizes(1, 1), Sizes(5, 1), Sizes(128, 1, Sizes(4, 1))),
     rich=Sizes(4, 1),
 )
 SCALE = Axis("scale", (0.144, 0.072, 0.3), rich=0.072)
 # The distribution `cancel` is left out: it needs values that cancel although their keys are nearly equal. In latents,
 # nearly equal keys have nearly equal values.
-VALUES = Axis("distribution", ("normal", "large", "dominant", "heavy", "small", "ties", "knee"), cheap=True)
+VALUES = Axis("distribution", tuple(name for name in STORED_DISTRIBUTIONS if name != "cancel"), cheap=True)
 
 
 def convert_to_latents(case: Case) -> Case:

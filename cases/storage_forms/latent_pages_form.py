@@ -20,6 +20,7 @@ LATENT_PAGES = StorageForm(
     is_tied=True,
     maps_over_batch=False,
     check_sizes=latent_form.check_sizes,
+    check_lengths=paged_form.check_lengths,
     draw_layout=paged_form.draw_layout,
     describe_layout=paged_form.describe_layout,
     operands=("q", "latent_pages"),

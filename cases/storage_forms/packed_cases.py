@@ -14,6 +14,7 @@ from cases.case import Case
 from cases.covering_model import Axis
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, SAVED_WITH_GRADIENT, Caches, FormCases, build_case
 from cases.storage_forms.sequence_shapes import (
+    FIRST,
     FORTY,
     HEAD_AXES,
     LARGE_GROUP,
@@ -24,17 +25,20 @@ from cases.storage_forms.sequence_shapes import (
     build_model,
     draw_sequences,
     fix_lengths,
+    list_token_lengths,
 )
 
+_BLOCK = 16  # a usual block of keys, around whose borders the caches of many single tokens end
 _SHAPES = (
     Shape("train", fix_lengths((24, 24), (1, 1), (17, 17), (30, 30)), phase="train"),
     Shape("one", fix_lengths((40, 40)), phase="train"),
     Shape("cross", fix_lengths((12, 30), (20, 7), (1, 16), (9, 9)), phase="train"),
     # Sequences without queries, without keys, and without both.
-    Shape("gaps", fix_lengths((10, 10), (0, 6), (5, 0), (0, 0), (21, 21)), phase="train"),
+    Shape("gaps", fix_lengths((0, 0), (10, 10), (0, 6), (0, 0), (5, 0), (1, 1), (21, 21)), phase="train"),
     Shape("long", fix_lengths((1, 1), (2, 2), (90, 90), (3, 3)), phase="train"),
     Shape("prefill", fix_lengths((13, 45), (1, 32), (1, 33), (9, 9))),
     Shape("decode", fix_lengths((1, 20), (0, 7), (1, 1), (1, 33)), phase="decode"),
+    Shape("tokens", lambda p: list_token_lengths(_BLOCK), phase="decode"),
 )
 _SIZES = (
     # Lengths around whole blocks of 128, long and short sequences mixed. T and S of a sequence differ by up to 129.
@@ -47,7 +51,7 @@ _SIZES = (
     ),
     Shape("many", fix_lengths(*((1 + 5 * n % 23, 1 + 5 * n % 23) for n in range(17))), phase="train", heads=(2, 2)),
     Shape("heads", fix_lengths((33, 33), (40, 40)), phase="train", heads=(32, 4), depths=(32, 32)),
-    Shape("odd_heads", fix_lengths((6, 20), (50, 3), (9, 9)), phase="train", heads=(10, 2), depths=(80, 80)),
+    Shape("odd_heads", fix_lengths((6, 20), (50, 3), (9, 9)), phase="train", heads=(15, 3), depths=(80, 80)),
     Shape("deep", fix_lengths((21, 21), (16, 16)), phase="train", heads=(3, 1), depths=(192, 128)),
 )
 # Left sides of windows: the number of keys before the query's own that it sees. "inf" is causal, None is no mask.
@@ -106,8 +110,10 @@ _PACKED = "B4.T30.S30.N4.K2.H64.V64"
 
 CASES = FormCases(
     models=(
-        build_model("packed", Axis("shape", _SHAPES), Axis("window", _WINDOWS, rich=5), *HEAD_AXES, *VALUE_AXES),
-        build_model("packed", Axis("shape", _SIZES), Axis("window", ("inf", 31, None)), *VALUE_AXES, strongest=2),
+        build_model("packed", Axis("shape", _SHAPES), Axis("window", _WINDOWS, rich=5), FIRST, *HEAD_AXES, *VALUE_AXES),
+        build_model(
+            "packed", Axis("shape", _SIZES), Axis("window", ("inf", 31, None)), FIRST, *VALUE_AXES, strongest=2
+        ),
     ),
     plain=Case(mask="own-linf-128", storage="packed", phase="prefill"),
     draw_cases=_draw_cases,

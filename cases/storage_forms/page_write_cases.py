@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from cases.covering_model import Model
-from cases.storage_forms.sequence_shapes import SequenceLengths, Shape
+from cases.storage_forms.sequence_shapes import SequenceLengths, Shape, list_token_lengths
 
 
 def _mix_lengths(p: int) -> SequenceLengths:
@@ -31,8 +31,10 @@ _SHAPES = (
     # New tokens that fill whole pages, from one page border to another.
     Shape("whole", lambda p: ((min(p, 32), 3 * p), (2 * min(p, 16), 4 * p), (1, p + 2))),
     Shape("chunk", lambda p: ((16, 17 + 2 * p),)),
-    # Among others: a sequence without queries, one with neither queries nor keys, and new tokens that begin a page.
-    Shape("idle", lambda p: ((1, p + 2), (0, 2 * p), (5, 5 + 2 * p), (0, 0), (1, 2))),
+    # Sequences without queries, and with neither queries nor keys, among others. New tokens that begin a page.
+    Shape("gaps", lambda p: ((0, 0), (1, p + 2), (0, 2 * p), (5, 5 + 2 * p), (0, 0), (1, 2), (0, 0))),
+    # One page more than in other grids, so that no token is written to a page that sequences share.
+    Shape("tokens", lambda p: tuple((1, keys + p) for _, keys in list_token_lengths(p)), phase="decode"),
     Shape("alike", lambda p: ((4, 4 * p + 4), (1, 4 * p), (7, 4 * p + 9))),
 )
 # Lengths that replace those of the shapes of paged kernels, by name of the shape. They are chunks in place of whole

@@ -23,6 +23,7 @@ from cases.storage_forms import paged_form
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, TraceStep, build_case
 from cases.storage_forms.page_write_cases import build_write_models
 from cases.storage_forms.sequence_shapes import (
+    FIRST,
     FORTY,
     HEAD_AXES,
     LARGE_GROUP,
@@ -33,6 +34,7 @@ from cases.storage_forms.sequence_shapes import (
     build_model,
     draw_sequences,
     fix_lengths,
+    list_token_lengths,
 )
 from cases.storage_forms.storage_layout import NOBODY, Request, Storage
 
@@ -43,8 +45,9 @@ _SHAPES = (
     Shape("decode", lambda p: ((1, 3 * p), (0, p), (1, 2 * p + 1), (1, max(1, p - 1))), phase="decode"),
     Shape("prompts", lambda p: ((23, 23), (1, 1), (p + 1 if p < 60 else 40, p + 1))),
     Shape("chunk", lambda p: ((16, 17 + 2 * p),)),
-    # Among others: a sequence without queries, one with neither queries nor keys, and one with a query but no keys.
-    Shape("idle", lambda p: ((1, p + 2), (0, 2 * p), (5, 5 + p), (0, 0), (1, 0))),
+    # Sequences without queries, with neither queries nor keys, and with a query but no keys, among others.
+    Shape("gaps", lambda p: ((0, 0), (1, p + 2), (0, 2 * p), (5, 5 + p), (0, 0), (0, 0), (1, 0), (1, p))),
+    Shape("tokens", list_token_lengths, phase="decode"),
     # Sequences long enough that they can share whole pages of a common prefix.
     Shape("alike", lambda p: ((4, 4 * p + 4), (1, 4 * p), (7, 4 * p + 9))),
 )
@@ -52,7 +55,7 @@ _SIZES = (
     Shape("borders", fix_lengths((128, 128), (127, 255), (1, 129), (129, 129)), heads=(2, 1), depths=(32, 32)),
     Shape("long", fix_lengths((1, 1), (1, 2), (4, 1030), (1, 3)), heads=(8, 1)),
     Shape("heads", fix_lengths((17, 33), (1, 40)), heads=(32, 4), depths=(32, 32)),
-    Shape("odd_heads", fix_lengths((6, 20), (3, 50), (1, 9)), heads=(10, 2), depths=(80, 80)),
+    Shape("odd_heads", fix_lengths((6, 20), (3, 50), (1, 9)), heads=(15, 3), depths=(80, 80)),
     Shape("many", lambda p: tuple((1, 1 + 7 * n % 90) for n in range(17)), phase="decode", heads=(4, 4)),
     Shape("deep", fix_lengths((5, 21), (1, 64)), heads=(3, 1), depths=(192, 128)),
 )
@@ -60,6 +63,11 @@ _SIZES = (
 # less than a page, 15 with the query's own key is a whole page, 40 is several pages. 0 leaves only the query's own key.
 _WINDOWS: tuple[Any, ...] = ("inf", 5, 15, 40, 0)
 _PAGE_SIZES = (16, 1, 5, 64, 256)
+# Further levels cost no program here: there are as many page sizes as levels.
+_HEAD_AXES = tuple(
+    dataclasses.replace(axis, levels=(*axis.levels, further))
+    for axis, further in zip(HEAD_AXES, ((6, 1), (72, 40)), strict=True)
+)
 _SHARED = Axis("shared", (False, True), rich=True)
 MODELS: tuple[Model, Model] = (
     build_model(
@@ -67,7 +75,8 @@ MODELS: tuple[Model, Model] = (
         Axis("shape", _SHAPES),
         Axis("page", _PAGE_SIZES),
         Axis("window", _WINDOWS, rich=15),
-        *HEAD_AXES,
+        FIRST,
+        *_HEAD_AXES,
         *VALUE_AXES,
         _SHARED,
     ),
@@ -76,6 +85,7 @@ MODELS: tuple[Model, Model] = (
         Axis("shape", _SIZES),
         Axis("page", (16, 32, 128)),
         Axis("window", ("inf", 31, 130)),
+        FIRST,
         *VALUE_AXES,
         _SHARED,
         strongest=2,

@@ -41,6 +41,28 @@ REQUIRED = {
 _UNUSED_PAGES = 3  # how many pages of a layout belong to no sequence
 
 
+def check_lengths(text: str, q_lengths: Sequence[int], kv_lengths: Sequence[int]) -> None:
+    """Raise `ValueError` for a sequence that has keys, but fewer keys than queries.
+
+    The keys of a sequence include those of the tokens that are its queries, since a server writes them first.
+
+    Args:
+      text: the storage as the case id writes it, for messages.
+      q_lengths: the number of queries of each sequence.
+      kv_lengths: the number of keys of each sequence.
+
+    Raises:
+      ValueError: naming the first such sequence, its lengths and what to change.
+    """
+    for b, (queries, keys) in enumerate(zip(q_lengths, kv_lengths, strict=True)):
+        if 0 < keys < queries:
+            raise ValueError(
+                f"storage {text!r}: sequence {b} has {queries} queries but {keys} keys in its pages. The keys include "
+                f"those of the queries' own tokens: give it at least {queries} keys or at most {keys} queries, or no "
+                "keys at all"
+            )
+
+
 def draw_layout(case: StoredCase, spec: StorageSpec) -> Storage:
     """Draw the layout of a case. The seed decides the order of pages and the junk in unused entries, and no shape."""
     assert spec.size is not None
@@ -155,6 +177,7 @@ PAGED = StorageForm(
     unit="pages",
     is_cache=True,
     maps_over_batch=False,
+    check_lengths=check_lengths,
     draw_layout=draw_layout,
     describe_layout=describe_layout,
     tables=TABLES,

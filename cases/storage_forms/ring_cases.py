@@ -19,6 +19,7 @@ from cases.storage_forms import ring_form
 from cases.storage_forms.form_cases import BEHIND_MASK, SAVED, Caches, FormCases, TraceStep, build_case
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.sequence_shapes import (
+    FIRST,
     FORTY,
     HEAD_AXES,
     LARGE_GROUP,
@@ -28,6 +29,8 @@ from cases.storage_forms.sequence_shapes import (
     Shape,
     build_model,
     is_compatible,
+    list_fitting_distributions,
+    list_token_lengths,
 )
 from cases.storage_forms.storage_layout import NOBODY, Request, Storage
 
@@ -41,12 +44,14 @@ _SHAPES = (
     # Sequences with fewer tokens than queries, and without tokens.
     Shape("short", lambda p: ((3, p + 5), (3, 2), (3, 0), (3, p + 1))),
     Shape("turned", lambda p: ((1, 5 * p - 1), (1, 4 * p)), phase="decode"),
+    Shape("gaps", lambda p: ((1, 0), (1, p + 1), (1, 0), (1, 0), (1, 2 * p), (1, min(2, p))), phase="decode"),
+    Shape("tokens", list_token_lengths, phase="decode"),
 )
 _SIZES = (
     Shape("borders", lambda p: ((2, p), (2, p + 1), (2, 2 * p - 1), (2, 2 * p)), heads=(2, 1), depths=(32, 32)),
     Shape("long", lambda p: ((1, 9 * p + 5), (1, 3)), phase="decode", heads=(8, 1)),
     Shape("heads", lambda p: ((17, 2 * p + 5), (17, 40)), heads=(32, 4), depths=(32, 32)),
-    Shape("odd_heads", lambda p: ((6, p + 20), (6, 50), (6, 9)), heads=(10, 2), depths=(80, 80)),
+    Shape("odd_heads", lambda p: ((6, p + 20), (6, 50), (6, 9)), heads=(15, 3), depths=(80, 80)),
     Shape("many", lambda p: tuple((1, 1 + 29 * n % (3 * p)) for n in range(17)), phase="decode", heads=(4, 4)),
     Shape("deep", lambda p: ((5, p + 3), (5, 64)), heads=(3, 1), depths=(192, 128)),
 )
@@ -75,7 +80,7 @@ def _build_ring_model(
     """Build a covering-array model in which every ring holds all keys that its windows see."""
     # The number of slots varies along the axis `page`, which is the page size in other forms.
     own = Axis("shape", shapes), Axis("page", slots), Axis("window", windows, rich=_FILL)
-    usual = build_model("ring", *own, *facts.pop("axes", ()), *VALUE_AXES, **facts)
+    usual = build_model("ring", *own, FIRST, *facts.pop("axes", ()), *VALUE_AXES, **facts)
 
     def compatible(levels: Mapping[str, Any]) -> bool:
         chosen = [(levels[axis.name],) if axis.name in levels else axis.levels for axis in own]
@@ -108,8 +113,12 @@ def _draw_rings(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
     keys = draw(st.lists(st.integers(0, MAX_DRAWN_LENGTH) | around, min_size=1, max_size=5))
     widest = st.integers(0, slots - q_length)
     left = draw(widest if max(keys) > slots else st.just("inf") | widest)
-    heads, head_dim = draw(st.sampled_from(((1, 1), (2, 2), (4, 2), (3, 1)))), draw(st.sampled_from((8, 16, 64, 72)))
+    heads, head_dim = (
+        draw(st.sampled_from(((1, 1), (2, 2), (4, 2), (3, 1), (15, 3)))),
+        draw(st.sampled_from((8, 16, 64, 72))),
+    )
     ends = "-".join(map(str, keys))
+    cap = draw(st.sampled_from((None, None, 30.0, 2.0)))
     return Case(
         phase=phase,
         dtype=draw(st.sampled_from(("f32", "f32", "bf16", "f16"))),
@@ -121,11 +130,11 @@ def _draw_rings(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
         head_dim=head_dim,
         v_head_dim=draw(st.just(head_dim) | st.sampled_from((8, 64))),
         mask=f"own-l{left}-{ends}",
-        soft_cap=draw(st.sampled_from((None, None, 30.0, 2.0))),
+        soft_cap=cap,
         sinks=draw(st.booleans()),
         scale=draw(st.sampled_from((None, None, 1.0, 0.3))),
         storage=FORMS["ring"].format(slots, (q_length,)),
-        distribution=draw(st.sampled_from(("normal", "small", "large", "heavy", "dominant", "cancel", "ties"))),
+        distribution=draw(st.sampled_from(list_fitting_distributions(cap))),
         seed=draw(st.integers(0, 999)),
     )
 

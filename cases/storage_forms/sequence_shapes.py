@@ -10,22 +10,31 @@ from hypothesis import strategies as st
 
 from cases.case import Case
 from cases.covering_model import Axis, Model
+from cases.distributions import MOVED
+from cases.optional_operands.bias_operand import HIDING
+from cases.optional_operands.sinks_operand import EXTREME
 from cases.storage_forms.form_registry import FORMS
 
 SequenceLengths = tuple[tuple[int, int], ...]
 """The numbers `(queries, keys)` of each sequence of a call."""
 
+STORED_DISTRIBUTIONS = ("normal", "large", "dominant", "heavy", "small", "cancel", "ties", "knee", "low", "apart")
+"""The value distributions of the grids of all storage forms (`cases.case.DISTRIBUTIONS`)."""
 VALUE_AXES = (
-    Axis("distribution", ("normal", "large", "dominant", "heavy", "small", "cancel", "ties", "knee"), cheap=True),
+    Axis("distribution", STORED_DISTRIBUTIONS, cheap=True),
     Axis("dtype", ("f32", "bf16", "f16")),
     Axis("soft_cap", (None, 2.0, 30.0), rich=30.0),
-    Axis("sinks", (False, True), rich=True),
+    Axis("sinks", (False, True, EXTREME), rich=True),
     Axis("scale", (None, 0.3), rich=0.3),
 )
 HEAD_AXES = (
-    Axis("heads", ((2, 2), (4, 2), (6, 1), (1, 1)), rich=(4, 2)),
+    # (15, 3) has an odd number of key/value heads, and groups whose size is odd.
+    Axis("heads", ((2, 2), (4, 2), (15, 3), (1, 1)), rich=(4, 2)),
     Axis("depths", ((64, 64), (32, 32), (16, 48), (128, 128)), rich=(16, 48)),
 )
+_ROTATIONS = 3
+FIRST = Axis("first", tuple(range(_ROTATIONS)))
+"""Which third of the sequences comes first. So a sequence without queries or keys lies anywhere in the batch."""
 FORTY_KEYS = tuple(1 + 5 * n % 13 for n in range(40))
 """The lengths of forty short sequences."""
 FORTY = "-".join(map(str, FORTY_KEYS))
@@ -36,11 +45,11 @@ LARGE_GROUP = {"num_q_heads": 17, "num_kv_heads": 1}
 """Fields of a case with more than sixteen query heads to a key/value head, an odd number of them."""
 MAX_DRAWN_LENGTH = 150
 _MAX_DRAWN_SEQUENCES = 6
-_DRAWN_HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (6, 3))
+_MAX_DRAWN_TOKENS = 40  # the most sequences in decode, where each has one query at most
+_DRAWN_HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (6, 3), (15, 3))
 _DRAWN_DEPTHS = (8, 16, 32, 64, 72, 128)
 _DRAWN_CAPS = (None, None, 30.0, 5.0, 2.0)
 _DRAWN_SCALES = (None, None, 1.0, 0.3)
-_DRAWN_VALUES = ("normal", "small", "large", "heavy", "dominant", "cancel", "ties")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +71,44 @@ class Shape:
     depths: tuple[int, int] | None = None
 
 
+def rotate_lengths(lengths: SequenceLengths, first: int) -> SequenceLengths:
+    """Move whole thirds of the sequences to the end of the batch, as many as the level `first` of `FIRST` says."""
+    start = first * len(lengths) // _ROTATIONS
+    return lengths[start:] + lengths[:start]
+
+
+def list_token_lengths(p: int) -> SequenceLengths:
+    """Return the lengths of 25 single tokens whose caches end around a border of pages of `p` tokens.
+
+    Each cache has one token less than whole pages, exactly whole pages, or one token more. The numbers of whole pages
+    differ. There are more tokens than a block of 16, and the last block is not full.
+    """
+    whole = (1, 2) if p > 64 else (1, 2, 4, 3)
+    return tuple((1, max(1, whole[n % len(whole)] * p + n % 3 - 1)) for n in range(25))
+
+
 def fix_lengths(*lengths: tuple[int, int]) -> Callable[[int], SequenceLengths]:
     """Return a function for `Shape.lengths` that returns these lengths for every size of pages or rings."""
     return lambda p: lengths
 
 
 def is_compatible(levels: Mapping[str, Any]) -> bool:
-    """Return whether levels can be combined: the distribution `knee` (logits where a soft cap bends) needs a cap."""
-    return not (levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None)
+    """Return whether a distribution and a bias can be combined with a soft cap, or with none.
+
+    The logits of `knee` lie where a cap bends. Those of `MOVED` are far from zero, where any cap is flat. Under a cap, a
+    bias of minus infinity hides nothing.
+    """
+    distribution, cap = levels.get("distribution"), levels.get("soft_cap")
+    if distribution == "knee" and "soft_cap" in levels and cap is None:
+        return False
+    if levels.get("bias") in HIDING and distribution == "knee":
+        return False  # follows from the others; stated so that the search for cases need not find it out
+    return cap is None or not (distribution in MOVED or levels.get("bias") in HIDING)
+
+
+def list_fitting_distributions(soft_cap: float | None) -> tuple[str, ...]:
+    """Return the distributions of `STORED_DISTRIBUTIONS` that a case with this soft cap, or without one, may have."""
+    return tuple(name for name in STORED_DISTRIBUTIONS if is_compatible({"distribution": name, "soft_cap": soft_cap}))
 
 
 def build_model(form: str, *axes: Axis, strongest: int = 4) -> Model:
@@ -77,7 +116,8 @@ def build_model(form: str, *axes: Axis, strongest: int = 4) -> Model:
 
     def assemble(levels: Mapping[str, Any], seed: int) -> Case:
         shape, size = levels["shape"], levels.get("page")
-        q_lengths, kv_lengths = zip(*shape.lengths(size or 0), strict=True)
+        lengths = rotate_lengths(shape.lengths(size or 0), levels.get(FIRST.name, 0))
+        q_lengths, kv_lengths = zip(*lengths, strict=True)
         heads, depths = shape.heads or levels["heads"], shape.depths or levels.get("depths", (64, 64))
         ends = "-".join(map(str, kv_lengths))
         left = levels["window"]
@@ -122,7 +162,8 @@ def draw_sequences(
     """
     phase = draw(st.sampled_from(phases))
     size = None if sizes is None else draw(sizes)
-    lengths = draw(st.lists(draw_lengths(phase, size), min_size=1, max_size=_MAX_DRAWN_SEQUENCES))
+    most = _MAX_DRAWN_TOKENS if phase == "decode" else _MAX_DRAWN_SEQUENCES
+    lengths = draw(st.lists(draw_lengths(phase, size), min_size=1, max_size=most))
     if not any(queries for queries, _ in lengths):
         lengths[0] = (1, max(1, lengths[0][1]))
     q_lengths, kv_lengths = zip(*lengths, strict=True)
@@ -147,6 +188,6 @@ def draw_sequences(
         sinks=draw(st.booleans()),
         scale=draw(st.sampled_from(_DRAWN_SCALES)),
         storage=FORMS[form].format(size, q_lengths, shared=True in FORMS[form].prefixes and draw(st.booleans())),
-        distribution=draw(st.sampled_from((*_DRAWN_VALUES, "knee") if cap is not None else _DRAWN_VALUES)),
+        distribution=draw(st.sampled_from(list_fitting_distributions(cap))),
         seed=draw(st.integers(0, 999)),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from cases.operand_registry import REMOVABLE
@@ -95,6 +95,10 @@ def accept_all_sizes(text: str, num_kv_heads: int, head_dim: int, v_head_dim: in
     """Accept the sizes of any case: the default of `StorageForm.check_sizes`."""
 
 
+def accept_all_lengths(text: str, q_lengths: Sequence[int], kv_lengths: Sequence[int]) -> None:
+    """Accept any numbers of queries and keys: the default of `StorageForm.check_lengths`."""
+
+
 def accept_all_masks(case: StoredCase, spec: StorageSpec, sides: Sides) -> str | None:
     """Return None, so that any mask is accepted: the default of `StorageForm.find_mask_refusal`."""
     return None
@@ -124,6 +128,7 @@ class StorageForm:
       is_tied: whether the values are the first coordinates of the keys, so that there is no array of values.
       maps_over_batch: whether `jax.vmap` can map the call over its operands.
       check_sizes: raises `ValueError` for K, H, V or another operand that the form cannot have.
+      check_lengths: raises `ValueError` for numbers of queries and keys of a sequence that the form cannot have.
       find_mask_refusal: returns why no call of this form can have the mask of a case, or None.
       find_widest_left: returns the left side of the widest window for which a layout holds all keys that queries see;
         None if the layout holds all keys.
@@ -151,6 +156,7 @@ class StorageForm:
     is_tied: bool = False
     maps_over_batch: bool = True
     check_sizes: Callable[[str, int, int, int, str | None], None] = accept_all_sizes
+    check_lengths: Callable[[str, Sequence[int], Sequence[int]], None] = accept_all_lengths
     find_mask_refusal: Callable[[StoredCase, StorageSpec, Sides], str | None] = accept_all_masks
     find_widest_left: Callable[[Storage], int | None] = allow_any_left
     draw_layout: Callable[[StoredCase, StorageSpec], Storage] | None

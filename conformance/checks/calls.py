@@ -261,9 +261,8 @@ def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[
             refusals.append(refusal)
             continue
         pullbacks = list_pullbacks(subject.implementation, case)[-1:]
-        other = dataclasses.replace(
-            subject, case=case, rotation=Rotation(pullbacks=pullbacks, cotangents=(), laws=(), poisons=(), visible_nan=False)
-        )
+        rotation = Rotation(pullbacks=pullbacks, cotangents=(), laws=(), poisons=(), visible_nan=False)
+        other = dataclasses.replace(subject, case=case, rotation=rotation)
         if not other.has_gradients:
             yield from check_problem(other, other.problem)
             return

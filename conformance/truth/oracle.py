@@ -226,8 +226,8 @@ class Forward:
     max_logits: Array
 
 
-# Replaces a sink logit of minus infinity. Its exponential is zero too, but its product with zero is 0 instead of NaN. It
-# is far below every finite f32 number, so that it never exceeds another sink.
+# Replaces a sink logit of minus infinity. Its exponential is zero too, but its product with zero is 0 instead of NaN.
+# It is far below every finite f32 number, so that it never exceeds another sink.
 _NO_SINK = -1e300
 
 

@@ -75,6 +75,33 @@ def test_pages_are_not_trained_from() -> None:
         dataclasses.replace(PACKED, storage="paged4")
 
 
+@pytest.mark.parametrize("case", [MIXED, LATENT], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "queries", "reason"),
+    [
+        ("53-16-17-8", "21-1-1-9", "sequence 3 has 9 queries but 8 keys.* at least 9 keys or at most 8 queries"),
+        ("53-1-17-8", "21-2-1-8", "sequence 1 has 2 queries but 1 keys"),
+        ("53-0-17-8", "21-2-1-8", None),  # queries without any key
+        ("53-0-17-8", "21-0-1-8", None),  # an empty sequence
+        ("21-16-1-8", "21-0-1-8", None),  # whole prompts
+    ],
+)
+def test_the_keys_in_pages_include_those_of_the_queries(
+    case: Case, lengths: str, queries: str, reason: str | None
+) -> None:
+    assert case.storage is not None
+    fields = {"mask": f"own-linf-{lengths}", "storage": case.storage.replace("21-1-1-8", queries)}
+    if reason is None:
+        assert dataclasses.replace(case, **fields).storage == fields["storage"]
+        return
+    with pytest.raises(CaseIdError, match=reason):
+        dataclasses.replace(case, **fields)
+
+
+def test_packed_sequences_may_have_fewer_keys_than_queries() -> None:
+    assert dataclasses.replace(PACKED, mask="own-l5-30-7-1").kv_lengths == (30, 7, 1)
+
+
 def test_a_page_has_at_least_one_token() -> None:
     with pytest.raises(CaseIdError, match="paged0"):
         parse_case_id(MIXED.id.replace("paged16", "paged0"))
@@ -250,15 +277,42 @@ def test_grids_cover_all_pairs_and_their_ids_parse(kind: str, place: int) -> Non
 
 def test_the_paged_grid_has_what_serving_has() -> None:
     cases = [case for model in load_form_cases("paged").models for case in build_grid("quick", 0, model=model).cases]
-    sizes = {of(case).held.shape[1] for case in cases}
-    assert {1, 5, 16, 32, 64, 128, 256} <= sizes
-    assert any(of(case).shares for case in cases)
-    borders = {n % of(case).held.shape[1] for case in cases for n in case.kv_lengths if n}
-    assert {0, 1} <= borders
+    layouts = [operand_values.build_hollow_problem(case).storage for case in cases]
+    stored = [(case, layout) for case, layout in zip(cases, layouts, strict=True) if layout is not None]
+    assert {1, 5, 16, 32, 64, 128, 256} <= {layout.held.shape[1] for _, layout in stored}
+    assert any(layout.shares for _, layout in stored)
+    assert {0, 1} <= {n % layout.held.shape[1] for case, layout in stored for n in case.kv_lengths if n}
     assert any(0 in case.kv_lengths for case in cases)
     assert any(1 in case.q_lengths and max(case.q_lengths) > 1 for case in cases)
-    assert any(len(of(case).tables["cu_q_lens"]) - 1 > case.batch for case in cases)
-    assert any(len(of(case).tables["cu_q_lens"]) - 1 == case.batch for case in cases)
+    assert any(len(layout.tables["cu_q_lens"]) - 1 > case.batch for case, layout in stored)
+    assert any(len(layout.tables["cu_q_lens"]) - 1 == case.batch for case, layout in stored)
+
+
+@pytest.mark.parametrize(
+    ("form", "writes"),
+    [("packed", False), ("paged", False), ("paged", True), ("latent_pages", False), ("ring", False)],
+)
+def test_a_served_grid_has_long_batches_and_empty_sequences_anywhere(form: str, writes: bool) -> None:
+    described = load_form_cases(form)
+    model = (described.find_models(writes, frozenset()) if described.find_models else described.models)[0]
+    levels = {axis.name: axis.levels for axis in model.axes}
+    cases = build_grid("quick", 0, lambda case: find_refusal(case, form, writes=writes), model).cases
+    # Long batches of single tokens, at every size of pages or rings and every distribution of values.
+    tokens = [case for case in cases if case.q_length == 1 and case.batch > 16]
+    sizes = {case.stored.size for case in tokens if case.stored is not None}
+    assert sizes == set(levels.get("page", (None,)))
+    assert {case.distribution for case in tokens} == set(levels["distribution"])
+    assert all(case.batch % 16 for case in tokens)
+    for case in tokens:
+        size = (case.stored.size if case.stored is not None else None) or 16
+        assert {n % size for n in case.kv_lengths} >= {0, 1 % size, size - 1}
+    # Sequences without keys at the start, at the end, and only between others.
+    empty = [[keys == 0 for keys in case.kv_lengths] for case in cases]
+    assert any(row[0] and not all(row) for row in empty)
+    assert any(row[-1] and not all(row) for row in empty)
+    assert any(any(row) and not row[0] and not row[-1] for row in empty)
+    groups = {case.num_q_heads // case.num_kv_heads for case in cases}
+    assert any(group > 1 and group % 2 for group in groups)
 
 
 def test_the_packed_grid_has_what_training_has() -> None:

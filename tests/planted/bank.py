@@ -46,6 +46,7 @@ from tests.planted.features import (
     windows,
 )
 from tests.planted.serving import (
+    batches,
     latent,
     packed,
     packed_gradients,
@@ -104,6 +105,7 @@ _MODULES = (
     packed_gradients,
     latent,
     ring,
+    batches,
     splash_tpu,
     refusing,
 )

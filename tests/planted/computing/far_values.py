@@ -1,18 +1,17 @@
-"""Bugs that logits far from zero, extreme sinks, hiding biases and NaN show: in single queries, and beside other keys."""
+"""Bugs that logits far from zero, extreme sinks, biases that hide keys, and visible NaN show."""
 
 from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from cases.optional_operands.bias_operand import HIDING
 from cases.optional_operands.sinks_operand import EXTREME
 from conformance.sensitivity import PlantedBug
 from tests.planted.planting import blockwise, plain
-from tests.planted.planting.block_triggers import several_blocks
-from tests.planted.planting.layout import EMPTY
+from tests.planted.planting.layout import BLOCK_KV, EMPTY
 from tests.planted.planting.plain import Array, Call, PlainSteps, with_sinks
 from tests.planted.planting.steps import Block, Running, add_sink, finite_or_zero
 from tests.planted.planting.triggers import both, one_query
@@ -27,8 +26,8 @@ def _low(case: Case) -> bool:
     return case.distribution == "low"
 
 
-def _hidden_by_bias(case: Case) -> bool:
-    return case.bias in HIDING
+def _first_block_hidden(case: Case) -> bool:
+    return case.bias == "biasfirst" and case.kv_length > 2 * BLOCK_KV
 
 
 def _floored_at_zero(state: Running, z: Array, block: Block) -> Array:
@@ -53,7 +52,8 @@ def _sinks_in_base_two(top: Array, sinks: Array | None, call: Call) -> Array:
     """The largest sinks overflow when they are multiplied by the logarithm of e in base two."""
     if sinks is None:
         return with_sinks(top, sinks, call)
-    return with_sinks(top, sinks * jnp.float32(_LOG2E) / jnp.float32(_LOG2E), call)
+    in_base_two = jax.lax.optimization_barrier(sinks * jnp.float32(_LOG2E))  # or XLA would cancel the factors
+    return with_sinks(top, in_base_two / jnp.float32(_LOG2E), call)
 
 
 def _sinks_clipped(state: Running, sinks: Array) -> Running:
@@ -88,7 +88,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="I.nan-from-empty-block",
         reference="inferred from flash-attention issue 1026; the block is hidden by the bias",
         shows=("out", "out_with_residuals", "logsumexp"),
-        trigger=both(_hidden_by_bias, several_blocks),
+        trigger=_first_block_hidden,
         shift=_guarded_by_mask,
     ),
     _plain(
