@@ -95,8 +95,8 @@ def fix_lengths(*lengths: tuple[int, int]) -> Callable[[int], SequenceLengths]:
 def is_compatible(levels: Mapping[str, Any]) -> bool:
     """Return whether a distribution and a bias can be combined with a soft cap, or with none.
 
-    The logits of `knee` lie where a cap bends. Those of `MOVED` are far from zero, where any cap is flat. Under a cap, a
-    bias of minus infinity hides nothing.
+    The logits of `knee` lie where a cap bends. Those of `MOVED` are far from zero, where any cap is flat. A bias of
+    minus infinity hides nothing under a cap.
     """
     distribution, cap = levels.get("distribution"), levels.get("soft_cap")
     if distribution == "knee" and "soft_cap" in levels and cap is None:
