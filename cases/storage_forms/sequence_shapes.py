@@ -81,10 +81,12 @@ def list_token_lengths(p: int) -> SequenceLengths:
     """Return the lengths of 25 single tokens whose caches end around a border of pages of `p` tokens.
 
     Each cache has one token less than whole pages, exactly whole pages, or one token more. The numbers of whole pages
-    differ. There are more tokens than a block of 16, and the last block is not full.
+    differ. There are more tokens than a block of 16, and the last block is not full. Caches of small pages have several
+    of them at least, so that soft caps and windows matter.
     """
     whole = (1, 2) if p > 64 else (1, 2, 4, 3)
-    return tuple((1, max(1, whole[n % len(whole)] * p + n % 3 - 1)) for n in range(25))
+    keys = p * max(1, 8 // p)
+    return tuple((1, whole[n % len(whole)] * keys + n % 3 - 1) for n in range(25))
 
 
 def fix_lengths(*lengths: tuple[int, int]) -> Callable[[int], SequenceLengths]:
