@@ -19,6 +19,7 @@ from cases.case import Case
 from cases.operand_registry import REMOVABLE
 from cases.operand_values import Problem, draw_problem
 from cases.storage_forms.form_registry import FORMS
+from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
 from conformance.check_api.subject import Subject
 from conformance.checks.problem_pair import ProblemPair
@@ -127,14 +128,25 @@ def _check_shared_bias(shared: tuple[int, ...], subject: Subject) -> Iterator[Ju
         return
     expected = subject.expect(problem).forward
     for name, got in results.items():
-        judged = subject.find_judged_rows(problem) if name == "out" else None
-        yield subject.judge(name, got, expected[name], judged)
+        if name == "out":
+            yield subject.judge(name, got, expected[name], subject.find_judged_rows(problem))
+        else:
+            yield subject.judge_residual(name, got, expected[name])
 
 
 def _check_x64(subject: Subject) -> Iterator[Judgement]:
-    """Check the result and its dtype with `jax.enable_x64`, where the usual scale may become a float64."""
+    """Check the result with `jax.enable_x64`, where the usual scale may become a float64, and all dtypes by tracing."""
     got = subject.executor.run(transformed_calls.run_x64, subject.problem)
     yield _judge(subject, subject.case, subject.problem, got)
+    if subject.implementation.residuals:
+        usual, with_x64 = (
+            subject.executor.run(transformed_calls.find_residual_dtypes, subject.problem, doubles=doubles)
+            for doubles in (False, True)
+        )
+        for name in sorted(usual):
+            same = with_x64[name] == usual[name]
+            reason = "" if same else f"dtype is {with_x64[name]}, must be {usual[name]} as without jax_enable_x64"
+            yield Judgement(observable=name, verdict=records.PASS if same else records.FAIL, reason=reason)
 
 
 def _judge(subject: Subject, case: Case, problem: Problem, got: Any) -> Judgement:
