@@ -44,7 +44,7 @@ from reports.causes.nearest_passing import find_nearest_passing
 from reports.record_groups import Contender, group_by_contender
 
 CHECKS_WITH_OWN_OPERANDS = frozenset(
-    {"arguments", "calls", "decoding", "forms", "invariance", "limits", "sharding", "transforms"}
+    {"arguments", "calls", "decoding", "first_calls", "forms", "invariance", "limits", "sharding", "transforms"}
 )
 """The checks that use operands, masks or lengths other than those in the case id."""
 # Dtypes, shapes and other numbers in messages. They differ from case to case, even if messages have one cause. So they
