@@ -216,7 +216,7 @@ def _find_order_level(spec: str) -> Level:
     is_causal = "_or_" not in spec and any(_CAUSAL_TERM.match(term) for term in _TERM.split(spec))
     if is_causal:
         words = "under a mask that is causal, of any kind"
-        return _create_level("causal of any kind", words, "mask", odds=_RARER, example={"mask": "causal"})
+        return _create_level("causal of any kind", words, "mask", odds=_RARE, example={"mask": "causal"})
     words = "where queries may attend to later keys"
     return _create_level("later keys", words, "mask", odds=_RARE, counter={"mask": "causal"})
 
