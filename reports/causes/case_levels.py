@@ -24,8 +24,9 @@ _SIZES = ("batch", "q_length", "kv_length", "num_q_heads", "num_kv_heads", "head
 _TERM = re.compile(r"_and_|_or_")
 _WINDOW = re.compile(r"(?:window-l(\d+|inf)-r(\d+|inf)|own-l(\d+|inf))")
 _OFFSET = re.compile(r"-o(-?\d+)$")
-# The start of a mask term that lets no query attend to a key after it.
-_CAUSAL_TERM = re.compile(r"causal|chunked|balanced|moba|own-|window-l(?:\d+|inf)-r0\b")
+# Mask terms that let no query attend to a later key: causal masks, and windows without a right side.
+_CAUSAL_TERM = re.compile(r"causal|chunked|balanced|moba")
+_ONE_SIDED_TERM = re.compile(r"own-|window-l(?:\d+|inf)-r0\b")
 _KEY_LENGTHS = re.compile(r"(?:lengths|own-l(?:\d+|inf))((?:-\d+)+)$")
 
 LENGTHS, HEADS, DEPTHS = ("q_length", "kv_length"), ("num_q_heads", "num_kv_heads"), ("head_dim", "v_head_dim")
@@ -177,7 +178,7 @@ def _iter_kind_levels(fields: Mapping[str, str]) -> Iterator[Level]:
 def _iter_mask_levels(spec: str) -> Iterator[Level]:
     if spec == "full":
         yield _create_level("full", "without a mask", "mask", odds=_RARER, counter={"mask": "causal"})
-        yield _find_order_level(spec)
+        yield from _iter_order_levels(spec)
         return
     yield _create_level("masked", "under any mask", "mask", odds=_RARER)
     terms = _TERM.split(spec)
@@ -186,7 +187,7 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
         yield _create_level(
             kind, _MASKS.get(kind, f"under a mask of kind {kind}"), "mask", example=_find_offset_mask(kind)
         )
-    yield _find_order_level(spec)
+    yield from _iter_order_levels(spec)
     if "causal" not in kinds:
         counter = {"mask": "causal"}
         yield _create_level("not causal", "under any mask but causal", "mask", odds=_RARE, counter=counter)
@@ -211,14 +212,18 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
             yield _create_level("right side", "under a window that reaches to the right", "mask", odds=_RARER / 2)
 
 
-def _find_order_level(spec: str) -> Level:
-    """Return the level that says whether the mask lets a query attend to keys that come after it."""
-    is_causal = "_or_" not in spec and any(_CAUSAL_TERM.match(term) for term in _TERM.split(spec))
-    if is_causal:
-        words = "under a mask that is causal, of any kind"
-        return _create_level("causal of any kind", words, "mask", odds=_RARE, example={"mask": "causal"})
-    words = "where queries may attend to later keys"
-    return _create_level("later keys", words, "mask", odds=_RARE, counter={"mask": "causal"})
+def _iter_order_levels(spec: str) -> Iterator[Level]:
+    """Yield the levels that say whether the mask lets a query attend to keys that come after it.
+
+    A window without a right side is causal too. It has neither level, since a fault of windows depends on their sides.
+    """
+    terms = [] if "_or_" in spec else _TERM.split(spec)
+    if any(_CAUSAL_TERM.match(term) for term in terms):
+        words = "under a mask that is causal, whole or in chunks"
+        yield _create_level("causal of any kind", words, "mask", odds=_RARER, example={"mask": "causal"})
+    elif not any(_ONE_SIDED_TERM.match(term) for term in terms):
+        words = "where queries may attend to later keys"
+        yield _create_level("later keys", words, "mask", odds=_RARE, counter={"mask": "causal"})
 
 
 def _find_offset_mask(kind: str) -> dict[str, str] | None:
