@@ -41,6 +41,8 @@ OPERANDS: tuple[Operand, ...] = (*REQUIRED, *OPTIONAL)
 
 GRADIENT_OF = {operand.name: operand.gradient for operand in OPERANDS if operand.gradient}
 """Names of gradients by name of the operand, for operands that have a gradient."""
+OPERAND_OF = {gradient: operand for operand, gradient in GRADIENT_OF.items()}
+"""Names of operands by name of the gradient."""
 RESIDUALS = ("logsumexp", "max_logits")
 GRADIENTS = tuple(GRADIENT_OF.values())
 OBSERVABLES = ("out", *RESIDUALS, *GRADIENTS)

@@ -27,7 +27,7 @@ CHECK_KINDS: Mapping[str, tuple[str, ...]] = {
     "what must not matter": ("poison", "independence", "aliasing"),
     "laws": ("linearity", "invariance", "limits"),
     "arguments": ("arguments", "errors", "refusals", "forms"),
-    "under JAX": ("transforms", "calls", "sharding", "program"),
+    "under JAX": ("first_calls", "transforms", "calls", "sharding", "program"),
     "in a model": ("front_end", "decoding"),
     "accelerators": ("compiles", "interpreter", "memory", "hardware"),
     "the case itself": ("support", "devices", "discrimination", "expectations", "files", "flags"),

@@ -18,6 +18,7 @@ from cases.case import Case
 from cases.covering_model import Model
 from cases.decoding_cases import select_decoding_cases
 from cases.ensemble_cases import select_ensemble_cases
+from cases.first_call_cases import select_first_call_cases
 from cases.front_end_cases import select_front_end_cases
 from cases.grid import Grid, build_grid
 from cases.long_sequence_cases import select_long_sequence_cases
@@ -185,6 +186,12 @@ GRID = Scope(
     accepts_any_case=_accept_any,
     short=True,
 )
+FIRST = _build_scope(
+    "first",
+    "a small variant of the plainest supported case",
+    lambda grids: select_first_call_cases(grids.grid.singles, grids.implementation.supports),
+    accepts_any_case=_accept_any,
+)
 RICH = _build_scope(
     "rich",
     "the case with every supported operand, and beyond quick a second one; one more for operands with their own cases",
@@ -247,5 +254,5 @@ FEATURE = _build_scope(
     short=True,
 )
 
-SCOPES = (GRID, RICH, BASE, DECODED, FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE)
+SCOPES = (GRID, FIRST, RICH, BASE, DECODED, FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE)
 """All scopes, in the order in which their cases are planned in a run, and tried on planted bugs."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from cases import quantization
 from cases.case import Case
+from cases.operand_registry import OPERAND_OF
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance import records
 from conformance.check_api.judgement import Judgement, judge_comparison
@@ -324,6 +325,35 @@ class Subject:
         forward = self.expectation.forward
         together = ({**forward, **gradients} for gradients in ({}, *self.expectation.gradients))
         return next((found for found in together if any(one is expected for one in found.values())), {})
+
+    def judge_gradient(
+        self, name: str, got: np.ndarray, expected: Bounded, *, flash: np.ndarray | None = None
+    ) -> Judgement:
+        """Judge a gradient by its expectation, and its dtype, which must be that of its operand."""
+        operand = OPERAND_OF[name]
+        required = np.asarray(getattr(self.problem, operand)).dtype
+        judgement = self.judge(name, got, expected, flash=flash)
+        return self._require_dtype(judgement, got, (required,), f"that of {operand}, {required}")
+
+    def judge_residual(
+        self, name: str, got: np.ndarray, expected: Bounded, judged: np.ndarray | None = None
+    ) -> Judgement:
+        """Judge a residual by its expectation, and its dtype: f32, or the operands' dtype if that is declared."""
+        narrow = (self.problem.q.dtype,) if self.implementation.arithmetic.residuals == "input" else ()
+        judgement = self.judge(name, got, expected, judged)
+        return self._require_dtype(judgement, got, (np.dtype(np.float32), *narrow), "float32")
+
+    def _require_dtype(
+        self, judgement: Judgement, got: np.ndarray, allowed: Sequence[np.dtype[Any]], required: str
+    ) -> Judgement:
+        """Return the judgement, failed if the dtype of the result is not in `allowed`, even if its values are right."""
+        dtype = np.asarray(got).dtype
+        if dtype in allowed:
+            return judgement
+        wrong = f"dtype is {dtype}, must be {required}"
+        if judgement.verdict == records.FAIL:
+            return dataclasses.replace(judgement, reason=f"{judgement.reason}; {wrong}")
+        return self.judge_malformed(judgement.observable, wrong)
 
     def judge_malformed(self, observable: str, problem: str, *, label: str | None = None) -> Judgement:
         """Build the failing judgement of a result that cannot be compared, for example because its shape is wrong."""

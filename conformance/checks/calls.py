@@ -287,12 +287,6 @@ def _check_numpy(pair: ProblemPair) -> Iterator[Judgement]:
             yield pair.judge_out_for(got, (given,), (pair.subject.expect(given),))
 
 
-def _check_numpy_views(pair: ProblemPair) -> Iterator[Judgement]:
-    """Check a call outside `jit` whose operands are non-contiguous NumPy arrays."""
-    refused, got = pair.subject.executor.run(call_sequences.run_on_numpy_views, pair.problems[0])
-    yield build_unsupported("out", refused) if refused else pair.judge_out(got)
-
-
 def _add_dense_masks(pair: ProblemPair) -> list[tuple[Problem, Problem]]:
     """Return the pair's problems with masks that are arrays, as a list of one pair.
 
@@ -379,7 +373,6 @@ _SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
     "other_bias": _check_other_bias,
     "other_shapes": _check_other_shapes,
     "numpy": _check_numpy,
-    "numpy_views": _check_numpy_views,
     "thread": _check_thread,
     "same_ids": _check_shared_ids,
     "one_array": _check_shared_array,

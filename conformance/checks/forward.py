@@ -77,11 +77,11 @@ def judge_out(subject: Subject, result: Result, *, label: str = "out", judged: n
 
 
 def judge_residual(subject: Subject, name: str, result: Result, *, judged: np.ndarray | None = None) -> Judgement:
-    """Judge one residual of a result by the expectation of the case.
+    """Judge one residual of a result, and its dtype, by the expectation of the case.
 
     `judged` marks the elements to judge; by default `subject.judged_residuals`.
     """
     if name not in result.values:
         return subject.judge_malformed(name, f"the residuals have no entry {name!r}, which the implementation offers")
     rows = subject.judged_residuals if judged is None else judged
-    return subject.judge(name, result.values[name], subject.expectation.forward[name], rows)
+    return subject.judge_residual(name, result.values[name], subject.expectation.forward[name], rows)

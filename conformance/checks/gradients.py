@@ -78,7 +78,7 @@ def judge_gradients(
     expected: Mapping[str, Bounded],
     flash: Mapping[str, np.ndarray] | None = None,
 ) -> Iterator[Judgement]:
-    """Judge every gradient in `expected`, and that the gradients of padding are zero.
+    """Judge every gradient in `expected` and its dtype, and that the gradients of padding are zero.
 
     `flash` has the gradients by the flash formula, for the second comparison; none or empty without it.
     """
@@ -86,7 +86,7 @@ def judge_gradients(
         if name not in subject.implementation.gradients:
             yield build_unsupported(name, _describe_offer(name, subject.implementation.gradients))
             continue
-        yield subject.judge(name, result.values[name], bounded, flash=flash[name] if flash else None)
+        yield subject.judge_gradient(name, result.values[name], bounded, flash=flash[name] if flash else None)
     yield from _judge_padding(subject, result)
 
 
@@ -157,9 +157,12 @@ def check_problem(subject: Subject, problem: Problem) -> Iterator[Judgement]:
     expected = subject.expect(problem, cotangents)
     live = (~problem.empty_rows | (subject.implementation.empty_rows == "zero")) & problem.decided
     for name, got in subject.run_results(problem).items():
-        yield subject.judge(name, got, expected.forward[name], judged if name == "out" else live)
+        if name == "out":
+            yield subject.judge(name, got, expected.forward[name], judged)
+        else:
+            yield subject.judge_residual(name, got, expected.forward[name], live)
     for cotangent, gradients in zip(cotangents, expected.gradients, strict=True):
         pulled = subject.executor.gradients(problem, cotangent).values
         for name in subject.implementation.gradients:
             if name in pulled:
-                yield subject.judge(name, pulled[name], gradients[name])
+                yield subject.judge_gradient(name, pulled[name], gradients[name])

@@ -1,9 +1,11 @@
 """Check `independence`: a result keeps its bits when inputs that it must not depend on change.
 
-No oracle is needed. The check runs the call twice. In the second call one part of the problem is unchanged: a batch
-row, a key/value head with its query heads, and a range of queries with the keys that they may attend to. Everything
-else gets other values. Within the part every operation has the same operands in the same order, so the part's results
-must be equal to the bit.
+No oracle is needed. The check first repeats the call on the same operands (`repeated_calls`). A result that changes by
+that alone is a finding of its own, and is compared within its bounds from there on.
+
+Then the check makes another call, in which one part of the problem is unchanged: a batch row, a key/value head with its
+query heads, and a range of queries with the keys that they may attend to. Everything else gets other values. Within the
+part every operation has the same operands in the same order, so the part's results must be equal to the bit.
 
 If queries choose their keys (`cases.moba_mask`), results need not be equal to the bit. A kernel gathers the queries
 that chose the same chunk in one block. So the choices of other queries move a query to another row of a matrix product,
@@ -24,7 +26,8 @@ from cases.operand_values import Cotangent, Problem
 from conformance import records
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
-from conformance.execution.executor import Result
+from conformance.checks import repeated_calls
+from conformance.execution.executor import Result, Values
 from conformance.records import Worst
 from conformance.truth.rounding_bounds import Bounded
 
@@ -53,39 +56,74 @@ def check_independence(subject: Subject) -> Iterator[Judgement]:
     if "independence" not in subject.rotation.laws:
         return
     clean = _run_call(subject, subject.problem)
+    names = tuple(clean.values)
+    live = {name: _select_live(name, clean, subject) for name in names}
+    changes = _repeat_call(subject, live)
+    judgements = []
     for part in _build_parts(subject.problem):
         changed = _change_elsewhere(subject.problem, part, keys=True)
         if changed is None:
             continue
         got = _run_call(subject, changed)
-        for name in clean.values:
+        for name in names:
             if depends_on_data(subject.problem.mask):
-                yield _judge_accuracy(subject, part, name, got)
-            else:
-                before, after = (_select_part(name, result, part, subject) for result in (clean, got))
-                yield _judge_bits(subject, part, name, before, after)
+                judgements.append(_judge_accuracy(subject, part, name, got))
+                continue
+            before, after = (_select_part(name, result, part, subject) for result in (clean, got))
+            judgement = _judge_bits(subject, part, name, before, after)
+            if judgement.verdict == records.FAIL and name not in changes:
+                changes = {**changes, **_repeat_call(subject, live, repeated_calls.TRIES_BEFORE_BLAME)}
+            judgements.append(_judge_accuracy(subject, part, name, got) if name in changes else judgement)
+    for name in names:
+        bound = subject.expectation.forward[name].bound
+        yield repeated_calls.judge_repetition(name, live[name], changes, bound)
+    yield from judgements
     if subject.has_gradients:
         yield from _check_gradients(subject)
 
 
+def _repeat_call(subject: Subject, live: Values, tries: int = 1) -> Values:
+    """Repeat the call on the case's own operands, and return the results in live rows that change."""
+
+    def repeat() -> Values:
+        problem = subject.problem
+        again = subject.run_residuals(problem) if subject.implementation.residuals else subject.run_forward(problem)
+        return {name: _select_live(name, again, subject) for name in live}
+
+    return repeated_calls.find_changes(live, repeat, tuple(live), tries=tries)
+
+
 def _check_gradients(subject: Subject) -> Iterator[Judgement]:
-    """Check that other batch rows and heads change no bit of a gradient."""
+    """Check that the same call gives the same gradients, and that other batch rows and heads change no bit of them."""
     part = _build_parts(subject.problem)[0]
-    changed = _change_elsewhere(subject.problem, part, keys=False)
-    if changed is None:
-        return
     cotangent = subject.cotangents[subject.full_cotangent]
     clean, exact = subject.gradients(subject.full_cotangent), subject.get_expected_gradients(subject.full_cotangent)
-    got = subject.run_gradients(changed, _change_cotangent_elsewhere(cotangent, part))
-    for name in ("dq", "dk", "dv"):
-        if name in subject.implementation.gradients:
+    unordered = subject.implementation.unordered_sums
+    names = [name for name in ("dq", "dk", "dv") if name in subject.implementation.gradients]
+    ordered = [name for name in names if name not in unordered]
+
+    def repeat() -> Values:
+        return subject.run_gradients(subject.problem, cotangent).values
+
+    changes = repeated_calls.find_changes(clean.values, repeat, ordered) if ordered else {}
+    changed = _change_elsewhere(subject.problem, part, keys=False)
+    judgements = []
+    if changed is not None:
+        got = subject.run_gradients(changed, _change_cotangent_elsewhere(cotangent, part))
+        for name in names:
             heads = part.heads if name == "dq" else part.kv_head
             before, after = (result.values[name][part.batch, :, heads] for result in (clean, got))
-            if name in subject.implementation.unordered_sums:
+            judgement = _judge_bits(subject, part, name, before, after)
+            if judgement.verdict == records.FAIL and name in ordered and name not in changes:
+                tries = repeated_calls.TRIES_BEFORE_BLAME
+                changes = {**changes, **repeated_calls.find_changes(clean.values, repeat, ordered, tries=tries)}
+            if name in unordered or name in changes:
                 both = Bounded(before.astype(np.float64), 2 * exact[name].bound[part.batch, :, heads])
-                yield subject.judge(name, after, both, label=f"{name}.{part.name}")
-            else:
-                yield _judge_bits(subject, part, name, before, after)
+                judgement = subject.judge(name, after, both, label=f"{name}.{part.name}")
+            judgements.append(judgement)
+    for name in ordered:
+        yield repeated_calls.judge_repetition(name, clean.values[name], changes, exact[name].bound)
+    yield from judgements
 
 
 def _run_call(subject: Subject, problem: Problem) -> Result:
@@ -176,12 +214,14 @@ def _select_part(name: str, result: Result, part: _Part, subject: Subject) -> np
 
     An empty row may hold the mean over all keys. It depends on all of them, so it is not compared.
     """
+    values = _select_live(name, result, subject)
+    return values[part.batch, part.rows, part.heads] if name == "out" else values[part.batch, part.heads, part.rows]
+
+
+def _select_live(name: str, result: Result, subject: Subject) -> np.ndarray:
+    """Return a forward result with zeros in empty rows, unless the kernel declares that it returns zero there."""
     live = ~subject.problem.empty_rows | (subject.implementation.empty_rows == "zero")  # [B, N, T]
-    if name == "out":
-        values = np.where(live.transpose(0, 2, 1)[..., None], result.values[name], 0)
-        return values[part.batch, part.rows, part.heads]
-    values = np.where(live, result.values[name], 0)
-    return values[part.batch, part.heads, part.rows]
+    return np.where(live.transpose(0, 2, 1)[..., None] if name == "out" else live, result.values[name], 0)
 
 
 def _judge_accuracy(subject: Subject, part: _Part, name: str, got: Result) -> Judgement:
@@ -199,7 +239,7 @@ def _judge_accuracy(subject: Subject, part: _Part, name: str, got: Result) -> Ju
 
 def _judge_bits(subject: Subject, part: _Part, name: str, before: np.ndarray, after: np.ndarray) -> Judgement:
     """Judge whether two results of the part have the same bits."""
-    same = (before == after) | (np.isnan(before) & np.isnan(after))
+    same = repeated_calls.find_equal(before, after)
     if same.all():
         return Judgement(observable=f"{name}.{part.name}", verdict=records.PASS)
     index = np.unravel_index(int(np.argmin(same)), same.shape)

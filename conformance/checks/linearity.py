@@ -13,7 +13,7 @@ constant that is added to a cotangent, and a threshold below which a cotangent i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from cases.operand_values import Cotangent
 from conformance import records
 from conformance.check_api.judgement import Judgement, add_label
 from conformance.check_api.subject import Subject
+from conformance.checks import repeated_calls
+from conformance.execution.executor import Values
 from conformance.records import Worst
 from conformance.truth.rounding_bounds import Bounded
 from conformance.truth.roundoff import UNIT_ROUNDOFF
@@ -60,7 +62,11 @@ def check_linearity(subject: Subject) -> Iterator[Judgement]:
         calls = subject.require_shapes(subject.forward), subject.require_shapes(subject.run_forward(scaled))
         before, after = (np.where(subject.judged_out, result.values["out"], 0) for result in calls)
         bound = np.where(subject.judged_out, subject.expectation.forward["out"].bound, 0)
-        yield _judge_proportional(subject, "out", before, after, bound, factor)
+
+        def repeat() -> Values:
+            return {"out": np.where(subject.judged_out, subject.run_forward(problem).values["out"], 0)}
+
+        yield from _judge_or_repeat(subject, "out", before, after, bound, factor, repeat)
     if subject.has_gradients:
         yield from _check_cotangents(subject, -factor)
         if (tiny := _TINY_FACTOR.get(subject.case.dtype)) is not None:
@@ -72,9 +78,15 @@ def _check_cotangents(subject: Subject, factor: float) -> Iterator[Judgement]:
     cotangent = subject.cotangents[subject.full_cotangent]
     clean = subject.gradients(subject.full_cotangent)
     scaled = subject.run_gradients(subject.problem, _scale_cotangent(cotangent, factor))
+
+    def repeat() -> Values:
+        return subject.run_gradients(subject.problem, cotangent).values
+
     for name, expected in subject.get_expected_gradients(subject.full_cotangent).items():
         if name in subject.implementation.gradients:
-            yield _judge_proportional(subject, name, clean.values[name], scaled.values[name], expected.bound, factor)
+            yield from _judge_or_repeat(
+                subject, name, clean.values[name], scaled.values[name], expected.bound, factor, repeat
+            )
 
 
 def _scale_cotangent(cotangent: Cotangent, factor: float) -> Cotangent:
@@ -87,13 +99,39 @@ def _scale(x: np.ndarray, factor: float) -> np.ndarray:
     return scaled
 
 
+def _judge_or_repeat(
+    subject: Subject,
+    name: str,
+    before: np.ndarray,
+    after: np.ndarray,
+    bound: np.ndarray,
+    factor: float,
+    repeat: Callable[[], Values],
+) -> Iterator[Judgement]:
+    """Judge whether `after` is `factor` times `before`; if not, repeat the first call before the factor is blamed."""
+    is_unordered = name in subject.implementation.unordered_sums
+    judgement = _judge_proportional(subject, name, before, after, bound, factor, is_unordered=is_unordered)
+    if judgement.verdict == records.FAIL and not is_unordered:
+        tries = repeated_calls.TRIES_BEFORE_BLAME
+        if changes := repeated_calls.find_changes({name: before}, repeat, (name,), tries=tries):
+            yield repeated_calls.judge_repetition(name, before, changes, bound)
+            judgement = _judge_proportional(subject, name, before, after, bound, factor, is_unordered=True)
+    yield judgement
+
+
 def _judge_proportional(
-    subject: Subject, name: str, before: np.ndarray, after: np.ndarray, bound: np.ndarray, factor: float
+    subject: Subject,
+    name: str,
+    before: np.ndarray,
+    after: np.ndarray,
+    bound: np.ndarray,
+    factor: float,
+    *,
+    is_unordered: bool,
 ) -> Judgement:
-    """Judge whether `after` is `factor` times `before`."""
+    """Judge whether `after` is `factor` times `before`, or if sums are unordered, within the bounds of both."""
     label = f"{name}.scaled"
     once, scaled = before.astype(np.float64), after.astype(np.float64) / factor
-    is_unordered = name in subject.implementation.unordered_sums
     if subject.case.dtype == "f16" or is_unordered:
         both = Bounded(once, 2 * bound)
         # A kernel may round the gradient of each head of a group before it sums them. The magnitude of these terms is

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from concurrent import futures
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from cases.operand_values import Problem
 from conformance import environment
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Executor
+
+Layout = Literal["strided", "transposed"]
+"""How the numbers of a NumPy array that is not contiguous lie in memory."""
 
 # The compiler option by which XLA computes matrix products on one CPU thread.
 _ONE_THREAD = {"xla_cpu_multi_thread_eigen": False}
@@ -77,8 +81,11 @@ def run_on_reused_numpy_arrays(executor: Executor, problem: Problem, other: Prob
     return "", [np.array(first), np.array(second)]
 
 
-def run_on_numpy_views(executor: Executor, problem: Problem) -> tuple[str, np.ndarray | None]:
+def run_on_numpy_views(executor: Executor, problem: Problem, layout: Layout) -> tuple[str, np.ndarray | None]:
     """Call outside `jit` on non-contiguous NumPy arrays.
+
+    The arrays are every second number of others (`strided`), or have their second and third axis exchanged in memory,
+    as where heads come before the sequence (`transposed`).
 
     Returns:
       The reason why such arrays are refused, or "". Then `out`; None if they are refused.
@@ -88,6 +95,9 @@ def run_on_numpy_views(executor: Executor, problem: Problem) -> tuple[str, np.nd
     def make_view(x: np.ndarray) -> np.ndarray:
         if not x.ndim:
             return x
+        if layout == "transposed":
+            axes = (0, 2, 1, *range(3, x.ndim)) if x.ndim > 2 else tuple(range(x.ndim))[::-1]
+            return np.ascontiguousarray(x.transpose(axes)).transpose(np.argsort(axes))
         wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
         wide[..., ::2] = x
         return wide[..., ::2]

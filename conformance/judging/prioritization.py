@@ -1,6 +1,7 @@
 """Order the jobs of a run so that jobs that test the most new properties per second come first.
 
-The level `smoke` is the beginning of this order. A case has *marks* (`cases.case_space.novelty`): properties such as
+The level `smoke` is the beginning of this order. The calls of a user's first minute come after a few programs of the
+grid, at every level. A case has *marks* (`cases.case_space.novelty`): properties such as
 mask, dtype and size. The value of a case is the number of marks, and pairs of marks, that no earlier case has. Nearly
 all of the cost of a case is compilation. So cases that share compiled programs stay together, and cost little more than
 one case. The next program is always the one with the highest value per cost, as in greedy set cover (Chvatal, 1979, "A
@@ -19,13 +20,27 @@ from collections.abc import Sequence, Set
 from cases.case import Case
 from cases.case_space.novelty import Pair, find_marks, pair_marks
 from conformance.check_api.rotation import Rotation
+from conformance.check_api.scopes import FIRST
 from conformance.judging.job import Job
 
 SMOKE_PROGRAMS = 36
 """Number of compiled programs of the grid that `smoke` judges; docs/cases.md says how long each level takes."""
-SMOKE_CHECKS = ("errors", "refusals", "limits", "differentiation", "front_end", "memory", "program", "aliasing")
+SMOKE_CHECKS = (
+    "first_calls",
+    "errors",
+    "refusals",
+    "limits",
+    "differentiation",
+    "front_end",
+    "memory",
+    "program",
+    "aliasing",
+)
 """Checks with cases of their own, outside the grid, that `smoke` runs: they compile one or two programs each."""
 
+# The number of programs of the grid that are judged before the calls of a user's first minute. A kernel that is plainly
+# wrong is red by one of these programs, which takes less time than those calls.
+_PROGRAMS_BEFORE_FIRST_CALLS = 4
 # The number of new pairs of marks that one new mark is worth. This is a choice: about half a case's number of marks.
 _PAIRS_PER_MARK = 12
 # Estimated costs. The unit is one forward program of `dot_product`, which takes 0.09 s on a CPU. The first three are
@@ -36,28 +51,37 @@ _FORWARD_COST, _PULLBACK_COST, _SHARED_CASE_COST, _MULTIPLICATIONS_PER_COST = 1.
 
 
 def order_jobs(jobs: Sequence[Job]) -> list[Job]:
-    """Order the jobs of one implementation: those of the most valuable programs, then long jobs, then all others.
+    """Order the jobs of one implementation: those that `smoke` begins with, then long jobs, then all others.
 
     A long job compiles many programs. If it began last, it would keep one process busy while the others are idle.
     """
-    first = _select_first_programs(jobs)
+    first = _select_first_jobs(jobs)
     first_ids = {id(job) for job in first}
     return first + sorted((job for job in jobs if id(job) not in first_ids), key=lambda job: job.short)
 
 
 def select_smoke_jobs(jobs: Sequence[Job]) -> list[Job]:
-    """Select the jobs of `smoke`: those of the most valuable programs of the grid, and the `SMOKE_CHECKS`."""
+    """Select the jobs of `smoke`: those that every level begins with, and the `SMOKE_CHECKS`."""
+    first = _select_first_jobs(jobs)
+    first_ids = {id(job) for job in first}
     off_grid = (
         dataclasses.replace(job, checks=tuple(check for check in job.checks if check.name in SMOKE_CHECKS))
         for job in jobs
-        if not job.is_on_grid
+        if not job.is_on_grid and id(job) not in first_ids
     )
-    return _select_first_programs(jobs) + [job for job in off_grid if job.checks]
+    return first + [job for job in off_grid if job.checks]
 
 
-def _select_first_programs(jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs of the `SMOKE_PROGRAMS` most valuable programs."""
-    return [job for program in order_programs(jobs)[:SMOKE_PROGRAMS] for job in program]
+def _select_first_jobs(jobs: Sequence[Job]) -> list[Job]:
+    """Return the jobs that every level begins with, in their order.
+
+    They are the jobs of the `SMOKE_PROGRAMS` most valuable programs of the grid. Among these, after the first few
+    programs, come the calls of a user's first minute.
+    """
+    programs = [list(program) for program in order_programs(jobs)[:SMOKE_PROGRAMS]]
+    first_calls = [job for job in jobs if {check.scope for check in job.checks} == {FIRST}]
+    programs.insert(_PROGRAMS_BEFORE_FIRST_CALLS, first_calls)
+    return [job for program in programs for job in program]
 
 
 def order_programs(jobs: Sequence[Job]) -> list[list[Job]]:

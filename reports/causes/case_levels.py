@@ -24,6 +24,9 @@ _SIZES = ("batch", "q_length", "kv_length", "num_q_heads", "num_kv_heads", "head
 _TERM = re.compile(r"_and_|_or_")
 _WINDOW = re.compile(r"(?:window-l(\d+|inf)-r(\d+|inf)|own-l(\d+|inf))")
 _OFFSET = re.compile(r"-o(-?\d+)$")
+# Mask terms that let no query attend to a later key: causal masks, and windows without a right side.
+_CAUSAL_TERM = re.compile(r"causal|chunked|balanced|moba")
+_ONE_SIDED_TERM = re.compile(r"own-|window-l(?:\d+|inf)-r0\b")
 _KEY_LENGTHS = re.compile(r"(?:lengths|own-l(?:\d+|inf))((?:-\d+)+)$")
 
 LENGTHS, HEADS, DEPTHS = ("q_length", "kv_length"), ("num_q_heads", "num_kv_heads"), ("head_dim", "v_head_dim")
@@ -175,6 +178,7 @@ def _iter_kind_levels(fields: Mapping[str, str]) -> Iterator[Level]:
 def _iter_mask_levels(spec: str) -> Iterator[Level]:
     if spec == "full":
         yield _create_level("full", "without a mask", "mask", odds=_RARER, counter={"mask": "causal"})
+        yield from _iter_order_levels(spec)
         return
     yield _create_level("masked", "under any mask", "mask", odds=_RARER)
     terms = _TERM.split(spec)
@@ -183,6 +187,7 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
         yield _create_level(
             kind, _MASKS.get(kind, f"under a mask of kind {kind}"), "mask", example=_find_offset_mask(kind)
         )
+    yield from _iter_order_levels(spec)
     if "causal" not in kinds:
         counter = {"mask": "causal"}
         yield _create_level("not causal", "under any mask but causal", "mask", odds=_RARE, counter=counter)
@@ -205,6 +210,20 @@ def _iter_mask_levels(spec: str) -> Iterator[Level]:
                 yield _create_level("left side, no offset", f"{words}, without an offset", "mask", odds=_RARER)
         if sides and sides[2] not in (None, "0", "inf"):
             yield _create_level("right side", "under a window that reaches to the right", "mask", odds=_RARER / 2)
+
+
+def _iter_order_levels(spec: str) -> Iterator[Level]:
+    """Yield the levels that say whether the mask lets a query attend to keys that come after it.
+
+    A window without a right side is causal too. It has neither level, since a fault of windows depends on their sides.
+    """
+    terms = [] if "_or_" in spec else _TERM.split(spec)
+    if any(_CAUSAL_TERM.match(term) for term in terms):
+        words = "under a mask that is causal, whole or in chunks"
+        yield _create_level("causal of any kind", words, "mask", odds=_RARER, example={"mask": "causal"})
+    elif not any(_ONE_SIDED_TERM.match(term) for term in terms):
+        words = "where queries may attend to later keys"
+        yield _create_level("later keys", words, "mask", odds=_RARE, counter={"mask": "causal"})
 
 
 def _find_offset_mask(kind: str) -> dict[str, str] | None:
@@ -283,7 +302,7 @@ def _iter_length_levels(sizes: Mapping[str, int]) -> Iterator[Level]:
 
 
 def _iter_empty_levels(fields: Mapping[str, str], sizes: Mapping[str, int]) -> Iterator[Level]:
-    """Yield the levels of cases in which a sequence has no queries or no keys, or a query may attend to no key.
+    """Yield the levels of cases whose sequences differ in length or are empty, or where a query may attend to no key.
 
     Queries without keys are found where a window, a causal mask or a key length hides all keys. Segments and random
     masks are not evaluated.
@@ -291,7 +310,15 @@ def _iter_empty_levels(fields: Mapping[str, str], sizes: Mapping[str, int]) -> I
     q, kv, spec = sizes["q_length"], sizes["kv_length"], fields["mask"]
     terms = _TERM.split(spec)
     storage = read_storage(fields.get("storage", ""))
-    has_no_keys = any((found := _KEY_LENGTHS.match(term)) is not None and "0" in found[1].split("-") for term in terms)
+    kv_lengths = [found[1].split("-")[1:] for term in terms if (found := _KEY_LENGTHS.match(term)) is not None]
+    q_lengths = () if storage is None else storage.q_lengths
+    if any(len(set(lengths)) > 1 for lengths in (*kv_lengths, q_lengths)):
+        words = "where batch rows differ in length"
+        yield _create_level("unequal rows", words, "storage", "mask", "batch", *LENGTHS, odds=_RARER)
+    if 0 in q_lengths:
+        words = "where a sequence has no queries"
+        yield _create_level("no queries", words, "storage", "batch", *LENGTHS, odds=_RARER / 2)
+    has_no_keys = any("0" in lengths for lengths in kv_lengths)
     if has_no_keys or (storage is not None and 0 in storage.q_lengths):
         yield _create_level(
             "empty sequence", "where a sequence has no queries or no keys", "storage", "mask", "batch", *LENGTHS

@@ -16,15 +16,16 @@ from conformance.records import ERROR, FAIL, RED, UNEXPECTED_PASS, Record
 from reports.causes.case_levels import Level
 from reports.record_groups import Contender
 
-RAISES, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED = (
+RAISES, UNREPEATABLE, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED = (
     "raises",
+    "unrepeatable",
     "forward",
     "gradients",
     "behind the mask",
     "check",
     "unexpected pass",
 )
-KINDS = (RAISES, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED)
+KINDS = (RAISES, UNREPEATABLE, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED)
 """The kinds of findings, in order: failures of a later kind may follow from a cause of an earlier kind."""
 
 OUT = ("forward/out", "residuals/out", "primal/out", "primal/out_with_residuals")
@@ -42,6 +43,9 @@ The results in which a fault of the forward pass shows most plainly come first.
 FINITE_BEHIND_MASK = 'behind_mask="finite"'
 """The declaration that memory behind the mask must be finite."""
 
+# The subchecks that make the same call again and compare the bits of its results.
+_REPETITIONS = frozenset({"repeated", "second_call", "a_thousand"})
+_BITS = "bits"
 # The start of a record's reason if a result has another dtype or shape than expected, so that it cannot be compared.
 _WRONG_FORM = re.compile(r"(dtype|shape) is ")
 _RAISING_LINE = re.compile(r"\((?P<place>[^()\s][^()]*:\d+): ")
@@ -74,6 +78,7 @@ class Finding:
       inside: how many of the judged cases with these levels fail.
       outside: how many of the judged cases without these levels fail.
       left_out: the number of judged cases that `inside` and `outside` leave out, since other findings explain them.
+      cotangent: for gradients, which cotangents show the fault, as the end of a sentence; empty if any cotangent does.
       smallest: the record of the plainest case that shows the cause. It may be a case that was run to confirm the
         finding.
       without: for each level, the id of a passing case that differs from the case of `smallest` by lacking the level.
@@ -91,6 +96,7 @@ class Finding:
     inside: Share
     outside: Share
     left_out: int = 0
+    cotangent: str = ""
     smallest: Record
     without: tuple[str, ...] = ()
     passes: str = ""
@@ -148,6 +154,8 @@ def classify_record(record: Record) -> str:
         return UNEXPECTED
     if record.verdict == ERROR or is_wrong_form(record):
         return RAISES
+    if is_repetition(record):
+        return UNREPEATABLE
     if is_mask_leak(record):
         return BEHIND_MASK
     if get_signal(record) in PLAIN_CALL:
@@ -161,6 +169,12 @@ def is_wrong_form(record: Record) -> bool:
     The values of such a result cannot be compared.
     """
     return record.verdict == FAIL and record.worst is None and _WRONG_FORM.match(record.reason) is not None
+
+
+def is_repetition(record: Record) -> bool:
+    """Return whether a record compares the bits of the same call made twice."""
+    name, *parts = record.observable.split(".")
+    return bool(_REPETITIONS & set(parts)) and (name == _BITS or "repeated" in parts)
 
 
 def is_mask_leak(record: Record) -> bool:

@@ -18,6 +18,7 @@ from reports.causes.finding import (
     RAISES,
     STATISTICS,
     UNEXPECTED,
+    UNREPEATABLE,
     Finding,
     Share,
     find_raising_line,
@@ -317,6 +318,8 @@ def _format_fault(finding: Finding) -> str:
     if finding.kind == RAISES:
         line = find_raising_line(record.reason)
         message = record.reason[: line.start()].strip() if line else record.reason
+        if is_wrong_form(record):  # the reason says "dtype is ..." or "shape is ...", and not of which result
+            message = re.sub(r"^(dtype|shape) is", rf"the \1 of {record.observable.partition('.')[0]} is", message)
         message = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…"
         # If a result has the wrong dtype or shape, nothing raised, and the reason is a sentence of its own.
         return f"raises {message}" if _EXCEPTION.match(message) else message
@@ -324,6 +327,9 @@ def _format_fault(finding: Finding) -> str:
         return "NaN or infinity behind the mask reaches the results"
     if finding.kind == UNEXPECTED:
         return "an expected failure passes"
+    if finding.kind == UNREPEATABLE:
+        named = [name for name in _list_results(finding) if name != "bits"] or ["out"]
+        return f"{_join_words(named)} change{'s' * (len(named) == 1)} from call to call"
     results = _list_results(finding)
     if finding.checks == (STATISTICS,) and all(math.isfinite(record.ratio or 0) for record in finding.own):
         return f"{_join_words(results)} {_choose_verb(results)} less precise than a correct kernel's"
@@ -351,7 +357,10 @@ def _format_where(finding: Finding) -> str:
     if finding.levels is None:
         return ""
     if finding.levels:
-        return _format_levels(finding.levels)
+        levels = _format_levels(finding.levels)
+        return f"{levels}, {finding.cotangent}" if finding.cotangent else levels
+    if finding.cotangent:
+        return finding.cotangent
     is_plain = rank_plainness(finding.smallest.case)[0] == 0
     return "in every case" if is_plain else "in every case that was judged"
 

@@ -28,6 +28,7 @@ from reports.causes.finding import (
     RAISES,
     STATISTICS,
     UNEXPECTED,
+    UNREPEATABLE,
     Finding,
     Share,
     classify_record,
@@ -36,13 +37,14 @@ from reports.causes.finding import (
     get_signal,
     is_about_gradients,
     is_mask_poison,
+    is_repetition,
     is_wrong_form,
 )
 from reports.causes.nearest_passing import find_nearest_passing
 from reports.record_groups import Contender, group_by_contender
 
 CHECKS_WITH_OWN_OPERANDS = frozenset(
-    {"arguments", "calls", "decoding", "forms", "invariance", "limits", "sharding", "transforms"}
+    {"arguments", "calls", "decoding", "first_calls", "forms", "invariance", "limits", "sharding", "transforms"}
 )
 """The checks that use operands, masks or lengths other than those in the case id."""
 # Dtypes, shapes and other numbers in messages. They differ from case to case, even if messages have one cause. So they
@@ -96,6 +98,7 @@ class _ContenderEvidence:
         self._red = [record for record in records if record.verdict in RED]
         self._judged = [record for record in (*records, *probes) if record.verdict in (PASS, FAIL, ERROR)]
         self._rows = {case: 1 << row for row, case in enumerate(dict.fromkeys(r.case for r in self._judged))}
+        self._harmless_cotangents = self._find_harmless_cotangents()
         self._signals = self._gather_signals(self._judged)
         counted = {record.key for record in records}
         self._counted = self._gather_signals(record for record in self._judged if record.key in counted)
@@ -114,6 +117,8 @@ class _ContenderEvidence:
         answered = 0  # the cases in which some call returned
         for record in judged:
             name, row = _name_signal(record), self._rows[record.case]
+            if _get_cotangent(record) in self._harmless_cotangents:
+                continue  # the case may have the fault all the same: another cotangent would show it
             side = green if record.verdict == PASS else red
             side[name] = side.get(name, 0) | row
             answered |= 0 if record.verdict == ERROR else row
@@ -123,6 +128,19 @@ class _ContenderEvidence:
             )
             for name in dict.fromkeys((*red, *green))
         }
+
+    def _find_harmless_cotangents(self) -> frozenset[str]:
+        """Find the kinds of cotangents for which no gradient is wrong, if that is a property of the fault.
+
+        At `quick` each case has only some of the cotangents. So a gradient that is right for such a cotangent says
+        nothing about the features of the fault.
+        """
+        kinds = {True: set[str](), False: set[str]()}
+        for record in self._judged:
+            if kind := _get_cotangent(record):
+                kinds[record.verdict == PASS].add(kind)
+        harmless = frozenset(kinds[True] - kinds[False])
+        return harmless if describe_cotangents(frozenset(kinds[False]), harmless) else frozenset()
 
     def _list_candidates(self) -> dict[Level, Candidate]:
         """Return the levels and the cases that have each; levels that all cases have are left out."""
@@ -219,7 +237,9 @@ class _ContenderEvidence:
             if (place := self._find_root(record)) is not None:
                 explained.setdefault(place, []).append(record)
             else:
-                wrong = record.verdict == FAIL and self._rows[record.case] & self._wrong_out
+                wrong = (
+                    record.verdict == FAIL and not is_repetition(record) and self._rows[record.case] & self._wrong_out
+                )
                 left.setdefault((FORWARD, "") if wrong else _name_unexplained(record), []).append(record)
         for place, found in list(explained.items()):
             # If no record of this cause has the cause's own kind, drop the cause and list its records as unexplained.
@@ -236,8 +256,8 @@ class _ContenderEvidence:
         A cause that explains the record's own result comes first. Otherwise, a cause that makes other results of the
         same case wrong is taken.
         """
-        if record.verdict == UNEXPECTED_PASS:
-            return None
+        if record.verdict == UNEXPECTED_PASS or classify_record(record) == UNREPEATABLE:
+            return None  # no wrong result explains that the same call gives other numbers
         row, name = self._rows[record.case], _name_signal(record)
         of_case = [place for place, root in enumerate(self._roots) if root.combination.rows & row]
         explaining = self._explained[name]
@@ -294,17 +314,34 @@ class _ContenderEvidence:
             inside=inside,
             outside=outside,
             left_out=left_out,
+            cotangent=self._find_cotangents(root, own) if root.kind == GRADIENTS else "",
             smallest=nearest.smallest,
             without=nearest.without,
             passes=nearest.passes,
         )
+
+    def _find_cotangents(self, root: _RootCause, own: Sequence[Record]) -> str:
+        """Find which cotangents show a fault of gradients, from the cases with its levels; empty if any may.
+
+        A kind of cotangent shows the fault if a gradient is wrong for it. It does not if the same gradients were judged
+        for it in these cases, and all are right.
+        """
+        wrong, right = set(), set()
+        results = {get_result(record.observable) for record in own}
+        for record in self._judged:
+            kind = _get_cotangent(record)
+            row = self._rows[record.case]
+            if kind and row & root.combination.rows & ~self._wrong_out and get_result(record.observable) in results:
+                (right if record.verdict == PASS else wrong).add(kind)
+        return describe_cotangents(frozenset(wrong), frozenset(right - wrong))
 
     def _build_unexplained(self, kind: str, found: Sequence[Record]) -> Finding:
         first = min(
             found,
             key=lambda r: (classify_record(r) != kind, rank_plainness(r.case), _rank_signal(_name_signal(r)), r.key),
         )
-        asked = {record.case for record in self._judged if get_signal(record) == get_signal(first)}
+        same = _name_signal if kind == UNREPEATABLE else get_signal
+        asked = {record.case for record in self._judged if same(record) == same(first)}
         red = {record.case for record in found}
         return Finding(
             contender=self._contender,
@@ -345,6 +382,8 @@ def _name_signal(record: Record) -> str:
     if record.verdict == ERROR or is_wrong_form(record):
         line = find_raising_line(record.reason)
         return f"{RAISES} {line['place'] if line else _CASE_DETAILS.sub('#', record.reason)}"
+    if is_repetition(record):
+        return f"{get_signal(record)} {UNREPEATABLE}"
     behind = f" {BEHIND_MASK}" if is_mask_poison(record) else ""
     return f"{get_signal(record)}{behind}"
 
@@ -353,11 +392,46 @@ def _classify_signal(signal: str) -> str:
     """Return the kind of the findings that a signal of this name can lead to."""
     if signal.startswith(RAISES):
         return RAISES
+    if signal.endswith(UNREPEATABLE):
+        return UNREPEATABLE
     if signal in PLAIN_CALL:
         return FORWARD
     if is_about_gradients(signal):
         return GRADIENTS
     return BEHIND_MASK if signal.endswith(BEHIND_MASK) else CHECK
+
+
+def _get_cotangent(record: Record) -> str:
+    """Return the kind of cotangent for which a check judges gradients; empty for any other record."""
+    if record.check != "gradients_part":
+        return {"gradients": "out", "gradients_lse": "both"}.get(record.check, "")
+    return record.observable.rpartition(".")[2]
+
+
+def describe_cotangents(wrong: frozenset[str], right: frozenset[str]) -> str:
+    """Describe for which cotangents gradients are wrong, as the end of a sentence; empty if the kind does not matter.
+
+    Args:
+      wrong: the kinds of cotangents for which gradients are wrong: `out`, `both` (of `out` and of `logsumexp`), `lse`
+        (of `logsumexp` alone), `row`, `head` or `empty`.
+      right: the kinds for which they are right in the same cases.
+    """
+    of_out = {"out", "row", "head"}
+    if not wrong or not right:
+        return ""
+    if wrong <= {"both", "lse"} and right & of_out:
+        if wrong == {"both"} and "lse" in right:
+            return "where out and logsumexp both have a cotangent"
+        if wrong == {"lse"} and "both" in right:
+            return "where only logsumexp has a cotangent"
+        return "where the cotangent of logsumexp is not zero"
+    if wrong == {"empty"}:
+        return "where only rows that attend to nothing have a cotangent"
+    if wrong <= {"row", "head"} and right & {"out", "both"}:
+        return "where most of the cotangent is zero"
+    if wrong <= of_out and "both" in right:
+        return "where logsumexp has no cotangent"
+    return ""
 
 
 def _rank_signal(signal: str) -> tuple[int, str]:

@@ -47,11 +47,23 @@ def test_smoke_asks_nothing_that_quick_does_not(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_quick_begins_with_the_cases_of_smoke_and_drops_nothing(name: str) -> None:
-    quick, smoke = plan_jobs(name, "quick"), [job for job in plan_jobs(name, "smoke") if job.is_on_grid]
-    assert [job.id for job in quick[: len(smoke)]] == [job.id for job in smoke]
+    quick, smoke = plan_jobs(name, "quick"), list(plan_jobs(name, "smoke"))
+    last_on_grid = max(place for place, job in enumerate(smoke) if job.is_on_grid)
+    begun = [list_questions(job) for job in smoke[: last_on_grid + 1]]
+    assert [list_questions(job) for job in quick[: len(begun)]] == begun
     assert len({job.id for job in quick}) == len(quick)
     shuffled = prioritization.order_jobs(quick[::-1])
     assert Counter(job.id for job in shuffled) == Counter(job.id for job in quick)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_calls_of_the_first_minute_come_among_the_first_jobs(name: str) -> None:
+    for level in ("smoke", "quick"):
+        jobs = plan_jobs(name, level)
+        places = [place for place, job in enumerate(jobs) if "first_calls" in {check.name for check in job.checks}]
+        programs = {job.case.program.rpartition("/")[0] for job in jobs[: places[0]]}
+        assert len(places) == 1
+        assert len(programs) <= 4
 
 
 def test_every_program_of_the_order_says_most_for_its_cost_of_those_that_are_left() -> None:

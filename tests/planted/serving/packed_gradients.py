@@ -81,6 +81,11 @@ def _last_tokens_lost(dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: A
     return dq, *(jnp.where(last[:, None, None], 0, x) for x in (dk, dv))
 
 
+def _dk_in_f32(dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array) -> Any:
+    """The accumulator of dk is returned as it is."""
+    return dq, dk.astype(jnp.float32), dv
+
+
 def _heads_of_dk_swapped(dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array) -> Any:
     return dq, dk[:, ::-1], dv[:, ::-1]
 
@@ -299,6 +304,14 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from Dao-AILab/flash-attention#2333, which reads lengths past the last sequence",
         shows="dq dk dv",
         trigger=trained,
+    ),
+    bug(
+        "dk-of-packs-in-f32",
+        PackedSteps(gradients=_derived(_dk_in_f32)),
+        kind="dtype.gradients",
+        reference="inferred from custom_vjp, which accepts cotangents of another dtype",
+        shows="dk",
+        trigger=has("packed", "train", "bf16"),
     ),
     bug(
         "dsinks-with-padding",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Collection
 
 import pytest
 
@@ -82,6 +83,13 @@ def test_a_counter_takes_a_level_from_a_plain_case(level: Level) -> None:
         ("window-l31-r0", {"window", "left side", "left side, no offset", "masked"}, {"right side", "causal"}),
         ("window-linf-r5-o3", {"window", "right side", "mask offset"}, {"left side", "window, no offset"}),
         ("causal_and_lengths-64", {"causal", "lengths", "joined masks", "row mask"}, {"window"}),
+        ("full", {"later keys"}, {"causal of any kind"}),
+        ("window-l31-r0", {"window"}, {"later keys", "causal of any kind"}),
+        ("window-l31-r8", {"later keys"}, {"causal of any kind"}),
+        ("chunked-32", {"causal of any kind"}, {"later keys"}),
+        ("window-l9-r9_and_causal", {"causal of any kind"}, {"later keys"}),
+        ("causal_or_spans-8-24", {"later keys", "causal"}, {"causal of any kind"}),
+        ("dense-d60", {"later keys"}, {"causal of any kind"}),
     ],
 )
 def test_what_a_mask_is(mask: str, has: set[str], lacks: set[str]) -> None:
@@ -102,6 +110,23 @@ def test_what_a_mask_is(mask: str, has: set[str], lacks: set[str]) -> None:
 )
 def test_a_sequence_without_queries_or_keys_is_a_level(case: str, has: bool) -> None:
     assert ("empty sequence" in name_levels(parse_case_id(case))) is has
+
+
+@pytest.mark.parametrize(
+    ("case", "has", "lacks"),
+    [
+        ("train/f32/B2.T16.S16.N2.K2.H16.V16/own-linf-16-9/packed-q9-0/normal/s0", {"no queries", "unequal rows"}, ()),
+        ("train/f32/B2.T16.S16.N2.K2.H16.V16/own-linf-9-9/packed-q9-9/normal/s0", (), {"no queries", "unequal rows"}),
+        ("decode/f32/B2.T1.S128.N2.K2.H16.V16/lengths-0-128/normal/s0", {"unequal rows"}, {"no queries"}),
+        ("decode/f32/B2.T1.S128.N2.K2.H16.V16/lengths-64-64/normal/s0", (), {"unequal rows"}),
+    ],
+)
+def test_rows_of_unequal_lengths_and_sequences_without_queries_are_levels(
+    case: str, has: Collection[str], lacks: Collection[str]
+) -> None:
+    found = name_levels(parse_case_id(case))
+    assert set(has) <= found
+    assert not set(lacks) & found
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ from conformance.judging import run_plan
 from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, UNSUPPORTED, Record
 from reports.causes import fault_location, finding_text, root_causes
 from reports.causes.case_levels import find_levels, parse_fields, rank_plainness
-from reports.causes.finding import BEHIND_MASK, CHECK, FORWARD, GRADIENTS, RAISES, UNEXPECTED, Finding
+from reports.causes.finding import BEHIND_MASK, CHECK, FORWARD, GRADIENTS, RAISES, UNEXPECTED, UNREPEATABLE, Finding
 from reports.causes.remedies import summarize_mask_leak
 
 BASE = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"
@@ -125,7 +126,7 @@ def test_another_dtype_is_a_cause_of_its_own() -> None:
         return make_record(case, verdict=FAIL if has_levels(case, "bias") else PASS)
 
     form, wrong = root_causes.find_root_causes([judged(case) for case in list_cases()])
-    assert finding_text.format_title(form).startswith("dtype is float32, must be that of q, ")
+    assert finding_text.format_title(form).startswith("the dtype of out is float32, must be that of q, ")
     assert finding_text.format_title(form).endswith("in bf16 and in f16")
     assert form.outside.red == 0
     assert not any("if it is not supported" in fact for fact in finding_text.list_facts(form))
@@ -390,3 +391,68 @@ def test_the_title_of_a_call_in_doubles_names_jaxs_option() -> None:
     records = [make_record(BASE.replace("s0", f"s{n}"), "transforms", "out.x64", FAIL) for n in range(3)]
     (finding,) = root_causes.find_root_causes(records)
     assert "jax_enable_x64" in finding_text.format_title(finding)
+
+
+def make_gradient_records(wrong: Callable[[str, str], bool]) -> list[Record]:
+    """Make the records of gradients under each cotangent; a case rotates between the two calls, as at `quick`."""
+    found = []
+    for place, case in enumerate(case for case in list_cases() if case.startswith("train")):
+        found.append(make_record(case))
+        asked = ["gradients/{}"] if place % 2 else ["gradients_lse/{}", "gradients_part/{}.lse"]
+        asked.append("gradients_part/{}.row" if place % 3 else "gradients_part/{}.head")
+        for name, template in itertools.product(("dq", "dk", "dv"), asked):
+            check, observable = template.format(name).split("/")
+            how = {"gradients": "out", "gradients_lse": "both"}.get(check) or observable.rpartition(".")[2]
+            found.append(make_record(case, check, observable, FAIL if wrong(name, how) else PASS))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cotangents", "words"),
+    [
+        ({"both", "lse"}, "dk is wrong where the cotangent of logsumexp is not zero"),
+        ({"lse"}, "dk is wrong where only logsumexp has a cotangent"),
+        ({"both"}, "dk is wrong where out and logsumexp both have a cotangent"),
+        ({"row", "head"}, "dk is wrong where most of the cotangent is zero"),
+        ({"out", "row", "head"}, "dk is wrong where logsumexp has no cotangent"),
+        ({"out", "both", "lse", "row", "head"}, "dk is wrong in every case that was judged"),
+    ],
+)
+def test_a_finding_says_which_cotangents_show_it(cotangents: set[str], words: str) -> None:
+    records = make_gradient_records(lambda name, how: name == "dk" and how in cotangents)
+    (finding,) = root_causes.find_root_causes(records)
+    assert finding_text.format_title(finding) == words
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_results_that_change_from_call_to_call_are_a_finding_of_their_own(wrong: bool) -> None:
+    """`wrong` says whether they change so much that they are wrong in some cases too."""
+    reason = "the same call gives other numbers when it is made again: 5 of 9 values of dq change"
+    found = make_records(lambda case, result: wrong and result == "dq" and has_levels(case, "sinks"))
+    for case in list_cases():
+        if case.startswith("train"):
+            found += [
+                make_record(case, "independence", "dq.repeated", FAIL, reason=reason),
+                make_record(case, "independence", "dk.repeated"),
+                make_record(case, "independence", "dq.first"),
+            ]
+    found.append(make_record(BASE, "transforms", "bits.second_call", FAIL))
+    first, *others = root_causes.find_root_causes(found)
+    assert first.kind == UNREPEATABLE
+    assert finding_text.format_title(first) == "dq changes from call to call"
+    assert [finding.kind for finding in others] == [GRADIENTS] * wrong
+
+
+@pytest.mark.parametrize("level", ["no queries", "unequal rows", "causal of any kind", "later keys"])
+def test_a_fault_of_a_kind_of_length_or_mask_is_named_by_it(level: str) -> None:
+    masks = ["full", "causal", "window-l31-r0", "window-l9-r9", "chunked-32", "dense-d60", "lengths-64-64"]
+    masks += ["lengths-64-32", "causal_and_lengths-128-64"]
+    cases = [f"train/f32/B2.T128.S128.N2.K2.H64.V64/{mask}/{v}/s0" for mask in masks for v in ("normal", "large")]
+    for ends, queries in (("16-9", "9-0"), ("9-9", "9-9"), ("16-16", "9-16"), ("12-9", "0-9"), ("16-16", "16-16")):
+        cases += [
+            f"train/f32/B2.T16.S16.N2.K2.H16.V16/own-linf-{ends}/packed-q{queries}/{v}/s0" for v in ("normal", "large")
+        ]
+    found = [make_record(case, verdict=FAIL if has_levels(case, level) else PASS) for case in cases]
+    (finding,) = root_causes.find_root_causes(found)
+    named = [name_levels(finding), *([other.name for other in others] for others in finding.others)]
+    assert [level] in named

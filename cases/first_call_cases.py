@@ -1,0 +1,29 @@
+"""Choose the small, plain case on which the calls of a user's first minute are judged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cases.case import Case
+
+# Lengths that no usual block divides, and two batch rows. The second entry is for kernels that take whole blocks only.
+_CHANGES: tuple[dict[str, Any], ...] = ({"batch": 2, "q_length": 24, "kv_length": 24}, {"batch": 2}, {})
+
+
+def select_first_call_cases(
+    plainest: Sequence[Case], supports: Callable[[Case], str | None] = lambda case: None
+) -> tuple[Case, ...]:
+    """Return a small variant of the plainest case, or the case itself where only that is supported.
+
+    Args:
+      plainest: the plainest supported case; empty if no case is supported.
+      supports: a function that returns why a case is not supported, or None if it is.
+    """
+    for case in plainest[:1]:
+        if case.storage is not None:  # a storage layout fixes the lengths
+            return (case,)
+        changed = (dataclasses.replace(case, **changes) for changes in _CHANGES)
+        return tuple(next(([one] for one in changed if supports(one) is None), []))
+    return ()
