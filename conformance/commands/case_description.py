@@ -27,6 +27,9 @@ _DISTRIBUTIONS = {
     "knee": "logits as large as the soft cap, where it bends most",
     "levels": "logits around 80, 90, 105, 130, 1100 and 1.1e4, high and low; queries of zeros and equal keys",
     "huge": "logits beyond the float16 range, high for one query and low for the next",
+    "aligned": "positive values and cotangents, keys with a mean: sums of one sign",
+    "opposed": "values of one sign in each eighth of the keys, and of both in all: partial sums far above the whole",
+    "rising": "logits that rise from the first key to the last, by 4 to 128",
 }
 # Operands that have their own line in the description.
 _DESCRIBED_OPERANDS = {"segment_ids", "soft_cap", "sinks", "bias", "scale"}
