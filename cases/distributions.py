@@ -92,9 +92,7 @@ def align_values(case: Case, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, 
     return k + _draw_direction(case, "k-direction", case.head_dim), np.abs(v) * size
 
 
-def oppose_values(
-    case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def oppose_values(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Make partial sums far larger than whole sums: over keys in `out` and `dq`, over queries in `dk`.
 
     Keys lie in `_OPPOSED_CHUNKS` chunks. The values of a coordinate have one sign in a chunk, and both signs have as
@@ -112,13 +110,14 @@ def oppose_values(
 
 
 def raise_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Make the logits of each row rise steadily from the first key to the last, by another amount in each row.
+    """Make the logits of each row rise steadily to the last key, where they are near 0, by another amount in each row.
 
     A kernel that rescales its sums only where the maximum rises by more than a threshold meets every rise below it.
     """
     places = np.arange(case.q_length)[:, None] * 0.618 + np.arange(case.num_q_heads) * 0.382  # low discrepancy
     rise = _LEAST_RISE * _RISE_RANGE ** (places % 1)  # [T, N]
-    k[..., 0] = (np.arange(case.kv_length) * _RISE_STEPS // case.kv_length / 4.0)[:, None]
+    step = np.arange(case.kv_length) * _RISE_STEPS // case.kv_length - (_RISE_STEPS - 1)  # up to 0, exact in bf16
+    k[..., 0] = (step / 4.0)[:, None]
     q[..., 0] = rise / (scale * _RISE_STEPS / 4.0)
     return q, k
 
@@ -126,8 +125,8 @@ def raise_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tupl
 def make_cotangent_positive(case: Case, do: np.ndarray) -> np.ndarray:
     """Make the cotangents of `out` positive, and spread the magnitudes of rows over one binade, evenly in logarithms.
 
-    The values `dp` of a row are then nearly equal. Across rows, their mantissas are distributed as the expected variance
-    of a rounding assumes (docs/numerics.md, section 8).
+    The values `dp` of a row are then nearly equal. Across rows, their mantissas are distributed as the expected
+    variance of a rounding assumes (docs/numerics.md, section 8).
     """
     rows = draw_integers(case.seed, "do-rows", do.shape[:3], 256)
     size = 1.0

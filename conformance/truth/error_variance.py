@@ -225,7 +225,7 @@ def _add_backward(
 
 
 def _add_bias_gradient(total: Array, slab: Slab, by_pair: Array) -> None:
-    """Add one slab's `by_pair [G, T, S]` to `total`, which has the shape of the bias, summed where that is broadcast."""
+    """Add one slab's `by_pair [G, T, S]` to `total` of the shape of the bias, summed where the bias is broadcast."""
     rows = slab.batch if total.shape[0] > 1 else 0
     heads = slab.heads if total.shape[1] > 1 else slice(None)
     axes = tuple(axis for axis in (0, 1) if total.shape[1 + axis] == 1)
