@@ -110,13 +110,14 @@ def oppose_values(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tu
 
 
 def raise_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Make the logits of each row rise steadily to the last key, where they are near 0, by another amount in each row.
+    """Make the logits of each row rise steadily from the first key to the last, by another amount in each row.
 
-    A kernel that rescales its sums only where the maximum rises by more than a threshold meets every rise below it.
+    They are near 0 in the middle. A kernel that rescales its sums only where the maximum rises by more than a threshold
+    meets every rise below it.
     """
     places = np.arange(case.q_length)[:, None] * 0.618 + np.arange(case.num_q_heads) * 0.382  # low discrepancy
     rise = _LEAST_RISE * _RISE_RANGE ** (places % 1)  # [T, N]
-    step = np.arange(case.kv_length) * _RISE_STEPS // case.kv_length - (_RISE_STEPS - 1)  # up to 0, exact in bf16
+    step = np.arange(case.kv_length) * _RISE_STEPS // case.kv_length - _RISE_STEPS // 2  # a quarter is exact in bf16
     k[..., 0] = (step / 4.0)[:, None]
     q[..., 0] = rise / (scale * _RISE_STEPS / 4.0)
     return q, k

@@ -29,7 +29,7 @@ _DISTRIBUTIONS = {
     "huge": "logits beyond the float16 range, high for one query and low for the next",
     "aligned": "positive values and cotangents, keys with a mean: sums of one sign",
     "opposed": "values of one sign in each eighth of the keys, and of both in all: partial sums far above the whole",
-    "rising": "logits that rise to the last key, by 4 to 128, and are near 0 there",
+    "rising": "logits that rise from the first key to the last, by 4 to 128 from row to row",
 }
 # Operands that have their own line in the description.
 _DESCRIBED_OPERANDS = {"segment_ids", "soft_cap", "sinks", "bias", "scale"}
