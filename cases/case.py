@@ -26,11 +26,11 @@ from cases.storage_forms.storage_form import StorageSpec
 
 PHASES = ("train", "prefill", "decode")
 DTYPES = ("f32", "bf16", "f16")
-# fmt: off
+# Those of the last line make single roundings stand out, for the check `ensemble`.
 DISTRIBUTIONS = (
-    "normal", "small", "large", "heavy", "dominant", "cancel", "ties", "knee", "huge", "levels", "low", "apart",
+    *("normal", "small", "large", "heavy", "dominant", "cancel", "ties", "knee", "huge", "levels", "low", "apart"),
+    *("aligned", "opposed", "rising"),
 )
-# fmt: on
 
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
 _FRONT_END = re.compile(r"front-([a-z0-9-]+)")

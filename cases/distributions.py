@@ -1,4 +1,4 @@
-"""Shape drawn queries and keys for some value distributions: logits at chosen levels, heavy tails, dominant keys.
+"""Shape drawn operands for some value distributions: logits at chosen levels, heavy tails, dominant keys, signs.
 
 `cases.operand_values` draws the values and calls these functions.
 """
@@ -31,6 +31,16 @@ _STRETCHES = 5
 
 MOVED = ("low", "apart", "levels", "huge")
 """The distributions whose logits are far from zero, or far apart: any soft cap is flat there."""
+# How far `rising` logits rise over all keys, at least and at most. exp(11) is the largest power of e in float16, and
+# exp(88) in float32.
+_LEAST_RISE, _RISE_RANGE = 4.0, 32.0
+_RISE_STEPS = 64
+# `aligned` values in float16 are so large that the sum of some hundred weighted values overflows. Their cotangents are
+# as small as the values are large, so that dp fits. `aligned` cotangents in bfloat16 are so large that dp overflows
+# float16.
+_ALIGNED_FACTOR = 2.0**12
+_OPPOSED_CHUNKS = 8
+_OPPOSED_SIZE = 4.0
 
 
 def lift_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -97,7 +107,7 @@ def add_dominant_keys(case: Case, q: np.ndarray, k: np.ndarray, scale: float) ->
 
     The strongest key is last, so that a running maximum keeps rising.
     """
-    direction = draw_integers(case.seed, "direction", (case.head_dim,), 2) * 2.0 - 1.0
+    direction = _draw_direction(case, "direction", case.head_dim)
     q += direction
     for rank, position in enumerate((0, case.kv_length // 2, case.kv_length - 1)):
         k[:, position] += direction * ((5.0 + rank) / (scale * case.head_dim))
@@ -109,3 +119,62 @@ def compute_huge_coordinates(scale: float) -> tuple[float, float]:
     k = 2.0**11
     mantissa, exponent = math.frexp(_HUGE_LOGIT / (scale * k))
     return k, math.ldexp(math.ceil(mantissa * 256), exponent - 8)
+
+
+def align_values(case: Case, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Make all values positive, and shift all keys along one direction.
+
+    Partial sums of `out` and of `D` then grow steadily, so rounding them is as large as rounding the whole. An error of
+    `D` is one error for all keys of a row, which shows in `dq` where the keys have a mean.
+    """
+    size = _ALIGNED_FACTOR if case.dtype == "f16" else 1.0
+    return k + _draw_direction(case, "k-direction", case.head_dim), np.abs(v) * size
+
+
+def oppose_values(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Make partial sums far larger than whole sums: over keys in `out` and `dq`, over queries in `dk`.
+
+    Keys lie in `_OPPOSED_CHUNKS` chunks. The values of a coordinate have one sign in a chunk, and both signs have as
+    many chunks. Coordinates have different patterns of signs, so that their errors are independent. All keys are
+    shifted along one direction, and so are the queries, whose second half is shifted the other way.
+    """
+    chunk = np.arange(case.kv_length) * _OPPOSED_CHUNKS // case.kv_length
+    pattern = 1 + np.arange(case.v_head_dim) % (_OPPOSED_CHUNKS - 1)
+    bits = chunk[:, None] & pattern  # rows of a Hadamard matrix without the first, whose signs are all equal
+    signs = 1.0 - 2.0 * ((bits ^ (bits >> 1) ^ (bits >> 2)) & 1)  # [S, V]
+    half = np.where(2 * np.arange(case.q_length) < case.q_length, 1.0, -1.0)
+    q = q + half[:, None, None] * _draw_direction(case, "q-direction", case.head_dim)
+    k = k + _draw_direction(case, "k-direction", case.head_dim)
+    return q, k, v + _OPPOSED_SIZE * signs[:, None]
+
+
+def raise_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Make the logits of each row rise steadily from the first key to the last, by another amount in each row.
+
+    They are near 0 in the middle. A kernel that rescales its sums only where the maximum rises by more than a threshold
+    meets every rise below it.
+    """
+    places = np.arange(case.q_length)[:, None] * 0.618 + np.arange(case.num_q_heads) * 0.382  # low discrepancy
+    rise = _LEAST_RISE * _RISE_RANGE ** (places % 1)  # [T, N]
+    step = np.arange(case.kv_length) * _RISE_STEPS // case.kv_length - _RISE_STEPS // 2  # a quarter is exact in bf16
+    k[..., 0] = (step / 4.0)[:, None]
+    q[..., 0] = rise / (scale * _RISE_STEPS / 4.0)
+    return q, k
+
+
+def make_cotangent_positive(case: Case, do: np.ndarray) -> np.ndarray:
+    """Make the cotangents of `out` positive, and spread the magnitudes of rows over one binade, evenly in logarithms.
+
+    The values `dp` of a row are then nearly equal. Across rows, their mantissas are distributed as the expected
+    variance of a rounding assumes (docs/numerics.md, section 8).
+    """
+    rows = draw_integers(case.seed, "do-rows", do.shape[:3], 256)
+    size = 1.0
+    if case.distribution == "aligned":
+        size = {"f16": 1 / _ALIGNED_FACTOR, "bf16": _ALIGNED_FACTOR}.get(case.dtype, 1.0)
+    return np.abs(do) * np.exp2(rows / 256)[..., None] * size
+
+
+def _draw_direction(case: Case, stream: str, depth: int) -> np.ndarray:
+    """Draw a vector of ones and minus ones."""
+    return draw_integers(case.seed, stream, (depth,), 2) * 2.0 - 1.0

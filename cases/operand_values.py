@@ -315,6 +315,8 @@ def draw_raw_projections(case: Case, attempt: int = 0) -> front_ends.Raw:
 def draw_cotangent(case: Case) -> Cotangent:
     """Draw random cotangents of `out` and `logsumexp`."""
     out = draw_normal(case.seed, "do", (case.batch, case.q_length, case.num_q_heads, case.v_head_dim))
+    if case.distribution in ("aligned", "opposed"):
+        out = distributions.make_cotangent_positive(case, out)
     lse = draw_normal(case.seed, "dlse", (case.batch, case.num_q_heads, case.q_length))
     return Cotangent("random", out.astype(DTYPES[case.dtype]), lse.astype(np.float32))
 
@@ -354,6 +356,12 @@ def _draw_queries_keys_values(case: Case, attempt: int) -> tuple[np.ndarray, np.
         q, k = distributions.lower_logits(case, q, k, scale)
     elif case.distribution == "apart":
         q, k = distributions.move_logits_apart(case, q, k, scale)
+    elif case.distribution == "aligned":
+        k, v = distributions.align_values(case, k, v)
+    elif case.distribution == "opposed":
+        q, k, v = distributions.oppose_values(case, q, k, v)
+    elif case.distribution == "rising":
+        q, k = distributions.raise_logits(case, q, k, scale)
     elif case.distribution == "huge":
         # One coordinate is the same in every key. It lifts all logits of a query without changing their differences,
         # and lowers all logits of the next query.

@@ -43,6 +43,8 @@ IN_PROCESS = "in_process"
 """Name of a figure, always 1: a user's kernel ran in the judge's own process, and could have altered the judge."""
 REFUSED = "refused"
 """Name of a figure, always 1: the call raised `NotImplementedError`, and no declaration says that it would."""
+DEFAULT_PRECISION = "default_precision"
+"""Name of a figure, always 1: f32 products are declared exact, and none of them requests the precision of f32."""
 JUDGED = frozenset({PASS, FAIL, EXPECTED_FAIL, UNEXPECTED_PASS})
 """Verdicts that rest on a comparison with the oracle."""
 _WORST_FIRST = (FAIL, ERROR, UNEXPECTED_PASS, EXPECTED_FAIL, PASS, UNJUDGED, UNSUPPORTED)

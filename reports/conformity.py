@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from conformance.records import (
+    DEFAULT_PRECISION,
     EXPECTED_FAIL,
     FAIL,
     JUDGED,
@@ -243,6 +244,8 @@ def _format_conformity(
     text += _format_declined_cases(coverage) + _format_declined_pairs(coverage) + _format_refused(records, counts)
     if _find_entry(run.unsandboxed, contender):
         text += ", judged without a sandbox"
+    if any(DEFAULT_PRECISION in record.figures for record in records):
+        text += ", whose f32 products request no precision (bf16 on a TPU, tf32 on a GPU)"
     if extent.stopped:
         text += " so far"
         text += f" ({extent.done:,} of {extent.planned:,} jobs)" if extent.is_partial else ""

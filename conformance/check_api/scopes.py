@@ -220,7 +220,7 @@ FRONT = Scope(
 )
 ENSEMBLE = _build_scope(
     "ensemble",
-    "one plain, long case in bf16 and one in f16; in bf16 one under a window, one of decoding and one of many queries",
+    "plain, long cases in bf16 and f16, and cases whose values make one rounding stand out: causal, biased, decoding",
     lambda grids: select_ensemble_cases(grids.seed, grids.implementation.supports),
 )
 INTERPRETED = _build_scope(

@@ -38,9 +38,16 @@ def _judge_products(subject: Subject, products: Sequence[tuple[bool, str, str]])
         return
     low = [(precision, place) for exact, precision, place in products if not exact]
     # Only a mixture is a failure. If no product requests a precision, the user's setting of JAX decides. On a chip, the
-    # kernel must then declare the chip's precision.
+    # kernel must then declare the chip's precision. Here the verdict on the kernel says so (`DEFAULT_PRECISION`).
     wrong = 0 < len(low) < len(products)
     reason = ""
+    figures = {"products": float(len(products)), "products_below_f32": float(len(low))}
+    if low and not wrong:
+        figures[records.DEFAULT_PRECISION] = 1.0
+        reason = (
+            f"none of {len(low)} products of f32 operands requests the precision of f32: by default, a TPU computes "
+            "them in bf16 and a GPU in tf32"
+        )
     if wrong:
         where = ", ".join(dict.fromkeys(place for _, place in low[:3]))
         reason = (
@@ -48,7 +55,6 @@ def _judge_products(subject: Subject, products: Sequence[tuple[bool, str, str]])
             f"computes in bf16 and a GPU in tf32, while the others request all of f32: {where}"
         )
     verdict = records.FAIL if wrong else records.PASS
-    figures = {"products": len(products), "products_below_f32": len(low)}
     yield Judgement(observable="products", verdict=verdict, reason=reason, figures=figures)
 
 

@@ -29,6 +29,9 @@ _DISTRIBUTIONS = {
     "low": "logits around -120, -400 and -1.1e4, for all keys of a head",
     "apart": "logits that rise or fall by 18, 95 or 200 from one stretch of keys to the next",
     "huge": "logits beyond the float16 range, high for one query and low for the next",
+    "aligned": "positive values and cotangents, keys with a mean: sums of one sign",
+    "opposed": "values of one sign in each eighth of the keys, and of both in all: partial sums far above the whole",
+    "rising": "logits that rise from the first key to the last, by 4 to 128 from row to row",
 }
 # Operands that have their own line in the description.
 _DESCRIBED_OPERANDS = {"segment_ids", "soft_cap", "sinks", "bias", "scale"}

@@ -20,6 +20,10 @@ of the logits, and `s` the scale. Everything else is as in docs/contract.md, sec
     var(dq)  = s^2 [sum_j w_dz k^2 + var(D) (sum_j p k)^2] + var(round dq)
     var(dk)  = s^2 sum_i (w_dz + p^2 var(D)) q^2 + (sum over the group of var(round dk of the head)) + var(round dk)
     var(dv)  = sum_i w_p do^2 + (sum over the group of var(round dv of the head)) + var(round dv)
+    var(dbias) = sum over the broadcast axes of (w_dz + p^2 var(D)) + var(round dbias)
+
+The last is for a bias that varies over keys and is in 16 bits. Other biases would need a term for the error of `D` that
+all keys of a row share.
 
 If logits are rounded, with `w_z = c u_z^2 z^2`, `k' = sum_j p k` and `e = sum_j p^2 w_z`, these terms are added:
 
@@ -96,8 +100,8 @@ def compute_error_variance(
     """Compute `out`, and `dq`, `dk`, `dv` for a cotangent of `out`, with the variance of a correct kernel's errors.
 
     Args:
-      problem: operands in bf16 or f16, without soft cap, sinks, bias and `score_mod`.
-      arithmetic: the arithmetic that the implementation declares.
+      problem: operands in bf16 or f16, without soft cap, sinks and `score_mod`. A bias must have their dtype.
+      arithmetic: the arithmetic that the implementation declares; with a bias, logits and softmax in f32.
       cotangent: cotangent of `out`; None to compute the forward pass only.
 
     Raises:
@@ -107,8 +111,11 @@ def compute_error_variance(
     u = Roundoff.of(arithmetic, problem)
     if dtype not in _PRECISION:
         raise ValueError(f"the variance of errors is derived for {', '.join(_PRECISION)} only, got operands in {dtype}")
-    if problem.sinks is not None or problem.soft_caps is not None or problem.logit_terms or problem.head_factors:
+    added = {operand.name for operand, _ in problem.logit_terms} - {"bias"}
+    if problem.sinks is not None or problem.soft_caps is not None or added or problem.head_factors:
         raise ValueError("the variance of errors is derived for logits `scale <q, k>` only; the problem changes them")
+    if problem.bias is not None:
+        _reject_bias(problem, u)
     if u.scaled_q:
         # All keys of a row share the error of q * scale, which this derivation does not cover. There is no such error
         # if the scale is a power of two.
@@ -116,6 +123,8 @@ def compute_error_variance(
     names = {"out": (problem.q.shape[:3] + problem.v.shape[3:])}
     if cotangent is not None:
         names |= {"dq": problem.q.shape, "dk": problem.k.shape, "dv": problem.v.shape}
+        if problem.bias is not None:
+            names["dbias"] = problem.bias.shape
     values = {name: np.zeros(shape) for name, shape in names.items()}
     variances = {name: np.zeros(shape) for name, shape in names.items()}
     for slab in iter_slabs(problem):
@@ -129,11 +138,20 @@ def compute_error_variance(
     }
 
 
+def _reject_bias(problem: Problem, u: Roundoff) -> None:
+    """Raise `ValueError` for a bias, or for rounded logits beside a bias, that the derivation does not cover."""
+    assert problem.bias is not None
+    if u.logits or u.softmax:
+        raise ValueError("the variance of errors is not derived for a bias that is added to rounded logits")
+    if problem.bias.shape[-1] == 1 or problem.bias.dtype != problem.q.dtype:
+        raise ValueError(f"a bias must vary over keys and be {problem.q.dtype}, got {problem.bias.dtype}")
+
+
 def _add_forward(values: dict[str, Array], variances: dict[str, Array], slab: Slab, u: Roundoff) -> None:
     """Write one slab's `out` and its error variance into `values` and `variances`."""
     squared = _to_float32(slab.p) ** 2
     v = _to_float32(slab.v)
-    variance = TERM * u.probabilities**2 * (squared @ v**2)
+    variance = _compute_rounding_variance(squared, u) @ v**2
     if u.logits or u.softmax:
         weighted = squared * _compute_logit_variance(slab, u)
         out = slab.out
@@ -159,9 +177,9 @@ def _add_backward(
 
     p2, dp2, dz2 = (_to_float32(x) ** 2 for x in (slab.p, dp, dz))
     q2, k2, do2 = (_to_float32(x) ** 2 for x in (slab.q, slab.k, do))
-    term = TERM * u.probabilities**2
-    shared = term * (p2 * dp2).sum(axis=-1) + (compute_ulp(slab.out, dtype) ** 2 / 12 * do2).sum(axis=-1)  # var(D)
-    w_dz = term * (p2 * dp2 + dz2)
+    rounded_p, rounded_dz = (_compute_rounding_variance(x, u) for x in (p2, dz2))
+    shared = (rounded_p * dp2).sum(axis=-1) + (compute_ulp(slab.out, dtype) ** 2 / 12 * do2).sum(axis=-1)  # var(D)
+    w_dz = TERM * u.probabilities**2 * p2 * dp2 + rounded_dz
     in_dtype = TERM * u.softmax**2
     if u.softmax:
         d2 = _to_float32(d) ** 2
@@ -169,7 +187,7 @@ def _add_backward(
         shared = shared + in_dtype * (d2[..., 0] + (p2 * dp2).sum(axis=-1))
     var_dq = w_dz @ k2 + shared[..., None] * mean_k**2
     by_pair = w_dz + p2 * _to_float32(shared)[..., None]
-    w_p = (term + in_dtype) * p2
+    w_p = rounded_p + in_dtype * p2
     if u.softmax:
         var_dq = var_dq + in_dtype * (dq / slab.scale - d * mean_k) ** 2
         by_pair = by_pair + in_dtype * _to_float32(dz - slab.p * d) ** 2
@@ -201,6 +219,27 @@ def _add_backward(
     variances["dq"][rows] = slab.scale**2 * var_dq.transpose(1, 0, 2)
     variances["dk"][keys] = var_dk.sum(axis=0)
     variances["dv"][keys] = var_dv.sum(axis=0)
+    if "dbias" in values:
+        _add_bias_gradient(values["dbias"], slab, dz)
+        _add_bias_gradient(variances["dbias"], slab, by_pair)
+
+
+def _add_bias_gradient(total: Array, slab: Slab, by_pair: Array) -> None:
+    """Add one slab's `by_pair [G, T, S]` to `total` of the shape of the bias, summed where the bias is broadcast."""
+    rows = slab.batch if total.shape[0] > 1 else 0
+    heads = slab.heads if total.shape[1] > 1 else slice(None)
+    axes = tuple(axis for axis in (0, 1) if total.shape[1 + axis] == 1)
+    total[rows, heads] += by_pair.sum(axis=axes, keepdims=True, dtype=np.float64)
+
+
+def _compute_rounding_variance(squares: Array, u: Roundoff) -> Array:
+    """Compute the variance of rounding probabilities, or their gradient, whose squares are given.
+
+    Subnormal numbers of f16 have one spacing. What rounds to zero is off by no more than itself.
+    """
+    if not u.probabilities:
+        return np.zeros_like(squares)
+    return np.minimum(squares, np.maximum(TERM * u.probabilities**2 * squares, np.float32((2 * u.tiny) ** 2 / 12)))
 
 
 def _compute_partial_sum_variance(by_head: Array, dtype: str) -> Array:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from conformance.records import (
+    DEFAULT_PRECISION,
     ERROR,
     EXPECTED_FAIL,
     FAIL,
@@ -122,6 +123,14 @@ def test_operands_that_are_declined_together_are_in_the_verdict() -> None:
     rows = [{"implementation": "block_flash (cpu)", "pairs declined": 148, "pairs": 150}]
     format_verdict = build_summary(found, dataclasses.replace(make_run_info(), coverage=rows)).headline
     assert format_verdict == "block_flash (cpu) conforms, declining 148 of 150 pairs of operands and masks."
+
+
+@RENDERERS
+def test_products_at_the_default_precision_are_in_the_verdict(render: Render) -> None:
+    unrequested = make_record(check="program", observable="products", figures={DEFAULT_PRECISION: 1.0})
+    text = " ".join(render([make_record(), unrequested], make_run_info()).split())
+    assert re.search(r"conforms, whose f32 products request no precision \(bf16 on a TPU, tf32 on a GPU\)", text)
+    assert "request no precision" not in render([make_record(), make_record(check="program")], make_run_info())
 
 
 def test_equal_verdicts_of_several_kernels_are_counted_together() -> None:

@@ -175,7 +175,9 @@ class TileSteps:
     alpha: Step = lambda call, old, shift, j: jnp.exp(old - shift)
     add_total: Step = lambda call, total, alpha, sums, j: total * alpha + sums
     add_values: Step = lambda call, acc, alpha, values, j: acc * alpha[..., None] + values
+    out: Step = lambda call, out: out  # [B, T, N, V] in f32
     delta: Step = lambda call, delta: delta
+    dp: Step = lambda call, dp: dp
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:
@@ -258,7 +260,7 @@ def _backward(steps: TileSteps, call: Call, x: Blocks, out: Array, lse: Array, d
         z, slope, k = _logits(steps, call, x, i, j)
         live = steps.live(call, i, j)
         p = jnp.exp(z - shift[..., None])
-        dp = _product("bnitv,bnsv->bnits", do, x.v[steps.value_block(call, j)])
+        dp = steps.dp(call, _product("bnitv,bnsv->bnits", do, x.v[steps.value_block(call, j)]))
         dx = p * (dp - delta[..., None] + dlse[..., None]) * slope
         for_q = (_within(j, keys) & live)[:, None, None]
         for_k = (_within(i, steps.query_range(call, j)) & live)[:, None, None]
@@ -360,7 +362,7 @@ def kernel(steps: TileSteps) -> Callable[..., Any]:
         mask = None if mask is None else jnp.asarray(mask)
         found = _attend(steps, call)(cut(q, k, v, bias, sinks, mask, segment_ids))
         out, lse, top = (x.reshape(*x.shape[:2], -1, *x.shape[4:])[:, :, : q.shape[1]] for x in found)
-        out = out.transpose(0, 2, 1, 3).astype(q.dtype)
+        out = steps.out(call, out.transpose(0, 2, 1, 3)).astype(q.dtype)
         return (out, {"logsumexp": lse, "max_logits": top}) if save_residuals else out
 
     return attention
