@@ -338,8 +338,10 @@ def _format_fault(finding: Finding) -> str:
     if finding.kind == GRADIENTS:
         wrong = f"{_join_words(results)} {_choose_verb(results)} wrong"
         return wrong if len(results) < 4 else "the gradients are wrong"
-    fail = f"{_join_words(finding.checks)} fail{'s' * (len(finding.checks) == 1)}"
     questions = _list_questions(finding)
+    if finding.checks == ("poison",) and questions == ["visible"]:
+        return "NaN in a key that queries attend to becomes finite numbers in their rows"
+    fail = f"{_join_words(finding.checks)} fail{'s' * (len(finding.checks) == 1)}"
     return f"{fail} ({_join_words(questions)})" if questions and len(questions) <= _MAX_QUESTIONS else fail
 
 

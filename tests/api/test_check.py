@@ -306,7 +306,7 @@ except conformance.CheckInterrupted as stopped:
 
 @pytest.mark.parametrize("stop", ["SIGINT", "SIGTERM"])
 def test_a_stop_signal_keeps_what_was_judged(stop: str) -> None:
-    code = _INTERRUPTED.format(calls=20, signal=stop)
+    code = _INTERRUPTED.format(calls=12, signal=stop)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if stop == "SIGTERM":  # the process ends by it, as it would have without a call
         assert done.returncode == -signal.SIGTERM, done.stderr
