@@ -144,10 +144,14 @@ def add_latent_options(q: Any, value_dim: int, options: Mapping[str, Any]) -> di
 
 
 def _compute_empty_logsumexp(formulas: Formulas, sinks: Any) -> Any:
-    """Compute the `logsumexp` of a row without keys: the sinks `[N]` if it includes them, else an infinity."""
+    """Compute the `logsumexp` of a row without keys: the sinks `[N]` if it includes them, else an infinity.
+
+    A sink of -inf is no sink: the infinity in its stead has no gradient.
+    """
+    nothing = jnp.inf if formulas.logsumexp_empty == "inf" else -jnp.inf
     if sinks is None or not formulas.logsumexp_sink:
-        return jnp.inf if formulas.logsumexp_empty == "inf" else -jnp.inf
-    return sinks / math.log(2) if formulas.logsumexp_base == 2 else sinks
+        return nothing
+    return jnp.where(jnp.isneginf(sinks), nothing, sinks / math.log(2) if formulas.logsumexp_base == 2 else sinks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_the_keys_in_pages_include_those_of_the_queries(
     case: Case, lengths: str, queries: str, reason: str | None
 ) -> None:
     assert case.storage is not None
-    fields = {"mask": f"own-linf-{lengths}", "storage": case.storage.replace("21-1-1-8", queries)}
+    fields: dict[str, Any] = {"mask": f"own-linf-{lengths}", "storage": case.storage.replace("21-1-1-8", queries)}
     if reason is None:
         assert dataclasses.replace(case, **fields).storage == fields["storage"]
         return

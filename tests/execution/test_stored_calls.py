@@ -222,6 +222,17 @@ def test_absent_queries_are_empty_rows_with_sinks_too() -> None:
     assert (residuals["max_logits"][1, :, 0] == -np.inf).all()
 
 
+def test_absent_queries_pass_nothing_to_sinks_of_minus_infinity() -> None:
+    case = parse_case_id(TRAIN.replace("/packed", "/sinks/packed"))
+    problem, drawn = operand_values.draw_problem(case), operand_values.draw_cotangent(case)
+    assert problem.sinks is not None
+    none = dataclasses.replace(problem, sinks=np.where(np.arange(4) % 2, problem.sinks, -np.inf).astype(np.float32))
+    made = dataclasses.replace(build_implementation(serving_attention.packed, "kernel"), empty_rows="zero")
+    found = Executor(made).gradients_lse(none, drawn).values
+    assert np.isneginf(found["logsumexp"][1, 0, 0])
+    assert (found["dsinks"] != 0).tolist() == [False, True, False, True]
+
+
 @pytest.mark.parametrize(
     "check",
     ["arguments", "forms", "program", pytest.param("aliasing", marks=pytest.mark.long), "invariance", "transforms"],
