@@ -326,7 +326,7 @@ class _ContenderEvidence:
         A kind of cotangent shows the fault if a gradient is wrong for it. It does not if the same gradients were judged
         for it in these cases, and all are right.
         """
-        wrong, right = set(), set()
+        wrong, right = set[str](), set[str]()
         results = {get_result(record.observable) for record in own}
         for record in self._judged:
             kind = _get_cotangent(record)
