@@ -34,7 +34,7 @@ _OTHER_PATHS = (
 # Where gradients are judged, heads share no keys: the sum of two rounded numbers of one sign is often a tie, and then
 # errs more than docs/numerics.md, section 8, expects.
 _TRAIN = Case(q_length=512, kv_length=512)
-_DECODE = Case(phase="decode", q_length=1, kv_length=4096, num_q_heads=16, num_kv_heads=4)
+_DECODE = Case(phase="decode", q_length=1, kv_length=4096, num_q_heads=32, num_kv_heads=4)
 _ROUNDINGS = (
     dataclasses.replace(_TRAIN, dtype="bf16", mask="causal", distribution="aligned"),
     dataclasses.replace(_TRAIN, dtype="bf16", mask="causal", distribution="opposed"),
