@@ -131,6 +131,9 @@ def _attend(plan: _ContextPlan, arrays: dict[str, Any]) -> tuple[jax.Array, dict
         dealt["sinks"], specs["sinks"] = jnp.asarray(arrays["sinks"]), _build_spec()
     if "bias" in arrays:
         bias = jnp.asarray(arrays["bias"])
+        if bias.shape[2] == 1:
+            # All devices have the whole bias, so its gradient is a sum over devices, in the dtype that they have.
+            bias = bias.astype(jnp.float32)
         specs["bias"] = _build_spec(None, None, CONTEXT_AXIS) if bias.shape[2] > 1 else _build_spec()
         bias = queries.deal(bias, 2) if bias.shape[2] > 1 else bias
         dealt["bias"] = keys.deal(bias, 3) if bias.shape[3] > 1 and plan.method == "ring" else bias

@@ -213,6 +213,40 @@ def test_heavy_tails_are_heavier_than_a_normals() -> None:
     assert all(kurtosis(x) > 5 for x in (of("heavy").q, of("heavy").k, of("heavy").v))
 
 
+def test_aligned_values_have_one_sign_and_sums_beyond_the_range_of_f16() -> None:
+    for dtype in DTYPES:
+        case = parse_case_id(f"train/{dtype}/B1.T64.S512.N2.K2.H64.V64/full/aligned/s0")
+        problem, do = draw_problem(case), draw_cotangent(case).out.astype(np.float64)
+        v, p = problem.v.astype(np.float64), probabilities(problem)
+        assert v.min() >= 0
+        assert do.min() >= 0
+        dp = np.einsum("btnv,bsnv->bnts", do, v)
+        assert (np.abs(dp).min() > 65504) == (dtype == "bf16")
+        assert np.abs(dp).max() < 65504 or dtype == "bf16"
+        weights = p / p.max(axis=-1, keepdims=True)
+        total = weights.reshape(2, 64, 512) @ v[0].transpose(1, 0, 2)
+        assert (np.median(total) > 65504) == (dtype == "f16")
+
+
+def test_opposed_values_cancel_over_all_keys_and_not_over_an_eighth() -> None:
+    case = parse_case_id("train/f32/B1.T64.S512.N2.K2.H64.V64/full/opposed/s0")
+    v = draw_problem(case).v.astype(np.float64)[0]
+    eighths = v.reshape(8, 64, 2, 64).mean(axis=1)
+    assert np.abs(eighths).min() > 2
+    assert np.abs(v.mean(axis=0)).max() < 0.3
+    patterns = np.sign(eighths)[:, 0].T
+    assert len(np.unique(patterns, axis=0)) == 7
+
+
+def test_rising_logits_rise_by_amounts_between_the_ranges_of_f16_and_f32() -> None:
+    case = parse_case_id("train/f16/B1.T128.S512.N2.K2.H64.V64/full/rising/s0")
+    z = logits(draw_problem(case))
+    rise = z[..., -64:].mean(axis=-1) - z[..., :64].mean(axis=-1)
+    assert rise.min() < 5
+    assert 88 < rise.max() < 130
+    assert ((rise > 11) & (rise < 88)).mean() > 0.3
+
+
 CAPPED_SINKS = [
     (distribution, soft_cap)
     for distribution in DISTRIBUTIONS
