@@ -1,7 +1,7 @@
 """Define a pair of problems with the same static configuration and different values.
 
-The checks `transforms`, `calls` and `first_calls` run both problems together or one after the other. The second problem is drawn with
-the next seed. If the two calls wrongly share a value, the result of one of them is wrong.
+The checks `transforms`, `calls` and `first_calls` run both problems together or one after the other. The second problem
+is drawn with the next seed. If the two calls wrongly share a value, the result of one of them is wrong.
 """
 
 from __future__ import annotations
