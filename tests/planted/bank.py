@@ -48,6 +48,7 @@ from tests.planted.features import (
 )
 from tests.planted.serving import (
     batches,
+    extreme_values,
     latent,
     packed,
     packed_gradients,
@@ -108,6 +109,7 @@ _MODULES = (
     latent,
     ring,
     batches,
+    extreme_values,
     splash_tpu,
     refusing,
 )

@@ -1,0 +1,115 @@
+"""Bugs of served kernels at extreme values: logits far below zero, far apart, and sinks as large as f32 allows."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from cases.case import Case
+from conformance.sensitivity import PlantedBug
+from tests.planted.planting import latent, packed_bug, paged_bug
+from tests.planted.planting.latent import LatentSteps
+from tests.planted.planting.served import Call, PackedSteps, PagedSteps, softmax
+from tests.planted.planting.triggers import both
+
+Array = jax.Array
+_SMALLEST = -104.0  # exp of less is zero in f32
+_LARGEST = 88.0  # exp of more is infinite in f32
+
+
+def _maximum_from(start: float, x: Array, allowed: Array, call: Call) -> Array:
+    """In the path for single tokens the running maximum begins at `start`, so weights far below it are zero."""
+    x = PagedSteps().cap(x, allowed, call)
+    single = call.q_lens.max() <= 1
+    return jnp.where(single & (x - start < _SMALLEST), -jnp.inf, x)
+
+
+def _shift_at_least(least: float, x: Array, allowed: Array, v: Array, sinks: Array | None) -> tuple[Array, ...]:
+    """The running maximum begins at `least`."""
+    lost = jax.lax.stop_gradient(jnp.where(x - least < _SMALLEST, -jnp.inf, 0.0))
+    out, lse, _ = softmax(jnp.where(jnp.isneginf(lost), -jnp.inf, x), allowed, v, sinks)
+    return out, lse, jnp.where(allowed, x, -jnp.inf).max(axis=-1)
+
+
+def _weights_in_order(x: Array, allowed: Array, call: Call) -> Array:
+    """In the path for single tokens, weights count from the first logit, and those above the range of exp are cut."""
+    x = PagedSteps().cap(x, allowed, call)
+    first = jnp.take_along_axis(x, jnp.broadcast_to(allowed, x.shape).argmax(axis=-1)[..., None], axis=-1)
+    single = call.q_lens.max() <= 1
+    return jnp.where(single, first + jnp.minimum(x - first, _LARGEST), x)
+
+
+def _finite_sinks(sinks: Array | None, call: Call) -> Array | None:
+    """Sinks are cut to what f16 has."""
+    return None if sinks is None else jnp.clip(sinks, -65504.0, 65504.0)
+
+
+def _empty_as_sink_zero(x: Array, allowed: Array, v: Array, sinks: Array | None) -> tuple[Array, ...]:
+    """Where a sink is minus infinity, rows without keys are divided by their sum, zero."""
+    out, lse, top = softmax(x, allowed, v, sinks)
+    if sinks is None:
+        return out, lse, top
+    none = ~allowed.any(axis=-1) & jnp.isneginf(sinks)
+    return jnp.where(none[..., None], jnp.nan, out), jnp.where(none, jnp.nan, lse), top
+
+
+def _of(distribution: str, case: Case) -> bool:
+    return case.distribution == distribution
+
+
+def _single(case: Case) -> bool:
+    return case.q_length == 1
+
+
+def _extreme_sinks(case: Case) -> bool:
+    return case.sinks == "sinksedge"
+
+
+BUGS: tuple[PlantedBug, ...] = (
+    paged_bug.bug(
+        "paged-maximum-from-minus-1e4-for-single-tokens",
+        PagedSteps(cap=functools.partial(_maximum_from, -1e4)),
+        kind="extreme logits",
+        reference="inferred from kernels whose m_i begins at -1e4, as a mask of f16 does",
+        trigger=both(paged_bug.in_pages, _single, functools.partial(_of, "low")),
+    ),
+    latent.bug(
+        "latent-maximum-from-zero-for-single-tokens",
+        LatentSteps(pages=PagedSteps(cap=functools.partial(_maximum_from, 0.0))),
+        kind="extreme logits",
+        reference="inferred from kernels whose m_i begins at zeros",
+        trigger=both(latent.in_pages, _single, functools.partial(_of, "low")),
+    ),
+    packed_bug.bug(
+        "packed-maximum-from-zero",
+        PackedSteps(attend=functools.partial(_shift_at_least, 0.0)),
+        kind="extreme logits",
+        reference="inferred from kernels whose m_i begins at zeros",
+        trigger=both(packed_bug.in_packs, functools.partial(_of, "low")),
+    ),
+    paged_bug.bug(
+        "paged-weights-from-the-first-logit-for-single-tokens",
+        PagedSteps(cap=_weights_in_order),
+        kind="extreme logits",
+        reference="inferred from kernels that rescale lazily, and cut what is beyond the threshold",
+        trigger=both(paged_bug.in_pages, _single, functools.partial(_of, "apart")),
+    ),
+    paged_bug.bug(
+        "paged-sinks-cut-to-f16",
+        PagedSteps(sinks=_finite_sinks),
+        kind="extreme sinks",
+        reference="inferred from checkpoints whose sinks are stored in f16",
+        shows="logsumexp",
+        trigger=both(paged_bug.in_pages, _extreme_sinks),
+    ),
+    packed_bug.bug(
+        "packed-no-keys-beside-no-sink-is-nan",
+        PackedSteps(attend=_empty_as_sink_zero),
+        kind="extreme sinks",
+        reference="inferred from guards of empty rows that ask only whether there are sinks",
+        shows="out logsumexp",
+        trigger=both(packed_bug.in_packs, _extreme_sinks, lambda case: 0 in case.kv_lengths),
+    ),
+)
