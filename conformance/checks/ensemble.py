@@ -77,6 +77,11 @@ def check_ensemble(subject: Subject) -> Iterator[Judgement]:
             "all", 'with scaled_q="base2", all keys of a row share errors whose variance is not known'
         )
         return
+    if subject.case.distribution != "normal" and arithmetic.softmax == "input":
+        yield build_unsupported(
+            "all", "with a softmax in the operands' dtype, rows share errors that are not derived here"
+        )
+        return
     if subject.case.bias is not None and "input" in (arithmetic.logits, arithmetic.softmax):
         yield build_unsupported("all", "with logits in the operands' dtype, errors of the biased logit are not known")
         return

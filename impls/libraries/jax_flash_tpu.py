@@ -80,7 +80,9 @@ def attention(
     refuse_because(NAME, _find_limit(causal, q.shape[1], k.shape[1], q.shape[3]))
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     if bias is not None:
-        bias = jnp.broadcast_to(bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1])).astype(jnp.float32) / factor
+        # In f32 before it is broadcast: the gradient of the broadcast is a sum in that dtype.
+        full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        bias = jnp.broadcast_to(bias.astype(jnp.float32), full) / factor
     kernel: Callable[..., Any] = functools.partial(flash.flash_attention, causal=causal, sm_scale=factor)
     kernel = _make_interpretable(kernel, resolve_interpret(interpret, "tpu"))
     if reason := _find_gradient_limit(q.shape[1]):
