@@ -239,8 +239,8 @@ def declining(*features: str) -> Callable[[Case], str | None]:
 @pytest.mark.parametrize(
     ("features", "declined_levels"),
     [
-        (("sinks",), [("sinks", True)]),
-        (("f16", "bias"), [("dtype", "f16"), ("bias", "bias"), ("bias", "biashead"), ("bias", "biaskey")]),
+        (("sinks",), [("sinks", True), ("sinks", "sinksedge")]),
+        (("f16", "bias"), [("dtype", "f16"), *(("bias", level) for level in LEVELS["bias"] if level is not None)]),
         (("soft_cap",), [("soft_cap", 2.0), ("soft_cap", 30.0), ("distribution", "knee")]),
         (("full", "f32"), [("mask", "full"), ("dtype", "f32")]),
         (("mha", "balanced"), [("heads", (1, 2, 2)), ("mask", "balanced")]),
