@@ -46,6 +46,14 @@ def compute_fused_exp2(x: jax.Array, shift: jax.Array, *, factor: float, interpr
     return found
 
 
+def convert_sinks(sinks: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Convert sinks to units of log 2. The largest would overflow, so they stop at the largest float32.
+
+    Such a sink takes all the weight either way.
+    """
+    return jnp.minimum(sinks * jnp.float32(LOG2_E), jnp.finfo(jnp.float32).max)
+
+
 def replace_neg_inf(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """Replace -inf by 0, so that `exp(-inf - x)` is 0 and not NaN."""
     return jnp.where(x == -jnp.inf, 0.0, x)

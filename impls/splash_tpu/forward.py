@@ -157,7 +157,8 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
     total = jnp.broadcast_to(scratch.total[...].sum(axis=-1, keepdims=True), highest.shape)
     maximum = highest
     if inputs.sinks is not None:
-        sinks = inputs.sinks[...] * jnp.float32(1 / LOG_2)
+        # The largest sinks would overflow here. They take all the weight, whatever they are.
+        sinks = jnp.minimum(inputs.sinks[...] * jnp.float32(1 / LOG_2), jnp.finfo(jnp.float32).max)
         maximum = jnp.maximum(highest, sinks)  # maximum, equation (4)
         decay = jnp.exp2(highest - maximum)
         total = total * decay + jnp.exp2(sinks - maximum)  # sum of weights, equation (5)
@@ -176,6 +177,8 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
     has_keys = total > 0
     value = jnp.float32(call.plan.mask_value)
     logsumexp = maximum * jnp.float32(LOG_2) + jnp.log(jnp.where(has_keys, total, 1.0))  # logsumexp, equation (7)
+    if inputs.sinks is not None:
+        logsumexp = jnp.maximum(logsumexp, inputs.sinks[...][:, :1])  # exact for sinks that take all the weight
     outputs.logsumexp[...] = jnp.where(has_keys, logsumexp, value)
     if outputs.max_logits is not None:
         outputs.max_logits[...] = jnp.where(highest == EMPTY_MAXIMUM, value, highest * jnp.float32(LOG_2))

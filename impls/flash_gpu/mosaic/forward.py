@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.exponentials import LN_2, LOG2_E, replace_neg_inf
+from impls.flash_gpu.exponentials import LN_2, convert_sinks, replace_neg_inf
 from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, make_shape
 from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile, build_inputs, launch
 from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, KernelShape, allocate_tile, build_shape
@@ -67,11 +67,12 @@ def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
     )
     out, total, maximum = out[:, :q_length, :, : plan.v_head_dim], total[:, :, :q_length], maximum[:, :, :q_length]
     # Computed outside the kernel, since inside it the logarithm would be the GPU's approximate one.
-    shift = maximum
-    if operands.sinks is not None:
-        shift = jnp.maximum(maximum, operands.sinks.astype(jnp.float32)[None, :, None] * jnp.float32(LOG2_E))
+    sinks = None if operands.sinks is None else operands.sinks.astype(jnp.float32)[None, :, None]
+    shift = maximum if sinks is None else jnp.maximum(maximum, convert_sinks(sinks))
     some = total > 0
     logsumexp = shift * jnp.float32(LN_2) + jnp.log(jnp.where(some, total, 1.0))  # logsumexp, equation (7)
+    if sinks is not None:
+        logsumexp = jnp.maximum(logsumexp, sinks)  # exact for a sink that takes all the weight
     return Outputs(out, jnp.where(some, logsumexp, -jnp.inf), maximum * jnp.float32(LN_2))
 
 
@@ -223,7 +224,7 @@ def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftm
 
 def _add_sink(old: RunningSoftmax, sink: Any) -> RunningSoftmax:
     """Add the sink to the maximum (4) and to the sum of weights (5); it has no value to add to the output (6)."""
-    sink = sink * jnp.float32(LOG2_E)
+    sink = convert_sinks(sink)
     maximum = jnp.maximum(old.maximum, sink)  # maximum, equation (4)
     shift = replace_neg_inf(maximum)
     decay = jnp.exp2(old.maximum - shift)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float32
 
-from impls.flash_gpu.exponentials import LN_2, LOG2_E, compute_fused_exp2, replace_neg_inf
+from impls.flash_gpu.exponentials import LN_2, LOG2_E, compute_fused_exp2, convert_sinks, replace_neg_inf
 from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, make_shape
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
 from impls.flash_gpu.triton.triton_launch import Arrays, Launch
@@ -109,6 +109,8 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     some = running.total != 0
     total = jnp.where(some, running.total, 1.0)
     logsumexp = jnp.where(some, running.maximum * jnp.float32(LN_2) + jnp.log(total), -jnp.inf)  # logsumexp, eq. (7)
+    if "sinks" in inputs:
+        logsumexp = jnp.maximum(logsumexp, inputs["sinks"][0])  # exact for a sink that takes all the weight
     store_values(outputs["logsumexp"], q_start, logsumexp, plan.q_length)
     store_rows(outputs["out"], q_start, running.out / total[:, None], plan.q_length, plan.v_head_dim)  # out, eq. (6)
 
@@ -131,7 +133,7 @@ def update_softmax(
 
 def add_sink(old: RunningSoftmax, sink: jax.Array) -> RunningSoftmax:
     """Add the sink to the maximum (4) and to the sum of weights (5); it has no value to add to the output (6)."""
-    sink = sink * jnp.float32(LOG2_E)
+    sink = convert_sinks(sink)
     maximum = jnp.maximum(old.maximum, sink)  # maximum, equation (4)
     shift = replace_neg_inf(maximum)
     decay = jnp.exp2(old.maximum - shift)

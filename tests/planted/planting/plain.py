@@ -246,7 +246,9 @@ def sum_of_group(dx: Array, saved: Saved) -> Array:
 def sink_gradients(d: Array, dlse: Array, saved: Saved) -> Array:
     """`dsinks` of every row, `[B, N, T]`."""
     assert saved.call.sinks is not None
-    return jnp.exp(saved.call.sinks[:, None] - saved.forward.logsumexp) * (dlse - d)[..., 0]
+    lse = saved.forward.logsumexp
+    # A row without keys and without a sink has a logsumexp of -inf.
+    return jnp.exp(saved.call.sinks[:, None] - jnp.where(jnp.isfinite(lse), lse, 0)) * (dlse - d)[..., 0]
 
 
 def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
