@@ -74,7 +74,7 @@ def select_default_cases(dtype: str, seed: int = 0) -> list[Case]:
     for the gradient of the sinks.
     """
     candidates = [case for case in build_grid("quick", seed).cases if case.dtype == dtype and case.phase == "train"]
-    stride = max(1, len(candidates) // 8)
+    stride = max(1, len(candidates) // 10)
     with_sinks = next((case for case in candidates if case.sinks), None)
     return [
         case

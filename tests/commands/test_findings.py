@@ -33,7 +33,7 @@ def right(q, k, v, *, causal=False, soft_cap=None, sinks=None):
     return naive.attention(q, k, v, causal=causal, soft_cap=soft_cap, sinks=sinks)
 """
 WHAT = ("--check=forward", "--cases=train/f32/*", "--jobs=1")
-SINKS = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/sinks/normal/s0"
+SINKS = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/sinksedge/normal/s0"
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_a_finding_is_confirmed_and_what_confirms_it_is_not_counted(capsys: pyte
     told = capsys.readouterr()
     for text in (told.out, Path("confirmed.markdown").read_text()):
         assert "kernel.py:wrong (cpu): out is wrong with sinks" in text
-        assert "confirmed: this case fails, and the same without sinks passes" in text
+        assert "confirmed: this case fails, and the same without sinksedge passes" in text
         assert SINKS in text
     assert f"--case={SINKS} --check=forward --in-process --shrink" in told.out
     assert re.search(r"in \d+ s of at most \d+ \(--confirm-seconds=0 judges none\)", told.err)
@@ -80,7 +80,7 @@ def test_a_finding_is_confirmed_and_what_confirms_it_is_not_counted(capsys: pyte
     report = cli.build_parser().parse_args(["report", "confirmed.jsonl", "plain.jsonl", "--report=page.html"])
     assert cli.main(report) == 0
     page = Path("page.html").read_text()
-    assert "confirmed: this case fails, and the same without sinks passes" in page
+    assert "confirmed: this case fails, and the same without sinksedge passes" in page
     assert f"of {len(counted[0]):,} records" in page
 
 

@@ -226,7 +226,7 @@ def test_a_gate_is_compared_with_a_baseline(repository: Repository) -> None:
     assert run_gate(repository, FEW_CASES, "-k", "forward", "--conformance-json=before.jsonl").ret == 0
     again = run_gate(repository, FEW_CASES, "-k", "forward", "--conformance-baseline=before.jsonl")
     assert again.ret == 0
-    (repository.path / "kernel.py").write_text(KERNEL.replace("return naive", "return 1.01 * naive"))
+    (repository.path / "kernel.py").write_text(KERNEL.replace("return naive", "return 1.02 * naive"))
     worse = run_gate(repository, FEW_CASES, "-k", "forward", "--conformance-baseline=before.jsonl")
     assert worse.ret == 1
     worse.stdout.fnmatch_lines(["Regression: * new failures.", "FAILED *::baseline - Regression: *"])
