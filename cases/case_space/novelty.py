@@ -7,6 +7,7 @@ many pairs already.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from cases import mask_spec
 from cases.case import Case
 from cases.case_space.clue_numbers import Clues
+from cases.moba_mask import depends_on_data
 from cases.operand_registry import OPTIONAL
 
 Pair = tuple[str, str]
@@ -41,6 +43,7 @@ def find_marks(case: Case) -> frozenset[str]:
         "V=H" if case.v_head_dim == case.head_dim else _format_depth("V", case.v_head_dim),
         *mask_spec.list_mask_features(case.mask),
         *(["offset"] if "-o" in case.mask else []),
+        *(["rows without keys"] if _hides_whole_rows(case) else []),
     }
     for operand in OPTIONAL:
         value = getattr(case, operand.field)
@@ -52,6 +55,17 @@ def find_marks(case: Case) -> frozenset[str]:
         else:
             found.add(f"{operand.name} {value}")
     return frozenset(found)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _hides_whole_rows(case: Case) -> bool:
+    """Return whether the mask of a case with dense operands hides all keys from some query."""
+    if case.storage is not None:
+        return False
+    mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    if depends_on_data(mask):
+        return False
+    return not mask.dense(case.q_length, case.kv_length).any(axis=-1).all()
 
 
 def find_clue_marks(case: Case, clues: Clues) -> frozenset[str]:

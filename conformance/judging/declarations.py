@@ -97,7 +97,8 @@ def _matters(formula: str, implementation: Implementation, case: Case) -> bool:
         return case.soft_cap is not None and (case.bias is not None or case.alibi)
     if "logsumexp" not in implementation.residuals:
         return False
-    return {"logsumexp_sink": case.sinks, "logsumexp_empty": implementation.empty_rows == "zero"}.get(formula, True)
+    has_zero_rows = implementation.empty_rows == "zero"
+    return {"logsumexp_sink": bool(case.sinks), "logsumexp_empty": has_zero_rows}.get(formula, True)
 
 
 def list_lenient_declarations(implementation: Implementation) -> list[str]:

@@ -51,7 +51,7 @@ def convert_sinks(sinks: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
     Such a sink takes all the weight either way.
     """
-    return jnp.minimum(sinks * jnp.float32(LOG2_E), jnp.finfo(jnp.float32).max)
+    return jnp.minimum(sinks * jnp.float32(LOG2_E), np.finfo(np.float32).max)
 
 
 def replace_neg_inf(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:

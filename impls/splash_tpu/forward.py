@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
@@ -158,7 +159,7 @@ def _finish(call: KernelCall, inputs: Inputs, outputs: Outputs, scratch: Scratch
     maximum = highest
     if inputs.sinks is not None:
         # The largest sinks would overflow here. They take all the weight, whatever they are.
-        sinks = jnp.minimum(inputs.sinks[...] * jnp.float32(1 / LOG_2), jnp.finfo(jnp.float32).max)
+        sinks = jnp.minimum(inputs.sinks[...] * jnp.float32(1 / LOG_2), np.finfo(np.float32).max)
         maximum = jnp.maximum(highest, sinks)  # maximum, equation (4)
         decay = jnp.exp2(highest - maximum)
         total = total * decay + jnp.exp2(sinks - maximum)  # sum of weights, equation (5)

@@ -230,7 +230,7 @@ def _other_route_on_chips(arrays: Arrays, statics: Statics) -> Any:
 
 
 def _any_extra(case: Case) -> bool:
-    return case.sinks or case.bias is not None or case.soft_cap is not None
+    return bool(case.sinks) or case.bias is not None or case.soft_cap is not None
 
 
 _kept_bug = functools.partial(_fresh, shows=_FORWARD)

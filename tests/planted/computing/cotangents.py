@@ -186,7 +186,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="I.sink-lse-excluded",
         reference="inferred from flash-attn PR 2706",
         shows=(*_ALL, "dsinks"),
-        trigger=lambda case: train(case) and case.sinks,
+        trigger=lambda case: train(case) and bool(case.sinks),
         saved=_without_sink,
     ),
     _bug(

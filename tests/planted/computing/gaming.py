@@ -113,7 +113,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="sink.dead-code",
         reference="vllm-metal PR 550, issue 212",
         shows=("out", "dsinks"),
-        trigger=lambda case: case.sinks,
+        trigger=lambda case: bool(case.sinks),
     ),
     _bug(
         "returns-first-result-again",

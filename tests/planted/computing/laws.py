@@ -209,7 +209,7 @@ def _built(name: str, build: Any, *, kind: str, reference: str, shows: tuple[str
 
 
 def _has_sinks(case: Case) -> bool:
-    return case.sinks
+    return bool(case.sinks)
 
 
 BUGS: tuple[PlantedBug, ...] = (

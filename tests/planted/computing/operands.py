@@ -17,7 +17,7 @@ _bug = functools.partial(planted, family="backward")
 
 
 def _sinks(case: Case) -> bool:
-    return train(case) and case.sinks
+    return train(case) and bool(case.sinks)
 
 
 def _dsinks_rounded(sinks: jax.Array, lse: jax.Array, delta: jax.Array, dlse: jax.Array) -> jax.Array:
