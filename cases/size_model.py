@@ -148,6 +148,8 @@ _MASKS = {**_USUAL, **_FORMS}
 _MASKS_ELSEWHERE = ("causal_end", "window", "lengths")
 _BIASES_ELSEWHERE = (None, "biasslope", "biasbatch", "biasfirst")
 
+_LOW_CAP = 0.5
+
 AXES: tuple[Axis, ...] = (
     Axis("shape", (*_SHAPES, *_STAND_INS)),
     Axis("mask", ("full", *(name for name in _MASKS if name != "full"))),
@@ -155,7 +157,7 @@ AXES: tuple[Axis, ...] = (
     Axis("dtype", ("f32", "bf16", "f16")),
     Axis("bias", (None, "biasslope", "biasbatch", "biaspair", *HIDING)),
     Axis("segments", (None, "seg", "segwild")),
-    Axis("soft_cap", (None, 0.5, 150.0)),
+    Axis("soft_cap", (None, _LOW_CAP, 150.0)),
     Axis("sinks", (False, True, EXTREME)),
     Axis("scale", (None, 1.0)),
     Axis("kv_cache", (None, "kvint8-token", "kvfp8-head"), rare=True),
@@ -184,6 +186,8 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
     is_flattened = levels.get("bias") in HIDING or levels.get("distribution") in MOVED
     if is_flattened and levels.get("soft_cap") is not None:
         return False
+    if levels.get("distribution") == "dominant" and levels.get("soft_cap") == _LOW_CAP:
+        return False  # the dominant logits are ten times the cap: its derivative there is less than its rounding
     if levels.get("distribution") == "levels":
         # Each level of the logits needs a query of its own, and a sink gets all of the weight or none.
         if shape is not None and shape.q < 16:
