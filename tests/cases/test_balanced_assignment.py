@@ -235,8 +235,8 @@ def test_parts_are_merged_in_one_case_of_four(name: str) -> None:
         # Tolerance: a quarter of a whole number is off by less than one.
         assert abs(merged - len(turns) / 4) < 1
         programs = {case.program for case, turn in turns.items() if turn.merges}
-        # Tolerance: likewise.
-        assert abs(len(programs) - len({case.program for case in turns}) / 4) < 1
+        # Tolerance: cases are balanced, and programs have different numbers of cases.
+        assert abs(len(programs) - len({case.program for case in turns}) / 4) < 2
 
 
 # By how much the counts of two alternatives differ at one level. Cases that share programs take one call, so that one
