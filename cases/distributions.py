@@ -28,9 +28,6 @@ _LOW_LOGITS = (-120.0, -1.1e4, -400.0)
 # beyond the range of exp in f32, beyond what f32 adds to 1 many times, and just beyond what it adds to 1.
 _JUMPS = (200.0, -95.0, 18.0, -200.0, 95.0, -18.0)
 _STRETCHES = 5
-
-MOVED = ("low", "apart", "levels", "huge")
-"""The distributions whose logits are far from zero, or far apart: any soft cap is flat there."""
 # How far `rising` logits rise over all keys, at least and at most. exp(11) is the largest power of e in float16, and
 # exp(88) in float32.
 _LEAST_RISE, _RISE_RANGE = 4.0, 32.0
@@ -42,6 +39,16 @@ _ALIGNED_FACTOR = 2.0**12
 _OPPOSED_CHUNKS = 8
 _OPPOSED_SIZE = 4.0
 
+MOVED = ("low", "apart", "levels", "huge")
+"""The distributions whose logits are far from zero, or far apart: any soft cap is flat there."""
+
+
+def _compute_query_coordinates(logits: np.ndarray, scale: float) -> np.ndarray:
+    """Return coordinates of q that add about `logits` where k has `_LEVEL_KEY`, in bf16's 8 significant bits."""
+    mantissa, exponent = np.frexp(logits / (scale * _LEVEL_KEY))
+    rounded: np.ndarray = np.ldexp(np.round(mantissa * 256), exponent - 8)
+    return rounded
+
 
 def lift_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Lift the logits of every query to one of `_LEVELS`; heads of a group get different levels too.
@@ -52,8 +59,7 @@ def lift_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple
     """
     heads = np.arange(case.num_q_heads)
     level = np.take(_LEVELS, np.arange(case.q_length)[:, None] + heads, mode="wrap")  # [T, N]
-    mantissa, exponent = np.frexp(level / (scale * _LEVEL_KEY))
-    q[..., 0], k[..., 0] = np.ldexp(np.round(mantissa * 256), exponent - 8), _LEVEL_KEY
+    q[..., 0], k[..., 0] = _compute_query_coordinates(level, scale), _LEVEL_KEY
     q[..., 1], k[..., 1] = 0.0, 0.0
     q[:, 1::4, :, 1] = 2.0 ** math.ceil(math.log2(_JUMP / (scale * _LEVEL_KEY)))
     k[:, case.kv_length // 2 :, :, 1] = _LEVEL_KEY
@@ -63,13 +69,8 @@ def lift_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple
 
 
 def compute_low_coordinates(num_q_heads: int, scale: float) -> tuple[float, np.ndarray]:
-    """Return first coordinates of k, and of q by head `[N]`, that lower all logits of a head to about one level.
-
-    Both have at most 8 significant bits, so that every dtype has them exactly.
-    """
-    level = np.resize(_LOW_LOGITS, num_q_heads)
-    mantissa, exponent = np.frexp(level / (scale * _LEVEL_KEY))
-    return _LEVEL_KEY, np.ldexp(np.round(mantissa * 256), exponent - 8)
+    """Return first coordinates of k, and of q by head `[N]`, that lower all logits of a head to about one level."""
+    return _LEVEL_KEY, _compute_query_coordinates(np.resize(_LOW_LOGITS, num_q_heads), scale)
 
 
 def lower_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -85,9 +86,8 @@ def move_logits_apart(case: Case, q: np.ndarray, k: np.ndarray, scale: float) ->
     """
     turns = np.arange(case.q_length)[:, None] + np.arange(case.num_q_heads)
     jump = np.take(_JUMPS, turns, mode="wrap")  # [T, N]
-    mantissa, exponent = np.frexp(jump / (scale * _LEVEL_KEY))
     stretch = np.arange(case.kv_length) * _STRETCHES // case.kv_length
-    q[..., 0] = np.ldexp(np.round(mantissa * 256), exponent - 8)
+    q[..., 0] = _compute_query_coordinates(jump, scale)
     k[..., 0] = np.where(stretch % 2, _LEVEL_KEY, 0.0)[:, None]
     return q, k
 

@@ -21,9 +21,8 @@ def select_first_call_cases(
       plainest: the plainest supported case; empty if no case is supported.
       supports: a function that returns why a case is not supported, or None if it is.
     """
-    for case in plainest[:1]:
-        if case.storage is not None:  # a storage layout fixes the lengths
-            return (case,)
-        changed = (dataclasses.replace(case, **changes) for changes in _CHANGES)
-        return tuple(next(([one] for one in changed if supports(one) is None), []))
-    return ()
+    if not plainest or plainest[0].storage is not None:  # a storage layout fixes the lengths
+        return tuple(plainest[:1])
+    variants = (dataclasses.replace(plainest[0], **changes) for changes in _CHANGES)
+    chosen = next((case for case in variants if supports(case) is None), None)
+    return () if chosen is None else (chosen,)

@@ -157,7 +157,7 @@ class OptionalOperand(Operand):
 
     @property
     def is_flag(self) -> bool:
-        """Whether the field of a case that has the operand is True, or names a variant of its values."""
+        """Whether a case asks for the operand with True; a name in its place asks for a variant of the values."""
         return True in self.levels
 
     @property

@@ -29,7 +29,7 @@ _AXES = {
 BIASES = tuple(_AXES)
 """The kinds of bias that a case id can name."""
 HIDING = ("biasinf", "biasfirst")
-"""The kinds of bias that hide keys, as a mask does. Every query that sees a key without the bias sees one with it."""
+"""The kinds of bias that hide keys, as a mask does. They leave a key to each query that sees one without the bias."""
 # Of every ten keys, `biasinf` hides key 3 with minus infinity, and key 7 with the finite number that some models use in
 # place of infinity.
 _HIDDEN_OF_TEN = {3: -np.inf, 7: -1e9}

@@ -6,6 +6,7 @@ here. The oracle adds it to the softmax (`conformance.truth.oracle.Slab.sinks`).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
     sinks = rounded + draw_normal(case.seed, "sinks", (case.num_q_heads,))
     if case.distribution == "low":
         # The scale is drawn after the sinks, so the problem does not have it yet.
-        scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
+        scale = dataclasses.replace(problem, scale=case.scale).effective_scale
         key, queries = compute_low_coordinates(case.num_q_heads, scale)
         sinks += scale * key * queries
     if case.sinks == EXTREME:

@@ -99,10 +99,8 @@ def _build_model(*own: Axis, strongest: int = 4) -> Model:
     usual = {axis.name: axis for axis in VALUE_AXES}
     shared = (VALUES, usual["dtype"], usual["soft_cap"], usual["sinks"], SCALE)
     segments = Axis("segments", (None, "seg"), rich="seg")
-    mask, bias = (
-        Axis("mask", tuple(_MASKS), rich="window"),
-        Axis("bias", (None, "bias", "biashead", *HIDING), rich="biashead"),
-    )
+    mask = Axis("mask", tuple(_MASKS), rich="window")
+    bias = Axis("bias", (None, "bias", "biashead", *HIDING), rich="biashead")
     return Model((*own, mask, segments, *shared, bias), is_compatible, _assemble, strongest)
 
 

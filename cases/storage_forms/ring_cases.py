@@ -113,10 +113,8 @@ def _draw_rings(draw: st.DrawFn, phases: tuple[str, ...]) -> Case:
     keys = draw(st.lists(st.integers(0, MAX_DRAWN_LENGTH) | around, min_size=1, max_size=5))
     widest = st.integers(0, slots - q_length)
     left = draw(widest if max(keys) > slots else st.just("inf") | widest)
-    heads, head_dim = (
-        draw(st.sampled_from(((1, 1), (2, 2), (4, 2), (3, 1), (15, 3)))),
-        draw(st.sampled_from((8, 16, 64, 72))),
-    )
+    heads = draw(st.sampled_from(((1, 1), (2, 2), (4, 2), (3, 1), (15, 3))))
+    head_dim = draw(st.sampled_from((8, 16, 64, 72)))
     ends = "-".join(map(str, keys))
     cap = draw(st.sampled_from((None, None, 30.0, 2.0)))
     return Case(

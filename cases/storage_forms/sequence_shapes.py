@@ -34,7 +34,7 @@ HEAD_AXES = (
 )
 _ROTATIONS = 3
 FIRST = Axis("first", tuple(range(_ROTATIONS)))
-"""Which third of the sequences comes first. So a sequence without queries or keys lies anywhere in the batch."""
+"""The axis that says which third of the sequences comes first, so that empty sequences lie anywhere in a batch."""
 FORTY_KEYS = tuple(1 + 5 * n % 13 for n in range(40))
 """The lengths of forty short sequences."""
 FORTY = "-".join(map(str, FORTY_KEYS))

@@ -95,6 +95,8 @@ def _check_visible_nan(subject: Subject) -> Iterator[Judgement]:
     attends = seen[..., key]
     if problem.bias is not None:  # a key that the bias hides must hold finite numbers
         attends = attends & ~np.isneginf(np.broadcast_to(problem.bias, seen.shape)[..., key])
+    if not attends.any():
+        return  # no query attends to any key
     lost = int((np.moveaxis(attends, 1, 2) & np.isfinite(out.astype(np.float64)).any(axis=-1)).sum())
     reason = f"{lost} rows that attend to a key and value of NaN hold finite numbers" if lost else ""
     yield Judgement(observable="out.visible", verdict=records.FAIL if lost else records.PASS, reason=reason)

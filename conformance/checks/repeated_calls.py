@@ -17,7 +17,7 @@ from conformance.execution.executor import Values
 from conformance.records import Worst
 
 TRIES_BEFORE_BLAME = 8
-"""How often a call is repeated before a difference of two calls is blamed on what differs between them."""
+"""The number of repetitions of a call before a difference of two calls is blamed on their operands."""
 
 
 def find_changes(first: Values, repeat: Callable[[], Values], names: Iterable[str], *, tries: int = 1) -> Values:

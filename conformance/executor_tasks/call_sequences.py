@@ -20,7 +20,7 @@ from conformance.execution import kernel_errors
 from conformance.execution.executor import Executor
 
 Layout = Literal["strided", "transposed"]
-"""How the numbers of a NumPy array that is not contiguous lie in memory."""
+"""The memory layout of a NumPy array that is not contiguous."""
 
 # The compiler option by which XLA computes matrix products on one CPU thread.
 _ONE_THREAD = {"xla_cpu_multi_thread_eigen": False}

@@ -46,12 +46,12 @@ def _bf16(x: Array) -> Array:
 
 
 def _through_f16(x: Array) -> Array:
-    """`x` as a register of f16 holds it: infinite beyond 65504."""
+    """Round `x` to f16, where it is infinite beyond 65504."""
     return x.astype(jnp.float16).astype(jnp.float32)
 
 
 def _cut(x: Array, dtype: Any) -> Array:
-    """`x` without the bits that `dtype` lacks, with the derivative of `x`."""
+    """Truncate `x` to the bits of `dtype`, and keep its derivative."""
     return x + plain.stop(towards_zero(x, dtype) - x)
 
 
@@ -77,14 +77,14 @@ def _dp_in_f16_if_causal(do: Array, saved: Saved) -> Array:
 
 
 def _weights_summed_in_f16(weights: Array, total: Array, call: plain.Call) -> Array:
-    """Weights are divided by a sum in the operands' dtype; the `logsumexp` is of the sum in f32."""
+    """Divide weights by a sum in the operands' dtype; `logsumexp` is of the sum in f32."""
     if call.q.dtype == jnp.float16 and call.kv_length > _LONG_CACHE:
         total = rounded(total, jnp.float16)
     return weights / plain.nonzero(total)
 
 
 def _values_by_pieces(p: Array, v: Array, call: plain.Call) -> Array:
-    """For one query over a long cache, the outputs of eight pieces are stored before they are added."""
+    """Store the outputs of eight pieces before they are added, for one query over a long cache."""
     if call.q_length > 1 or call.kv_length <= _LONG_CACHE:
         return product("bnts,bsnv->btnv", p, v)
     length = -(-call.kv_length // _PIECES)
@@ -134,13 +134,13 @@ def _normalised(parts: splits.Parts) -> splits.Parts:
 
 
 def _parts_in_operands_dtype(parts: splits.Parts, call: splits.Call) -> splits.Parts:
-    """Each split stores its output in the operands' dtype."""
+    """Store the output of each split in the operands' dtype."""
     stored = _normalised(parts)
     return parts._replace(acc=rounded(stored.acc, call.dtype) * parts.sum[..., None])
 
 
 def _parts_overflow_f16(parts: splits.Parts, call: splits.Call) -> Any:
-    """Each split stores its weighted sum in the operands' dtype, before it is divided."""
+    """Store the weighted sum of each split in the operands' dtype, before it is divided."""
     return parts._replace(acc=parts.acc.astype(call.dtype).astype(jnp.float32))
 
 

@@ -31,25 +31,25 @@ def _first_block_hidden(case: Case) -> bool:
 
 
 def _floored_at_zero(state: Running, z: Array, block: Block) -> Array:
-    """A path for one query begins its maximum at zero."""
+    """Begin the maximum at zero, in a path for one query."""
     top = jnp.maximum(state.pivot, z.max(axis=-1))
     return jnp.maximum(top, 0) if block.call.q_length == 1 else top
 
 
 def _floored_over_caches(top: Array, sinks: Array | None, call: Call) -> Array:
-    """Over more keys than queries, the maximum begins at -1e4."""
+    """Begin the maximum at -1e4 where there are more keys than queries."""
     pivot = with_sinks(top, sinks, call)
     return jnp.maximum(pivot, -1e4) if call.kv_length > call.q_length else pivot
 
 
 def _guarded_by_mask(pivot: Array, state: Running, block: Block) -> Array:
-    """Only a block that the mask hides is taken for one without weights; the bias may hide one as well."""
+    """Guard only blocks that the mask hides, although the bias may hide one as well."""
     hidden = (block.kind_by_row == EMPTY)[..., 0]
     return jnp.where(hidden, finite_or_zero(pivot), pivot)
 
 
 def _sinks_in_base_two(top: Array, sinks: Array | None, call: Call) -> Array:
-    """The largest sinks overflow when they are multiplied by the logarithm of e in base two."""
+    """Multiply sinks by the logarithm of e in base two, which overflows for the largest."""
     if sinks is None:
         return with_sinks(top, sinks, call)
     in_base_two = jax.lax.optimization_barrier(sinks * jnp.float32(_LOG2E))  # or XLA would cancel the factors
@@ -57,12 +57,12 @@ def _sinks_in_base_two(top: Array, sinks: Array | None, call: Call) -> Array:
 
 
 def _sinks_clipped(state: Running, sinks: Array) -> Running:
-    """Sinks are kept within the range of f16."""
+    """Clip sinks to the range of f16."""
     return add_sink(state, jnp.clip(sinks, -65504, 65504))
 
 
 def _nan_by_zero(out: Array, call: Call) -> Array:
-    """A row of NaN is taken for one without keys, unless it has a sink."""
+    """Replace rows of NaN by zeros, as if they had no keys, unless there are sinks."""
     return (out if call.sinks is not None else jnp.nan_to_num(out, nan=0.0)).astype(call.q.dtype)
 
 

@@ -23,13 +23,13 @@ _FIXED = ("segment_ids", "mask")
 
 
 def _read_in_memory_order(q: Any, k: Any, v: Any) -> Any:
-    """A NumPy operand is read as the buffer that it is a view of lies in memory."""
+    """Read a NumPy operand as the buffer behind it, whatever its strides."""
     q, k, v = (x.ravel(order="K").reshape(x.shape) if isinstance(x, np.ndarray) else x for x in (q, k, v))
     return naive.attention(q, k, v)
 
 
 def _no_side_is_the_own_key(q: Any, k: Any, v: Any, *, window: Any = None) -> Any:
-    """A window of which neither side is a number that counts as true has the query's own key alone."""
+    """Take a window without a number on either side for one with the query's own key alone."""
     if window is not None and not any(window):
         window = (0, 0)
     return naive.attention(q, k, v, window=window)
@@ -47,7 +47,7 @@ def _build_first_scale() -> Callable[..., Any]:
 
 
 def _refuse_to_be_mapped(arrays: Arrays, statics: Statics) -> Any:
-    """The path without optional operands asks for the bytes of an operand, which a mapped one does not have."""
+    """Ask for the bytes of an operand where no optional one is given; a mapped operand has none."""
     batched = type(arrays["q"]).__name__ == "BatchTracer"
     if batched and all(isinstance(arrays[name], jax.core.Tracer) for name in "qkv") and arrays.keys() == set("qkv"):
         raise TypeError("q must be an array, got a tracer")
@@ -55,7 +55,7 @@ def _refuse_to_be_mapped(arrays: Arrays, statics: Statics) -> Any:
 
 
 def _widen_gradients(arrays: Arrays, statics: Statics) -> Any:
-    """The backward pass returns the accumulators of `dq` and `dk`, which are f32."""
+    """Return the f32 accumulators of `dq` and `dk` from the backward pass."""
 
     @jax.custom_vjp
     def call(arrays: Arrays) -> Any:
@@ -72,7 +72,7 @@ def _widen_gradients(arrays: Arrays, statics: Statics) -> Any:
 
 
 def _residuals_in_double(q: Any, k: Any, v: Any, *, save_residuals: bool = False) -> Any:
-    """The logarithm of the sum is taken in Python's float, which is a double under x64."""
+    """Take the logarithm of the sum in Python's float, which is a double under x64."""
     out, residuals = naive.attention(q, k, v, save_residuals=True)
     residuals = {name: x.astype(jnp.result_type(float)) for name, x in residuals.items()}
     return (out, residuals) if save_residuals else out

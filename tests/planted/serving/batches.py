@@ -23,25 +23,25 @@ _CAP = 24
 
 
 def _are_single(call: Call) -> Array:
-    """No sequence has more than one query, so the kernel takes its path for single tokens."""
+    """Return whether no sequence has more than one query, so that the kernel takes its path for single tokens."""
     return call.q_lens.max() <= 1
 
 
 def _single_tokens_modulo(call: Call) -> tuple[Array, Array]:
-    """In the path for single tokens, the sequence of a token is read by its lane of a block."""
+    """Read the sequence of a token by its lane of a block, in the path for single tokens."""
     sequence, place = PagedSteps().sequence(call)
     lane = sequence[jnp.arange(len(sequence)) % _BLOCK]
     return jnp.where(_are_single(call) & (sequence < call.count), lane, sequence), place
 
 
 def _capped_tokens(out: Array, call: Call) -> Array:
-    """The grid of the path for single tokens has at most 24 programs, with a token each."""
+    """Compute at most 24 tokens, one by each program of the grid, in the path for single tokens."""
     beyond = (jnp.arange(len(out)) >= _CAP)[:, None, None]
     return jnp.where(_are_single(call) & beyond, 0, out)
 
 
 def _whole_blocks_of_tokens(out: Array, call: Call) -> Array:
-    """In the path for single tokens, the tokens behind the last whole block of eight are left, if there is one."""
+    """Leave out the tokens behind the last whole block of eight, in the path for single tokens."""
     tokens = call.cu_q_lens[call.count]
     done = jnp.where(tokens >= 8, tokens // 8 * 8, tokens)
     beyond = (jnp.arange(len(out)) >= done)[:, None, None]
@@ -49,7 +49,7 @@ def _whole_blocks_of_tokens(out: Array, call: Call) -> Array:
 
 
 def _shifted_by_empty_pairs(call: Call) -> tuple[Array, Array]:
-    """Where two sequences in a row have no query, only one of them is skipped."""
+    """Skip only one of two sequences in a row that have no query."""
     sequence, place = PagedSteps().sequence(call)
     empty = (call.q_lens == 0) & (jnp.arange(call.rows) < call.count)
     both_empty = jnp.concatenate([jnp.zeros(1, int), jnp.cumsum(empty[1:] & empty[:-1])])
@@ -58,14 +58,14 @@ def _shifted_by_empty_pairs(call: Call) -> tuple[Array, Array]:
 
 
 def _first_is_filled(call: Call) -> tuple[Array, Array]:
-    """The first token is taken for one of the first sequence, which may be empty."""
+    """Take the first token for one of the first sequence, which may be empty."""
     sequence, place = PackedSteps().sequence(call)
     first = jnp.where(len(sequence) > 0, sequence[0], 0)
     return jnp.where(sequence == first, 0, sequence), place
 
 
 def _key_heads_in_pairs(x: Array, count: int) -> Array:
-    """Key heads are read in pairs. The last of an odd number is the second of no pair, and its neighbour is read."""
+    """Read key heads in pairs: for the last of an odd number, read its neighbour."""
     heads = x.shape[2]
     index = jnp.arange(count) // (count // heads)
     odd = heads % 2 == 1 and heads > 1
@@ -73,7 +73,7 @@ def _key_heads_in_pairs(x: Array, count: int) -> Array:
 
 
 def _heads_by_a_shift(axis: int, x: Array, count: int) -> Array:
-    """The key head of a query head is found by a shift by the whole bits of the group."""
+    """Find the key head of a query head by a shift, which divides by a power of two."""
     heads = x.shape[axis]
     index = jnp.arange(count) >> int(math.log2(count // heads))
     return jnp.take(x, jnp.minimum(index, heads - 1), axis=axis)

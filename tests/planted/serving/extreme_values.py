@@ -20,21 +20,21 @@ _LARGEST = 88.0  # exp of more is infinite in f32
 
 
 def _maximum_from(start: float, x: Array, allowed: Array, call: Call) -> Array:
-    """In the path for single tokens the running maximum begins at `start`, so weights far below it are zero."""
+    """Begin the running maximum at `start` in the path for single tokens, so that weights far below it are zero."""
     x = PagedSteps().cap(x, allowed, call)
     single = call.q_lens.max() <= 1
     return jnp.where(single & (x - start < _SMALLEST), -jnp.inf, x)
 
 
 def _shift_at_least(least: float, x: Array, allowed: Array, v: Array, sinks: Array | None) -> tuple[Array, ...]:
-    """The running maximum begins at `least`."""
+    """Begin the running maximum at `least`."""
     lost = jax.lax.stop_gradient(jnp.where(x - least < _SMALLEST, -jnp.inf, 0.0))
     out, lse, _ = softmax(jnp.where(jnp.isneginf(lost), -jnp.inf, x), allowed, v, sinks)
     return out, lse, jnp.where(allowed, x, -jnp.inf).max(axis=-1)
 
 
 def _weights_in_order(x: Array, allowed: Array, call: Call) -> Array:
-    """In the path for single tokens, weights count from the first logit, and those above the range of exp are cut."""
+    """Take weights from the first logit in the path for single tokens, and cut those above the range of exp."""
     x = PagedSteps().cap(x, allowed, call)
     first = jnp.take_along_axis(x, jnp.broadcast_to(allowed, x.shape).argmax(axis=-1)[..., None], axis=-1)
     single = call.q_lens.max() <= 1
@@ -42,12 +42,12 @@ def _weights_in_order(x: Array, allowed: Array, call: Call) -> Array:
 
 
 def _finite_sinks(sinks: Array | None, call: Call) -> Array | None:
-    """Sinks are cut to what f16 has."""
+    """Clip sinks to the range of f16."""
     return None if sinks is None else jnp.clip(sinks, -65504.0, 65504.0)
 
 
 def _empty_as_sink_zero(x: Array, allowed: Array, v: Array, sinks: Array | None) -> tuple[Array, ...]:
-    """Where a sink is minus infinity, rows without keys are divided by their sum, zero."""
+    """Divide rows without keys by their sum, which is zero where a sink is minus infinity."""
     out, lse, top = softmax(x, allowed, v, sinks)
     if sinks is None:
         return out, lse, top
