@@ -19,6 +19,7 @@ from conformance.check_api.rotation import FULL_ROTATION, Pullback, Rotation, li
 from conformance.contract import Implementation
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Calls, Executor, Result
+from conformance.sandbox.kernel_process import ProcessLost
 from conformance.truth.comparison import Comparison, compare
 from conformance.truth.declared_formulas import compute_declared_expectation, reorder_terms
 from conformance.truth.error_patterns.failure import build_failure
@@ -36,7 +37,10 @@ _EXPECTATION_CACHE = _OPERAND_CACHE | {
     "judged_out",
     "judged_residuals",
 }
-_RESULT_CACHE = _OPERAND_CACHE | {"forward", "residuals", "part", "_calls"}
+_RESULT_CACHE = _OPERAND_CACHE | {"forward", "residuals", "part", "_calls", "_forward_and_gradients"}
+# The most pairs of a query and a key, over all heads and batch rows, for which one program computes `out` and the
+# gradients. With more, computing gradients that are not needed takes longer than compiling a second program.
+_MAX_PAIRS_OF_ONE_PROGRAM = 2**19
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +54,14 @@ class Subject:
       case: the attention problem.
       tolerances: the table of limits.
       rotation: the selection of costly parts of checks that run on this case (`check_api.rotation`).
+      needs_gradients: whether checks of this run will call `gradients`. Then one program computes them with `forward`.
     """
 
     executor: Executor
     case: Case
     tolerances: Tolerances
     rotation: Rotation = FULL_ROTATION
+    needs_gradients: bool = False
 
     @property
     def implementation(self) -> Implementation:
@@ -200,12 +206,14 @@ class Subject:
         """Start the forward calls ahead of time, if the executor runs them in another process."""
         if self._has_other_calls:
             self.executor.begin_calls(self.problem)
+        elif self._computes_gradients_too:
+            self.executor.begin_forward_and_gradients(self.problem, self.cotangents["random"])
         else:
             self.executor.begin_forward(self.problem)
 
     def begin_gradients(self, cotangent: str) -> None:
         """Start computing the gradients for the named cotangent ahead of time, if the case has this cotangent."""
-        if cotangent in self.cotangents:
+        if cotangent in self.cotangents and not (cotangent == "random" and self._computes_gradients_too):
             self.executor.begin_gradients(self.problem, self.cotangents[cotangent])
 
     @property
@@ -216,7 +224,9 @@ class Subject:
     @functools.cached_property
     def forward(self) -> Result:
         """The result of the plain call: the call on the case's own operands that returns only `out`."""
-        return self._calls.forward if self._calls else self.executor.forward(self.problem)
+        if self._calls:
+            return self._calls.forward
+        return self._forward_and_gradients[0] if self._forward_and_gradients else self.executor.forward(self.problem)
 
     @functools.cached_property
     def residuals(self) -> Result:
@@ -239,9 +249,34 @@ class Subject:
         except Exception:  # the separate calls raise the error again, in the checks that judge them
             return None
 
+    @property
+    def _computes_gradients_too(self) -> bool:
+        """Whether one program computes `out` and the gradients for the cotangent `random`.
+
+        It compiles faster than two, but it also runs where only `out` is needed. So it is not used for large cases.
+        """
+        case = self.case
+        pairs = case.batch * case.num_q_heads * case.q_length * case.kv_length
+        is_wanted = self.needs_gradients and not self._has_other_calls and pairs <= _MAX_PAIRS_OF_ONE_PROGRAM
+        return is_wanted and "random" in self.cotangents
+
+    @functools.cached_property
+    def _forward_and_gradients(self) -> tuple[Result, Result] | None:
+        """The results of the plain call and the gradients for `random`; None if separate programs compute them."""
+        if not self._computes_gradients_too:
+            return None
+        try:
+            return self.executor.forward_and_gradients(self.problem, self.cotangents["random"])
+        except (Exception, ProcessLost):  # the separate calls raise the error again, in the checks that judge them
+            return None
+
     def run_forward(self, problem: Problem) -> Result:
         """Run the plain call on other values of the same shapes, with the program that is compiled already."""
-        return self.executor.calls(problem).forward if self._calls else self.executor.forward(problem)
+        if self._calls:
+            return self.executor.calls(problem).forward
+        if self._forward_and_gradients:
+            return self.executor.forward_and_gradients(problem, self.cotangents["random"])[0]
+        return self.executor.forward(problem)
 
     def run_residuals(self, problem: Problem) -> Result:
         """Run the call with residuals on other values of the same shapes, with the compiled program."""
@@ -371,7 +406,10 @@ class Subject:
     def gradients(self, cotangent: str) -> Result:
         """Return the implementation's gradients for the named cotangent."""
         if cotangent not in self._gradient_cache:
-            self._gradient_cache[cotangent] = self.run_gradients(self.problem, self.cotangents[cotangent])
+            if cotangent == "random" and self._forward_and_gradients:
+                self._gradient_cache[cotangent] = self._forward_and_gradients[1]
+            else:
+                self._gradient_cache[cotangent] = self.run_gradients(self.problem, self.cotangents[cotangent])
         return self._gradient_cache[cotangent]
 
     @functools.cached_property
@@ -382,6 +420,8 @@ class Subject:
     def run_gradients(self, problem: Problem, cotangent: Cotangent) -> Result:
         """Pull a cotangent back on other values of the same shapes, with the program that is compiled already."""
         if cotangent.logsumexp is None and "plain" in self._pullbacks:
+            if self._forward_and_gradients:
+                return self.executor.forward_and_gradients(problem, cotangent)[1]
             return self.executor.gradients(problem, cotangent)
         if cotangent.logsumexp is None:
             zeros = np.zeros(self.judged_residuals.shape, np.float32)

@@ -132,7 +132,7 @@ def _run_call(subject: Subject, problem: Problem) -> Result:
         return subject.require_shapes(
             subject.residuals if problem is subject.problem else subject.run_residuals(problem)
         )
-    return subject.require_shapes(subject.forward if problem is subject.problem else subject.executor.forward(problem))
+    return subject.require_shapes(subject.forward if problem is subject.problem else subject.run_forward(problem))
 
 
 def _build_parts(problem: Problem) -> tuple[_Part, _Part]:

@@ -71,7 +71,7 @@ def _check_poisoned(subject: Subject, name: str, value: float) -> Iterator[Judge
             if residual in subject.implementation.residuals
         ]
     else:
-        judgements.append(judge_out(subject, subject.executor.forward(problem), judged=judged_out))
+        judgements.append(judge_out(subject, subject.run_forward(problem), judged=judged_out))
     if subject.has_gradients and not (subject.implementation.empty_rows == "mean" and clean.empty_rows.any()):
         cotangent = subject.full_cotangent
         result = subject.run_gradients(problem, subject.cotangents[cotangent])

@@ -60,6 +60,8 @@ class CompiledCalls:
       calls: from arrays to the results of the three calls above, as one program.
       gradients: from arrays and a cotangent of `out` to `(out, gradients)`.
       gradients_lse: from arrays and cotangents of `out` and `logsumexp` to `((out, logsumexp), gradients)`.
+      forward_and_gradients: from arrays and a cotangent of `out` to the results of `forward` and of `gradients`, as one
+        program.
     """
 
     forward: Callable[[Arrays], Any]
@@ -68,6 +70,7 @@ class CompiledCalls:
     calls: Callable[[Arrays], Any]
     gradients: Callable[[Arrays, Any], Any]
     gradients_lse: Callable[[Arrays, Any, Any], Any]
+    forward_and_gradients: Callable[[Arrays, Any], Any]
 
 
 class Executor:
@@ -116,6 +119,10 @@ class Executor:
             self.begin(_run_gradients, problem, cotangent.out)
         else:
             self.begin(_run_gradients_lse, problem, cotangent.out, cotangent.logsumexp)
+
+    def begin_forward_and_gradients(self, problem: Problem, cotangent: Cotangent) -> None:
+        """Start `forward_and_gradients`, if tasks run in another process (`begin`)."""
+        self.begin(_run_forward_and_gradients, problem, cotangent.out)
 
     def with_default_flags(self) -> Executor | None:
         """Return an executor with JAX's default compiler options; None if this executor uses them already."""
@@ -207,6 +214,14 @@ class Executor:
         """Return `out`, `logsumexp` and the gradients, for cotangents of both, from the call with residuals."""
         return Result(self.run(_run_gradients_lse, problem, cotangent.out, cotangent.logsumexp))
 
+    def forward_and_gradients(self, problem: Problem, cotangent: Cotangent) -> tuple[Result, Result]:
+        """Return the results of `forward` and of `gradients`, from one compiled program.
+
+        It compiles in about the time of the gradients alone.
+        """
+        forward, gradients = self.run(_run_forward_and_gradients, problem, cotangent.out)
+        return Result(forward), Result(gradients)
+
     def jit(self, function: Callable[..., Any], **how: Any) -> Any:
         """Return `jax.jit(function, **how)` with the compiler options of this executor."""
         return jax.jit(function, compiler_options=self.options or None, **how)
@@ -275,6 +290,12 @@ def _run_gradients(executor: Executor, problem: Problem, do: np.ndarray) -> Valu
     return _copy_to_host({"out": out, **_rename_gradients(gradients)})
 
 
+def _run_forward_and_gradients(executor: Executor, problem: Problem, do: np.ndarray) -> tuple[Values, Values]:
+    compiled, arrays = executor.compiled(problem)
+    forward, (out, gradients) = compiled.forward_and_gradients(arrays, do)
+    return _copy_to_host({"out": forward}), _copy_to_host({"out": out, **_rename_gradients(gradients)})
+
+
 def _run_gradients_lse(executor: Executor, problem: Problem, do: np.ndarray, dlse: np.ndarray | None) -> Values:
     compiled, arrays = executor.compiled(problem)
     (out, lse), gradients = compiled.gradients_lse(arrays, do, dlse)
@@ -306,13 +327,20 @@ def _compile(implementation: Implementation, statics: Mapping[str, Any], jit: Ca
     def pad(arrays: Arrays) -> Arrays:
         return stored_calls.add_padding(arrays, implementation.storage)
 
+    def gradients(arrays: Arrays, do: Any) -> Any:
+        return pull_back(plain, pad(arrays), do)
+
+    def forward_and_gradients(arrays: Arrays, do: Any) -> Any:
+        return plain(arrays), gradients(arrays, do)
+
     return CompiledCalls(
         forward=jit(plain),
         residuals=jit(with_residuals),
         part=jit(part),
         calls=jit(eliminate_common_subexpressions(calls)),
-        gradients=jit(lambda arrays, do: pull_back(plain, pad(arrays), do)),
+        gradients=jit(gradients),
         gradients_lse=jit(lambda arrays, do, dlse: pull_back(with_lse, pad(arrays), (do, dlse))),
+        forward_and_gradients=jit(eliminate_common_subexpressions(forward_and_gradients)),
     )
 
 

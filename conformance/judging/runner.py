@@ -99,7 +99,8 @@ class Runner:
         executor = self._executors.setdefault(
             job.implementation.name, create_executor(job.implementation, self._compiler_options)
         )
-        subject = Subject(executor, job.case, self._settings.tolerances, job.rotation)
+        needs_gradients = any(check.name == "gradients" for check in job.checks)
+        subject = Subject(executor, job.case, self._settings.tolerances, job.rotation, needs_gradients)
         rejudge = self._rejudges.setdefault(job.implementation.name, Rejudger(executor, self._confirmed))
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:

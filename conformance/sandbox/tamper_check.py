@@ -17,10 +17,11 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import gc
+import itertools
 import operator
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -59,6 +60,34 @@ _MISSING = object()
 
 
 @dataclasses.dataclass(frozen=True)
+class WatchedNamespace:
+    """The watched names of one namespace. Comparing them together is faster than one by one.
+
+    Attributes:
+      namespace: the variables of a module, the attributes of a class, or `sys.modules`.
+      get_objects: returns the objects that the names refer to. It takes the namespace, and raises `KeyError` if a name
+        is missing.
+      objects: the objects before the kernel was imported.
+      absent: names that must not appear.
+    """
+
+    namespace: Mapping[str, Any]
+    get_objects: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    objects: tuple[Any, ...]
+    absent: frozenset[str]
+
+    def is_unchanged(self) -> bool:
+        """Tell whether every name refers to the same object as before."""
+        try:
+            objects = self.get_objects(self.namespace)
+        except KeyError:
+            return False
+        return all(map(operator.is_, objects, self.objects)) and (
+            not self.absent or self.namespace.keys().isdisjoint(self.absent)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class NameSnapshot:
     """The objects that watched names referred to before the kernel was imported.
 
@@ -66,12 +95,14 @@ class NameSnapshot:
 
     Attributes:
       bindings: for each watched name a label, the namespace, the name in the namespace, and the object.
+      namespaces: the same bindings, grouped by namespace.
       functions: for each watched function a label, the function, its code, its defaults and its keyword defaults.
       referents: all objects that the watched functions referred to when they were last found unchanged.
       jit_disabled: whether `jit` was switched off before the kernel was imported, for example by `JAX_DISABLE_JIT`.
     """
 
     bindings: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
+    namespaces: tuple[WatchedNamespace, ...]
     functions: tuple[tuple[str, Any, Any, Any, Any], ...]
     referents: list[Any]
     jit_disabled: bool
@@ -107,18 +138,42 @@ def take_snapshot() -> NameSnapshot:
                     functions.setdefault(id(function), (function_label, function, *code))
     found = tuple(functions.values())
     referents = gc.get_referents(*(function for _, function, *_ in found))
-    return NameSnapshot(tuple(bindings), found, referents, bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
+    namespaces = tuple(_group_by_namespace(bindings))
+    return NameSnapshot(tuple(bindings), namespaces, found, referents, bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
 
 
 def _list_class_attributes(label: str, kind: type) -> Iterator[tuple[str, MappingProxyType[str, Any], str, Any]]:
     # Other attributes that a class gains later are not watched: Python adds some, such as annotations, on first use.
-    for name in {*vars(kind), *getattr(kind, "__dataclass_fields__", ()), *_SPECIAL_METHODS}:
-        yield f"{label}.{name}", vars(kind), name, vars(kind).get(name, _MISSING)
+    attributes = vars(kind)  # each call makes a new object
+    for name in {*attributes, *getattr(kind, "__dataclass_fields__", ()), *_SPECIAL_METHODS}:
+        yield f"{label}.{name}", attributes, name, attributes.get(name, _MISSING)
+
+
+def _group_by_namespace(bindings: list[tuple[str, Mapping[str, Any], str, Any]]) -> Iterator[WatchedNamespace]:
+    for _, group in itertools.groupby(sorted(bindings, key=_identify_namespace), key=_identify_namespace):
+        found = list(group)
+        present = [(name, value) for _, _, name, value in found if value is not _MISSING]
+        absent = frozenset(name for _, _, name, value in found if value is _MISSING)
+        # Watch at least two names: for a single one, `itemgetter` returns no tuple.
+        present = [*present, *present] if len(present) == 1 else present
+        names, objects = zip(*present, strict=True) if present else ((), ())
+        get_objects = operator.itemgetter(*names) if names else _get_no_objects
+        yield WatchedNamespace(found[0][1], get_objects, objects, absent)
+
+
+def _get_no_objects(namespace: Mapping[str, Any]) -> tuple[Any, ...]:
+    return ()
+
+
+def _identify_namespace(binding: tuple[str, Mapping[str, Any], str, Any]) -> int:
+    return id(binding[1])
 
 
 def find_replaced(before: NameSnapshot) -> list[str]:
     """Return the labels of watched names and functions that differ from the snapshot, sorted."""
-    found = [label for label, place, name, value in before.bindings if place.get(name, _MISSING) is not value]
+    found: list[str] = []
+    if not all(namespace.is_unchanged() for namespace in before.namespaces):
+        found += (label for label, place, name, value in before.bindings if place.get(name, _MISSING) is not value)
     if jax.config.jax_disable_jit and not before.jit_disabled:  # type: ignore[attr-defined] # without `jit`, nothing is traced
         found.append("jax.jit (jax_disable_jit)")
     # Reading `__code__` of a function raises an audit event, which is slow for thousands of functions (`file_watcher`
