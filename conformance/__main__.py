@@ -6,14 +6,19 @@ Stop signals are recorded from the first line on, since loading the command line
 from __future__ import annotations
 
 import os
+import sys
 
 from conformance import interrupts
 
 
 def main() -> None:
-    """Start recording stop signals, then load the command line and run the command."""
+    """Start recording stop signals, then run the command: in a server if there is one, otherwise in this process."""
     with interrupts.record_signals():
         try:
+            from conformance.served_command import run_in_server
+
+            if (code := run_in_server(sys.argv)) is not None:
+                sys.exit(interrupts.resolve_exit_code(code))
             from conformance.cli import run_main  # slow, so signals during the import are recorded too
         except Exception as error:  # for example a missing library, or an unreadable file
             line = f"error: the command line does not load: {type(error).__name__}: {error}".replace("\n", " ")

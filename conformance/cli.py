@@ -85,6 +85,8 @@ def build_parser(program: str = "python -m conformance") -> argparse.ArgumentPar
     for extension in load_extensions():
         for command in extension.commands:
             command.add_parser(commands)
+    about = "keep a process with JAX loaded, so that `run` and `explore` start at once"
+    commands.add_parser("serve", help=about, description=help_texts.SERVE, epilog=help_texts.SERVE_EXAMPLES)
     _add_completion(commands)
     return top
 

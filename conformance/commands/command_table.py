@@ -22,6 +22,7 @@ _COMMAND_PLACES = {
     "expect": "expect:expect",
     "sensitivity": "bank.sensitivity:measure_sensitivity",
     "calibrate": "calibrate:calibrate",
+    "serve": "serve:serve",
 }
 
 

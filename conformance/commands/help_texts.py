@@ -42,6 +42,21 @@ profiles:
 exit codes: 0 nothing wrong was found, 1 a wrong case was found, 2 could not be judged, 130 and 143 stopped by a signal
 """
 
+SERVE = """\
+Keep a process with JAX loaded, for editing a kernel and judging it again and again. While it runs, `run` and `explore`
+in other terminals use it. It also keeps what does not depend on the kernel's code (exact results and their bounds), and
+compiled programs that an edit did not change. Kernels are imported anew in each run, in a sandbox, as always. Start it
+again after changing installed packages or variables of JAX.
+"""
+
+SERVE_EXAMPLES = """\
+examples:
+  python -m conformance serve                                    # in one terminal
+  python -m conformance run --impl=kernel.py:attention --level=smoke     # in another, after each edit
+
+exit codes: 0 ended by Ctrl-C, 2 could not serve
+"""
+
 LIST_EXAMPLES = """\
 examples:
   python -m conformance list                                     # implementations

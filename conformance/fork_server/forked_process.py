@@ -36,7 +36,7 @@ _IMPORT_VARIABLE_PREFIXES = ("JAX_", "XLA_", "NPY_", "MKL_", "OMP_", "OPENBLAS_"
 # `-P` keeps the current folder off it.
 _SERVER_CODE = (
     "import sys; sys.path.insert(0, {home!r}); "
-    "from conformance.fork_server.server import serve; serve(int(sys.argv[1]))"
+    "from conformance.fork_server.server import serve; serve(int(sys.argv[1]), sys.argv[2:])"
 )
 
 
@@ -168,16 +168,21 @@ _server: _ServerConnection | None = None
 _started_servers: list[tuple[int, subprocess.Popen[bytes]]] = []
 
 
-def start_server() -> None:
-    """Start a fork server if there is none for the current environment, without waiting until it has loaded JAX."""
+def start_server(preloaded: Sequence[str] = ()) -> None:
+    """Start a fork server if there is none for the current environment, without waiting until it has loaded JAX.
+
+    Args:
+      preloaded: further modules that the server loads.
+    """
     global _server
     if _server is not None and _server.import_environment != read_import_environment():
         _disconnect()
     if _server is None:
         ours, theirs = socket.socketpair()
         with theirs:
+            code = _SERVER_CODE.format(home=str(packages.HOME))
             process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-c", _SERVER_CODE.format(home=str(packages.HOME)), str(theirs.fileno())],
+                [sys.executable, "-u", "-P", "-c", code, str(theirs.fileno()), *preloaded],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

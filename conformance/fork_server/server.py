@@ -34,14 +34,16 @@ _PR_SET_PDEATHSIG = 1
 _TERMINATION_SECONDS = 10.0  # time from SIGTERM to SIGKILL for a released process
 
 
-def serve(requests: int) -> None:
+def serve(requests: int, preloaded: Sequence[str] = ()) -> None:
     """Serve requests until all clients have disconnected and all processes have ended.
 
     A forked process returns here too, after it has run the function of its specification.
 
     Args:
       requests: the file descriptor of the socket from which requests are received.
+      preloaded: modules to load besides those of a worker.
     """
+    preloaded = tuple(preloaded)
     del sys.argv[1:]
     # The process that starts the server may ignore or block signals. The server inherits that, and needs the signals.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -50,7 +52,7 @@ def serve(requests: int) -> None:
     import_environment = forked_process.read_import_environment()
     packages.claim_names()
     environment.prepare_environment()
-    for name in _PRELOADED_MODULES:
+    for name in (*_PRELOADED_MODULES, *preloaded):
         importlib.import_module(name)
     environment.collect_garbage_rarely()
     child_task = _ForkServer(socket.socket(fileno=requests), import_environment).serve()

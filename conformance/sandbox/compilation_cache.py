@@ -1,7 +1,8 @@
 """Cache compiled programs of kernels on disk, so that judging the same kernel again skips compilation.
 
 Compiling takes a third of a run. When a kernel's process ends, the judge stores the programs that the process compiled.
-Each kernel has a cache folder of its own, named by a digest of the kernel's name, its source and the machine.
+Each kernel has a cache folder of its own, named by a digest of the kernel's name, its source and the machine. While a
+server runs (`python -m conformance serve`), versions of one kernel share a folder, which ends with the server.
 
 Kernels' processes of later runs read the programs (`conformance.program_cache`) and cannot write to the cache folder. A
 run does not see programs that were stored after it began. So a process finds no data that another kernel, or another
@@ -24,10 +25,10 @@ import stat
 import time
 from pathlib import Path
 
+from conformance import served_run
 from conformance.execution import implementation_registry, source_digests
 from conformance.truth import disk_cache
 
-_RUN_START = time.time()  # workers and kernels' processes inherit this: they are forked from a process that has it
 _FOLDER = "programs"
 _NAME = re.compile(r"[\w.-]{1,150}-[0-9a-f]{64}-cache")  # JAX's file name for a compiled program
 # Limits of the cache. For comparison: a run at level `quick` compiles 300 to 600 programs of 9 to 17 kB.
@@ -50,8 +51,10 @@ def find_cache_folder(name: str) -> Path | None:
     package, source = source_digests.describe_source(name)
     if not package and not source:
         return None
-    digest = hashlib.blake2b(repr((name, package, source, _describe_machine())).encode(), digest_size=16).hexdigest()
-    return folder / _FOLDER / digest
+    server_folder = served_run.find_folder()
+    version = (package, source) if server_folder is None else (os.getcwd(),)
+    digest = hashlib.blake2b(repr((name, *version, _describe_machine())).encode(), digest_size=16).hexdigest()
+    return (folder if server_folder is None else server_folder) / _FOLDER / digest
 
 
 @functools.cache
@@ -76,9 +79,10 @@ def link_programs(cache_folder: Path | None, scratch: str) -> None:
     linked.mkdir()
     if cache_folder is None:
         return
+    start = served_run.get_run_start()
     with contextlib.suppress(OSError):
         for program in os.scandir(cache_folder):
-            if _NAME.fullmatch(program.name) and program.stat(follow_symlinks=False).st_mtime < _RUN_START:
+            if _NAME.fullmatch(program.name) and program.stat(follow_symlinks=False).st_mtime < start:
                 (linked / program.name).symlink_to(program.path)
 
 

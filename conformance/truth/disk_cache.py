@@ -61,7 +61,7 @@ def compute_cached(asked: Any, make: Callable[[], Mapping[str, float]]) -> dict[
     home = find_cache_folder()
     if home is None:
         return dict(make())
-    name = _hash_request((_hash_code(), asked))
+    name = hash_request((_hash_code(), asked))
     path = home / f"{name}.json"
     if (found := _read_entry(path, name)) is not None:
         return found
@@ -118,8 +118,12 @@ def _hash_code() -> str:
     return found.hexdigest()
 
 
-def _hash_request(asked: Any) -> str:
-    """Hash the content of a value, as `_hash_value` feeds it."""
+def hash_request(asked: Any) -> str:
+    """Hash the content of a value: dataclasses, arrays, mappings, sequences and scalars.
+
+    Raises:
+      TypeError: if the value holds an object of another type.
+    """
     found = hashlib.blake2b(digest_size=16)
     _hash_value(found, asked)
     return found.hexdigest()

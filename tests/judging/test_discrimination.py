@@ -15,6 +15,7 @@ from conformance.checks import CHECKS
 from conformance.contract import Implementation
 from conformance.execution.executor import Executor
 from conformance.execution.implementation_registry import find_implementation
+from conformance.judging import discrimination
 from conformance.judging.discrimination import REQUIRED_MARGIN, compute_margins, find_weakest_null
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
@@ -108,6 +109,21 @@ def test_a_case_whose_turn_does_not_discriminate_is_asked_everything() -> None:
     forward = tuple(check for check in CHECKS if check.name == "forward")
     found = Runner(Settings()).judge(Job(kernel, case, forward, turn))
     assert {(record.check, record.verdict) for record in found} == {("forward", PASS)}
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_stopping_early_does_not_change_the_weakest_margin(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONFORMANCE_CACHE", "")
+    cases = [case for case in build_grid("quick", 0).cases if case.dtype == dtype][::12]
+    early = [find_weakest_null(compute_margins_of(case)) for case in cases]
+    compute = discrimination._compute_forward_margin
+    monkeypatch.setattr(
+        discrimination, "_compute_forward_margin", lambda subject, null, enough: compute(subject, null, math.inf)
+    )
+    for case, (name, margin) in zip(cases, early, strict=True):
+        everything = compute_margins_of(case)
+        weakest = min(everything.values())
+        assert margin == weakest or (margin >= 1e4 and weakest >= 1e4), (case.id, name)
 
 
 def test_without_residuals_only_the_output_can_tell() -> None:

@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from cases.case import Case
 from cases.operand_values import draw_problem
-from conformance import program_cache
+from conformance import program_cache, served_run
 from conformance.sandbox import compilation_cache, sandboxed_executor
 from conformance.sandbox.kernel_process import Limits
 from conformance.truth import disk_cache
@@ -50,7 +50,7 @@ def run_and_list_programs(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 def set_run_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation_cache, "_RUN_START", time.time() + 60)
+    monkeypatch.setenv(served_run.START_VARIABLE, repr(time.time() + 60))
 
 
 def test_a_later_run_compiles_nothing_again_and_returns_the_same(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

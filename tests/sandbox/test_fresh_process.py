@@ -11,6 +11,7 @@ import pytest
 
 from cases.case import Case
 from cases.operand_values import draw_problem
+from conformance import served_run
 from conformance.execution.executor import Executor
 from conformance.sandbox import kernel_process, sandboxed_executor
 from conformance.sandbox.kernel_options import KernelOptions
@@ -78,7 +79,7 @@ def test_what_an_earlier_run_left_is_not_there_when_a_kernel_is_judged_again(
     place.mkdir(parents=True)
     (place / f"jit_call-{'0' * 64}-cache").write_text("a program")
     kernel_process.end_all_processes()
-    monkeypatch.setattr("conformance.sandbox.compilation_cache._RUN_START", float("inf"))
+    monkeypatch.setenv(served_run.START_VARIABLE, "inf")
     with_program = json.loads(read_report(first))["as it is loaded"]["scratch"]
     assert "jit_call" in with_program
     for executor in (second, first.create_fresh(), second.create_fresh()):

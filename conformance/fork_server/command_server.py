@@ -1,0 +1,119 @@
+"""Share a fork server with commands that are started later, so that they need not load JAX (`serve`).
+
+The server listens on an abstract Unix socket. It gives each client of the same user the fork server's socket and the
+name of a folder; the client then requests a process for its command from the fork server.
+
+The socket's name has a digest of everything that the server has loaded: the sources of this project, the environment
+variables that imports read, and the folder of installed packages. After a change, commands do not find the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import pickle
+import socket
+import struct
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+from conformance import packages
+from conformance.fork_server import forked_process
+
+_PREFIX = "conformance-serve"
+_SOCKETS = Path("/proc/net/unix")
+_PEER_CREDENTIALS = struct.Struct("3i")  # process id, user id and group id of the peer process
+_ANSWER_TIMEOUT = 5.0  # seconds; normally the answer comes at once
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundServer:
+    """What a look for servers of this user has found.
+
+    Attributes:
+      folder: the folder in which the server that was joined keeps data; empty if none was joined.
+      has_stale: whether there is a server that has loaded something else.
+    """
+
+    folder: str
+    has_stale: bool
+
+
+def is_supported() -> bool:
+    """Tell whether this system can share a fork server: only Linux has abstract sockets."""
+    return sys.platform.startswith("linux")
+
+
+def share_with_commands(folder: str) -> None:
+    """Let commands use this process's fork server, until this process ends.
+
+    Args:
+      folder: the folder in which commands keep data for later ones.
+
+    Raises:
+      OSError: if another server with the same sources and settings runs already.
+    """
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(f"\0{_compute_address()}")
+    listening.listen()
+    threading.Thread(target=_serve_clients, args=(listening, folder), daemon=True).start()
+
+
+def _serve_clients(listening: socket.socket, folder: str) -> None:
+    while True:
+        with contextlib.suppress(OSError, ValueError), listening.accept()[0] as client:
+            if _find_user(client) == os.getuid():
+                requests, import_environment = forked_process.export_connection()
+                socket.send_fds(client, [pickle.dumps((dict(import_environment), folder))], [requests])
+
+
+def join_server() -> FoundServer:
+    """Use the fork server of a server that this user runs with the same sources and settings, if there is one."""
+    own = f"@{_PREFIX}-{os.getuid()}-"
+    try:
+        names = [line.rpartition(" ")[2] for line in _SOCKETS.read_text().splitlines() if own in line]
+    except OSError:
+        names = []
+    if not names:
+        return FoundServer("", has_stale=False)
+    address = _compute_address()
+    if f"@{address}" not in names:
+        return FoundServer("", has_stale=True)
+    with contextlib.suppress(OSError, ValueError, EOFError, pickle.UnpicklingError):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(_ANSWER_TIMEOUT)
+            client.connect(f"\0{address}")
+            if _find_user(client) != os.getuid():
+                return FoundServer("", has_stale=False)
+            message, fds, _, _ = socket.recv_fds(client, 2**16, 1)
+        (requests,) = fds
+        import_environment, folder = pickle.loads(message)
+        forked_process.adopt_connection(requests, import_environment)
+        return FoundServer(folder, has_stale=False)
+    return FoundServer("", has_stale=False)
+
+
+def _compute_address() -> str:
+    """Compute the name of the socket, from the user and from what a server loads."""
+    loaded = hashlib.blake2b(digest_size=16)
+    loaded.update(
+        repr((sys.executable, sys.version, sorted(forked_process.read_import_environment().items()))).encode()
+    )
+    for kind in ("purelib", "platlib"):
+        loaded.update(repr(os.stat(sysconfig.get_path(kind)).st_mtime_ns).encode())
+    for package in packages.NAMES:
+        for source in sorted((packages.HOME / package).rglob("*.py")):
+            about = source.stat()
+            loaded.update(repr((str(source), about.st_mtime_ns, about.st_size)).encode())
+    return f"{_PREFIX}-{os.getuid()}-{loaded.hexdigest()}"
+
+
+def _find_user(peer: socket.socket) -> int:
+    """Return the user id of the process at the other end of the socket."""
+    return int(
+        _PEER_CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size))[1]
+    )

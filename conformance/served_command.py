@@ -1,0 +1,69 @@
+"""Run a command in a process of a server that has JAX loaded, if this user runs one (`python -m conformance serve`).
+
+This process then passes on stop signals, waits, and ends with the exit code of the command. It loads nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from conformance import environment, interrupts, packages, served_run
+from conformance.fork_server import command_server
+from conformance.fork_server.forked_process import ForkedProcess
+
+_SERVED_COMMANDS = ("run", "explore")
+_POLL_SECONDS = 0.05
+
+
+def run_in_server(arguments: Sequence[str]) -> int | None:
+    """Run the command in a server, and return its exit code; None if there is no server for this command.
+
+    Args:
+      arguments: the command line, with the program's name first.
+    """
+    if not (command_server.is_supported() and arguments[1:2] and arguments[1] in _SERVED_COMMANDS):
+        return None
+    if "--help" in arguments or "-h" in arguments:
+        return None
+    packages.exit_if_customized()
+    environment.set_flags()  # the server's imports have read these variables too
+    found = command_server.join_server()
+    if found.has_stale:
+        line = "the server of `python -m conformance serve` has loaded other sources or settings, and is not used"
+        os.write(2, f"note: {line}: start it again\n".encode())
+    if not found.folder:
+        return None
+    kept = {served_run.FOLDER_VARIABLE: found.folder, served_run.START_VARIABLE: repr(time.time())}
+    process = ForkedProcess(
+        _run_command, tuple(arguments), tuple(sys.path), environ={**os.environ, **kept}, may_fork=True
+    )
+    return _wait(process)
+
+
+def _wait(process: ForkedProcess) -> int:
+    """Wait for the process, pass on stop signals, and return its exit code."""
+    passed_on = False
+    while (code := process.wait(_POLL_SECONDS)) is None:
+        if not passed_on and (received := interrupts.get_received_signal()) is not None:
+            process.signal(received)
+            passed_on = True
+    if code == -signal.SIGTERM and not passed_on:
+        os.write(2, b"error: the server of `python -m conformance serve` ended during the command\n")
+        return 2
+    return code if code >= 0 else 128 - code
+
+
+def _run_command(arguments: Sequence[str], path: Sequence[str]) -> None:
+    """Run a command in this process, which the server has forked, and end it with the command's exit code."""
+    sys.argv[:], sys.path[:] = arguments, path
+    # The server's own streams were opened on the null device, and have its properties.
+    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
+    with interrupts.record_signals():
+        from conformance.cli import run_main  # imported late: only the server has loaded it
+
+        run_main(list(arguments))

@@ -1,0 +1,128 @@
+"""A server makes `run` start at once, and changes no verdict."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conformance.fork_server import command_server
+from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit, restore_signal_handlers, wait_until
+
+ROOT = Path(__file__).parent.parent.parent
+KERNEL = """
+from tests.kernels import naive
+from conformance import declare
+
+@declare(behind_mask="finite")
+def attention(q, k, v, *, causal=False):
+    return naive.attention(q, k, v, causal=causal){change}
+"""
+CASE = "--case=train/f32/B1.T37.S37.N2.K2.H16.V16/causal/normal/s0"
+
+pytestmark = pytest.mark.skipif(not command_server.is_supported(), reason="only Linux has abstract sockets")
+
+
+@pytest.fixture(scope="module")
+def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    # A variable that JAX's imports may read makes the address of this server different from that of any other.
+    own = {"JAX_CONFORMANCE_TEST": str(os.getpid()), "CONFORMANCE_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    return {**os.environ, **own, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path_factory.mktemp("temporary"))}
+
+
+@pytest.fixture(scope="module")
+def server(environ: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    with restore_signal_handlers():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "conformance", "serve"],
+            env=environ,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    with kill_on_exit(process):
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("serving")
+        yield process
+
+
+def judge(
+    folder: Path, environ: dict[str, str], *arguments: str, change: str = ""
+) -> tuple[int, list[str], subprocess.CompletedProcess[str]]:
+    """Judge a kernel with a change; return the exit code, the judged lines without times, and the process."""
+    (folder / "kernel.py").write_text(KERNEL.format(change=change))
+    command = [sys.executable, "-m", "conformance", "run", "--impl=kernel.py:attention", CASE, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=COMMAND_TIMEOUT)
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("level ") and " s" not in line[-3:]]
+    return done.returncode, lines, done
+
+
+def test_verdicts_are_the_same_with_and_without_a_server(
+    tmp_path: Path, environ: dict[str, str], server: subprocess.Popen[str]
+) -> None:
+    alone = {**environ, "JAX_CONFORMANCE_TEST": "alone"}
+    for change in ("", " * 1.01", ""):
+        served, by_itself = judge(tmp_path, environ, change=change), judge(tmp_path, alone, change=change)
+        assert served[:2] == by_itself[:2]
+        assert served[0] == (1 if change else 0)
+        assert "start it again" in by_itself[2].stderr
+        assert "start it again" not in served[2].stderr
+
+
+def test_the_server_keeps_expectations_and_programs_for_the_next_version(
+    tmp_path: Path, environ: dict[str, str], server: subprocess.Popen[str]
+) -> None:
+    (kept,) = Path(environ["TMPDIR"]).glob("conformance-serve-*")
+    judge(tmp_path, environ)
+    expectations = {file.name for file in (kept / "expectations").iterdir()}
+    programs = {file.name for file in (kept / "programs").rglob("*-cache")}
+    assert expectations
+    assert programs
+    judge(tmp_path, environ, change="  # the same programs")
+    assert {file.name for file in (kept / "expectations").iterdir()} == expectations
+    assert {file.name for file in (kept / "programs").rglob("*-cache")} == programs
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_reaches_the_served_command(
+    tmp_path: Path, environ: dict[str, str], server: subprocess.Popen[str], number: signal.Signals
+) -> None:
+    (tmp_path / "kernel.py").write_text(KERNEL.format(change=""))
+    command = [sys.executable, "-m", "conformance", "run", "--impl=kernel.py:attention", "--json=found.jsonl"]
+    with restore_signal_handlers():
+        process = subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True)
+    with kill_on_exit(process):
+        found = tmp_path / "found.jsonl"
+        wait_until(lambda: found.exists() and found.read_text().count("\n") > 3)
+        process.send_signal(number)
+        assert process.wait(COMMAND_TIMEOUT) == 128 + number
+    assert server.poll() is None
+
+
+def test_a_second_server_is_refused(environ: dict[str, str], server: subprocess.Popen[str]) -> None:
+    command = [sys.executable, "-m", "conformance", "serve"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=COMMAND_TIMEOUT)
+    assert done.returncode == 2
+    assert "runs already" in done.stderr
+
+
+def test_the_folder_of_a_server_that_is_stopped_is_removed(environ: dict[str, str], tmp_path: Path) -> None:
+    alone = {**environ, "JAX_CONFORMANCE_TEST": "stopped", "TMPDIR": str(tmp_path)}
+    with restore_signal_handlers():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "conformance", "serve"], env=alone, stderr=subprocess.PIPE, text=True
+        )
+    with kill_on_exit(process):
+        assert process.stderr is not None
+        process.stderr.readline()
+        assert list(tmp_path.glob("conformance-serve-*"))
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.wait(COMMAND_TIMEOUT)
+    assert not list(tmp_path.glob("conformance-serve-*")), time.monotonic() - start
