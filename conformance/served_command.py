@@ -5,11 +5,13 @@ This process then passes on stop signals, waits, and ends with the exit code of 
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from typing import TextIO
 
 from conformance import environment, interrupts, packages, served_run
 from conformance.fork_server import command_server
@@ -61,9 +63,14 @@ def _run_command(arguments: Sequence[str], path: Sequence[str]) -> None:
     """Run a command in this process, which the server has forked, and end it with the command's exit code."""
     sys.argv[:], sys.path[:] = arguments, path
     # The server's own streams were opened on the null device, and have its properties.
-    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
+    sys.stdout, sys.stderr = _open_stream(1), _open_stream(2)
     with interrupts.record_signals():
         from conformance.cli import run_main  # imported late: only the server has loaded it
 
         run_main(list(arguments))
+
+
+def _open_stream(number: int) -> TextIO:
+    """Open a text stream on a descriptor; what it cannot encode is escaped."""
+    raw = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
+    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)
