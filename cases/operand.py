@@ -95,6 +95,7 @@ class OptionalOperand(Operand):
 
       description: the description of the feature `name`. It is empty if the features depend on the operand's value.
       words: the noun phrase that findings use, such as "a soft cap".
+      traits: for values of the field, noun phrases for what a fault may depend on, such as "a bias that hides keys".
 
     In the plan of a run:
 
@@ -136,6 +137,7 @@ class OptionalOperand(Operand):
     number: re.Pattern[str] | None = None
     description: str = ""
     words: str
+    traits: Mapping[Any, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     opt_in: bool = False
     stored: bool = False
     is_quiet: bool = False

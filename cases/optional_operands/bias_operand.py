@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,6 +88,15 @@ def _build_null(problem: Problem) -> np.ndarray:
     return np.zeros((1, 1, 1, problem.k.shape[1]), np.float32)
 
 
+def _iter_traits(kind: str) -> Iterator[str]:
+    """Yield phrases for the properties of a kind of bias that a fault may depend on."""
+    for axis, what in (("T", "queries"), ("N", "heads")):
+        if axis not in _AXES[kind]:
+            yield f"a bias that is the same for all {what}"
+    if kind in HIDING:
+        yield "a bias that hides keys"
+
+
 OPERAND = OptionalOperand(
     name="bias",
     arrays=(("B", "N", "T", "S"),),
@@ -98,6 +107,7 @@ OPERAND = OptionalOperand(
     levels=BIASES,
     description="additive bias",
     words="a bias",
+    traits={kind: tuple(_iter_traits(kind)) for kind in BIASES},
     # `biasinf` is in the grid of sizes. With both here, so many cases had a bias that faults were named worse.
     grid_levels=("bias", "biashead", "biaskey", "biasfirst"),
     rich_level="biashead",

@@ -78,6 +78,7 @@ OPERAND = OptionalOperand(
     levels=(True, EXTREME),
     description="one learned sink logit for each query head",
     words="sinks",
+    traits={"sinksedge": ("sinks as large or as low as f32 allows",)},
     grid_levels=(True, EXTREME),
     rich_level=True,
     stored=True,

@@ -32,10 +32,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
 from cases.case import OPT_IN, Case
+from cases.masks.mask_functions import MaskFunction
 from cases.operand_registry import GRADIENT_OF, REMOVABLE, RESIDUALS
 from cases.operand_values import draw_problem
 from cases.quantization import PAGES_HOLD
-from cases.score_functions import ThenCapped
+from cases.score_functions import Score, ThenCapped
 from cases.storage_forms.form_registry import FORMS, find_form
 from cases.storage_forms.storage_form import StorageForm
 from conformance.contract import (
@@ -305,6 +306,8 @@ def build_implementation(
             if option not in parameters:
                 raise NotImplementedError(f"{name} has no parameter {option!r}")
         given |= {n: _stop_gradient(given[n]) for n in constants if n in given}
+        formulas = {n: given[n] for n in ("mask_mod", "score_mod") if n in given}
+        given |= {n: _build_closure(x) for n, x in formulas.items() if isinstance(x, MaskFunction | Score | ThenCapped)}
         # A latent, which stands in place of k, has the gradient of k.
         first = zip(("q", "k", "v"), operands, strict=False)
         operands = (*(_stop_gradient(x) if n in constants else x for n, x in first), *operands[3:])
@@ -360,6 +363,19 @@ def build_implementation(
     residuals = _find_returned_residuals(implementation) if implementation.residuals else frozenset()
     differentiable = residuals & {"logsumexp"} if declaration.differentiable_residuals else frozenset()
     return dataclasses.replace(implementation, residuals=residuals, differentiable_residuals=differentiable)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _build_closure(formula: MaskFunction | Score | ThenCapped) -> Callable[..., Any]:
+    """Return a function of places as users write it: a closure. Equal formulas give the same closure.
+
+    All closures have one code object, so a kernel that takes functions of the same code for the same is found out.
+    """
+
+    def function(*places: Any) -> Any:
+        return formula(*places)
+
+    return function
 
 
 def _stop_gradient(x: Any) -> Any:

@@ -246,6 +246,8 @@ def _iter_operand_levels(fields: Mapping[str, str]) -> Iterator[Level]:
         yield _create_level(operand.name, f"with {words}", operand.field)
         if not operand.is_flag:
             yield _create_level(part, f"with {words} of the kind {part}", operand.field, odds=_RARER)
+        for trait in operand.traits.get(part, ()):
+            yield _create_level(trait, f"with {trait}", operand.field, odds=_RARER / 2)
     if (cache := fields.get("kv_cache")) is not None:
         kind, _, by = cache.removeprefix("kv").partition("-")
         yield _create_level(f"kv {kind}", f"with a cache in {kind}", "kv_cache")
@@ -266,6 +268,8 @@ def _iter_head_levels(sizes: Mapping[str, int]) -> Iterator[Level]:
         yield _create_level(
             f"group of {heads // kv_heads}", f"with groups of {heads // kv_heads} heads", *HEADS, odds=_RARE
         )
+    if heads & (heads - 1):
+        yield _create_level("odd N", "when N is no power of two", *HEADS, odds=_RARER)
     if kv_heads > 1:
         yield _create_level("K > 1", "with several key/value heads", *HEADS, odds=_RARER)
     one = batch == 1
@@ -318,6 +322,10 @@ def _iter_empty_levels(fields: Mapping[str, str], sizes: Mapping[str, int]) -> I
     if 0 in q_lengths:
         words = "where a sequence has no queries"
         yield _create_level("no queries", words, "storage", "batch", *LENGTHS, odds=_RARER / 2)
+    pairs = (zip(q_lengths, map(int, lengths), strict=False) for lengths in kv_lengths)
+    if any(0 < keys < queries for rows in pairs for queries, keys in rows):
+        words = "where a sequence has fewer keys than queries"
+        yield _create_level("fewer keys", words, "storage", "mask", "batch", *LENGTHS, odds=_RARER / 2)
     has_no_keys = any("0" in lengths for lengths in kv_lengths)
     if has_no_keys or (storage is not None and 0 in storage.q_lengths):
         yield _create_level(

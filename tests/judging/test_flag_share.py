@@ -9,7 +9,7 @@ import pytest
 from conformance.judging import flag_share
 from conformance.records import ERROR, FAIL, FLAGS_DIFFER, PASS, RATIO_FAST_COMPILE, UNJUDGED, UNSUPPORTED, Record
 
-LARGEST = math.floor(1000 * flag_share.MAX_SHARE)
+LARGEST = flag_share.ALLOWED_OF_MANY  # more than the share of 1000 results
 
 
 def build_records(
@@ -45,6 +45,13 @@ def test_a_larger_share_is_a_failure_of_the_kernel() -> None:
     assert (excess.implementation, excess.platform, excess.verdict) == ("kernel", "cpu", FAIL)
     assert f"{LARGEST + 1} of 1,000" in excess.reason
     assert "XLA_FLAGS" in excess.reason
+
+
+def test_of_many_results_the_share_counts() -> None:
+    largest = math.floor(4000 * flag_share.MAX_SHARE)
+    for more in (0, 1):
+        found = [*build_records(largest + more, by_flags=True), *build_records(4000 - largest - more)]
+        assert len(flag_share.find_excess(found)) == more
 
 
 def test_the_only_result_may_not_rest_on_the_flags() -> None:

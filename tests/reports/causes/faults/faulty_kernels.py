@@ -249,7 +249,7 @@ TEN = (
         "dense_attention",
         "causal window segment_ids bias",
         (
-            _create_fault(FORWARD, "out", "bias"),
+            _create_fault(FORWARD, "out", "a bias that is the same for all heads"),
             _create_fault(FORWARD, "out", "segment_ids", "window"),
             _create_fault(FORWARD, "out", "V != H"),
         ),
