@@ -44,9 +44,10 @@ def draw_segment_ids(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | 
     return _make_reachable(q_ids, kv_ids, mask.dense(case.q_length, case.kv_length)), kv_ids
 
 
-# Labels that a kernel may confuse. 256 equals 0 in 8 bits, and 65536 equals 0 in 16 bits. `2**31 - 2` and `2**31 - 1`
-# are equal in f32. -1 is negative. 0 occurs again at the end, after larger labels, and is no special label.
-_CONFUSABLE_LABELS = (0, 2**31 - 2, -1, 256, 65536, 2**31 - 1, 0)
+# Labels that a kernel may confuse. In 8 bits 256 equals 0, and in 16 bits `-2**31` does. In f32 `2**31 - 2` equals
+# `2**31 - 1`. Kernels give -1, `-2**31` or `2**31 - 1` to padding. 0 occurs again at the end, after larger labels, and is
+# no special label.
+_CONFUSABLE_LABELS = (0, 2**31 - 2, -1, 256, -(2**31), 2**31 - 1, 0)
 
 
 # The largest number of positions of one sequence under `segmany`.

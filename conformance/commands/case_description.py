@@ -75,7 +75,7 @@ def _describe_problem(case: Case, problem: Problem) -> list[str]:
     if problem.segment_ids is not None:
         kinds = {
             "segpad": ", with padding on both sides",
-            "segwild": ", with ids from -1 to 2**31 - 1, and ids that recur",
+            "segwild": ", with ids from -2**31 to 2**31 - 1, and ids that recur",
             "segmany": ", of one to twelve positions each",
             "segamid": ": text under one id, with pictures in between under other ids",
         }

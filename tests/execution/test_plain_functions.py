@@ -12,6 +12,8 @@ import pytest
 
 from cases.case import parse_case_id
 from cases.masks import Causal, Full, Mask, Window
+from cases.masks.mask_functions import MaskFunction
+from cases.score_functions import Alibi
 from conformance import declare
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
@@ -129,6 +131,25 @@ def test_causal_and_window_are_passed_together() -> None:
     assert {"causal": True, "window": None, "mask": False} in seen
     assert {"causal": False, "window": (4, 0), "mask": False} in seen
     assert any(call["mask"] for call in seen)
+
+
+def test_functions_of_places_are_closures_with_one_code() -> None:
+    given: list[Any] = []
+
+    def attention(q: Any, k: Any, v: Any, *, mask_mod: Any = None, score_mod: Any = None) -> Any:
+        given.append((mask_mod, score_mod))
+        return q
+
+    call = build_implementation(attention, "kernel").call
+    for window, step in ((3, 0.5), (4, 0.25), (3, 0.5)):
+        call(0, 0, 0, mask_mod=MaskFunction(Window(window, 0)), score_mod=Alibi(step=step))
+    first, second, again = given
+    for one, other, same in zip(first, second, again, strict=True):
+        assert one.__code__ is other.__code__
+        assert one is not other
+        assert one is same
+    assert [mask(0, 0, 5, 2) for mask in (first[0], second[0])] == [True, True]
+    assert [mask(0, 0, 5, 1) for mask in (first[0], second[0])] == [False, True]
 
 
 def test_ignored_keywords_fail() -> None:
