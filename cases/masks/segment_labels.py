@@ -45,8 +45,8 @@ def draw_segment_ids(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | 
 
 
 # Labels that a kernel may confuse. In 8 bits 256 equals 0, and in 16 bits `-2**31` does. In f32 `2**31 - 2` equals
-# `2**31 - 1`. Kernels give -1, `-2**31` or `2**31 - 1` to padding. 0 occurs again at the end, after larger labels, and is
-# no special label.
+# `2**31 - 1`. Kernels give -1, `-2**31` or `2**31 - 1` to padding. 0 occurs again at the end, after larger labels, and
+# is no special label.
 _CONFUSABLE_LABELS = (0, 2**31 - 2, -1, 256, -(2**31), 2**31 - 1, 0)
 
 
