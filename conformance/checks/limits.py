@@ -52,6 +52,7 @@ _BELOW_CAP = 2.0**14
 def check_limits(subject: Subject) -> Iterator[Judgement]:
     """Check extreme soft caps, sinks and biases, and keys that have tiny weights.
 
+    - A head whose logit scale is zero has uniform weights, and the exact gradient of its logit scale.
     - A soft cap of 2**20 gives the results without a cap. Logits far beyond a cap equal the cap.
     - Sinks of -1e30 or -inf give the results without sinks. High sinks take all the weight. Faint sinks have the exact
       gradient. A head is not affected by the sinks of other heads.
@@ -63,6 +64,10 @@ def check_limits(subject: Subject) -> Iterator[Judgement]:
         if operand.null is not None and getattr(problem, operand.name) is not None:
             at_null = dataclasses.replace(problem, **{operand.name: operand.null(problem)})
             yield from _check_equal(subject, f"null_{operand.name}", at_null, problem.without(operand.name))
+    if problem.logit_scale is not None:
+        zero = dataclasses.replace(problem, logit_scale=_clear_first(problem.logit_scale))
+        yield from _check_forward(subject, "zero_logit_scale", zero)
+        yield from _check_gradients(subject, "zero_logit_scale", zero)
     if problem.soft_cap is not None:
         high = dataclasses.replace(problem, soft_cap=_HIGH_CAP)
         yield from _check_equal(subject, "high_soft_cap", high, problem.without("soft_cap"))
@@ -110,6 +115,13 @@ def check_limits(subject: Subject) -> Iterator[Judgement]:
     elif problem.kv_scales is None and not depends_on_data(problem.mask):
         plain = problem.without("soft_cap").without("sinks")
         yield from run_subcheck("low_rows", functools.partial(_check_low_rows_by_queries, subject, plain))
+
+
+def _clear_first(factors: np.ndarray) -> np.ndarray:
+    """Return the factors `[N]` with zero for the first head: its weights are uniform, and its gradient is not zero."""
+    cleared = factors.copy()
+    cleared[0] = 0
+    return cleared
 
 
 def _choose_hidden_keys(problem: Problem) -> np.ndarray:

@@ -20,7 +20,7 @@ ALLOWED_OF_MANY = 8
 
 Unoptimised, XLA's `tanh` alone decides four: the gradients of two cases at the flat end of a soft cap.
 """
-MANY = 200
+MANY = 50
 
 
 def is_beyond_limit(decided: int, judged: int) -> bool:
