@@ -31,7 +31,10 @@ def run_in_server(arguments: Sequence[str]) -> int | None:
         return None
     if "--help" in arguments or "-h" in arguments:
         return None
-    packages.exit_if_customized()
+    try:
+        packages.exit_if_customized()
+    except OSError:  # the current folder is gone, which the command says better
+        return None
     environment.set_flags()  # the server's imports have read these variables too
     found = command_server.join_server()
     if found.has_stale:

@@ -51,7 +51,8 @@ again after changing installed packages or variables of JAX.
 
 SERVE_EXAMPLES = """\
 examples:
-  python -m conformance serve                                    # in one terminal
+  python -m conformance serve                                    # in one terminal, or
+  python -m conformance serve &                                  # in the background, until `kill %1`
   python -m conformance run --impl=kernel.py:attention --level=smoke     # in another, after each edit
 
 exit codes: 0 ended by Ctrl-C, 2 could not serve

@@ -13,6 +13,7 @@ from cases.operand_values import draw_problem
 from cases.score_functions import Rows, ThenCapped
 from conformance.checks import CHECKS_BY_NAME
 from conformance.contract import Implementation, mask_function
+from conformance.execution import plain_functions
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
 from conformance.judging import run_plan
@@ -73,7 +74,8 @@ ROWS = Rows(step=0.25, offset=8)
     ],
 )
 def test_a_function_is_given_what_it_has_parameters_for(names: tuple[str, ...], spec: str, given: Given) -> None:
-    assert Recorder(*names).asked(spec) == given
+    functions = {name: plain_functions._build_closure(x) for name, x in given.items() if callable(x)}
+    assert Recorder(*names).asked(spec) == {**given, **functions}
 
 
 def test_what_is_no_formula_arrives_as_booleans() -> None:
