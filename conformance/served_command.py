@@ -38,7 +38,7 @@ def run_in_server(arguments: Sequence[str]) -> int | None:
     environment.set_flags()  # the server's imports have read these variables too
     found = command_server.join_server()
     if found.has_stale:
-        line = "the server of `python -m conformance serve` has loaded other sources or settings, and is not used"
+        line = "the server of `python -m conformance serve` has loaded older sources or packages, and is not used"
         os.write(2, f"note: {line}: start it again\n".encode())
     if not found.folder:
         return None

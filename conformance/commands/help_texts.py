@@ -46,7 +46,7 @@ SERVE = """\
 Keep a process with JAX loaded, for editing a kernel and judging it again and again. While it runs, `run` and `explore`
 in other terminals use it. It also keeps what does not depend on the kernel's code (exact results and their bounds), and
 compiled programs that an edit did not change. Kernels are imported anew in each run, in a sandbox, as always. Start it
-again after changing installed packages or variables of JAX.
+again after changing installed packages.
 """
 
 SERVE_EXAMPLES = """\

@@ -36,7 +36,7 @@ def serve(arguments: argparse.Namespace) -> int:
         try:
             command_server.share_with_commands(folder)
         except OSError as error:
-            raise CannotJudge(f"a server with these sources and settings runs already ({error.strerror})") from error
+            raise CannotJudge(f"such a server runs already ({error.strerror})") from error
         console.print("serving: `run` and `explore` start at once while this runs. Ctrl-C ends it.", style="dim")
         threading.Event().wait()
     except KeyboardInterrupt:

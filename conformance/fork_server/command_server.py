@@ -3,8 +3,9 @@
 The server listens on an abstract Unix socket. It gives each client of the same user the fork server's socket and the
 name of a folder; the client then requests a process for its command from the fork server.
 
-The socket's name has a digest of everything that the server has loaded: the sources of this project, the environment
-variables that imports read, and the folder of installed packages. After a change, commands do not find the server.
+The socket's name has two digests. The first is of the installation and of the environment variables that imports read;
+commands with others do not see the server. The second is of what the server has loaded: the sources of this project, and
+the folder of installed packages. After a change of these, the server is stale.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class FoundServer:
 
     Attributes:
       folder: the folder in which the server that was joined keeps data; empty if none was joined.
-      has_stale: whether there is a server that has loaded something else.
+      has_stale: whether there is a server that has loaded older sources or packages.
     """
 
     folder: str
@@ -73,7 +74,7 @@ def _serve_clients(listening: socket.socket, folder: str) -> None:
 
 def join_server() -> FoundServer:
     """Use the fork server of a server that this user runs with the same sources and settings, if there is one."""
-    own = f"@{_PREFIX}-{os.getuid()}-"
+    own = f"@{_name_installation()}-"
     try:
         names = [line.rpartition(" ")[2] for line in _SOCKETS.read_text().splitlines() if own in line]
     except OSError:
@@ -98,18 +99,22 @@ def join_server() -> FoundServer:
 
 
 def _compute_address() -> str:
-    """Compute the name of the socket, from the user and from what a server loads."""
-    loaded = hashlib.blake2b(digest_size=16)
-    loaded.update(
-        repr((sys.executable, sys.version, sorted(forked_process.read_import_environment().items()))).encode()
-    )
+    """Compute the name of the socket, from the user, the installation and what a server loads."""
+    loaded = hashlib.blake2b(sys.version.encode(), digest_size=16)
     for kind in ("purelib", "platlib"):
         loaded.update(repr(os.stat(sysconfig.get_path(kind)).st_mtime_ns).encode())
     for package in packages.NAMES:
         for source in sorted((packages.HOME / package).rglob("*.py")):
             about = source.stat()
             loaded.update(repr((str(source), about.st_mtime_ns, about.st_size)).encode())
-    return f"{_PREFIX}-{os.getuid()}-{loaded.hexdigest()}"
+    return f"{_name_installation()}-{loaded.hexdigest()}"
+
+
+def _name_installation() -> str:
+    """Return the first part of the socket's name: the user, the installation and the environment of imports."""
+    environ = sorted(forked_process.read_import_environment().items())
+    found = hashlib.blake2b(repr((sys.executable, str(packages.HOME), environ)).encode(), digest_size=8)
+    return f"{_PREFIX}-{os.getuid()}-{found.hexdigest()}"
 
 
 def _find_user(peer: socket.socket) -> int:
