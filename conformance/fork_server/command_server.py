@@ -4,8 +4,8 @@ The server listens on an abstract Unix socket. It gives each client of the same 
 name of a folder; the client then requests a process for its command from the fork server.
 
 The socket's name has two digests. The first is of the installation and of the environment variables that imports read;
-commands with others do not see the server. The second is of what the server has loaded: the sources of this project, and
-the folder of installed packages. After a change of these, the server is stale.
+commands with others do not see the server. The second is of what the server has loaded: the sources of this project,
+and the folder of installed packages. After a change of these, the server is stale.
 """
 
 from __future__ import annotations
