@@ -18,7 +18,7 @@ MAX_SHARE = 0.005
 ALLOWED_OF_MANY = 8
 """The number of such results that a kernel may have if at least `MANY` of its results are judged.
 
-Unoptimised, XLA's `tanh` alone decides four: the gradients of two cases at the flat end of a soft cap.
+A correct kernel of which 530 results were judged had four: gradients of two cases, with logits far beyond a soft cap.
 """
 MANY = 50
 
