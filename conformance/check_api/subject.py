@@ -37,9 +37,9 @@ _EXPECTATION_CACHE = _OPERAND_CACHE | {
     "judged_out",
     "judged_residuals",
 }
-_RESULT_CACHE = _OPERAND_CACHE | {"forward", "residuals", "part", "_calls", "_forward_and_gradients"}
+_RESULT_CACHE = _OPERAND_CACHE | {"forward", "residuals", "part", "_calls"}
 # The most pairs of a query and a key, over all heads and batch rows, for which one program computes `out` and the
-# gradients. With more, computing gradients that are not needed takes longer than compiling a second program.
+# gradients. An estimate: with more, gradients that are not needed may take longer than compiling a second program.
 _MAX_PAIRS_OF_ONE_PROGRAM = 2**19
 
 

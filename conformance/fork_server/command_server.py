@@ -33,7 +33,7 @@ _ANSWER_TIMEOUT = 5.0  # seconds; normally the answer comes at once
 
 @dataclasses.dataclass(frozen=True)
 class FoundServer:
-    """What a look for servers of this user has found.
+    """The result of looking for a server of this user.
 
     Attributes:
       folder: the folder in which the server that was joined keeps data; empty if none was joined.

@@ -15,7 +15,7 @@ CHECK = "flags"
 """The name of the check in the record that says that a kernel is above the limit."""
 MAX_SHARE = 0.005
 """The largest share of a kernel's judged results whose verdict may depend on the flags."""
-ALLOWED_OF_MANY = 8
+ALLOWED_OF_MANY = 4
 """The number of such results that a kernel may have if at least `MANY` of its results are judged.
 
 A correct kernel of which 530 results were judged had four: gradients of two cases, with logits far beyond a soft cap.

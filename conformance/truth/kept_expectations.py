@@ -1,8 +1,8 @@
 """Keep exact results and their bounds on disk while a server runs (`python -m conformance serve`).
 
-A user who edits a kernel and judges it again gets the same cases, so the same expectations. They fill the memory that
-the system uses for files, and reading them from there takes a tenth of the time of computing them. Without a server
-nothing is kept: at level `quick` the expectations of one kernel take 1.3 GB.
+A user who edits a kernel and judges it again gets the same cases, so the same expectations. Files that were written
+shortly before are usually read from memory. Without a server nothing is kept: at level `quick` the expectations of one
+kernel take 1.3 GB.
 """
 
 from __future__ import annotations

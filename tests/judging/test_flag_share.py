@@ -9,7 +9,7 @@ import pytest
 from conformance.judging import flag_share
 from conformance.records import ERROR, FAIL, FLAGS_DIFFER, PASS, RATIO_FAST_COMPILE, UNJUDGED, UNSUPPORTED, Record
 
-LARGEST = flag_share.ALLOWED_OF_MANY  # more than the share of 1000 results
+LARGEST = math.floor(1000 * flag_share.MAX_SHARE)
 
 
 def build_records(
@@ -47,10 +47,10 @@ def test_a_larger_share_is_a_failure_of_the_kernel() -> None:
     assert "XLA_FLAGS" in excess.reason
 
 
-def test_of_many_results_the_share_counts() -> None:
-    largest = math.floor(4000 * flag_share.MAX_SHARE)
+@pytest.mark.parametrize(("judged", "allowed"), [(flag_share.MANY - 1, 0), (flag_share.MANY, 4), (800, 4), (4000, 20)])
+def test_a_run_with_few_results_may_have_four(judged: int, allowed: int) -> None:
     for more in (0, 1):
-        found = [*build_records(largest + more, by_flags=True), *build_records(4000 - largest - more)]
+        found = [*build_records(allowed + more, by_flags=True), *build_records(judged - allowed - more)]
         assert len(flag_share.find_excess(found)) == more
 
 
