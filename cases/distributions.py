@@ -38,6 +38,8 @@ _RISE_STEPS = 64
 _ALIGNED_FACTOR = 2.0**12
 _OPPOSED_CHUNKS = 8
 _OPPOSED_SIZE = 4.0
+# By how much queries shrink in the coordinates in which latents hold values.
+_TIED_SHARE = 2.0**-6
 
 MOVED = ("low", "apart", "levels", "huge")
 """The distributions whose logits are far from zero, or far apart: any soft cap is flat there."""
@@ -146,6 +148,17 @@ def oppose_values(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tu
     q = q + half[:, None, None] * _draw_direction(case, "q-direction", case.head_dim)
     k = k + _draw_direction(case, "k-direction", case.head_dim)
     return q, k, v + _OPPOSED_SIZE * signs[:, None]
+
+
+def write_values_into_keys(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Make values the first coordinates of the keys, as latents hold them, and make these coordinates of queries small.
+
+    So the pattern of the values hardly changes the logits.
+    """
+    depth = v.shape[-1]
+    q[..., :depth] *= _TIED_SHARE
+    k[..., :depth] = v
+    return q, k
 
 
 def raise_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:

@@ -45,14 +45,30 @@ _ROUNDINGS = (
     dataclasses.replace(_DECODE, dtype="f16", distribution="aligned"),
 )
 
+# One case of each storage form, and two of pages. Sequences fill whole pages, and caches are so long that kernels split
+# them.
+_STORED_DECODE = dataclasses.replace(
+    _DECODE, dtype="bf16", kv_length=2048, mask="causal-o2047", storage="paged16", distribution="opposed"
+)
+_STORED = (
+    _STORED_DECODE,
+    dataclasses.replace(_STORED_DECODE, dtype="f16", distribution="aligned"),
+    dataclasses.replace(_STORED_DECODE, storage="latent16", num_kv_heads=1, head_dim=80),
+    dataclasses.replace(_STORED_DECODE, storage="ring1024", kv_length=1024, mask="causal-o1023"),
+    dataclasses.replace(_TRAIN, dtype="bf16", mask="causal", storage="packed", distribution="opposed"),
+    # Gradients of latents are not judged: docs/numerics.md, section 8, does not derive them.
+    dataclasses.replace(_STORED_DECODE, storage="latent", num_kv_heads=1, head_dim=80),
+)
+
 
 def select_ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """Select the plain cases, three on other code paths in bf16, and those whose values make one rounding stand out.
+    """Select the plain cases, three on other code paths in bf16, those whose values make one rounding stand out, and
+    stored ones.
 
     Unsupported cases are left out.
     """
     elsewhere = (_build_case(where[0], "bf16", seed, *where[1:]) for where in _OTHER_PATHS)
-    revealing = (dataclasses.replace(case, seed=seed) for case in _ROUNDINGS)
+    revealing = (dataclasses.replace(case, seed=seed) for case in (*_ROUNDINGS, *_STORED))
     chosen = (case for case in (*elsewhere, *revealing) if supports(case) is None)
     return (*select_plain_cases(seed, supports), *chosen)
 

@@ -360,6 +360,8 @@ def _draw_queries_keys_values(case: Case, attempt: int) -> tuple[np.ndarray, np.
         k, v = distributions.align_values(case, k, v)
     elif case.distribution == "opposed":
         q, k, v = distributions.oppose_values(case, q, k, v)
+        if _has_tied_values(case):
+            q, k = distributions.write_values_into_keys(q, k, v)
     elif case.distribution == "rising":
         q, k = distributions.raise_logits(case, q, k, scale)
     elif case.distribution == "huge":

@@ -220,7 +220,8 @@ FRONT = Scope(
 )
 ENSEMBLE = _build_scope(
     "ensemble",
-    "plain, long cases in bf16 and f16, and cases whose values make one rounding stand out: causal, biased, decoding",
+    "plain, long cases in bf16 and f16, and cases whose values make one rounding stand out: causal, biased, decoding, "
+    "stored in pages, packs, rings and latents",
     lambda grids: select_ensemble_cases(grids.seed, grids.implementation.supports),
 )
 INTERPRETED = _build_scope(

@@ -114,6 +114,8 @@ def compute_error_variance(
     added = {operand.name for operand, _ in problem.logit_terms} - {"bias"}
     if problem.sinks is not None or problem.soft_caps is not None or added or problem.head_factors:
         raise ValueError("the variance of errors is derived for logits `scale <q, k>` only; the problem changes them")
+    if problem.tied and cotangent is not None:
+        raise ValueError("the variance of errors is not derived for gradients of latents, which are keys and values")
     if problem.bias is not None:
         _reject_bias(problem, u)
     if u.scaled_q:

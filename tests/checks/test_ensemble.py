@@ -181,6 +181,33 @@ def test_values_that_make_roundings_stand_out_are_asked_about_under_masks_over_c
     assert all(case.bias is None and case.dtype == "bf16" for case in select_ensemble_cases(3, lacking.supports))
 
 
+@pytest.mark.parametrize(
+    ("name", "storage"),
+    [
+        ("paged", "paged16"),
+        ("paged_latent", "latent16"),
+        ("block_flash_packed", "packed"),
+        ("block_flash_latent", "latent"),
+    ],
+)
+def test_stored_operands_are_asked_about(name: str, storage: str) -> None:
+    kernel = implementation_registry.find_implementation(name)
+    asked = [case for case in select_ensemble_cases(3, kernel.supports) if case.storage == storage]
+    assert "opposed" in {case.distribution for case in asked}
+
+
+def test_opposed_values_of_latents_are_part_of_them_and_hardly_move_the_logits() -> None:
+    (case,) = select_ensemble_cases(3, implementation_registry.find_implementation("paged_latent").supports)
+    problem = draw_problem(case)
+    np.testing.assert_array_equal(problem.v, problem.k[..., : case.v_head_dim])
+    chunks = problem.v.astype(np.float64).reshape(8, -1, case.v_head_dim).mean(axis=1)
+    assert (np.abs(chunks) > 3).all()
+    assert (np.abs(chunks.mean(axis=0)) < 0.5).all()
+    # The values' share of a logit: about 0.1, beside 1 for all others.
+    q, k = (x.astype(np.float64)[..., : case.v_head_dim] for x in (problem.q[0, 0], problem.k[0, :, 0]))
+    assert 0 < (problem.effective_scale * q @ k.T).std() < 0.3
+
+
 @pytest.mark.parametrize("from_the_end", [False, True])
 @pytest.mark.parametrize(
     ("shape", "arithmetic"),
@@ -326,6 +353,9 @@ def test_what_the_model_does_not_cover_is_said() -> None:
         compute_error_variance(
             draw_problem(parse_case_id("train/f32/B1.T8.S8.N1.K1.H16.V16/full/normal/s0")), Arithmetic()
         )
+    latent = parse_case_id("train/bf16/B1.T8.S8.N1.K1.H24.V16/full/latent/normal/s0")
+    with pytest.raises(ValueError, match="gradients of latents"):
+        compute_error_variance(draw_problem(latent), Arithmetic(), draw_cotangent(latent))
     with pytest.raises(ValueError, match="power of two"):
         compute_error_variance(
             draw_problem(parse_case_id("train/bf16/B1.T8.S8.N1.K1.H32.V32/full/normal/s0")), Arithmetic(scaled_q=True)

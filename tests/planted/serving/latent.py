@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from conformance.sensitivity import PlantedBug
 from tests.planted.planting.latent import LatentSteps, bug, in_pages, trained, turned
 from tests.planted.planting.served import Call, PagedSteps
 from tests.planted.planting.triggers import both
+from tests.planted.serving.paged_softmax import narrow_splits
 
 Array = jax.Array
 _LANES = 64
@@ -78,6 +80,14 @@ _halved.defvjp(lambda latent: (latent, None), lambda _, pulled: (pulled / 2,))
 
 
 BUGS: tuple[PlantedBug, ...] = (
+    bug(
+        "latent-splits-rounded-before-they-are-merged",
+        _paged(attend=functools.partial(narrow_splits, True)),
+        kind="splitkv.partial-dtype",
+        reference="flash-attn PR 2336, over latents",
+        shows="out",
+        trigger=lambda case: in_pages(case) and case.dtype != "f32",
+    ),
     bug(
         "latent-values-from-its-end",
         LatentSteps(values=lambda latent, value_dim: latent[..., latent.shape[-1] - value_dim :]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,23 @@ def _merged_by(weigh: str, x: Array, allowed: Array, v: Array, sinks: Array | No
     joined = jnp.where(total > 0, high + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
     right = softmax(x, allowed, v, sinks)
     return merged, right[1] if weigh in ("unweighted", "base_two") else joined, jnp.maximum(top, other_top)
+
+
+_SPLITS = 8
+
+
+def narrow_splits(normalised: bool, x: Array, allowed: Array, v: Array, sinks: Array | None) -> Any:
+    """Merge eight splits of the keys whose results, or sums of weighted values, are in the dtype of the values."""
+    lse, top = softmax(x, allowed, v, sinks)[1:]
+    length = -(-x.shape[-1] // _SPLITS)
+    total = jnp.zeros((*x.shape[:-1], v.shape[-1]), jnp.float32)
+    for start in range(0, x.shape[-1], length):
+        cut = slice(start, start + length)
+        out, part, _ = softmax(x[..., cut], allowed[..., cut], v[:, cut], None)
+        share = jnp.where(jnp.isneginf(part), 0, jnp.exp(part - jnp.where(jnp.isfinite(lse), lse, 0)))[..., None]
+        narrow = out.astype(v.dtype) * share if normalised else (out * share).astype(v.dtype)
+        total += narrow.astype(jnp.float32)
+    return total, lse, top
 
 
 def _sink_in_both(x: Array, allowed: Array, v: Array, sinks: Array | None) -> tuple[Array, Array, Array]:
@@ -139,6 +157,20 @@ BUGS: tuple[PlantedBug, ...] = (
             ("paged-empty-part-counts", "empty_is_finite", "vllm-project/vllm#49294"),
             ("paged-merge-in-base-two", "base_two", "vllm-project/vllm#52796"),
             ("paged-parts-averaged", "unweighted", "inferred"),
+        )
+    ),
+    *(
+        bug(
+            name,
+            PagedSteps(attend=functools.partial(narrow_splits, normalised)),
+            kind="splitkv.partial-dtype",
+            reference=reference,
+            shows="out",
+            trigger=lambda case: in_pages(case) and case.dtype != "f32",
+        )
+        for name, normalised, reference in (
+            ("paged-splits-rounded-before-they-are-merged", True, "flash-attn PR 2336, over pages"),
+            ("paged-sums-of-splits-in-16-bits", False, "flash-attn PR 2336, over pages"),
         )
     ),
     bug(
