@@ -42,6 +42,7 @@ _ROUNDINGS = (
     dataclasses.replace(_TRAIN, dtype="f16", mask="causal", distribution="opposed"),
     dataclasses.replace(_TRAIN, dtype="f16", distribution="rising"),
     dataclasses.replace(_DECODE, dtype="bf16", kv_length=2048, distribution="opposed"),
+    dataclasses.replace(_DECODE, dtype="bf16", kv_length=2048, distribution="rising"),
     dataclasses.replace(_DECODE, dtype="f16", distribution="aligned"),
 )
 
@@ -52,6 +53,7 @@ _STORED_DECODE = dataclasses.replace(
 )
 _STORED = (
     _STORED_DECODE,
+    dataclasses.replace(_STORED_DECODE, distribution="rising"),
     dataclasses.replace(_STORED_DECODE, dtype="f16", distribution="aligned"),
     dataclasses.replace(_STORED_DECODE, storage="latent16", num_kv_heads=1, head_dim=80),
     dataclasses.replace(_STORED_DECODE, storage="ring1024", kv_length=1024, mask="causal-o1023"),

@@ -44,6 +44,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "plain": {"mask": "causal", "batch": 1, "q_length": 160, "kv_length": 160},
     # Segment ids that are equal at the first and last position of a block, and different between them.
     "documents": {"mask": "causal", "segments": "segamid", **_with_length(127)},
+    # Labels that kernels give to padding, without a mask that hides the padding behind them.
+    "labelled": {"mask": "full", "segments": "segwild", "batch": 1, **_with_length(95)},
     "sunk": {"mask": "window-l129-r0", "sinks": True, **_with_length(191)},
     "capped": {"mask": "window-l64-r1", "soft_cap": 30.0, **_with_length(129)},
     "biased": {"mask": "full", "bias": "biaspair", **_with_length(127)},
@@ -65,6 +67,8 @@ CALLS: dict[str, dict[str, Any]] = {
         **_with_length(1089),
     },
     "first": {"phase": "prefill", "mask": "causal", "q_length": 16},
+    # The first query of each block sees all keys of a block of 64 or 128 but the last.
+    "chunk": {"phase": "prefill", "mask": "causal-o126", "batch": 1, "q_length": 258, "kv_length": 384},
     "tall": {"phase": "prefill", "mask": "causal", "bias": "biasbatch", "batch": 4, "q_length": 100},
     # As many batch rows as query heads: twelve, which is more than eight.
     "served": {**_MANY_ROWS, "phase": "decode", "mask": f"lengths-{_SEQUENCE_ENDS}", "sinks": True, "q_length": 1},

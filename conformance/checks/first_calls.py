@@ -27,6 +27,8 @@ from conformance.executor_tasks import call_sequences, single_calls, transformed
 
 # A scale above 1, and no power of two. The usual scale of the case is below 1.
 _OTHER_SCALE = 1.5
+_GROUPED = 4, 2
+"""Numbers of query and key/value heads: two query heads share one, and more than one is shared."""
 _STORED = "this call needs dense operands, and the implementation takes stored ones"
 
 
@@ -55,8 +57,11 @@ def _check_numpy(layout: call_sequences.Layout, subject: Subject) -> Iterator[Ju
 
 
 def _add_arrays(subject: Subject) -> Case:
-    """Return the case with every optional operand that is an array and that the implementation supports."""
+    """Return the case with heads that share keys, and every optional array operand that the implementation supports."""
     case = subject.case
+    if case.storage is None:
+        grouped = _change(case, num_q_heads=_GROUPED[0], num_kv_heads=_GROUPED[1])
+        case = case if subject.implementation.supports(grouped) else grouped
     for operand in REMOVABLE if case.storage is None else ():
         with_operand = _change(case, **{operand.field: operand.levels[0]})
         if operand.arrays and subject.implementation.supports(with_operand) is None:
