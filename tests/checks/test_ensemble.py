@@ -173,6 +173,7 @@ def test_values_that_make_roundings_stand_out_are_asked_about_under_masks_over_c
         ("train", "f16", "causal", None, "opposed"),
         ("train", "f16", "full", None, "rising"),
         ("decode", "bf16", "full", None, "opposed"),
+        ("decode", "bf16", "full", None, "rising"),
         ("decode", "f16", "full", None, "aligned"),
     }
     assert all(case.seed == 3 for case in found)
@@ -197,7 +198,7 @@ def test_stored_operands_are_asked_about(name: str, storage: str) -> None:
 
 
 def test_opposed_values_of_latents_are_part_of_them_and_hardly_move_the_logits() -> None:
-    (case,) = select_ensemble_cases(3, implementation_registry.find_implementation("paged_latent").supports)
+    case, *_ = select_ensemble_cases(3, implementation_registry.find_implementation("paged_latent").supports)
     problem = draw_problem(case)
     np.testing.assert_array_equal(problem.v, problem.k[..., : case.v_head_dim])
     chunks = problem.v.astype(np.float64).reshape(8, -1, case.v_head_dim).mean(axis=1)
