@@ -30,6 +30,11 @@ _ONE_SIDED_TERM = re.compile(r"own-|window-l(?:\d+|inf)-r0\b")
 _KEY_LENGTHS = re.compile(r"(?:lengths|own-l(?:\d+|inf))((?:-\d+)+)$")
 
 LENGTHS, HEADS, DEPTHS = ("q_length", "kv_length"), ("num_q_heads", "num_kv_heads"), ("head_dim", "v_head_dim")
+FIELD_GROUPS: tuple[tuple[str, ...], ...] = (
+    *((operand.field,) for operand in OPTIONAL),
+    *(("distribution",), ("dtype",), ("mask",), ("batch",), HEADS, DEPTHS, LENGTHS),
+)
+"""The fields of a case that can be changed by themselves: one alone, or two that are changed together."""
 _BLOCKS = (8, 16, 32, 64, 128)
 _DEPTH_BLOCKS = (8, 16, 32, 64)
 _LONG = (128, 256, 512, 1024)

@@ -9,7 +9,20 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from conformance.records import Record
-from reports.causes.case_levels import Level, find_levels, find_oddities, parse_fields, rank_plainness
+from reports.causes.case_levels import (
+    FIELD_GROUPS,
+    Level,
+    find_levels,
+    find_oddities,
+    parse_fields,
+    rank_plainness,
+)
+
+_MAX_NEEDED = 4
+"""The most levels that a failing case is said to need.
+
+A case that passes after any change is close to a limit, and its levels say nothing.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,3 +88,35 @@ def _find_plain_passing(levels: Sequence[Level], right: Iterable[str]) -> str:
     wanted, deciding = set(levels), {name for level in levels for name in level.fields}
     found = [case for case in right if wanted <= find_levels(case) and find_oddities(case) <= deciding]
     return min(found, key=rank_plainness, default="") if levels else ""
+
+
+def find_needed_levels(failing: str, passing: Iterable[str]) -> tuple[tuple[Level, ...], tuple[str, ...]]:
+    """Find levels without any one of which a failing case passes, from cases that differ in one group of fields.
+
+    Args:
+      failing: the id of the failing case.
+      passing: the ids of passing cases.
+
+    Returns:
+      The levels, and for each the id of a passing case without it. Both are empty if no passing case differs from
+      `failing` in one group of fields only, or if so many do that any change makes the case pass.
+    """
+    fields = parse_fields(failing) or {}
+    by_group: dict[tuple[str, ...], list[str]] = {}
+    for case in passing:
+        differ = _list_differing_fields(fields, parse_fields(case) or {})
+        group = next((group for group in FIELD_GROUPS if differ and differ <= set(group)), None)
+        if group is not None:
+            by_group.setdefault(group, []).append(case)
+    levels, without = [], []
+    for group, cases in by_group.items():
+        lost = [find_levels(failing) - find_levels(case) for case in cases]
+        named = [level for level in frozenset.intersection(*lost) or lost[0] if set(level.fields) <= set(group)]
+        if named:
+            levels.append(min(named))
+            without.append(min(cases, key=rank_plainness))
+    return (tuple(levels), tuple(without)) if len(levels) <= _MAX_NEEDED else ((), ())
+
+
+def _list_differing_fields(one: Mapping[str, str], other: Mapping[str, str]) -> set[str]:
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}

@@ -40,13 +40,14 @@ from reports.causes.finding import (
     is_repetition,
     is_wrong_form,
 )
-from reports.causes.nearest_passing import find_nearest_passing
+from reports.causes.nearest_passing import find_nearest_passing, find_needed_levels
 from reports.record_groups import Contender, group_by_contender
 
 CHECKS_WITH_OWN_OPERANDS = frozenset(
     {"arguments", "calls", "decoding", "first_calls", "forms", "invariance", "limits", "sharding", "transforms"}
 )
 """The checks that use operands, masks or lengths other than those in the case id."""
+_CLEARLY_WRONG = 2.0  # how many times the limit an error is, so that a case says on what the fault depends
 # Dtypes, shapes and other numbers in messages. They differ from case to case, even if messages have one cause. So they
 # are replaced by `#` before messages are compared.
 _DTYPE = r"\b(?:bool|(?:bfloat|float|uint|int|complex|bf|f|u|s|i)[0-9]+)\b"
@@ -101,6 +102,7 @@ class _ContenderEvidence:
         self._harmless_cotangents = self._find_harmless_cotangents()
         self._signals = self._gather_signals(self._judged)
         counted = {record.key for record in records}
+        self._counted_rows = _join_rows(self._rows[record.case] for record in self._judged if record.key in counted)
         self._counted = self._gather_signals(record for record in self._judged if record.key in counted)
         self._levels = self._list_candidates()
         self._roots = self._locate_roots()
@@ -304,7 +306,7 @@ class _ContenderEvidence:
             and (root.kind == RAISES or _name_signal(r) == root.signal)
         ]
         nearest = find_nearest_passing(levels, own, right)
-        return Finding(
+        finding = Finding(
             contender=self._contender,
             kind=root.kind,
             levels=levels,
@@ -318,6 +320,34 @@ class _ContenderEvidence:
             smallest=nearest.smallest,
             without=nearest.without,
             passes=nearest.passes,
+        )
+        is_vague = 2 * inside.red <= inside.asked and root.kind in (FORWARD, GRADIENTS)
+        return self._add_further_levels(finding, own, right) if is_vague else finding
+
+    def _add_further_levels(self, finding: Finding, own: Sequence[Record], right: Sequence[Record]) -> Finding:
+        """Add levels without which the plainest failing case passes, and which all failing cases have."""
+        given = finding.levels or ()
+        decided = {name for level in given for name in level.fields}
+        needed = find_needed_levels(finding.smallest.case, dict.fromkeys(record.case for record in right))
+        shared = frozenset.intersection(*(find_levels(record.case) for record in own))
+        further = {
+            level: case
+            for level, case in zip(*needed, strict=True)
+            if level in shared and not decided & set(level.fields)
+        }
+        if not given or not further or _is_near_limit(finding.smallest):
+            return finding
+        levels = (*given, *further)
+        asked = sum(1 for record in right if set(levels) <= find_levels(record.case))
+        red = finding.inside.red
+        return dataclasses.replace(
+            finding,
+            levels=levels,
+            others=(),
+            inside=Share(red, red + asked),
+            outside=Share(finding.outside.red, finding.outside.asked + finding.inside.asked - red - asked),
+            without=(*(finding.without or ("",) * len(given)), *further.values()),
+            passes="" if not set(levels) <= find_levels(finding.passes) else finding.passes,
         )
 
     def _find_cotangents(self, root: _RootCause, own: Sequence[Record]) -> str:
@@ -343,7 +373,7 @@ class _ContenderEvidence:
         same = _name_signal if kind == UNREPEATABLE else get_signal
         asked = {record.case for record in self._judged if same(record) == same(first)}
         red = {record.case for record in found}
-        return Finding(
+        finding = Finding(
             contender=self._contender,
             kind=kind,
             levels=None,
@@ -352,6 +382,28 @@ class _ContenderEvidence:
             inside=Share(len(red), len(asked | red)),
             outside=Share(0, 0),
             smallest=first,
+        )
+        return self._add_needed_levels(finding) if kind in (FORWARD, GRADIENTS) else finding
+
+    def _add_needed_levels(self, finding: Finding) -> Finding:
+        """Add the levels without which the plainest failing case passes, if such cases were judged."""
+        first, red = finding.smallest, {record.case for record in finding.records}
+        of_signal = [record for record in self._judged if get_signal(record) == get_signal(first)]
+        failing = {record.case for record in of_signal if record.verdict in RED}
+        passing = dict.fromkeys(record.case for record in of_signal if record.case not in failing)
+        levels, without = find_needed_levels(first.case, passing)
+        is_shared = 2 * sum(set(levels) <= find_levels(case) for case in red) >= len(red)
+        if not levels or not is_shared or _is_near_limit(first):
+            return finding
+        counted = {case for case, row in self._rows.items() if row & self._counted_rows}
+        asked = {case for case in (*failing, *passing) if case in counted} | red
+        having = {case for case in asked if set(levels) <= find_levels(case)}
+        return dataclasses.replace(
+            finding,
+            levels=levels,
+            inside=Share(len(red & having), len(having)),
+            outside=Share(len(red - having), len(asked - having)),
+            without=without,
         )
 
     def _has_levels(self, record: Record, root: _RootCause) -> bool:
@@ -386,6 +438,14 @@ def _name_signal(record: Record) -> str:
         return f"{get_signal(record)} {UNREPEATABLE}"
     behind = f" {BEHIND_MASK}" if is_mask_poison(record) else ""
     return f"{get_signal(record)}{behind}"
+
+
+def _is_near_limit(record: Record) -> bool:
+    """Return whether errors exceed the limit so little that any change of the case may make it pass."""
+    if record.ratio is None or not record.limit:
+        return False
+    is_small = record.ratio < _CLEARLY_WRONG * record.limit
+    return is_small and (record.rms is None or not record.rms_limit or record.rms < _CLEARLY_WRONG * record.rms_limit)
 
 
 def _classify_signal(signal: str) -> str:

@@ -129,6 +129,23 @@ class Prober:
                 if _is_supported(case, implementation):
                     self._fails(suspicion, case)
 
+    def isolate(self, implementation: str, check: str, failing: str, groups: Sequence[Fields]) -> None:
+        """Judge a failing case again, each time with one group of fields as in the plainest case.
+
+        Where such a case passes, the failure needs what was changed.
+        """
+        nothing: tuple[Mapping[str, Any], ...] = ({},) * len(groups)
+        suspicion = Suspicion(
+            implementation=implementation, check=check, failing=failing, levels=tuple(groups), counters=nothing
+        )
+        found = self._implementations.get(implementation)
+        base = _find_base_case(found) if found is not None else None
+        if found is None or base is None or not suspicion.is_probeable:
+            return
+        for case in _iter_without_levels(parse_case_id(failing), base, suspicion):
+            if not self.is_late and case.id != failing and _is_supported(case, found):
+                self._fails(suspicion, case)
+
     def _fails(self, suspicion: Suspicion, case: Case) -> bool:
         """Tell whether a case fails the suspicion's check. Judge the case unless its verdict is known."""
         key = suspicion.implementation, suspicion.check, case.id

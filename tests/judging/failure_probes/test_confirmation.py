@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 
+from cases.case import parse_case_id
 from conformance import declare
+from conformance.checks import CHECKS_BY_NAME
+from conformance.contract import Implementation
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging.failure_probes.confirmation import Prober, Suspicion
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
+from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record
+from reports.causes import root_causes
+from reports.causes.case_levels import FIELD_GROUPS
+from reports.causes.finding import Share
 from tests.kernels import naive
 
 BASE = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"
@@ -114,3 +121,40 @@ def test_what_is_known_is_not_judged_again() -> None:
     before = prober.judged
     prober.confirm(suspicion)
     assert prober.judged == before == 2
+
+
+@declare(behind_mask="finite")
+def fail_for_three_levels(q: Any, k: Any, v: Any, *, causal: Any = False, mask: Any = None, soft_cap: Any = None,
+                          sinks: Any = None, bias: Any = None) -> Any:  # fmt: skip
+    """Be wrong with grouped heads, sinks and a bias together."""
+    wrong = sinks is not None and bias is not None and q.shape[2] > k.shape[2]
+    return naive.attention(
+        q, k, v * 2 if wrong else v, causal=causal, mask=mask, soft_cap=soft_cap, bias=bias, sinks=sinks
+    )
+
+
+def test_a_failing_case_is_judged_without_each_of_its_features_and_what_it_needs_is_named() -> None:
+    heard: list[Record] = []
+    implementation = build_implementation(fail_for_three_levels, "it")
+    runner = Runner(Settings())
+    prober = Prober(ProbeBudget(runner, math.inf), [implementation], math.inf, heard.extend)
+    prober.isolate("it", "forward", FAILING, FIELD_GROUPS)
+    passing = {record.case for record in heard if record.verdict == PASS}
+    parts = FAILING.split("/")
+    assert passing == {
+        "/".join(part for part in parts if part != "sinks"),
+        "/".join(part for part in parts if part != "bias"),
+        FAILING.replace("N4.K2", "N2.K2"),
+    }
+    # No pair of features explains the failure, and one failing case among others that pass.
+    failing = [record for record in run_case(runner, implementation, FAILING) if record.verdict == FAIL]
+    plain = run_case(runner, implementation, BASE)
+    (finding,) = root_causes.find_root_causes([*failing, *plain], heard)
+    assert finding.levels is not None
+    assert {level.name for level in finding.levels} == {"sinks", "bias", "groups"}
+    assert set(finding.without) == passing
+    assert (finding.inside, finding.outside) == (Share(1, 1), Share(0, 1))
+
+
+def run_case(runner: Runner, implementation: Implementation, case: str) -> list[Record]:
+    return list(runner.stream(Job(implementation, parse_case_id(case), (CHECKS_BY_NAME["forward"],))))

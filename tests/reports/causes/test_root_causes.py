@@ -81,6 +81,30 @@ def test_what_follows_from_a_wrong_forward_is_under_it() -> None:
     assert finding_text.format_shares(finding) == f"fails in {asked} of {asked} such cases, and in 0 of {others} others"
 
 
+ODD = "prefill/f32/B1.T64.S320.N6.K2.H128.V128/causal/sinks/ties/s0"
+"""A case of which one failure among many passing cases tells little."""
+WITHOUT = (ODD.replace("sinks/", ""), ODD.replace("N6.K2", "N2.K2"), ODD.replace("causal/", "full/"))
+
+
+@pytest.mark.parametrize(("passing", "needed"), [(1, ["sinks"]), (2, ["sinks", "groups"]), (3, ["sinks", "groups"])])
+def test_what_a_lone_failing_case_needs_is_named(passing: int, needed: list[str]) -> None:
+    probes = [make_record(case) for case in WITHOUT[:passing]]
+    found = [*make_records(lambda case, result: False), make_record(ODD, verdict=FAIL, ratio=1e6, limit=4.0)]
+    (finding,) = root_causes.find_root_causes(found, probes)
+    assert set(needed) <= set(name_levels(finding))
+    assert len(name_levels(finding)) == passing
+    assert finding.is_confirmed
+    assert finding.smallest.case == ODD
+
+
+@pytest.mark.parametrize(("ratio", "named"), [(4.5, False), (40.0, True)])
+def test_a_failure_close_to_the_limit_needs_nothing_in_particular(ratio: float, named: bool) -> None:
+    probes = [make_record(case) for case in WITHOUT]
+    found = [*make_records(lambda case, result: False), make_record(ODD, verdict=FAIL, ratio=ratio, limit=4.0)]
+    (finding,) = root_causes.find_root_causes(found, probes)
+    assert bool(finding.levels) is named
+
+
 def test_three_faults_are_three_findings() -> None:
     def wrong(case: str, result: str) -> bool:
         forward = has_levels(case, "sinks") or has_levels(case, "soft_cap", "bias")
