@@ -104,7 +104,10 @@ def _build_detection_page(measured: Mapping[str, Any]) -> str:
     for family, members in sorted(families.items()):
         seen_by = collections.Counter(check for bug in members for check in bug["kills"])
         seen = sum(bool(bug["kills"]) for bug in members)
-        family_rows.append([family, len(members), seen, ", ".join(check for check, _ in seen_by.most_common(4))])
+        names = {bug["bug"] for bug in members}
+        needed = [row["check"] for row in checks if row["alone"] and names >= set(row["alone"])]
+        most = ", ".join(check for check, _ in seen_by.most_common(4))
+        family_rows.append([family, len(members), seen, most, _format_names(needed)])
     once = [[f"`{name}`", f"`{seen[0][0]}`", f"`{seen[0][1]}`"] for name, seen, _ in redundancy if len(seen) == 1]
     levels = collections.Counter(
         "not seen" if isinstance(seen, str) else seen[3] if len(seen) > 3 else "quick" for seen in beyond.values()
@@ -133,8 +136,13 @@ def _build_detection_page(measured: Mapping[str, Any]) -> str:
                 "lrrl",
             ),
             "## By family",
-            "A family is a group of bugs in the same feature or part of a kernel.",
-            _format_table(["family", "bugs", "bugs seen", "checks that saw most of them"], family_rows, "lrrl"),
+            "A family is a group of bugs in the same feature or part of a kernel. The last column lists checks that no "
+            "bug of another family needs: without the family, such a check would have no bug that it alone sees.",
+            _format_table(
+                ["family", "bugs", "bugs seen", "checks that saw most of them", "checks that it alone needs"],
+                family_rows,
+                "lrrll",
+            ),
             "## The smallest error that is seen",
             "One place of a correct computation is multiplied by `1 + error`, and the results are judged. The first "
             "column names the place. The figures are the smallest error that fails in some case, by the dtype of the "

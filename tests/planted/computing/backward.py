@@ -197,7 +197,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-cap-derivative-with-plus",
-        kind="I.cap-bwd-sign",
+        kind="cap.bwd-sign",
         reference="inferred from flash-attn PR 1033",
         shows=_DQ_DK,
         trigger=_with_cap,
@@ -205,7 +205,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-cap-derivative-of-uncapped",
-        kind="I.cap-bwd-sign",
+        kind="cap.bwd-sign",
         reference="inferred from flash-attn PR 1033",
         shows=_DQ_DK,
         trigger=_with_cap,

@@ -111,7 +111,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-delta-of-wrong-head",
-        kind="I.delta-wrong-head",
+        kind="delta.wrong-head",
         reference="inferred from fla#1115",
         shows=_DQ_DK,
         trigger=train,
@@ -119,7 +119,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-delta-of-first-batch-row",
-        kind="I.delta-wrong-head",
+        kind="delta.wrong-head",
         reference="inferred from fla#1115",
         shows=_DQ_DK,
         trigger=lambda case: train(case) and case.batch > 1,
@@ -151,7 +151,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-rounds-dz-to-bf16",
-        kind="I.ds-cast",
+        kind="dtype.bwd-inconsistent",
         reference="inferred from tokamax e98c877",
         shows=_DQ_DK,
         trigger=lambda case: train(case) and case.dtype == "f32",

@@ -208,7 +208,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "dispatch-long-route-stops-gradient-of-logsumexp",
         _on(_long, _constant_residuals),
-        kind="residual.grad-dropped",
+        kind="cotangent.dstats-drop",
         reference="jax 178e622ef1",
         shows=("dq", "dk"),
         trigger=both(trains(), _is_long),

@@ -75,7 +75,7 @@ def _logsumexp_zero(state: Running) -> jax.Array:
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         name="total-of-rounded-weights",
-        kind="I.p-bf16-before-sum",
+        kind="p.lowp-before-sum",
         reference="inferred from tokamax e98c877",
         shows=("logsumexp",),
         trigger=rounds,
@@ -173,7 +173,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="block-logsumexp-zero-where-nothing-is-seen",
-        kind="I.lse-masked-row",
+        kind="lse.masked-row",
         reference="inferred from tokamax 5f2912e",
         shows=("logsumexp",),
         trigger=lambda case: empty_rows(case) and not case.sinks,

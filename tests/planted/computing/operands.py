@@ -67,7 +67,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dsinks-negated",
-        kind="I.sink-dsign",
+        kind="sink.dsign",
         reference="inferred from flash-attn PR 2706",
         shows=("dsinks",),
         trigger=_sinks,
@@ -83,7 +83,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dsinks-of-first-batch-row",
-        kind="I.sink-dsign",
+        kind="sink.dsign",
         reference="inferred from flash-attn PR 2706",
         shows=("dsinks",),
         trigger=lambda case: _sinks(case) and case.batch > 1,
@@ -91,7 +91,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dsinks-summed-over-heads",
-        kind="I.sink-scalar",
+        kind="sink.scalar",
         reference="inferred from sgl-kernel-xpu PR 254",
         shows=("dsinks",),
         trigger=_sinks,
@@ -147,7 +147,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dbias-zero",
-        kind="I.vjp-none",
+        kind="dbias.none",
         reference="inferred from flash-attn#1973",
         shows=("dbias",),
         trigger=lambda case: train(case) and case.bias is not None,

@@ -171,7 +171,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "logsumexp-without-gradient",
-        kind="residual.grad-dropped",
+        kind="cotangent.dstats-drop",
         reference="jax commit 178e622ef1; flash-attention issues 141, 889, 1137",
         shows="dq dk",
         trigger=trains(),

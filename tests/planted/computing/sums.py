@@ -116,7 +116,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-dq-scale-twice",
-        kind="I.dq-scale-twice",
+        kind="scale.dq-twice",
         reference="inferred from jax 916e53a8a2",
         shows=("dq",),
         trigger=train,
@@ -228,7 +228,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         name="bwd-group-mean",
-        kind="I.gqa-mean",
+        kind="gqa.mean",
         reference="inferred from levanter#449",
         shows=("dk", "dv"),
         trigger=grouped,
