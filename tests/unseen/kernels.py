@@ -1,0 +1,60 @@
+"""Read the kernels of authors who had seen neither the checks nor the planted bugs, and what is known of each.
+
+They were written from the contract alone: 60 wrong kernels by two authors, 30 correct ones by a third. `kernels.json`
+has for each wrong kernel its fault, the lowest level at which it was seen, and how the first finding names the cause,
+as a person read it once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+RIGHT, PARTLY, NO = "right", "partly", "no"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnseenKernel:
+    """A kernel of `wrong` or `correct`.
+
+    Attributes:
+      name: the name of its file, without the suffix.
+      declarations: what its author declared.
+      fault: what is wrong, in the words of its author; of a correct kernel, its style.
+      feature: the calls in which the fault shows.
+      level: the lowest level at which the kernel was seen to be wrong; None if none of those judged sees it.
+      named: how well the first finding names the cause: `right`, `partly` or `no`.
+      words: phrases that the first finding has, if it names the cause.
+    """
+
+    name: str
+    declarations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fault: str
+    feature: str = ""
+    level: str | None = None
+    named: str = NO
+    words: tuple[str, ...] = ()
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether the kernel is correct."""
+        return (FOLDER / "correct" / f"{self.name}.py").exists()
+
+    @property
+    def source(self) -> str:
+        """The source of the kernel, with its author's declarations."""
+        text = (FOLDER / ("correct" if self.is_correct else "wrong") / f"{self.name}.py").read_text(encoding="utf-8")
+        if not self.declarations:
+            return text
+        given = ", ".join(f"{name}={value!r}" for name, value in self.declarations.items())
+        return f"{text}\n\nfrom conformance import declare\n\nattention = declare({given})(attention)\n"
+
+
+def load_kernels() -> dict[str, UnseenKernel]:
+    """Load all kernels by name."""
+    read = json.loads((FOLDER / "kernels.json").read_text(encoding="utf-8"))
+    return {row["name"]: UnseenKernel(**{**row, "words": tuple(row.get("words", ()))}) for row in read}
