@@ -53,9 +53,15 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
         yield made
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        pytest.param(1280, "light", marks=pytest.mark.long),
+        pytest.param(390, "dark", marks=pytest.mark.long),
+        pytest.param(1280, "dark", marks=pytest.mark.nightly),
+        pytest.param(390, "light", marks=pytest.mark.nightly),
+    ],
+)
 def test_axe_finds_nothing_on_the_site(tab: Tab, site: Path, width: int, scheme: str) -> None:
     axe_core = pytest.importorskip("axe_core_python", reason="axe-core is not installed: the site was not audited")
     axe = (importlib.resources.files(axe_core) / "axe.min.js").read_text(encoding="utf-8") + ";0"

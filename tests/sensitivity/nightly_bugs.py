@@ -19,15 +19,16 @@ def sample_by_stride(stride: int, bugs: Iterable[PlantedBug]) -> list[ParameterS
     return [pytest.param(bug, id=bug.name, marks=marks[number % stride == 0]) for number, bug in enumerate(bugs)]
 
 
-def sample_by_kind(bugs: Iterable[PlantedBug]) -> list[ParameterSet]:
+def sample_by_kind(bugs: Iterable[PlantedBug], stride: int = 1) -> list[ParameterSet]:
     """Return the bugs as test parameters.
 
-    The first of each kind runs with the bank. Bugs that differ from it only in detail run at night.
+    The first of every `stride`-th kind runs with the bank. The others run at night.
     """
-    seen: set[str] = set()
+    seen: dict[str, int] = {}
     parameters = []
     for bug in bugs:
-        mark = pytest.mark.nightly if bug.kind in seen else pytest.mark.bank
-        seen.add(bug.kind)
+        is_first = bug.kind not in seen
+        number = seen.setdefault(bug.kind, len(seen))
+        mark = pytest.mark.bank if is_first and number % stride == 0 else pytest.mark.nightly
         parameters.append(pytest.param(bug, id=bug.name, marks=mark))
     return parameters
