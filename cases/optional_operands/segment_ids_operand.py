@@ -58,6 +58,11 @@ OPERAND = OptionalOperand(
     levels=SEGMENTS,
     description="segment ids of q and kv",
     words="segment ids",
+    traits={
+        "segpad": ("segment ids of padding, which attends to nothing",),
+        "segwild": ("segment ids that need all 32 bits",),
+        "segmany": ("many short segments",),
+    },
     grid_levels=("seg", "segpad"),
     rich_level="seg",
     vmap="segments",

@@ -354,6 +354,9 @@ def _iter_depth_levels(sizes: Mapping[str, int]) -> Iterator[Level]:
     depth, v_depth = sizes["head_dim"], sizes["v_head_dim"]
     if depth != v_depth:
         yield _create_level("V != H", "when V is not H", *DEPTHS)
+    else:
+        counter = {"v_head_dim": max(1, depth // 2)}
+        yield _create_level("V = H", "when V is H", *DEPTHS, odds=_RARER / 2, counter=counter)
     for name, size, field in (("H", depth, "head_dim"), ("V", v_depth, "v_head_dim")):
         yield _create_level(f"{name} = {size}", f"at depth {name} = {size}", *DEPTHS, odds=_RARER)
         if size & (size - 1):
