@@ -27,7 +27,8 @@ class UnseenKernel:
       fault: what is wrong, in the words of its author; of a correct kernel, its style.
       feature: the calls in which the fault shows.
       level: the lowest level at which the kernel was seen to be wrong; None if none of those judged sees it.
-      named: how well the first finding names the cause: `right`, `partly` or `no`.
+      named: how well the first finding at `smoke` names the cause: `right`, `partly` or `no`; None if it is not seen
+        there.
       words: phrases that the first finding has, if it names the cause.
     """
 
@@ -36,7 +37,7 @@ class UnseenKernel:
     fault: str
     feature: str = ""
     level: str | None = None
-    named: str = NO
+    named: str | None = None
     words: tuple[str, ...] = ()
 
     @property
