@@ -46,8 +46,8 @@ _ROUNDINGS = (
     dataclasses.replace(_DECODE, dtype="f16", distribution="aligned"),
 )
 
-# One case of each storage form, and two of pages. Sequences fill whole pages, and caches are so long that kernels split
-# them.
+# One case of each storage form, and three of pages. Sequences fill whole pages, and caches are so long that kernels
+# split them.
 _STORED_DECODE = dataclasses.replace(
     _DECODE, dtype="bf16", kv_length=2048, mask="causal-o2047", storage="paged16", distribution="opposed"
 )

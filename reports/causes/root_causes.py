@@ -338,7 +338,8 @@ class _ContenderEvidence:
         if not given or not further or _is_near_limit(finding.smallest):
             return finding
         levels = (*given, *further)
-        asked = sum(1 for record in right if set(levels) <= find_levels(record.case))
+        counted = {record.case for record in right if self._rows[record.case] & self._counted_rows}
+        asked = sum(set(levels) <= find_levels(case) for case in counted)
         red = finding.inside.red
         return dataclasses.replace(
             finding,
@@ -395,8 +396,7 @@ class _ContenderEvidence:
         is_shared = 2 * sum(set(levels) <= find_levels(case) for case in red) >= len(red)
         if not levels or not is_shared or _is_near_limit(first):
             return finding
-        counted = {case for case, row in self._rows.items() if row & self._counted_rows}
-        asked = {case for case in (*failing, *passing) if case in counted} | red
+        asked = {case for case in (*failing, *passing) if self._rows[case] & self._counted_rows} | red
         having = {case for case in asked if set(levels) <= find_levels(case)}
         return dataclasses.replace(
             finding,
