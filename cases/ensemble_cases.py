@@ -64,10 +64,10 @@ _STORED = (
 
 
 def select_ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """Select the plain cases, three on other code paths in bf16, those whose values make one rounding stand out, and
-    stored ones.
+    """Select the supported cases of the check.
 
-    Unsupported cases are left out.
+    These are the plain cases, three on other code paths in bf16, those whose values make one rounding stand out, and
+    those with stored operands.
     """
     elsewhere = (_build_case(where[0], "bf16", seed, *where[1:]) for where in _OTHER_PATHS)
     revealing = (dataclasses.replace(case, seed=seed) for case in (*_ROUNDINGS, *_STORED))

@@ -112,6 +112,12 @@ class Finding:
         return self.levels is not None or self.kind in (BEHIND_MASK, UNEXPECTED) or self.inside.red == self.inside.asked
 
     @property
+    def is_vague(self) -> bool:
+        """Return whether results are wrong and no levels are known, or levels with which at least half of the cases pass."""
+        is_narrow = self.levels is not None and 2 * self.inside.red > self.inside.asked
+        return self.kind in (FORWARD, GRADIENTS) and not is_narrow
+
+    @property
     def is_confirmed(self) -> bool:
         """Whether a case that fails with the levels is known to pass without any one of them."""
         return bool(self.levels) and bool(self.without) and all(self.without)

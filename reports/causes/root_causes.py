@@ -321,8 +321,7 @@ class _ContenderEvidence:
             without=nearest.without,
             passes=nearest.passes,
         )
-        is_vague = 2 * inside.red <= inside.asked and root.kind in (FORWARD, GRADIENTS)
-        return self._add_further_levels(finding, own, right) if is_vague else finding
+        return self._add_further_levels(finding, own, right) if finding.is_vague else finding
 
     def _add_further_levels(self, finding: Finding, own: Sequence[Record], right: Sequence[Record]) -> Finding:
         """Add levels without which the plainest failing case passes, and which all failing cases have."""

@@ -1,8 +1,8 @@
 """Read the kernels of authors who had seen neither the checks nor the planted bugs, and what is known of each.
 
-They were written from the contract alone: 60 wrong kernels by two authors, 30 correct ones by a third. `kernels.json`
-has for each wrong kernel its fault, the lowest level at which it was seen, and how the first finding names the cause,
-as a person read it once.
+They were written from the contract alone: 60 wrong kernels by two authors, 30 meant to be correct by a third.
+`kernels.json` has the fault of each wrong kernel, the lowest level at which it was seen, and how well the first finding
+names the cause, which was read once. `c03` is not correct: `limits` sees that it gives faint sinks no gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class UnseenKernel:
     Attributes:
       name: the name of its file, without the suffix.
       declarations: what its author declared.
-      fault: what is wrong, in the words of its author; of a correct kernel, its style.
+      fault: what is wrong, in the words of its author; of a kernel in `correct`, its style.
       feature: the calls in which the fault shows.
       level: the lowest level at which the kernel was seen to be wrong; None if none of those judged sees it.
       named: how well the first finding at `smoke` names the cause: `right`, `partly` or `no`; None if it is not seen
@@ -41,14 +41,19 @@ class UnseenKernel:
     words: tuple[str, ...] = ()
 
     @property
+    def folder(self) -> str:
+        """Return the folder that has the kernel: `correct` or `wrong`, as its author meant it."""
+        return "correct" if (FOLDER / "correct" / f"{self.name}.py").exists() else "wrong"
+
+    @property
     def is_correct(self) -> bool:
-        """Whether the kernel is correct."""
-        return (FOLDER / "correct" / f"{self.name}.py").exists()
+        """Return whether the kernel is meant to be correct, and no level sees a fault."""
+        return self.folder == "correct" and self.level is None
 
     @property
     def source(self) -> str:
-        """The source of the kernel, with its author's declarations."""
-        text = (FOLDER / ("correct" if self.is_correct else "wrong") / f"{self.name}.py").read_text(encoding="utf-8")
+        """Return the source of the kernel, with its author's declarations."""
+        text = (FOLDER / self.folder / f"{self.name}.py").read_text(encoding="utf-8")
         if not self.declarations:
             return text
         given = ", ".join(f"{name}={value!r}" for name, value in self.declarations.items())

@@ -17,7 +17,7 @@ from conformance.judging.runner import ABANDONED_CASE
 from conformance.records import Record
 from reports.causes import root_causes
 from reports.causes.case_levels import FIELD_GROUPS
-from reports.causes.finding import FORWARD, GRADIENTS, RAISES, Finding
+from reports.causes.finding import RAISES, Finding
 
 _MAX_ALTERNATIVES = 3  # the number of other explanations of a finding that are tested by cases
 _MAX_ROUNDS = 2  # probes of the first round may change what findings suspect, which the second round probes
@@ -51,7 +51,7 @@ def confirm_findings(
                 break
             if _is_worth_probing(finding):
                 prober.confirm(build_suspicion(finding))
-            if _is_vague(finding):
+            if finding.is_vague:
                 prober.isolate(
                     finding.smallest.implementation, finding.question[0], finding.smallest.case, FIELD_GROUPS
                 )
@@ -70,12 +70,6 @@ def _is_worth_probing(finding: Finding) -> bool:
     # If the failing case killed the kernel's process, judging similar cases would kill further processes.
     lost = finding.kind == RAISES and finding.smallest.reason.endswith(ABANDONED_CASE)
     return bool(finding.levels) and not settled and not lost
-
-
-def _is_vague(finding: Finding) -> bool:
-    """Tell whether a finding about wrong results names no levels, or levels with which most cases pass."""
-    is_narrow = finding.levels is not None and 2 * finding.inside.red > finding.inside.asked
-    return finding.kind in (FORWARD, GRADIENTS) and not is_narrow
 
 
 def build_suspicion(finding: Finding) -> Suspicion:
