@@ -113,7 +113,7 @@ class Finding:
 
     @property
     def is_vague(self) -> bool:
-        """Return whether results are wrong and no levels are known, or levels with which at least half of the cases pass."""
+        """Return whether results are wrong, and no levels are known with which most cases fail."""
         is_narrow = self.levels is not None and 2 * self.inside.red > self.inside.asked
         return self.kind in (FORWARD, GRADIENTS) and not is_narrow
 
