@@ -56,10 +56,11 @@ class Tiles:
         )
 
 
-RING_BLOCKS = (64, 128)
-"""Allowed numbers of rows of a Mosaic GPU kernel's tile.
+RING_BLOCKS = (32, 64, 128)
+"""Allowed numbers of rows of the tiles that a Mosaic GPU kernel visits.
 
-They are multiples of the 64 rows of one warpgroup's product, and small enough for its registers.
+They are small enough for a warpgroup's registers. Tiles of 32 rows are for deep heads, where others do not fit into
+shared memory: products with so few columns read more shared memory than the tensor cores take cycles.
 """
 
 
@@ -71,13 +72,18 @@ class Ring:
 
     Attributes:
       block: queries or keys per tile, one of `RING_BLOCKS`. At depths up to 128 no loop over full blocks spills
-        registers with either size (`ptxas` of CUDA 13.0), and 128 takes fewer instructions per pair. The kernel of dk
+        registers with 64 or 128 (`ptxas` of CUDA 13.0), and 128 takes fewer instructions per pair. The kernel of dk
         and dv spills registers in masked blocks of 128 queries.
       num_stages: tiles in flight, at least 2.
+      num_v_stages: tiles of values in flight, at most `num_stages`; None for as many. Only with `early_copies`.
       preferred: whether the kernel is used instead of Triton's on GPUs and calls that it supports. Only set where
         measured: fewer instructions are not always faster, and a default kernel must be correct.
       ping_pong: whether one computing warpgroup multiplies while the other computes exponentials. Forward kernel only.
       persistent: whether there is one program per multiprocessor, which computes several tiles. Forward kernel only.
+      early_copies: whether keys and values are released separately, each as soon as it is read, so that their next
+        copies start earlier. Not for the kernel of dk and dv.
+      num_q_stages: tiles of queries in flight, 1 or 2. With 2, a persistent kernel fetches the queries of its next tile
+        during this one.
     """
 
     block: int = 64
@@ -85,12 +91,25 @@ class Ring:
     preferred: bool = False
     ping_pong: bool = False
     persistent: bool = False
+    early_copies: bool = False
+    num_v_stages: int | None = None
+    num_q_stages: int = 1
 
     def __post_init__(self) -> None:
         if self.block not in RING_BLOCKS:
             raise ValueError(f"block must be one of {', '.join(map(str, RING_BLOCKS))}, got {self.block}")
         if self.num_stages < 2:
             raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
+        if self.num_v_stages is not None and not (self.early_copies and 1 <= self.num_v_stages <= self.num_stages):
+            raise ValueError(
+                f"num_v_stages must be 1 to num_stages={self.num_stages}, with early_copies=True; got "
+                f"{self.num_v_stages} with early_copies={self.early_copies}"
+            )
+        if self.num_q_stages not in (1, 2) or (self.num_q_stages == 2 and not self.persistent):
+            raise ValueError(
+                f"num_q_stages must be 1, or 2 with persistent=True; got {self.num_q_stages} with "
+                f"persistent={self.persistent}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +131,8 @@ class BlockSizes:
         for name, ring in (("mosaic_dq", self.mosaic_dq), ("mosaic_dkv", self.mosaic_dkv)):
             if ring.ping_pong or ring.persistent:
                 raise ValueError(f"{name} must be without ping_pong and persistent: only the forward kernel has them")
+        if self.mosaic_dkv.early_copies:
+            raise ValueError("mosaic_dkv must be without early_copies: it reads queries and cotangents to the end")
 
     def ring(self, kernel: Kernel) -> Ring:
         """Return the ring of one Mosaic GPU kernel."""
@@ -260,6 +281,16 @@ _HOPPER_ENTRIES = tuple(
                 _WIDE_DQ,
                 _WIDE_DKV,
                 mosaic_forward=Ring(block=128),
+            ),
+        ),
+        (
+            256,
+            _build_sizes(
+                Tiles(block_q=64, block_kv=32, num_warps=4, num_stages=2),
+                Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
+                Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
+                mosaic_forward=Ring(early_copies=True),
+                mosaic_dq=Ring(early_copies=True, num_v_stages=1),
             ),
         ),
     )

@@ -14,10 +14,10 @@ from cases.masks import Full
 from cases.operand_values import DTYPES
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.flash_gpu.attention import UNSUPPORTED, Products, attention
-from impls.flash_gpu.block_sizes import RING_BLOCKS, BlockSizes, Ring, Tiles, look_up
+from impls.flash_gpu.block_sizes import KERNELS, BlockSizes, Ring, Tiles, look_up
 from impls.flash_gpu.flash_gpu_packed import packed_attention
 from impls.flash_gpu.flash_gpu_tuning import build_tunable
-from impls.flash_gpu.pallas_backends import find_call_limit, find_misfit
+from impls.flash_gpu.pallas_backends import find_call_limit, find_misfit, fit_ring
 from impls.flash_gpu.tile_schedule import has_dead_keys
 from impls.jax_compat import get_device_kind, runs_on
 
@@ -93,7 +93,7 @@ def build_mosaic_implementation(name: str) -> Implementation:
     return Implementation(
         name=name,
         call=call,
-        description="flash_gpu with backend='mosaic': Mosaic GPU on Hopper, but for the backward pass beyond depth 128",
+        description="flash_gpu with backend='mosaic': Mosaic GPU on Hopper, up to depth 256",
         unsupported=_MOSAIC_UNSUPPORTED,
         supports_case=_find_misfit,
         arithmetic=Arithmetic(probabilities="input"),
@@ -158,11 +158,14 @@ def _get_common_declarations() -> dict[str, Any]:
 
 def _find_misfit(case: Case) -> str | None:
     depths = case.head_dim, case.v_head_dim
-    ring = look_up(get_device_kind("gpu"), max(depths), DTYPES[case.dtype].itemsize).sizes.mosaic_forward
-    ring = dataclasses.replace(ring, block=RING_BLOCKS[0])  # used where larger tiles do not fit
+    sizes = look_up(get_device_kind("gpu"), max(depths), DTYPES[case.dtype].itemsize).sizes
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     dead = case.segments is not None or has_dead_keys(mask, case.q_length, case.kv_length)
-    return find_misfit("forward", ring, *depths, segmented=case.segments is not None, dead_keys=dead)
+    needs: dict[str, bool] = {"segmented": case.segments is not None, "dead_keys": dead}
+    kernels = KERNELS if case.phase == "train" else KERNELS[:1]
+    rings = {kernel: fit_ring(kernel, sizes.ring(kernel), depths=depths, **needs) for kernel in kernels}
+    misfits = (find_misfit(kernel, ring, *depths, **needs) for kernel, ring in rings.items())
+    return next((misfit for misfit in misfits if misfit is not None), None)
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (

@@ -10,6 +10,9 @@ include waits. On an H200 the Mosaic kernels were correct and faster.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -27,8 +30,8 @@ Backend = Literal["triton", "mosaic"]
 
 HOPPER = ("H100", "H200", "H20", "H800", "GH200")
 """Names of Hopper GPUs: JAX's device kind contains one of them."""
-MAX_BACKWARD_DEPTH = 128
-"""Largest head depth of the Mosaic backward pass: beyond it, dk and dv in f32 leave a warpgroup too few registers."""
+MAX_MOSAIC_DEPTH = 256
+"""Largest head depth of the Mosaic kernels: an f32 row for each of 64 queries takes half of a warpgroup's registers."""
 # CUDA releases whose `ptxas` miscompiles causal masks. JAX's own Mosaic attention refuses them there too
 # (`jax.experimental.pallas.ops.gpu.attention_mgpu`).
 _MISCOMPILING_CUDA = range(12080, 12091)
@@ -61,7 +64,7 @@ def choose_mosaic_kernels(backend: Backend | None, plan: FlashGpuPlan, operands:
         )
         if misfit is None:
             continue
-        if backend == "mosaic" and not _needs_triton(kernel, plan.head_dim, plan.v_head_dim):
+        if backend == "mosaic":
             raise NotImplementedError(
                 f"flash_gpu does not support backend='mosaic' for {misfit}; take backend='triton' or None"
             )
@@ -95,11 +98,14 @@ def find_misfit(
     Keys that no query attends to (`dead_keys`) need an additional buffer.
     """
     depths = f"head depths {head_dim} and {v_head_dim}"
-    if _needs_triton(kernel, head_dim, v_head_dim):
-        return f"the backward pass at {depths}, which is for Triton beyond {MAX_BACKWARD_DEPTH}"
+    if max(head_dim, v_head_dim) > MAX_MOSAIC_DEPTH:
+        return f"{depths}, beyond {MAX_MOSAIC_DEPTH}"
     scratch = mosaic_forward.build_scratch if kernel == "forward" else mosaic_backward.build_scratch
     shape = KernelShape.of(kernel, ring, head_dim, v_head_dim)
-    need = count_shared_bytes(scratch(shape, jnp.bfloat16, segmented=segmented, dead_keys=dead_keys))
+    need = count_shared_bytes(
+        scratch(shape, jnp.bfloat16, segmented=segmented, dead_keys=dead_keys),
+        reduces=kernel == "forward" or (kernel == "dq" and dead_keys),
+    )
     if need > SHARED_MEMORY:
         return (
             f"{depths} with {ring.num_stages} tiles of {ring.block} in flight ({kernel}): they take {need} bytes of "
@@ -109,17 +115,43 @@ def find_misfit(
 
 
 def fit_rings(plan: FlashGpuPlan) -> BlockSizes:
-    """Replace rings of Mosaic kernels that do not fit by the smallest ones."""
+    """Replace rings of Mosaic kernels that do not fit this call by the largest ones that do.
 
-    def fit_ring(kernel: Kernel) -> Ring:
-        ring, depths = plan.sizes.ring(kernel), (plan.head_dim, plan.v_head_dim)
-        misfit = find_misfit(kernel, ring, *depths, segmented=plan.segmented, dead_keys=plan.has_dead_keys)
-        return ring if misfit is None else dataclasses.replace(ring, block=RING_BLOCKS[0])
-
+    So tiles are chosen for each call: segment ids and keys that no query attends to take shared memory of their own.
+    """
+    sizes = plan.sizes
+    fit = functools.partial(
+        fit_ring, depths=(plan.head_dim, plan.v_head_dim), segmented=plan.segmented, dead_keys=plan.has_dead_keys
+    )
     return dataclasses.replace(
-        plan.sizes, mosaic_forward=fit_ring("forward"), mosaic_dq=fit_ring("dq"), mosaic_dkv=fit_ring("dkv")
+        sizes,
+        mosaic_forward=fit("forward", sizes.mosaic_forward),
+        mosaic_dq=fit("dq", sizes.mosaic_dq),
+        mosaic_dkv=fit("dkv", sizes.mosaic_dkv),
     )
 
 
-def _needs_triton(kernel: Kernel, head_dim: int, v_head_dim: int) -> bool:
-    return kernel != "forward" and max(head_dim, v_head_dim) > MAX_BACKWARD_DEPTH
+def fit_ring(kernel: Kernel, ring: Ring, *, depths: tuple[int, int], segmented: bool, dead_keys: bool) -> Ring:
+    """Return the ring, or the largest smaller one that fits; if none fits, the ring as it is.
+
+    Fewer tiles in flight are tried first (of queries, values, then keys), and then smaller tiles. If tiles are half as
+    large, twice as many may be in flight.
+    """
+    for found in _iter_smaller_rings(ring):
+        if find_misfit(kernel, found, *depths, segmented=segmented, dead_keys=dead_keys) is None:
+            return found
+    return ring
+
+
+def _iter_smaller_rings(ring: Ring) -> Iterator[Ring]:
+    """Yield the ring, then smaller ones, in the order of `fit_ring`."""
+    for block in (size for size in reversed(RING_BLOCKS) if size <= ring.block):
+        more = ring.block // block
+        for num_stages in range(ring.num_stages * more, 1, -1):
+            v_stages: Iterable[int | None] = (None,)
+            if ring.num_v_stages is not None:
+                v_stages = range(min(ring.num_v_stages * more, num_stages), 0, -1)
+            for num_v_stages, num_q_stages in itertools.product(v_stages, range(ring.num_q_stages, 0, -1)):
+                yield dataclasses.replace(
+                    ring, block=block, num_stages=num_stages, num_v_stages=num_v_stages, num_q_stages=num_q_stages
+                )

@@ -75,6 +75,7 @@ class LoopKind:
         the head dimension of keys, such as dx k; products whose result has that of values, such as p v).
       operands: how many values of each pair (such as p or dx) are rounded to be operands of the products in `of_sums`.
       more: largest number of further exponentials, beside one for each pair, as a share of the number of pairs.
+      exponentials: whether the loop computes an exponential for each pair; otherwise it computes none.
     """
 
     name: str
@@ -82,6 +83,7 @@ class LoopKind:
     of_sums: tuple[int, int]
     operands: int
     more: float
+    exponentials: bool = True
 
 
 # The comments name the products: those with one result for each pair, then those that add to sums.
@@ -90,6 +92,8 @@ LOOP_KINDS = (
     LoopKind("dq", (1, 1), (1, 0), 1, 0.02),  # q k, do v; dx k
     LoopKind("dkv", (1, 1), (1, 1), 2, 0.02),  # q k, do v; dx q, p do
     LoopKind("all", (1, 1), (2, 1), 2, 0.02),  # q k, do v; dx k, dx q, p do
+    # Where two warpgroups share keys, the loop of dv has the products of `forward`, and passes on the exponentials.
+    LoopKind("dk", (0, 1), (1, 0), 1, 0.0, exponentials=False),  # do v; dx q
 )
 _REPETITIONS = (1, 2, 4)
 """How often a pair of a query and a key may be computed in a block: several warps may each compute the same pair."""
@@ -209,7 +213,8 @@ def count_pairs(
     is padded to a multiple of 64 or to a power of two, and whether several warps compute the same pairs. All
     combinations are tried. A combination fits if two more counts agree:
 
-    - Each pair takes one exponential; in the forward pass, rescaling a row takes some more.
+    - Each pair takes one exponential; in the forward pass, rescaling a row takes some more. A loop of dk alone takes
+      none.
     - One or two numbers of each pair are rounded to be operands of a product.
 
     If several combinations fit, those without repeated pairs are preferred, then the one with the most pairs.
@@ -231,7 +236,8 @@ def count_pairs(
             of_pairs, of_sums = (per[0] * keys + per[1] * values for per in (kind.of_pairs, kind.of_sums))
             pairs = products / (of_pairs + of_sums / times)
             operands = round(rounded * _WARP_SIZE / pairs)
-            if pairs <= there <= (1 + kind.more) * pairs and (not rounded or operands == kind.operands):
+            exponentials_fit = pairs <= there <= (1 + kind.more) * pairs if kind.exponentials else there == 0
+            if exponentials_fit and (not rounded or operands == kind.operands):
                 fitting.append((-times, pairs, kind.name))
     if not fitting:
         return None

@@ -13,7 +13,8 @@ From the logits z, equations (1) and (2) of `impls.flash_gpu.mosaic.mosaic_tiles
 Where a pair may not attend, z is set to -inf, which makes p and dx 0. If there may be keys that no query attends to,
 whose values may be NaN, p and dx are set to 0 instead. `D - dlse` comes from `impls.flash_gpu.flash_gpu_passes` as
 `row_sums`. One kernel owns blocks of queries and computes dq (14). Another owns blocks of keys and computes dv (9) and
-dk (15), summed over the query heads of its group.
+dk (15), summed over the query heads of its group. Beyond depth 128 its warpgroups divide that work otherwise
+(`impls.flash_gpu.mosaic.split_dkv`).
 """
 
 from __future__ import annotations
@@ -28,78 +29,34 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from impls.flash_gpu.exponentials import LOG2_E
 from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows, make_shape
+from impls.flash_gpu.mosaic.backward_tiles import (
+    build_backward_inputs,
+    build_scratch,
+    compute_allowed_keys,
+    copy_queries,
+)
 from impls.flash_gpu.mosaic.forward import copy_keys, prepare_allowed
-from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile, build_inputs, launch, pad_axes
-from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, KernelShape, allocate_tile, build_shape
+from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile, launch
+from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, build_shape
 from impls.flash_gpu.mosaic.mosaic_tiles import (
-    PairSpan,
     accumulate,
     broadcast_over_keys,
     broadcast_over_queries,
-    compute_allowed,
     compute_logits,
     get_exponent_factor,
     multiply,
     zero_unseen_rows,
 )
+from impls.flash_gpu.mosaic.split_dkv import run_split_dkv_program
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
 from impls.jax_compat import Scalar
-
-
-def _build_inputs(plan: FlashGpuPlan, shape: KernelShape, operands: Operands, rows: QueryRows) -> dict[str, jax.Array]:
-    inputs = build_inputs(plan, shape, operands)
-    length = inputs["q"].shape[1]
-    inputs["d_out"] = pad_axes(rows.d_out, {1: length, 3: shape.v_head_dim})
-    rows = rows._replace(shift=rows.shift * jnp.float32(LOG2_E))
-    return inputs | {name: pad_axes(getattr(rows, name), {2: length}) for name in ("shift", "row_sums")}
-
-
-def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
-    """Describe the shared memory and barriers of a program by name: tiles that it owns, and tiles that it visits.
-
-    At the end each gradient is stored in the tile of its operand, which is no longer read by then.
-    """
-    own, other = (COMPUTE_WARPGROUPS, ROWS), (shape.slots, shape.visited)
-    queries, keys = (own, other) if shape.axis == "q" else (other, own)
-    ids = int(segmented)
-    of_queries, of_keys = 4 + ids, 1 + ids  # numbers of copies: q, d_out, shift, row_sums; k
-    scratch: dict[str, Any] = {
-        "q_tile": allocate_tile(dtype, *queries, shape.head_dim),
-        "d_out_tile": allocate_tile(dtype, *queries, shape.v_head_dim),
-        "shift_tile": plgpu.SMEM(queries, jnp.float32),
-        "row_sums_tile": plgpu.SMEM(queries, jnp.float32),
-        "k_tile": allocate_tile(dtype, *keys, shape.head_dim),
-        "v_tile": allocate_tile(dtype, *keys, shape.v_head_dim),
-        "q_arrived": plgpu.Barrier(num_arrivals=of_queries, num_barriers=queries[0]),
-        "k_arrived": plgpu.Barrier(num_arrivals=of_keys, num_barriers=keys[0]),
-        "v_arrived": plgpu.Barrier(num_barriers=keys[0]),
-        "free": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=shape.slots),
-    }
-    if segmented:
-        scratch |= {"q_ids_tile": plgpu.SMEM(queries, jnp.int32), "kv_ids_tile": plgpu.SMEM(keys, jnp.int32)}
-    if shape.axis == "q" and dead_keys:
-        scratch["k_seen"] = allocate_tile(dtype, COMPUTE_WARPGROUPS, shape.visited, shape.head_dim)
-    return scratch
-
-
-def _copy_queries(place: ProgramTile, start: Scalar, size: int, head: Scalar, slot: Scalar) -> None:
-    """Start async copies of the tiles of a block of queries of one head."""
-    inputs, scratch, arrived = place.inputs, place.scratch, place.scratch["q_arrived"].at[slot]
-    rows = pl.ds(start, size)
-    for name in ("q", "d_out"):
-        plgpu.copy_gmem_to_smem(inputs[name].at[place.batch, rows, head], scratch[f"{name}_tile"].at[slot], arrived)
-    for name in ("shift", "row_sums"):
-        plgpu.copy_gmem_to_smem(inputs[name].at[place.batch, head, rows], scratch[f"{name}_tile"].at[slot], arrived)
-    if place.plan.segmented:
-        plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[slot], arrived)
 
 
 def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> Float[Array, "B T N H"]:
     """Compute the gradient of q, `[B, T, N, H]`."""
     shape, dtype = build_shape(plan, "dq"), operands.q.dtype
-    inputs = _build_inputs(plan, shape, operands, rows)
+    inputs = build_backward_inputs(plan, shape, operands, rows)
     (dq,) = launch(
         _run_dq_program,
         plan,
@@ -117,12 +74,12 @@ def _run_dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any
 
     @pl.when(place.warpgroup == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         place.fetch(place.total, functools.partial(copy_keys, place))
 
     @pl.when(place.warpgroup < COMPUTE_WARPGROUPS)
     def _compute() -> None:
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         warpgroup = place.warpgroup
         dq = _compute_dq(place)
         ready = scratch["q_tile"].at[warpgroup]
@@ -135,13 +92,13 @@ def _run_dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any
 def _compute_dq(place: ProgramTile) -> jax.Array:
     """Compute the gradient of this warpgroup's queries, not yet multiplied by the scale."""
     scratch, plan, warpgroup = place.scratch, place.plan, place.warpgroup
-    _copy_queries(place, place.start, ROWS, place.head, warpgroup)
+    copy_queries(place, place.start, ROWS, place.head, warpgroup)
     plgpu.barrier_wait(scratch["q_arrived"].at[warpgroup])
     q, d_out = scratch["q_tile"].at[warpgroup], scratch["d_out_tile"].at[warpgroup]
     shift, row_sums = scratch["shift_tile"].at[warpgroup][...], scratch["row_sums_tile"].at[warpgroup][...]
 
     def visit(masked: bool, at: Scalar, dq: jax.Array) -> jax.Array:
-        slot = place.slot(at)
+        slot, v_slot = place.slot(at), place.v_slot(at)
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
         k = scratch["k_tile"].at[slot]
         z, slope = compute_logits(plan, multiply(plan, q, k, transposed=True))  # logits with soft cap, eqs. (1) and (2)
@@ -150,8 +107,9 @@ def _compute_dq(place: ProgramTile) -> jax.Array:
         if allowed_pairs is not None and not plan.has_dead_keys:
             y = jnp.where(allowed_pairs(False), y, -jnp.inf)  # masked after the fused multiply and subtract
         p = jnp.exp2(y)  # probabilities, equation (8)
-        plgpu.barrier_wait(scratch["v_arrived"].at[slot])
-        dp = multiply(plan, d_out, scratch["v_tile"].at[slot], transposed=True)  # dp, equation (10)
+        plgpu.barrier_wait(scratch["v_arrived"].at[v_slot])
+        dp = multiply(plan, d_out, scratch["v_tile"].at[v_slot], transposed=True)  # dp, equation (10)
+        place.release_values(at)
         dx = p * (dp - broadcast_over_keys(row_sums, z.shape[1]))  # dz, equation (12)
         dx = dx if slope is None else dx * slope  # dx, equation (13)
         if allowed_pairs is not None and plan.has_dead_keys:
@@ -161,7 +119,8 @@ def _compute_dq(place: ProgramTile) -> jax.Array:
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
             k = k_seen
         dq = accumulate(plan, dq, dx.astype(k.dtype), k)  # dq, equation (14), not yet scaled
-        place.release_slot(slot)
+        place.release_keys(at)
+        place.end_step(at)
         return dq
 
     dq = jnp.zeros((ROWS, place.shape.head_dim), jnp.float32)
@@ -177,9 +136,9 @@ def compute_dkv(
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """Compute the gradients of k and v, `[B, S, K, .]`."""
     shape, dtype = build_shape(plan, "dkv"), operands.k.dtype
-    inputs = _build_inputs(plan, shape, operands, rows)
+    inputs = build_backward_inputs(plan, shape, operands, rows)
     dk, dv = launch(
-        _run_dkv_program,
+        run_split_dkv_program if shape.owned == ROWS else _run_dkv_program,
         plan,
         shape,
         inputs,
@@ -194,18 +153,19 @@ def _run_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, An
     group = jnp.int32(place.plan.group)
     total = place.total
 
-    def copy_step(at: Scalar, slot: Scalar) -> None:
+    def copy_step(at: Scalar) -> None:
         head = place.head * group + lax.div(at, total)
-        _copy_queries(place, place.visited(lax.rem(at, total)), place.shape.visited, head, slot)
+        place.wait_for_slot(at)
+        copy_queries(place, place.visited(lax.rem(at, total)), place.shape.visited, head, place.slot(at))
 
     @pl.when(place.warpgroup == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         place.fetch(total * group, copy_step)
 
     @pl.when(place.warpgroup < COMPUTE_WARPGROUPS)
     def _compute() -> None:
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         warpgroup, rows = place.warpgroup, pl.ds(place.start, ROWS)
         k_arrived, v_arrived = scratch["k_arrived"].at[warpgroup], scratch["v_arrived"].at[warpgroup]
         plgpu.copy_gmem_to_smem(
@@ -241,7 +201,7 @@ def _sum_over_group(place: ProgramTile, group: Any, total: Any) -> tuple[jax.Arr
         plgpu.barrier_wait(scratch["q_arrived"].at[slot])
         q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
         z, slope = compute_logits(plan, multiply(plan, k, q, transposed=True))  # logits with soft cap, eqs. (1) and (2)
-        allowed_pairs = _compute_allowed(place, at, slot) if masked else None
+        allowed_pairs = compute_allowed_keys(place, at, slot, warpgroup) if masked else None
         if allowed_pairs is not None and not plan.has_dead_keys:
             z = jnp.where(allowed_pairs, z, -jnp.inf)
         p = jnp.exp2(
@@ -256,7 +216,7 @@ def _sum_over_group(place: ProgramTile, group: Any, total: Any) -> tuple[jax.Arr
         dk, dv = sums
         dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)  # dv, equation (9)
         dk = accumulate(plan, dk, dx.astype(q.dtype), q)  # dk, equation (15), not yet scaled
-        place.release_slot(slot, read_as_values=True)  # shift and row_sums were read as values
+        place.end_step(base + at, read_as_values=True)  # shift and row_sums were read as values
         return dk, dv
 
     def visit_head(head: Scalar, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -273,12 +233,3 @@ def _sum_over_group(place: ProgramTile, group: Any, total: Any) -> tuple[jax.Arr
     )
     found: tuple[jax.Array, jax.Array] = lax.fori_loop(jnp.int32(0), group, visit_head, sums)
     return found
-
-
-def _compute_allowed(place: ProgramTile, at: Scalar, slot: Scalar) -> jax.Array:
-    """Compute which positions of a tile of this warpgroup's keys may attend, `[keys, queries]`."""
-    span = PairSpan(place.batch, place.visited(at), place.start, place.shape.visited, ROWS)
-    ids = None
-    if place.plan.segmented:
-        ids = (place.scratch["q_ids_tile"].at[slot][...], place.scratch["kv_ids_tile"].at[place.warpgroup][...])
-    return compute_allowed(place.plan, place.inputs, span, ids, keys_first=True)

@@ -17,6 +17,7 @@ they can, or in turns (`impls.flash_gpu.mosaic.tensor_core_turns`). The sources 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -78,18 +79,22 @@ def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
 
 def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
     """Describe the shared memory and barriers of a program by name."""
-    ids = int(segmented)
+    ids, q_tiles = int(segmented), shape.q_slots * COMPUTE_WARPGROUPS
     scratch: dict[str, Any] = {
-        "q_tile": allocate_tile(dtype, COMPUTE_WARPGROUPS, ROWS, shape.head_dim),
+        "q_tile": allocate_tile(dtype, q_tiles, ROWS, shape.head_dim),
         "k_tile": allocate_tile(dtype, shape.slots, shape.visited, shape.head_dim),
-        "v_tile": allocate_tile(dtype, shape.slots, shape.visited, shape.v_head_dim),
+        "v_tile": allocate_tile(dtype, shape.v_slots, shape.visited, shape.v_head_dim),
         "total_tile": plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS), jnp.float32),
         "max_tile": plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS), jnp.float32),
-        "q_arrived": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=COMPUTE_WARPGROUPS),
+        "q_arrived": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=q_tiles),
         "k_arrived": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=shape.slots),
-        "v_arrived": plgpu.Barrier(num_barriers=shape.slots),
+        "v_arrived": plgpu.Barrier(num_barriers=shape.v_slots),
         "free": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=shape.slots),
     }
+    if shape.early_copies:
+        scratch["v_free"] = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=shape.v_slots)
+    if shape.q_slots > 1:
+        scratch["q_free"] = plgpu.Barrier(num_barriers=q_tiles)
     if shape.head_dim != shape.v_head_dim:
         scratch["out_tile"] = allocate_tile(dtype, COMPUTE_WARPGROUPS, ROWS, shape.v_head_dim)
     if shape.ping_pong:
@@ -97,7 +102,7 @@ def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys:
     if dead_keys:
         scratch["v_seen"] = allocate_tile(dtype, COMPUTE_WARPGROUPS, shape.visited, shape.v_head_dim)
     if segmented:
-        scratch["q_ids_tile"] = plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS), jnp.int32)
+        scratch["q_ids_tile"] = plgpu.SMEM((q_tiles, ROWS), jnp.int32)
         scratch["kv_ids_tile"] = plgpu.SMEM((shape.slots, shape.visited), jnp.int32)
     return scratch
 
@@ -108,7 +113,7 @@ def _run_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], 
     @pl.when(place.warpgroup == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
         plgpu.set_max_registers(40, action="decrease")
-        place.fetch_tiles(copy_keys)
+        place.fetch_tiles(copy_keys, _copy_all_queries)
 
     @pl.when(place.warpgroup < COMPUTE_WARPGROUPS)
     def _compute() -> None:
@@ -118,6 +123,9 @@ def _run_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], 
         place.visit_tiles(functools.partial(_attend, inputs, outputs, turns))
         turns.end()
         plgpu.wait_smem_to_gmem(0)
+        if place.shape.q_slots > 1:
+            last = place.inputs["program_tiles"][place.program, 0] - 1
+            place.release(scratch["q_free"].at[dataclasses.replace(place, number=last).q_slot])
 
 
 def _attend(inputs: dict[str, Any], outputs: Any, turns: TensorCoreTurns, place: ProgramTile) -> None:
@@ -131,7 +139,8 @@ def _attend(inputs: dict[str, Any], outputs: Any, turns: TensorCoreTurns, place:
     some = softmax.total > 0
     total = jnp.where(some, softmax.total, 1.0)
     scratch["total_tile"].at[warpgroup][...] = softmax.total
-    ready = scratch.get("out_tile", scratch["q_tile"]).at[warpgroup]  # the queries are no longer read
+    # The queries are no longer read.
+    ready = scratch["out_tile"].at[warpgroup] if "out_tile" in scratch else scratch["q_tile"].at[place.q_slot]
     ready[...] = (softmax.out / broadcast_over_keys(total, place.shape.v_head_dim)).astype(out.dtype)  # out, eq. (6)
     plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
     rows = pl.ds(place.start, ROWS)
@@ -140,15 +149,32 @@ def _attend(inputs: dict[str, Any], outputs: Any, turns: TensorCoreTurns, place:
     plgpu.copy_smem_to_gmem(scratch["max_tile"].at[warpgroup], max_out.at[batch, head, rows])
 
 
-def copy_keys(place: ProgramTile, at: Scalar, slot: Scalar) -> None:
-    """Start async copies of one step's tiles of k and v, and of its segment ids."""
-    inputs, scratch = place.inputs, place.scratch
+def copy_keys(place: ProgramTile, at: Scalar) -> None:
+    """Start async copies of one step's tiles of k and v, and of its segment ids, each once there is room."""
+    inputs, scratch, slot, v_slot = place.inputs, place.scratch, place.slot(at), place.v_slot(at)
     keys, head = pl.ds(place.visited(at), place.shape.visited), lax.div(place.head, jnp.int32(place.plan.group))
-    k_arrived, v_arrived = scratch["k_arrived"].at[slot], scratch["v_arrived"].at[slot]
+    k_arrived, v_arrived = scratch["k_arrived"].at[slot], scratch["v_arrived"].at[v_slot]
+    place.wait_for_slot(at)
     plgpu.copy_gmem_to_smem(inputs["k"].at[place.batch, keys, head], scratch["k_tile"].at[slot], k_arrived)
     if place.plan.segmented:
         plgpu.copy_gmem_to_smem(inputs["kv_ids"].at[place.batch, keys], scratch["kv_ids_tile"].at[slot], k_arrived)
-    plgpu.copy_gmem_to_smem(inputs["v"].at[place.batch, keys, head], scratch["v_tile"].at[slot], v_arrived)
+    place.wait_for_v_slot(at)
+    plgpu.copy_gmem_to_smem(inputs["v"].at[place.batch, keys, head], scratch["v_tile"].at[v_slot], v_arrived)
+
+
+def _copy_all_queries(place: ProgramTile) -> None:
+    """Start async copies of the queries of both computing warpgroups."""
+    for warpgroup in range(COMPUTE_WARPGROUPS):
+        _copy_queries(dataclasses.replace(place, warpgroup=jnp.int32(warpgroup)))
+
+
+def _copy_queries(place: ProgramTile) -> None:
+    """Start async copies of the queries of the warpgroup of `place`, and of their segment ids."""
+    inputs, scratch, slot, rows = place.inputs, place.scratch, place.q_slot, pl.ds(place.start, ROWS)
+    arrived = scratch["q_arrived"].at[slot]
+    plgpu.copy_gmem_to_smem(inputs["q"].at[place.batch, rows, place.head], scratch["q_tile"].at[slot], arrived)
+    if place.plan.segmented:
+        plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[slot], arrived)
 
 
 def prepare_allowed(place: ProgramTile, at: Scalar, slot: Scalar) -> Callable[[bool], jax.Array]:
@@ -163,7 +189,7 @@ def prepare_allowed(place: ProgramTile, at: Scalar, slot: Scalar) -> Callable[[b
         ids = None
         if place.plan.segmented:
             # Read again for each order: rows and columns of ids have different register layouts.
-            ids = (scratch["q_ids_tile"].at[place.warpgroup][...], scratch["kv_ids_tile"].at[slot][...])
+            ids = (scratch["q_ids_tile"].at[place.q_slot][...], scratch["kv_ids_tile"].at[slot][...])
         return compute_allowed(place.plan, place.inputs, span, ids, keys_first=keys_first)
 
     return found
@@ -172,28 +198,30 @@ def prepare_allowed(place: ProgramTile, at: Scalar, slot: Scalar) -> Callable[[b
 def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftmax:
     """Compute the softmax of this warpgroup's queries over all visited blocks."""
     inputs, scratch, plan, warpgroup = place.inputs, place.scratch, place.plan, place.warpgroup
-    q_arrived, rows = scratch["q_arrived"].at[warpgroup], pl.ds(place.start, ROWS)
-    q = scratch["q_tile"].at[warpgroup]
-    if place.base is not None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results of the last tile lie where the queries are copied to
-    plgpu.copy_gmem_to_smem(inputs["q"].at[place.batch, rows, place.head], q, q_arrived)
-    if plan.segmented:
-        plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[warpgroup], q_arrived)
-    plgpu.barrier_wait(q_arrived)
+    q = scratch["q_tile"].at[place.q_slot]
+    if place.shape.q_slots == 1:
+        if place.base is not None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results of the last tile lie where queries are copied to
+        _copy_queries(place)
+    plgpu.barrier_wait(scratch["q_arrived"].at[place.q_slot])
 
     def visit(masked: bool, at: Scalar, softmax: RunningSoftmax) -> RunningSoftmax:
-        slot = place.slot(at)
+        slot, v_slot = place.slot(at), place.v_slot(at)
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
         # Products <q, k> of equation (1). The scale is applied in `compute_logits` or in the exponential.
         products = multiply(plan, q, scratch["k_tile"].at[slot], transposed=True, issued=turns.give)
+        if not plan.segmented:
+            place.release_keys(at)
+        if place.shape.q_slots > 1:
+            pl.when(at == 0)(functools.partial(_release_last_queries, place))
         z, _ = compute_logits(plan, products)  # soft cap, equation (2)
         may = prepare_allowed(place, at, slot) if masked else None
         if may is not None:
             z = jnp.where(may(False), z, -jnp.inf)  # hidden pairs get -inf, equation (3)
         softmax, weights = update_softmax(plan, softmax, z, masked=masked)  # maximum and sum, equations (4) and (5)
         weights = weights.astype(inputs["v"].dtype)
-        plgpu.barrier_wait(scratch["v_arrived"].at[slot])
-        v = scratch["v_tile"].at[slot]
+        plgpu.barrier_wait(scratch["v_arrived"].at[v_slot])
+        v = scratch["v_tile"].at[v_slot]
         if may is not None and plan.has_dead_keys:
             v_seen = scratch["v_seen"].at[warpgroup]
             v_seen[...] = zero_unseen_rows(v[...], may(True))
@@ -205,7 +233,10 @@ def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftm
             softmax, weights = pinned
         turns.take()
         out = accumulate(plan, softmax.out, weights, v)  # (6), not divided
-        place.release_slot(slot)
+        if plan.segmented:
+            place.release_keys(at)  # the ids of the keys were read until here
+        place.release_values(at)
+        place.end_step(at)
         return softmax._replace(out=out)
 
     softmax = RunningSoftmax(
@@ -219,7 +250,18 @@ def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftm
     if "partial" in place.kinds:
         softmax = lax.fori_loop(place.full, place.total, functools.partial(visit, True), softmax)
     pl.when(place.total > 0)(turns.give)
+    if place.shape.q_slots > 1:
+        pl.when(place.total == 0)(functools.partial(_release_last_queries, place))
     return softmax._replace(total=jnp.sum(softmax.total, axis=1))
+
+
+def _release_last_queries(place: ProgramTile) -> None:
+    """Release the queries of the last tile, once the results that replaced them are read."""
+
+    @pl.when(place.number > 0)
+    def _release() -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        place.release(place.scratch["q_free"].at[dataclasses.replace(place, number=place.number - 1).q_slot])
 
 
 def _add_sink(old: RunningSoftmax, sink: Any) -> RunningSoftmax:

@@ -15,8 +15,9 @@ The following properties are not checked by JAX's interpreter. They rest on the 
   - Arrays are padded to whole tiles, so no copy crosses their ends. Tiles start at multiples of 1024 bytes and of 8
     rows, as the 128-byte swizzle requires. Rows of every array start at multiples of 16 bytes, as TMA requires.
   - Warpgroups take different branches around copies and barriers; threads of one warpgroup never do.
-  - In a persistent kernel, `wait_smem_to_gmem` waits until the results of the last tile are read before the queries of
-    the next tile are copied to the same memory.
+  - In a persistent kernel, `wait_smem_to_gmem` waits until the results of the last tile are read before queries are
+    copied to the same memory. These are the queries of the next tile, or, with two tiles of queries in flight, those of
+    the tile after it: the warpgroup then says so at the barrier `q_free`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from impls.flash_gpu.flash_gpu_arrays import Operands
-from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, OWNED_ROWS, ROWS, KernelShape, round_up
+from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, KernelShape, round_up
 from impls.flash_gpu.mosaic.tile_order import TileOrder, deal_tiles
 from impls.flash_gpu.tile_schedule import BLOCK_KINDS, FlashGpuPlan, Visits
 from impls.jax_compat import Scalar, build_mosaic_call, count_multiprocessors
@@ -132,6 +133,7 @@ class ProgramTile:
       head: query head, or key/value head if the program owns keys.
       block: block of the owned axis.
       base: number of steps of the program before this tile; None if it has only one tile.
+      number: number of tiles of the program before this tile.
     """
 
     plan: FlashGpuPlan
@@ -145,11 +147,24 @@ class ProgramTile:
     head: Scalar
     block: Scalar
     base: Any | None = None
+    number: Scalar = 0
 
     @property
     def start(self) -> Any:
         """First row of the owned axis that this warpgroup computes."""
-        return self.block * OWNED_ROWS + self.warpgroup * ROWS
+        first = self.block * self.shape.owned
+        return first if self.shape.owned == ROWS else first + self.warpgroup * ROWS
+
+    @property
+    def q_slot(self) -> Any:
+        """Index of this warpgroup's tile of queries in shared memory."""
+        return self.find_q_slot(self.warpgroup)
+
+    def find_q_slot(self, warpgroup: Scalar) -> Any:
+        """Find the index of a warpgroup's tile of queries in shared memory."""
+        if self.shape.q_slots == 1:
+            return warpgroup
+        return lax.rem(self.number, jnp.int32(self.shape.q_slots)) * COMPUTE_WARPGROUPS + warpgroup
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -180,7 +195,14 @@ class ProgramTile:
 
     def slot(self, at: Scalar) -> Any:
         """Compute the ring slot of a step."""
-        slots, at = self.shape.slots, self.count_steps_to(at)
+        return self._find_slot(at, self.shape.slots)
+
+    def v_slot(self, at: Scalar) -> Any:
+        """Compute the ring slot of the values of a step, which may have fewer slots."""
+        return self._find_slot(at, self.shape.v_slots)
+
+    def _find_slot(self, at: Scalar, slots: int) -> Any:
+        at = self.count_steps_to(at)
         return at & jnp.int32(slots - 1) if slots & (slots - 1) == 0 else lax.rem(at, jnp.int32(slots))
 
     def visit_tiles(self, compute: Callable[[ProgramTile], None]) -> Any:
@@ -192,57 +214,87 @@ class ProgramTile:
 
         def one(at: Scalar, base: Any) -> Any:
             batch, head, block = self.order.at(program_tiles[self.program, 1 + at])
-            place = dataclasses.replace(self, batch=batch, head=head, block=block, base=base)
+            place = dataclasses.replace(self, batch=batch, head=head, block=block, base=base, number=at)
             compute(place)
             return base + place.total
 
         return lax.fori_loop(jnp.int32(0), program_tiles[self.program, 0], one, jnp.int32(0))
 
-    def fetch_tiles(self, copy_step: Callable[[ProgramTile, Any, Any], None]) -> None:
-        """Call `copy_step(place, step, slot)` for each step of each tile, ahead of the computation."""
-        if not self.shape.persistent:
-            self.fetch(self.total, functools.partial(copy_step, self))
-            return
+    def fetch_tiles(self, copy_step: Callable[[ProgramTile, Any], None], copy_q: Callable[[ProgramTile], None]) -> None:
+        """Call `copy_step(place, step)` for each step of each tile, ahead of the computation.
+
+        If the queries of several tiles are in flight, `copy_q(place)` comes before the steps of a tile.
+        """
 
         def of_tile(place: ProgramTile) -> None:
-            def step(at: Scalar, _: None) -> None:
-                place.wait_for_slot(at)
-                copy_step(place, at, place.slot(at))
+            if self.shape.q_slots > 1:
+                place.wait_for_q_slots()
+                copy_q(place)
+            lax.fori_loop(jnp.int32(0), place.total, lambda at, _: copy_step(place, at), None)
 
-            lax.fori_loop(jnp.int32(0), place.total, step, None)
+        self.drain(self.visit_tiles(of_tile))
 
-        steps = self.visit_tiles(of_tile)
+    def fetch(self, total: Any, copy_step: Callable[[Any], None]) -> None:
+        """Call `copy_step(step)` for each step of the program's only tile, ahead of the computation."""
+        lax.fori_loop(jnp.int32(0), total, lambda at, _: copy_step(at), None)
+        self.drain(total)
+
+    def drain(self, steps: Any) -> None:
+        """Wait for the last releases, so that every barrier is back in its first state when the program ends."""
         lax.fori_loop(steps, steps + self.shape.slots, lambda at, _: self.wait_for_slot(at), None)
-
-    def fetch(self, total: Any, copy_step: Callable[[Any, Any], None]) -> None:
-        """Call `copy_step(step, slot)` for each step of the program's only tile, ahead of the computation."""
-
-        def step(at: Scalar, _: None) -> None:
-            self.wait_for_slot(at)
-
-            @pl.when(at < total)
-            def _copy() -> None:
-                copy_step(at, self.slot(at))
-
-        # The last iterations only wait, so that every barrier is back in its first state when the program ends.
-        lax.fori_loop(jnp.int32(0), total + self.shape.slots, step, None)
+        if self.shape.early_copies:
+            lax.fori_loop(steps, steps + self.shape.v_slots, lambda at, _: self.wait_for_v_slot(at), None)
+        if self.shape.q_slots > 1:
+            tiles = self.inputs["program_tiles"][self.program, 0]
+            for further in range(self.shape.q_slots):
+                dataclasses.replace(self, number=tiles + further).wait_for_q_slots()
 
     def wait_for_slot(self, at: Scalar) -> None:
         """Wait until both computing warpgroups have released the slot of a step."""
+        self._wait(at, "free", self.shape.slots)
 
-        @pl.when(self.count_steps_to(at) >= self.shape.slots)
+    def wait_for_v_slot(self, at: Scalar) -> None:
+        """Wait until both computing warpgroups have released the values in the slot of a step."""
+        if self.shape.early_copies:
+            self._wait(at, "v_free", self.shape.v_slots)
+
+    def wait_for_q_slots(self) -> None:
+        """Wait until both computing warpgroups have released their tiles of queries of an earlier tile."""
+
+        @pl.when(self.number >= self.shape.q_slots)
         def _free() -> None:
-            plgpu.barrier_wait(self.scratch["free"].at[self.slot(at)])
+            for warpgroup in range(COMPUTE_WARPGROUPS):
+                plgpu.barrier_wait(self.scratch["q_free"].at[self.find_q_slot(warpgroup)])
 
-    def release_slot(self, slot: Scalar, *, read_as_values: bool = False) -> None:
-        """Release a slot that this warpgroup has read.
+    def _wait(self, at: Scalar, barrier: str, slots: int) -> None:
+        @pl.when(self.count_steps_to(at) >= slots)
+        def _free() -> None:
+            plgpu.barrier_wait(self.scratch[barrier].at[self._find_slot(at, slots)])
 
-        The next copy into the slot must not overtake pending reads. Reads by `wgmma` have ended by then. Reads into
+    def release_keys(self, at: Scalar) -> None:
+        """Release the keys of a step, if copies are early; otherwise `end_step` releases them."""
+        if self.shape.early_copies:
+            self.release(self.scratch["free"].at[self.slot(at)])
+
+    def release_values(self, at: Scalar) -> None:
+        """Release the values of a step, if copies are early; otherwise `end_step` releases them."""
+        if self.shape.early_copies:
+            self.release(self.scratch["v_free"].at[self.v_slot(at)])
+
+    def end_step(self, at: Scalar, *, read_as_values: bool = False) -> None:
+        """Release the slot of a step, unless its parts were released early."""
+        if not self.shape.early_copies:
+            self.release(self.scratch["free"].at[self.slot(at)], read_as_values=read_as_values)
+
+    def release(self, barrier: Any, *, read_as_values: bool = False) -> None:
+        """Say at a barrier that this warpgroup has read a tile.
+
+        The next copy into the tile must not overtake pending reads. Reads by `wgmma` have ended by then. Reads into
         registers need a fence, which `read_as_values` requests. An interpreter reads everything as values.
         """
         if read_as_values or self.plan.interpret:
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
-        plgpu.barrier_arrive(self.scratch["free"].at[slot])
+        plgpu.barrier_arrive(barrier)
 
 
 @functools.lru_cache(maxsize=64)
