@@ -56,11 +56,11 @@ class Tiles:
         )
 
 
-RING_BLOCKS = (32, 64, 128)
+RING_BLOCKS = (64, 128)
 """Allowed numbers of rows of the tiles that a Mosaic GPU kernel visits.
 
-They are small enough for a warpgroup's registers. Tiles of 32 rows are for deep heads, where others do not fit into
-shared memory: products with so few columns read more shared memory than the tensor cores take cycles.
+They are multiples of the 64 rows that Mosaic GPU requires of a product's summed axis, and small enough for a
+warpgroup's registers.
 """
 
 
@@ -74,7 +74,7 @@ class Ring:
       block: queries or keys per tile, one of `RING_BLOCKS`. At depths up to 128 no loop over full blocks spills
         registers with 64 or 128 (`ptxas` of CUDA 13.0), and 128 takes fewer instructions per pair. The kernel of dk
         and dv spills registers in masked blocks of 128 queries.
-      num_stages: tiles in flight, at least 2.
+      num_stages: tiles in flight, at least 2, or 1 with `early_copies`.
       num_v_stages: tiles of values in flight, at most `num_stages`; None for as many. Only with `early_copies`.
       preferred: whether the kernel is used instead of Triton's on GPUs and calls that it supports. Only set where
         measured: fewer instructions are not always faster, and a default kernel must be correct.
@@ -98,8 +98,8 @@ class Ring:
     def __post_init__(self) -> None:
         if self.block not in RING_BLOCKS:
             raise ValueError(f"block must be one of {', '.join(map(str, RING_BLOCKS))}, got {self.block}")
-        if self.num_stages < 2:
-            raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
+        if self.num_stages < (1 if self.early_copies else 2):
+            raise ValueError(f"num_stages must be at least 2, or 1 with early_copies=True; got {self.num_stages}")
         if self.num_v_stages is not None and not (self.early_copies and 1 <= self.num_v_stages <= self.num_stages):
             raise ValueError(
                 f"num_v_stages must be 1 to num_stages={self.num_stages}, with early_copies=True; got "

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from cases.masks import Dense, Full, Mask, iter_leaves
 from impls.flash_gpu.block_sizes import KERNELS, RING_BLOCKS, BlockSizes, Kernel, Ring
 from impls.flash_gpu.flash_gpu_arrays import Operands
-from impls.flash_gpu.mosaic import backward as mosaic_backward
+from impls.flash_gpu.mosaic import backward_tiles
 from impls.flash_gpu.mosaic import forward as mosaic_forward
+from impls.flash_gpu.mosaic.dead_keys import zeroes_dead_keys
 from impls.flash_gpu.mosaic.mosaic_shape import SHARED_MEMORY, KernelShape, count_shared_bytes
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
 from impls.jax_compat import get_cuda_version, get_device_kind
@@ -95,13 +96,15 @@ def find_misfit(
 ) -> str | None:
     """Return why a kernel with this ring does not fit a GPU at these head depths, or None if it fits.
 
-    Keys that no query attends to (`dead_keys`) need an additional buffer.
+    Keys that no query attends to (`dead_keys`) need an additional buffer, except at depths where they are zeroed before
+    the kernel (`impls.flash_gpu.mosaic.dead_keys`).
     """
     depths = f"head depths {head_dim} and {v_head_dim}"
     if max(head_dim, v_head_dim) > MAX_MOSAIC_DEPTH:
         return f"{depths}, beyond {MAX_MOSAIC_DEPTH}"
-    scratch = mosaic_forward.build_scratch if kernel == "forward" else mosaic_backward.build_scratch
+    scratch = mosaic_forward.build_scratch if kernel == "forward" else backward_tiles.build_scratch
     shape = KernelShape.of(kernel, ring, head_dim, v_head_dim)
+    dead_keys = dead_keys and not zeroes_dead_keys(head_dim, v_head_dim)
     need = count_shared_bytes(
         scratch(shape, jnp.bfloat16, segmented=segmented, dead_keys=dead_keys),
         reduces=kernel == "forward" or (kernel == "dq" and dead_keys),
@@ -147,7 +150,7 @@ def _iter_smaller_rings(ring: Ring) -> Iterator[Ring]:
     """Yield the ring, then smaller ones, in the order of `fit_ring`."""
     for block in (size for size in reversed(RING_BLOCKS) if size <= ring.block):
         more = ring.block // block
-        for num_stages in range(ring.num_stages * more, 1, -1):
+        for num_stages in range(ring.num_stages * more, 0 if ring.early_copies else 1, -1):
             v_stages: Iterable[int | None] = (None,)
             if ring.num_v_stages is not None:
                 v_stages = range(min(ring.num_v_stages * more, num_stages), 0, -1)

@@ -21,7 +21,8 @@ class FlashGpuPlan:
     """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value.
 
     `packed` says that the only batch row is a pack of sequences. Key ranges (`impls.flash_gpu.packed_visits`) then
-    replace the mask. `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
+    replace the mask. `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton. `dead_keys_are_zero`
+    says that keys and values which no query attends to were set to zero.
     """
 
     mask: Mask
@@ -39,6 +40,7 @@ class FlashGpuPlan:
     interpret: Interpret
     packed: bool = False
     mosaic: frozenset[Kernel] = frozenset()
+    dead_keys_are_zero: bool = False
 
     @property
     def name(self) -> str:
@@ -61,6 +63,8 @@ class FlashGpuPlan:
     @property
     def has_dead_keys(self) -> bool:
         """Whether there may be keys that no query attends to, which may be NaN. Segments and packing may cause any."""
+        if self.dead_keys_are_zero:
+            return False
         return self.segmented or self.packed or has_dead_keys(self.mask, self.q_length, self.kv_length)
 
     @property

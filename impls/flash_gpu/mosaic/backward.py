@@ -36,6 +36,7 @@ from impls.flash_gpu.mosaic.backward_tiles import (
     compute_allowed_keys,
     copy_queries,
 )
+from impls.flash_gpu.mosaic.dead_keys import zero_dead_keys
 from impls.flash_gpu.mosaic.forward import copy_keys, prepare_allowed
 from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile, launch
 from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, build_shape
@@ -55,6 +56,7 @@ from impls.jax_compat import Scalar
 
 def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> Float[Array, "B T N H"]:
     """Compute the gradient of q, `[B, T, N, H]`."""
+    plan, operands = zero_dead_keys(plan, operands)
     shape, dtype = build_shape(plan, "dq"), operands.q.dtype
     inputs = build_backward_inputs(plan, shape, operands, rows)
     (dq,) = launch(

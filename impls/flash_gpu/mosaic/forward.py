@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from impls.flash_gpu.exponentials import LN_2, convert_sinks, replace_neg_inf
 from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, make_shape
+from impls.flash_gpu.mosaic.dead_keys import zero_dead_keys
 from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile, build_inputs, launch
 from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS, KernelShape, allocate_tile, build_shape
 from impls.flash_gpu.mosaic.mosaic_tiles import (
@@ -51,6 +52,7 @@ from impls.jax_compat import Scalar
 
 def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
     """Compute attention. Device memory holds only operands, outputs and the schedule."""
+    plan, operands = zero_dead_keys(plan, operands)
     shape, dtype = build_shape(plan, "forward"), operands.q.dtype
     batch, q_length, num_q_heads, _ = operands.q.shape
     inputs = build_inputs(plan, shape, operands)
