@@ -239,6 +239,9 @@ _REASONED_ENTRIES: tuple[Entry, ...] = (
             Tiles(block_q=64, block_kv=32, num_warps=4, num_stages=2),
             Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
             Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
+            # There is shared memory for the tiles of two blocks of keys, but of one block of values in the kernel of dq.
+            mosaic_forward=Ring(early_copies=True),
+            mosaic_dq=Ring(early_copies=True, num_v_stages=1),
         ),
         provenance=_REASONED,
     ),
@@ -281,16 +284,6 @@ _HOPPER_ENTRIES = tuple(
                 _WIDE_DQ,
                 _WIDE_DKV,
                 mosaic_forward=Ring(block=128),
-            ),
-        ),
-        (
-            256,
-            _build_sizes(
-                Tiles(block_q=64, block_kv=32, num_warps=4, num_stages=2),
-                Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
-                Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
-                mosaic_forward=Ring(early_copies=True),
-                mosaic_dq=Ring(early_copies=True, num_v_stages=1),
             ),
         ),
     )
