@@ -102,10 +102,12 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
 )
 
 
-# One case, since each program takes seconds. Its last query block and its last key block are partial. It has more key
-# blocks than are in flight at once, full and partial ones, and every operand that the kernels take.
+# Few cases, since each program takes seconds. The last query block and the last key block are partial. There are more
+# key blocks than are in flight at once, full and partial ones, and every operand that the kernels take. Warpgroups may
+# divide the work otherwise at larger depths.
 _INTERPRETED_GPU: tuple[tuple[Case, ...], ...] = (
     (_build_case((100, 180), (2, 1), (128, 128), "causal-o80", **_OPERANDS),),
+    (_build_case((100, 180), (2, 1), (256, 192), "causal-o80", **_OPERANDS),),
 )
 
 

@@ -79,8 +79,7 @@ def attention(
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32. An interpreter's products are exact.
       backend: the Pallas back end. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper
         (`impls.flash_gpu.mosaic.mosaic_launch`); by default Mosaic for the kernels that were measured there to be right
-        and faster, else Triton (`impls.flash_gpu.pallas_backends`). Triton also serves the backward pass of depths
-        beyond 128.
+        and faster, else Triton (`impls.flash_gpu.pallas_backends`).
       interpret: run in an interpreter, by default wherever the process does not compute on a GPU: Pallas's fast one for
         Triton, JAX's interpreter of Mosaic GPU for Mosaic, which takes its parameters here instead of `True`.
 
@@ -100,7 +99,11 @@ def attention(
     if products not in ("exact", "tf32"):
         raise ValueError(f"products must be 'exact' or 'tf32', got {products!r}")
     depth = max(head_dim, v.shape[3])
-    sizes = look_up(get_device_kind("gpu"), depth, q.dtype.itemsize).sizes if block_sizes is None else block_sizes
+    if block_sizes is None:
+        full_mask = isinstance(mask, Full) and segment_ids is None
+        sizes = look_up(get_device_kind("gpu"), depth, q.dtype.itemsize, full_mask=full_mask).sizes
+    else:
+        sizes = block_sizes
     plan = FlashGpuPlan(
         mask=mask,
         num_q_heads=num_q_heads,

@@ -158,6 +158,7 @@ class Entry:
       max_itemsize: bytes of the largest operand dtype that the row is for.
       sizes: block sizes of all kernels.
       provenance: how the block sizes were found, for example measured, or counted in machine code.
+      full_mask: whether the row is only for calls in which every query attends to every key.
     """
 
     device: str
@@ -165,6 +166,7 @@ class Entry:
     max_itemsize: int
     sizes: BlockSizes
     provenance: str
+    full_mask: bool = False
 
 
 def _build_sizes(forward: Tiles, dq: Tiles, dkv: Tiles, **rings: Ring) -> BlockSizes:
@@ -189,6 +191,7 @@ def _load_measured() -> tuple[Entry, ...]:
             device=entry.device,
             max_depth=entry.key["max_depth"],
             max_itemsize=entry.key["max_itemsize"],
+            full_mask=bool(entry.key.get("full_mask", False)),
             sizes=parse_settings(entry.settings),
             provenance=f"measured on {entry.device}, {entry.provenance['date']}, jax {entry.provenance['jax']}",
         )
@@ -239,7 +242,7 @@ _REASONED_ENTRIES: tuple[Entry, ...] = (
             Tiles(block_q=64, block_kv=32, num_warps=4, num_stages=2),
             Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
             Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
-            # There is shared memory for the tiles of two blocks of keys, but of one block of values in the kernel of dq.
+            # In the kernel of dq there is shared memory for two tiles of keys, but for only one of values.
             mosaic_forward=Ring(early_copies=True),
             mosaic_dq=Ring(early_copies=True, num_v_stages=1),
         ),
@@ -301,23 +304,28 @@ _BLACKWELL_ENTRIES = (
 TABLE = (*_load_measured(), *_REASONED_ENTRIES, *_HOPPER_ENTRIES, *_BLACKWELL_ENTRIES)
 
 
-def look_up(device_kind: str, depth: int, itemsize: int) -> Entry:
+def look_up(device_kind: str, depth: int, itemsize: int, *, full_mask: bool = False) -> Entry:
     """Look up the narrowest entry for a device kind, head depth (the larger of keys' and values') and dtype size.
 
     Among the entries that fit, the smallest `max_itemsize` wins, then the smallest `max_depth`. Between equals, an
-    entry for this device wins over one for any device.
+    entry for this device wins over one for any device, and then one for full masks over one for any mask.
     """
-    return find_narrowest(TABLE, device_kind, depth, itemsize)
+    return find_narrowest(TABLE, device_kind, depth, itemsize, full_mask=full_mask)
 
 
-def find_narrowest(table: tuple[Entry, ...], device_kind: str, depth: int, itemsize: int) -> Entry:
+def find_narrowest(
+    table: tuple[Entry, ...], device_kind: str, depth: int, itemsize: int, *, full_mask: bool = False
+) -> Entry:
     """Find the narrowest entry of a table, by the rules of `look_up`."""
     fitting = (
         entry
         for entry in table
-        if entry.device in device_kind and depth <= entry.max_depth and itemsize <= entry.max_itemsize
+        if entry.device in device_kind
+        and depth <= entry.max_depth
+        and itemsize <= entry.max_itemsize
+        and entry.full_mask <= full_mask
     )
-    return min(fitting, key=lambda entry: (entry.max_itemsize, entry.max_depth, not entry.device))
+    return min(fitting, key=lambda entry: (entry.max_itemsize, entry.max_depth, not entry.device, not entry.full_mask))
 
 
 def round_up_to_tile(size: int) -> int:

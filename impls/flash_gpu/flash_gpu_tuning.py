@@ -18,6 +18,7 @@ from cases.operand_values import DTYPES
 from conformance.tunable import Knob, KnobSettings, Setting, Tunable
 from impls.flash_gpu.block_sizes import MEASURED_TABLE, RING_BLOCKS, BlockSizes, Kernel, Ring, look_up, parse_settings
 from impls.flash_gpu.pallas_backends import find_call_limit, find_misfit
+from impls.flash_gpu.tile_schedule import has_dead_keys
 from impls.jax_compat import get_device_kind
 
 _TILE_SIDES = (32, 64, 128)
@@ -26,9 +27,36 @@ _NUM_STAGES = (2, 3, 4)
 # Upper bound, in bytes, of the shared memory of tiles in flight. It excludes candidates that fit no GPU; the compiler
 # decides about the others.
 _MAX_SHARED_MEMORY = 256 << 10
-# The dtypes and depths that the tuner fills table entries for: the usual ones. `_LENGTH` is usual in benchmarks.
-_TUNED_ON = (("bf16", 64), ("bf16", 128), ("bf16", 256), ("f32", 64), ("f32", 128))
+# The dtypes, depths (H, V) and masks that the tuner fills table entries for: the usual ones, and those of latent
+# attention. `_LENGTH` is usual in benchmarks.
+_TUNED_ON = (
+    ("bf16", 64, 64, "causal"),
+    ("bf16", 64, 64, "full"),
+    ("bf16", 128, 128, "causal"),
+    ("bf16", 128, 128, "full"),
+    ("bf16", 192, 128, "causal"),
+    ("bf16", 256, 256, "causal"),
+    ("f32", 64, 64, "causal"),
+    ("f32", 128, 128, "causal"),
+)
 _LENGTH, _WIDTH = 4096, 1024
+# Schedules of Mosaic rings that are tried with every tile. Early copies without turns are left out, to save time.
+_PING_PONG: dict[str, Any] = {"ping_pong": True}
+_PERSISTENT: dict[str, Any] = {"persistent": True}
+_EARLY: dict[str, Any] = {"early_copies": True}
+_SCHEDULES: dict[Kernel, tuple[dict[str, Any], ...]] = {
+    "forward": (
+        {},
+        _PERSISTENT,
+        _PING_PONG,
+        _PING_PONG | _PERSISTENT,
+        _PING_PONG | _EARLY,
+        _PING_PONG | _PERSISTENT | _EARLY,
+        _PING_PONG | _PERSISTENT | _EARLY | {"num_q_stages": 2},
+    ),
+    "dq": ({}, _EARLY),
+    "dkv": ({},),
+}
 _PHASES: dict[Kernel, str] = {"forward": "forward", "dkv": "forward+backward", "dq": "forward+backward"}
 
 
@@ -55,14 +83,25 @@ def build_tunable(call: Callable[..., Any]) -> Tunable:
         knobs=(*triton, *mosaic),
         settings=lambda case: dataclasses.asdict(_look_up_sizes(case)),
         call=with_settings,
-        key=lambda case: {"max_depth": _get_depth(case), "max_itemsize": DTYPES[case.dtype].itemsize},
-        cases=lambda: tuple(_build_case(dtype, depth) for dtype, depth in _TUNED_ON),
+        key=_build_key,
+        cases=lambda: tuple(itertools.starmap(_build_case, _TUNED_ON)),
         table=MEASURED_TABLE,
     )
 
 
 def _look_up_sizes(case: Case) -> BlockSizes:
-    return look_up(get_device_kind("gpu"), _get_depth(case), DTYPES[case.dtype].itemsize).sizes
+    itemsize = DTYPES[case.dtype].itemsize
+    return look_up(get_device_kind("gpu"), _get_depth(case), itemsize, full_mask=_has_full_mask(case)).sizes
+
+
+def _has_full_mask(case: Case) -> bool:
+    return case.mask == "full" and case.segments is None
+
+
+def _build_key(case: Case) -> dict[str, int]:
+    """Build the key of the table entry for a case; entries for full masks have a key of their own."""
+    key: dict[str, int] = {"max_depth": _get_depth(case), "max_itemsize": DTYPES[case.dtype].itemsize}
+    return {**key, "full_mask": True} if _has_full_mask(case) else key
 
 
 def _iter_triton_tiles(case: Case, *, stages: tuple[int, ...]) -> Iterator[Setting]:
@@ -78,13 +117,18 @@ def _iter_mosaic_rings(case: Case, *, kernel: Kernel) -> Iterator[Setting]:
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     if find_call_limit(get_device_kind("gpu"), DTYPES[case.dtype], mask, biased=case.bias is not None) is not None:
         return
-    either = (False, True) if kernel == "forward" else (False,)
+    segmented, depths = case.segments is not None, (case.head_dim, case.v_head_dim)
+    dead_keys = segmented or has_dead_keys(mask, case.q_length, case.kv_length)
     found = (
-        Ring(block=block, num_stages=n, preferred=True, ping_pong=ping_pong, persistent=persistent)
-        for ping_pong, persistent, block, n in itertools.product(either, either, RING_BLOCKS, _NUM_STAGES)
+        Ring(block=block, num_stages=n, num_v_stages=v, preferred=True, **schedule)
+        for schedule in _SCHEDULES[kernel]
+        for block, n in itertools.product(RING_BLOCKS, _NUM_STAGES)
+        for v in ((None, n - 1) if "early_copies" in schedule else (None,))
     )
-    depths = case.head_dim, case.v_head_dim
-    if fitting := [ring for ring in found if find_misfit(kernel, ring, *depths, segmented=True) is None]:
+    fitting = [
+        ring for ring in found if find_misfit(kernel, ring, *depths, segmented=segmented, dead_keys=dead_keys) is None
+    ]
+    if fitting:
         off = dataclasses.replace(_look_up_sizes(case).ring(kernel), preferred=False)
         yield from (dataclasses.asdict(ring) for ring in (off, *fitting))
 
@@ -93,8 +137,8 @@ def _get_depth(case: Case) -> int:
     return max(case.head_dim, case.v_head_dim)
 
 
-def _build_case(dtype: str, depth: int) -> Case:
-    heads = _WIDTH // depth
+def _build_case(dtype: str, head_dim: int, v_head_dim: int, mask: str) -> Case:
+    heads = _WIDTH // head_dim
     return Case(
         dtype=dtype,
         batch=4,
@@ -102,7 +146,7 @@ def _build_case(dtype: str, depth: int) -> Case:
         kv_length=_LENGTH,
         num_q_heads=heads,
         num_kv_heads=heads,
-        head_dim=depth,
-        v_head_dim=depth,
-        mask="causal",
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        mask=mask,
     )

@@ -158,7 +158,8 @@ def _get_common_declarations() -> dict[str, Any]:
 
 def _find_misfit(case: Case) -> str | None:
     depths = case.head_dim, case.v_head_dim
-    sizes = look_up(get_device_kind("gpu"), max(depths), DTYPES[case.dtype].itemsize).sizes
+    full_mask = case.mask == "full" and case.segments is None
+    sizes = look_up(get_device_kind("gpu"), max(depths), DTYPES[case.dtype].itemsize, full_mask=full_mask).sizes
     mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     dead = case.segments is not None or has_dead_keys(mask, case.q_length, case.kv_length)
     needs: dict[str, bool] = {"segmented": case.segments is not None, "dead_keys": dead}

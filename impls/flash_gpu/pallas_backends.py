@@ -138,7 +138,7 @@ def fit_ring(kernel: Kernel, ring: Ring, *, depths: tuple[int, int], segmented: 
     """Return the ring, or the largest smaller one that fits; if none fits, the ring as it is.
 
     Fewer tiles in flight are tried first (of queries, values, then keys), and then smaller tiles. If tiles are half as
-    large, twice as many may be in flight.
+    large, twice as many may be in flight. A single tile of keys in flight is tried last.
     """
     for found in _iter_smaller_rings(ring):
         if find_misfit(kernel, found, *depths, segmented=segmented, dead_keys=dead_keys) is None:
@@ -148,13 +148,15 @@ def fit_ring(kernel: Kernel, ring: Ring, *, depths: tuple[int, int], segmented: 
 
 def _iter_smaller_rings(ring: Ring) -> Iterator[Ring]:
     """Yield the ring, then smaller ones, in the order of `fit_ring`."""
-    for block in (size for size in reversed(RING_BLOCKS) if size <= ring.block):
-        more = ring.block // block
-        for num_stages in range(ring.num_stages * more, 0 if ring.early_copies else 1, -1):
-            v_stages: Iterable[int | None] = (None,)
-            if ring.num_v_stages is not None:
-                v_stages = range(min(ring.num_v_stages * more, num_stages), 0, -1)
-            for num_v_stages, num_q_stages in itertools.product(v_stages, range(ring.num_q_stages, 0, -1)):
-                yield dataclasses.replace(
-                    ring, block=block, num_stages=num_stages, num_v_stages=num_v_stages, num_q_stages=num_q_stages
-                )
+    blocks = [size for size in reversed(RING_BLOCKS) if size <= ring.block]
+    sizes = [(block, n) for block in blocks for n in range(ring.num_stages * ring.block // block, 1, -1)]
+    if ring.early_copies:
+        sizes += [(block, 1) for block in blocks]
+    for block, num_stages in sizes:
+        v_stages: Iterable[int | None] = (None,)
+        if ring.num_v_stages is not None:
+            v_stages = range(min(ring.num_v_stages * ring.block // block, num_stages), 0, -1)
+        for num_v_stages, num_q_stages in itertools.product(v_stages, range(ring.num_q_stages, 0, -1)):
+            yield dataclasses.replace(
+                ring, block=block, num_stages=num_stages, num_v_stages=num_v_stages, num_q_stages=num_q_stages
+            )

@@ -187,8 +187,17 @@ def test_pairs_that_several_warps_compute_are_shared_among_them(times: int, kind
 
 
 def test_where_exponentials_are_not_those_of_the_pairs_nobody_knows() -> None:
-    assert gpu_cycle_bounds.count_pairs(WARP * 128, 0, WARP / 32, (64, 64)) is None
+    assert gpu_cycle_bounds.count_pairs(WARP * 128, 0.7 * WARP / 32, WARP / 32, (64, 64)) is None
     assert gpu_cycle_bounds.count_pairs(WARP * 128, 3 * WARP / 32, WARP / 32, (64, 64)) is None
+
+
+def test_a_loop_of_dk_alone_is_known_beside_the_loop_of_the_weights_only() -> None:
+    assert gpu_cycle_bounds.count_pairs(WARP * 128, 0, WARP / 32, (64, 64)) == ("dk", WARP)
+    products = ["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR32], R24"] * 8
+    alone = only(".L_x_0", *products, "@P0 BRA `(.L_x_0)", "EXIT")
+    assert gpu_cycle_bounds.compute_kernel_figures([alone], H100, 12, (64, 64)) == {}
+    both = gpu_cycle_bounds.compute_kernel_figures([forward(), alone], H100, 12, (64, 64))
+    assert both["tensor_cycles"] == near(1000 * 4 * 64 / 2048)  # four products in all
 
 
 def forward(*more: str) -> sass_loops.Loop:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
@@ -30,7 +32,7 @@ from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record
 from impls import flash_gpu
 from impls.flash_gpu import block_sizes, pallas_backends
-from impls.flash_gpu.block_sizes import Tiles
+from impls.flash_gpu.block_sizes import Kernel, Tiles
 from impls.flash_gpu.mosaic import mosaic_launch as mosaic_launch
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
 from tests.process_helpers import COMMAND_TIMEOUT
@@ -114,14 +116,13 @@ def test_each_kernel_goes_by_its_own_measurement() -> None:
     [
         ("NVIDIA H200", {}, 3),
         ("NVIDIA H100 80GB HBM3", {"mask": Window(30, 3) & Lengths((40, 200)), "soft_cap": 5.0, "dtype": "float16"}, 3),
-        ("NVIDIA H200", {"depth": 192, "v_depth": 64}, 1),
+        ("NVIDIA H200", {"depth": 192, "v_depth": 128}, 3),
         ("NVIDIA A100-SXM4-80GB", {}, 0),
         ("NVIDIA B200", {}, 0),
         ("NVIDIA H200", {"backend": "triton"}, 0),
         ("NVIDIA H200", {"dtype": "float32"}, 0),
         ("NVIDIA H200", {"mask": Dense(np.tri(200, dtype=bool))}, 0),
-        ("NVIDIA H200", {"depth": 256}, 1),
-        ("NVIDIA H200", {"depth": 256, "mask": Lengths((40, 200))}, 0),  # has keys of nobody, which take room
+        ("NVIDIA H200", {"depth": 256}, 2),  # without early copies, the tiles of dq do not fit
     ],
 )
 def test_hopper_gets_its_own_kernels_where_they_were_measured_and_support_the_call(
@@ -139,20 +140,87 @@ def test_hopper_gets_its_own_kernels_where_they_were_measured_and_support_the_ca
         ("NVIDIA H200", {"bias": jnp.zeros((1, 1, 200, 200))}, "bias"),
         (
             "NVIDIA H200",
-            {"depth": 256, "mask": CAUSAL & Lengths((40, 200))},
-            r"head depths 256 and 256 with 2 tiles of 64 in flight \(forward\): they take 268288 bytes of shared "
+            {"depth": 256, "block_sizes": dataclasses.replace(OF_ANY.sizes, mosaic_dq=flash_gpu.Ring())},
+            r"head depths 256 and 256 with 2 tiles of 64 in flight \(dq\): they take 265216 bytes of shared "
             "memory, of which a block has 232448",
         ),
+        ("NVIDIA H200", {"depth": 320}, "head depths 320 and 320, beyond 256"),
         (
             "NVIDIA H200",
             {"depth": 128, "block_sizes": LONG_RINGS},
-            r"head depths 128 and 128 with 4 tiles of 128 in flight \(dkv\): they take 335872 bytes",
+            r"head depths 128 and 128 with 4 tiles of 128 in flight \(dkv\): they take 332800 bytes",
         ),
     ],
 )
 def test_what_it_does_not_support_it_refuses_when_forced(kind: str, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotImplementedError, match=f"backend='mosaic' for {reason}.*; take backend='triton' or None"):
         kernels(kind, backend="mosaic", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mask": Lengths((40, 200))}, {"segment_ids": (np.zeros((2, 200), np.int32),) * 2, "soft_cap": 5.0}],
+    ids=["causal", "lengths", "segments"],
+)
+@pytest.mark.parametrize("depths", [(256, 256), pytest.param((192, 128), marks=pytest.mark.long)], ids=str)
+def test_deep_heads_are_served_under_every_mask(depths: tuple[int, int], options: dict[str, Any]) -> None:
+    """The table's rings are made to fit: with one tile of keys in flight where there are segment ids."""
+    found = kernels("NVIDIA H200", depth=depths[0], v_depth=depths[1], backend="mosaic", **options)
+    assert found == [3, 0]
+
+
+def fit(kernel: Kernel, ring: flash_gpu.Ring, depth: int, *, segmented: bool = False) -> flash_gpu.Ring:
+    return pallas_backends.fit_ring(kernel, ring, depths=(depth, depth), segmented=segmented, dead_keys=segmented)
+
+
+def test_a_ring_is_made_to_fit_the_call() -> None:
+    """Calls without segment ids have room for larger tiles; those with them get more of the smaller ones."""
+    wide = flash_gpu.Ring(block=128, num_stages=2, preferred=True)
+    assert fit("forward", wide, 128) == wide
+    assert fit("forward", wide, 128, segmented=True) == dataclasses.replace(wide, block=64, num_stages=4)
+    ahead = dataclasses.replace(wide, persistent=True, early_copies=True, num_q_stages=2)
+    assert fit("forward", ahead, 128) == ahead
+    assert fit("forward", ahead, 256) == dataclasses.replace(ahead, block=64, num_stages=2, num_q_stages=1)
+    deep = flash_gpu.Ring(early_copies=True, num_v_stages=1)
+    assert fit("dq", deep, 256) == deep
+    assert fit("dq", deep, 256, segmented=True) == dataclasses.replace(deep, num_stages=1)
+    late = flash_gpu.Ring()
+    assert fit("dq", late, 256) == late  # which does not fit, as the error says then
+
+
+@given(
+    kernel=st.sampled_from(block_sizes.KERNELS),
+    block=st.sampled_from(block_sizes.RING_BLOCKS),
+    stages=st.integers(2, 6),
+    early=st.booleans(),
+    depths=st.tuples(st.integers(1, 256), st.integers(1, 256)),
+    segmented=st.booleans(),
+    dead_keys=st.booleans(),
+)
+def test_a_fitted_ring_fits_or_is_the_old_one(
+    kernel: Kernel, block: int, stages: int, early: bool, depths: tuple[int, int], segmented: bool, dead_keys: bool
+) -> None:
+    ring = flash_gpu.Ring(block=block, num_stages=stages, early_copies=early)
+    found = pallas_backends.fit_ring(kernel, ring, depths=depths, segmented=segmented, dead_keys=dead_keys)
+    misfit = functools.partial(
+        pallas_backends.find_misfit, kernel, head_dim=depths[0], v_head_dim=depths[1], segmented=segmented
+    )
+    if misfit(ring=ring, dead_keys=dead_keys) is None:
+        assert found == ring
+    elif found != ring:
+        assert misfit(ring=found, dead_keys=dead_keys) is None
+        assert found.block <= ring.block
+
+
+def test_an_entry_for_full_masks_serves_only_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = dataclasses.replace(OF_ANY.sizes, mosaic_forward=flash_gpu.Ring(block=128))
+    of_full = dataclasses.replace(OF_ANY, sizes=sizes, full_mask=True)
+    monkeypatch.setattr(block_sizes, "TABLE", (OF_ANY, of_full))
+    assert block_sizes.look_up("NVIDIA H200", 64, 2, full_mask=True) is of_full
+    assert block_sizes.look_up("NVIDIA H200", 64, 2) is OF_ANY
+    measured = dataclasses.replace(OF_ANY, device="NVIDIA H200")
+    monkeypatch.setattr(block_sizes, "TABLE", (of_full, measured))
+    assert block_sizes.look_up("NVIDIA H200", 64, 2, full_mask=True) is measured
 
 
 def judged(case: Case) -> dict[str, Record]:
@@ -164,8 +232,9 @@ def judged(case: Case) -> dict[str, Record]:
 
 
 @pytest.mark.long
-def test_it_is_right_in_the_interpreter_and_nothing_races() -> None:
-    (case,) = select_interpreted_cases(platform="gpu")
+@pytest.mark.parametrize("depth", sorted({case.head_dim for case in select_interpreted_cases(platform="gpu")}))
+def test_it_is_right_in_the_interpreter_and_nothing_races(depth: int) -> None:
+    (case,) = (case for case in select_interpreted_cases(platform="gpu") if case.head_dim == depth)
     found = judged(case)
     names = ("out_with_residuals", "logsumexp", "max_logits", "primal", "dq", "dk", "dv", "dsinks")
     assert set(found) == {f"{name}.seed0" for name in names} | {"races.residuals", "races.gradients_lse"}

@@ -302,7 +302,7 @@ def compute_kernel_figures(loops: Sequence[Loop], gpu: Gpu, warps: int, depths: 
 
     Returns:
       cycles for `PAIRS_PER_FIGURE` pairs, and counts for one iteration; empty if the number of pairs of a loop is not
-      known.
+      known. A loop without exponentials is known only beside one that computes the weights.
     """
     of_kind: dict[str, list[LoopBound]] = {}
     for loop in loops:
@@ -310,6 +310,8 @@ def compute_kernel_figures(loops: Sequence[Loop], gpu: Gpu, warps: int, depths: 
         if found is None:
             return {}
         of_kind.setdefault(found[0].kind, []).extend(found)
+    if any(not kind.exponentials and kind.name in of_kind for kind in LOOP_KINDS) and "forward" not in of_kind:
+        return {}  # without the loop that computes the weights, the kind of such a loop is a guess
     full = [min(of_one, key=_get_sort_key) for of_one in of_kind.values()]
     masked = [max(of_one, key=_get_sort_key) for of_one in of_kind.values()]
     figures = {
