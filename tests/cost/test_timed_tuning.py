@@ -284,15 +284,26 @@ def causal(dtype: str, depth: int, **changes: Any) -> Case:
 
 def test_rings_are_tried_where_mosaic_serves_the_case_and_they_fit() -> None:
     deep = rings("NVIDIA H200", causal("bf16", 128))
-    assert [(ring.block, ring.num_stages) for ring in deep["mosaic_forward"]] == [(64, 2), (64, 3), (64, 4)] * 4
-    assert len(set(deep["mosaic_forward"])) == 3 * 4  # each with turns or not, and with several tiles a program or not
+    late = [ring for ring in deep["mosaic_forward"] if not ring.early_copies]
+    # Each with turns or not, and with several tiles a program or not.
+    assert [(ring.block, ring.num_stages) for ring in late] == [(64, 2), (64, 3), (64, 4), (128, 2)] * 4
+    assert len(set(deep["mosaic_forward"])) == len(deep["mosaic_forward"])
+    assert any(ring.num_q_stages == 2 and ring.block == 128 for ring in deep["mosaic_forward"])
     assert [(ring.block, ring.num_stages) for ring in deep["mosaic_dkv"]] == [(64, 2), (64, 3), (64, 4), (128, 2)]
+    segmented = rings("NVIDIA H200", causal("bf16", 128, segments="seg"))  # which take shared memory
+    assert {ring.block for ring in segmented["mosaic_forward"] if not ring.early_copies} == {64}
     for name, found in rings("NVIDIA H100 80GB HBM3", causal("f16", 64)).items():
         kernel: Kernel = name.removeprefix("mosaic_")  # type: ignore[assignment] # one of them, by the knob's name
         assert (128, 2) in [(ring.block, ring.num_stages) for ring in found]
-        assert all(pallas_backends.find_misfit(kernel, ring, 64, 64, segmented=True) is None for ring in found)
-    assert not any(rings("NVIDIA H200", causal("bf16", 256)).values())  # nothing fits
-    assert not rings("NVIDIA H200", causal("bf16", 192, v_head_dim=64))["mosaic_dq"]  # which Triton serves
+        assert all(
+            pallas_backends.find_misfit(kernel, ring, 64, 64, segmented=False, dead_keys=False) is None
+            for ring in found
+        )
+    deepest = rings("NVIDIA H200", causal("bf16", 256))
+    assert all(deepest.values())
+    assert {(ring.num_stages, ring.num_v_stages) for ring in deepest["mosaic_dq"]} == {(2, 1)}  # nothing else fits
+    assert all(rings("NVIDIA H200", causal("bf16", 192, v_head_dim=128)).values())
+    assert not any(rings("NVIDIA H200", causal("bf16", 320)).values())
     for kind, case in (
         ("NVIDIA A100-SXM4-80GB", causal("bf16", 64)),
         ("NVIDIA B200", causal("bf16", 64)),

@@ -1,4 +1,4 @@
-"""The Mosaic GPU forward kernel as a schedule: in no order of events does a warpgroup wait for ever.
+"""The Mosaic GPU kernels as schedules: in no order of events does a warpgroup wait for ever.
 
 The kernel runs in plain Python, once for each warpgroup of each program, and what it does with barriers is written
 down. A model of a GPU's barriers, whose phase is one bit, then goes through every order in which these events and the
@@ -22,8 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cases.masks import Causal, Full, Lengths, Mask, Window
 from impls import flash_gpu
-from impls.flash_gpu.flash_gpu_arrays import Operands
-from impls.flash_gpu.mosaic import forward, mosaic_launch, tensor_core_turns
+from impls.flash_gpu.block_sizes import Kernel
+from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows
+from impls.flash_gpu.mosaic import backward, backward_tiles, forward, mosaic_launch, split_dkv, tensor_core_turns
 from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS
 from impls.flash_gpu.mosaic.tensor_core_turns import TensorCoreTurns
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
@@ -53,6 +54,10 @@ class Reference:
     @property
     def at(self) -> Reference:
         return self
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (1, 1)
 
     def __getitem__(self, place: Any) -> Any:
         return jnp.float32(0) if place is Ellipsis else dataclasses.replace(self, place=place)
@@ -103,8 +108,8 @@ def _loop(start: Any, stop: Any, body: Callable[[int, Any], Any], carry: Any) ->
     return carry
 
 
-def programs(plan: FlashGpuPlan, operands: Operands) -> tuple[list[list[Events]], Arrivals]:
-    """Record the barrier events of each warpgroup of each program of the forward kernel."""
+def programs(plan: FlashGpuPlan, operands: Operands, kernel: Kernel = "forward") -> tuple[list[list[Events]], Arrivals]:
+    """Record the barrier events of each warpgroup of each program of a kernel."""
     machine = Machine()
     found: list[list[Events]] = []
     arrivals: Arrivals = {}
@@ -127,22 +132,37 @@ def programs(plan: FlashGpuPlan, operands: Operands) -> tuple[list[list[Events]]
 
     def multiplied(*given: Any, issued: Callable[[], None] = lambda: None, **known: Any) -> Any:
         issued()
-        return jnp.float32(0)
+        return jnp.zeros((1, 1), jnp.float32)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (forward, mosaic_launch, tensor_core_turns):
+        for module in (forward, backward, backward_tiles, split_dkv, mosaic_launch, tensor_core_turns):
             for name, stand_in in machine.modules().items():
                 if hasattr(module, name):
                     patch.setattr(module, name, stand_in)
         patch.setattr(mosaic_launch, "build_mosaic_call", call)
         patch.setattr(mosaic_launch, "mark_varying", lambda found, axes: found)
-        for name in ("multiply", "accumulate"):
-            patch.setattr(forward, name, multiplied)
-        patch.setattr(forward, "update_softmax", lambda plan, softmax, z, masked: (softmax, z))
-        patch.setattr(forward, "compute_logits", lambda plan, z: (z, None))
-        patch.setattr(forward, "prepare_allowed", lambda place, at, slot: lambda keys_first: True)
-        patch.setattr(forward, "zero_unseen_rows", lambda v, seen: v)
-        forward.forward(plan, operands)
+        zero = jnp.float32(0)
+        for module in (forward, backward, split_dkv):
+            for name, stand_in in {
+                "multiply": multiplied,
+                "accumulate": multiplied,
+                "compute_logits": lambda plan, z: (z, None),
+                "prepare_allowed": lambda place, at, slot: lambda keys_first: True,
+                "compute_allowed_keys": lambda *given: True,
+                "broadcast_over_keys": lambda x, keys: x,
+                "broadcast_over_queries": lambda x, keys: x,
+                "zero_unseen_rows": lambda v, seen: v,
+                "update_softmax": lambda plan, softmax, z, masked: (softmax, z),
+                "convert_sinks": lambda sink: zero,
+            }.items():
+                if hasattr(module, name):
+                    patch.setattr(module, name, stand_in)
+        if kernel == "forward":
+            forward.forward(plan, operands)
+        else:
+            ones = jnp.zeros((operands.q.shape[0], plan.num_q_heads, plan.q_length), jnp.float32)
+            rows = QueryRows(jnp.zeros_like(operands.q), ones, ones)
+            {"dq": backward.compute_dq, "dkv": backward.compute_dkv}[kernel](plan, operands, rows)
     return found, arrivals
 
 
@@ -196,18 +216,26 @@ def _seen(barrier: tuple[str, int], phases: int, warpgroups: Sequence[Events]) -
     return all(count in (0, phases) for count in waits)
 
 
-def asked(mask: Mask, ring: flash_gpu.Ring, lengths: tuple[int, int], batch: int = 1) -> tuple[list[list[Events]], Any]:
+def asked(
+    mask: Mask,
+    ring: flash_gpu.Ring,
+    lengths: tuple[int, int],
+    batch: int = 1,
+    kernel: Kernel = "forward",
+    depth: int = 64,
+) -> tuple[list[list[Events]], Any]:
     """Record the schedule of a call with one head."""
     q_length, kv_length = lengths
-    sizes = dataclasses.replace(flash_gpu.block_sizes.TABLE[0].sizes, mosaic_forward=ring)
+    rings: dict[str, Any] = {f"mosaic_{kernel}": ring}
+    sizes = dataclasses.replace(flash_gpu.block_sizes.TABLE[0].sizes, **rings)
     plan = FlashGpuPlan(
         mask=mask,
         num_q_heads=1,
         num_kv_heads=1,
         q_length=q_length,
         kv_length=kv_length,
-        head_dim=64,
-        v_head_dim=64,
+        head_dim=depth,
+        v_head_dim=depth,
         scale=1.0,
         soft_cap=None,
         segmented=False,
@@ -215,14 +243,20 @@ def asked(mask: Mask, ring: flash_gpu.Ring, lengths: tuple[int, int], batch: int
         sizes=sizes,
         interpret=True,
     )
-    q, k = (jnp.zeros((batch, n, 1, 64), jnp.bfloat16) for n in lengths)
-    return programs(plan, Operands(q, k, k, None, None, None))
+    q, k = (jnp.zeros((batch, n, 1, depth), jnp.bfloat16) for n in lengths)
+    return programs(plan, Operands(q, k, k, None, None, None), kernel)
 
 
-TURNS = {"plain": flash_gpu.Ring(), "both": flash_gpu.Ring(ping_pong=True, persistent=True)} | {
-    name: flash_gpu.Ring(**{name: True}) for name in ("ping_pong", "persistent")
+TURNS = {
+    "plain": flash_gpu.Ring(),
+    "both": flash_gpu.Ring(ping_pong=True, persistent=True),
+    "ping_pong": flash_gpu.Ring(ping_pong=True),
+    "persistent": flash_gpu.Ring(persistent=True),
+    "early": flash_gpu.Ring(early_copies=True, num_v_stages=1),
+    "early_persistent": flash_gpu.Ring(early_copies=True, persistent=True, num_q_stages=2),
+    "all": flash_gpu.Ring(ping_pong=True, persistent=True, early_copies=True, num_q_stages=2),
 }
-DAILY = {("both", "causal"), ("ping_pong", "no key of one")}
+DAILY = {("both", "causal"), ("ping_pong", "no key of one"), ("all", "no key of one"), ("early", "full")}
 CALLS: dict[str, tuple[Mask, tuple[int, int], int]] = {
     "causal": (Causal(), (384, 384), 1),
     "window": (Window(95, 0), (384, 384), 1),
@@ -246,6 +280,52 @@ def test_no_order_of_events_ends_in_waiting(ring: str, call: str) -> None:
         assert stuck(warpgroups, arrivals) is None
         steps = [sum(e.kind == "arrive" and e.barrier[0] == "free" for e in events) for events in warpgroups]
         assert steps[0] == steps[1]  # on which the turns rest
+
+
+BACKWARD: dict[str, tuple[Kernel, int, flash_gpu.Ring]] = {
+    "dq": ("dq", 64, flash_gpu.Ring()),
+    "dq_early": ("dq", 64, flash_gpu.Ring(early_copies=True, num_v_stages=1)),
+    "dq_one_tile": ("dq", 64, flash_gpu.Ring(early_copies=True, num_stages=1)),
+    "dkv": ("dkv", 64, flash_gpu.Ring()),
+    "dkv_split": ("dkv", 256, flash_gpu.Ring()),
+}
+DAILY_BACKWARD = {("dq_early", "full"), ("dkv_split", "full")}
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        pytest.param(name, call, marks=() if (name, call) in DAILY_BACKWARD else pytest.mark.long)
+        for name, call in itertools.product(BACKWARD, CALLS)
+    ],
+)
+def test_no_order_of_events_of_a_backward_kernel_ends_in_waiting(name: str, call: str) -> None:
+    kernel, depth, ring = BACKWARD[name]
+    mask, lengths, batch = CALLS[call]
+    found, arrivals = asked(mask, ring, lengths, batch, kernel, depth)
+    assert any(event.kind == "wait" for events in found[0] for event in events)
+    assert [stuck(warpgroups, arrivals) for warpgroups in found] == [None] * len(found)
+
+
+@pytest.mark.parametrize("barrier", ["weights_ready", "weights_free"])
+def test_weights_that_are_not_passed_on_are_noticed(barrier: str) -> None:
+    (warpgroups, *_), arrivals = asked(Full(), flash_gpu.Ring(), (128, 128), kernel="dkv", depth=256)
+    assert stuck(warpgroups, arrivals) is None
+    kept = [[event for event in events if event != Event("arrive", (barrier, 0))] for events in warpgroups]
+    assert "everybody waits" in (stuck(kept, arrivals) or "")
+
+
+def test_queries_of_the_next_tile_come_while_this_one_is_computed() -> None:
+    """The fetching warpgroup copies them, so its copies are ahead of the computing warpgroups' last waits."""
+    found, _ = asked(Causal(), TURNS["all"], (512, 512))
+    fetching = [events for program in found for events in program[COMPUTE_WARPGROUPS:]]
+    copies = [sum(e.kind == "copy" and e.barrier[0] == "q_arrived" for e in events) for events in fetching]
+    assert sum(copies) == 4 * COMPUTE_WARPGROUPS  # 4 tiles of 128 queries
+    for events in itertools.chain.from_iterable(program[:COMPUTE_WARPGROUPS] for program in found):
+        assert not any(event.kind == "copy" for event in events)
+        released = [n for n, event in enumerate(events) if event.barrier[0] == "q_free"]
+        stored = [n for n, event in enumerate(events) if event.kind == "stored"]
+        assert all(any(n < place for n in stored) for place in released)
 
 
 def test_queries_come_once_results_in_their_place_are_gone() -> None:
