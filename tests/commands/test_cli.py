@@ -87,8 +87,18 @@ def test_what_cannot_run_here_is_shown_and_fails_nothing_else(capsys: pytest.Cap
 
 def test_a_required_platform_that_judged_nothing_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert judge_kernel("right", "--check=forward", "--require-platform=tpu") == 2
-    assert "--require-platform=tpu: nothing was judged there" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    for part in ("--require-platform=tpu", "JAX computes on cpu here", "kernels.py:right"):
+        assert part in said
     assert judge_kernel("right", "--check=forward", "--require-platform=cpu") == 0
+
+
+def test_what_is_written_for_another_platform_is_left_out_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+    kernels = ("--impl=kernels.py:right", "--impl=splash_tpu", "--impl=jax_nn_cudnn")
+    assert run_cli("run", *kernels, f"--case={CASE}", "--check=forward", "--require-platform=cpu") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    for part in ("left out 2 of 3", "written for tpu: splash_tpu", "written for gpu: jax_nn_cudnn"):
+        assert part in said
 
 
 def test_outputs_are_written_and_can_be_merged(folder: Path) -> None:
