@@ -378,8 +378,14 @@ def _build_chip_section(found: Mapping[str, Any]) -> list[str]:
     """Build the section of one chip."""
     title = f"## {found['chip']}, {found['date']}"
     parts = [title, *_describe_comparisons(found["comparisons"])]
-    # In a file of the script each row says whether it is a result. Kernels that are compared have their ratios above.
-    decoding = [row for row in found["rows"] if row["status"] == "result" and row["case"].startswith("decode/")]
+    results = [row for row in found["rows"] if row["status"] == "result"]
+    if trained := [row for row in results if row["case"].startswith("train/")]:
+        columns = ["batch", "length", "heads", "depth", "mask", "kernel", "forward", "rate", "with gradients"]
+        parts += [
+            "Times are medians, with quartiles in brackets.",
+            _format_table(columns, _list_training_cells(trained), "rrrrllrrr"),
+        ]
+    decoding = [row for row in results if row["case"].startswith("decode/")]
     if decoding:
         parts += [
             "Decoding of one query for each sequence. The rate counts the bytes of keys and values, each read once.",
@@ -414,6 +420,28 @@ def _describe_comparisons(compared: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{versus}. Ours is faster {counts[0]}, and {counts[1]}.",
         _format_table(["batch", "length", "heads", "depth", "mask", "forward", "backward"], cells, "rrrrlrr"),
     ]
+
+
+def _list_training_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the cells of each call and kernel: the time of the call, its rate, and its time with gradients."""
+    by_call: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        by_call.setdefault((row["case"], row["kernel"]), {})[row["phase"]] = row
+    cells = []
+    for (case, kernel), phases in by_call.items():
+        forward, whole = phases.get("forward"), phases.get("forward+backward")
+        rate = "" if forward is None else f"{forward['flops_per_second'] / 1e12:.3g} TFLOP/s"
+        times = [_format_time(forward), rate, _format_time(whole)]
+        cells.append([*_list_shape_cells(case), f"`{kernel}`", *times])
+    return cells
+
+
+def _format_time(row: Mapping[str, Any] | None) -> str:
+    """Format the median and the quartiles of a row in microseconds; empty without a row."""
+    if row is None:
+        return ""
+    lower, median, upper = (f"{row['seconds'][name] * 1e6:,.0f}" for name in ("lower", "median", "upper"))
+    return f"{median} µs ({lower} to {upper})"
 
 
 def _name_kernel(name: str) -> str:

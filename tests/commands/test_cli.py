@@ -15,7 +15,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from conformance import cli, records
+from conformance import cli, measurements, records
+from conformance.cost.commands import bench
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED
 from conformance.session import session
 from tests.commands.kernel_folder import CASE, KERNELS, fill, judge_kernel, run_cli
@@ -243,6 +244,14 @@ def test_a_kernel_of_yours_is_not_imported_where_it_is_judged(arguments: list[st
     (folder / "writes.py").write_text(text + there)
     assert run_cli(*arguments) == (2 if arguments[0] == "bench" else 0)
     assert not (folder / "written").exists()
+
+
+def test_a_killed_bench_keeps_what_it_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "write_outputs", lambda *_, **__: None)  # a killed command does not get there
+    words = ("--impl=kernels.py:right", f"--case={CASE}", "--phase=forward", "--runs=1", "--json=b.jsonl")
+    run_cli("bench", *words)
+    (found,) = measurements.read_measurements(folder / "b.jsonl")
+    assert (found.implementation, found.phase) == ("kernels.py:right", measurements.FORWARD)
 
 
 def test_explain_says_what_a_case_is_and_what_judges_it(capsys: pytest.CaptureFixture[str]) -> None:

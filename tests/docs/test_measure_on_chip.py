@@ -80,6 +80,8 @@ def test_a_whole_trial_judges_times_and_makes_a_page(tmp_path: Path) -> None:
     page = load("generate_measurements").build_chip_page(chips)
     assert "`block_flash` against `jax_nn_xla`" in page
     assert "`ragged` (not judged)" in page
+    assert "| `ragged` |" not in page
+    assert sum("| `block_flash` |" in line and "µs (" in line for line in page.splitlines()) == 2
     assert found["command"] in page
 
 
