@@ -288,7 +288,9 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     )
     how.add_argument("--fail-fast", action="store_true", help="stop at the first failure; cheap cases come first")
     how.add_argument(
-        "--require-platform", choices=("cpu", "gpu", "tpu"), help="exit with 2 if nothing was judged on this platform"
+        "--require-platform",
+        choices=("cpu", "gpu", "tpu"),
+        help="judge only what runs natively on this platform; exit with 2 if nothing does",
     )
 
 

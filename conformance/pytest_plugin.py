@@ -376,10 +376,12 @@ class _Gate:
 
     def _find_missing_tests(self) -> set[str]:
         """Return the selected tests of jobs that were not skipped and yet produced no records."""
+        return set() if self._runs_no_test() else self._selected - self._tests - self._skipped
+
+    def _runs_no_test(self) -> bool:
+        """Return whether the options ask pytest to show tests, and to run none."""
         option = self._config.option
-        if option.collectonly or option.setuponly or option.setupplan:
-            return set()
-        return self._selected - self._tests - self._skipped
+        return bool(option.collectonly or option.setuponly or option.setupplan)
 
     def _describe_incompleteness(self, session: pytest.Session, reason: str) -> str:
         """Return a sentence on planned jobs that were not judged; empty without any, or if the run was stopped."""
@@ -388,7 +390,12 @@ class _Gate:
             return ""
         from conformance.gate import completeness
 
-        if sentence := completeness.find_missing_judgements(self._records, required):
+        if required and not self._runs_no_test():
+            of_suites = (record for result in self._suite_results.values() for record in result.records)
+            unjudged = completeness.find_unjudged_platform([*self._records, *of_suites], required)
+        else:
+            unjudged = ""
+        if sentence := unjudged or completeness.find_missing_judgements(self._records):
             return sentence
         if reason or session.exitstatus != pytest.ExitCode.OK:
             return ""
@@ -518,6 +525,9 @@ class _Gate:
         if not (self._records or self._suite_results):
             if self._session is None and self._config.args_source != pytest.Config.ArgsSource.ARGS:
                 for line in gate_options.format_reminder(self._config.rootpath):
+                    terminalreporter.write_line(line)
+            elif self._session is not None:
+                for line in self._session.notes:
                     terminalreporter.write_line(line)
             return
         terminalreporter.section("attention conformance")

@@ -5,8 +5,9 @@ Run it from the root of the repository:
     python docs/generate_measurements.py            # write the pages
     python docs/generate_measurements.py --measure  # first diagnose each planted bug by the others: a minute
 
-Results are the JSON files of `conformance/sensitivity`, `conformance/truth` and `tests/planted`, and the TOML files of
-`docs/measurements/data`. A test fails where a page is not what this script writes.
+Results are the JSON files of `conformance/sensitivity`, `conformance/truth` and `tests/planted`, the TOML files of
+`docs/measurements/data`, and one JSON file for each chip, which `docs/measure_on_chip.py` writes. A test fails where a
+page is not what this script writes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "measurements"
 DATA = PAGES / "data"
+CHIPS = DATA / "chips"
 DIAGNOSIS = DATA / "diagnosis.json"
 STORAGE_FAMILIES = ("latent", "packed", "paged", "quantised caches", "ring")
 
@@ -38,6 +40,7 @@ TABLE_PAGES = {
     "gpu-times.md": ("gpu_times.toml", "Times and verdicts of GPU kernels, measured on an H100 and an H200."),
 }
 OTHER_PAGES = {
+    "chips.md": "Speed of our kernels beside cuDNN and JAX's, chip by chip.",
     "detection.md": "How many planted bugs each check sees, and the smallest error that fails.",
     "planted-bugs.md": "Every planted bug: where a real project had it, and which checks see it.",
     "diagnosis.md": "How often a finding is right, and how often the planted bugs that it names are.",
@@ -55,6 +58,7 @@ def build_pages() -> dict[str, str]:
     pages["diagnosis.md"] = _build_diagnosis_page(measured["diagnosis"])
     pages["limits.md"] = _build_limit_page(measured["limits"])
     pages["exploits.md"] = _build_exploit_page(measured["exploits"])
+    pages["chips.md"] = build_chip_page(CHIPS)
     pages["index.md"] = _build_index()
     return {name: re.sub(r"\n{3,}", "\n\n", text).strip() + "\n" for name, text in pages.items()}
 
@@ -353,6 +357,172 @@ def _build_exploit_page(measured: Mapping[str, Any]) -> str:
         rows = [[f"`{each.name.partition('/')[2]}`", each.about, each.published] for each in members]
         parts += [f"### {name.capitalize()}", _format_table(["kernel", "what it does", "published example"], rows)]
     return "\n\n".join(parts)
+
+
+def build_chip_page(folder: Path) -> str:
+    """Build the page of the chips: one section for each file of `docs/measure_on_chip.py` in a folder."""
+    parts = [
+        "# Speed on chips",
+        _format_source("data/chips"),
+        "A ratio is the time of our kernel divided by that of the published one. **Below 1, ours is faster.** Calls "
+        "are in bf16. The window is causal and has 1024 keys. Only results are shown: the results of the timed program "
+        "agreed with the oracle, and the kernel was judged green in the same run. A section says where this was not "
+        "recorded. To measure a chip, see [how to](../how-to/on-the-chip.md#5-measure-the-chip).",
+    ]
+    for path in sorted(folder.glob("*.json"), reverse=True):
+        parts += _build_chip_section(json.loads(path.read_text(encoding="utf-8")))
+    return "\n\n".join(parts)
+
+
+def _build_chip_section(found: Mapping[str, Any]) -> list[str]:
+    """Build the section of one chip."""
+    title = f"## {found['chip']}, {found['date']}"
+    parts = [title, *_describe_comparisons(found["comparisons"])]
+    results = [row for row in found["rows"] if row["status"] == "result"]
+    if trained := [row for row in results if row["case"].startswith("train/")]:
+        columns = ["batch", "length", "heads", "depth", "mask", "kernel", "forward", "rate", "with gradients"]
+        parts += [
+            "Times are medians, with quartiles in brackets.",
+            _format_table(columns, _list_training_cells(trained), "rrrrllrrr"),
+        ]
+    decoding = [row for row in results if row["case"].startswith("decode/")]
+    if decoding:
+        parts += [
+            "Decoding of one query for each sequence. The rate counts the bytes of keys and values, each read once.",
+            _format_table(
+                ["keys and values", "sequences", "keys", "heads", "kernel", "time", "rate"],
+                [_list_decode_cells(row) for row in decoding],
+                "lrrrlrr",
+            ),
+        ]
+    parts += [text for text in [_describe_ceilings(found["ceilings"]), *found["notes"]] if text]
+    hidden = sorted({f"`{row['kernel']}` ({row['status']})" for row in found["rows"] if row["status"] != "result"})
+    if hidden:
+        parts.append(f"Times that are no results, and are not shown: {', '.join(hidden)}.")
+    parts += [_describe_judging(found["judged"]), _describe_run(found)]
+    return parts
+
+
+def _describe_comparisons(compared: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say in how many calls ours is faster, and list the ratios of all calls."""
+    if not compared:
+        return ["No comparison of attention is a result."]
+    counts = []
+    for phase in ("forward", "backward"):
+        ratios = [one[phase] for one in compared if one[phase] is not None]
+        counts.append(f"{phase} in {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} calls")
+    pairs = sorted({(one["ours"], one["published"]) for one in compared})
+    versus = "; ".join(f"`{ours}` against {_name_kernel(published)}" for ours, published in pairs)
+    cells = [
+        [*_list_shape_cells(one["case"]), *map(_format_ratio, (one["forward"], one["backward"]))] for one in compared
+    ]
+    return [
+        f"{versus}. Ours is faster {counts[0]}, and {counts[1]}.",
+        _format_table(["batch", "length", "heads", "depth", "mask", "forward", "backward"], cells, "rrrrlrr"),
+    ]
+
+
+def _list_training_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the cells of each call and kernel: the time of the call, its rate, and its time with gradients."""
+    by_call: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        by_call.setdefault((row["case"], row["kernel"]), {})[row["phase"]] = row
+    cells = []
+    for (case, kernel), phases in by_call.items():
+        forward, whole = phases.get("forward"), phases.get("forward+backward")
+        rate = "" if forward is None else f"{forward['flops_per_second'] / 1e12:.3g} TFLOP/s"
+        times = [_format_time(forward), rate, _format_time(whole)]
+        cells.append([*_list_shape_cells(case), f"`{kernel}`", *times])
+    return cells
+
+
+def _format_time(row: Mapping[str, Any] | None) -> str:
+    """Format the median and the quartiles of a row in microseconds; empty without a row."""
+    if row is None:
+        return ""
+    lower, median, upper = (f"{row['seconds'][name] * 1e6:,.0f}" for name in ("lower", "median", "upper"))
+    return f"{median} µs ({lower} to {upper})"
+
+
+def _name_kernel(name: str) -> str:
+    """Format what a kernel is called: the name of an implementation as code, a description as it is."""
+    return f"`{name}`" if name.isidentifier() else name
+
+
+def _list_shape_cells(case_id: str) -> list[str]:
+    """Return batch, length, heads, depth and mask of a case of training as cells."""
+    case = _parse_case(case_id)
+    heads = (
+        str(case.num_q_heads) if case.num_q_heads == case.num_kv_heads else f"{case.num_q_heads} on {case.num_kv_heads}"
+    )
+    depth = str(case.head_dim) if case.head_dim == case.v_head_dim else f"{case.head_dim}, values {case.v_head_dim}"
+    mask = {"full": "none", "causal": "causal"}.get(case.mask, "window")
+    return [str(case.batch), f"{case.q_length:,}", heads, depth, mask]
+
+
+def _list_decode_cells(row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of one decoding kernel: the call, the kernel, its time, and its rate."""
+    case = _parse_case(row["case"])
+    size = 4 if case.dtype == "f32" else 2
+    moved = size * case.batch * case.kv_length * case.num_kv_heads * (case.head_dim + case.v_head_dim)
+    seconds = row["seconds"]["median"]
+    layout = "in pages" if "/paged" in row["case"] else "contiguous"
+    heads = f"{case.num_q_heads} on {case.num_kv_heads}"
+    cells = [layout, str(case.batch), f"{case.kv_length:,}", heads, f"`{row['kernel']}`"]
+    return [*cells, f"{seconds * 1e6:,.0f} µs", f"{moved / seconds / 1e12:.2f} TB/s"]
+
+
+def _describe_ceilings(ceilings: Mapping[str, Any]) -> str:
+    """Describe what a copy and a matrix product reach on the chip; empty if neither was measured."""
+    said = []
+    rates = sorted({f"{one['bytes_per_second'] / 1e12:.2f}" for one in ceilings.get("copies", ())})
+    if rates:
+        said.append(f"A copy reaches {' to '.join(dict.fromkeys((rates[0], rates[-1])))} TB/s, read and written.")
+    if product := ceilings.get("product"):
+        rate, side = product["flops_per_second"], product["side"]
+        reached = " to ".join(dict.fromkeys(f"{rate[end] / 1e12:.0f}" for end in ("lower", "upper")))
+        said.append(f"A bf16 matrix product of {side:,} by {side:,} reaches {reached} TFLOP/s.")
+    return " ".join(said)
+
+
+def _describe_judging(judged: Mapping[str, Any]) -> str:
+    """Describe which kernels were judged in the same run, and how far."""
+    said = []
+    for name, standing in judged.items():
+        levels = standing["levels"].items()
+        jobs = ", ".join(f"{level['jobs']} of {level['planned']} jobs of `{what}`" for what, level in levels)
+        said.append(f"`{name}` {standing['verdict']}" + (f" ({jobs})" if jobs else ""))
+    return f"Judged in the same run: {'; '.join(said)}." if said else "No verdict of the same run was recorded."
+
+
+def _describe_run(found: Mapping[str, Any]) -> str:
+    """Describe how the figures were made: versions, what is missing, and the command."""
+    names = ("jax", "jaxlib", "attention-conformance")
+    versions = ", ".join(f"{name} {found['versions'][name]}" for name in names if name in found["versions"])
+    parts = [f"Measured {found['date']} on: {found['chip']}. Versions: {versions}."]
+    parts += [f"Driver: {found['driver']}."] * bool(found["driver"]) + [found["provenance"]] * bool(found["provenance"])
+    if found["ended"] != "complete":
+        parts.append(f"The run is not complete: {found['ended']}.")
+    if found["left_out"]:
+        parts.append(f"Left out: {'; '.join(found['left_out'])}.")
+    command = f"\n\n```sh\n{found['command']}\n```" if found["command"] else ""
+    return " ".join(parts) + command
+
+
+def _format_ratio(ratio: float | None) -> str:
+    """Format a ratio of times; bold if ours is faster."""
+    if ratio is None:
+        return ""
+    return f"**{ratio:.2f}**" if ratio < 1 else f"{ratio:.2f}"
+
+
+def _parse_case(case_id: str) -> Any:
+    """Parse the id of a case. The package is found from the root of the repository."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    from cases.case import parse_case_id
+
+    return parse_case_id(case_id)
 
 
 def _format_section(table: Mapping[str, Any], level: str = "##") -> str:

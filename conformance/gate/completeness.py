@@ -23,17 +23,21 @@ _SELECTING_NOTHING = (
 )
 
 
-def find_missing_judgements(records: Iterable[Record], required: str | None) -> str:
-    """Return a sentence if nothing was judged, at all or on the required platform; otherwise an empty string.
+def find_unjudged_platform(records: Iterable[Record], required: str) -> str:
+    """Return a sentence if nothing was judged on the required platform; otherwise an empty string."""
+    is_judged = any(record.platform == required and record.verdict in JUDGED for record in records)
+    return "" if is_judged else f"--require-platform={required}: nothing was judged there"
+
+
+def find_missing_judgements(records: Iterable[Record]) -> str:
+    """Return a sentence if nothing was judged; otherwise an empty string.
 
     `find_omitted_jobs` reports a run without any record.
     """
     found = list(records)
-    judged = {record.platform for record in found if record.verdict in JUDGED}
-    if required and required not in judged:
-        return f"--require-platform={required}: nothing was judged there"
+    is_judged = any(record.verdict in JUDGED for record in found)
     is_red = any(record.verdict in RED for record in found)  # then tests fail already, and say why
-    if found and not judged and not is_red:
+    if found and not is_judged and not is_red:
         return "nothing was judged: every case is unsupported or unjudged"
     return ""
 

@@ -49,7 +49,9 @@ def _add_selection_options(group: pytest.OptionGroup) -> None:
     )
     group.addoption("--conformance-shard", metavar="K/N", help="judge the Kth of N parts; `report` merges them")
     group.addoption(
-        "--require-platform", choices=("cpu", "gpu", "tpu"), help="fail if nothing was judged on this platform"
+        "--require-platform",
+        choices=("cpu", "gpu", "tpu"),
+        help="judge only what runs natively on this platform; fail if nothing does",
     )
 
 

@@ -226,7 +226,7 @@ class SuiteRun:
         if summary.findings and obstacle:
             said.append(f"findings are neither confirmed nor diagnosed: {obstacle} (-n 0 does both)")
         is_whole = len(recorded.done) == len(self.run.jobs)
-        if is_whole and (sentence := find_missing_judgements(found, None)):
+        if is_whole and (sentence := find_missing_judgements(found)):
             failures["something_is_judged"] = sentence
         return SuiteResult(recorded=recorded, records=found, summary=summary, failures=failures, said=said, notes=notes)
 

@@ -72,7 +72,8 @@ class RunOptions:
       confirm_seconds: seconds for cases that confirm findings; None for a share of the run's time.
       diagnose_seconds: seconds for a comparison with planted bugs; None for a share of the run's time.
       shrink: whether the smallest failing case of each finding is searched.
-      require_platform: the platform on which something must be judged, otherwise the exit code is 2; None for any.
+      require_platform: the platform on which something must be judged, otherwise the exit code is 2. Implementations
+        that do not run natively there are left out. None for any platform.
       report: path of the HTML page to write.
       json: path of the file of records to write.
       markdown: path of the Markdown summary to write.

@@ -68,6 +68,7 @@ from conformance.session.project_lookup import (
     select_problem_cases,
 )
 from conformance.session.remote_pools import RemotePool, open_pool
+from conformance.session.required_platform import select_native
 from conformance.session.run_comparison import compare_runs, gather_compared_runs, read_compared_runs
 from conformance.session.run_options import RunOptions
 from conformance.session.run_outputs import check_outputs, check_writable, find_step_summary
@@ -170,7 +171,7 @@ class Session:
       implementations: the implementations to judge.
       plan: all jobs of the run, including those of other shards.
       jobs: the jobs of this session's shard.
-      notes: lines for the user about the run, such as how many jobs come from a resumed file.
+      notes: lines for the user about the run, such as which implementations `--require-platform` leaves out.
     """
 
     def __init__(
@@ -235,7 +236,8 @@ class Session:
             handshakes=handshakes,
             option_prefix=options.option_prefix,
         )
-        self.implementations = list(implementations) or self._find_implementations()
+        self._platform_note = ""
+        self.implementations = list(implementations) or self._select_native(self._find_implementations())
         self.plan = self._build_plan()
         if not self.plan.jobs:
             raise CannotJudge(self._describe_empty_plan())
@@ -251,7 +253,9 @@ class Session:
         self._run, self._finished = None, None
         if self.options.resume is not None and not self._is_worker and not self._is_selection_pending:
             self._run, self._finished = self._load_resumed()
-        self.notes = [] if not self._finished else [describe_resumed_jobs(len(self._finished))]
+        self.notes = [self._platform_note] if self._platform_note else []
+        if self._finished:
+            self.notes.append(describe_resumed_jobs(len(self._finished)))
         if self._remote is not None:
             self.notes += self._remote.notes
 
@@ -318,6 +322,17 @@ class Session:
                 "[tool.attention_conformance] in pyproject.toml"
             )
         return [find_implementation(name, self.kernel_options) for name in names]
+
+    def _select_native(self, found: list[Implementation]) -> list[Implementation]:
+        """Leave out what does not run natively on the required platform. Raises `CannotJudge` if nothing does."""
+        options = self.options
+        if options.require_platform is None:
+            return found
+        selection = select_native(found, options.require_platform, judged_elsewhere=options.cluster is not None)
+        self._platform_note = selection.describe()
+        if not selection.kept:
+            raise CannotJudge(f"nothing was judged: {self._platform_note}")
+        return list(selection.kept)
 
     def _select_checks(self) -> tuple[Check, ...]:
         for name in self.options.checks:

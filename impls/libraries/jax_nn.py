@@ -156,6 +156,9 @@ def _build_implementation(backend: str) -> Implementation:
         residuals=frozenset({"logsumexp"}),
         differentiable_residuals=frozenset(),
         gradients=frozenset({"dq", "dk", "dv", "dbias"}),
+        # Sums of cuDNN's backward pass have another order from call to call, unless XLA is told to exclude that
+        # (`--xla_gpu_exclude_nondeterministic_ops`, https://github.com/openxla/xla/pull/14125).
+        unordered_sums=frozenset({"dq", "dk", "dv"}) if cudnn else frozenset(),
         empty_rows="undefined" if cudnn else "mean",
         # cuDNN's mask is added to the logits, so the NaN logit of a hidden key stays NaN.
         behind_mask="finite" if cudnn else "any",

@@ -15,7 +15,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from conformance import cli, records
+from conformance import cli, measurements, records
+from conformance.cost.commands import bench
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED
 from conformance.session import session
 from tests.commands.kernel_folder import CASE, KERNELS, fill, judge_kernel, run_cli
@@ -87,8 +88,18 @@ def test_what_cannot_run_here_is_shown_and_fails_nothing_else(capsys: pytest.Cap
 
 def test_a_required_platform_that_judged_nothing_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert judge_kernel("right", "--check=forward", "--require-platform=tpu") == 2
-    assert "--require-platform=tpu: nothing was judged there" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    for part in ("--require-platform=tpu", "JAX computes on cpu here", "kernels.py:right"):
+        assert part in said
     assert judge_kernel("right", "--check=forward", "--require-platform=cpu") == 0
+
+
+def test_what_is_written_for_another_platform_is_left_out_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+    kernels = ("--impl=kernels.py:right", "--impl=splash_tpu", "--impl=jax_nn_cudnn")
+    assert run_cli("run", *kernels, f"--case={CASE}", "--check=forward", "--require-platform=cpu") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    for part in ("left out 2 of 3", "written for tpu: splash_tpu", "written for gpu: jax_nn_cudnn"):
+        assert part in said
 
 
 def test_outputs_are_written_and_can_be_merged(folder: Path) -> None:
@@ -233,6 +244,14 @@ def test_a_kernel_of_yours_is_not_imported_where_it_is_judged(arguments: list[st
     (folder / "writes.py").write_text(text + there)
     assert run_cli(*arguments) == (2 if arguments[0] == "bench" else 0)
     assert not (folder / "written").exists()
+
+
+def test_a_killed_bench_keeps_what_it_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "write_outputs", lambda *_, **__: None)  # a killed command does not get there
+    words = ("--impl=kernels.py:right", f"--case={CASE}", "--phase=forward", "--runs=1", "--json=b.jsonl")
+    run_cli("bench", *words)
+    (found,) = measurements.read_measurements(folder / "b.jsonl")
+    assert (found.implementation, found.phase) == ("kernels.py:right", measurements.FORWARD)
 
 
 def test_explain_says_what_a_case_is_and_what_judges_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -147,3 +148,43 @@ def test_int4_is_converted_apart_from_the_products_on_a_gpu(monkeypatch: pytest.
     assert "optimization_barrier" not in str(widen(stored))
     widened = jax.jit(lambda x: jax_compat.widen_int4(x).transpose(0, 2, 1, 3))(stored.astype(jnp.int4))
     np.testing.assert_array_equal(widened, stored.transpose(0, 2, 1, 3).astype(jnp.float32))
+
+
+def list_fused_int4_uses(jaxpr: jax.extend.core.Jaxpr) -> list[str]:
+    """List the uses of int4 arrays by other operations than a conversion that a barrier keeps apart."""
+    found = []
+    apart = {id(x) for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier" for x in eqn.invars}
+    for eqn in jaxpr.eqns:
+        inner = [each.jaxpr for each in eqn.params.values() if hasattr(each, "jaxpr")]
+        for each in inner:
+            found += list_fused_int4_uses(each)
+        takes_int4 = any(getattr(x.aval, "dtype", None) == jnp.int4 for x in eqn.invars)
+        is_apart = eqn.primitive.name == "convert_element_type" and id(eqn.outvars[0]) in apart
+        if takes_int4 and not (inner or is_apart):
+            found.append(str(eqn))
+    return found
+
+
+def test_a_use_of_int4_that_the_fault_would_reach_is_seen() -> None:
+    stored = jnp.ones((1, 4, 2, 8), jnp.int4)
+    jaxpr = jax.make_jaxpr(jax.jit(lambda x: x.astype(jnp.float32).transpose(0, 2, 1, 3)))(stored)
+    assert list_fused_int4_uses(jaxpr.jaxpr)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in implementation_registry.list_implementations()
+        if "kv_int4" in implementation_registry.find_implementation(name).offers
+    ],
+)
+@pytest.mark.parametrize("cache", ["kvint4-token", "kvint4-head"])
+def test_no_implementation_of_ours_meets_the_fault_of_int4_on_a_gpu(
+    name: str, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no known failure is listed for it: `docs/upstream/jax-gpu-int4-transpose.md`."""
+    executor = Executor(implementation_registry.find_implementation(name))
+    call, arrays = executor.bind(draw_problem(parse_case_id(CASE.format(cache))))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert list_fused_int4_uses(jax.make_jaxpr(call)(arrays).jaxpr) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -167,13 +168,55 @@ def test_the_report_and_its_records_are_the_same_from_two_processes(repository: 
     assert "kernel.py:attention (cpu) passes as far as checked (narrowed to --conformance-cases=" in page
 
 
-def test_a_required_platform_that_judged_nothing_fails_the_run(repository: Repository) -> None:
+def test_a_required_platform_that_this_machine_lacks_fails_the_run(repository: Repository) -> None:
     result = run_gate(repository, FEW_CASES, "--require-platform=tpu")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(
-        ["--require-platform=tpu: nothing was judged there", "FAILED *::something_is_judged - *"]
-    )
-    assert "1 failed" in result.stdout.lines[-1]
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    (said,) = (line for line in result.errlines if line)
+    for part in ("--require-platform=tpu", "JAX computes on cpu here", "kernel.py:attention"):
+        assert part in said
+
+
+def test_a_required_platform_counts_the_kernels_of_test_files(repository: Repository) -> None:
+    text = """
+from conformance.testing import conformance_tests
+from tests.kernels import naive
+
+test_it = conformance_tests(naive.attention, cases="train/f32/*.T1.*", checks="forward", sandbox=False)
+"""
+    (repository.path / "test_mine.py").write_text(text)
+    assert repository.pytest("test_mine.py", "--require-platform=cpu").ret == 0
+    refused = repository.pytest("test_mine.py", "--require-platform=gpu")
+    assert refused.ret == 1
+    refused.stdout.fnmatch_lines(["--require-platform=gpu: nothing was judged there"])
+
+
+FAKE_GPU = """
+import jax
+
+jax.devices()
+jax.default_backend = lambda: "gpu"
+"""
+
+
+@pytest.mark.parametrize("processes", [(), pytest.param(("-n", "2"), marks=pytest.mark.long)], ids=["alone", "xdist"])
+def test_only_what_runs_on_the_required_gpu_is_collected(
+    repository: Repository, processes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository.path / "fake_gpu.py").write_text(FAKE_GPU)
+    monkeypatch.syspath_prepend(repository.path)
+    monkeypatch.setenv("PYTHONPATH", str(repository.path), prepend=os.pathsep)
+    names = ("dot_product", "splash_tpu", "flash_gpu", "ragged_tpu")
+    words = ("-p", "fake_gpu", "--pyargs", "conformance", *(f"--impl={name}" for name in names))
+    few = ("-k", "gpu and forward", "--conformance-cases=train/f32/*.T1.*")
+    ending = processes or ("--collect-only", "-q")
+    result = repository.pytest(*words, *few, "--require-platform=gpu", *ending, from_nothing=True)
+    shown = result.stdout.str()
+    for part in ("left out 2 of 4", "splash_tpu", "ragged_tpu"):
+        assert part in shown
+    assert "test_conforms[splash_tpu" not in shown
+    if not processes:  # the exit status is that of a judge whose parts were replaced
+        assert "test_conforms[dot_product-gpu-" in shown
+        assert "test_conforms[flash_gpu-gpu-" in shown
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,12 @@ def run_bench(arguments: argparse.Namespace) -> int:
     console, table = Console(stderr=True), Console()
     warn_of_distorted_timing(console)
 
+    measured: list[Measurement] = []
+
     def on_compared(found: list[Measurement]) -> None:
+        measured.extend(found)
+        if outputs.json is not None:  # a killed run keeps what it measured
+            _write_json(outputs, measured)
         terminal.print_measurements(found, table)
 
     with StepProgress(console) as steps:
@@ -137,12 +142,21 @@ def write_outputs(
         interrupted=interrupted,
         notes=[f"These timings say little: {reason}."] if reason is not None else [],
     )
+    if outputs.json is not None:
+        _write_json(outputs, found)
     try:
-        if outputs.json is not None:
-            measurements.write_measurements(outputs.json, found)
         if outputs.report is not None:
             speed_page.save_speed_page(outputs.report, found, info)
             measurements.write_measurements(outputs.report.with_suffix(".jsonl"), found)
+    except OSError as error:
+        raise CannotJudge(f"{error.filename} cannot be written: {error.strerror or error}") from error
+
+
+def _write_json(outputs: Outputs, found: Sequence[Measurement]) -> None:
+    """Write measurements to the file of `--json`. Raises `CannotJudge` if that is not possible."""
+    assert outputs.json is not None
+    try:
+        measurements.write_measurements(outputs.json, found)
     except OSError as error:
         raise CannotJudge(f"{error.filename} cannot be written: {error.strerror or error}") from error
 
