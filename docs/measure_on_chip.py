@@ -3,6 +3,7 @@
 Run it from the root of the repository:
 
     python docs/measure_on_chip.py                                   # on a GPU: eight minutes at most
+    python docs/measure_on_chip.py --plan=gpu-tune                   # choose block sizes there, instead of comparing
     python docs/measure_on_chip.py --plan=cpu-trial --seconds=180    # a tiny trial of this script, on a CPU
 
 It writes one folder: the records (`*.jsonl`), `times.json`, and the output of each step (`raw/`). Steps run one after
@@ -104,8 +105,18 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Settings of one kernel that are tuned on one case."""
+
+    name: str
+    kernel: str
+    case: str
+    knobs: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is judged and timed.
+    """What is judged, timed and tuned.
 
     Attributes:
       platform: the JAX backend that the machine must have.
@@ -116,6 +127,7 @@ class Plan:
       narrowing: further options for judging.
       processes: the most processes that judge; two cores are left alone.
       groups: what is timed, the most important first.
+      tunings: what is tuned, the most important first.
       ceiling_bytes: sizes of arrays to copy.
       matmul_side: rows of the matrices of a product.
     """
@@ -123,19 +135,23 @@ class Plan:
     platform: str
     ours: tuple[tuple[str, ...], ...]
     others_of_ours: tuple[str, ...] = ()
-    published: tuple[str, ...]
+    published: tuple[str, ...] = ()
     published_checks: tuple[str, ...] = ("forward", "gradients")
     narrowing: tuple[str, ...] = ()
     processes: int = 12
-    groups: tuple[Group, ...]
-    ceiling_bytes: tuple[int, ...]
+    groups: tuple[Group, ...] = ()
+    tunings: tuple[Tuning, ...] = ()
+    ceiling_bytes: tuple[int, ...] = ()
     matmul_side: int = _MATMUL_SIDE
 
     @property
     def kernels(self) -> list[str]:
         """The names of all kernels that are judged or timed."""
         timed = (name for group in self.groups for name in group.kernels)
-        return list(dict.fromkeys([*itertools.chain(*self.ours), *self.others_of_ours, *self.published, *timed]))
+        tuned = (tuning.kernel for tuning in self.tunings)
+        return list(
+            dict.fromkeys([*itertools.chain(*self.ours), *self.others_of_ours, *self.published, *timed, *tuned])
+        )
 
 
 def _build_gpu_plan() -> Plan:
@@ -161,12 +177,12 @@ def _build_gpu_plan() -> Plan:
         groups=(
             train("train-4096", TrainRow(4, 4096, 16, 16, 64, 64, three), TrainRow(4, 4096, 8, 8, 128, 128, three)),
             serve("decode-pages", (*paged, "jax_paged_gpu"), paged=True),
-            train("train-grouped", TrainRow(2, 8192, 32, 8, 128, 128, three)),
-            train("train-long", TrainRow(2, 16384, 8, 8, 128, 128, three)),
-            train("train-short", TrainRow(16, 1024, 16, 16, 128, 128, two)),
-            serve("decode", (*contiguous, "jax_decode_gpu"), paged=False),
-            train("train-latent", TrainRow(2, 4096, 16, 16, 192, 128, two)),
             train("train-256", TrainRow(2, 4096, 8, 8, 256, 256, two)),
+            train("train-short", TrainRow(16, 1024, 16, 16, 128, 128, two)),
+            train("train-grouped", TrainRow(2, 8192, 32, 8, 128, 128, three)),
+            serve("decode", (*contiguous, "jax_decode_gpu"), paged=False),
+            train("train-long", TrainRow(2, 16384, 8, 8, 128, 128, three)),
+            train("train-latent", TrainRow(2, 4096, 16, 16, 192, 128, two)),
         ),
         ceiling_bytes=tuple(row.sequences * row.keys * row.kv_heads * row.depth * 4 for row in decode),
     )
@@ -192,12 +208,36 @@ def _build_cpu_plan() -> Plan:
             # `ragged` is timed and not judged, so that its times are no results.
             Group(name="decode", kernels=("ragged",), cases=(served.build_case("f32", paged=False),), phase="forward"),
         ),
+        tunings=(Tuning(name="blocks", kernel="block_flash", case=row.list_cases("f32")[0], knobs=("blocks",)),),
         ceiling_bytes=(1 << 20,),
         matmul_side=256,
     )
 
 
-PLANS = {"gpu": _build_gpu_plan, "cpu-trial": _build_cpu_plan}
+def _build_gpu_tuning_plan() -> Plan:
+    """Build the plan that chooses the rings of the Mosaic kernels; the backward pass where no chip has run it first."""
+    forward, backward = ("mosaic_forward",), ("mosaic_dkv", "mosaic_dq")
+
+    def tune(name: str, depth: int, v_depth: int, mask: str, knobs: tuple[str, ...]) -> Tuning:
+        heads = max(8, 1024 // depth)
+        (case,) = TrainRow(4, 4096, heads, heads, depth, v_depth, (mask,)).list_cases("bf16")
+        return Tuning(name=name, kernel="flash_gpu", case=case, knobs=knobs)
+
+    return Plan(
+        platform="gpu",
+        ours=(("flash_gpu_mosaic",),),
+        tunings=(
+            tune("256", 256, 256, "causal", (*backward, *forward)),
+            tune("128-full", 128, 128, "full", forward),
+            tune("128", 128, 128, "causal", forward),
+            tune("latent", 192, 128, "causal", (*backward, *forward)),
+            tune("64-full", 64, 64, "full", forward),
+            tune("64", 64, 64, "causal", forward),
+        ),
+    )
+
+
+PLANS = {"gpu": _build_gpu_plan, "gpu-tune": _build_gpu_tuning_plan, "cpu-trial": _build_cpu_plan}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,13 +313,14 @@ class Measuring:
         # What is left of the time for judging, if the steps before needed less than their share.
         self._judge("smoke-others", self._keep_known(plan.others_of_ours), "smoke", until=_JUDGING_SHARE)
         self._judge("quick-ours", self._keep_known(itertools.chain(*plan.ours)), "quick", until=_JUDGING_SHARE)
-        arguments = [f"--ceiling-bytes={size}" for size in plan.ceiling_bytes]
-        ceilings = self._run_json(
-            "ceilings", _CEILING_SECONDS, "--step=ceilings", f"--matmul-side={plan.matmul_side}", *arguments
-        )
-        self._ceilings = ceilings or {}
+        if plan.ceiling_bytes:
+            arguments = [f"--ceiling-bytes={size}" for size in plan.ceiling_bytes]
+            side = f"--matmul-side={plan.matmul_side}"
+            self._ceilings = self._run_json("ceilings", _CEILING_SECONDS, "--step=ceilings", side, *arguments) or {}
         for number, group in enumerate(plan.groups):
             self._time(group, waiting=len(plan.groups) - number)
+        for number, tuning in enumerate(plan.tunings):
+            self._tune(tuning, waiting=len(plan.tunings) - number)
 
     def _keep_known(self, names: Iterable[str]) -> list[str]:
         """Keep the names that this version has."""
@@ -326,6 +367,20 @@ class Measuring:
             *("-m", "conformance", "bench", f"--impl={','.join(kernels)}", f"--phase={group.phase}"),
             *(f"--runs={_ROUNDS}", f"--seconds={max(limit / 3, 1):.0f}"),
             *(f"--json={self._folder / f'times-{group.name}.jsonl'}", *(f"--case={case}" for case in group.cases)),
+        )
+
+    def _tune(self, tuning: Tuning, *, waiting: int) -> None:
+        """Tune a kernel on a case, for twice its share of the time that is left."""
+        if not self._keep_known((tuning.kernel,)):
+            self._leave_out(f"{tuning.name}: {tuning.kernel} is not in the catalogue of this version")
+            return
+        limit = self._left * min(1.0, 2.0 / waiting)
+        self._run_step(
+            f"tuned-{tuning.name}",
+            limit,
+            *("-m", "conformance", "tune", f"--impl={tuning.kernel}", f"--case={tuning.case}"),
+            *(f"--knob={knob}" for knob in tuning.knobs),
+            *(f"--seconds={max(limit / 3, 1):.0f}", f"--out={self._folder / f'tuned-{tuning.name}.json'}"),
         )
 
     def _run_json(self, name: str, limit: float, *words: str) -> dict[str, Any] | None:
@@ -408,7 +463,7 @@ class Measuring:
         """
         recorded = []
         for path in sorted(self._folder.glob("*.jsonl")):
-            if not path.name.startswith("times-"):
+            if not path.name.startswith(("times-", "tuned-")):
                 try:
                     recorded += [one for one in runs.read_runs(path) if one.run is not None]
                 except (OSError, ValueError):

@@ -58,6 +58,9 @@ def test_a_whole_trial_judges_times_and_makes_a_page(tmp_path: Path) -> None:
     found = read(folder)
     assert (found["ended"], found["chip"]) == ("complete", "cpu")
     assert found["command"].startswith("python docs/measure_on_chip.py --plan=cpu-trial")
+    assert {step["code"] for step in found["steps"]} == {0}
+    tuned = json.loads((folder / "tuned-blocks.json").read_text(encoding="utf-8"))
+    assert any(entry["device"] == "cpu" for entry in tuned["entries"])
     assert found["versions"]["jax"]
     verdicts = {name: standing["verdict"] for name, standing in found["judged"].items()}
     assert (verdicts["block_flash"], verdicts["paged"], verdicts["ragged"]) == ("green", "green", "not judged")
