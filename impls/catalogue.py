@@ -34,6 +34,7 @@ _NAMES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
         "paged",
         "paged_tpu",
         "paged_gpu",
+        "paged_gpu_mosaic",
         "paged_update",
         "paged_latent",
         "paged_latent_tpu",
