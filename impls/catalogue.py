@@ -29,7 +29,7 @@ _NAMES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
     ),
     "impls.quantized_kv": ("quantized_kv", "quantized_kv_dequantized"),
     "impls.moba": ("moba", "moba_tpu", "moba_dense"),
-    "impls.ragged": ("ragged", "ragged_tpu", "ragged_gpu"),
+    "impls.ragged": ("ragged", "ragged_tpu", "ragged_gpu", "ragged_gpu_mosaic"),
     "impls.paged": (
         "paged",
         "paged_tpu",

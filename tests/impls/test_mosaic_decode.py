@@ -20,7 +20,7 @@ from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import PASS
-from impls import paged
+from impls import paged, ragged
 from impls.flash_gpu import pallas_backends
 from impls.mosaic_decode.decode_shape import count_slots
 
@@ -66,6 +66,63 @@ def check_verdicts(found: dict[str, str]) -> None:
 )
 def test_it_is_right_over_pages_and_nothing_races(case: str) -> None:
     check_verdicts(judge("paged_gpu_mosaic", case))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Two splits of a sequence, more tiles than the ring has slots, a sequence without keys, and groups of 8.
+        "decode/bf16/B3.T1.S1000.N16.K2.H128.V128/lengths-990-0-130/sinks/normal/s0",
+        # More rows than one tile has, chunks, and a cache that is no multiple of the kernel's tiles.
+        "prefill/f16/B1.T20.S200.N4.K1.H64.V64/chunked-50-o180/softcap30/normal/s0",
+        pytest.param("prefill/bf16/B2.T2.S264.N8.K2.H64.V192/own-l70-200-90/normal/s0", marks=pytest.mark.long),
+        pytest.param("decode/bf16/B1.T1.S520.N4.K1.H256.V256/window-l400-r0-o519/normal/s0", marks=pytest.mark.long),
+    ],
+)
+def test_it_is_right_over_a_padded_cache_and_nothing_races(case: str) -> None:
+    check_verdicts(judge("ragged_gpu_mosaic", case))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"depth": 80}, "head_dim 80"),
+        ({"kv_length": 300}, "k and v with room for 300 keys: it takes multiples of 8"),
+        ({"dtype": jnp.float32}, "q, k and v in float32"),
+    ],
+)
+def test_a_padded_cache_that_it_does_not_support_is_refused(changed: dict[str, Any], reason: str) -> None:
+    size = {"depth": 64, "kv_length": 320, "dtype": jnp.bfloat16, **changed}
+    q = jnp.zeros((1, 1, 4, size["depth"]), size["dtype"])
+    k = jnp.zeros((1, size["kv_length"], 2, size["depth"]), size["dtype"])
+    with pytest.raises(NotImplementedError, match=f"ragged does not support backend='mosaic' for {reason}"):
+        ragged.attention(q, k, k, backend="mosaic")
+
+
+def test_what_lies_past_the_length_of_a_padded_cache_does_not_spread() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, n, 2, 64)), jnp.float16) for n in (1, 160, 160))
+    lengths = jnp.array([0, 90], jnp.int32)
+    dead = (jnp.arange(160)[None, :] >= lengths[:, None])[..., None, None]
+    options: dict[str, Any] = {"lengths": lengths, "backend": "mosaic", "num_splits": 2}
+    options["interpret"] = interpreters.build_parameters(0, "gpu")
+    clean = ragged.attention(q, k, v, **options)
+    found = ragged.attention(q, *(jnp.where(dead, jnp.nan, x) for x in (k, v)), **options)
+    assert not np.asarray(found[0]).any()
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(clean))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_padded_cache_takes_one_kernel(x64: bool) -> None:
+    def call(q: jax.Array, k: jax.Array, lengths: jax.Array) -> Any:
+        return ragged.attention(q, k, k, lengths=lengths, backend="mosaic", interpret=False)
+
+    shapes = [((2, 1, 8, 128), jnp.bfloat16), ((2, 4096, 2, 128), jnp.bfloat16), ((2,), jnp.int32)]
+    with tracing_for("NVIDIA H200"), jax.enable_x64(x64):
+        exported = jax.export.export(
+            jax.jit(call), platforms=["cuda"], disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(MOSAIC)]
+        )(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    assert exported.mlir_module().count(f"@{MOSAIC}") == 1
 
 
 TABLES: dict[str, Any] = {
