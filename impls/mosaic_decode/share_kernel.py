@@ -164,7 +164,7 @@ def build_scratch(shape: DecodeShape, dtype: Any) -> dict[str, Any]:
         "q_tile": allocate_tile(dtype, ROWS, shape.head_dim),
         # JAX's interpreter has no memory with two meanings.
         **({**ring, **results} if shape.interpret else {"ring": plgpu.RefUnion(ring, results)}),
-        "q_arrived": plgpu.Barrier(),
+        "q_arrived": plgpu.Barrier(num_barriers=1),
         "k_arrived": plgpu.Barrier(num_arrivals=shape.copies, num_barriers=shape.slots),
         "v_arrived": plgpu.Barrier(num_arrivals=shape.copies, num_barriers=shape.slots),
     }
