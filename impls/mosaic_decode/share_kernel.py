@@ -218,6 +218,8 @@ class _ShareVisit(NamedTuple):
     head: Scalar  # key/value head
     query: Scalar  # tile of queries and column, as one index
     page_base: Scalar  # where the pages of the tile's sequence begin
+    first_page: Scalar  # first page that the tile sees, counted in its sequence
+    last_page: Scalar  # last page that the tile sees
     first: Scalar  # first block of keys
     total: Scalar  # number of blocks
     full_first: Scalar  # first of the blocks that all rows see completely
@@ -238,7 +240,7 @@ class _ShareVisit(NamedTuple):
             tile=tile,
             head=lax.div(column, jnp.int32(shape.columns_per_head)),
             query=tile * shape.columns + column,
-            page_base=inputs["page_base"][tile],
+            **{name: inputs[name][tile] for name in ("page_base", "first_page", "last_page")},
             first=first,
             total=end - first,
             full_first=full_first,
@@ -271,8 +273,8 @@ class _ShareVisit(NamedTuple):
             numbers = [lax.div(block, jnp.int32(size // TILE_KEYS))]
         else:
             numbers = [block * copies + at for at in range(copies)]
-        low, high = self.inputs["first_page"][self.tile], self.inputs["last_page"][self.tile]
-        return tuple(self.inputs["pages"][self.page_base + jnp.clip(number, low, high)] for number in numbers)
+        seen = (jnp.clip(number, self.first_page, self.last_page) for number in numbers)
+        return tuple(self.inputs["pages"][self.page_base + number] for number in seen)
 
     def copy(self, step: Scalar, pages: tuple[Any, ...]) -> None:
         """Start the copies of a step's tiles of k and v, if there is such a step."""
@@ -307,14 +309,16 @@ def _load_queries(visit: _ShareVisit) -> None:
 def _compute_softmax(visit: _ShareVisit) -> RunningSoftmax:
     """Compute the softmax of a tile of queries over all keys of the share."""
     shape, scratch = visit.shape, visit.scratch
+    # All pages are looked up before the first copy starts, so that the latencies of these reads overlap.
+    pages = [visit.look_up_pages(jnp.int32(step)) for step in range(shape.slots + 1)]
     for step in range(shape.slots):
-        visit.copy(jnp.int32(step), visit.look_up_pages(jnp.int32(step)))
+        visit.copy(jnp.int32(step), pages[step])
     _load_queries(visit)
     plgpu.barrier_wait(scratch["q_arrived"].at[0])
     q = scratch["q_tile"]
 
     def compute(masked: bool, step: Scalar, carry: Any) -> Any:
-        softmax, pages = carry
+        softmax, next_pages = carry
         slot = visit.slot(step)
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
         z, _ = compute_logits(shape, multiply(shape, q, scratch["k_tile"].at[slot], transposed=True))  # (1) and (2)
@@ -331,7 +335,7 @@ def _compute_softmax(visit: _ShareVisit) -> RunningSoftmax:
         out = accumulate(shape, softmax.out, weights.astype(v.dtype), v)  # sum of values, equation (6)
         following = visit.look_up_pages(step + (shape.slots + 1))  # read one step early: its latency is that of memory
         plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
-        visit.copy(step + shape.slots, pages)
+        visit.copy(step + shape.slots, next_pages)
         return softmax._replace(out=out), following
 
     carry: Any = (
@@ -340,7 +344,7 @@ def _compute_softmax(visit: _ShareVisit) -> RunningSoftmax:
             total=jnp.zeros((ROWS, SUM_COLUMNS), jnp.float32),
             out=jnp.zeros((ROWS, shape.v_head_dim), jnp.float32),
         ),
-        visit.look_up_pages(jnp.int32(shape.slots)),
+        pages[-1],
     )
     carry = lax.fori_loop(jnp.int32(0), visit.full, functools.partial(compute, False), carry)
     softmax, _ = lax.fori_loop(visit.full, visit.total, functools.partial(compute, True), carry)
