@@ -19,6 +19,8 @@ MIN_PAGE_ROWS = 8
 """Page sizes are multiples of this: the swizzled layout of shared memory has groups of 8 rows."""
 MAX_SLOTS = 6
 """Most tiles in flight. It is reasoned, not measured: two programs of depth 64 then have 160 KiB in flight."""
+QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
+"""Dtypes of stored keys and values whose numbers bf16 and f16 hold exactly."""
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 # CUDA reserves 1 KiB of shared memory for each block (CUDA C++ programming guide, "Compute capabilities").
 _SHARED_MEMORY_OF_TWO = (SHARED_MEMORY + 1024) // 2 - 1024
@@ -36,6 +38,8 @@ class DecodeShape:
       columns: programs per share, one for each set of query heads that is computed together.
       columns_per_head: columns of one key/value head.
       page_size: rows of a page.
+      dtype: dtype of queries, in which tiles are multiplied.
+      stored_dtype: dtype of keys and values, either `dtype` or one of `QUANTIZED_DTYPES`.
       scale: factor of `<q, k>`.
       soft_cap: bound of the logits; None without a soft cap.
       interpret: whether and how the kernel is interpreted.
@@ -47,6 +51,8 @@ class DecodeShape:
     columns: int
     columns_per_head: int
     page_size: int
+    dtype: Any
+    stored_dtype: Any
     scale: float
     soft_cap: float | None
     interpret: Interpret
@@ -68,20 +74,32 @@ class DecodeShape:
     @property
     def slots(self) -> int:
         """Tiles of k and v in flight."""
-        return count_slots(self.head_dim, self.v_head_dim)[0]
+        return count_slots(self.head_dim, self.v_head_dim, self.stored_dtype)[0]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys and values are converted before they are multiplied."""
+        return is_quantized(self.stored_dtype)
 
 
-def count_slots(head_dim: int, v_head_dim: int) -> tuple[int, int]:
+def is_quantized(stored_dtype: Any) -> bool:
+    """Return whether keys and values of this dtype are converted before they are multiplied."""
+    return str(jnp.dtype(stored_dtype)) in QUANTIZED_DTYPES
+
+
+def count_slots(head_dim: int, v_head_dim: int, stored_dtype: Any) -> tuple[int, int]:
     """Count the slots of a program's ring, and the programs that fit a multiprocessor together.
 
     There are two programs if each of them has two slots: while one begins or ends, the other one reads.
     """
-    slot = TILE_KEYS * (head_dim + v_head_dim) * 2
-    queries = ROWS * head_dim * 2
-    slots = (_SHARED_MEMORY_OF_TWO - queries - _BARRIER_BYTES) // slot
+    pair = TILE_KEYS * (head_dim + v_head_dim)  # elements of a tile of k and one of v
+    slot = pair * jnp.dtype(stored_dtype).itemsize
+    # The queries, and the tiles that stored keys and values are converted to.
+    others = ROWS * head_dim * 2 + (pair * 2 if is_quantized(stored_dtype) else 0) + _BARRIER_BYTES
+    slots = (_SHARED_MEMORY_OF_TWO - others) // slot
     if slots >= 2:
         return min(slots, MAX_SLOTS), _PROGRAMS_PER_MULTIPROCESSOR
-    return min((SHARED_MEMORY - queries - _BARRIER_BYTES) // slot, MAX_SLOTS), 1
+    return min((SHARED_MEMORY - others) // slot, MAX_SLOTS), 1
 
 
 def find_decode_limit(

@@ -16,6 +16,8 @@ the tile that lay in the same slot of the ring. The other slots arrive meanwhile
 copies: copies take few instructions, and without it two programs fit a multiprocessor with all the registers that they
 need. While one of them begins or ends, the other one reads.
 
+Only stored bytes are copied. Quantised keys and values are converted in registers, and stored in a tile of their own.
+
 The rows of a group's queries are few, but the tensor core multiplies 64 rows. The others are zeros.
 
 The properties of copies and products that `impls.flash_gpu.mosaic.mosaic_launch` lists hold here too. Two come on top,
@@ -36,7 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from impls.flash_gpu.exponentials import LN_2
 from impls.flash_gpu.flash_gpu_arrays import make_shape
@@ -90,8 +92,8 @@ class ShareParts(NamedTuple):
 def attend_to_shares(
     shape: DecodeShape,
     queries: Float[Array, "L*columns rows H"],
-    k_pages: Float[Array, "pages page_size K H"],
-    v_pages: Float[Array, "pages page_size K V"],
+    k_pages: Shaped[Array, "pages page_size K H"],
+    v_pages: Shaped[Array, "pages page_size K V"],
     page_indices: Int32[Array, "max_seqs pages_per_seq"],
     sequence: Int32[Array, " L"],
     shares: Shares,
@@ -102,7 +104,7 @@ def attend_to_shares(
     Args:
       shape: static part of the launch.
       queries: queries of each tile and column; rows that are no query are zeros.
-      k_pages: pages of keys.
+      k_pages: pages of keys. Quantised ones are multiplied as they are stored: scales are the caller's.
       v_pages: pages of values.
       page_indices: pages of each sequence. Entries of pages without a key that any query sees may be any integers.
       sequence: sequence of each tile.
@@ -136,7 +138,7 @@ def attend_to_shares(
             make_shape((programs, shape.rows), jnp.float32),
             make_shape((programs, shape.rows), jnp.float32),
         ),
-        scratch=build_scratch(shape, queries.dtype),
+        scratch=build_scratch(shape),
         approximate=shape.soft_cap is None,  # tanh must be exact; without a soft cap only powers of two are computed
         interpret=shape.interpret,
         reduction_bytes=0,  # else two programs of depth 128 would not fit a multiprocessor
@@ -145,12 +147,11 @@ def attend_to_shares(
     return ShareParts(*mark_varying(found, find_varying_axes(inputs)))
 
 
-def build_scratch(shape: DecodeShape, dtype: Any) -> dict[str, Any]:
+def build_scratch(shape: DecodeShape) -> dict[str, Any]:
     """Describe the shared memory and barriers of a program by name."""
-    ring = {
-        "k_tile": allocate_tile(dtype, shape.slots, TILE_KEYS, shape.head_dim),
-        "v_tile": allocate_tile(dtype, shape.slots, TILE_KEYS, shape.v_head_dim),
-    }
+    depths = {"k": shape.head_dim, "v": shape.v_head_dim}
+    ring = {f"{name}_tile": _allocate_stored(shape, depth) for name, depth in depths.items()}
+    converted = {f"{name}_converted": allocate_tile(shape.dtype, TILE_KEYS, depth) for name, depth in depths.items()}
     results = {
         "out_tile": plgpu.SMEM(
             (ROWS, shape.v_head_dim),
@@ -161,13 +162,23 @@ def build_scratch(shape: DecodeShape, dtype: Any) -> dict[str, Any]:
         "sum_tile": plgpu.SMEM((ROWS,), jnp.float32),
     }
     return {
-        "q_tile": allocate_tile(dtype, ROWS, shape.head_dim),
+        "q_tile": allocate_tile(shape.dtype, ROWS, shape.head_dim),
+        **(converted if shape.is_quantized else {}),
         # JAX's interpreter has no memory with two meanings.
         **({**ring, **results} if shape.interpret else {"ring": plgpu.RefUnion(ring, results)}),
         "q_arrived": plgpu.Barrier(num_barriers=1),
         "k_arrived": plgpu.Barrier(num_arrivals=shape.copies, num_barriers=shape.slots),
         "v_arrived": plgpu.Barrier(num_arrivals=shape.copies, num_barriers=shape.slots),
     }
+
+
+def _allocate_stored(shape: DecodeShape, depth: int) -> Any:
+    """Allocate the ring of tiles of k or of v, as they are stored."""
+    if not shape.is_quantized:
+        return allocate_tile(shape.dtype, shape.slots, TILE_KEYS, depth)
+    lanes = 128 if depth % 128 == 0 else 64  # elements of one byte in the widest swizzle that divides the depth
+    transforms = (plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(lanes))
+    return plgpu.SMEM((shape.slots, TILE_KEYS, depth), shape.stored_dtype, transforms=transforms)
 
 
 def _find_tile_ranges(visible: VisibleKeys, page_size: int) -> dict[str, jax.Array]:
@@ -299,8 +310,7 @@ def _load_queries(visit: _ShareVisit) -> None:
     """Start to copy the queries to shared memory, whose other rows become zeros."""
     q, shape = visit.scratch["q_tile"], visit.shape
     if shape.rows < ROWS:
-        q[...] = jnp.zeros((ROWS, shape.head_dim), visit.inputs["q"].dtype)
-        plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+        _store(q, jnp.zeros((ROWS, shape.head_dim), shape.dtype))
     plgpu.copy_gmem_to_smem(
         visit.inputs["q"].at[visit.query], q.at[pl.ds(0, shape.rows)], visit.scratch["q_arrived"].at[0]
     )
@@ -321,18 +331,23 @@ def _compute_softmax(visit: _ShareVisit) -> RunningSoftmax:
         softmax, next_pages = carry
         slot = visit.slot(step)
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
-        z, _ = compute_logits(shape, multiply(shape, q, scratch["k_tile"].at[slot], transposed=True))  # (1) and (2)
+        k = scratch["k_tile"].at[slot]
+        if shape.is_quantized:
+            k = _store(scratch["k_converted"], _convert(shape, k[...]))
+        z, _ = compute_logits(shape, multiply(shape, q, k, transposed=True))  # equations (1) and (2)
         start = visit.find_block(step) * TILE_KEYS
         if masked:
             z = jnp.where(_compute_allowed(visit, start), z, -jnp.inf)  # hidden pairs get -inf, equation (3)
         softmax, weights = update_softmax(shape, softmax, z, masked=masked)  # maximum and sum, equations (4) and (5)
         plgpu.barrier_wait(scratch["v_arrived"].at[slot])
         v = scratch["v_tile"].at[slot]
-        if masked:
-            # Values that no query sees may be NaN, and 0 * NaN is not 0. No other program reads this tile.
-            v[...] = _zero_unseen(visit, start, v[...])
-            plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
-        out = accumulate(shape, softmax.out, weights.astype(v.dtype), v)  # sum of values, equation (6)
+        if masked or shape.is_quantized:
+            values = _convert(shape, v[...])
+            if masked:
+                values = _zero_unseen(visit, start, values)  # they may be NaN, and 0 * NaN is not 0
+            # No other program reads a tile of the ring, so it may be changed in place.
+            v = _store(scratch["v_converted"] if shape.is_quantized else v, values)
+        out = accumulate(shape, softmax.out, weights.astype(shape.dtype), v)  # sum of values, equation (6)
         following = visit.look_up_pages(step + (shape.slots + 1))  # read one step early: its latency is that of memory
         plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
         visit.copy(step + shape.slots, next_pages)
@@ -350,6 +365,20 @@ def _compute_softmax(visit: _ShareVisit) -> RunningSoftmax:
     softmax, _ = lax.fori_loop(visit.full, visit.total, functools.partial(compute, True), carry)
     found: RunningSoftmax = softmax._replace(total=jnp.sum(softmax.total, axis=1))
     return found
+
+
+def _convert(shape: DecodeShape, tile: jax.Array) -> jax.Array:
+    """Convert a tile of stored keys or values to the dtype of the queries, which is exact."""
+    if shape.is_quantized and jnp.issubdtype(tile.dtype, jnp.floating):
+        tile = tile.astype(jnp.float32)  # Hopper does not convert fp8 to bf16 directly
+    return tile.astype(shape.dtype)
+
+
+def _store(target: Scalar, tile: jax.Array) -> Any:
+    """Store a tile in shared memory for a product, and return where it is."""
+    target[...] = tile
+    plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+    return target
 
 
 def _compute_allowed(visit: _ShareVisit, start: Scalar) -> jax.Array:

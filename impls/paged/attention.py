@@ -105,7 +105,8 @@ def attention(
     Raises:
       ValueError: an operand or an option is invalid; the message names it.
       NotImplementedError: differentiation, float16 on a TPU, scales in a layout that the back end does not read, any
-        scales on a GPU, or with `"mosaic"` a GPU, dtype, depth or page size that it does not support.
+        scales on a GPU, or with `"mosaic"` scales of tokens, or a GPU, dtype, depth or page size that it does not
+        support.
     """
     check_paged_operands(
         q,
@@ -303,7 +304,12 @@ def _refuse_scales(backend: Backend, k_scales: Any, page_scales: Any, k_scale: A
     """Raise `NotImplementedError` for scales in a layout that the back end does not read."""
     if backend == "tpu" and k_scales is not None:
         raise NotImplementedError("paged on a TPU does not support k_scales: take page_scales=side_by_side(...)")
-    if backend in ("gpu", "mosaic") and any(x is not None for x in (k_scales, page_scales, k_scale)):
+    if backend == "mosaic" and any(x is not None for x in (k_scales, page_scales)):
+        raise NotImplementedError(
+            "paged with backend='mosaic' does not support k_scales and page_scales: give k_scale and v_scale, one "
+            "number for all, or take backend='portable'"
+        )
+    if backend == "gpu" and any(x is not None for x in (k_scales, page_scales, k_scale)):
         raise NotImplementedError("paged on a GPU does not support k_scales: pages are in the dtype of q")
     if backend == "portable" and page_scales is not None:
         raise NotImplementedError("paged in plain JAX does not support page_scales: give k_scales and v_scales")

@@ -94,6 +94,16 @@ def build_mosaic_implementation(name: str) -> Implementation:
     )
 
 
+def _build_quantized_mosaic_implementation(name: str) -> Implementation:
+    """Declare the Mosaic GPU kernel for pages with one scale for all, under `name`."""
+    return dataclasses.replace(
+        build_mosaic_implementation(name),
+        description="attention over int8 or fp8 pages with one scale for all, in Pallas for Hopper GPUs (Mosaic)",
+        offers=WHOLE_FEATURES,
+        supports_case=lambda case: _refuse_unscaled(case) or _find_mosaic_limit(case),
+    )
+
+
 def _find_mosaic_limit(case: Case) -> str | None:
     if case.stored is None or case.stored.size is None:
         return None
@@ -198,4 +208,5 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     build_latent_implementation("paged_latent_tpu", backend="tpu"),
     _build_scaled_implementation("paged_quantized"),
     build_quantized_tpu_implementation("paged_quantized_tpu"),
+    _build_quantized_mosaic_implementation("paged_quantized_gpu_mosaic"),
 )

@@ -112,7 +112,9 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret, mosaic:
     launch = _build_launch(plan, operands, operands.v_pages.shape[3], mosaic=mosaic)
     total, heads = operands.q.shape[:2]
     tiles = build_tiles(operands, plan.block_q)
-    programs = _count_programs(launch, mosaic=mosaic) if plan.programs is None else plan.programs
+    programs = plan.programs
+    if programs is None:
+        programs = _count_mosaic_programs(launch, operands) if mosaic else -(-_NUM_PROGRAMS // launch.columns)
     shares = build_shares(plan, tiles, block=launch.block, programs=programs)
     real = jnp.arange(len(tiles.row), dtype=jnp.int32) < tiles.total
     tiles = tiles._replace(queries=jnp.where(real, tiles.queries, 0))
@@ -134,11 +136,9 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret, mosaic:
     )
 
 
-def _count_programs(launch: _Launch, *, mosaic: bool) -> int:
-    """Count the programs per column that fill the GPU."""
-    if not mosaic:
-        return -(-_NUM_PROGRAMS // launch.columns)
-    _, together = count_slots(launch.depth, launch.v_depth)
+def _count_mosaic_programs(launch: _Launch, operands: Operands) -> int:
+    """Count the programs per column of the Mosaic GPU kernel that fill the GPU."""
+    _, together = count_slots(launch.depth, launch.v_depth, operands.k_pages.dtype)
     return max(1, count_multiprocessors() * together // launch.columns)
 
 
@@ -173,6 +173,8 @@ def _attend_with_mosaic(launch: _Launch, operands: Operands, arrays: Arrays, int
             columns=launch.columns,
             columns_per_head=launch.parts,
             page_size=launch.page_size,
+            dtype=operands.q.dtype,
+            stored_dtype=operands.k_pages.dtype,
             scale=plan.scale,
             soft_cap=plan.soft_cap,
             interpret=interpret,

@@ -63,6 +63,8 @@ def attend(plan: RaggedPlan, operands: Operands, *, num_splits: int | None, inte
             columns=sizes.heads,
             columns_per_head=1,
             page_size=page_size,
+            dtype=operands.q.dtype,
+            stored_dtype=operands.k.dtype,
             scale=plan.scale,
             soft_cap=plan.soft_cap,
             interpret=interpret,
@@ -103,7 +105,7 @@ def _build_sizes(plan: RaggedPlan, operands: Operands, num_splits: int | None) -
     batch, heads, rows, depth = operands.q.shape
     row_tiles = -(-rows // ROWS)
     if num_splits is None:
-        _, together = count_slots(depth, operands.v.shape[3])
+        _, together = count_slots(depth, operands.v.shape[3], operands.k.dtype)
         num_splits = -(-count_multiprocessors() * together // (batch * heads * row_tiles))
     return _Sizes(
         batch=batch,

@@ -71,6 +71,21 @@ def test_it_is_right_over_pages_and_nothing_races(case: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
+        "decode/bf16/B2.T1.S400.N8.K2.H128.V128/own-l300-400-130/kvint8-tensor/paged16/normal/s0",
+        "prefill/bf16/B2.T2.S300.N4.K2.H64.V64/own-linf-300-90/softcap30/kvfp8-tensor/paged64/normal/s0",
+        pytest.param(
+            "decode/f16/B1.T1.S300.N4.K1.H192.V128/own-linf-300/sinks/kvfp8-tensor/paged8/normal/s0",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_it_is_right_over_quantised_pages_and_nothing_races(case: str) -> None:
+    check_verdicts(judge("paged_quantized_gpu_mosaic", case))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
         # Two splits of a sequence, more tiles than the ring has slots, a sequence without keys, and groups of 8.
         "decode/bf16/B3.T1.S1000.N16.K2.H128.V128/lengths-990-0-130/sinks/normal/s0",
         # More rows than one tile has, chunks, and a cache that is no multiple of the kernel's tiles.
@@ -184,6 +199,14 @@ def test_more_queries_than_rows_and_other_blocks_are_refused() -> None:
         paged.attention(q, k, v, **TABLES, backend="mosaic", block_kv=128)
 
 
+def test_scales_of_tokens_are_refused() -> None:
+    q, *pages = draw_pages()
+    k, v = (x.astype(jnp.int8) for x in pages)
+    scales = jnp.ones(k.shape[:3])
+    with pytest.raises(NotImplementedError, match=r"does not support k_scales .* give k_scale and v_scale"):
+        paged.attention(q, k, v, **TABLES, k_scales=scales, v_scales=scales, backend="mosaic")
+
+
 def test_a_cuda_that_miscompiles_masks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pallas_backends, "get_cuda_version", lambda: 12080)
     with tracing_for("NVIDIA H200"), pytest.raises(NotImplementedError, match=r"masks under CUDA 12\.8"):
@@ -208,10 +231,18 @@ def test_it_computes_shares_and_triton_merges_them(x64: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("depth", "v_depth", "slots", "together"),
-    [(64, 64, 6, 2), (128, 128, 3, 2), (192, 128, 2, 2), (192, 192, 4, 1), (256, 256, 3, 1)],
+    ("depths", "dtype", "slots", "together"),
+    [
+        ((64, 64), "bfloat16", 6, 2),
+        ((128, 128), "bfloat16", 3, 2),
+        ((192, 128), "bfloat16", 2, 2),
+        ((192, 192), "bfloat16", 4, 1),
+        ((256, 256), "bfloat16", 3, 1),
+        ((128, 128), "int8", 4, 2),
+        ((256, 256), "int8", 4, 1),
+    ],
 )
 def test_two_programs_share_a_multiprocessor_where_they_fit(
-    depth: int, v_depth: int, slots: int, together: int
+    depths: tuple[int, int], dtype: str, slots: int, together: int
 ) -> None:
-    assert count_slots(depth, v_depth) == (slots, together)
+    assert count_slots(*depths, dtype) == (slots, together)
