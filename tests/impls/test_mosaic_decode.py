@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,10 +22,12 @@ from conformance.execution import implementation_registry
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import PASS
+from conformance.records import FAIL, PASS
 from impls import paged, ragged
 from impls.flash_gpu import pallas_backends
+from impls.mosaic_decode import share_kernel
 from impls.mosaic_decode.decode_shape import count_slots
+from impls.paged import paged_gpu
 
 MOSAIC, TRITON = "mosaic_gpu_v2", "__gpu$xla.gpu.triton"
 
@@ -46,9 +51,14 @@ def check_verdicts(found: dict[str, str]) -> None:
     assert found == dict.fromkeys(names, PASS)
 
 
+WINDOWS = "decode/bf16/B4.T1.S500.N4.K1.H128.V128/own-l250-500-490-480-470/paged16/normal/s0"
+"""Shares of five tiles, of which the first and the last are partial; the ring has three slots."""
+
+
 @pytest.mark.parametrize(
     "case",
     [
+        WINDOWS,
         # Several shares of a sequence, more tiles than the ring has slots, a partial last page, and no keys at all.
         "decode/bf16/B3.T1.S900.N8.K2.H128.V128/own-linf-900-130-0/paged16/normal/s0",
         # A window that begins within a page, several queries of a sequence, and groups of 8.
@@ -246,3 +256,29 @@ def test_two_programs_share_a_multiprocessor_where_they_fit(
     depths: tuple[int, int], dtype: str, slots: int, together: int
 ) -> None:
     assert count_slots(*depths, dtype) == (slots, together)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        # The next tile is copied to the slot of a tile that still arrives, or is still read.
+        ("slot = self.slot(step)", "slot = self.slot(step + 1)"),
+        # The pages of the step before.
+        ("next_pages = carry", "next_pages = carry; next_pages = visit.look_up_pages(step)"),
+        # Values of keys that no query sees are multiplied by 0.
+        ("jnp.where(seen, v, jnp.zeros_like(v))", "v"),
+        # Of the blocks that are not full, those before the full ones are counted twice.
+        ("self.full_first + self.full + (rest - before)", "self.full_first + self.full + rest"),
+    ],
+)
+@pytest.mark.long
+def test_the_interpreter_shows_a_wrong_kernel(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = inspect.getsource(share_kernel)
+    assert source.count(old) == 1
+    wrong = types.ModuleType("wrong_share_kernel")
+    monkeypatch.setitem(sys.modules, wrong.__name__, wrong)
+    exec(compile(source.replace(old, new), "wrong_share_kernel.py", "exec"), vars(wrong))
+    monkeypatch.setattr(paged_gpu, "attend_to_shares", wrong.attend_to_shares)
+    jax.clear_caches()
+    assert FAIL in judge("paged_gpu_mosaic", WINDOWS).values()
+    jax.clear_caches()
