@@ -103,10 +103,14 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
 
 
 # Few cases, since each program takes seconds. The last query block and the last key block are partial. There are more
-# key blocks than are in flight at once, full and partial ones, and every operand that the kernels take. Warpgroups may
-# divide the work otherwise at larger depths.
+# key blocks than are in flight at once, full and partial ones, and every operand that the kernels take. The second case
+# is for kernels that decode. It has all this too, with two queries, and a sequence without keys. Warpgroups may divide
+# the work otherwise at larger depths, which the third case has.
 _INTERPRETED_GPU: tuple[tuple[Case, ...], ...] = (
-    (_build_case((100, 180), (2, 1), (128, 128), "causal-o80", **_OPERANDS),),
+    (
+        _build_case((100, 180), (2, 1), (128, 128), "causal-o80", **_OPERANDS),
+        _build_case((2, 448), (8, 2), (128, 128), "lengths-430-0-130", batch=3, phase="prefill", sinks=True),
+    ),
     (_build_case((100, 180), (2, 1), (256, 192), "causal-o80", **_OPERANDS),),
 )
 
@@ -116,8 +120,8 @@ def select_interpreted_cases(
 ) -> tuple[Case, ...]:
     """Select the supported cases to run in the interpreter of an accelerator."""
     stored = (line for form in load_all_form_cases().values() for line in form.build_interpreted())
-    chosen = _INTERPRETED_GPU if platform == "gpu" else (*_INTERPRETED, *stored)
-    lines = ((dataclasses.replace(case, seed=seed) for case in line) for line in chosen)
+    dense = _INTERPRETED_GPU if platform == "gpu" else _INTERPRETED
+    lines = ((dataclasses.replace(case, seed=seed) for case in line) for line in (*dense, *stored))
     found = (next((case for case in line if supports(case) is None), None) for line in lines)
     return tuple(case for case in found if case is not None)
 

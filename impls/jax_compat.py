@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -86,6 +87,7 @@ def build_mosaic_call(
     scratch: Mapping[str, Any],
     approximate: bool,
     interpret: Interpret,
+    reduction_bytes: int = 2048,
 ) -> Callable[..., tuple[Any, ...]]:
     """Build a Mosaic GPU kernel that runs `body(*inputs, *outputs, **scratch)` in every warpgroup of every program.
 
@@ -94,6 +96,9 @@ def build_mosaic_call(
 
     `approximate` selects the GPU's own instructions for functions. Powers of two then flush subnormal results to 0.
     Hyperbolic tangents and logarithms have errors that are too large for an exact kernel.
+
+    `reduction_bytes` of shared memory are reserved for reductions. Those over the columns of an accumulator need none,
+    and a kernel with another reduction does not compile without.
     """
     run: Callable[..., tuple[Any, ...]] = plgpu.kernel(
         body,
@@ -104,10 +109,28 @@ def build_mosaic_call(
         num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=LoweringSemantics.Warpgroup, approx_math=approximate),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=LoweringSemantics.Warpgroup,
+            approx_math=approximate,
+            reduction_scratch_bytes=reduction_bytes,
+        ),
         interpret=build_gpu_interpreter_params() if interpret is True else interpret,
     )
     return run
+
+
+def load_device_vector(ref: Ref, interpret: Interpret) -> jax.Array:
+    """Load an array from device memory inside a Mosaic GPU kernel, in any register layout.
+
+    Without `optimized=False` only layouts that need no unaligned access are allowed. The interpreter of jax 0.10.2 has
+    no such load; there, the second argument is required.
+    """
+    if interpret:
+        return ref[...]
+    indexed = inspect.signature(plgpu.load).parameters.get("idx")
+    where = () if indexed is None or indexed.default is not inspect.Parameter.empty else (...,)
+    found: jax.Array = plgpu.load(ref, *where, optimized=False)
+    return found
 
 
 def build_gpu_interpreter_params(**options: Any) -> Any:

@@ -304,11 +304,19 @@ WINDOW_LENGTHS: dict[str, Any] = {
 }
 
 
+# For kernels that multiply no f32, or need one scale for all keys, these replace `MIXED_LENGTHS`: a sequence with more
+# keys than are in flight at once.
+LONG_LENGTHS: dict[str, Any] = {
+    **{"lengths": (2, 700), "mask": "own-linf-700-77-1", "batch": 3, "phase": "prefill", "sinks": True},
+}
+
+
 def _build_interpreted() -> tuple[tuple[Case, ...], ...]:
+    long: dict[str, Any] = {**LONG_LENGTHS, "heads": (8, 2), "depths": (128, 128), "storage": "paged16-q2-1-0"}
     mixed: dict[str, Any] = {**MIXED_LENGTHS, "heads": (4, 2), "depths": (64, 64), "storage": "paged16-q20-1-1-0-1"}
     window: dict[str, Any] = {**WINDOW_LENGTHS, "depths": (64, 64), "storage": "shared16-q1-9-9"}
     return (
-        (build_case(**mixed),),
+        (build_case(**mixed), build_case(**long), build_case(**long, kv_cache="kvint8-tensor")),
         (build_case(**window, heads=(4, 1)),),
         (build_case(**mixed, kv_cache="kvint8-token"),),
         (build_case(**window, heads=(4, 2), kv_cache="kvfp8-token"),),

@@ -17,7 +17,7 @@ from impls.flash_gpu.attention import UNSUPPORTED, Products, attention
 from impls.flash_gpu.block_sizes import KERNELS, BlockSizes, Ring, Tiles, look_up
 from impls.flash_gpu.flash_gpu_packed import packed_attention
 from impls.flash_gpu.flash_gpu_tuning import build_tunable
-from impls.flash_gpu.pallas_backends import find_call_limit, find_misfit, fit_ring
+from impls.flash_gpu.pallas_backends import NO_HOPPER, find_call_limit, find_misfit, fit_ring
 from impls.flash_gpu.tile_schedule import has_dead_keys
 from impls.jax_compat import get_device_kind, runs_on
 
@@ -108,7 +108,7 @@ def build_mosaic_implementation(name: str) -> Implementation:
         },
         accelerator=Accelerator(
             platform="gpu",
-            absent=None if limit is None else "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other",
+            absent=None if limit is None else NO_HOPPER,
             native=functools.partial(call, interpret=False),
             under_interpreter=lambda parameters: functools.partial(call, interpret=parameters),
         ),

@@ -33,6 +33,8 @@ HOPPER = ("H100", "H200", "H20", "H800", "GH200")
 """Names of Hopper GPUs: JAX's device kind contains one of them."""
 MAX_MOSAIC_DEPTH = 256
 """Largest head depth of the Mosaic kernels: an f32 row for each of 64 queries takes half of a warpgroup's registers."""
+NO_HOPPER = "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other"
+"""Why a Mosaic GPU kernel is not run on this machine."""
 # CUDA releases whose `ptxas` miscompiles causal masks. JAX's own Mosaic attention refuses them there too
 # (`jax.experimental.pallas.ops.gpu.attention_mgpu`).
 _MISCOMPILING_CUDA = range(12080, 12091)
@@ -78,17 +80,30 @@ def find_call_limit(kind: str | None, dtype: Any, mask: Mask, *, biased: bool) -
 
     `kind` is JAX's device kind of the GPU, or None in an interpreter.
     """
-    if kind is not None and not any(name in kind for name in HOPPER):
-        return f"GPUs other than Hopper, which {kind or 'this device'!r} is not"
+    if kind is not None and (reason := find_device_limit(kind)) is not None:
+        return reason
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"q, k and v in {dtype}: it multiplies bfloat16 and float16"
     if biased:
         return "bias"
     if any(isinstance(leaf, Dense) for leaf in iter_leaves(mask)):
         return "masks that are arrays, only those that are formulas"
-    if kind is not None and not isinstance(mask, Full) and (version := get_cuda_version()) in _MISCOMPILING_CUDA:
-        return f"masks under CUDA {version // 1000}.{version % 1000 // 10}, whose `ptxas` miscompiles them"
-    return None
+    return None if kind is None or isinstance(mask, Full) else find_compiler_limit()
+
+
+def find_device_limit(kind: str) -> str | None:
+    """Return why Mosaic kernels do not run on a GPU of this kind, or None if they do; `kind` is JAX's device kind."""
+    if any(name in kind for name in HOPPER):
+        return None
+    return f"GPUs other than Hopper, which {kind or 'this device'!r} is not"
+
+
+def find_compiler_limit() -> str | None:
+    """Return why Mosaic kernels with masks must not be compiled by this process's CUDA, or None if they may."""
+    version = get_cuda_version()
+    if version not in _MISCOMPILING_CUDA:
+        return None
+    return f"masks under CUDA {version // 1000}.{version % 1000 // 10}, whose `ptxas` miscompiles them"
 
 
 def find_misfit(

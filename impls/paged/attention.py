@@ -14,13 +14,14 @@ from conformance.contract import FLOATS
 from impls import softmax_merge
 from impls.flash_gpu.block_sizes import MIN_TILE
 from impls.jax_compat import Interpret, resolve_interpret
+from impls.mosaic_decode.decode_shape import TILE_KEYS, find_decode_limit
 from impls.paged import page_scales as side_by_side
 from impls.paged import paged_gpu, paged_portable, paged_tpu
 from impls.paged.page_blocks import choose_block_kv, choose_block_q
 from impls.paged.paged_plan import Operands, PagedPlan
 from impls.softmax_merge import Part
 
-Backend = Literal["portable", "tpu", "gpu"]
+Backend = Literal["portable", "tpu", "gpu", "mosaic"]
 SCALED_DTYPES = ("int8", "float8_e4m3fn")
 """Dtypes of pages that need scales."""
 BLOCK_Q = 32
@@ -87,9 +88,11 @@ def attention(
       sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`.
+      backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`. `"mosaic"` is a GPU kernel for Hopper only,
+        which no chip has measured.
       block_q: queries per tile; by default chosen for the back end.
-      block_kv: keys that are read together, rounded up to whole pages; for a GPU a power of two of at least 16.
+      block_kv: keys that are read together, rounded up to whole pages; for a GPU a power of two of at least 16, and 64
+        with `"mosaic"`.
       num_programs: number of GPU programs per key/value head, which share the keys of all sequences; by default as many
         as fill the GPU.
       interpret: as `pallas_call` takes it; by default true unless the process runs on the back end's platform.
@@ -101,8 +104,9 @@ def attention(
 
     Raises:
       ValueError: an operand or an option is invalid; the message names it.
-      NotImplementedError: differentiation, float16 on a TPU, scales in a layout that the back end does not read, or any
-        scales on a GPU.
+      NotImplementedError: differentiation, float16 on a TPU, scales in a layout that the back end does not read, any
+        scales on a GPU, or with `"mosaic"` scales of tokens, or a GPU, dtype, depth or page size that it does not
+        support.
     """
     check_paged_operands(
         q,
@@ -124,7 +128,8 @@ def attention(
         refuse_f16(q)
         block_q = block_q or choose_block_q(*q.shape[:2])
         block_kv = block_kv or choose_block_kv(num_kv_heads, (q.shape[2], v_pages.shape[3]), q.dtype.itemsize)
-    if backend == "gpu":
+    on_gpu = backend in ("gpu", "mosaic")
+    if on_gpu:
         block_q = block_q or paged_gpu.choose_block_q(q.shape[0], len(kv_lens), q.shape[1] // num_kv_heads)
         block_kv = block_kv or BLOCK_KV_GPU
     block_q, block_kv = block_q or BLOCK_Q, block_kv or BLOCK_KV
@@ -134,16 +139,19 @@ def attention(
         soft_cap=None if soft_cap is None else float(soft_cap),
         block_q=min(block_q, q.shape[0]),
         block_pages=min(-(-block_kv // page_size), page_indices.shape[1]),
-        block_keys=block_kv if backend == "gpu" else 0,
+        block_keys=block_kv if on_gpu else 0,
         programs=num_programs,
     )
+    resolved = resolve_interpret(interpret, "gpu" if on_gpu else backend)
+    if backend == "mosaic":
+        _refuse_mosaic(plan, resolved, q, k_pages, v_pages)
     tables = (jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
     scales = (None if x is None else jnp.asarray(x) for x in (k_scales, v_scales, page_scales))
     operands = Operands(jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables, *scales)
     return compute_results(
         plan,
         backend,
-        resolve_interpret(interpret, backend),
+        resolved,
         operands,
         sinks,
         save_residuals=save_residuals,
@@ -286,6 +294,8 @@ def _check_backend(backend: Backend, block_kv: int | None, num_programs: int | N
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
     if backend == "gpu" and block_kv is not None and (block_kv < MIN_TILE or block_kv & (block_kv - 1)):
         raise ValueError(f"block_kv must be a power of two of at least {MIN_TILE} on a GPU, got {block_kv}")
+    if backend == "mosaic" and block_kv not in (None, TILE_KEYS):
+        raise ValueError(f"block_kv must be {TILE_KEYS} for backend 'mosaic', got {block_kv}")
     if num_programs is not None and num_programs <= 0:
         raise ValueError(f"num_programs must be positive or None (automatic), got {num_programs}")
 
@@ -294,10 +304,24 @@ def _refuse_scales(backend: Backend, k_scales: Any, page_scales: Any, k_scale: A
     """Raise `NotImplementedError` for scales in a layout that the back end does not read."""
     if backend == "tpu" and k_scales is not None:
         raise NotImplementedError("paged on a TPU does not support k_scales: take page_scales=side_by_side(...)")
+    if backend == "mosaic" and any(x is not None for x in (k_scales, page_scales)):
+        raise NotImplementedError(
+            "paged with backend='mosaic' does not support k_scales and page_scales: give k_scale and v_scale, one "
+            "number for all, or take backend='portable'"
+        )
     if backend == "gpu" and any(x is not None for x in (k_scales, page_scales, k_scale)):
         raise NotImplementedError("paged on a GPU does not support k_scales: pages are in the dtype of q")
     if backend == "portable" and page_scales is not None:
         raise NotImplementedError("paged in plain JAX does not support page_scales: give k_scales and v_scales")
+
+
+def _refuse_mosaic(plan: PagedPlan, interpret: Interpret, q: Any, k_pages: Any, v_pages: Any) -> None:
+    """Raise `NotImplementedError` if the Mosaic GPU kernel does not support the call or the GPU."""
+    page_size, num_kv_heads, depth = k_pages.shape[1:]
+    rows = plan.block_q * min(q.shape[1] // num_kv_heads, paged_gpu.MAX_ROWS)
+    limit = find_decode_limit(interpret, q.dtype, depth, v_pages.shape[3], page_size, rows)
+    if limit is not None:
+        raise NotImplementedError(f"paged does not support backend='mosaic' for {limit}; take backend='gpu'")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -306,7 +330,7 @@ def _run_backend(plan: PagedPlan, backend: Backend, interpret: Interpret, operan
         return paged_portable.attend(plan, operands)
     if backend == "tpu":
         return paged_tpu.attend(plan, operands, interpret=interpret)
-    return paged_gpu.attend(plan, operands, interpret=bool(interpret))
+    return paged_gpu.attend(plan, operands, interpret=interpret, mosaic=backend == "mosaic")
 
 
 @_run_backend.defjvp

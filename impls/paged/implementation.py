@@ -10,7 +10,9 @@ from typing import Any, Literal
 from cases.case import Case
 from cases.storage_forms.paged_form import SCALED_FEATURES, WHOLE_FEATURES
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from impls.jax_compat import runs_on
+from impls.flash_gpu.pallas_backends import NO_HOPPER, find_device_limit
+from impls.jax_compat import get_device_kind, runs_on
+from impls.mosaic_decode.decode_shape import find_shape_limit
 from impls.paged.attention import Backend, attention
 from impls.paged.page_scales import side_by_side
 from impls.paged.paged_latent import latent_attention
@@ -24,7 +26,10 @@ _JUDGED_SIZES_BY_BACKEND: dict[Backend, dict[str, Any]] = {
     "portable": _JUDGED_SIZES,
     "tpu": _JUDGED_SIZES,
     "gpu": {"block_q": 8, "block_kv": 32, "num_programs": 40},
+    "mosaic": {"num_programs": 40},
 }
+# Few, since an interpreter also takes time for programs without keys.
+_INTERPRETED_PROGRAMS = 3
 # With 16 rows at a time, a unit of computation holds some of a query's heads, or the heads of several queries.
 _JUDGED_LATENT_SIZES: dict[Backend, dict[str, Any]] = {
     "portable": _JUDGED_SIZES,
@@ -38,11 +43,13 @@ _VARIANTS: dict[Backend, dict[str, dict[str, Any]]] = {
     },
     "tpu": {"default_blocks": {}, "single_pages": {"block_q": 1, "block_kv": 1}},
     "gpu": {"default_blocks": {}, "one_program": {"block_q": 3, "block_kv": 16, "num_programs": 1}},
+    "mosaic": {"default_programs": {}, "one_program": {"num_programs": 1}},
 }
 _DESCRIPTIONS: dict[Backend, str] = {
     "portable": "in plain JAX",
     "tpu": "in Pallas for TPU, pages copied ahead",
     "gpu": "in Pallas for GPU (Triton), keys shared by programs and merged",
+    "mosaic": "in Pallas for Hopper GPUs (Mosaic), keys shared by programs and merged",
 }
 
 
@@ -60,13 +67,48 @@ def build_implementation(name: str, *, backend: Backend = "portable") -> Impleme
         behind_mask="any",
         storage="paged",
         refuses_by_signature=True,
-        memory="linear" if backend == "gpu" else None,
+        memory="linear" if backend in ("gpu", "mosaic") else None,
         accelerator=_build_accelerator(backend),
         variants={
             variant: functools.partial(attention, backend=backend, **changed)
             for variant, changed in _VARIANTS[backend].items()
         },
     )
+
+
+def build_mosaic_implementation(name: str) -> Implementation:
+    """Declare the Mosaic GPU kernel: run on a Hopper GPU, elsewhere only compiled and run by JAX's interpreter."""
+    call = functools.partial(attention, backend="mosaic")
+    return dataclasses.replace(
+        build_implementation(name, backend="mosaic"),
+        unsupported={"f32": "multiplies bf16 and f16 only"},
+        supports_case=_find_mosaic_limit,
+        accelerator=Accelerator(
+            platform="gpu",
+            absent=None if find_device_limit(get_device_kind("gpu")) is None else NO_HOPPER,
+            native=functools.partial(call, interpret=False),
+            under_interpreter=lambda parameters: functools.partial(
+                call, num_programs=_INTERPRETED_PROGRAMS, interpret=parameters
+            ),
+        ),
+    )
+
+
+def _build_quantized_mosaic_implementation(name: str) -> Implementation:
+    """Declare the Mosaic GPU kernel for pages with one scale for all, under `name`."""
+    return dataclasses.replace(
+        build_mosaic_implementation(name),
+        description="attention over int8 or fp8 pages with one scale for all, in Pallas for Hopper GPUs (Mosaic)",
+        offers=WHOLE_FEATURES,
+        supports_case=lambda case: _refuse_unscaled(case) or _find_mosaic_limit(case),
+    )
+
+
+def _find_mosaic_limit(case: Case) -> str | None:
+    if case.stored is None or case.stored.size is None:
+        return None
+    # By default a tile has as many queries as fit, so no case has too many rows.
+    return find_shape_limit(case.head_dim, case.v_head_dim, case.stored.size)
 
 
 def _build_update_implementation(name: str) -> Implementation:
@@ -125,7 +167,7 @@ def _attend_with_scales(
 def _build_accelerator(
     backend: Backend, call: Callable[..., Any] = attention, judged: dict[str, Any] = _JUDGED_SIZES
 ) -> Accelerator:
-    if backend == "portable":
+    if backend in ("portable", "mosaic"):  # Mosaic has a declaration of its own
         return Accelerator()
     return Accelerator(
         platform=backend,
@@ -160,9 +202,11 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     build_implementation("paged"),
     build_implementation("paged_tpu", backend="tpu"),
     build_implementation("paged_gpu", backend="gpu"),
+    build_mosaic_implementation("paged_gpu_mosaic"),
     _build_update_implementation("paged_update"),
     build_latent_implementation("paged_latent"),
     build_latent_implementation("paged_latent_tpu", backend="tpu"),
     _build_scaled_implementation("paged_quantized"),
     build_quantized_tpu_implementation("paged_quantized_tpu"),
+    _build_quantized_mosaic_implementation("paged_quantized_gpu_mosaic"),
 )

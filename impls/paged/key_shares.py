@@ -39,7 +39,9 @@ def build_shares(plan: PagedPlan, tiles: QueryTiles, *, block: int, programs: in
     count = (blocks + (size - 1)) // size
     ends = jnp.cumsum(count, dtype=jnp.int32)
     share = jnp.arange(len(number) + programs, dtype=jnp.int32)
-    tile = jnp.minimum(jnp.searchsorted(ends, share, side="right"), len(number) - 1).astype(jnp.int32)
+    tile = jnp.minimum(jnp.searchsorted(ends, share, side="right", method="scan_unrolled"), len(number) - 1).astype(
+        jnp.int32
+    )
     begin = first[tile] + (share - (ends - count)[tile]) * size
     return KeyShares(
         tile=tile,

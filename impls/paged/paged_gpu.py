@@ -1,4 +1,4 @@
-"""Paged attention for GPUs in Pallas (Triton): one program per share of a tile's keys, and one that merges shares.
+"""Paged attention for GPUs in Pallas: one program per share of a tile's keys, and one that merges shares.
 
 A program owns a tile of queries, all of one sequence (`impls.paged.query_tiles`), for the heads of one key/value head,
 and a share of the blocks of keys that they see (`impls.paged.key_shares`). It looks up the page of each key in the
@@ -11,6 +11,8 @@ sink and without division:
     (4)  m_i = max_j z_ij
     (5)  l_i = sum_j exp(z_ij - m_i)
     (6)  out_i = sum_j exp(z_ij - m_i) v_j
+
+These are kernels in Triton. For Hopper, `impls.mosaic_decode` has another kernel with the same results.
 
 A second kernel merges the parts of a tile in the order of their keys, so that every call gives the same bits. It writes
 each row to its place in the results.
@@ -28,11 +30,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from impls.flash_gpu.block_sizes import round_up_to_tile
+from impls.flash_gpu.block_sizes import MIN_TILE, round_up_to_tile
 from impls.flash_gpu.exponentials import compute_exp
 from impls.flash_gpu.flash_gpu_arrays import make_shape
+from impls.flash_gpu.mosaic.mosaic_shape import ROWS
 from impls.flash_gpu.triton.triton_tiles import compute_positions
-from impls.jax_compat import Ref, Scalar, build_triton_call
+from impls.jax_compat import Interpret, Ref, Scalar, build_triton_call, count_multiprocessors
+from impls.mosaic_decode.decode_shape import DecodeShape, count_slots
+from impls.mosaic_decode.share_kernel import Shares, VisibleKeys, attend_to_shares
 from impls.paged.key_shares import build_shares
 from impls.paged.paged_plan import Operands, PagedPlan, compute_allowed, compute_logits, find_key_range
 from impls.paged.query_tiles import build_tiles
@@ -42,6 +47,9 @@ from impls.varying_axes import find_varying_axes, mark_varying
 
 MAX_ROWS = 64
 """Largest number of rows per tile, so that the accumulator stays in registers. Further heads get further programs."""
+
+MOSAIC_MIN_ROWS = 8
+"""Least number of rows per tile of the Mosaic GPU kernel, the rows of a group of its shared memory."""
 
 # Two programs for each multiprocessor of GPUs that have 108 to 148 of them.
 _NUM_PROGRAMS = 256
@@ -95,33 +103,30 @@ def choose_block_q(total_q: int, num_seqs: int, group: int) -> int:
     return 1 if total_q <= num_seqs else max(1, MAX_ROWS // group)
 
 
-def attend(plan: PagedPlan, operands: Operands, *, interpret: bool) -> Part:
-    """Attend to every key that each query sees; the part `[total_q, N, .]` is empty past the last sequence."""
+def attend(plan: PagedPlan, operands: Operands, *, interpret: Interpret, mosaic: bool = False) -> Part:
+    """Attend to every key that each query sees; the part `[total_q, N, .]` is empty past the last sequence.
+
+    `mosaic` selects the Mosaic GPU kernel for the shares; Triton merges them in any case.
+    """
     assert operands.v_pages is not None  # there is no GPU kernel for latents
-    launch = _build_launch(plan, operands, operands.v_pages.shape[3])
+    launch = _build_launch(plan, operands, operands.v_pages.shape[3], mosaic=mosaic)
     total, heads = operands.q.shape[:2]
     tiles = build_tiles(operands, plan.block_q)
-    shares = build_shares(
-        plan, tiles, block=launch.block, programs=plan.programs or -(-_NUM_PROGRAMS // launch.columns)
-    )
+    programs = plan.programs
+    if programs is None:
+        programs = _count_mosaic_programs(launch, operands) if mosaic else -(-_NUM_PROGRAMS // launch.columns)
+    shares = build_shares(plan, tiles, block=launch.block, programs=programs)
     real = jnp.arange(len(tiles.row), dtype=jnp.int32) < tiles.total
-    arrays: Arrays = {
-        **{name: x for name, x in {**tiles._asdict(), **shares._asdict()}.items() if name != "total"},
-        "queries": jnp.where(real, tiles.queries, 0),
-        "page_indices": operands.page_indices.reshape(-1),
-        "q": operands.q.reshape(total * heads, -1),
-        "k": operands.k_pages.reshape(-1, launch.depth),
-        "v": operands.v_pages.reshape(-1, launch.v_depth),
-    }
+    tiles = tiles._replace(queries=jnp.where(real, tiles.queries, 0))
+    arrays: Arrays = {name: x for name, x in {**tiles._asdict(), **shares._asdict()}.items() if name != "total"}
     # `shard_map` checks over which mesh axes arrays vary: outputs must name the operands' axes.
-    arrays = mark_varying(arrays, find_varying_axes(arrays))
-    longest = len(shares.tile)
-    found = _call_kernel(
-        launch, _share_kernel, "paged_shares", arrays, longest, longest * launch.columns * launch.rows, interpret
-    )
+    varying = find_varying_axes(operands)
+    arrays = mark_varying(arrays, varying)
+    attend_to_shares = _attend_with_mosaic if mosaic else _attend_with_triton
+    found = attend_to_shares(launch, mark_varying(operands, varying), arrays, interpret)
     lists = {name: arrays[name] for name in ("row", "queries", "before", "own")}
     merged = _call_kernel(
-        launch, _merge_kernel, "paged_merge", {**lists, **found}, len(tiles.row), total * heads, interpret
+        launch, _merge_kernel, "paged_merge", {**lists, **found}, len(tiles.row), total * heads, bool(interpret)
     )
     real_rows = (jnp.arange(total, dtype=jnp.int32) < operands.cu_q_lens[operands.num_seqs[0]])[:, None, None]
     return Part(
@@ -131,15 +136,78 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: bool) -> Part:
     )
 
 
-def _build_launch(plan: PagedPlan, operands: Operands, v_depth: int) -> _Launch:
+def _count_mosaic_programs(launch: _Launch, operands: Operands) -> int:
+    """Count the programs per column of the Mosaic GPU kernel that fill the GPU."""
+    _, together = count_slots(launch.depth, launch.v_depth, operands.k_pages.dtype)
+    return max(1, count_multiprocessors() * together // launch.columns)
+
+
+def _attend_with_triton(launch: _Launch, operands: Operands, arrays: Arrays, interpret: Interpret) -> Arrays:
+    """Compute the part of each share; the rows of shares and columns are contiguous."""
+    assert operands.v_pages is not None
+    inputs: Arrays = {
+        **arrays,
+        "page_indices": operands.page_indices.reshape(-1),
+        "q": operands.q.reshape(-1, launch.depth),
+        "k": operands.k_pages.reshape(-1, launch.depth),
+        "v": operands.v_pages.reshape(-1, launch.v_depth),
+    }
+    longest = len(arrays["tile"])
+    rows = longest * launch.columns * launch.rows
+    return _call_kernel(launch, _share_kernel, "paged_shares", inputs, longest, rows, bool(interpret))
+
+
+def _attend_with_mosaic(launch: _Launch, operands: Operands, arrays: Arrays, interpret: Interpret) -> Arrays:
+    """Compute the same parts as `_attend_with_triton`. The parts of empty shares are not written."""
+    assert operands.v_pages is not None
+    plan, rows = launch.plan, jnp.arange(ROWS, dtype=jnp.int32)
+    # A row of padding sees the same keys as the tile's last query.
+    last = jnp.maximum(arrays["queries"], 1)[:, None] - 1
+    position = arrays["position"][:, None] + jnp.minimum(rows[None, :] // launch.heads, last)
+    low, high = find_key_range(plan, position)
+    found = attend_to_shares(
+        DecodeShape(
+            head_dim=launch.depth,
+            v_head_dim=launch.v_depth,
+            rows=launch.rows,
+            columns=launch.columns,
+            columns_per_head=launch.parts,
+            page_size=launch.page_size,
+            dtype=operands.q.dtype,
+            stored_dtype=operands.k_pages.dtype,
+            scale=plan.scale,
+            soft_cap=plan.soft_cap,
+            interpret=interpret,
+        ),
+        _gather_queries(launch, operands.q, arrays),
+        operands.k_pages,
+        operands.v_pages,
+        operands.page_indices,
+        arrays["sequence"],
+        Shares(*(arrays[name] for name in Shares._fields)),
+        VisibleKeys(jnp.broadcast_to(jnp.int32(low), high.shape), high),
+    )
+    return {"out": found.out.reshape(-1, launch.v_depth), "max": found.max.reshape(-1), "sum": found.sum.reshape(-1)}
+
+
+def _gather_queries(launch: _Launch, q: jax.Array, arrays: Arrays) -> jax.Array:
+    """Gather the queries of each tile and column, `[tiles * columns, rows, H]`; rows that are no query are zeros."""
+    column = jnp.arange(launch.columns, dtype=jnp.int32)
+    rows = _locate_rows(launch, column[:, None], arrays["row"][:, None, None], arrays["queries"][:, None, None])
+    flat = q.reshape(-1, launch.depth)
+    found = jnp.where(rows.there[..., None], flat.at[rows.packed].get(mode="clip"), jnp.zeros((), q.dtype))
+    return found.reshape(-1, launch.rows, launch.depth)
+
+
+def _build_launch(plan: PagedPlan, operands: Operands, v_depth: int, *, mosaic: bool) -> _Launch:
     _, num_q_heads, _ = operands.q.shape
     _, page_size, num_kv_heads, depth = operands.k_pages.shape
     heads = min(num_q_heads // num_kv_heads, MAX_ROWS)
     pages_per_seq = operands.page_indices.shape[1]
     return _Launch(
         plan=plan,
-        block=min(plan.block_keys, round_up_to_tile(pages_per_seq * page_size)),
-        rows=round_up_to_tile(plan.block_q * heads),
+        block=plan.block_keys if mosaic else min(plan.block_keys, round_up_to_tile(pages_per_seq * page_size)),
+        rows=max(MOSAIC_MIN_ROWS if mosaic else MIN_TILE, 1 << (plan.block_q * heads - 1).bit_length()),
         heads=heads,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,

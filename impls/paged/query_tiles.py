@@ -31,9 +31,11 @@ def build_tiles(operands: Operands, block_q: int) -> QueryTiles:
     q_lens = jnp.where(number_of < operands.num_seqs[0], jnp.diff(operands.cu_q_lens), 0)
     tiles = (q_lens + (block_q - 1)) // block_q
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    longest = -(-len(operands.q) // block_q) + most
+    longest = min(-(-len(operands.q) // block_q) + most, len(operands.q))  # each tile has a query
     number = jnp.arange(longest, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(ends, number, side="right"), most - 1).astype(jnp.int32)
+    sequence = jnp.minimum(jnp.searchsorted(ends, number, side="right", method="scan_unrolled"), most - 1).astype(
+        jnp.int32
+    )
     inside = (number - (ends - tiles)[sequence]) * block_q
     return QueryTiles(
         total=ends[-1],

@@ -17,12 +17,13 @@ from impls import softmax_merge
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.flash_gpu.block_sizes import MIN_TILE
 from impls.jax_compat import Interpret, resolve_interpret
-from impls.ragged import ragged_gpu, ragged_portable, ragged_tpu
+from impls.mosaic_decode.decode_shape import TILE_KEYS
+from impls.ragged import ragged_gpu, ragged_mosaic, ragged_portable, ragged_tpu
 from impls.ragged.ragged_plan import Operands, RaggedPlan, flatten_queries, lower_lengths, restore_queries
 from impls.softmax_merge import Part
 
-Backend = Literal["portable", "tpu", "gpu"]
-DEFAULT_BLOCKS = {"portable": 256, "tpu": 512, "gpu": 64}
+Backend = Literal["portable", "tpu", "gpu", "mosaic"]
+DEFAULT_BLOCKS = {"portable": 256, "tpu": 512, "gpu": 64, "mosaic": TILE_KEYS}
 """Default number of keys per block, by back end.
 
 On a TPU, 512 keys of depth 128 are 128 KiB in bf16. To fetch them takes longer than to start a step. With 1,024 and
@@ -93,8 +94,9 @@ def compute_parts(
       sinks: `[N]`, an additional logit in the sum of each query head; give them to only one of the parts of a merge.
       bias: not supported.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`.
-      block_kv: keys per block, by default `DEFAULT_BLOCKS`.
+      backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`. `"mosaic"` is a GPU kernel for Hopper only,
+        which no chip has measured.
+      block_kv: keys per block, by default `DEFAULT_BLOCKS`; always 64 with `"mosaic"`.
       num_splits: number of GPU programs that share the keys of a sequence; by default as many as fill the GPU.
       interpret: as `pallas_call` takes it; by default true unless the process runs on the back end's platform.
 
@@ -108,7 +110,7 @@ def compute_parts(
     """
     chosen = BackendOptions(*_check_options(backend, block_kv, num_splits), interpret=interpret)
     validate_operands(q, k, v, soft_cap=soft_cap, sinks=sinks, scale=scale)
-    _refuse_unsupported(q, k, segment_ids, bias, chosen)
+    _refuse_unsupported(q, k, v, segment_ids, bias, chosen)
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length, offers=("own_window",))
@@ -213,17 +215,19 @@ def _check_options(backend: Backend, block_kv: int | None, num_splits: int | Non
     if backend not in DEFAULT_BLOCKS:
         raise ValueError(f"backend must be one of {', '.join(DEFAULT_BLOCKS)}, got {backend!r}")
     block = DEFAULT_BLOCKS[backend] if block_kv is None else block_kv
-    step = {"portable": 1, "tpu": ragged_tpu.SUBLANES, "gpu": MIN_TILE}[backend]
+    step = {"portable": 1, "tpu": ragged_tpu.SUBLANES, "gpu": MIN_TILE, "mosaic": TILE_KEYS}[backend]
     if block <= 0 or block % step:
         raise ValueError(f"block_kv must be a positive multiple of {step} for backend {backend!r}, got {block}")
     if backend == "gpu" and block & (block - 1):
         raise ValueError(f"block_kv must be a power of two for backend 'gpu', got {block}")
+    if backend == "mosaic" and block != TILE_KEYS:
+        raise ValueError(f"block_kv must be {TILE_KEYS} for backend 'mosaic', got {block}")
     if num_splits is not None and num_splits <= 0:
         raise ValueError(f"num_splits must be positive or None (automatic), got {num_splits}")
     return backend, block, num_splits
 
 
-def _refuse_unsupported(q: Any, k: Any, segment_ids: Any, bias: Any, options: BackendOptions) -> None:
+def _refuse_unsupported(q: Any, k: Any, v: Any, segment_ids: Any, bias: Any, options: BackendOptions) -> None:
     """Raise `NotImplementedError` for operands that the back end does not support."""
     for name, operand in (("segment_ids", segment_ids), ("bias", bias)):
         if operand is not None:
@@ -239,6 +243,11 @@ def _refuse_unsupported(q: Any, k: Any, segment_ids: Any, bias: Any, options: Ba
             f"ragged does not support a batch size that is left open (jax.export) with backend {options.backend!r}, "
             f"whose steps are listed for each sequence: export for one batch size, or take backend='portable'"
         )
+    if options.backend == "mosaic":
+        interpret = resolve_interpret(options.interpret, "gpu")
+        limit = ragged_mosaic.find_misfit(interpret, q.dtype, q.shape[3], v.shape[3], k.shape[1])
+        if limit is not None:
+            raise NotImplementedError(f"ragged does not support backend='mosaic' for {limit}; take backend='gpu'")
     if options.backend == "tpu":
         rows = q.shape[1] * q.shape[2] // k.shape[2]
         if rows > ragged_tpu.MAX_ROWS:
@@ -268,7 +277,9 @@ def _check_vector(name: str, values: Any, batch: int, *, highest: int | None) ->
 def _run_backend(plan: RaggedPlan, options: BackendOptions, operands: Operands) -> Part:
     if options.backend == "portable":
         return ragged_portable.attend(plan, operands, block_kv=options.block_kv)
-    interpret = resolve_interpret(options.interpret, options.backend)
+    interpret = resolve_interpret(options.interpret, "gpu" if options.backend == "mosaic" else options.backend)
+    if options.backend == "mosaic":
+        return ragged_mosaic.attend(plan, operands, num_splits=options.num_splits, interpret=interpret)
     if options.backend == "tpu":
         return ragged_tpu.attend(plan, operands, block_kv=options.block_kv, interpret=interpret)
     return ragged_gpu.attend(

@@ -61,15 +61,23 @@ TPU_BASELINES = (
 They cover several head dimensions, a window and a causal mask, bf16 and f32, the fused backward pass, decoding, and
 MoBA.
 """
-GPU_BASELINES = tuple(
-    CycleBaseline(name, f"train/bf16/B1.T4096.S4096.N1.K1.H{depth}.V{depth}/causal/normal/s0", "gpu", only)
-    for name, only in (("flash_gpu", ()), ("flash_gpu_mosaic", ("h100",)))
-    for depth in (64, 128)
+GPU_BASELINES = (
+    *(
+        CycleBaseline(name, f"train/bf16/B1.T4096.S4096.N1.K1.H{depth}.V{depth}/causal/normal/s0", "gpu", only)
+        for name, only in (("flash_gpu", ()), ("flash_gpu_mosaic", ("h100",)))
+        for depth in (64, 128)
+    ),
+    CycleBaseline(
+        "paged_gpu_mosaic",
+        "decode/bf16/B64.T1.S4096.N32.K8.H128.V128/causal-o4095/paged16/normal/s0",
+        "gpu",
+        ("h100",),
+    ),
 )
 """Recorded calls of GPU kernels. Each takes about ten seconds to compile for one GPU.
 
-They cover the Triton and the Mosaic back end at the head dimensions that these are tuned for. The Mosaic back end is
-for Hopper only.
+They cover the Triton and the Mosaic back end at the head dimensions that these are tuned for, and decoding over pages.
+The Mosaic back end is for Hopper only.
 """
 
 Figures = dict[str, float]

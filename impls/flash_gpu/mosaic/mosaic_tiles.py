@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from jaxtyping import Array, Float32, Shaped
 from cases.masks import And, Lengths, Mask, Or
 from impls.flash_gpu.exponentials import LOG2_E, replace_neg_inf
 from impls.flash_gpu.tile_schedule import FlashGpuPlan, name_leaf
-from impls.jax_compat import Scalar
+from impls.jax_compat import Interpret, Scalar
 
 SUM_COLUMNS = 8
 """Number of partial sums per row. Partial sum `c` adds the columns `c`, `c + 8`, `c + 16` and so on.
@@ -41,6 +41,29 @@ SUM_COLUMNS = 8
 Of every 8 columns that `wgmma` computes, a thread has the same two. So threads sum a tile without communication, and
 combine their sums once, after the last tile.
 """
+
+
+class TileArithmetic(Protocol):
+    """What the operations on one tile need to know of a call; plans have it."""
+
+    @property
+    def interpret(self) -> Interpret:
+        """Whether and how the kernel is interpreted."""
+        ...
+
+    @property
+    def scale(self) -> float:
+        """Factor of `<q, k>`."""
+        ...
+
+    @property
+    def soft_cap(self) -> float | None:
+        """Bound of the logits; None without a soft cap."""
+        ...
+
+    def unit(self, *, biased: bool) -> float:
+        """Return the unit of the logits."""
+        ...
 
 
 class RunningSoftmax(NamedTuple):
@@ -62,7 +85,7 @@ class PairSpan(NamedTuple):
 
 
 def multiply(
-    plan: FlashGpuPlan, a: Any, b: Scalar, *, transposed: bool = False, issued: Callable[[], None] = lambda: None
+    plan: TileArithmetic, a: Any, b: Scalar, *, transposed: bool = False, issued: Callable[[], None] = lambda: None
 ) -> jax.Array:
     """Compute `a @ b`, or `a @ b.T`, in f32; `a` in shared memory or in registers, `b` in shared memory.
 
@@ -82,7 +105,7 @@ def multiply(
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
-def accumulate(plan: FlashGpuPlan, total: jax.Array, a: Any, b: Scalar) -> jax.Array:
+def accumulate(plan: TileArithmetic, total: jax.Array, a: Any, b: Scalar) -> jax.Array:
     """Compute `total + a @ b` in f32."""
     if plan.interpret:
         return total + _multiply_values(a, b, transposed=False)
@@ -159,7 +182,7 @@ def zero_unseen_rows(tile: jax.Array, keys_seen: jax.Array) -> jax.Array:
     return jnp.where(broadcast_over_keys(seen, tile.shape[1]) > 0, tile, jnp.zeros_like(tile))
 
 
-def compute_logits(plan: FlashGpuPlan, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def compute_logits(plan: TileArithmetic, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Compute logits in their unit from products `<q, k>`, and the soft cap's derivative, None without a soft cap."""
     z = products if plan.unit(biased=False) != 1 else products * jnp.float32(plan.scale)  # scaled logits, equation (1)
     if plan.soft_cap is None:
@@ -168,13 +191,13 @@ def compute_logits(plan: FlashGpuPlan, products: jax.Array) -> tuple[jax.Array, 
     return jnp.float32(plan.soft_cap) * tanh, 1 - tanh * tanh  # soft cap, equation (2)
 
 
-def get_exponent_factor(plan: FlashGpuPlan) -> jax.Array:
+def get_exponent_factor(plan: TileArithmetic) -> jax.Array:
     """Return `unit log2(e)`: the exponential of a stored logit is 2 to the power of logit times this factor."""
     return jnp.float32(plan.unit(biased=False) * LOG2_E)
 
 
 def update_softmax(
-    plan: FlashGpuPlan, old: RunningSoftmax, y: jax.Array, *, masked: bool
+    plan: TileArithmetic, old: RunningSoftmax, y: jax.Array, *, masked: bool
 ) -> tuple[RunningSoftmax, jax.Array]:
     """Update the softmax with a tile of logits. Return it and the tile's weights, which are not yet added to `out`.
 
