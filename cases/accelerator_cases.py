@@ -41,6 +41,7 @@ def _build_compiled_cases() -> tuple[Case, ...]:
         _build_case(2048, (4, 1), (64, 64), "window-l255-r0", soft_cap=50.0, sinks=True),
         _build_case(1024, (2, 2), (192, 128), "causal"),
         _build_case(1024, (2, 2), (256, 256), "causal", dtype="f32"),
+        _build_case(1024, (4, 2), (256, 256), "causal", segments="seg"),
         _build_case(1024, (2, 1), (128, 128), "chunked-256", segments="seg"),
         _build_case(1024, (4, 2), (128, 128), "causal_or_spans-64-300-512-700"),
         _build_case(1024, (4, 2), (128, 128), "balanced-4"),

@@ -33,6 +33,8 @@ from conformance.records import FAIL, PASS, Record
 from impls import flash_gpu
 from impls.flash_gpu import block_sizes, pallas_backends
 from impls.flash_gpu.block_sizes import Kernel, Tiles
+from impls.flash_gpu.flash_gpu_arrays import Operands
+from impls.flash_gpu.mosaic import dead_keys
 from impls.flash_gpu.mosaic import mosaic_launch as mosaic_launch
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
 from tests.process_helpers import COMMAND_TIMEOUT
@@ -288,26 +290,48 @@ def test_what_no_query_may_attend_to_does_not_spread() -> None:
     np.testing.assert_array_equal(np.asarray(got), np.asarray(clean))
 
 
-@pytest.mark.parametrize(
-    "mask", [Full(), Causal(), Window(95, 0), Dense(np.eye(4, dtype=bool).repeat(64, 0).repeat(64, 1))]
-)
-def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
+def build_plan(mask: Mask, q_length: int, kv_length: int, depth: int = 64, *, segmented: bool = False) -> FlashGpuPlan:
     tiles = Tiles(block_q=64, block_kv=32)
-    found = FlashGpuPlan(
+    return FlashGpuPlan(
         mask=mask,
         num_q_heads=1,
         num_kv_heads=1,
-        q_length=256,
-        kv_length=256,
-        head_dim=64,
-        v_head_dim=64,
+        q_length=q_length,
+        kv_length=kv_length,
+        head_dim=depth,
+        v_head_dim=depth,
         scale=1.0,
         soft_cap=None,
-        segmented=False,
+        segmented=segmented,
         exact=True,
         sizes=flash_gpu.BlockSizes(forward=tiles, dq=tiles, dkv=tiles),
         interpret=True,
     )
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("mask", [Causal(), Lengths((40, 200)), Causal(-100) & Lengths((150, 90)), Window(3, 0)])
+def test_keys_that_nobody_attends_to_are_zeroed_at_large_depths(mask: Mask, segmented: bool) -> None:
+    """Exactly those: a key that some query of its batch row attends to keeps its values."""
+    q_length, kv_length, rng = 150, 200, np.random.default_rng(0)
+    q_ids, kv_ids = (jnp.sort(jnp.asarray(rng.integers(0, 4, (2, n)), jnp.int32)) for n in (q_length, kv_length))
+    plan = build_plan(mask, q_length, kv_length, depth=256, segmented=segmented)
+    q, k = (jnp.ones((2, n, 1, 256), jnp.bfloat16) for n in (q_length, kv_length))
+    known, found = dead_keys.zero_dead_keys(plan, Operands(q, k, k, None, None, (q_ids, kv_ids) if segmented else None))
+    i, j = np.ogrid[:q_length, :kv_length]
+    allowed = np.broadcast_to(np.asarray(mask.allowed(i, j)), (2, 1, q_length, kv_length))[:, 0]
+    if segmented:
+        allowed = allowed & np.asarray(q_ids[:, :, None] == kv_ids[:, None, :])
+    assert not known.has_dead_keys
+    for x in (found.k, found.v):
+        np.testing.assert_array_equal(np.asarray(x[:, :, 0, 0] != 0), allowed.any(axis=1))
+
+
+@pytest.mark.parametrize(
+    "mask", [Full(), Causal(), Window(95, 0), Dense(np.eye(4, dtype=bool).repeat(64, 0).repeat(64, 1))]
+)
+def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
+    found = build_plan(mask, 256, 256)
     visits = found.build_visits(found.sizes.forward, "q")
     table, blocks = mosaic_launch.list_visits(visits)
     kinds = mask.blocks(256, 256, 64, 32)
