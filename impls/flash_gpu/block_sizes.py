@@ -243,7 +243,7 @@ _REASONED_ENTRIES: tuple[Entry, ...] = (
             Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
             Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
             # In the kernel of dq there is shared memory for two tiles of keys, but for only one of values.
-            mosaic_forward=Ring(early_copies=True),
+            mosaic_forward=Ring(ping_pong=True, persistent=True, early_copies=True),
             mosaic_dq=Ring(early_copies=True, num_v_stages=1),
         ),
         provenance=_REASONED,
