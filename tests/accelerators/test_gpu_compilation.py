@@ -98,6 +98,28 @@ def test_our_paged_kernel_compiles_for_every_gpu_and_leaves_the_pages_where_they
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    "name",
+    [
+        "paged_gpu_mosaic",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("paged_quantized_gpu_mosaic", "ragged_gpu_mosaic")),
+    ],
+)
+def test_two_programs_of_the_decode_kernel_fit_a_multiprocessor_of_a_hopper_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "TARGETS", tuple(target for target in TARGETS if target.name == "h100"))
+    implementation = implementation_registry.find_implementation(name)
+    cases = select_compiled_cases(implementation.supports)
+    case = next(case for case in cases if (case.head_dim, case.v_head_dim) == (128, 128))
+    figures = judge(implementation, case)["h100.residuals"].figures
+    # A multiprocessor has 228 KiB and 64 Ki registers; each block of 128 threads reserves 1 KiB.
+    assert 2 * (figures["decode_shares.shared_bytes"] + 1024) <= 228 * 1024
+    assert 2 * 128 * figures["decode_shares.registers"] <= 64 * 1024
+    assert figures["decode_shares.spilled_bytes"] == 0
+
+
+@needs_compiler
 @pytest.mark.parametrize("number", [0, 1])
 def test_our_packed_kernels_compile_for_every_gpu_and_spill_next_to_nothing(number: int) -> None:
     case = select_compiled_cases(implementation_registry.find_implementation("flash_gpu_packed").supports)[number]
