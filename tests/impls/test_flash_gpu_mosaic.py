@@ -234,9 +234,10 @@ def judged(case: Case) -> dict[str, Record]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("depth", sorted({case.head_dim for case in select_interpreted_cases(platform="gpu")}))
-def test_it_is_right_in_the_interpreter_and_nothing_races(depth: int) -> None:
-    (case,) = (case for case in select_interpreted_cases(platform="gpu") if case.head_dim == depth)
+@pytest.mark.parametrize("at_depth", [128, 256])
+def test_it_is_right_in_the_interpreter_and_nothing_races(at_depth: int) -> None:
+    supports = implementation_registry.find_implementation("flash_gpu_mosaic").supports
+    (case,) = (case for case in select_interpreted_cases(0, supports, "gpu") if case.head_dim == at_depth)
     found = judged(case)
     names = ("out_with_residuals", "logsumexp", "max_logits", "primal", "dq", "dk", "dv", "dsinks")
     assert set(found) == {f"{name}.seed0" for name in names} | {"races.residuals", "races.gradients_lse"}
