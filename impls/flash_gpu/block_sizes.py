@@ -74,7 +74,7 @@ class Ring:
       block: queries or keys per tile, one of `RING_BLOCKS`. At depths up to 128 no loop over full blocks spills
         registers with 64 or 128 (`ptxas` of CUDA 13.0), and 128 takes fewer instructions per pair. The kernel of dk
         and dv spills registers in masked blocks of 128 queries.
-      num_stages: tiles in flight, at least 2, or 1 with `early_copies`.
+      num_stages: tiles in flight, at least 2, or 1 with `early_copies` and without `ping_pong`.
       num_v_stages: tiles of values in flight, at most `num_stages`; None for as many. Only with `early_copies`.
       preferred: whether the kernel is used instead of Triton's on GPUs and calls that it supports. Only set where
         measured: fewer instructions are not always faster, and a default kernel must be correct.
@@ -98,8 +98,12 @@ class Ring:
     def __post_init__(self) -> None:
         if self.block not in RING_BLOCKS:
             raise ValueError(f"block must be one of {', '.join(map(str, RING_BLOCKS))}, got {self.block}")
-        if self.num_stages < (1 if self.early_copies else 2):
-            raise ValueError(f"num_stages must be at least 2, or 1 with early_copies=True; got {self.num_stages}")
+        # In a turn, a warpgroup multiplies by the next tile of keys before the other one has released this tile.
+        if self.num_stages < (1 if self.early_copies and not self.ping_pong else 2):
+            raise ValueError(
+                "num_stages must be at least 2, or 1 with early_copies=True and ping_pong=False; got "
+                f"{self.num_stages} with early_copies={self.early_copies}, ping_pong={self.ping_pong}"
+            )
         if self.num_v_stages is not None and not (self.early_copies and 1 <= self.num_v_stages <= self.num_stages):
             raise ValueError(
                 f"num_v_stages must be 1 to num_stages={self.num_stages}, with early_copies=True; got "

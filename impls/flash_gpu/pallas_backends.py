@@ -153,7 +153,7 @@ def fit_ring(kernel: Kernel, ring: Ring, *, depths: tuple[int, int], segmented: 
     """Return the ring, or the largest smaller one that fits; if none fits, the ring as it is.
 
     Fewer tiles in flight are tried first (of queries, values, then keys), and then smaller tiles. If tiles are half as
-    large, twice as many may be in flight. A single tile of keys in flight is tried last.
+    large, twice as many may be in flight. A single tile of keys in flight, without turns, is tried last.
     """
     for found in _iter_smaller_rings(ring):
         if find_misfit(kernel, found, *depths, segmented=segmented, dead_keys=dead_keys) is None:
@@ -173,5 +173,10 @@ def _iter_smaller_rings(ring: Ring) -> Iterator[Ring]:
             v_stages = range(min(ring.num_v_stages * ring.block // block, num_stages), 0, -1)
         for num_v_stages, num_q_stages in itertools.product(v_stages, range(ring.num_q_stages, 0, -1)):
             yield dataclasses.replace(
-                ring, block=block, num_stages=num_stages, num_v_stages=num_v_stages, num_q_stages=num_q_stages
+                ring,
+                block=block,
+                num_stages=num_stages,
+                num_v_stages=num_v_stages,
+                num_q_stages=num_q_stages,
+                ping_pong=ring.ping_pong and num_stages > 1,
             )

@@ -66,6 +66,14 @@ class Reference:
         pass
 
 
+class ListOrOperand(np.ndarray):
+    """An int32 input: a list, which is read, or segment ids, of which tiles are copied."""
+
+    @property
+    def at(self) -> Reference:
+        return Reference("operand", self.dtype)
+
+
 class Machine:
     """Stands in for Pallas: what is done with barriers is written down, and nothing is computed."""
 
@@ -118,7 +126,10 @@ def programs(plan: FlashGpuPlan, operands: Operands, kernel: Kernel = "forward")
         def run(*inputs: Any) -> tuple[Any, ...]:
             arrivals.update({name: x.num_arrivals for name, x in scratch.items() if hasattr(x, "num_arrivals")})
             # Lists of tiles and of blocks are read; of operands only the dtype.
-            given = [np.asarray(x) if x.dtype == jnp.int32 else Reference("operand", x.dtype) for x in inputs]
+            given = [
+                np.asarray(x).view(ListOrOperand) if x.dtype == jnp.int32 else Reference("operand", x.dtype)
+                for x in inputs
+            ]
             shared = {name: Reference(name, getattr(x, "dtype", None)) for name, x in scratch.items()}
             for program in range(grid["program"]):
                 found.append([])
@@ -223,6 +234,8 @@ def asked(
     batch: int = 1,
     kernel: Kernel = "forward",
     depth: int = 64,
+    *,
+    segmented: bool = False,
 ) -> tuple[list[list[Events]], Any]:
     """Record the schedule of a call with one head."""
     q_length, kv_length = lengths
@@ -238,13 +251,14 @@ def asked(
         v_head_dim=depth,
         scale=1.0,
         soft_cap=None,
-        segmented=False,
+        segmented=segmented,
         exact=True,
         sizes=sizes,
         interpret=True,
     )
     q, k = (jnp.zeros((batch, n, 1, depth), jnp.bfloat16) for n in lengths)
-    return programs(plan, Operands(q, k, k, None, None, None), kernel)
+    q_ids, kv_ids = (jnp.zeros((batch, n), jnp.int32) for n in lengths)
+    return programs(plan, Operands(q, k, k, None, None, (q_ids, kv_ids) if segmented else None), kernel)
 
 
 TURNS = {
@@ -255,6 +269,7 @@ TURNS = {
     "early": flash_gpu.Ring(early_copies=True, num_v_stages=1),
     "early_persistent": flash_gpu.Ring(early_copies=True, persistent=True, num_q_stages=2),
     "all": flash_gpu.Ring(ping_pong=True, persistent=True, early_copies=True, num_q_stages=2),
+    "one tile of values": flash_gpu.Ring(ping_pong=True, persistent=True, early_copies=True, num_v_stages=1),
 }
 DAILY = {("both", "causal"), ("ping_pong", "no key of one"), ("all", "no key of one"), ("early", "full")}
 CALLS: dict[str, tuple[Mask, tuple[int, int], int]] = {
@@ -280,6 +295,23 @@ def test_no_order_of_events_ends_in_waiting(ring: str, call: str) -> None:
         assert stuck(warpgroups, arrivals) is None
         steps = [sum(e.kind == "arrive" and e.barrier[0] == "free" for e in events) for events in warpgroups]
         assert steps[0] == steps[1]  # on which the turns rest
+
+
+@pytest.mark.parametrize("ring", ["all", "one tile of values"])
+def test_no_order_of_events_ends_in_waiting_where_keys_have_segment_ids(ring: str) -> None:
+    """Keys are then released after the last read of their ids."""
+    found, arrivals = asked(Full(), TURNS[ring], (128, 200), segmented=True)
+    assert arrivals["k_arrived"] == 2
+    assert [stuck(warpgroups, arrivals) for warpgroups in found] == [None] * len(found)
+
+
+def test_one_tile_of_keys_and_turns_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = flash_gpu.Ring(early_copies=True, num_stages=1)
+    with pytest.raises(ValueError, match=r"num_stages must be at least 2, or 1 with .* ping_pong=False"):
+        dataclasses.replace(early, ping_pong=True)
+    monkeypatch.setattr(flash_gpu.Ring, "__post_init__", lambda self: None)
+    found, arrivals = asked(Full(), dataclasses.replace(early, ping_pong=True), (128, 200), segmented=True)
+    assert "everybody waits" in (stuck(found[0], arrivals) or "")
 
 
 BACKWARD: dict[str, tuple[Kernel, int, flash_gpu.Ring]] = {

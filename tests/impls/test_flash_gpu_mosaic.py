@@ -186,6 +186,9 @@ def test_a_ring_is_made_to_fit_the_call() -> None:
     deep = flash_gpu.Ring(early_copies=True, num_v_stages=1)
     assert fit("dq", deep, 256) == deep
     assert fit("dq", deep, 256, segmented=True) == dataclasses.replace(deep, num_stages=1)
+    turns = flash_gpu.Ring(early_copies=True, ping_pong=True)
+    (one,) = {pallas_backends.fit_ring("forward", turns, depths=(256, 192), segmented=True, dead_keys=True)}
+    assert (one.num_stages, one.ping_pong) == (1, False)  # whoever multiplies first would wait for ever
     late = flash_gpu.Ring()
     assert fit("dq", late, 256) == late  # which does not fit, as the error says then
 
