@@ -464,9 +464,14 @@ def _list_decode_cells(row: Mapping[str, Any]) -> list[str]:
     """Return the cells of one decoding kernel: the call, the kernel, its time, and its rate."""
     case = _parse_case(row["case"])
     size = 4 if case.dtype == "f32" else 2
+    stored = ""
+    if case.kv_cache is not None:
+        stored = case.kv_cache.removeprefix("kv").split("-")[0]
+        size = 1
     moved = size * case.batch * case.kv_length * case.num_kv_heads * (case.head_dim + case.v_head_dim)
     seconds = row["seconds"]["median"]
     layout = "in pages" if "/paged" in row["case"] else "contiguous"
+    layout = f"{layout}, {stored}" if stored else layout
     heads = f"{case.num_q_heads} on {case.num_kv_heads}"
     cells = [layout, str(case.batch), f"{case.kv_length:,}", heads, f"`{row['kernel']}`"]
     return [*cells, f"{seconds * 1e6:,.0f} µs", f"{moved / seconds / 1e12:.2f} TB/s"]

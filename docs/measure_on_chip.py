@@ -86,11 +86,12 @@ class DecodeRow:
     depth: int
     page: int
 
-    def build_case(self, dtype: str, *, paged: bool) -> str:
-        """Build the id of the case."""
+    def build_case(self, dtype: str, *, paged: bool, cache: str = "") -> str:
+        """Build the id of the case; `cache` says how pages are quantised, such as `kvint8-tensor`."""
         shape = f"B{self.sequences}.T1.S{self.keys}.N{self.heads}.K{self.kv_heads}.H{self.depth}.V{self.depth}"
         lengths = "-".join([str(self.keys)] * self.sequences)
-        mask = f"own-linf-{lengths}/paged{self.page}" if paged else "full"
+        stored = "/".join(part for part in (f"own-linf-{lengths}", cache, f"paged{self.page}") if part)
+        mask = stored if paged else "full"
         return f"decode/{dtype}/{shape}/{mask}/normal/s0"
 
 
@@ -159,19 +160,20 @@ def _build_gpu_plan() -> Plan:
     three, two = ("causal", "full", window), ("causal", "full")
     trained = ("flash_gpu_mosaic", "jax_nn_cudnn")
     paged, contiguous = ("paged_gpu", "paged_gpu_mosaic"), ("ragged_gpu", "ragged_gpu_mosaic")
+    quantized = ("paged_quantized_gpu_mosaic",)
     decode = (DecodeRow(64, 4096, 32, 8, 128, 16), DecodeRow(8, 16384, 32, 8, 128, 16))
 
     def train(name: str, *rows: TrainRow) -> Group:
         cases = tuple(case for row in rows for case in row.list_cases("bf16"))
         return Group(name=name, kernels=trained, cases=cases)
 
-    def serve(name: str, kernels: tuple[str, ...], *, paged: bool) -> Group:
-        cases = tuple(row.build_case("bf16", paged=paged) for row in decode)
+    def serve(name: str, kernels: tuple[str, ...], *, paged: bool, caches: tuple[str, ...] = ("",)) -> Group:
+        cases = tuple(row.build_case("bf16", paged=paged, cache=cache) for cache in caches for row in decode)
         return Group(name=name, kernels=kernels, cases=cases, phase="forward")
 
     return Plan(
         platform="gpu",
-        ours=(("flash_gpu_mosaic",), (*paged, *contiguous)),
+        ours=(("flash_gpu_mosaic",), (*paged, *contiguous, *quantized)),
         others_of_ours=("flash_gpu", "flash_gpu_packed"),
         published=("jax_nn_cudnn", "jax_paged_gpu", "jax_decode_gpu"),
         groups=(
@@ -181,6 +183,7 @@ def _build_gpu_plan() -> Plan:
             train("train-short", TrainRow(16, 1024, 16, 16, 128, 128, two)),
             train("train-grouped", TrainRow(2, 8192, 32, 8, 128, 128, three)),
             serve("decode", (*contiguous, "jax_decode_gpu"), paged=False),
+            serve("decode-quantized", quantized, paged=True, caches=("kvint8-tensor", "kvfp8-tensor")),
             train("train-long", TrainRow(2, 16384, 8, 8, 128, 128, three)),
             train("train-latent", TrainRow(2, 4096, 16, 16, 192, 128, two)),
         ),

@@ -181,6 +181,17 @@ def test_times_of_what_is_not_judged_green_are_no_results(
     assert script.compare_rows(rows, [group]) == []
 
 
+def test_every_case_of_the_tuning_plan_is_one_that_its_kernel_takes(script: ModuleType) -> None:
+    from cases.case import parse_case_id
+    from conformance.execution import implementation_registry
+
+    for tuning in script.PLANS["gpu-tune"]().tunings:
+        kernel = implementation_registry.find_implementation(tuning.kernel)
+        assert kernel.supports(parse_case_id(tuning.case)) is None
+        assert kernel.tunable is not None
+        assert {knob.name for knob in kernel.tunable.knobs} >= set(tuning.knobs)
+
+
 def test_every_case_of_the_plan_for_gpus_is_one_that_its_kernels_take(script: ModuleType) -> None:
     from cases.case import parse_case_id
     from conformance.execution import implementation_registry
@@ -195,6 +206,16 @@ def test_every_case_of_the_plan_for_gpus_is_one_that_its_kernels_take(script: Mo
     assert sum(len(group.cases) for group in plan.groups if group.phase == "both") == 18
     judged = {name for kernels in plan.ours for name in kernels} | set(plan.published)
     assert {name for group in plan.groups for name in group.kernels} <= judged
+
+
+@pytest.mark.parametrize(
+    ("cache", "layout", "rate"), [("", "in pages", "4.00"), ("/kvint8-tensor", "in pages, int8", "2.00")]
+)
+def test_the_rate_of_decoding_counts_stored_bytes(cache: str, layout: str, rate: str) -> None:
+    case = f"decode/bf16/B2.T1.S1024.N8.K2.H64.V64/own-linf-1024-1024{cache}/paged16/normal/s0"
+    row = {"case": case, "kernel": "paged_gpu", "seconds": {"median": 2 * 2 * 1024 * 2 * 128 / 4e12}}
+    cells = load("generate_measurements")._list_decode_cells(row)
+    assert (cells[0], cells[-1]) == (layout, f"{rate} TB/s")
 
 
 def test_the_page_counts_in_how_many_calls_ours_is_faster(tmp_path: Path) -> None:
