@@ -76,12 +76,12 @@ def _run_dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any
 
     @pl.when(place.warpgroup == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(40, action="decrease")
         place.fetch(place.total, functools.partial(copy_keys, place))
 
     @pl.when(place.warpgroup < COMPUTE_WARPGROUPS)
     def _compute() -> None:
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(232, action="increase")
         warpgroup = place.warpgroup
         dq = _compute_dq(place)
         ready = scratch["q_tile"].at[warpgroup]
@@ -162,12 +162,12 @@ def _run_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, An
 
     @pl.when(place.warpgroup == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(40, action="decrease")
         place.fetch(total * group, copy_step)
 
     @pl.when(place.warpgroup < COMPUTE_WARPGROUPS)
     def _compute() -> None:
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(232, action="increase")
         warpgroup, rows = place.warpgroup, pl.ds(place.start, ROWS)
         k_arrived, v_arrived = scratch["k_arrived"].at[warpgroup], scratch["v_arrived"].at[warpgroup]
         plgpu.copy_gmem_to_smem(

@@ -53,7 +53,7 @@ def run_split_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[st
 
     @pl.when(place.warpgroup == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(40, action="decrease")
         k_arrived = scratch["k_arrived"].at[0]
         for name, arrived in (("k", k_arrived), ("v", scratch["v_arrived"].at[0])):
             plgpu.copy_gmem_to_smem(
@@ -64,7 +64,7 @@ def run_split_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[st
         place.fetch(total * group, copy_step)
 
     def wait_for_keys() -> None:
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(232, action="increase")
         plgpu.barrier_wait(scratch["k_arrived"].at[0])
         plgpu.barrier_wait(scratch["v_arrived"].at[0])
 
