@@ -61,8 +61,8 @@ def build_scratch(shape: KernelShape, dtype: Any, *, segmented: bool, dead_keys:
     if shape.axis == "kv" and shape.owned == ROWS:
         scratch |= {
             "weights_tile": allocate_tile(jnp.float32, ROWS, shape.visited),
-            "weights_ready": plgpu.Barrier(),
-            "weights_free": plgpu.Barrier(),
+            "weights_ready": plgpu.Barrier(num_barriers=1),
+            "weights_free": plgpu.Barrier(num_barriers=1),
         }
     return scratch
 

@@ -107,10 +107,10 @@ def _compute_dv(place: ProgramTile, group: Any, total: Any) -> jax.Array:
         weights = p if slope is None else p * slope
         if slope is not None and allowed is not None and plan.has_dead_keys:
             weights = jnp.where(allowed, weights, 0.0)  # the derivative of the soft cap is NaN where hidden keys are
-        pl.when(step > 0)(functools.partial(plgpu.barrier_wait, scratch["weights_free"]))
+        pl.when(step > 0)(functools.partial(plgpu.barrier_wait, scratch["weights_free"].at[0]))
         weights_tile[...] = weights
         plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
-        plgpu.barrier_arrive(scratch["weights_ready"])
+        plgpu.barrier_arrive(scratch["weights_ready"].at[0])
         dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)  # dv, equation (9)
         place.end_step(step, read_as_values=True)  # shift was read as values
         return dv
@@ -126,7 +126,7 @@ def _compute_dv(place: ProgramTile, group: Any, total: Any) -> jax.Array:
     found: jax.Array = lax.fori_loop(
         jnp.int32(0), group, visit_head, jnp.zeros((ROWS, place.shape.v_head_dim), jnp.float32)
     )
-    pl.when(total > 0)(functools.partial(plgpu.barrier_wait, scratch["weights_free"]))
+    pl.when(total > 0)(functools.partial(plgpu.barrier_wait, scratch["weights_free"].at[0]))
     return found
 
 
@@ -140,9 +140,9 @@ def _compute_dk(place: ProgramTile, steps: Any) -> jax.Array:
         plgpu.barrier_wait(scratch["q_arrived"].at[slot])
         q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
         dp = multiply(plan, v, d_out, transposed=True)  # dp, equation (10)
-        plgpu.barrier_wait(scratch["weights_ready"])
+        plgpu.barrier_wait(scratch["weights_ready"].at[0])
         weights = scratch["weights_tile"][...]
-        place.release(scratch["weights_free"], read_as_values=True)
+        place.release(scratch["weights_free"].at[0], read_as_values=True)
         row_sums = broadcast_over_queries(scratch["row_sums_tile"].at[slot][...], ROWS)
         dx = weights * (dp - row_sums)  # dx, equations (12) and (13)
         if plan.has_dead_keys:

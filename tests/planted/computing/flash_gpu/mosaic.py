@@ -67,7 +67,7 @@ _FIRST_PRODUCT = (
 )
 _LET_KEYS_GO = "        if not plan.segmented:\n            place.release_keys(at)\n"
 _READ_WEIGHTS = '        weights = scratch["weights_tile"][...]\n'
-_LET_WEIGHTS_GO = '        place.release(scratch["weights_free"], read_as_values=True)\n'
+_LET_WEIGHTS_GO = '        place.release(scratch["weights_free"].at[0], read_as_values=True)\n'
 _SECOND_PRODUCT = "        turns.take()\n        out = accumulate(plan, softmax.out, weights, v)  # (6), not divided\n"
 
 BUGS: tuple[PlantedBug, ...] = (
