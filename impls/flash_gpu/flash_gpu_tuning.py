@@ -119,15 +119,13 @@ def _iter_mosaic_rings(case: Case, *, kernel: Kernel) -> Iterator[Setting]:
         return
     segmented, depths = case.segments is not None, (case.head_dim, case.v_head_dim)
     dead_keys = segmented or has_dead_keys(mask, case.q_length, case.kv_length)
-    found = (
-        Ring(block=block, num_stages=n, num_v_stages=v, preferred=True, **schedule)
-        for schedule in _SCHEDULES[kernel]
-        for block, n in itertools.product(RING_BLOCKS, _NUM_STAGES)
-        for v in ((None, n - 1) if "early_copies" in schedule else (None,))
-    )
-    fitting = [
-        ring for ring in found if find_misfit(kernel, ring, *depths, segmented=segmented, dead_keys=dead_keys) is None
-    ]
+    fitting: list[Ring] = []
+    for schedule, block, num_stages in itertools.product(_SCHEDULES[kernel], RING_BLOCKS, _NUM_STAGES):
+        ring = Ring(block=block, num_stages=num_stages, preferred=True, **schedule)
+        # With early copies, there may be room for one tile of values less.
+        rings = (ring, dataclasses.replace(ring, num_v_stages=num_stages - 1)) if ring.early_copies else (ring,)
+        fits = (find_misfit(kernel, x, *depths, segmented=segmented, dead_keys=dead_keys) is None for x in rings)
+        fitting += [ring for ring, is_fit in zip(rings, fits, strict=True) if is_fit][:1]
     if fitting:
         off = dataclasses.replace(_look_up_sizes(case).ring(kernel), preferred=False)
         yield from (dataclasses.asdict(ring) for ring in (off, *fitting))
