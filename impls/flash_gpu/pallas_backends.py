@@ -4,7 +4,8 @@ Triton serves every call. Mosaic GPU serves Hopper, for bf16 and f16. By default
 tuning measured it on that kind of GPU, and found it correct and faster than Triton's.
 
 Measurements are required because interpreters run neither `wgmma` nor TMA, and counts of machine instructions do not
-include waits. On an H200 the Mosaic kernels were correct and faster.
+include waits. On an H100 and an H200 the Mosaic kernels were correct and faster up to depth 128. No chip has run them
+beyond it, nor with early copies.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -152,31 +153,37 @@ def fit_rings(plan: FlashGpuPlan) -> BlockSizes:
 def fit_ring(kernel: Kernel, ring: Ring, *, depths: tuple[int, int], segmented: bool, dead_keys: bool) -> Ring:
     """Return the ring, or the largest smaller one that fits; if none fits, the ring as it is.
 
-    Fewer tiles in flight are tried first (of queries, values, then keys), and then smaller tiles. If tiles are half as
-    large, twice as many may be in flight. A single tile of keys in flight, without turns, is tried last.
+    Fewer tiles in flight are tried first (of queries, one of values, then keys), and then smaller tiles. If tiles are
+    half as large, twice as many may be in flight. A single tile of keys in flight, without turns, comes next, and early
+    copies are tried last: they need fewer tiles.
     """
-    for found in _iter_smaller_rings(ring):
+    for found in _iter_smaller_rings(kernel, ring):
         if find_misfit(kernel, found, *depths, segmented=segmented, dead_keys=dead_keys) is None:
             return found
     return ring
 
 
-def _iter_smaller_rings(ring: Ring) -> Iterator[Ring]:
+def _iter_smaller_rings(kernel: Kernel, ring: Ring) -> Iterator[Ring]:
     """Yield the ring, then smaller ones, in the order of `fit_ring`."""
+    yield ring
     blocks = [size for size in reversed(RING_BLOCKS) if size <= ring.block]
-    sizes = [(block, n) for block in blocks for n in range(ring.num_stages * ring.block // block, 1, -1)]
-    if ring.early_copies:
-        sizes += [(block, 1) for block in blocks]
-    for block, num_stages in sizes:
-        v_stages: Iterable[int | None] = (None,)
-        if ring.num_v_stages is not None:
-            v_stages = range(min(ring.num_v_stages * ring.block // block, num_stages), 0, -1)
-        for num_v_stages, num_q_stages in itertools.product(v_stages, range(ring.num_q_stages, 0, -1)):
-            yield dataclasses.replace(
-                ring,
-                block=block,
-                num_stages=num_stages,
-                num_v_stages=num_v_stages,
-                num_q_stages=num_q_stages,
-                ping_pong=ring.ping_pong and num_stages > 1,
-            )
+    for early_copies in dict.fromkeys((ring.early_copies, kernel != "dkv")):
+        sizes = [(block, n) for block in blocks for n in range(ring.num_stages * ring.block // block, 1, -1)]
+        if early_copies:
+            sizes += [(block, 1) for block in blocks]
+        for block, num_stages in sizes:
+            v_stages: list[int | None] = [None]
+            if ring.num_v_stages is not None:
+                v_stages = [min(ring.num_v_stages * ring.block // block, num_stages)]
+            if early_copies and num_stages > 1:
+                v_stages.append(num_stages - 1)
+            for num_v_stages, num_q_stages in itertools.product(v_stages, range(ring.num_q_stages, 0, -1)):
+                yield dataclasses.replace(
+                    ring,
+                    block=block,
+                    num_stages=num_stages,
+                    num_v_stages=num_v_stages,
+                    num_q_stages=num_q_stages,
+                    ping_pong=ring.ping_pong and num_stages > 1,
+                    early_copies=early_copies,
+                )

@@ -18,13 +18,14 @@ MAX_DEPTH = 256
 MIN_PAGE_ROWS = 8
 """Page sizes are multiples of this: the swizzled layout of shared memory has groups of 8 rows."""
 MAX_SLOTS = 6
-"""Most tiles in flight. It is reasoned, not measured: two programs of depth 64 then have 160 KiB in flight."""
+"""Most tiles in flight. It is reasoned, not measured: two programs of depth 64 then have 192 KiB in flight."""
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
 """Dtypes of stored keys and values whose numbers bf16 and f16 hold exactly."""
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 # CUDA reserves 1 KiB of shared memory for each block (CUDA C++ programming guide, "Compute capabilities").
 _SHARED_MEMORY_OF_TWO = (SHARED_MEMORY + 1024) // 2 - 1024
 _BARRIER_BYTES = 1024
+_ALIGNMENT = 1024  # bytes; each buffer starts at a multiple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +97,10 @@ def count_slots(head_dim: int, v_head_dim: int, stored_dtype: Any) -> tuple[int,
     slot = pair * jnp.dtype(stored_dtype).itemsize
     # The queries, and the tiles that stored keys and values are converted to.
     others = ROWS * head_dim * 2 + (pair * 2 if is_quantized(stored_dtype) else 0) + _BARRIER_BYTES
+    # The results take the memory of the ring in the end: the output, and two numbers for each row.
+    results = ROWS * v_head_dim * 4 + 2 * _ALIGNMENT
     slots = (_SHARED_MEMORY_OF_TWO - others) // slot
-    if slots >= 2:
+    if slots >= 2 and results <= _SHARED_MEMORY_OF_TWO - others:
         return min(slots, MAX_SLOTS), _PROGRAMS_PER_MULTIPROCESSOR
     return min((SHARED_MEMORY - others) // slot, MAX_SLOTS), 1
 
@@ -109,7 +112,7 @@ def find_decode_limit(
 
     Args:
       interpret: whether the kernel is interpreted; then it needs no Hopper GPU.
-      dtype: dtype of q, k and v.
+      dtype: dtype of q.
       head_dim: depth of queries and keys.
       v_head_dim: depth of values.
       page_size: rows of a page.
@@ -118,7 +121,7 @@ def find_decode_limit(
     if not interpret and (reason := find_device_limit(get_device_kind("gpu")) or find_compiler_limit()) is not None:
         return reason
     if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"q, k and v in {dtype}: it multiplies bfloat16 and float16"
+        return f"q in {dtype}: it multiplies bfloat16 and float16"
     if rows > ROWS:
         return f"{rows} rows of queries per tile (block_q times the heads of a group), at most {ROWS}"
     return find_shape_limit(head_dim, v_head_dim, page_size)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
+import math
 import sys
 import types
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from cases.case import parse_case_id
@@ -26,7 +29,7 @@ from conformance.records import FAIL, PASS
 from impls import paged, ragged
 from impls.flash_gpu import pallas_backends
 from impls.mosaic_decode import share_kernel
-from impls.mosaic_decode.decode_shape import count_slots
+from impls.mosaic_decode.decode_shape import DecodeShape, count_slots
 from impls.paged import paged_gpu
 
 MOSAIC, TRITON = "mosaic_gpu_v2", "__gpu$xla.gpu.triton"
@@ -113,7 +116,7 @@ def test_it_is_right_over_a_padded_cache_and_nothing_races(case: str) -> None:
     [
         ({"depth": 80}, "head_dim 80"),
         ({"kv_length": 300}, "k and v with room for 300 keys: it takes multiples of 8"),
-        ({"dtype": jnp.float32}, "q, k and v in float32"),
+        ({"dtype": jnp.float32}, "q in float32"),
     ],
 )
 def test_a_padded_cache_that_it_does_not_support_is_refused(changed: dict[str, Any], reason: str) -> None:
@@ -185,7 +188,7 @@ def test_what_no_query_sees_does_not_spread() -> None:
     ("kind", "changed", "reason"),
     [
         ("NVIDIA A100-SXM4-80GB", {}, "GPUs other than Hopper, which 'NVIDIA A100-SXM4-80GB' is not"),
-        ("NVIDIA H200", {"dtype": jnp.float32}, "q, k and v in float32: it multiplies bfloat16 and float16"),
+        ("NVIDIA H200", {"dtype": jnp.float32}, "q in float32: it multiplies bfloat16 and float16"),
         ("NVIDIA H200", {"depth": 80}, "head_dim 80: it takes multiples of 64 up to 256"),
         ("NVIDIA H200", {"depth": 320}, "head_dim 320"),
         ("NVIDIA H200", {"page_size": 5}, "page_size 5: it takes 8, 16, 32 and multiples of 64"),
@@ -282,3 +285,32 @@ def test_the_interpreter_shows_a_wrong_kernel(old: str, new: str, monkeypatch: p
     jax.clear_caches()
     assert FAIL in judge("paged_gpu_mosaic", WINDOWS).values()
     jax.clear_caches()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("depths", list(itertools.product((64, 128, 192, 256), repeat=2)), ids=str)
+def test_the_programs_of_a_multiprocessor_fit_its_shared_memory(depths: tuple[int, int], dtype: Any) -> None:
+    """With the results, which take the memory of the ring in the end."""
+    shape = DecodeShape(
+        head_dim=depths[0],
+        v_head_dim=depths[1],
+        rows=8,
+        columns=1,
+        columns_per_head=1,
+        page_size=64,
+        dtype=jnp.bfloat16,
+        stored_dtype=dtype,
+        scale=1.0,
+        soft_cap=None,
+        interpret=True,  # so that ring and results have names of their own
+    )
+    sizes = {
+        name: -(-math.prod(x.shape) * jnp.dtype(x.dtype).itemsize // 1024) * 1024
+        for name, x in share_kernel.build_scratch(shape).items()
+        if not isinstance(x, plgpu.Barrier)
+    }
+    results = sum(sizes.pop(name) for name in ("out_tile", "max_tile", "sum_tile"))
+    ring = sizes.pop("k_tile") + sizes.pop("v_tile")
+    _, together = count_slots(*depths, dtype)
+    barriers, reserved = 1024, 1024
+    assert together * (sum(sizes.values()) + max(ring, results) + barriers + reserved) <= 228 * 1024

@@ -10,11 +10,11 @@ From the logits z, equations (1) and (2) of `impls.flash_gpu.mosaic.mosaic_tiles
     (14) dq_i = scale sum_j dx_ij k_j
     (15) dk_j = scale sum_i dx_ij q_i
 
-Where a pair may not attend, z is set to -inf, which makes p and dx 0. If there may be keys that no query attends to,
-whose values may be NaN, p and dx are set to 0 instead. `D - dlse` comes from `impls.flash_gpu.flash_gpu_passes` as
-`row_sums`. One kernel owns blocks of queries and computes dq (14). Another owns blocks of keys and computes dv (9) and
-dk (15), summed over the query heads of its group. Beyond depth 128 its warpgroups divide that work otherwise
-(`impls.flash_gpu.mosaic.split_dkv`).
+Where a pair may not attend, z is set to -inf, which makes p and dx 0. There may be keys that no query attends to, whose
+values may be NaN. Then dx is set to 0 instead, and p too where keys are owned. `D - dlse` comes from
+`impls.flash_gpu.flash_gpu_passes` as `row_sums`. One kernel owns blocks of queries and computes dq (14). Another owns
+blocks of keys and computes dv (9) and dk (15), summed over the query heads of its group. Beyond depth 128 its
+warpgroups divide that work otherwise (`impls.flash_gpu.mosaic.split_dkv`).
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _compute_dq(place: ProgramTile) -> jax.Array:
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
             k = k_seen
         dq = accumulate(plan, dq, dx.astype(k.dtype), k)  # dq, equation (14), not yet scaled
-        place.release_keys(at)
-        place.end_step(at)
+        place.release_keys(at, read_as_values=place.reads_ids_unfenced)
+        place.end_step(at, read_as_values=place.reads_ids_unfenced)
         return dq
 
     dq = jnp.zeros((ROWS, place.shape.head_dim), jnp.float32)

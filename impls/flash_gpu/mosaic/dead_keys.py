@@ -1,7 +1,8 @@
-"""Zero the keys and values that no query attends to, before a kernel reads them.
+"""Zero the keys and values that no query attends to, before the forward kernel and that of dq read them.
 
-Such keys and values may be NaN, and 0 * NaN is not 0. Kernels up to depth 128 zero them in a buffer of their own
-(`impls.flash_gpu.mosaic.mosaic_tiles.zero_unseen_rows`). Deeper heads leave no room for it in shared memory.
+Such keys and values may be NaN, and 0 * NaN is not 0. Up to depth 128, these kernels zero them in a buffer of their own
+(`impls.flash_gpu.mosaic.mosaic_tiles.zero_unseen_rows`). Deeper heads leave no room for it in shared memory. The kernel
+of dk and dv needs no zeros, since k and v are no factors of its sums.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from jax import lax
 from jaxtyping import Array, Bool
 
 from impls.flash_gpu.flash_gpu_arrays import Operands
-from impls.flash_gpu.mosaic.mosaic_shape import MAX_SHARED_DEPTH
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
 
+_MAX_BUFFERED_DEPTH = 128  # beyond it, tiles of all kernels leave no room for the buffer
 _STRIP_LENGTH = 128  # queries at a time, so that memory is not T * S
 
 
 def zeroes_dead_keys(head_dim: int, v_head_dim: int) -> bool:
     """Return whether keys that no query attends to are zeroed before a kernel, and not in it."""
-    return max(head_dim, v_head_dim) > MAX_SHARED_DEPTH
+    return max(head_dim, v_head_dim) > _MAX_BUFFERED_DEPTH
 
 
 def zero_dead_keys(plan: FlashGpuPlan, operands: Operands) -> tuple[FlashGpuPlan, Operands]:

@@ -236,9 +236,9 @@ def _compute_softmax(place: ProgramTile, turns: TensorCoreTurns) -> RunningSoftm
         turns.take()
         out = accumulate(plan, softmax.out, weights, v)  # (6), not divided
         if plan.segmented:
-            place.release_keys(at)  # the ids of the keys were read until here
+            place.release_keys(at, read_as_values=place.reads_ids_unfenced)  # the ids of the keys were read until here
         place.release_values(at)
-        place.end_step(at)
+        place.end_step(at, read_as_values=place.reads_ids_unfenced)
         return softmax._replace(out=out)
 
     softmax = RunningSoftmax(

@@ -271,10 +271,18 @@ class ProgramTile:
         def _free() -> None:
             plgpu.barrier_wait(self.scratch[barrier].at[self._find_slot(at, slots)])
 
-    def release_keys(self, at: Scalar) -> None:
+    @property
+    def reads_ids_unfenced(self) -> bool:
+        """Whether segment ids are read as values, and nothing else between that and a release is a fence.
+
+        Where keys that no query attends to are zeroed in a buffer, that store is followed by one.
+        """
+        return self.plan.segmented and not self.plan.has_dead_keys
+
+    def release_keys(self, at: Scalar, *, read_as_values: bool = False) -> None:
         """Release the keys of a step, if copies are early; otherwise `end_step` releases them."""
         if self.shape.early_copies:
-            self.release(self.scratch["free"].at[self.slot(at)])
+            self.release(self.scratch["free"].at[self.slot(at)], read_as_values=read_as_values)
 
     def release_values(self, at: Scalar) -> None:
         """Release the values of a step, if copies are early; otherwise `end_step` releases them."""

@@ -18,8 +18,8 @@ COMPUTE_WARPGROUPS = 2
 """Warpgroups that compute; one more fetches tiles."""
 OWNED_ROWS = COMPUTE_WARPGROUPS * ROWS
 """Queries or keys that a program owns, `ROWS` for each computing warpgroup."""
-MAX_SHARED_DEPTH = 128
-"""Largest head depth at which one warpgroup has registers for dk and dv of its keys in f32."""
+MAX_UNSPLIT_DEPTH = 128
+"""Largest head depth at which one warpgroup has registers for both dk and dv of its keys in f32."""
 SWIZZLE_BYTES = 128
 """Bytes of the widest swizzle."""
 LANES = SWIZZLE_BYTES // 2
@@ -71,7 +71,7 @@ class KernelShape:
         depths = round_up(head_dim, LANES), round_up(v_head_dim, LANES)
         return cls(
             axis=axis,
-            owned=ROWS if kernel == "dkv" and max(depths) > MAX_SHARED_DEPTH else OWNED_ROWS,
+            owned=ROWS if kernel == "dkv" and max(depths) > MAX_UNSPLIT_DEPTH else OWNED_ROWS,
             visited=ring.block,
             slots=ring.num_stages,
             v_slots=ring.num_v_stages or ring.num_stages,

@@ -10,8 +10,9 @@ Each computes two of the four products. The weights go from one to the other in 
 by the soft cap's derivative, as that is all that dx takes of them. There is one tile of weights. So the warpgroup of
 the values is at most one step ahead.
 
-Both read K and V when the program begins, and at the end each gradient is stored where its operand lay. The last
-weights come after the last read of K. The last release of the weights comes after the last read of V.
+K and V are copied when the program begins. In every step, one warpgroup reads K and the other V. At the end each
+gradient is stored where its operand lay. The other warpgroup no longer reads that: the last weights come after the last
+read of K, and their last release comes after the last read of V.
 """
 
 from __future__ import annotations

@@ -59,8 +59,11 @@ _bug = functools.partial(
     stored_bug.bug, family="flash gpu mosaic", build=_build, shows="out logsumexp max_logits", trigger=tiled
 )
 _LET_GO = (
-    "        if plan.segmented:\n            place.release_keys(at)  # the ids of the keys were read until here\n"
-    "        place.release_values(at)\n        place.end_step(at)\n"
+    "        if plan.segmented:\n"
+    "            place.release_keys(at, read_as_values=place.reads_ids_unfenced)"
+    "  # the ids of the keys were read until here\n"
+    "        place.release_values(at)\n"
+    "        place.end_step(at, read_as_values=place.reads_ids_unfenced)\n"
 )
 _FIRST_PRODUCT = (
     '        products = multiply(plan, q, scratch["k_tile"].at[slot], transposed=True, issued=turns.give)\n'
