@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ combine their sums once, after the last tile.
 """
 
 
+@runtime_checkable
 class TileArithmetic(Protocol):
     """What the operations on one tile need to know of a call; plans have it."""
 
