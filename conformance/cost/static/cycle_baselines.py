@@ -67,6 +67,12 @@ GPU_BASELINES = (
         for name, only in (("flash_gpu", ()), ("flash_gpu_mosaic", ("h100",)))
         for depth in (64, 128)
     ),
+    *(
+        CycleBaseline(
+            "flash_gpu_mosaic", f"train/bf16/B1.T4096.S4096.N1.K1.{depths}/causal/normal/s0", "gpu", ("h100",)
+        )
+        for depths in ("H192.V128", "H256.V256")
+    ),
     CycleBaseline(
         "paged_gpu_mosaic",
         "decode/bf16/B64.T1.S4096.N32.K8.H128.V128/causal-o4095/paged16/normal/s0",
@@ -76,8 +82,8 @@ GPU_BASELINES = (
 )
 """Recorded calls of GPU kernels. Each takes about ten seconds to compile for one GPU.
 
-They cover the Triton and the Mosaic back end at the head dimensions that these are tuned for, and decoding over pages.
-The Mosaic back end is for Hopper only.
+They cover the Triton and the Mosaic back end at the head dimensions that these are tuned for, deeper heads, and
+decoding over pages. The Mosaic back end is for Hopper only.
 """
 
 Figures = dict[str, float]
