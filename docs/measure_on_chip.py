@@ -41,8 +41,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a copied tree is not installed
 
 from conformance import measurements, output_files, runs  # noqa: E402 # found by the line above
-from conformance.measurements import AGREES, BACKWARD, FORWARD, TIMED, Measurement, Quartiles  # noqa: E402
-from conformance.records import JUDGED, RED, RecordFileError  # noqa: E402
+from conformance.measurements import AGREES, BACKWARD, FORWARD, TIMED, Measurement, Quartiles  # noqa: E402 # as above
+from conformance.records import JUDGED, RED, RecordFileError  # noqa: E402 # as above
 
 SCHEMA = "attention-conformance/chip/1"
 _STOP_SECONDS = 15.0  # for an interrupted step to write its files; then it is killed
@@ -117,7 +117,7 @@ class Tuning:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is judged, timed and tuned.
+    """Plan of what to judge, time and tune.
 
     Attributes:
       platform: the JAX backend that the machine must have.
@@ -245,7 +245,7 @@ PLANS = {"gpu": _build_gpu_plan, "gpu-tune": _build_gpu_tuning_plan, "cpu-trial"
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """How a step ended: its exit code, and why it was stopped; empty if it ended by itself."""
+    """End of a step: its exit code, and the reason why it was stopped, which is empty if it ended by itself."""
 
     code: int
     stopped: str = ""
@@ -363,7 +363,7 @@ class Measuring:
         if not kernels:
             self._leave_out(f"{group.name}: this version has none of its kernels")
             return
-        limit = self._left * min(1.0, 2.0 / waiting)
+        limit = self._find_share(waiting)
         self._run_step(
             f"times-{group.name}",
             limit,
@@ -372,12 +372,16 @@ class Measuring:
             *(f"--json={self._folder / f'times-{group.name}.jsonl'}", *(f"--case={case}" for case in group.cases)),
         )
 
+    def _find_share(self, waiting: int) -> float:
+        """Return the seconds for the next of the steps that wait: twice its share of the time that is left."""
+        return self._left * min(1.0, 2.0 / waiting)
+
     def _tune(self, tuning: Tuning, *, waiting: int) -> None:
         """Tune a kernel on a case, for twice its share of the time that is left."""
         if not self._keep_known((tuning.kernel,)):
             self._leave_out(f"{tuning.name}: {tuning.kernel} is not in the catalogue of this version")
             return
-        limit = self._left * min(1.0, 2.0 / waiting)
+        limit = self._find_share(waiting)
         self._run_step(
             f"tuned-{tuning.name}",
             limit,

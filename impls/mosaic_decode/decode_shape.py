@@ -79,7 +79,7 @@ class DecodeShape:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether keys and values are converted before they are multiplied."""
+        """Return whether keys and values are converted before they are multiplied."""
         return is_quantized(self.stored_dtype)
 
 

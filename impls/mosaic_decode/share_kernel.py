@@ -10,9 +10,9 @@ without division:
     (5)  l_i = sum_j exp(z_ij - m_i)
     (6)  out_i = sum_j exp(z_ij - m_i) v_j
 
-Decoding reads every key once and computes little with it, so the kernel is built around its copies. The only
-warpgroup of a program starts the copies of a tile, one by TMA for each page of k and of v, as soon as it has computed
-the tile that lay in the same slot of the ring. The other slots arrive meanwhile. There is no warpgroup that only
+Decoding reads every key once and computes little with it, so the kernel is built around its copies. A program has one
+warpgroup. As soon as it has computed a tile, it starts the copies of a later one into the same slot of the ring. They
+are one copy by TMA for each page of k and of v. The other slots arrive meanwhile. There is no warpgroup that only
 copies: copies take few instructions, and without it two programs fit a multiprocessor with all the registers that they
 need. While one of them begins or ends, the other one reads.
 

@@ -34,6 +34,7 @@ from impls.flash_gpu.mosaic.backward_tiles import (
     build_backward_inputs,
     build_scratch,
     compute_allowed_keys,
+    copy_group_step,
     copy_queries,
 )
 from impls.flash_gpu.mosaic.dead_keys import zero_dead_keys
@@ -155,15 +156,10 @@ def _run_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, An
     group = jnp.int32(place.plan.group)
     total = place.total
 
-    def copy_step(at: Scalar) -> None:
-        head = place.head * group + lax.div(at, total)
-        place.wait_for_slot(at)
-        copy_queries(place, place.visited(lax.rem(at, total)), place.shape.visited, head, place.slot(at))
-
     @pl.when(place.warpgroup == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
         plgpu.set_max_registers(40, action="decrease")
-        place.fetch(total * group, copy_step)
+        place.fetch(total * group, functools.partial(copy_group_step, place))
 
     @pl.when(place.warpgroup < COMPUTE_WARPGROUPS)
     def _compute() -> None:

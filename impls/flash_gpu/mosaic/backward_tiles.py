@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool
@@ -77,6 +78,14 @@ def copy_queries(place: ProgramTile, start: Scalar, size: int, head: Scalar, slo
         plgpu.copy_gmem_to_smem(inputs[name].at[place.batch, head, rows], scratch[f"{name}_tile"].at[slot], arrived)
     if place.plan.segmented:
         plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[slot], arrived)
+
+
+def copy_group_step(place: ProgramTile, at: Scalar) -> None:
+    """Start async copies of one step's queries, once there is room; steps go over the query heads of the group."""
+    total = place.total
+    head = place.head * jnp.int32(place.plan.group) + lax.div(at, total)
+    place.wait_for_slot(at)
+    copy_queries(place, place.visited(lax.rem(at, total)), place.shape.visited, head, place.slot(at))
 
 
 def compute_allowed_keys(place: ProgramTile, at: Scalar, slot: Scalar, own: Scalar) -> Bool[Array, "keys queries"]:

@@ -273,9 +273,9 @@ class ProgramTile:
 
     @property
     def reads_ids_unfenced(self) -> bool:
-        """Whether segment ids are read as values, and nothing else between that and a release is a fence.
+        """Return whether a release must bring a fence of its own after reads of segment ids.
 
-        Where keys that no query attends to are zeroed in a buffer, that store is followed by one.
+        Where keys that no query attends to are zeroed in a buffer, a fence follows that store already.
         """
         return self.plan.segmented and not self.plan.has_dead_keys
 

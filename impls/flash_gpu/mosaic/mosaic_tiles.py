@@ -45,11 +45,11 @@ combine their sums once, after the last tile.
 
 @runtime_checkable
 class TileArithmetic(Protocol):
-    """What the operations on one tile need to know of a call; plans have it."""
+    """Static part of a call, as far as operations on one tile use it. Every plan has it."""
 
     @property
     def interpret(self) -> Interpret:
-        """Whether and how the kernel is interpreted."""
+        """Return the `interpret` of the call: False, True, or the parameters of an interpreter."""
         ...
 
     @property

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.mosaic.backward_tiles import compute_allowed_keys, copy_queries
+from impls.flash_gpu.mosaic.backward_tiles import compute_allowed_keys, copy_group_step
 from impls.flash_gpu.mosaic.mosaic_launch import ProgramTile
 from impls.flash_gpu.mosaic.mosaic_shape import COMPUTE_WARPGROUPS, ROWS
 from impls.flash_gpu.mosaic.mosaic_tiles import (
@@ -47,11 +47,6 @@ def run_split_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[st
     group, total = jnp.int32(place.plan.group), place.total
     rows = pl.ds(place.start, ROWS)
 
-    def copy_step(at: Scalar) -> None:
-        head = place.head * group + lax.div(at, total)
-        place.wait_for_slot(at)
-        copy_queries(place, place.visited(lax.rem(at, total)), place.shape.visited, head, place.slot(at))
-
     @pl.when(place.warpgroup == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
         plgpu.set_max_registers(40, action="decrease")
@@ -62,7 +57,7 @@ def run_split_dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[st
             )
         if place.plan.segmented:
             plgpu.copy_gmem_to_smem(inputs["kv_ids"].at[place.batch, rows], scratch["kv_ids_tile"].at[0], k_arrived)
-        place.fetch(total * group, copy_step)
+        place.fetch(total * group, functools.partial(copy_group_step, place))
 
     def wait_for_keys() -> None:
         plgpu.set_max_registers(232, action="increase")
