@@ -5,8 +5,8 @@ tuning measured it on that kind of GPU, and found it correct and faster than Tri
 
 Measurements are required because interpreters run neither `wgmma` nor TMA, and counts of machine instructions do not
 include waits. On an H100 and an H200 the Mosaic kernels were correct and faster up to depth 128. No chip has run the
-backward kernels beyond it, nor early copies. A ring that does not fit a call is replaced by a smaller one, which need not have
-been measured.
+backward kernels beyond it, nor early copies. A ring that does not fit a call is replaced by a smaller one, which need
+not have been measured.
 """
 
 from __future__ import annotations
