@@ -227,20 +227,23 @@ def _format_conformity(
     narrowing = _format_narrowing(extent)
     if conformity not in (CONFORMS, KNOWN_FAILURES):
         return f"{conformity} ({narrowing})" if extent.narrowed else conformity
-    text = CONFORMS
+    coverage = _find_coverage(contender, run)
+    share = "" if extent.narrowed or extent.is_partial else _format_small_share(coverage)
+    comma = "," if share else ""
+    text = f"{CONFORMS}{share}"
     if not extent.known:
-        text = "passes as far as is known (no run record)"
+        text = f"passes{share}{comma} as far as is known (no run record)"
     elif narrowing:
-        text = f"passes as far as checked ({narrowing})"
+        text = f"passes{share}{comma} as far as checked ({narrowing})"
     elif len(checks) == 1 and not extent.stopped:
-        text = f"passes {checks[0]}, the only check that judged anything ({format_count(counts.judged, 'record')})"
+        only = f"{checks[0]}, the only check that judged anything ({format_count(counts.judged, 'record')})"
+        text = f"passes{share}{comma} {only}"
     elif extent.stopped:
-        text = "passes"
+        text = f"passes{share}"
     if _find_entry(run.declared, contender):
         text += " as declared"
     if few := _find_entry(run.few_blocks, contender):
         text += f", checked on {few} only"
-    coverage = _find_coverage(contender, run)
     text += _format_declined_cases(coverage) + _format_declined_pairs(coverage) + _format_refused(records, counts)
     if _find_entry(run.unsandboxed, contender):
         text += ", judged without a sandbox"
@@ -267,15 +270,28 @@ def _format_narrowing(extent: Extent) -> str:
     return ", ".join(parts)
 
 
+def _format_small_share(coverage: Mapping[str, Any]) -> str:
+    """Format the share of cases in which a contender was judged if it is below a half; otherwise the text is empty."""
+    judged, declined = _count_cases(coverage)
+    if judged >= declined:
+        return ""
+    percent = 100 * judged / (judged + declined)
+    return f" in the {f'{percent:.1g}' if percent < 1 else math.floor(percent)}% of cases that it takes"
+
+
 def _format_declined_cases(coverage: Mapping[str, Any]) -> str:
     """Format the number of cases in which a contender was judged, and the number of cases that it declines.
 
     The text is empty if the contender declines no case.
     """
+    judged, declined = _count_cases(coverage)
+    return f", judged in {format_count(judged, 'case')} and declining {declined:,}" if declined else ""
+
+
+def _count_cases(coverage: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of cases in which a contender was judged, and of those that it declines; zeros if unknown."""
     judged, declined = coverage.get("cases judged"), coverage.get("declined")
-    if not (isinstance(judged, int) and isinstance(declined, int) and declined):
-        return ""
-    return f", judged in {format_count(judged, 'case')} and declining {declined:,}"
+    return (judged, declined) if isinstance(judged, int) and isinstance(declined, int) else (0, 0)
 
 
 def _format_declined_pairs(coverage: Mapping[str, Any]) -> str:

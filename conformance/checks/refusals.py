@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cases import mask_spec
+from cases.case import OPT_IN
 from cases.operand_registry import OPTIONAL, REMOVABLE
 from conformance import records
 from conformance.check_api.judgement import Judgement
@@ -19,25 +21,45 @@ def check_refusals(subject: Subject) -> Iterator[Judgement]:
     needs a parameter that an implementation without the feature lacks. Then nothing is checked.
 
     An implementation may declare `refuses_by_signature`: it has no parameter for what it does not support. For it the
-    check fails only if such an operand can be passed all the same.
+    check fails only if such an operand can be passed all the same, or if a size is declined and the call accepts it.
     """
-    if subject.implementation.refuses_by_signature:
+    implementation = subject.implementation
+    by_signature = implementation.refuses_by_signature
+    if by_signature and not _is_declined_for_size(subject):
         yield from _check_signature(subject)
         return
     handed = [o.name for o in OPTIONAL if o.opt_in and getattr(subject.problem, o.name) is not None]
     if not all(subject.executor.run(single_calls.has_parameter, name) for name in handed):
         return
-    declared = subject.implementation.supports(subject.case) or ""
+    declared = f"declared unsupported ({implementation.supports(subject.case) or ''})"
     try:
         subject.executor.run(single_calls.run_eagerly, subject.problem, gradients=subject.case.phase == "train")
-    except NotImplementedError:
-        yield Judgement(observable="refusal", verdict=records.PASS)
-    except Exception as error:  # an error of another type misleads the user
-        reason = f"declared unsupported ({declared}), but raises {type(error).__name__} instead of NotImplementedError"
+    except Exception as error:
+        if by_signature or isinstance(error, NotImplementedError):
+            yield Judgement(observable="refusal", verdict=records.PASS)
+            return
+        # An error of another type misleads the user.
+        reason = f"{declared}, but raises {type(error).__name__} instead of NotImplementedError"
         yield Judgement(observable="refusal", verdict=records.FAIL, reason=reason)
     else:
-        reason = f"declared unsupported ({declared}), but the call is accepted"
-        yield Judgement(observable="refusal", verdict=records.FAIL, reason=reason)
+        if by_signature and implementation.accelerator.interpreted:
+            reason = f"{declared}, and accepted by an interpreter; the accelerator's compiler may refuse it"
+            yield Judgement(observable="refusal", verdict=records.UNJUDGED, reason=reason)
+            return
+        yield Judgement(observable="refusal", verdict=records.FAIL, reason=f"{declared}, but the call is accepted")
+
+
+def _is_declined_for_size(subject: Subject) -> bool:
+    """Return whether only the sizes of a case can be why it is declined: its dense operands and its mask are plain."""
+    case, implementation = subject.case, subject.implementation
+    undeclared = OPT_IN - implementation.offers
+    return (
+        implementation.storage is None
+        and case.distribution == "normal"
+        and all(getattr(case, operand.field) == operand.absent for operand in OPTIONAL)
+        and {"full", "causal"}.issuperset(mask_spec.list_mask_features(case.mask))
+        and not any(name in implementation.unsupported or name in undeclared for name in case.features)
+    )
 
 
 def _check_signature(subject: Subject) -> Iterator[Judgement]:

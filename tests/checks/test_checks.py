@@ -18,14 +18,14 @@ from conformance import declare
 from conformance.check_api.rotation import Rotation
 from conformance.check_api.scopes import COMPILED, DECLINED, GRID, INTERPRETED
 from conformance.checks import CHECKS, CHECKS_BY_NAME
-from conformance.contract import Implementation
+from conformance.contract import Accelerator, Implementation
 from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import ERROR, FAIL, PASS, RED, UNSUPPORTED, Record
+from conformance.records import ERROR, FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record
 from tests.kernels import naive
 
 CAUSAL = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
@@ -130,6 +130,31 @@ def test_what_nobody_can_ask_for_is_not_taken() -> None:
     (found,) = judge(Implementation(name="takes", call=takes, **by_signature), SINKS, "refusals")
     assert (found.verdict, "accepted" in found.reason) == (FAIL, True)
     assert judge(Implementation(name="lacks", call=lacks, **by_signature), SINKS, "refusals") == []
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_no_signature_refuses_a_size(interpreted: bool) -> None:
+    def attend(q: Any, k: Any, v: Any, *, strict: bool, **options: Any) -> Any:
+        del options
+        if q.shape[1] == 16:
+            return naive.attention(q, k, v)
+        if strict:
+            raise ValueError("16 queries only")
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+
+    def judge_size(*, strict: bool) -> dict[str, str]:
+        kernel = Implementation(
+            name="short",
+            call=functools.partial(attend, strict=strict),
+            supports_case=lambda case: None if case.q_length == 16 else "16 queries only",
+            accelerator=Accelerator(platform="gpu", interpreted=interpreted),
+            refuses_by_signature=True,
+        )
+        return verdicts(judge(kernel, "train/f32/B1.T20.S20.N2.K2.H16.V16/full/normal/s0", "refusals"))
+
+    assert judge_size(strict=True) == {"refusal": PASS}
+    # A compiler may refuse what an interpreter takes.
+    assert judge_size(strict=False) == {"refusal": UNJUDGED if interpreted else FAIL}
 
 
 def test_a_refusal_passes() -> None:

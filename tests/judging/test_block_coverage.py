@@ -80,7 +80,8 @@ def test_what_a_function_refuses_when_it_is_called_was_not_asked_about() -> None
     [
         (9, 0, "it (cpu) conforms."),
         (9, 1, "it (cpu) conforms, judged in 9 cases and declining 1."),
-        (1, 1200, "it (cpu) conforms, judged in 1 case and declining 1,200."),
+        (9, 10, "it (cpu) conforms in the 47% of cases that it takes, judged in 9 cases and declining 10."),
+        (1, 1200, "it (cpu) conforms in the 0.08% of cases that it takes, judged in 1 case and declining 1,200."),
     ],
 )
 def test_how_many_cases_are_declined_is_in_the_verdict(judged: int, declined: int, says: str) -> None:
@@ -89,6 +90,12 @@ def test_how_many_cases_are_declined_is_in_the_verdict(judged: int, declined: in
     run = RunInfo(command="", level="quick", environment={}, tolerances=[], coverage=rows)
     found = [right, dataclasses.replace(right, check="gradients")]
     assert build_summary(found, run).headline == says
+
+
+def test_the_share_of_cases_is_not_that_of_a_narrowed_run() -> None:
+    rows = [{"implementation": "it (cpu)", "cases judged": 1, "declined": 1200}]
+    run = RunInfo(command="", level="quick", narrowed="--cases=train", environment={}, tolerances=[], coverage=rows)
+    assert "%" not in build_summary([build_pass(Case())], run).headline
 
 
 def test_the_verdict_says_so() -> None:
