@@ -89,8 +89,9 @@ def check(
     function of a notebook.
 
     It runs in this process. JAX's settings, environment variables, signal handlers and warning filters are afterwards
-    what they were. Programs are judged with `jax_enable_x64` and the NaN checks off, whatever the caller has set; the
-    check `transforms` turns `jax_enable_x64` on. JAX's caches of compiled programs are cleared on the way.
+    what they were. Programs are judged under JAX's defaults of `jax_enable_x64`, the NaN checks, the promotion of
+    dtypes, the precision of products and random keys, whatever the caller has set; the check `transforms` turns
+    `jax_enable_x64` on. JAX's caches of compiled programs are cleared on the way.
 
     The check `sharding` needs four devices, and is unjudged where this process has fewer.
 

@@ -10,11 +10,14 @@ import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import jax
 
 from conformance import packages
 from conformance.contract import Accelerator, Implementation, Products
@@ -31,6 +34,10 @@ ENTRY_POINT_GROUP = "attention_conformance.implementations"
 _CATALOGUE = "impls.catalogue"
 _LIBRARIES = "impls.libraries.library_specs"
 _LIBRARY = "library"
+
+# Settings of JAX that change no result: those of caches, logs, dumps and tracebacks.
+_HARMLESS_SETTING = re.compile("cache|log|dump|traceback|debug_info|pprint|explain")
+_settings_before = dict(jax.config.values)
 
 
 class ImplementationNotFound(Exception):  # noqa: N818 -- named as a statement, without "Error"
@@ -53,9 +60,23 @@ def find_implementation(name: str, *, products: Products | None = None, problem:
       problem: the named problem (`cases.named_problems`) whose operands the function takes; None for the canonical
         operands of attention.
 
+    Returns:
+      The implementation. Its `conventions` name the settings of JAX that importing it changed.
+
     Raises:
       ImplementationNotFound: if there is none or it does not load; the message is one line.
     """
+    found = _find_implementation(name, products, problem)
+    changed = tuple(
+        f"{setting}={value!r}"
+        for setting, value in jax.config.values.items()
+        if value != _settings_before.get(setting) and not _HARMLESS_SETTING.search(setting)
+    )
+    return dataclasses.replace(found, conventions=(*found.conventions, *changed)) if changed else found
+
+
+def _find_implementation(name: str, products: Products | None, problem: str | None) -> Implementation:
+    """Find the implementation of this name, as `find_implementation` does."""
     if not name.isprintable():
         raise ImplementationNotFound(f"{make_printable(name)}: a name must be text that shows as it is")
     if name in (ours := _load_catalogue()):

@@ -32,7 +32,8 @@ def prepare_process(*, timing: bool = False, judging: bool = True, alone: bool =
 def isolate_settings() -> Iterator[None]:
     """Judge in the block under JAX's and NumPy's default settings, and restore the caller's after it.
 
-    The process may be that of a user, who has set `jax_enable_x64` or the NaN checks.
+    The process may be that of a user, who has set `jax_enable_x64` or the NaN checks. A kernel may have set the
+    precision of products as it was imported, which its callers do not.
     """
     import jax  # imported late: `prepare_process` must run first
     import numpy as np
@@ -43,6 +44,8 @@ def isolate_settings() -> Iterator[None]:
         jax.debug_infs(False),
         jax.numpy_rank_promotion("allow"),
         jax.numpy_dtype_promotion("standard"),
+        jax.default_matmul_precision(None),
+        jax.default_prng_impl("threefry2x32"),
         np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"),
     ):
         yield

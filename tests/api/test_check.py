@@ -253,6 +253,16 @@ def test_the_callers_settings_do_not_change_the_verdict_and_stay() -> None:
     assert (judged.verdict, judged.ratio) == (plain.verdict, plain.ratio)
 
 
+def test_the_callers_precision_of_products_does_not_hide_that_a_kernel_requests_none() -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v)
+
+    with jax.default_matmul_precision("highest"):
+        report = conformance.check(attend, case=PLAIN, checks="program", progress=False)
+    assert any("requests the precision of f32" in record.reason for record in report.records)
+
+
 def test_without_jit_nothing_is_judged() -> None:
     with jax.disable_jit(), pytest.raises(RuntimeError, match="disable_jit"):
         conformance.check(kernels.attention, **FORWARD)

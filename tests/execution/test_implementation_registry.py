@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 from pathlib import Path
 
+import jax
 import pytest
 
 from conformance.execution import implementation_registry
@@ -48,6 +49,19 @@ def test_a_module_is_found_from_the_current_folder(folder: Path) -> None:
     assert (
         implementation_registry.find_implementation("own_package.flash:attention").name == "own_package.flash:attention"
     )
+
+
+def test_settings_of_jax_that_an_import_changes_are_conventions(folder: Path) -> None:
+    settings = {"jax_default_matmul_precision": "highest", "jax_enable_x64": True, "jax_log_compiles": False}
+    updates = "".join(f"jax.config.update({name!r}, {value!r})\n" for name, value in settings.items())
+    (folder / "sets.py").write_text(f"import jax\n{updates}def attention(q, k, v):\n    return v\n")
+    before = dict(jax.config.values)
+    try:
+        found = implementation_registry.find_implementation("sets.py:attention").conventions
+    finally:
+        for name in settings:
+            jax.config.update(name, before[name])
+    assert set(found) == {"jax_default_matmul_precision='highest'", "jax_enable_x64=True"}
 
 
 def point(value: str) -> importlib.metadata.EntryPoint:
