@@ -3,6 +3,7 @@
 - The call runs under `shard_map`, sharded over batch rows, heads or queries.
 - It runs on arrays with explicit shardings, without `shard_map`.
 - It is traced under `shard_map` with `check_vma=True`, JAX's check of the axes over which values differ.
+- It runs outside `jit` on arrays that lie on the second device.
 
 Four devices are needed. On CPU they are virtual: `conformance.environment` requests them from XLA. Queries are sharded
 in the load-balanced order of context parallelism (docs/contract.md, section 3). Each device gets the mask of its own
@@ -30,7 +31,7 @@ from conformance.executor_tasks.sharded_calls import DEVICES
 
 
 def check_sharding(subject: Subject) -> Iterator[Judgement]:
-    """Check results on four devices: sharded over batch rows, heads and queries, and on a mesh of explicit axes."""
+    """Check results on four devices: sharded over batch rows, heads and queries, on a mesh, and on the second alone."""
     if (kind := subject.implementation.storage) is not None:
         yield build_unsupported("all", f"the contract does not define which part of {kind} operands each device gets")
         return
@@ -49,7 +50,7 @@ def check_sharding(subject: Subject) -> Iterator[Judgement]:
             yield build_unsupported(name, f"this case cannot be shared by {DEVICES} devices: {error}")
             continue
         yield from run_subcheck(name, functools.partial(_check_axis, subject, case, name))
-    for name, judge in (("explicit", _check_explicit), ("checked", _check_vma)):
+    for name, judge in (("explicit", _check_explicit), ("checked", _check_vma), ("second", _check_second_device)):
         yield from run_subcheck(name, functools.partial(_check_unless_refused, subject, judge))
 
 
@@ -104,6 +105,17 @@ def _check_vma(subject: Subject, case: Case) -> Iterator[Judgement]:
     do = draw_cotangent(case).out if subject.has_gradients else None
     subject.executor.run(sharded_calls.trace_with_vma_check, draw_problem(case), do)
     yield Judgement(observable="traced", verdict=records.PASS)
+
+
+def _check_second_device(subject: Subject, case: Case) -> Iterator[Judgement]:
+    """Check a call outside `jit` whose operands lie on the second device. JAX's default device is the first."""
+    if subject.implementation.devices > 1:
+        yield build_unsupported("all", "the call chooses its devices itself")
+        return
+    problem = draw_problem(case)
+    out = subject.executor.run(sharded_calls.run_on_second_device, problem)
+    expected = subject.expect(problem).forward["out"]
+    yield _judge(subject, "out", out, expected, subject.find_judged_rows(problem))
 
 
 def _draw_cotangent(subject: Subject, case: Case, problem: Problem) -> tuple[np.ndarray, np.ndarray]:

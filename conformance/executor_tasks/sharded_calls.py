@@ -45,6 +45,12 @@ def run_sharded(
     return _copy_to_host(executor.jit(functools.partial(pull_back, sharded))(arrays, do))
 
 
+def run_on_second_device(executor: Executor, problem: Problem) -> np.ndarray:
+    """Return `out` of the call outside `jit`, with all arrays on the second device."""
+    call, arrays = executor.bind(problem)
+    return np.asarray(call(jax.device_put(arrays, jax.devices()[1])))
+
+
 def run_on_explicit_mesh(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[np.ndarray, Values]:
     """Run the call with batch rows sharded over a mesh of explicit axes, without `shard_map`.
 

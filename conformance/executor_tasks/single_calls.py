@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +17,11 @@ from cases.operand_values import Problem
 from conformance import program_cache
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Executor, call_plain, pull_back
+
+# Equal calls whose operands are compared afterwards: a kernel may spare those of its first calls.
+_CALLS = 4
+# How long threads that a call started may go on before its operands are compared.
+_THREAD_SECONDS = 5.0
 
 
 def run_eagerly(executor: Executor, problem: Problem, *, gradients: bool) -> None:
@@ -136,26 +143,39 @@ def merge_parts(executor: Executor, parts: list[Any]) -> Any:
 
 
 def find_written_operands(executor: Executor, problem: Problem, *, compiled: bool) -> tuple[list[str], str]:
-    """Find the operands that a call modifies or deletes, under `jit` if `compiled`.
+    """Find the operands that several equal calls modify or delete, under `jit` if `compiled`.
 
-    The call gets NumPy arrays. Outside `jit`, or if it refuses NumPy arrays, it gets JAX arrays in another call.
+    The calls get NumPy arrays. Outside `jit`, or if NumPy arrays are refused, as many more calls get JAX arrays. All
+    operands are compared after the last call, and after the threads that the calls started.
 
     Returns:
-      The names of the modified operands. Then the reason why the call got no NumPy arrays, or "".
+      The names of the modified operands. Then the reason why the calls got no NumPy arrays, or "".
     """
     plain, arrays = executor.bind(problem)
     call = executor.jit(plain) if compiled else plain
-    given, reason = [jax.tree.map(np.copy, arrays)], ""
+    threads = threading.enumerate()
+    given, reason = [jax.tree.map(np.copy, arrays) for _ in range(_CALLS)], ""
     try:
-        jax.block_until_ready(call(given[0]))  # type: ignore[no-untyped-call] # untyped upstream
+        for operands in given:
+            jax.block_until_ready(call(operands))  # type: ignore[no-untyped-call] # untyped upstream
     except Exception as refusal:  # libraries that check types raise errors of their own types
         given, reason = [], f"given JAX arrays, since NumPy arrays are refused ({type(refusal).__name__})"
     if reason or not compiled:
-        given.append(jax.tree.map(jnp.array, arrays))
-        jax.block_until_ready(call(given[-1]))  # type: ignore[no-untyped-call] # untyped upstream
+        for _ in range(_CALLS):
+            given.append(jax.tree.map(jnp.array, arrays))
+            jax.block_until_ready(call(given[-1]))  # type: ignore[no-untyped-call] # untyped upstream
+    _join_threads_since(threads)
     pairs = [pair for after in given for pair in zip(_list_leaves(arrays), _list_leaves(after), strict=True)]
     changed = [name for (name, before), (_, after) in pairs if _is_changed(before, after)]
     return list(dict.fromkeys(changed)), reason
+
+
+def _join_threads_since(before: Collection[threading.Thread]) -> None:
+    """Wait for threads that are not in `before` to end, for a limited time."""
+    until = time.monotonic() + _THREAD_SECONDS
+    for thread in threading.enumerate():
+        if thread not in before and thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def _is_changed(before: np.ndarray, after: Any) -> bool:

@@ -5,6 +5,8 @@ A kernel that modifies an operand fails. One that refuses NumPy arrays is given 
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +56,28 @@ def deletes(q: Any, k: Any, v: Any) -> Any:
     return out
 
 
+def deletes_from_the_third_call_on() -> Callable[..., Any]:
+    calls = []
+
+    def kernel(q: Any, k: Any, v: Any) -> Any:
+        out = typed(q, k, v)
+        if not isinstance(q, jax.core.Tracer):
+            calls.append(out)
+            if len(calls) > 2:
+                q.delete()
+        return out
+
+    return kernel
+
+
+def writes_after_it_returned(q: Any, k: Any, v: Any) -> Any:
+    out = naive.attention(q, k, v)
+    if isinstance(q, np.ndarray):
+        # `out` is computed by JAX in a thread of its own, which may still read `q`.
+        threading.Thread(target=lambda: (jax.block_until_ready(out), time.sleep(0.1), q.fill(0))).start()
+    return out
+
+
 def test_a_library_that_checks_types_is_given_what_it_accepts() -> None:
     found = judge(typed)
     assert {record.verdict for record in found.values()} == {PASS}
@@ -61,7 +85,7 @@ def test_a_library_that_checks_types_is_given_what_it_accepts() -> None:
     assert found["operands.jit"].reason == ""
 
 
-@pytest.mark.parametrize("function", [writes, deletes])
+@pytest.mark.parametrize("function", [writes, deletes, deletes_from_the_third_call_on(), writes_after_it_returned])
 def test_who_changes_an_operand_fails(function: Callable[..., Any]) -> None:
     found = judge(function)
     assert found["operands.eager"].verdict == FAIL

@@ -218,6 +218,17 @@ def test_a_bug_in_the_rule_of_a_custom_vjp_is_invisible_without_differentiating(
     assert not any(r.verdict in RED for r in judge(with_out(lambda out, *_: off_in_the_rule(out)), CAUSAL, check))
 
 
+def test_operands_on_the_second_device_are_not_those_of_the_first() -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        out = naive.attention(q, k, v)
+        is_elsewhere = not isinstance(q, jax.core.Tracer) and jax.devices()[0] not in q.devices()
+        return jnp.zeros_like(out) if is_elsewhere else out
+
+    plain = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/normal/s0"
+    found = verdicts(judge(attend, plain, "sharding"))
+    assert [name for name, verdict in found.items() if verdict in RED] == ["out.second"]
+
+
 def test_an_ignored_operand_is_caught() -> None:
     def ignores(q: Any, k: Any, v: Any, *, causal: bool = False, **ignored: Any) -> Any:
         return naive.attention(q, k, v, causal=causal)
