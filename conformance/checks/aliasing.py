@@ -22,8 +22,8 @@ def check_aliasing(subject: Subject) -> Iterator[Judgement]:
     """Check that a call modifies, donates or deletes none of its operands.
 
     Calls get NumPy arrays outside `jit` and inside. They must hold the same bits after several calls, and after the
-    threads that these started. Outside `jit` the calls are repeated with JAX arrays: a call that donates them to its own
-    program deletes them. A library that checks types may refuse NumPy arrays; then the calls get JAX arrays only.
+    threads that these started. Outside `jit` the calls are repeated with JAX arrays: a call that donates them to its
+    own program deletes them. A library that checks types may refuse NumPy arrays; then the calls get JAX arrays only.
 
     Three more calls are checked:
 
