@@ -72,9 +72,14 @@ def deletes_from_the_third_call_on() -> Callable[..., Any]:
 
 def writes_after_it_returned(q: Any, k: Any, v: Any) -> Any:
     out = naive.attention(q, k, v)
+
+    def write() -> None:
+        jax.block_until_ready(out)  # type: ignore[no-untyped-call] # untyped upstream
+        time.sleep(0.1)
+        q.fill(0)
+
     if isinstance(q, np.ndarray):
-        # `out` is computed by JAX in a thread of its own, which may still read `q`.
-        threading.Thread(target=lambda: (jax.block_until_ready(out), time.sleep(0.1), q.fill(0))).start()
+        threading.Thread(target=write).start()
     return out
 
 
