@@ -74,7 +74,7 @@ def writes_after_it_returned(q: Any, k: Any, v: Any) -> Any:
     out = naive.attention(q, k, v)
 
     def write() -> None:
-        jax.block_until_ready(out)  # type: ignore[no-untyped-call] # untyped upstream
+        jax.block_until_ready(out)
         time.sleep(0.1)
         q.fill(0)
 
