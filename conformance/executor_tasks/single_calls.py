@@ -19,7 +19,7 @@ from conformance.execution import kernel_errors
 from conformance.execution.executor import Executor, call_plain, pull_back
 
 # Equal calls whose operands are compared afterwards: a kernel may spare those of its first calls.
-_CALLS = 4
+_CALLS = 3
 # How long threads that a call started may go on before its operands are compared.
 _THREAD_SECONDS = 5.0
 
@@ -143,7 +143,7 @@ def merge_parts(executor: Executor, parts: list[Any]) -> Any:
 
 
 def find_written_operands(executor: Executor, problem: Problem, *, compiled: bool) -> tuple[list[str], str]:
-    """Find the operands that several equal calls modify or delete, under `jit` if `compiled`.
+    """Find the operands that several equal calls modify or delete, or one call under `jit` if `compiled`.
 
     The calls get NumPy arrays. Outside `jit`, or if NumPy arrays are refused, as many more calls get JAX arrays. All
     operands are compared after the last call, and after the threads that the calls started.
@@ -153,15 +153,16 @@ def find_written_operands(executor: Executor, problem: Problem, *, compiled: boo
     """
     plain, arrays = executor.bind(problem)
     call = executor.jit(plain) if compiled else plain
+    count = 1 if compiled else _CALLS
     threads = threading.enumerate()
-    given, reason = [jax.tree.map(np.copy, arrays) for _ in range(_CALLS)], ""
+    given, reason = [jax.tree.map(np.copy, arrays) for _ in range(count)], ""
     try:
         for operands in given:
             jax.block_until_ready(call(operands))  # type: ignore[no-untyped-call] # untyped upstream
     except Exception as refusal:  # libraries that check types raise errors of their own types
         given, reason = [], f"given JAX arrays, since NumPy arrays are refused ({type(refusal).__name__})"
     if reason or not compiled:
-        for _ in range(_CALLS):
+        for _ in range(count):
             given.append(jax.tree.map(jnp.array, arrays))
             jax.block_until_ready(call(given[-1]))  # type: ignore[no-untyped-call] # untyped upstream
     _join_threads_since(threads)
