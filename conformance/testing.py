@@ -90,11 +90,16 @@ def conformance_tests(
         kernel that has its own.
       ValueError: for a level, check, seed or value of a declaration that does not exist.
     """
+    given = {**locals()}
     prepare_process(judging=False)
-    from conformance.api import argument_checks, subject_lookup  # imported late: they load JAX
+    from conformance.api import argument_checks, subject_lookup  # imported late, as the others: they load JAX
+    from conformance.argument_validation import check_arguments
+    from conformance.contract import Implementation
+    from conformance.execution.plain_functions import Declarations
 
-    argument_checks.check_level(level)
-    argument_checks.check_declarations(declarations, conformance_tests, kernel)
+    given |= given.pop("declarations")
+    check_arguments(conformance_tests, given, Implementation=Implementation, Declarations=Declarations)
+    argument_checks.check_declarations(declarations, kernel)
     try:
         options = RunOptions(
             use_listed=True,
@@ -109,7 +114,7 @@ def conformance_tests(
     suite = KernelSuite(
         kernel=kernel,
         options=options,
-        name=name or subject_lookup.describe_function_with_module(kernel),
+        name=name if name is not None else subject_lookup.describe_function_with_module(kernel),
         declarations=declarations,
         sandbox=sandbox,
         line=_find_line(),
