@@ -56,18 +56,21 @@ def check_arguments(target: Callable[..., Any], given: Mapping[str, Any], **name
     """
     __tracebackhide__ = True
     hints = _read_hints(target, **names)
-    plain = {name: _convert_scalar(value) for name, value in given.items()}
-    for name, value in plain.items():
+    found = dict(given)
+    for name in given:
         if name not in hints and name != "self":
             raise TypeError(f"{target.__qualname__}() has no argument {name!r}{suggest_or_list(name, hints)}")
-        if _fits(value, hint := hints.get(name, Any)):
+        if (hint := hints.get(name, Any)) is Any:
+            continue
+        found[name] = value = _convert_scalar(given[name])
+        if _fits(value, hint):
             continue
         shown = " ".join(reprlib.repr(given[name]).split())
         choices = _list_choices(hint)
         closest = suggest_name(value, filter(_is_text, choices)) if _is_text(value) else ""
         message = f"{target.__qualname__}(): {name} must be {_describe(hint)}, got {shown}{closest}"
         raise ValueError(message) if choices else TypeError(message)
-    return plain
+    return found
 
 
 @functools.cache

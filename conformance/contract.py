@@ -87,7 +87,7 @@ class Arithmetic:
 
     def __post_init__(self) -> None:
         if self.block_sums is not None and self.block_sums < 1:
-            raise ValueError(f"block_sums must be a number of keys or queries, at least 1, got {self.block_sums}")
+            raise ValueError(f"block_sums must be a whole number of keys or queries, at least 1, got {self.block_sums}")
 
 
 @validate_arguments

@@ -86,8 +86,8 @@ def conformance_tests(
         function has by the decorator.
 
     Raises:
-      TypeError: for an argument that neither this function nor `conformance.declare` has, and for declarations of a
-        kernel that has its own.
+      TypeError: for an argument that neither this function nor `conformance.declare` has, one of a wrong type, and
+        declarations of a kernel that has its own.
       ValueError: for a level, check, seed or value of a declaration that does not exist.
     """
     given = {**locals()}
@@ -98,7 +98,8 @@ def conformance_tests(
     from conformance.execution.plain_functions import Declarations
 
     given |= given.pop("declarations")
-    check_arguments(conformance_tests, given, Implementation=Implementation, Declarations=Declarations)
+    given = check_arguments(conformance_tests, given, Implementation=Implementation, Declarations=Declarations)
+    declarations.update({name: given[name] for name in declarations})  # type: ignore[typeddict-item] # as checked
     argument_checks.check_declarations(declarations, kernel)
     try:
         options = RunOptions(
@@ -106,7 +107,7 @@ def conformance_tests(
             level=level,
             cases=cases,
             checks=argument_checks.check_names(checks),
-            seeds=argument_checks.list_seeds(seeds),
+            seeds=argument_checks.list_seeds(given["seeds"]),
             option_prefix="",
         )
     except CannotJudge as error:

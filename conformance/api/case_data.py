@@ -330,7 +330,7 @@ def case(case_id: str, **declarations: Unpack[Declarations]) -> CaseData:
 
     Raises:
       ValueError: for an id that no case has, or a declaration that does not exist.
-      TypeError: for an unknown declaration.
+      TypeError: for an unknown declaration, and for an argument of a wrong type.
     """
     packages.claim_names()
     argument_checks.check_declarations(declarations)
@@ -360,7 +360,7 @@ def cases(
       seed: the base seed of the grid.
 
     Raises:
-      TypeError: if `function` is no attention function.
+      TypeError: for an argument of a wrong type, and if `function` is no attention function.
       ValueError: for a level that does not exist.
     """
     packages.claim_names()

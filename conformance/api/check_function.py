@@ -137,7 +137,8 @@ def check(
       The report. It is true if the function conforms.
 
     Raises:
-      TypeError: for an unknown argument, and for what cannot be judged as attention or sent to a sandbox.
+      TypeError: for an unknown argument, one of a wrong type, and what cannot be judged as attention or sent to a
+        sandbox.
       ValueError: for a level, case, check or declaration that does not exist, and for arguments that contradict.
       RuntimeError: if JAX compiles nothing here, for example under `jax.disable_jit`.
       CheckInterrupted: on Ctrl-C. It is a `KeyboardInterrupt`, and its attribute `report` has what was judged.

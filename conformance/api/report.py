@@ -96,6 +96,7 @@ class Report:
         (`.json`, `.jsonl`), or a summary in Markdown (`.md`).
 
         Raises:
+          TypeError: if it is no path.
           ValueError: for any other suffix, and for a file that another kind of content would replace.
           OSError: if the file cannot be written.
         """

@@ -177,6 +177,7 @@ def declare(
         function does not support it.
 
     Raises:
+      TypeError: for an argument of a wrong type, and if the decorated object is no function.
       ValueError: if an argument is not one of the allowed words.
     """
     declaration = Declaration(
@@ -211,12 +212,13 @@ def declare(
 
     def mark(function: _Function) -> _Function:
         if not callable(function):
-            raise TypeError(f"declare(...) must be applied to a function, got {reprlib.repr(function)}")
+            raise TypeError(f"declare(...) is applied to a function, got {reprlib.repr(function)}")
         try:
             setattr(function, _ATTRIBUTE, declaration)
         except AttributeError as error:  # a method, or a function that is written in C
             raise TypeError(
-                f"declare(...) cannot be applied to {reprlib.repr(function)}: wrap it in functools.partial"
+                f"declare(...) is applied to a function with attributes, got {reprlib.repr(function)}: "
+                "wrap it in functools.partial"
             ) from error
         return function
 
