@@ -27,9 +27,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import numpy as np
 
@@ -41,6 +40,7 @@ from cases.operand_validation import CallSizes, validate_array, validate_dtype
 from cases.quantization import STORED
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.stored_cases import find_refusal, lower_sides
+from conformance.argument_validation import validate_arguments
 from conformance.name_suggestions import suggest_name
 from conformance.tunable import Tunable
 
@@ -54,28 +54,7 @@ OpenSide = Literal[None, -1, "length"]
 NegativeIds = Literal["ids", "padding"]
 
 
-def reject_unknown_choices(declared: object) -> None:
-    """Check the fields of a dataclass that are annotated as `Literal`.
-
-    Raises:
-      ValueError: if the value of such a field is not one of its choices.
-    """
-    for name, choices in _list_choices(type(declared)).items():  # type: ignore[arg-type] # classes can be hashed
-        if (value := getattr(declared, name)) not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-@functools.cache
-def _list_choices(declaring: type) -> dict[str, tuple[Any, ...]]:
-    """Map each field that is annotated as `Literal`, or as a union with one, to its allowed values."""
-    found = {}
-    for name, hint in get_type_hints(declaring).items():
-        parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-        if any(get_origin(part) is Literal for part in parts):
-            found[name] = tuple(x for part in parts for x in (get_args(part) or (None,)))
-    return found
-
-
+@validate_arguments
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arithmetic:
     """The declared arithmetic of an implementation, from which error bounds follow (docs/contract.md, section 6).
@@ -107,14 +86,11 @@ class Arithmetic:
     cache: Literal["f32", "input"] = "f32"
 
     def __post_init__(self) -> None:
-        reject_unknown_choices(self)
-        whole = isinstance(self.block_sums, int) and not isinstance(self.block_sums, bool)
-        if self.block_sums is not None and not (whole and self.block_sums > 0):
-            raise ValueError(
-                f"block_sums must be a whole number of keys or queries, at least 1, got {self.block_sums!r}"
-            )
+        if self.block_sums is not None and self.block_sums < 1:
+            raise ValueError(f"block_sums must be a whole number of keys or queries, at least 1, got {self.block_sums}")
 
 
+@validate_arguments
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Formulas:
     """The formulas of an implementation where they differ from the contract's (docs/contract.md, section 9).
@@ -128,12 +104,9 @@ class Formulas:
     """
 
     logsumexp_base: Literal["e", 2] = "e"
-    logsumexp_sink: Literal[True, False] = True
+    logsumexp_sink: bool = True
     logsumexp_empty: Literal["-inf", "inf"] = "-inf"
     soft_cap: Literal["after_bias", "before_bias"] = "after_bias"
-
-    def __post_init__(self) -> None:
-        reject_unknown_choices(self)
 
     @property
     def has_contract_logsumexp(self) -> bool:
@@ -168,6 +141,7 @@ def mask_function(
     return ({} if isinstance(mask, Full) else {"mask_mod": MaskFunction(mask)}), {}
 
 
+@validate_arguments
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accelerator:
     """The accelerator that a kernel is written for, and how to run and compile the kernel without it.
@@ -188,13 +162,14 @@ class Accelerator:
         kernel has a batch axis of its own, and stored operands, which hold several sequences.
     """
 
-    platform: str | None = None
+    platform: Literal["tpu", "gpu"] | None = None
     interpreted: bool = False
     absent: str | None = None
     native: Callable[..., Any] | None = None
     under_interpreter: Callable[[Any], Callable[..., Any]] | None = None
 
 
+@validate_arguments
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementation:
     """An attention implementation and what it declares.
@@ -274,11 +249,10 @@ class Implementation:
     conventions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.isprintable():
+        if not self.name or not self.name.isprintable():
             raise ValueError(f"name must be text that shows as it is, got {self.name!r}")
-        if not callable(self.call):
-            raise ValueError(f"{self.name}: call must be a function, got a {type(self.call).__name__}")
-        reject_unknown_choices(self)
+        if self.devices < 1:
+            raise ValueError(f"{self.name}: devices must be at least 1, got {self.devices}")
         self._apply_storage(self.storage)
         for field, names, known in (
             ("unsupported", self.unsupported, FEATURES),

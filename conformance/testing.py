@@ -86,22 +86,28 @@ def conformance_tests(
         function has by the decorator.
 
     Raises:
-      TypeError: for an argument that neither this function nor `conformance.declare` has, and for declarations of a
-        kernel that has its own.
+      TypeError: for an argument that neither this function nor `conformance.declare` has, one of a wrong type, and
+        declarations of a kernel that has its own.
       ValueError: for a level, check, seed or value of a declaration that does not exist.
     """
+    given = {**locals()}
     prepare_process(judging=False)
-    from conformance.api import argument_checks, subject_lookup  # imported late: they load JAX
+    from conformance.api import argument_checks, subject_lookup  # imported late, as the others: they load JAX
+    from conformance.argument_validation import check_arguments
+    from conformance.contract import Implementation
+    from conformance.execution.plain_functions import Declarations
 
-    argument_checks.check_level(level)
-    argument_checks.check_declarations(declarations, conformance_tests, kernel)
+    given |= given.pop("declarations")
+    given = check_arguments(conformance_tests, given, Implementation=Implementation, Declarations=Declarations)
+    declarations.update({name: given[name] for name in declarations})  # type: ignore[typeddict-item] # as checked
+    argument_checks.check_declarations(declarations, kernel)
     try:
         options = RunOptions(
             use_listed=True,
             level=level,
             cases=cases,
             checks=argument_checks.check_names(checks),
-            seeds=argument_checks.list_seeds(seeds),
+            seeds=argument_checks.list_seeds(given["seeds"]),
             option_prefix="",
         )
     except CannotJudge as error:
@@ -109,7 +115,7 @@ def conformance_tests(
     suite = KernelSuite(
         kernel=kernel,
         options=options,
-        name=name or subject_lookup.describe_function_with_module(kernel),
+        name=name if name is not None else subject_lookup.describe_function_with_module(kernel),
         declarations=declarations,
         sandbox=sandbox,
         line=_find_line(),

@@ -23,6 +23,7 @@ from cases.storage_forms.storage_layout import NOBODY
 from conformance import packages
 from conformance.api import argument_checks
 from conformance.api.subject_lookup import describe_function
+from conformance.argument_validation import validate_arguments
 from conformance.check_api.judgement import judge_comparison
 from conformance.check_api.scopes import ImplementationGrids
 from conformance.check_api.subject import Subject
@@ -31,7 +32,6 @@ from conformance.contract import Implementation
 from conformance.execution import stored_calls
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import Declarations, build_implementation, redeclare
-from conformance.judging.run_levels import GRID_LEVELS
 from conformance.name_suggestions import suggest_or_list
 from conformance.records import FAIL, UNJUDGED
 from conformance.truth.comparison import compare
@@ -184,6 +184,7 @@ class CaseData:
         """Return masks of the judged elements: all but rows of queries that may attend to nothing, unless declared."""
         return {name: np.broadcast_to(self._find_judged(name), x.value.shape) for name, x in self._bounded.items()}
 
+    @validate_arguments
     def arguments(self, function: Callable[..., Any]) -> dict[str, Any]:
         """Return the keyword arguments that a function would be called with on this case, arrays in NumPy.
 
@@ -211,6 +212,7 @@ class CaseData:
             return {name: np.asarray(x) if isinstance(x, jax.Array) else x for name, x in recorded.items()}
         raise AssertionError(f"{function} was not called")  # the call above always reaches `record`
 
+    @validate_arguments
     def run(self, function: Callable[..., Any] | Implementation) -> dict[str, Array]:
         """Run a function on this case, jitted, and return its results by name, dense and in NumPy.
 
@@ -303,6 +305,7 @@ class CaseData:
         return Executor(stored_calls.lower_implementation(implementation))
 
 
+@validate_arguments
 def case(case_id: str, **declarations: Unpack[Declarations]) -> CaseData:
     """Return the operands, exact results and bounds of a case as arrays.
 
@@ -327,13 +330,14 @@ def case(case_id: str, **declarations: Unpack[Declarations]) -> CaseData:
 
     Raises:
       ValueError: for an id that no case has, or a declaration that does not exist.
-      TypeError: for an unknown declaration.
+      TypeError: for an unknown declaration, and for an argument of a wrong type.
     """
     packages.claim_names()
-    argument_checks.check_declarations(declarations, case)
+    argument_checks.check_declarations(declarations)
     return CaseData(argument_checks.parse_case_argument(case_id), declarations)
 
 
+@validate_arguments
 def cases(
     query: str | None = None,
     *,
@@ -356,11 +360,10 @@ def cases(
       seed: the base seed of the grid.
 
     Raises:
-      TypeError: if `function` is no attention function.
+      TypeError: for an argument of a wrong type, and if `function` is no attention function.
       ValueError: for a level that does not exist.
     """
     packages.claim_names()
-    argument_checks.check_level(level, GRID_LEVELS)
     if function is None:
         grids: Sequence[Grid] = (build_grid(level, seed), build_grid(level, seed, model=size_model.MODEL))
     else:

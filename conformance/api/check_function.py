@@ -14,6 +14,7 @@ from conformance.api import argument_checks
 from conformance.api.progress import choose_display
 from conformance.api.report import Report, build_report
 from conformance.api.subject_lookup import describe_expression, describe_function, load_subject
+from conformance.argument_validation import validate_arguments
 from conformance.checks import CHECKS_BY_NAME
 from conformance.contract import Implementation
 from conformance.execution.plain_functions import Declarations
@@ -60,6 +61,7 @@ class NotJudgedError(RuntimeError):
         self.report = report
 
 
+@validate_arguments
 def check(
     function: Callable[..., Any] | Implementation | str,
     *,
@@ -136,15 +138,14 @@ def check(
       The report. It is true if the function conforms.
 
     Raises:
-      TypeError: for an unknown argument, and for what cannot be judged as attention or sent to a sandbox.
+      TypeError: for an unknown argument, one of a wrong type, and what cannot be judged as attention or sent to a
+        sandbox.
       ValueError: for a level, case, check or declaration that does not exist, and for arguments that contradict.
       RuntimeError: if JAX compiles nothing here, for example under `jax.disable_jit`.
       CheckInterrupted: on Ctrl-C. It is a `KeyboardInterrupt`, and its attribute `report` has what was judged.
     """
-    argument_checks.check_declarations(declarations, check, function)
-    if case is None:
-        argument_checks.check_level(level)
-    else:
+    argument_checks.check_declarations(declarations, function)
+    if case is not None:
         argument_checks.parse_case_argument(case)
     if not sandbox and (timeout is not None or max_gib is not None):
         raise ValueError("timeout and max_gib go with sandbox=True: in this process a call cannot be limited")
@@ -227,6 +228,7 @@ class CheckArguments(Declarations, total=False):
     progress: bool
 
 
+@validate_arguments
 def assert_conforms(
     function: Callable[..., Any] | Implementation | str,
     *,

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from conformance import output_files, runs
 from conformance.api.findings import Finding, build_findings, build_record_rows
+from conformance.argument_validation import validate_arguments
 from conformance.records import Record
 from conformance.runs import COMPLETE
 from conformance.session.failures import CannotJudge
@@ -87,6 +88,7 @@ class Report:
             ) from error
         return pandas.DataFrame(build_record_rows(self.records))
 
+    @validate_arguments
     def save(self, path: str | Path) -> Path:
         """Write the report to a file, and return its path.
 
@@ -94,6 +96,7 @@ class Report:
         (`.json`, `.jsonl`), or a summary in Markdown (`.md`).
 
         Raises:
+          TypeError: if it is no path.
           ValueError: for any other suffix, and for a file that another kind of content would replace.
           OSError: if the file cannot be written.
         """

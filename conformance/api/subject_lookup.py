@@ -64,11 +64,6 @@ def load_subject(
         found = function if name is None else dataclasses.replace(function, name=name)
         yield JudgedSubject(found, describe_function(function), is_sandboxed=False)
         return
-    if not callable(function):
-        raise TypeError(
-            f"function is a {type(function).__name__}: give a function of q, k and v, an Implementation, or a name "
-            "such as 'my_kernels.flash:attention'"
-        )
     declared = redeclare(function, declarations) if declarations else function
     here = build_implementation(declared, label)  # also for a sandbox: a wrong signature is said at once
     if kernels.in_process:

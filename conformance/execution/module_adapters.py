@@ -11,9 +11,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from cases.operand_registry import OPERANDS
+from conformance.argument_validation import validate_arguments
 from conformance.name_suggestions import suggest_or_list
 
 
+@validate_arguments
 def identity_projection(num_heads: int, depth: int) -> np.ndarray:
     """Return the weights of a projection that leaves its input as it is, f32 `[num_heads * depth, num_heads, depth]`.
 
@@ -21,10 +23,13 @@ def identity_projection(num_heads: int, depth: int) -> np.ndarray:
     `x [B, T, num_heads, depth]`. The same weights, reshaped to `[num_heads, depth, num_heads * depth]`, project the
     heads back to these features. A product by them is exact, unless it rounds the input itself, as in tf32.
     """
+    if min(num_heads, depth) < 1:
+        raise ValueError(f"num_heads and depth must be at least 1, got {num_heads} and {depth}")
     features = num_heads * depth
     return np.eye(features, dtype=np.float32).reshape(features, num_heads, depth)
 
 
+@validate_arguments
 def name_axes(operand: str, names: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of an operand's axes, in their order.
 

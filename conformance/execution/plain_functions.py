@@ -28,6 +28,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
@@ -39,6 +40,7 @@ from cases.quantization import PAGES_HOLD
 from cases.score_functions import Score, ThenCapped
 from cases.storage_forms.form_registry import FORMS, find_form
 from cases.storage_forms.storage_form import StorageForm
+from conformance.argument_validation import validate_arguments
 from conformance.contract import (
     Arithmetic,
     BehindMask,
@@ -51,7 +53,6 @@ from conformance.contract import (
     Products,
     Refuses,
     ScaledQ,
-    reject_unknown_choices,
 )
 from conformance.execution import plain_storage, plain_support, stored_calls
 from conformance.execution.plain_support import suggest_parameters
@@ -89,25 +90,19 @@ class Declaration:
     refuses: Refuses = "NotImplementedError"
     open_sides: OpenSide = None
     negative_ids: NegativeIds = "ids"
-    empty_sequences: Literal[True, False] = True
+    empty_sequences: bool = True
     memory: Literal["linear"] | None = None
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        reject_unknown_choices(self)
-        if isinstance(self.gradients, str):
-            raise ValueError(f"gradients must be a tuple of operands, such as ('q', 'k', 'v'), got {self.gradients!r}")
         for name in self.gradients or ():
             if name not in GRADIENT_OF:
                 known = ", ".join(map(repr, GRADIENT_OF))
                 raise ValueError(
                     f"gradients names operands: {name!r} is none of {known}{suggest_name(name, GRADIENT_OF)}"
                 )
-        unordered = {self.unordered_sums} if isinstance(self.unordered_sums, str) else set(self.unordered_sums)
-        if unknown := sorted(unordered - set(GRADIENT_OF.values())):
+        if unknown := sorted(set(self.unordered_sums) - set(GRADIENT_OF.values())):
             raise ValueError(f"unordered_sums names gradients, such as ('dq',), got {unknown[0]!r}")
-        if not isinstance(self.unsupported, Mapping):
-            raise ValueError(f"unsupported must name features with their reasons, got {self.unsupported!r}")
 
     @property
     def conventions(self) -> tuple[str, ...]:
@@ -117,6 +112,7 @@ class Declaration:
         return tuple(f'{name}="{x}"' if isinstance(x, str) else f"{name}={x!r}" for name, x in changed.items())
 
 
+@validate_arguments
 def declare(
     *,
     products: Products = "exact",
@@ -127,7 +123,7 @@ def declare(
     scaled_q: ScaledQ = False,
     residuals: Literal["f32", "input"] = "f32",
     logsumexp_base: Literal["e", 2] = "e",
-    logsumexp_sink: Literal[True, False] = True,
+    logsumexp_sink: bool = True,
     logsumexp_empty: Literal["-inf", "inf"] = "-inf",
     soft_cap: Literal["after_bias", "before_bias"] = "after_bias",
     empty_rows: EmptyRows = "undefined",
@@ -139,7 +135,7 @@ def declare(
     refuses: Refuses = "NotImplementedError",
     open_sides: OpenSide = None,
     negative_ids: NegativeIds = "ids",
-    empty_sequences: Literal[True, False] = True,
+    empty_sequences: bool = True,
     memory: Literal["linear"] | None = None,
     unsupported: Mapping[str, str] | None = None,
 ) -> Callable[[_Function], _Function]:
@@ -181,6 +177,7 @@ def declare(
         function does not support it.
 
     Raises:
+      TypeError: for an argument of a wrong type, and if the decorated object is no function.
       ValueError: if an argument is not one of the allowed words.
     """
     declaration = Declaration(
@@ -214,7 +211,15 @@ def declare(
     )
 
     def mark(function: _Function) -> _Function:
-        setattr(function, _ATTRIBUTE, declaration)
+        if not callable(function):
+            raise TypeError(f"declare(...) is applied to a function, got {reprlib.repr(function)}")
+        try:
+            setattr(function, _ATTRIBUTE, declaration)
+        except AttributeError as error:  # a method, or a function that is written in C
+            raise TypeError(
+                f"declare(...) is applied to a function with attributes, got {reprlib.repr(function)}: "
+                "wrap it in functools.partial"
+            ) from error
         return function
 
     return mark
@@ -231,7 +236,7 @@ class Declarations(TypedDict, total=False):
     scaled_q: ScaledQ
     residuals: Literal["f32", "input"]
     logsumexp_base: Literal["e", 2]
-    logsumexp_sink: Literal[True, False]
+    logsumexp_sink: bool
     logsumexp_empty: Literal["-inf", "inf"]
     soft_cap: Literal["after_bias", "before_bias"]
     empty_rows: EmptyRows
@@ -243,7 +248,7 @@ class Declarations(TypedDict, total=False):
     refuses: Refuses
     open_sides: OpenSide
     negative_ids: NegativeIds
-    empty_sequences: Literal[True, False]
+    empty_sequences: bool
     memory: Literal["linear"] | None
     unsupported: Mapping[str, str]
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.masks import Full, Mask
+from conformance.argument_validation import check_arguments
 from conformance.contract import FLOATS, validate_operands
 from conformance.truth.oracle import Backward
 
@@ -62,15 +63,13 @@ def reference_attention(
 
     Raises:
       ValueError: if an operand is wrong; the message names it.
-      TypeError: if `mask_mod` is not a function.
+      TypeError: if an argument has a wrong kind.
     """
     options: dict[str, Any] = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias}
     options |= {"scale": scale, "alibi_slopes": alibi_slopes, "score_mod": score_mod}
     validate_operands(q, k, v, **options, dtypes=(*FLOATS, "float64"))
-    if mask_mod is not None and not callable(mask_mod):
-        raise TypeError(f"mask_mod must be a function (b, n, i, j) -> booleans, got {type(mask_mod).__name__}")
-    if backward not in ("vanilla", "flash"):
-        raise ValueError(f"backward must be 'vanilla' or 'flash', got {backward!r}")
+    others = {"mask": mask, "mask_mod": mask_mod, "save_residuals": save_residuals, "backward": backward}
+    check_arguments(reference_attention, others)
     allowed = jnp.asarray((mask or Full()).dense(q.shape[1], k.shape[1]))
     if segment_ids is not None:
         allowed = allowed & (segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :])

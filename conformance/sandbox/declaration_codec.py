@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from cases.case import Case
-from conformance.contract import Accelerator, Arithmetic, BehindMask, EmptyRows, Formulas, Implementation
+from conformance.contract import Accelerator, Arithmetic, Formulas, Implementation
 from conformance.execution.executor import Executor
 from conformance.execution.plain_support import PlainSupport
 from conformance.records import make_printable
@@ -21,12 +21,6 @@ _PLAIN_FIELDS = (
     *("name", "description", "empty_rows", "behind_mask", "validates", "memory", "refuses_by_signature", "devices"),
     "writes_pages",
 )
-_CHOICES: Mapping[str, Any] = {"empty_rows": EmptyRows, "behind_mask": BehindMask}
-
-_FIELD_TYPES = {
-    **{"description": str, "devices": int, "unsupported": dict},
-    **dict.fromkeys(("validates", "refuses_by_signature", "writes_pages"), bool),
-}
 
 
 def serialize_declarations(implementation: Implementation) -> dict[str, Any]:
@@ -79,17 +73,12 @@ def parse_declarations(
         for this.
 
     Raises:
+      TypeError: if a declaration has a value of a wrong type.
       ValueError: if a declaration has a value that no implementation may declare.
     """
-    for name, kind in _FIELD_TYPES.items():
-        if type(declared[name]) is not kind:
-            raise ValueError(f"{name} must be of type {kind.__name__}, got {declared[name]!r}")
     names = (*declared["variants"], *declared["checkpoint_names"], *declared["conventions"])
     if unprintable := [name for name in names if not (isinstance(name, str) and name.isprintable())]:
         raise ValueError(f"names must be text that shows as it is, got {unprintable[0]!r}")
-    for name, known in _CHOICES.items():
-        if declared[name] not in get_args(known):
-            raise ValueError(f"{name} must be one of {', '.join(map(str, get_args(known)))}, got {declared[name]!r}")
     functions: dict[str, Any] = {name: call if declared[name] else None for name in ("parts", "merge", "front_end")}
     accelerator = dict(declared["accelerator"])
     for name in ("native", "under_interpreter"):
@@ -107,12 +96,11 @@ def parse_declarations(
             bool(plain["empty_sequences"]),
         )
     fields: dict[str, Any] = {name: declared[name] for name in _PLAIN_FIELDS}
-    fields["description"] = make_printable(declared["description"][:MAX_TEXT])
     fields |= {name: frozenset(declared[name]) for name in _SET_FIELDS}
-    return Implementation(
+    found = Implementation(
         call=call,
         **fields,
-        unsupported={feature: make_printable(reason[:MAX_TEXT]) for feature, reason in declared["unsupported"].items()},
+        unsupported=declared["unsupported"],
         arithmetic=Arithmetic(**declared["arithmetic"]),
         formulas=Formulas(**declared["formulas"]),
         storage=declared["storage"],
@@ -122,6 +110,11 @@ def parse_declarations(
         accelerator=Accelerator(**accelerator),
         supports_case=supports,
         **functions,
+    )
+    return dataclasses.replace(
+        found,
+        description=make_printable(found.description[:MAX_TEXT]),
+        unsupported={feature: make_printable(reason[:MAX_TEXT]) for feature, reason in found.unsupported.items()},
     )
 
 

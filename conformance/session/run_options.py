@@ -20,6 +20,8 @@ _MAX_LIMIT = 1e9
 _MAX_SEED = 2**64 - 1
 # Options of the pytest gate that lack the gate's prefix `--conformance-`.
 _UNPREFIXED = frozenset({"impl", "all", "require-platform"})
+# Arguments of the Python calls that have other names than options.
+_PYTHON_NAMES = {"check": "checks", "memory": "max_gib", "seed": "seeds"}
 # The fields of `RunOptions` that say what to judge, by their names in a run record.
 _QUERY = {
     "impl": "implementations",
@@ -165,7 +167,9 @@ class RunOptions:
             raise CannotJudge(f"{regressions} names its cases: it cannot be combined with {case}, {cases} or {level}")
 
     def spell(self, name: str) -> str:
-        """Return the name of an option as the user writes it: with the prefix of the command line or of the gate."""
+        """Return the name of an option as the user writes it: with a prefix, or in Python without one."""
+        if not self.option_prefix:
+            return _PYTHON_NAMES.get(name, name)
         words = name.replace("_", "-")
         return f"--{words}" if words in _UNPREFIXED else f"{self.option_prefix}{words}"
 

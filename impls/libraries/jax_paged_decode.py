@@ -13,7 +13,7 @@ import importlib
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ def _find_case_limit(platform: str, case: Case) -> str | None:
     return None
 
 
-def _build_implementation(name: str, platform: str) -> Implementation:
+def _build_implementation(name: str, platform: Literal["tpu", "gpu"]) -> Implementation:
     call: Callable[..., Any] = functools.partial(attention, platform=platform)
     return Implementation(
         name=name,

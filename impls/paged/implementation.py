@@ -167,7 +167,7 @@ def _attend_with_scales(
 def _build_accelerator(
     backend: Backend, call: Callable[..., Any] = attention, judged: dict[str, Any] = _JUDGED_SIZES
 ) -> Accelerator:
-    if backend in ("portable", "mosaic"):  # Mosaic has a declaration of its own
+    if backend == "portable" or backend == "mosaic":  # Mosaic has a declaration of its own
         return Accelerator()
     return Accelerator(
         platform=backend,

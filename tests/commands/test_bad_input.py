@@ -492,11 +492,13 @@ KERNEL_FILES = [
     kernel("kills", "import os\nos.abort()\n", "SIGABRT"),
     kernel("lines", "raise ValueError('a\\nb\\x1b[2J')\n", "does not import: ValueError: a"),
     kernel("products", FROM + "@declare(products='fp8')\ndef attention(q, k, v): ...\n", "'fp8'"),
-    kernel("rows", FROM + "@declare(empty_rows='nan')\ndef attention(q, k, v): ...\n", "'zero', 'mean', 'undefined'"),
+    kernel("rows", FROM + "@declare(empty_rows='nan')\ndef attention(q, k, v): ...\n", "'zero' or 'mean' or"),
     kernel(
         "features", FROM + "@declare(unsupported={'causl': 'no'})\ndef attention(q, k, v): ...\n", "['causl']", "known"
     ),
-    kernel("reasons", FROM + "@declare(unsupported=['causal'])\ndef attention(q, k, v): ...\n", "with their reasons"),
+    kernel(
+        "reasons", FROM + "@declare(unsupported=['causal'])\ndef attention(q, k, v): ...\n", "Mapping", "['causal']"
+    ),
     kernel("uncalled", FROM + "attention = Implementation(name='x', call=None)\n", "call must be a function"),
     kernel("unnamed", FROM + "attention = Implementation(name='\\x1b[31m', call=print)\n", r"got '\x1b[31m'"),
     kernel(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -29,6 +30,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
 CRASHES = """
 import os
 from pathlib import Path
+from typing import Literal
 
 @declare(behind_mask="finite")
 def crashes(q, k, v, *, causal=False):
@@ -56,7 +58,7 @@ def test_a_job_whose_worker_died_is_missing_and_resumed(repository: Repository) 
     assert len(found.done) > before
 
 
-def build_job(platform: str | None, *, interpreted: bool, name: str) -> Job:
+def build_job(platform: Literal["tpu", "gpu"] | None, *, interpreted: bool, name: str) -> Job:
     (job, *_) = plan_run(
         [implementation_registry.find_implementation("dot_product")], level="quick", query="train/f32/*.T1.*"
     ).jobs
@@ -81,7 +83,7 @@ def build_job(platform: str | None, *, interpreted: bool, name: str) -> Job:
 )
 def test_a_platform_word_is_what_the_kernel_is_for(
     expression: str,
-    platform: str | None,
+    platform: Literal["tpu", "gpu"] | None,
     interpreted: bool,
     name: str,
     is_chosen: bool,

@@ -9,9 +9,11 @@ import pytest
 
 from cases.case import Case
 from conformance.execution import implementation_registry
-from conformance.sandbox import kernel_process, sandboxed_executor
+from conformance.execution.plain_functions import build_implementation
+from conformance.sandbox import declaration_codec, kernel_process, sandboxed_executor
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import Limits
+from tests.kernels import naive
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
 HERE = Path(__file__).parent
@@ -43,6 +45,28 @@ def test_what_is_no_declaration_is_one_line(said: object, tmp_path: Path) -> Non
         implementation_registry.ImplementationNotFound, match=r"what is no answer|what no implementation can"
     ):
         KernelOptions().find(f"{tmp_path}/forged.py:attention")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("description", 3),
+        ("validates", 1),
+        ("writes_pages", "no"),
+        ("devices", True),
+        ("devices", "2"),
+        ("empty_rows", "nan"),
+        ("unsupported", ["causal"]),
+        ("unsupported", {"causal": 3}),
+        ("arithmetic", {"products": 3}),
+    ],
+    ids=str,
+)
+def test_a_declaration_of_a_wrong_type_is_refused(field: str, value: object) -> None:
+    told = declaration_codec.serialize_declarations(build_implementation(naive.attention, "right"))
+    assert declaration_codec.parse_declarations(told, print, lambda _: None).name == "right"
+    with pytest.raises((TypeError, ValueError), match=field if field != "arithmetic" else "products"):
+        declaration_codec.parse_declarations({**told, field: value}, print, lambda _: None)
 
 
 def test_a_kernel_goes_by_the_name_that_it_is_found_by(tmp_path: Path) -> None:
