@@ -11,7 +11,7 @@ import inspect
 import re
 import reprlib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Literal, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -94,8 +94,12 @@ def _is_text(value: object) -> bool:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is what an annotation names. An int is a float, a bool no number, text no sequence."""
+    """Return whether a value is what an annotation names.
+
+    An int is a float, and a set a frozenset. A bool is no number, and text no sequence.
+    """
     value, kind, parts = _convert_scalar(value), get_origin(hint) or hint, get_args(hint)
+    kind = Set if kind is frozenset else kind
     if kind in (Union, types.UnionType):
         return any(_fits(value, part) for part in parts)
     if kind is Literal:

@@ -217,6 +217,11 @@ def test_numpy_numbers_are_numbers() -> None:
         assert json.dumps([suite.options.seeds, suite.declarations]) == '[[2], {"block_sums": 2}]'
 
 
+def test_a_set_is_taken_for_a_frozenset() -> None:
+    names: Any = {"moba"}
+    assert conformance.Implementation(name="x", call=KERNEL, offers=names).offers == {"moba"}
+
+
 def test_arguments_arrive_as_they_are() -> None:
     @validate_arguments
     def take(number: float, function: Callable[..., Any], *, anything: Any, names: Mapping[str, str]) -> list[Any]:
