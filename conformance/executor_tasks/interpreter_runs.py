@@ -11,6 +11,7 @@ from typing import Literal
 from cases.operand_values import Cotangent, Problem
 from conformance.accelerators.interpreters import build_parameters, capture_races, format_interpreter_error
 from conformance.execution.executor import Executor, Result, Values
+from conformance.execution.kernel_errors import is_refused_precision
 
 Program = Literal["forward", "residuals", "gradients", "gradients_lse"]
 InterpreterRun = tuple[Program, Values, list[str], str]
@@ -45,6 +46,8 @@ def run_programs(
             except NotImplementedError:
                 raise
             except Exception as error:  # the interpreter stops a kernel by errors of many types
+                if is_refused_precision(error):
+                    raise
                 error_message = format_interpreter_error(error)
         runs.append((program, values, list(observed), error_message))
         if error_message:

@@ -5,6 +5,7 @@ It finds the precision that matrix products request, and whether the program dep
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -13,24 +14,28 @@ import jax
 import numpy as np
 
 from cases.operand_values import Problem
+from conformance.execution import kernel_errors
 from conformance.execution.executor import Arrays, Executor, pull_back
+
+Product = tuple[bool, str, str, str]
+"""A product of f32 operands: whether it requests all of f32, the name of its precision, its source line, and the error
+with which JAX refuses this precision on this platform, or ""."""
 
 _OTHER_BACKENDS = ("tpu", "gpu")
 # Primitives that choose a branch by the platform that the program is lowered for.
 _PLATFORM_PRIMITIVES = ("platform_index", "platform_dependent")
 
 
-def inspect_program(
-    executor: Executor, problem: Problem, do: np.ndarray | None
-) -> tuple[list[tuple[bool, str, str]], bool, str]:
+def inspect_program(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[list[Product], bool, str]:
     """Inspect the traced programs of the call and, if a cotangent `do` is given, of its gradients.
 
     Returns:
-      - For each product of f32 operands: whether it requests all of f32, the name of its precision, its source line.
+      - The products of f32 operands.
       - Whether the program has a branch by platform.
       - A backend for which another program is traced than here, or "".
     """
-    traced = _trace_programs(executor, problem, do)
+    with jax.default_matmul_precision(None):  # a setting of JAX is no request of the kernel
+        traced = _trace_programs(executor, problem, do)
     operations = list(_iter_operations(traced))
     products = [_describe_product(operation) for operation in operations if _is_f32_product(operation)]
     has_branches = bool({operation.primitive.name for operation in operations} & {*_PLATFORM_PRIMITIVES})
@@ -77,13 +82,24 @@ def _is_f32_product(operation: Any) -> bool:
     return all(getattr(x.aval, "dtype", None) == np.float32 for x in operation.invars[:2])
 
 
-def _describe_product(operation: Any) -> tuple[bool, str, str]:
-    """Return whether a product requests all of f32, the name of its precision, and its source line."""
+def _describe_product(operation: Any) -> Product:
     precision = operation.params.get("precision")
     requested = precision if isinstance(precision, tuple) else (precision,)
     exact = all(_is_exact(one) for one in requested)
     name = "DEFAULT" if precision is None else "/".join(getattr(one, "name", str(one)) for one in requested)
-    return exact, name, _describe_place(operation)
+    return exact, name, _describe_place(operation), _find_refusal(precision)
+
+
+@functools.cache
+def _find_refusal(precision: Any) -> str:
+    """Return the error with which JAX refuses a precision of f32 products on this platform, or ""."""
+    x = np.zeros((1, 1), np.float32)
+    try:
+        jax.jit(functools.partial(jax.lax.dot, precision=precision)).lower(x, x)
+    except ValueError as error:
+        if kernel_errors.is_refused_precision(error):
+            return str(error)
+    return ""
 
 
 def _is_exact(precision: Any) -> bool:
