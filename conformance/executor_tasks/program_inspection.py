@@ -36,7 +36,7 @@ def inspect_program(executor: Executor, problem: Problem, do: np.ndarray | None)
     """
     with jax.default_matmul_precision(None):  # a setting of JAX is no request of the kernel
         traced = _trace_programs(executor, problem, do)
-    operations = list(_iter_operations(traced))
+    operations = list(iter_operations(traced))
     products = [_describe_product(operation) for operation in operations if _is_f32_product(operation)]
     has_branches = bool({operation.primitive.name for operation in operations} & {*_PLATFORM_PRIMITIVES})
     dependent = (backend for backend in _OTHER_BACKENDS if _is_other_program(executor, problem, do, traced, backend))
@@ -57,13 +57,13 @@ def _trace_programs(executor: Executor, problem: Problem, do: np.ndarray | None)
     return tuple(programs)
 
 
-def _iter_operations(programs: Iterable[Any]) -> Iterator[Any]:
+def iter_operations(programs: Iterable[Any]) -> Iterator[Any]:
     """Yield every operation of traced programs, including those in loops, branches and kernels."""
     for traced in programs:
         inner = getattr(traced, "jaxpr", traced)
         for operation in getattr(inner, "eqns", ()):
             yield operation
-            yield from _iter_operations(_iter_programs(operation.params.values()))
+            yield from iter_operations(_iter_programs(operation.params.values()))
 
 
 def _iter_programs(values: Iterable[Any]) -> Iterator[Any]:
@@ -87,7 +87,7 @@ def _describe_product(operation: Any) -> Product:
     requested = precision if isinstance(precision, tuple) else (precision,)
     exact = all(_is_exact(one) for one in requested)
     name = "DEFAULT" if precision is None else "/".join(getattr(one, "name", str(one)) for one in requested)
-    return exact, name, _describe_place(operation), _find_refusal(precision)
+    return exact, name, describe_place(operation), _find_refusal(precision)
 
 
 @functools.cache
@@ -107,7 +107,8 @@ def _is_exact(precision: Any) -> bool:
     return name in ("HIGHEST", "F32_F32_F32", "F64_F64_F64", "TF32_TF32_F32_X3", "BF16_BF16_F32_X9", "BF16_BF16_F32_X6")
 
 
-def _describe_place(operation: Any) -> str:
+def describe_place(operation: Any) -> str:
+    """Describe the source line of an operation."""
     from jax._src import source_info_util  # private API, used only for a message
 
     return str(source_info_util.summarize(operation.source_info))
