@@ -49,8 +49,10 @@ _RAISED_PATTERN = re.compile(r"^(?P<raised>[A-Za-z_][\w.]*(?:: .*)?)$", re.MULTI
 # The parts of a place as `describe_kernel_error` writes it at the end of its text: ` (kernel.py:12`.
 _BRACKET_PATTERN = re.compile(r" \(")
 _PLACE_PATTERN = re.compile(r"(?P<file>[^:]+):(?P<line>\d{1,9})\b")
-# What JAX raises if the platform cannot multiply as an operation requests (jax 0.10.2 to 0.12).
-_REFUSED_PRECISION = re.compile(r"The precision '.+' is not supported by dot_general on \w+")
+# What JAX raises for a precision of f32 operands that the platform lacks, as XLA:CPU does (jax 0.10.2 to 0.12).
+_REFUSED_PRECISION = re.compile(
+    r"The precision '(?:TF32_TF32_F32\w*|BF16_BF16_F32_X9)' is not supported by dot_general on \w+"
+)
 _REMOTE_MESSAGE = "_told_elsewhere"
 _NO_MESSAGE = "its message cannot be had"
 
