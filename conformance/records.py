@@ -43,6 +43,8 @@ IN_PROCESS = "in_process"
 """Name of a figure, always 1: a user's kernel ran in the judge's own process, and could have altered the judge."""
 REFUSED = "refused"
 """Name of a figure, always 1: the call raised `NotImplementedError`, and no declaration says that it would."""
+REFUSED_PRECISION = "refused_precision"
+"""Name of a figure, always 1: this platform refuses the precision that a product requests, so nothing was judged."""
 DEFAULT_PRECISION = "default_precision"
 """Name of a figure, always 1: f32 products are declared exact, and none of them requests the precision of f32."""
 JUDGED = frozenset({PASS, FAIL, EXPECTED_FAIL, UNEXPECTED_PASS})

@@ -19,6 +19,7 @@ from conformance.records import (
     JUDGED,
     PASS,
     REFUSED,
+    REFUSED_PRECISION,
     UNJUDGED,
     UNSUPPORTED,
     Extent,
@@ -102,13 +103,16 @@ def compute_conformity(records: Iterable[Record]) -> str:
     Any red record means that the contender does not conform. If no record was judged, the verdict is `NOT_JUDGED` and
     never `CONFORMS`.
     """
-    return _compute_conformity(count_verdicts(records))
+    records = tuple(records)
+    return _compute_conformity(records, count_verdicts(records))
 
 
-def _compute_conformity(counts: Counts) -> str:
+def _compute_conformity(records: Iterable[Record], counts: Counts) -> str:
     if counts.red:
         return DOES_NOT_CONFORM
-    if not counts.judged:
+    # If this platform refuses the products of every call, what passes was judged without running the kernel.
+    refused = any(REFUSED_PRECISION in record.figures for record in records)
+    if not counts.judged or (refused and all(record.ratio is None for record in records)):
         return NOT_JUDGED
     return KNOWN_FAILURES if counts[EXPECTED_FAIL] else CONFORMS
 
@@ -126,7 +130,7 @@ def summarize_contenders(groups: Mapping[Contender, Sequence[Record]], run: RunI
 
 def _summarize_contender(contender: Contender, records: Sequence[Record], run: RunInfo) -> ContenderSummary:
     counts = count_verdicts(records)
-    conformity = _compute_conformity(counts)
+    conformity = _compute_conformity(records, counts)
     extent = _find_entry(run.extents, contender)
     extent = extent or Extent(level=run.level, narrowed=run.narrowed, stopped=run.interrupted)
     conforms = conformity in (CONFORMS, KNOWN_FAILURES)
@@ -247,6 +251,8 @@ def _format_conformity(
     text += _format_declined_cases(coverage) + _format_declined_pairs(coverage) + _format_refused(records, counts)
     if _find_entry(run.unsandboxed, contender):
         text += ", judged without a sandbox"
+    if count := sum(REFUSED_PRECISION in record.figures for record in records):
+        text += f", with {format_count(count, 'question')} unjudged, as this platform refuses the products' precision"
     if any(DEFAULT_PRECISION in record.figures for record in records):
         text += ", whose f32 products request no precision (bf16 on a TPU, tf32 on a GPU)"
     if extent.stopped:

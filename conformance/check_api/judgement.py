@@ -118,6 +118,16 @@ def build_unsupported(observable: str, reason: str) -> Judgement:
     return Judgement(observable=observable, verdict=records.UNSUPPORTED, reason=reason)
 
 
+def build_refused_precision(observable: str, reason: str) -> Judgement:
+    """Build the judgement of an observable whose products request a precision that this platform refuses."""
+    return Judgement(
+        observable=observable,
+        verdict=records.UNJUDGED,
+        reason=f"only a platform with this precision can judge the kernel: {reason}",
+        figures={records.REFUSED_PRECISION: 1.0},
+    )
+
+
 def add_label(name: str, judged: Iterable[Judgement]) -> Iterator[Judgement]:
     """Append `name` to the observable of each judgement, as in `out.name`."""
     for judgement in judged:
@@ -128,7 +138,8 @@ def catch_errors(observable: str, judge: Callable[[], Iterable[Judgement]]) -> I
     """Yield judgements, and turn an exception of the implementation into one last judgement.
 
     A crash of the implementation is a verdict and must not end the run. `NotImplementedError` is reported as
-    unsupported, everything else as an error.
+    unsupported. A product of a precision that this platform does not offer leaves the rest unjudged. Everything else is
+    an error.
     """
     try:
         yield from judge()
@@ -142,7 +153,11 @@ def catch_errors(observable: str, judge: Callable[[], Iterable[Judgement]]) -> I
         is_closed = isinstance(error, GeneratorExit) and kernel_errors.find_place(error) is None
         if is_closed or isinstance(error, KeyboardInterrupt | ProcessLost):
             raise
-        yield Judgement(observable=observable, verdict=records.ERROR, reason=kernel_errors.describe_kernel_error(error))
+        reason = kernel_errors.describe_kernel_error(error)
+        if kernel_errors.is_refused_precision(error):
+            yield build_refused_precision(observable, reason)
+        else:
+            yield Judgement(observable=observable, verdict=records.ERROR, reason=reason)
 
 
 def run_subcheck(name: str, judge: Callable[[], Iterable[Judgement]]) -> Iterator[Judgement]:

@@ -19,6 +19,7 @@ from cases.operand_values import Problem
 from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported
 from conformance.check_api.subject import Subject
+from conformance.execution import kernel_errors
 from conformance.executor_tasks import single_calls
 
 
@@ -136,6 +137,8 @@ def _check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
             reason=reason or str(error),
         )
     except Exception as error:  # an error of another type does not tell the user that derivatives are the reason
+        if kernel_errors.is_refused_precision(error):
+            raise
         reason = (
             f"a grad of grad raises {type(error).__name__}, must be a NotImplementedError about derivatives: {error}"
         )

@@ -37,13 +37,16 @@ def check_interpreter(subject: Subject) -> Iterator[Judgement]:
     }
     for seed in list_seeds(accelerator.platform):
         programs = _list_programs(subject, seed)
-        for name, values, races, stopped in subject.executor.run(
+        for name, values, races, stopped, unfit in subject.executor.run(
             interpreter_runs.run_programs,
             subject.problem,
             seed,
             programs,
             {p: x for p, x in cotangents.items() if p in programs},
         ):
+            if unfit:
+                yield Judgement(observable=f"{name}.seed{seed}", verdict=records.UNJUDGED, reason=unfit)
+                continue
             raced.setdefault(name, []).extend(races)
             if stopped:
                 yield Judgement(observable=f"{name}.seed{seed}", verdict=records.FAIL, reason=stopped)

@@ -49,6 +49,10 @@ _RAISED_PATTERN = re.compile(r"^(?P<raised>[A-Za-z_][\w.]*(?:: .*)?)$", re.MULTI
 # The parts of a place as `describe_kernel_error` writes it at the end of its text: ` (kernel.py:12`.
 _BRACKET_PATTERN = re.compile(r" \(")
 _PLACE_PATTERN = re.compile(r"(?P<file>[^:]+):(?P<line>\d{1,9})\b")
+# What JAX raises for a precision of f32 operands that the platform lacks, as XLA:CPU does (jax 0.10.2 to 0.12).
+_REFUSED_PRECISION = re.compile(
+    r"The precision '(?:TF32_TF32_F32\w*|BF16_BF16_F32_X9)' is not supported by dot_general on \w+"
+)
 _REMOTE_MESSAGE = "_told_elsewhere"
 _NO_MESSAGE = "its message cannot be had"
 
@@ -95,6 +99,11 @@ def describe_kernel_error(error: BaseException) -> str:
 def describe_refusal(error: NotImplementedError) -> str:
     """Return the first line of the message with which a kernel refuses a case; "" if there is none."""
     return make_printable(_get_message(error, ""))
+
+
+def is_refused_precision(error: BaseException) -> bool:
+    """Return whether JAX refuses a product, since this platform does not offer the precision that it requests."""
+    return isinstance(error, ValueError) and _REFUSED_PRECISION.match(_get_message(error)) is not None
 
 
 def find_place(error: BaseException) -> Place | None:

@@ -5,6 +5,7 @@ It finds the precision that matrix products request, and whether the program dep
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -13,25 +14,29 @@ import jax
 import numpy as np
 
 from cases.operand_values import Problem
+from conformance.execution import kernel_errors
 from conformance.execution.executor import Arrays, Executor, pull_back
+
+Product = tuple[bool, str, str, str]
+"""A product of f32 operands: whether it requests all of f32, the name of its precision, its source line, and the error
+with which JAX refuses this precision on this platform, or ""."""
 
 _OTHER_BACKENDS = ("tpu", "gpu")
 # Primitives that choose a branch by the platform that the program is lowered for.
 _PLATFORM_PRIMITIVES = ("platform_index", "platform_dependent")
 
 
-def inspect_program(
-    executor: Executor, problem: Problem, do: np.ndarray | None
-) -> tuple[list[tuple[bool, str, str]], bool, str]:
+def inspect_program(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[list[Product], bool, str]:
     """Inspect the traced programs of the call and, if a cotangent `do` is given, of its gradients.
 
     Returns:
-      - For each product of f32 operands: whether it requests all of f32, the name of its precision, its source line.
+      - The products of f32 operands.
       - Whether the program has a branch by platform.
       - A backend for which another program is traced than here, or "".
     """
-    traced = _trace_programs(executor, problem, do)
-    operations = list(_iter_operations(traced))
+    with jax.default_matmul_precision(None):  # a setting of JAX is no request of the kernel
+        traced = _trace_programs(executor, problem, do)
+    operations = list(iter_operations(traced))
     products = [_describe_product(operation) for operation in operations if _is_f32_product(operation)]
     has_branches = bool({operation.primitive.name for operation in operations} & {*_PLATFORM_PRIMITIVES})
     dependent = (backend for backend in _OTHER_BACKENDS if _is_other_program(executor, problem, do, traced, backend))
@@ -52,13 +57,13 @@ def _trace_programs(executor: Executor, problem: Problem, do: np.ndarray | None)
     return tuple(programs)
 
 
-def _iter_operations(programs: Iterable[Any]) -> Iterator[Any]:
+def iter_operations(programs: Iterable[Any]) -> Iterator[Any]:
     """Yield every operation of traced programs, including those in loops, branches and kernels."""
     for traced in programs:
         inner = getattr(traced, "jaxpr", traced)
         for operation in getattr(inner, "eqns", ()):
             yield operation
-            yield from _iter_operations(_iter_programs(operation.params.values()))
+            yield from iter_operations(_iter_programs(operation.params.values()))
 
 
 def _iter_programs(values: Iterable[Any]) -> Iterator[Any]:
@@ -77,13 +82,24 @@ def _is_f32_product(operation: Any) -> bool:
     return all(getattr(x.aval, "dtype", None) == np.float32 for x in operation.invars[:2])
 
 
-def _describe_product(operation: Any) -> tuple[bool, str, str]:
-    """Return whether a product requests all of f32, the name of its precision, and its source line."""
+def _describe_product(operation: Any) -> Product:
     precision = operation.params.get("precision")
     requested = precision if isinstance(precision, tuple) else (precision,)
     exact = all(_is_exact(one) for one in requested)
     name = "DEFAULT" if precision is None else "/".join(getattr(one, "name", str(one)) for one in requested)
-    return exact, name, _describe_place(operation)
+    return exact, name, describe_place(operation), _find_refusal(precision)
+
+
+@functools.cache
+def _find_refusal(precision: Any) -> str:
+    """Return the error with which JAX refuses a precision of f32 products on this platform, or ""."""
+    x = np.zeros((1, 1), np.float32)
+    try:
+        jax.jit(functools.partial(jax.lax.dot, precision=precision)).lower(x, x)
+    except ValueError as error:
+        if kernel_errors.is_refused_precision(error):
+            return str(error)
+    return ""
 
 
 def _is_exact(precision: Any) -> bool:
@@ -91,7 +107,8 @@ def _is_exact(precision: Any) -> bool:
     return name in ("HIGHEST", "F32_F32_F32", "F64_F64_F64", "TF32_TF32_F32_X3", "BF16_BF16_F32_X9", "BF16_BF16_F32_X6")
 
 
-def _describe_place(operation: Any) -> str:
+def describe_place(operation: Any) -> str:
+    """Describe the source line of an operation."""
     from jax._src import source_info_util  # private API, used only for a message
 
     return str(source_info_util.summarize(operation.source_info))

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+from packaging.version import Version
 
 from cases.case import Case, parse_case_id
 from cases.masks import Indexer, Mask, iter_leaves
@@ -35,6 +36,8 @@ from impls.libraries.mask_flags import build_case_mask
 from impls.libraries.splash_masks import BLOCK, build_library_mask, find_length_limit
 
 NAME = "tokamax_splash_tpu"
+READS_ALIASED_WRITES = Version(jax.__version__) >= Version("0.11.2")
+"""Whether an operand sees writes to the result that shares its array, in JAX's fast interpreter."""
 UNSUPPORTED = {"bias": "takes no bias", "dense_head": "takes one mask for all heads"}
 ABSENT = 'tokamax is not installed: pip install "attention-conformance[upstream]"'
 _DQ_ARRAYS = 3  # Number of arrays in which dq is summed under a traced mask. Under other masks: one per key block.
@@ -169,12 +172,12 @@ def _find_case_limit(case: Case) -> str | None:
 def _find_in_place_limit(group: int, kv_length: int) -> str | None:
     """Return why gradients under a traced mask are meaningless in the fast interpreter, or None if they are not.
 
-    The kernel sums dq in an operand that shares its array with a result. In the fast interpreter the operand does not
-    see writes to the result. In the TPU interpreter (`InterpretParams`) and on a TPU it does.
+    The kernel sums dq in an operand that shares its array with a result. On a TPU and in the TPU interpreter
+    (`InterpretParams`) the operand sees writes to the result. In the fast interpreter that depends on the version.
     """
-    if group == 1 and kv_length // BLOCK <= _DQ_ARRAYS:
+    if READS_ALIASED_WRITES or (group == 1 and kv_length // BLOCK <= _DQ_ARRAYS):
         return None
-    return "sums gradients in place under a mask known at run time, which needs a TPU: the fast interpreter cannot"
+    return "sums gradients in place under a mask known at run time, which needs a TPU, or jax 0.11.2 to interpret it"
 
 
 def _find_limit(mask: Mask, q_length: int, kv_length: int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings, load_settings
 from conformance.records import EXPECTED_FAIL, FAIL, PASS, RED, UNJUDGED, Record
 from tests.kernels import pallas_flash
+from tests.kernels.pallas_flash import LANES
 from tests.test_structure import ROOT
 
 INTERPRETER = CHECKS_BY_NAME["interpreter"]
@@ -182,3 +184,41 @@ def test_the_cases_have_one_batch_row_and_four_key_blocks() -> None:
 )
 def test_an_error_is_told_by_what_was_raised_inside(text: str, told: str) -> None:
     assert interpreters.format_interpreter_error(ValueError(text)) == told
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_block_whose_padding_the_interpreter_ignores_is_unjudged(right: bool) -> None:
+    """The kernel gets the rows of two blocks of queries, of which the first block has none ahead of it."""
+
+    def shift(q_ref: Any, out_ref: Any) -> None:
+        rows = q_ref[...]
+        out_ref[...] = rows[LANES:] if right else rows[:LANES]
+
+    def copy(q: jax.Array, padding: tuple[int, int], interpret: Any) -> jax.Array:
+        sizes = (None, None, pl.Element(2 * LANES, padding), q.shape[3])
+        return pl.pallas_call(
+            shift,
+            grid=(q.shape[1], q.shape[2] // LANES),
+            in_specs=[pl.BlockSpec(sizes, lambda n, i: (0, n, i * LANES, 0))],
+            out_specs=pl.BlockSpec((None, None, LANES, q.shape[3]), lambda n, i: (0, n, i, 0)),
+            out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+            interpret=interpret,
+        )(q)
+
+    def attend(q: jax.Array, *rest: Any, padding: tuple[int, int], interpret: Any = True, **options: Any) -> Any:
+        q = copy(q.transpose(0, 2, 1, 3), padding, interpret).transpose(0, 2, 1, 3)
+        return pallas_flash.attention(q, *rest, interpret=interpret, **options)
+
+    def build(padding: tuple[int, int]) -> Implementation:
+        call = functools.partial(attend, padding=padding)
+        accelerator = Accelerator(
+            platform="tpu", interpreted=True, under_interpreter=lambda p: functools.partial(call, interpret=p)
+        )
+        return dataclasses.replace(kernel(), call=call, accelerator=accelerator)
+
+    found = judge(build((LANES, 0)))
+    assert {record.verdict for record in found} == {UNJUDGED}
+    assert all("padding (128, 0)" in record.reason for record in found), found
+    (forward,) = judge(build((LANES, 0)), check="forward")
+    assert forward.verdict == (PASS if right else FAIL)
+    assert any(record.verdict == FAIL for record in judge(build((0, 0))))  # out of bounds, with no padding to ignore
