@@ -268,7 +268,7 @@ def draw_seeds(seeds: Sequence[int | None]) -> tuple[tuple[int, ...], list[str]]
 def reject_empty(option: str, value: Any) -> None:
     """Raise `CannotJudge` if a value is an empty text, or a list or tuple with one: no path and no name is empty."""
     if value == "" or (isinstance(value, list | tuple) and "" in value):
-        raise CannotJudge(f"{option} must not be empty, got ''")
+        raise CannotJudge(f"{option} must not be empty")
 
 
 def reject_negative_seconds(option: str, seconds: float | None) -> None:
