@@ -29,6 +29,8 @@ def attention(q, k, v, *, causal=False):
     time.sleep({delay})
     return naive.attention(q, k, v, causal=causal){change}
 """
+WAITS = """while not __import__("os").path.exists("go"):
+        time.sleep(0.05)"""
 CASE = "--case=train/f32/B1.T37.S37.N2.K2.H16.V16/causal/normal/s0"
 SEVERAL = ("--cases=train/f32/*.T1.*", "--check=forward", "--jobs=1")
 
@@ -135,8 +137,8 @@ def test_a_command_outlives_its_server_and_nothing_is_left(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     alone = {**environ, "TMPDIR": str(temporary)}
-    (tmp_path / "kernel.py").write_text(KERNEL.format(change="", delay=0.2))
-    command = [sys.executable, "-m", "conformance", "run", "--impl=kernel.py:attention", *SEVERAL, "--json=found.jsonl"]
+    (tmp_path / "kernel.py").write_text(KERNEL.replace("time.sleep({delay})", WAITS).format(change=""))
+    command = [sys.executable, "-m", "conformance", "run", "--impl=kernel.py:attention", CASE, "--json=found.jsonl"]
     streams = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     with restore_signal_handlers():
         serving = subprocess.Popen([sys.executable, "-m", "conformance", "serve"], env=alone, **streams)  # type: ignore[call-overload]
@@ -144,14 +146,14 @@ def test_a_command_outlives_its_server_and_nothing_is_left(
         assert serving.stderr.readline().startswith("serving")
         running = subprocess.Popen(command, cwd=tmp_path, env=alone, **streams)  # type: ignore[call-overload]
         with kill_on_exit(running):
-            found = tmp_path / "found.jsonl"
-            wait_until(lambda: found.exists() and found.read_text().count("\n") > 1, running)
+            wait_until((tmp_path / "found.jsonl").exists, running)
             serving.send_signal(number)
             serving.wait(COMMAND_TIMEOUT)
             left = [path.name for path in temporary.glob("conformance-serve-*")]
+            assert any("has ended; this command goes on by itself" in line for line in running.stderr)
+            (tmp_path / "go").touch()
             _, said = running.communicate(timeout=COMMAND_TIMEOUT)
         assert running.returncode == 0, said
-        assert "has ended; this command goes on by itself" in said
     assert len(left) == (number == signal.SIGKILL)
     subprocess.run([*command[:4], "--impl=dot_product", CASE], cwd=tmp_path, env=alone, check=True, capture_output=True)
     assert not list(temporary.glob("conformance-*"))
