@@ -139,21 +139,23 @@ def test_a_command_outlives_its_server_and_nothing_is_left(
     alone = {**environ, "TMPDIR": str(temporary)}
     (tmp_path / "kernel.py").write_text(KERNEL.replace("time.sleep({delay})", WAITS).format(change=""))
     command = [sys.executable, "-m", "conformance", "run", "--impl=kernel.py:attention", CASE, "--json=found.jsonl"]
-    streams = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     with restore_signal_handlers():
-        serving = subprocess.Popen([sys.executable, "-m", "conformance", "serve"], env=alone, **streams)  # type: ignore[call-overload]
-    with kill_on_exit(serving):
+        serving = subprocess.Popen(
+            [*command[:3], "serve"], env=alone, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+    said = tmp_path / "said.txt"
+    with kill_on_exit(serving), said.open("w") as stderr:
+        assert serving.stderr is not None
         assert serving.stderr.readline().startswith("serving")
-        running = subprocess.Popen(command, cwd=tmp_path, env=alone, **streams)  # type: ignore[call-overload]
+        running = subprocess.Popen(command, cwd=tmp_path, env=alone, stderr=stderr, text=True, start_new_session=True)
         with kill_on_exit(running):
             wait_until((tmp_path / "found.jsonl").exists, running)
             serving.send_signal(number)
             serving.wait(COMMAND_TIMEOUT)
             left = [path.name for path in temporary.glob("conformance-serve-*")]
-            assert any("has ended; this command goes on by itself" in line for line in running.stderr)
+            wait_until(lambda: "has ended; this command goes on by itself" in said.read_text(), running)
             (tmp_path / "go").touch()
-            _, said = running.communicate(timeout=COMMAND_TIMEOUT)
-        assert running.returncode == 0, said
+            assert running.wait(COMMAND_TIMEOUT) == 0, said.read_text()
     assert len(left) == (number == signal.SIGKILL)
     subprocess.run([*command[:4], "--impl=dot_product", CASE], cwd=tmp_path, env=alone, check=True, capture_output=True)
     assert not list(temporary.glob("conformance-*"))
