@@ -11,14 +11,17 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from multiprocessing import connection
 from typing import TextIO
 
 from conformance import environment, interrupts, packages, served_run
-from conformance.fork_server import command_server
+from conformance.fork_server import command_server, forked_process
+from conformance.fork_server.command_server import FoundServer
 from conformance.fork_server.forked_process import ForkedProcess
 
 _SERVED_COMMANDS = ("run", "explore")
 _POLL_SECONDS = 0.05
+_ENDED_NOTE = b"note: the server of `python -m conformance serve` has ended; this command goes on by itself\n"
 
 
 def run_in_server(arguments: Sequence[str]) -> int | None:
@@ -46,20 +49,31 @@ def run_in_server(arguments: Sequence[str]) -> int | None:
     process = ForkedProcess(
         _run_command, tuple(arguments), tuple(sys.path), environ={**os.environ, **kept}, may_fork=True
     )
-    return _wait(process)
+    return _wait(process, found)
 
 
-def _wait(process: ForkedProcess) -> int:
-    """Wait for the process, pass on stop signals, and return its exit code."""
-    passed_on = False
+def _wait(process: ForkedProcess, found: FoundServer) -> int | None:
+    """Wait for the process, pass on stop signals, and return its exit code; None if it has never begun.
+
+    The server may end before. A command that has begun goes on in its process.
+    """
+    passed_on = has_ended = False
     while (code := process.wait(_POLL_SECONDS)) is None:
         if not passed_on and (received := interrupts.get_received_signal()) is not None:
             process.signal(received)
             passed_on = True
-    if code == -signal.SIGTERM and not passed_on:
-        os.write(2, b"error: the server of `python -m conformance serve` ended during the command\n")
-        return 2
-    return code if code >= 0 else 128 - code
+        if not has_ended and connection.wait([found.end], 0):
+            has_ended = True
+            os.write(2, _ENDED_NOTE)
+    if passed_on or code != -signal.SIGTERM:
+        return code if code >= 0 else 128 - code
+    if not process.pid:
+        forked_process.leave_server()
+        if not has_ended:
+            os.write(2, _ENDED_NOTE)
+        return None
+    os.write(2, b"error: the process of the command was terminated, or its fork server was\n")
+    return 2
 
 
 def _run_command(arguments: Sequence[str], path: Sequence[str]) -> None:

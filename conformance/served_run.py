@@ -5,6 +5,7 @@ Environment variables carry this from the process of a command to its workers. A
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -18,9 +19,15 @@ _IMPORT_TIME = time.time()  # processes that the fork server forks inherit this 
 
 
 def find_folder() -> Path | None:
-    """Return the folder in which the server keeps data; None for a command that runs in no server."""
+    """Return the folder in which the server keeps data; None for a command that runs in no server.
+
+    None also after the end of the server, which removes the folder. Another user may then create one of the same name.
+    """
     named = os.environ.get(FOLDER_VARIABLE)
-    return Path(named) if named else None
+    with contextlib.suppress(OSError):
+        if named and os.lstat(named).st_uid == os.getuid():
+            return Path(named)
+    return None
 
 
 def get_run_start() -> float:

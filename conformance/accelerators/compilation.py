@@ -30,6 +30,7 @@ from conformance import program_cache
 from conformance.accelerators import mosaic_kernels
 from conformance.accelerators.program_observers import CompilerRequests, ObservedProgram, load_observers
 from conformance.accelerators.targets import CompileTarget
+from conformance.temporary_folders import use_temporary_folder
 
 _MAX_REASON = 400  # longest error message in a record, in characters
 # Matches an error line that the compiler of Mosaic GPU kernels prints.
@@ -87,12 +88,13 @@ def compile_for(
             raise CompileError(format_first_line(error)) from error
         try:
             lowered = traced.lower()
-            with program_cache.bypass_cache(), tempfile.TemporaryDirectory() as folder:
-                requests = [observer.prepare(target, Path(folder)) for observer in observers]
+            with program_cache.bypass_cache(), use_temporary_folder("compiler") as temporary:
+                folder = Path(temporary.path)
+                requests = [observer.prepare(target, folder) for observer in observers]
                 compiled, printed = _compile_lowered(lowered, target, requests)
                 seconds = time.perf_counter() - start
                 figures = _measure_memory(compiled)
-                program = ObservedProgram(target, traced, lowered, compiled, Path(folder), printed, depths)
+                program = ObservedProgram(target, traced, lowered, compiled, folder, printed, depths)
                 for observer in observers:
                     figures |= observer.measure(program)
         except CompileError:

@@ -10,10 +10,11 @@ import contextlib
 import dataclasses
 import functools
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from conformance.temporary_folders import use_temporary_folder
 
 _ATTRIBUTE = "function"
 _LOADER = '''"""Loads a function that `conformance.check` judges in a sandbox."""
@@ -74,7 +75,8 @@ def export_function(
       ImportError: if the function must be pickled, and cloudpickle is not installed.
       TypeError: if it cannot be pickled; the message names the object that cannot be.
     """
-    with tempfile.TemporaryDirectory(prefix="conformance-function-") as folder:
+    with use_temporary_folder("function") as temporary:
+        folder = temporary.path
         readable: tuple[str, ...] = ()
         if _is_attribute_of_module(function):
             module, qualname = function.__module__, _get_qualname(function)

@@ -15,6 +15,7 @@ from conformance import packages
 from conformance.commands import standard_streams
 from conformance.name_suggestions import suggest_name
 from conformance.session.failures import CannotJudge
+from conformance.session.run_options import reject_empty
 
 TRACEBACK_VARIABLE = "CONFORMANCE_TRACEBACK"
 """Name of the environment variable that makes an unexpected error print its traceback."""
@@ -40,10 +41,17 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override] # overloads that differ only in the type of the namespace
         self, args: Any = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse arguments, and refuse unknown ones here, where the options that they may stand for are known."""
+        """Parse arguments; refuse empty ones, and unknown ones, for which the known options are suggested."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"{_UNKNOWN_ARGUMENTS}{' '.join(unknown)}")
+        for action in self._actions:
+            try:
+                reject_empty(
+                    action.option_strings[-1] if action.option_strings else action.dest, vars(found).get(action.dest)
+                )
+            except CannotJudge as error:
+                self.error(str(error))
         return found, []
 
     def error(self, message: str) -> NoReturn:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
-import threading
 
 from rich.console import Console
 
-from conformance import interrupts
 from conformance.fork_server import command_server, forked_process
 from conformance.fork_server.forked_process import ForkedProcess
 from conformance.session.failures import CannotJudge
+from conformance.temporary_folders import use_temporary_folder
 
 _PRELOADED_MODULES = ("conformance.cli", "conformance.commands.run", "conformance.commands.explore")
 
@@ -27,24 +24,23 @@ def serve(arguments: argparse.Namespace) -> int:
     if not command_server.is_supported():
         raise CannotJudge("serve needs Linux: other systems have no abstract sockets")
     console = Console(stderr=True)
-    folder = tempfile.mkdtemp(prefix="conformance-serve-")
     try:
-        forked_process.start_server(_PRELOADED_MODULES)
-        loaded = ForkedProcess(_do_nothing)
-        loaded.wait()
-        loaded.release()
-        try:
-            command_server.share_with_commands(folder)
-        except OSError as error:
-            raise CannotJudge(f"such a server runs already ({error.strerror})") from error
-        console.print("serving: `run` and `explore` start at once while this runs. Ctrl-C ends it.", style="dim")
-        threading.Event().wait()
+        with use_temporary_folder("serve") as folder:
+            forked_process.start_server(_PRELOADED_MODULES)
+            loaded = ForkedProcess(_do_nothing)
+            loaded.wait()
+            loaded.release()
+            try:
+                listening = command_server.listen()
+            except OSError as error:
+                raise CannotJudge(f"such a server runs already ({error.strerror})") from error
+            console.print("serving: `run` and `explore` start at once while this runs. Ctrl-C ends it.", style="dim")
+            with listening:
+                command_server.share_with_commands(listening, folder)
     except KeyboardInterrupt:
         console.print("ended", style="dim")
     finally:
-        with interrupts.delay_signals():
-            forked_process.end_server()
-            shutil.rmtree(folder, ignore_errors=True)
+        forked_process.leave_server()
     return 0
 
 

@@ -1,11 +1,12 @@
 """Share a fork server with commands that are started later, so that they need not load JAX (`serve`).
 
 The server listens on an abstract Unix socket. It gives each client of the same user the fork server's socket and the
-name of a folder; the client then requests a process for its command from the fork server.
+name of a folder; the client then requests a process for its command from the fork server. If the server ends, the fork
+server goes on until the last of these processes has ended.
 
-The socket's name has two digests. The first is of the installation and of the environment variables that imports read;
-commands with others do not see the server. The second is of what the server has loaded: the sources of this project,
-and the folder of installed packages. After a change of these, the server is stale.
+The socket's name has two digests. The first is of the installation, of the environment variables that imports read, and
+of the places for temporary files; commands with others do not see the server. The second is of what the server has
+loaded: the sources of this project, and the folder of installed packages. After a change of these, the server is stale.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import socket
 import struct
 import sys
 import sysconfig
-import threading
+import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 from conformance import packages
 from conformance.fork_server import forked_process
+from conformance.temporary_folders import TemporaryFolder
 
 _PREFIX = "conformance-serve"
 _SOCKETS = Path("/proc/net/unix")
@@ -38,10 +41,14 @@ class FoundServer:
     Attributes:
       folder: the folder in which the server that was joined keeps data; empty if none was joined.
       has_stale: whether there is a server that has loaded older sources or packages.
+      end: a descriptor that becomes readable when the joined server ends; -1 if none was joined. Nothing is read.
+      lock: a descriptor that keeps the folder locked; -1 if none was joined.
     """
 
     folder: str
     has_stale: bool
+    end: int = -1
+    lock: int = -1
 
 
 def is_supported() -> bool:
@@ -49,11 +56,8 @@ def is_supported() -> bool:
     return sys.platform.startswith("linux")
 
 
-def share_with_commands(folder: str) -> None:
-    """Let commands use this process's fork server, until this process ends.
-
-    Args:
-      folder: the folder in which commands keep data for later ones.
+def listen() -> socket.socket:
+    """Return a socket on which commands find this process.
 
     Raises:
       OSError: if another server with the same sources and settings runs already.
@@ -61,15 +65,23 @@ def share_with_commands(folder: str) -> None:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"\0{_compute_address()}")
     listening.listen()
-    threading.Thread(target=_serve_clients, args=(listening, folder), daemon=True).start()
+    return listening
 
 
-def _serve_clients(listening: socket.socket, folder: str) -> None:
+def share_with_commands(listening: socket.socket, folder: TemporaryFolder) -> NoReturn:
+    """Let commands use this process's fork server, until an exception.
+
+    Args:
+      listening: the socket that `listen` returned.
+      folder: the folder in which commands keep data for later ones.
+    """
+    end, _ = os.pipe()  # only this process has the other end, so the system closes it when this process ends
     while True:
         with contextlib.suppress(OSError, ValueError), listening.accept()[0] as client:
             if _find_user(client) == os.getuid():
                 requests, import_environment = forked_process.export_connection()
-                socket.send_fds(client, [pickle.dumps((dict(import_environment), folder))], [requests])
+                message = pickle.dumps((dict(import_environment), folder.path))
+                socket.send_fds(client, [message], [requests, end, folder.lock])
 
 
 def join_server() -> FoundServer:
@@ -90,11 +102,11 @@ def join_server() -> FoundServer:
             client.connect(f"\0{address}")
             if _find_user(client) != os.getuid():
                 return FoundServer("", has_stale=False)
-            message, fds, _, _ = socket.recv_fds(client, 2**16, 1)
-        (requests,) = fds
+            message, fds, _, _ = socket.recv_fds(client, 2**16, 3)
+        requests, end, lock = fds
         import_environment, folder = pickle.loads(message)
         forked_process.adopt_connection(requests, import_environment)
-        return FoundServer(folder, has_stale=False)
+        return FoundServer(folder, has_stale=False, end=end, lock=lock)
     return FoundServer("", has_stale=False)
 
 
@@ -111,9 +123,10 @@ def _compute_address() -> str:
 
 
 def _name_installation() -> str:
-    """Return the first part of the socket's name: the user, the installation and the environment of imports."""
+    """Return the first part of the socket's name: the user, the installation, and what a command must share."""
     environ = sorted(forked_process.read_import_environment().items())
-    found = hashlib.blake2b(repr((sys.executable, str(packages.HOME), environ)).encode(), digest_size=8)
+    places = (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR"))
+    found = hashlib.blake2b(repr((sys.executable, str(packages.HOME), environ, places)).encode(), digest_size=8)
     return f"{_PREFIX}-{os.getuid()}-{found.hexdigest()}"
 
 

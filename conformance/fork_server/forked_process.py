@@ -222,6 +222,12 @@ def adopt_connection(requests: int, import_environment: Mapping[str, str]) -> No
     _server = _ServerConnection(socket.socket(fileno=requests), import_environment)
 
 
+def leave_server() -> None:
+    """Disconnect from the fork server, which then ends by itself: after the processes that it has forked."""
+    _disconnect()
+    _started_servers.clear()
+
+
 def _disconnect() -> None:
     """Close the connection to the fork server. Processes that it has forked for this process keep running."""
     global _server

@@ -20,7 +20,6 @@ import itertools
 import math
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal
@@ -55,6 +54,7 @@ from conformance.records import Record
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import ProcessLost
 from conformance.sandbox.sandboxed_executor import create_executor
+from conformance.temporary_folders import use_temporary_folder
 from conformance.truth import disk_cache
 
 _CI_EXAMPLES = 50
@@ -511,8 +511,8 @@ def run_batch(strategy: _Strategy, seed: int, each: Callable[[Case], object], *,
 @contextlib.contextmanager
 def use_temporary_home() -> Iterator[None]:
     """Give Hypothesis a temporary folder for its files, so that it creates none in the current folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        configuration.set_hypothesis_home_dir(folder)
+    with use_temporary_folder("explorer") as folder:
+        configuration.set_hypothesis_home_dir(folder.path)
         try:
             yield
         finally:

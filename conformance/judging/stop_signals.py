@@ -20,10 +20,9 @@ from typing import Any
 
 import pytest
 
-from conformance import interrupts
+from conformance import interrupts, temporary_folders
 from conformance.fork_server import forked_process
 from conformance.judging import exit_guard
-from conformance.sandbox import scratch_folder
 
 PLUGIN_NAME = "attention-conformance-stopping"
 _POLL_SECONDS = 0.2
@@ -149,7 +148,7 @@ class StopSignals:
         """Print which signal stopped the run, since pytest may print no summary."""
         if self._is_judging and interrupts.get_received_signal() is not None and not self._is_worker:
             sys.stderr.write(f"attention conformance: {interrupts.describe_signal()}\n")
-            scratch_folder.remove_abandoned_folders()  # left by workers that pytest-xdist killed
+            temporary_folders.remove_abandoned_folders()  # left by workers that pytest-xdist killed
 
 
 def leave_on_signals(config: pytest.Config) -> contextlib.AbstractContextManager[None]:

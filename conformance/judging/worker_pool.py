@@ -19,9 +19,9 @@ from multiprocessing import Pipe, connection
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
-from conformance import interrupts, packages
+from conformance import interrupts, packages, temporary_folders
 from conformance.fork_server.forked_process import ForkedProcess
-from conformance.sandbox import kernel_process, scratch_folder
+from conformance.sandbox import kernel_process
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -153,7 +153,7 @@ def _end_worker(worker: _Worker[Task], deadline: float) -> None:
     if worker.process.wait(max(0.0, deadline - time.monotonic())) is None:
         worker.process.signal(signal.SIGKILL)
         worker.process.wait()
-        scratch_folder.remove_abandoned_folders()
+        temporary_folders.remove_abandoned_folders()
     worker.process.release()
 
 

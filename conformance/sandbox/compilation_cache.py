@@ -101,7 +101,9 @@ def store_programs(cache_folder: Path | None, scratch: str) -> None:
         new = _find_new_programs(linked)
         if not new:
             return
-        cache_folder.mkdir(parents=True, exist_ok=True)
+        # The folder of a server that has ended meanwhile is not created again.
+        cache_folder.parent.mkdir(parents=served_run.FOLDER_VARIABLE not in os.environ, exist_ok=True)
+        cache_folder.mkdir(exist_ok=True)
         _evict_oldest(cache_folder.parent, MAX_KERNELS, MAX_ALL_BYTES - MAX_KERNEL_BYTES, spared=cache_folder)
         room = MAX_KERNEL_BYTES
         for program in new[:MAX_PROGRAMS]:

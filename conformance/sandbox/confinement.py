@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from conformance import environment
@@ -26,10 +26,9 @@ _SIGKILL = 9
 _CAPABILITIES_VERSION = 0x20080522
 _KEPT_CAPABILITIES = 1 << 1 | 1 << 2 | 1 << 14
 _DEVICES = Path("/dev")
-# Entries of /dev that a kernel must not use: shared memory, terminals (the judge prints verdicts there), and memory.
-_FORBIDDEN_DEVICES = ("shm", "mqueue", "hugepages", "pts", "console", "mem", "kmem", "port", "kmsg")
-_TERMINALS = ("tty", "vcs")
-_ACCELERATORS = ("nvidia*", "accel*", "vfio", "kfd", "dri")
+# Entries of /dev that a kernel may use. Others are terminals, disks, memory, virtual machines and parts of the system.
+_COMMON_DEVICES = ("null", "zero", "random", "urandom")
+_ACCELERATORS = ("nvidia*", "accel*", "vfio*", "kfd", "dri")
 # Places where NVIDIA's driver writes: it creates files in shared memory and names its threads. If that is forbidden,
 # the driver does not start.
 _NVIDIA_WRITES = (Path("/dev/shm"), Path("/proc/self/task"))
@@ -62,7 +61,7 @@ def confine_process(
     nvidia = os.path.exists(environment.NVIDIA_DRIVER)
     libc = ctypes.CDLL(None, use_errno=True)
     # Look for devices before Landlock forbids it: the options of seccomp depend on them.
-    accelerator = any(device for pattern in _ACCELERATORS for device in _DEVICES.glob(pattern))
+    accelerator = any(find_devices(_ACCELERATORS))
     _drop_capabilities(libc)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         return f"not confined: {os.strerror(ctypes.get_errno())}"
@@ -88,6 +87,14 @@ def is_confined(sentence: str) -> bool:
     return sentence.startswith(CONFINED)
 
 
+def find_devices(
+    patterns: Iterable[str] = (*_COMMON_DEVICES, *_ACCELERATORS), folder: Path = _DEVICES
+) -> Iterator[Path]:
+    """Yield the devices that a kernel may use, by default those that every kernel needs and those of accelerators."""
+    for pattern in patterns:
+        yield from (device for device in folder.glob(pattern) if not device.is_symlink())
+
+
 def die_with_parent() -> None:
     """Have the system kill this process when the thread that started it ends. Linux only."""
     if sys.platform.startswith("linux"):
@@ -102,9 +109,8 @@ def _restrict_files(
             ruleset.allow(folder, Access.READ_DIR)
         for place in (*policy.find_system_paths(), *readable):
             ruleset.allow(place, READ)
-        for device in _DEVICES.iterdir():
-            if not _is_forbidden_device(device):
-                ruleset.allow(device, READ | WRITE | Access.IOCTL_DEVICE)
+        for device in find_devices():
+            ruleset.allow(device, READ | WRITE | Access.IOCTL_DEVICE)
         for folder in writable:
             ruleset.allow(folder, landlock.EVERYTHING & ~Access.IOCTL_DEVICE)
         if nvidia:
@@ -112,12 +118,6 @@ def _restrict_files(
             ruleset.allow(shared_memory, landlock.EVERYTHING & ~Access.IOCTL_DEVICE)
             ruleset.allow(threads, READ | WRITE)
         ruleset.enter()
-
-
-def _is_forbidden_device(device: Path) -> bool:
-    if device.is_symlink():  # links in /dev lead to this process's own files, or to another entry of /dev
-        return True
-    return device.name in _FORBIDDEN_DEVICES or device.name.startswith(_TERMINALS) or device.is_block_device()
 
 
 def _close_other_files(kept: Collection[int]) -> None:

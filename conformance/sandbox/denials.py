@@ -9,6 +9,7 @@ from pathlib import Path
 
 from conformance import packages
 from conformance.records import make_printable
+from conformance.sandbox import policy
 
 UNCONFINED = "--in-process runs the kernel without a sandbox"
 
@@ -32,10 +33,11 @@ def explain_denial(missing: str, *, is_permission_error: bool) -> str:
 def _explain_file(name: str) -> str:
     if not os.access(name, os.R_OK):
         return f"; a sandboxed kernel writes to its scratch folder alone: {UNCONFINED}"
-    folder = make_printable(name if os.path.isdir(name) else os.path.dirname(name))
+    is_named = os.path.isdir(name) or policy.is_unreadable(os.path.basename(name))  # naming its folder does not help
+    place = make_printable(name if is_named else os.path.dirname(name))
     return (
         f"; a sandboxed kernel reads its own source tree and writes to its scratch folder alone: "
-        f"--sandbox-read={folder} lets it read that folder"
+        f"--sandbox-read={place} lets it read that {'folder' if os.path.isdir(place) else 'file'}"
     )
 
 

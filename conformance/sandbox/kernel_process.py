@@ -37,7 +37,7 @@ from conformance.sandbox import (
 from conformance.sandbox.handshake import MAX_TEXT, Handshake, parse_first_files, parse_handshake
 from conformance.sandbox.kernel_server import REQUEST_LENGTH, CallRequest, LoadRequest
 from conformance.sandbox.policy import SandboxPolicy
-from conformance.sandbox.scratch_folder import ScratchFolder
+from conformance.temporary_folders import TemporaryFolder
 
 _POLL_INTERVAL = 0.05
 _END_SECONDS = 5.0  # time for the supervisor to end all that the kernel started, before SIGKILL
@@ -346,7 +346,7 @@ class _RunningProcess:
 
     def __init__(self, cache_folder: Path | None, limits: Limits, sandbox: SandboxPolicy, *, reads_cache: bool) -> None:
         self._sandbox = sandbox
-        self._scratch, self._cache_folder = ScratchFolder(), cache_folder if reads_cache else None
+        self._scratch, self._cache_folder = TemporaryFolder("kernel"), cache_folder if reads_cache else None
         if cache_folder is not None:
             compilation_cache.link_programs(self._cache_folder, self._scratch.path)
         self._status, status = os.pipe()

@@ -99,7 +99,8 @@ def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -
     sys.path[:] = load_request.path
     trees = policy.find_source_trees(load_request.name, load_request.path)
     readable = list(_find_readable(load_request, trees))
-    isolation = confinement.confine_process([Path(load_request.scratch)], readable, trees, (requests, answers))
+    listable = [*trees, *map(Path, load_request.sandbox.read)]
+    isolation = confinement.confine_process([Path(load_request.scratch)], readable, listable, (requests, answers))
     answering.send_value(answers, isolation)
     try:
         environment.start_backends(xla_flags)
@@ -125,7 +126,8 @@ def _find_readable(load_request: LoadRequest, trees: Iterable[Path]) -> Iterator
     hidden = [Path(name) for name in load_request.sandbox.hidden]
     for tree in trees:
         yield from policy.find_readable_sources(tree, hidden)
-    yield from map(Path, load_request.sandbox.read)
+    for place in load_request.sandbox.read:
+        yield from policy.find_readable_entries(Path(place), hidden)
     programs = compilation_cache.find_linked_programs(load_request.scratch)
     if programs is not None:
         yield from {program.resolve().parent for program in programs.iterdir() if program.is_symlink()}

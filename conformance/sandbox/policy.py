@@ -15,7 +15,7 @@ import site
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from conformance import packages
@@ -66,13 +66,15 @@ class SandboxPolicy:
         )
 
 
-def build_policy(read: Iterable[str], variables: Iterable[str], hidden: Iterable[str]) -> SandboxPolicy:
-    """Build a policy from the values of options. Raises `ValueError` for a path that does not exist."""
-    paths = tuple(os.path.abspath(path) for path in read)
-    for path in paths:
-        if not os.path.exists(path):
+def build_policy(read: Sequence[str], variables: Sequence[str], hidden: Iterable[str]) -> SandboxPolicy:
+    """Build a policy from the values of options. Raises `ValueError` for a path or a name that cannot be one."""
+    for path in read:
+        if not os.path.exists(path):  # not of the absolute path, since that of an empty path is the current folder
             raise ValueError(f"sandbox-read={path}: there is no such file or folder")
-    return SandboxPolicy(paths, tuple(variables), tuple(map(os.path.abspath, hidden)))
+    for name in variables:
+        if not name or "=" in name:
+            raise ValueError(f"sandbox-env={name}: expected the name of an environment variable, without a value")
+    return SandboxPolicy(tuple(map(os.path.abspath, read)), tuple(variables), tuple(map(os.path.abspath, hidden)))
 
 
 def find_system_paths() -> Iterator[Path]:
@@ -152,30 +154,73 @@ def _find_home(name: str) -> Path | None:
 def find_readable_sources(tree: Path, hidden: Iterable[Path]) -> Iterator[Path]:
     """Yield the files and folders of a source tree that a kernel may read.
 
-    These are all entries except dot files (`.git`, `.env`, `.ssh`), links that lead out of the tree, the files
-    `hidden`, and files of records (`*.jsonl`). The latter have seeds and verdicts. If the tree is or contains the
-    user's home or a folder for temporary files, only modules and packages are readable.
+    These are what `find_readable_entries` yields. If the tree is or contains the user's home or a folder for temporary
+    files, only its modules and packages are readable.
 
     Args:
       tree: an existing folder.
       hidden: files that are not readable; they need not exist.
     """
     tree = tree.resolve()
-    hidden = [path.resolve() for path in hidden]
-    only_modules = any(shared.is_relative_to(tree) for shared in _list_shared_folders())
-    with contextlib.suppress(OSError):
-        for entry in sorted(tree.iterdir()):
-            path = entry.resolve()
-            if entry.name.startswith(".") or entry.suffix == ".jsonl" or not path.is_relative_to(tree):
+    if not any(shared.is_relative_to(tree) for shared in _list_shared_folders()):
+        yield from find_readable_entries(tree, hidden)
+        return
+    for entry in map(Path, _scan(str(tree))):
+        path = entry.resolve()
+        is_module = entry.suffix in (".py", ".so") or (path / "__init__.py").is_file()
+        if is_module and path.is_relative_to(tree) and not any(map(is_unreadable, path.relative_to(tree).parts)):
+            yield from find_readable_entries(path, hidden)
+
+
+def find_readable_entries(place: Path, hidden: Iterable[Path]) -> Iterator[Path]:
+    """Yield a file that a kernel may read, or the readable entries of a folder.
+
+    At any depth, these are all entries except dot files (`.git`, `.env`, `.ssh`), links that lead out of the folder,
+    the files `hidden`, and files of records (`*.jsonl`). The latter have seeds and verdicts. `place` itself may have
+    such a name.
+
+    Args:
+      place: an existing file or folder.
+      hidden: files that are not readable; they need not exist.
+    """
+    system = {str(folder.resolve()) for folder in _find_interpreter()}  # readable anyway, and large
+    unreadable = {str(path.resolve()) for path in hidden}
+    above = {str(folder) for path in unreadable for folder in Path(path).parents}
+
+    def find(folder: str) -> tuple[list[str], bool]:
+        """Return the readable entries of a folder, and whether a rule may allow the folder as a whole."""
+        found, is_whole = [], folder not in above
+        for entry in _scan(folder):
+            if entry.is_symlink():  # what it leads to is found by itself, or lies outside
                 continue
-            if only_modules and not (entry.suffix in (".py", ".so") or (path / "__init__.py").is_file()):
-                continue
-            if path in hidden:
-                continue
-            if path.is_dir() and any(file.is_relative_to(path) for file in hidden):
-                yield from find_readable_sources(path, hidden)
+            if is_unreadable(entry.name) or entry.path in unreadable:
+                is_whole = False
+            elif not entry.is_dir() or entry.path in system or (below := find(entry.path))[1]:
+                found.append(entry.path)
             else:
-                yield path
+                found += below[0]
+                is_whole = False
+        return found, is_whole
+
+    place = place.resolve()
+    if place.is_dir():
+        yield from map(Path, find(str(place))[0])
+    elif str(place) not in unreadable:
+        yield place
+
+
+def _scan(folder: str) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder; none if it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def is_unreadable(name: str) -> bool:
+    """Tell whether an entry of a folder is a dot file or a file of records."""
+    return name.startswith(".") or name.endswith(".jsonl")
 
 
 def _list_shared_folders() -> Iterator[Path]:

@@ -5,7 +5,7 @@ process or machine. Also missing are io_uring, System V and POSIX IPC, prioritie
 A few calls are allowed for some arguments:
 
 - `clone` without new namespaces;
-- `ioctl` for pipes and terminals; with an accelerator, for any device, but not to change the flags of a file;
+- `ioctl` for pipes and terminals; with an accelerator, for any device, but not for files, terminals and userfaultfd;
 - `prlimit64` on the process itself;
 - with an NVIDIA driver, the calls that serve a Unix socket, which the driver is believed to need. Connecting is
   forbidden.
@@ -42,8 +42,8 @@ _AF_UNIX = 1
 # ioctl commands that are always allowed: TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FIOASYNC,
 # TCGETS2, FS_IOC_GETFLAGS
 _HARMLESS_IOCTLS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x5452, 0x802C542A, 0x80086601)
-# Types of ioctl commands of file systems (f, X, v, btrfs) and terminals (T). Commands of accelerators have other types.
-_FILE_AND_TERMINAL_TYPES = (0x66, 0x58, 0x76, 0x94, 0x54)
+# Types of ioctl commands of file systems (f, X, v, btrfs), terminals (T) and userfaultfd. Those of accelerators differ.
+_REFUSED_TYPES = (0x66, 0x58, 0x76, 0x94, 0x54, 0xAA)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _check_ioctl(*, accelerator: bool) -> list[Step]:
     if not accelerator:
         return [*steps, _refuse(errno.ENOTTY)]
     steps += [(_MASK, 0, 0, 0xFF00)]
-    for kind in _FILE_AND_TERMINAL_TYPES:
+    for kind in _REFUSED_TYPES:
         steps += [(_IF_EQUAL, 0, 1, kind << 8), _refuse(errno.ENOTTY)]
     return [*steps, (_RETURN, 0, 0, _RET_ALLOW)]
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from conformance.sandbox import scratch_folder
+from conformance import temporary_folders
 from conformance.sandbox.resource_usage import OverLimit, UsageMonitor, list_children
 
 IS_AVAILABLE = sys.platform.startswith("linux")
@@ -57,7 +57,7 @@ def start_supervised(pipes: Sequence[int], status: int, scratch: str, memory: in
 
     def end_and_remove(number: int, frame: FrameType | None) -> NoReturn:
         _kill_descendants()
-        scratch_folder.remove_folder(scratch)
+        temporary_folders.remove_folder(scratch)
         _end_all()
 
     before = {END_SIGNAL: signal.signal(END_SIGNAL, end_for_judge)}
@@ -136,7 +136,7 @@ def _remove_for_ended_judge(status: int, scratch: str) -> None:
     watched = select.poll()
     watched.register(status, 0)
     if watched.poll(_JUDGE_END_SECONDS * 1000):
-        scratch_folder.remove_folder(scratch)
+        temporary_folders.remove_folder(scratch)
 
 
 def _end_all() -> NoReturn:

@@ -41,6 +41,8 @@ _QUERY = {
     "memory": "memory",
 }
 _FILES = ("report", "json", "markdown", "resume", "baseline")
+# Fields of `RunOptions` that are no paths or names, and may be empty.
+_TEXTS = ("command", "selection", "option_prefix")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,12 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Raise `CannotJudge` for values that no run can have, and for options that contradict each other."""
+        options = {field: name for name, field in _QUERY.items()}
+        if not self.option_prefix:  # a Python function judges what it is given, and takes its name
+            options["implementations"] = "name"
+        for field, value in vars(self).items():
+            if field not in _TEXTS:
+                reject_empty(self.spell(options.get(field, field)), value)
         self._reject_contradictions()
         if self.jobs is not None and self.jobs < 1:
             raise CannotJudge(f"{self.spell('jobs')} must be at least 1, got {self.jobs}")
@@ -259,6 +267,12 @@ def draw_seeds(seeds: Sequence[int | None]) -> tuple[tuple[int, ...], list[str]]
     drawn = tuple(seed if seed is not None else random.SystemRandom().getrandbits(32) for seed in seeds)
     named = ", ".join(str(seed) for seed, given in zip(drawn, seeds, strict=True) if given is None)
     return drawn, [f"--seed=random drew {named}: --seed={named} judges the same cases again"] if named else []
+
+
+def reject_empty(option: str, value: Any) -> None:
+    """Raise `CannotJudge` if a value is an empty text, or a list or tuple with one: no path and no name is empty."""
+    if value == "" or (isinstance(value, list | tuple) and "" in value):
+        raise CannotJudge(f"{option} must not be empty")
 
 
 def reject_negative_seconds(option: str, seconds: float | None) -> None:

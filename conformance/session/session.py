@@ -72,6 +72,7 @@ from conformance.session.required_platform import select_native
 from conformance.session.run_comparison import compare_runs, gather_compared_runs, read_compared_runs
 from conformance.session.run_options import RunOptions
 from conformance.session.run_outputs import check_outputs, check_writable, find_step_summary
+from conformance.temporary_folders import remove_abandoned_folders
 from reports import conformity
 from reports.causes.finding_text import FindingText
 from reports.changes import Comparison
@@ -221,6 +222,7 @@ class Session:
         self._shrunk: list[str] = []
         self._is_followed_up = False
         if not is_worker:
+            remove_abandoned_folders()
             self._check_files()
         self.settings = load_project_settings(folder)
         self.kernel_options = build_kernel_options(

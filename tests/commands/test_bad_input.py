@@ -307,7 +307,7 @@ GLOBS = [
 ]
 NAMES = [
     BadInput("impl-unknown", at_impl("nope"), ("'nope'", "registered are dot_product")),
-    BadInput("impl-empty", at_impl(""), ("unknown implementation ''", "registered are")),
+    BadInput("impl-empty", at_impl(""), ("--impl must not be empty",)),
     BadInput("impl-escape", at_impl("\x1b[31m.py:right"), (r"\x1b[31m.py:right", "a name must be text")),
     BadInput("impl-zero", at_impl("a\0.py:right"), (r"a\x00.py:right", "a name must be text")),
     BadInput("impl-no-file", at_impl("no.py:right"), ("no such file: no.py",)),

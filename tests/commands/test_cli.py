@@ -50,6 +50,23 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command in ("", "completion", "serve") or len(groups) >= 3, groups  # two of its own, and that of --help
 
 
+@pytest.mark.parametrize("command", list_commands())
+def test_no_path_and_no_name_is_empty(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = (action for action in cli.build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    actions = [action for action in found.choices[command]._actions if action.nargs != 0]
+    needed = [f"{name}=x" for action in actions if action.required for name in action.option_strings[:1]]
+    places = [action.choices or ["x"] for action in actions if not action.option_strings]
+    for action in actions:
+        if action.type is None and not action.choices:
+            given = [f"{action.option_strings[0]}="] if action.option_strings else []
+            words = [next(iter(place)) for place in places] if given else [""] * len(places)
+            with pytest.raises(SystemExit, match="2"):
+                cli.build_parser().parse_args([command, *needed, *given, *words])
+            said = capsys.readouterr().err
+            assert "must not be empty" in said
+            assert not given or action.option_strings[0] in said
+
+
 def test_help_does_not_load_jax() -> None:
     code = "import sys; from conformance import cli; cli.build_parser(); sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,13 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from conformance.fork_server import command_server
+from conformance import served_command, served_run
+from conformance.fork_server import command_server, forked_process
+from conformance.fork_server.forked_process import ForkedProcess
+from conformance.sandbox import compilation_cache
 from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit, restore_signal_handlers, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -27,6 +29,8 @@ def attention(q, k, v, *, causal=False):
     time.sleep({delay})
     return naive.attention(q, k, v, causal=causal){change}
 """
+WAITS = """while not __import__("os").path.exists("go"):
+        time.sleep(0.05)"""
 CASE = "--case=train/f32/B1.T37.S37.N2.K2.H16.V16/causal/normal/s0"
 SEVERAL = ("--cases=train/f32/*.T1.*", "--check=forward", "--jobs=1")
 
@@ -126,17 +130,85 @@ def test_a_second_server_is_refused(environ: dict[str, str], server: subprocess.
     assert "runs already" in done.stderr
 
 
-def test_the_folder_of_a_server_that_is_stopped_is_removed(environ: dict[str, str], tmp_path: Path) -> None:
-    alone = {**environ, "JAX_CONFORMANCE_TEST": "stopped", "TMPDIR": str(tmp_path)}
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_command_outlives_its_server_and_nothing_is_left(
+    environ: dict[str, str], tmp_path: Path, number: signal.Signals
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    alone = {**environ, "TMPDIR": str(temporary)}
+    (tmp_path / "kernel.py").write_text(KERNEL.replace("time.sleep({delay})", WAITS).format(change=""))
+    command = [sys.executable, "-m", "conformance", "run", "--impl=kernel.py:attention", CASE, "--json=found.jsonl"]
     with restore_signal_handlers():
-        process = subprocess.Popen(
-            [sys.executable, "-m", "conformance", "serve"], env=alone, stderr=subprocess.PIPE, text=True
+        serving = subprocess.Popen(
+            [*command[:3], "serve"], env=alone, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
-    with kill_on_exit(process):
-        assert process.stderr is not None
-        process.stderr.readline()
-        assert list(tmp_path.glob("conformance-serve-*"))
-        start = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        process.wait(COMMAND_TIMEOUT)
-    assert not list(tmp_path.glob("conformance-serve-*")), time.monotonic() - start
+    said = tmp_path / "said.txt"
+    with kill_on_exit(serving), said.open("w") as stderr:
+        assert serving.stderr is not None
+        assert serving.stderr.readline().startswith("serving")
+        running = subprocess.Popen(command, cwd=tmp_path, env=alone, stderr=stderr, text=True, start_new_session=True)
+        with kill_on_exit(running):
+            wait_until((tmp_path / "found.jsonl").exists, running)
+            serving.send_signal(number)
+            serving.wait(COMMAND_TIMEOUT)
+            left = [path.name for path in temporary.glob("conformance-serve-*")]
+            wait_until(lambda: "has ended; this command goes on by itself" in said.read_text(), running)
+            (tmp_path / "go").touch()
+            assert running.wait(COMMAND_TIMEOUT) == 0, said.read_text()
+    assert len(left) == (number == signal.SIGKILL)
+    subprocess.run([*command[:4], "--impl=dot_product", CASE], cwd=tmp_path, env=alone, check=True, capture_output=True)
+    assert not list(temporary.glob("conformance-*"))
+
+
+def test_a_command_that_its_server_never_began_runs_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("_server", None), ("_started_servers", [])):
+        monkeypatch.setattr(forked_process, name, value)
+    ours, theirs = socket.socketpair()
+    forked_process.adopt_connection(ours.detach(), forked_process.read_import_environment())
+    process = ForkedProcess(print)
+    end, ending = os.pipe()
+    for ended in (theirs.detach(), ending):
+        os.close(ended)
+    assert served_command._wait(process, command_server.FoundServer("/folder", has_stale=False, end=end)) is None
+    assert capfd.readouterr().err.count("goes on by itself") == 1
+    process.release()
+    os.close(end)
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "XDG_RUNTIME_DIR"])
+def test_a_server_with_other_places_for_temporary_files_is_not_found(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_CONFORMANCE_TEST", f"{variable}-{os.getpid()}")
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with socket.socket(socket.AF_UNIX) as older:
+        older.bind(f"\0{command_server._name_installation()}-older")
+        older.listen()
+        assert command_server.join_server().has_stale
+        monkeypatch.setenv(variable, str(tmp_path))
+        monkeypatch.setattr("tempfile.tempdir", None)
+        assert not command_server.join_server().has_stale
+
+
+def test_the_folder_of_an_ended_server_is_neither_used_nor_created_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(served_run.FOLDER_VARIABLE, str(tmp_path))
+    assert served_run.find_folder() == tmp_path
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)  # another user has created it
+    assert served_run.find_folder() is None
+    ended = tmp_path / "ended"
+    monkeypatch.setenv(served_run.FOLDER_VARIABLE, str(ended))
+    assert served_run.find_folder() is None
+    compilation_cache.link_programs(None, str(tmp_path))
+    linked = compilation_cache.find_linked_programs(str(tmp_path))
+    assert linked is not None
+    program = linked / f"jit_f-{'0' * 64}-cache"
+    program.write_text("x")
+    os.utime(program, (1, 1))
+    assert compilation_cache._find_new_programs(linked)
+    compilation_cache.store_programs(ended / "programs" / "digest", str(tmp_path))
+    assert not ended.exists()

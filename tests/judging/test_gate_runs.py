@@ -238,6 +238,7 @@ def test_only_what_runs_on_the_required_gpu_is_collected(
             "--conformance-timeout must be more than zero, got",
         ),
         (["--impl=kernel.py:attention", "--conformance-memory=-1"], "--conformance-memory must be more than zero, got"),
+        (["--impl=kernel.py:attention", "--conformance-sandbox-read="], "--conformance-sandbox-read must not be empty"),
         (["--impl=kernel.py:attention", "--conformance-diagnose-seconds=-1"], "must not be negative, got -1"),
     ],
 )

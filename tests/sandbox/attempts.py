@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import json
 import mmap
 import os
@@ -51,6 +52,8 @@ NUMBERS = {
     "io_uring_setup": (425, 425),
     "clone": (56, 220),
 }
+# Devices that no kernel needs.
+DEVICES = ("userfaultfd", "kvm", "net/tun", "ptmx", "loop-control", "cpu_dma_latency", "vsock", "tty", "mem", "kmsg")
 ON_AARCH64 = os.uname().machine == "aarch64"
 
 
@@ -59,6 +62,10 @@ def system_call(name: str, *arguments: Any) -> None:
     if libc.syscall(NUMBERS[name][ON_AARCH64], *arguments) == -1:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def _open_device(name: str) -> None:
+    os.close(os.open(f"/dev/{name}", os.O_RDWR))
 
 
 def _touch(file: Path) -> None:
@@ -86,11 +93,21 @@ def attempts(folder: Path) -> dict[str, Callable[[], Any]]:
         "the machine's processors": Path("/proc/cpuinfo").read_text,
         "its own limits": lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
         "signal itself": lambda: os.kill(os.getpid(), 0),
+        "write to /dev/null": lambda: Path("/dev/null").write_text("x"),
+        "read /dev/urandom": lambda: os.close(os.open("/dev/urandom", os.O_RDONLY)),
+        # Devices.
+        **{
+            f"open /dev/{name}": functools.partial(_open_device, name)
+            for name in DEVICES
+            if Path("/dev", name).exists()
+        },
         # Files.
         "read a neighbour": (folder / "neighbour.txt").read_text,
         "read by a link": (tree / "link.txt").read_text,
         "read .git": (tree / ".git" / "config").read_text,
         "read .env": (tree / ".env").read_text,
+        "read .env by a link": (tree / "alias.txt").read_text,
+        "read .env farther down": (tree / "data" / ".env").read_text,
         "read records": (tree / "records.jsonl").read_text,
         "read what the command writes": (tree / "out" / "page.html").read_text,
         "list a neighbour": lambda: os.listdir(folder / "other"),

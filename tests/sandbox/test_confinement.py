@@ -21,7 +21,7 @@ NEEDED = (
     *("read a module", "read a data file", "list the tree", "read the library", "write to scratch"),
     *("make a file in scratch", "copy in scratch"),
     *("rename in scratch", "a child", "a thread", "shared memory of its own", "the machine's processors"),
-    *("its own limits", "signal itself"),
+    *("its own limits", "signal itself", "write to /dev/null", "read /dev/urandom"),
 )
 IGNORED = ("change a mode",)
 WITH_NVIDIA = ("name a thread",)
@@ -30,13 +30,21 @@ DENIED = tuple(name for name in attempts(Path()) if name not in (*NEEDED, *IGNOR
 
 def make_folder(folder: Path) -> Path:
     """Make a source tree, with entries beside it and in it that a kernel must not read."""
-    for name in ("tree/data/table.txt", "tree/helper.py", "tree/.git/config", "tree/.env", "tree/records.jsonl"):
+    for name in (
+        "tree/data/table.txt",
+        "tree/helper.py",
+        "tree/.git/config",
+        "tree/.env",
+        "tree/data/.env",
+        "tree/records.jsonl",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("here")
     for name in ("tree/out/page.html", "neighbour.txt", "other/file", "driver"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("here")
     (folder / "tree" / "link.txt").symlink_to(folder / "neighbour.txt")
+    (folder / "tree" / "alias.txt").symlink_to(folder / "tree" / ".env")
     (folder / "scratch").mkdir()
     return folder
 
@@ -158,6 +166,28 @@ def test_an_accelerator_is_driven_by_commands_that_are_no_files() -> None:
     assert decide(steps, machine, 16, 3, 0x30000001) == "allow"  # UVM_INITIALIZE
     assert decide(steps, machine, 16, 3, 0x40086602) == 25
     assert decide(steps, machine, 16, 3, 0x5412) == 25
+    assert decide(steps, machine, 16, 3, 0xAA00) == 25  # USERFAULTFD_IOC_NEW
+
+
+def test_devices_are_those_that_every_kernel_needs_and_those_of_accelerators(tmp_path: Path) -> None:
+    allowed = {
+        "null",
+        "zero",
+        "random",
+        "urandom",
+        "nvidia0",
+        "nvidiactl",
+        "nvidia-uvm",
+        "accel0",
+        "vfio",
+        "kfd",
+        "dri",
+    }
+    others = {"userfaultfd", "kvm", "net", "ptmx", "pts", "loop-control", "loop0", "cpu_dma_latency", "shm", "mem"}
+    for name in allowed | others | {"tty", "console", "sda", "fuse", "vsock", "hwrng"}:
+        (tmp_path / name).touch()
+    (tmp_path / "nvidia-link").symlink_to(tmp_path / "mem")
+    assert {device.name for device in confinement.find_devices(folder=tmp_path)} == allowed
 
 
 def test_calls_of_the_other_word_size_are_refused() -> None:
@@ -187,7 +217,22 @@ def test_a_home_shows_its_modules_alone(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     found = policy.find_readable_sources(tmp_path, [])
-    assert sorted(path.name for path in found) == ["flash.py", "package"]
+    assert sorted(str(path.relative_to(tmp_path)) for path in found) == ["flash.py", "package/__init__.py"]
+
+
+def test_dot_files_and_records_stay_hidden_at_any_depth_and_under_other_names(tmp_path: Path) -> None:
+    shown = {"flash.py", "plain/a/b.txt", "mixed/c.txt", "mixed/more/d.txt", "out/e.txt"}
+    for name in shown | {".env", "mixed/.env", "mixed/more/.git/config", "out/f/g.jsonl"}:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "alias").symlink_to(tmp_path / ".env")
+    (tmp_path / "mixed" / "alias").symlink_to(tmp_path / "mixed" / "more" / ".git")
+    allowed = list(policy.find_readable_sources(tmp_path, [tmp_path / "plain" / "a" / "later.html"]))
+    assert tmp_path / "plain" / "a" not in allowed  # the command will write a file there
+    readable = {path for place in allowed for path in (place, *place.rglob("*")) if path.is_file()}
+    assert {str(path.relative_to(tmp_path)) for path in readable} == shown
+    named = list(policy.find_readable_entries(tmp_path / "mixed" / "more" / ".git", []))
+    assert named == [tmp_path / "mixed" / "more" / ".git" / "config"]
 
 
 def test_the_current_folder_counts_if_the_kernel_lies_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,22 @@ def test_a_file_that_is_denied_names_the_option(tmp_path: Path) -> None:
         assert (f"--sandbox-read={tmp_path / 'tables'}" in record.reason) == (verdict == records.ERROR)
 
 
+@pytest.mark.usefixtures("confined")
+def test_a_dot_file_in_a_named_folder_must_be_named_itself(tmp_path: Path) -> None:
+    secret = tmp_path / "tables" / "deep" / ".env"
+    secret.parent.mkdir(parents=True)
+    secret.write_text("128")
+    (tmp_path / "kernels").mkdir()
+    kernel = tmp_path / "kernels" / "flash.py"
+    kernel.write_text(READS.format(path=str(secret)))
+    for named, verdict in ((tmp_path / "tables", records.ERROR), (secret, records.PASS)):
+        found = KernelOptions(sandbox=build_policy([str(named)], [], [])).find(f"{kernel}:attention")
+        (record,) = Runner(Settings()).run([Job(found, parse_case_id(CASE), (CHECKS_BY_NAME["forward"],))])
+        sandboxed_executor.end_process(found)
+        assert record.verdict == verdict
+        assert (f"--sandbox-read={secret} " in record.reason) == (verdict == records.ERROR)
+
+
 def test_errors_of_the_kernel_itself_name_no_option() -> None:
     assert denials.explain_denial("no_such_module_anywhere", is_permission_error=False) == ""
     assert denials.explain_denial("", is_permission_error=False) == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 
 from cases.case import Case
 from cases.operand_values import draw_problem
+from conformance import temporary_folders
 from conformance.contract import Implementation
-from conformance.sandbox import resource_usage, sandboxed_executor, scratch_folder, supervisor
+from conformance.sandbox import resource_usage, sandboxed_executor, supervisor
 from conformance.sandbox.kernel_process import Limits, ProcessLost
 from conformance.sandbox.resource_usage import OverLimit, UsageMonitor
-from conformance.sandbox.scratch_folder import ScratchFolder
+from conformance.temporary_folders import TemporaryFolder
 from tests.process_helpers import kill_on_exit, wait_until
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
@@ -205,7 +207,7 @@ def test_a_locked_folder_is_removed(
 def test_a_user_without_privileges_removes_folders_of_any_mode_and_depth(tmp_path: Path) -> None:
     code = """
         import os, sys, tempfile
-        from conformance.sandbox import scratch_folder
+        from conformance import temporary_folders
         top = tempfile.mkdtemp()
         here = os.getcwd()
         os.chdir(top)
@@ -224,7 +226,7 @@ def test_a_user_without_privileges_removes_folders_of_any_mode_and_depth(tmp_pat
             pass
         else:
             raise AssertionError("modes bind nobody here")
-        assert scratch_folder.remove_folder(top) == []
+        assert temporary_folders.remove_folder(top) == []
         assert not os.path.lexists(top)
     """
     # Without its capabilities, root is subject to file modes like other users.
@@ -236,29 +238,64 @@ def test_a_user_without_privileges_removes_folders_of_any_mode_and_depth(tmp_pat
 
 
 def test_what_cannot_be_removed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    remains = scratch_folder.remove_folder("/proc/self/fdinfo")
+    remains = temporary_folders.remove_folder("/proc/self/fdinfo")
     assert remains
-    scratch_folder.report_remains(remains)
-    assert "warning: a kernel left what cannot be removed: /proc/self/fdinfo" in capsys.readouterr().err
+    temporary_folders.report_remains(remains)
+    assert "cannot be removed: /proc/self/fdinfo" in capsys.readouterr().err
 
 
 def test_folders_of_other_judges_stay_and_those_of_killed_ones_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    abandoned = tmp_path / "conformance-kernel-1234-abc"
+    abandoned = tmp_path / "conformance-serve-1234abcd.tmp"
+    (tmp_path / "conformance-of-a-user").mkdir()
     (abandoned / "inner").mkdir(parents=True)
     (abandoned / "inner").chmod(0)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (tmp_path / "conformance-kernel-link").symlink_to(elsewhere)
-    first, second = ScratchFolder(), ScratchFolder()
-    assert sorted(list_leftovers(tmp_path)) == sorted(
-        [Path(first.path).name, Path(second.path).name, "conformance-kernel-link"]
+    (tmp_path / "conformance-kernel-link.tmp").symlink_to(elsewhere)
+    first, second = TemporaryFolder("kernel"), TemporaryFolder("explorer")
+    assert sorted(path.name for path in tmp_path.glob("conformance-*")) == sorted(
+        [Path(first.path).name, Path(second.path).name, "conformance-kernel-link.tmp", "conformance-of-a-user"]
     )
     first.remove()
     second.remove()
     assert elsewhere.exists()
+
+
+def test_the_next_folder_removes_that_of_a_killed_explorer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+        import os, signal
+        from conformance.judging import explorer
+        with explorer.use_temporary_home():
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    assert subprocess.run(command, env={**os.environ, "TMPDIR": str(tmp_path)}, check=False).returncode == -9
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    TemporaryFolder("kernel").remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_removed_before_it_is_locked_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    create, created = tempfile.mkdtemp, []
+
+    def create_and_remove_first(**options: str) -> str:
+        created.append(create(**options))
+        if len(created) == 1:
+            temporary_folders.remove_abandoned_folders()
+        return created[-1]
+
+    monkeypatch.setattr("tempfile.mkdtemp", create_and_remove_first)
+    folder = TemporaryFolder("kernel")
+    assert [folder.path] == created[1:]
+    folder.remove()
+    assert not list(tmp_path.iterdir())
 
 
 @needs_supervisor

@@ -136,6 +136,13 @@ def test_a_stopped_run_is_continued_and_compared(folder: Path) -> None:
         ({"implementations": ("a",), "seeds": (2**64,)}, ("--seed", "2**64")),
         ({"implementations": ("a",), "timeout": float("inf")}, ("--timeout", "finite")),
         ({"implementations": ("a",), "confirm_seconds": -1.0}, ("--confirm-seconds", "got -1")),
+        ({"implementations": ("a",), "report": ""}, ("--report", "empty")),
+        ({"implementations": ("a",), "checks": ("forward", "")}, ("--check ", "empty")),
+        ({"implementations": ("",), "option_prefix": ""}, ("name ", "empty")),
+        (
+            {"implementations": ("a",), "sandbox_read": ("",), "option_prefix": "--conformance-"},
+            ("--conformance-sandbox-read ", "empty"),
+        ),
     ],
 )
 def test_options_that_no_run_can_have_are_refused(values: dict[str, object], named: tuple[str, ...]) -> None:

@@ -1,7 +1,7 @@
-"""Create and remove scratch folders, the only place that a kernel's process may write to.
+"""Create and remove temporary folders, such as the scratch folder of a kernel's process.
 
-A judge locks the folders that it uses. The system removes the locks when the judge's process ends, even if it is
-killed. So a folder without a lock was left by a killed judge, and the next judge removes it.
+A process locks the folders that it uses. The system removes the locks when the process ends, even if it is killed. So a
+folder without a lock was left by a killed process, and the next process that creates a folder removes it.
 """
 
 from __future__ import annotations
@@ -16,39 +16,71 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from conformance import interrupts
 from conformance.records import make_printable
 
-_PREFIX = "conformance-kernel-"
+_PREFIX, _SUFFIX = "conformance-", ".tmp"
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class ScratchFolder:
-    """A scratch folder that this judge has locked."""
+class TemporaryFolder:
+    """A temporary folder that this process has locked.
 
-    def __init__(self) -> None:
-        """Create and lock the folder, and remove folders that killed judges have left."""
+    Attributes:
+      path: the path of the folder.
+      lock: a descriptor. The folder is locked while this or a duplicate in another process is open.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        """Create and lock the folder, and remove folders that killed processes have left.
+
+        Args:
+          purpose: a word for the folder's name.
+        """
         remove_abandoned_folders()
         while True:
-            self.path = tempfile.mkdtemp(prefix=_PREFIX)
-            with contextlib.suppress(OSError):  # another judge may remove the folder before it is locked
-                self._lock = os.open(self.path, _OPEN_FOLDER)
-                fcntl.flock(self._lock, fcntl.LOCK_SH)
-                if os.path.samestat(os.stat(self.path), os.fstat(self._lock)):
+            self.path = tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", suffix=_SUFFIX)
+            with contextlib.suppress(OSError):  # another process may remove the folder before it is locked
+                self.lock = os.open(self.path, _OPEN_FOLDER)
+                fcntl.flock(self.lock, fcntl.LOCK_SH)
+                if os.path.samestat(os.stat(self.path), os.fstat(self.lock)):
                     return
-                os.close(self._lock)
+                os.close(self.lock)
 
     def remove(self) -> None:
-        """Remove the folder with all that a kernel wrote there, and warn about entries that cannot be removed."""
+        """Remove the folder with all that is in it, and warn about entries that cannot be removed.
+
+        The folder gets another name first, so that no process creates entries while it is emptied.
+        """
+        renamed = f"{self.path.removesuffix(_SUFFIX)}-removed{_SUFFIX}"
+        with contextlib.suppress(OSError):
+            os.rename(self.path, renamed)
+            self.path = renamed
         report_remains(remove_folder(self.path))
-        os.close(self._lock)
+        os.close(self.lock)
+
+
+@contextlib.contextmanager
+def use_temporary_folder(purpose: str) -> Iterator[TemporaryFolder]:
+    """Create a temporary folder for the block, and remove it at the end. A stop signal interrupts neither."""
+    with contextlib.ExitStack() as closing:
+        with interrupts.delay_signals():
+            folder = TemporaryFolder(purpose)
+            closing.callback(_remove_undisturbed, folder)
+        yield folder
+
+
+def _remove_undisturbed(folder: TemporaryFolder) -> None:
+    with interrupts.delay_signals():
+        folder.remove()
 
 
 def remove_abandoned_folders() -> None:
-    """Remove the folders of judges that were killed, and warn about entries that cannot be removed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    """Remove the folders of processes that were killed, and warn about entries that cannot be removed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*{_SUFFIX}"):
         with contextlib.suppress(OSError):
-            if path.lstat().st_uid == os.geteuid() and _is_abandoned(path):
-                report_remains(remove_folder(str(path)))
+            if path.lstat().st_uid == os.geteuid():
+                _remove_abandoned_folder(str(path))
 
 
 def remove_folder(folder: str) -> list[str]:
@@ -83,7 +115,7 @@ def remove_folder(folder: str) -> list[str]:
     if not remains:
         try:
             os.rmdir(folder)
-        except FileNotFoundError:  # another judge removes it at the same time
+        except FileNotFoundError:  # another process removes it at the same time
             pass
         except OSError as error:
             remains.append(f"{folder}: {error.strerror}")
@@ -93,20 +125,20 @@ def remove_folder(folder: str) -> list[str]:
 def report_remains(remains: list[str]) -> None:
     """Print a warning that names the first three files that could not be removed, and the number of others."""
     for what in remains[:3]:
-        print(f"warning: a kernel left what cannot be removed: {make_printable(what)}", file=sys.stderr)
+        print(f"warning: a temporary folder has what cannot be removed: {make_printable(what)}", file=sys.stderr)
     if len(remains) > 3:
         print(f"warning: and {len(remains) - 3} files more", file=sys.stderr)
 
 
-def _is_abandoned(path: Path) -> bool:
-    lock = _open_folder(str(path), None)
-    try:
+def _remove_abandoned_folder(path: str) -> None:
+    """Remove a folder unless a process has locked it.
+
+    This process holds the lock meanwhile. So a process that has just created the folder, and waits for the lock, then
+    notices that the folder is gone.
+    """
+    with _closing(_open_folder(path, None)) as lock, contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
-    return True
+        report_remains(remove_folder(path))
 
 
 def _open_folder(name: str, parent: int | None) -> int:
