@@ -14,6 +14,7 @@ from absl.flags import argparse_flags
 from conformance import packages
 from conformance.commands import standard_streams
 from conformance.name_suggestions import suggest_name
+from conformance.printable_text import make_printable
 from conformance.session.failures import CannotJudge
 
 TRACEBACK_VARIABLE = "CONFORMANCE_TRACEBACK"
@@ -79,7 +80,7 @@ def describe_error(error: Exception) -> str:
     if lookup is not None:
         expected += (lookup.ImplementationNotFound,)
     if isinstance(error, expected):
-        return str(error)
+        return make_printable(str(error))
     if os.environ.get(TRACEBACK_VARIABLE):
         standard_streams.print_error("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, OSError):
@@ -92,5 +93,5 @@ def describe_error(error: Exception) -> str:
 
 def to_one_line(text: str, longest: int = 400) -> str:
     """Return the text as one printable line."""
-    line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+    line = make_printable(" ".join(text.split()))
     return line if len(line) <= longest else f"{line[:longest]}…"

@@ -8,7 +8,7 @@ import re
 from cases.operand_registry import OPTIONAL
 from conformance.judging.expected_failures import format_toml, suggest_entries, suggest_entries_by_cause
 from conformance.judging.run_aggregation import aggregate_runs
-from conformance.records import make_printable
+from conformance.printable_text import make_printable
 from conformance.session import input_files
 from conformance.session.failures import CannotJudge
 from reports.causes import root_causes

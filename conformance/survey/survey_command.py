@@ -53,7 +53,7 @@ def run_survey(arguments: argparse.Namespace) -> int:
     with interrupts.record_signals():
         _judge_rows(rows, folder, arguments, console)
         results = [found for row in rows if (found := collect_row(row, folder / row.name)) is not None]
-        _print_results(results, Console())
+        _print_results(results, Console(markup=False))
         if arguments.json is not None:
             write_results(Path(arguments.json), collect_folder(folder))
         if arguments.report is not None:
@@ -67,7 +67,7 @@ def _show_results(path: Path, report: str | None) -> int:
         results = survey_results.read_results(path)
     except (OSError, ValueError) as error:
         raise CannotJudge(f"{path} cannot be read: {error}") from error
-    _print_results(results, Console())
+    _print_results(results, Console(markup=False))
     if report is not None:
         _save_page(Path(report), results)
     return _compute_exit_code(results)
