@@ -25,6 +25,9 @@ END_SCHEMA = "attention-conformance/end/1"
 PROBE_SCHEMA = "attention-conformance/probe/1"
 MEASUREMENT_SCHEMA = "attention-conformance/measurement/1"
 
+SHARD_PATTERN = r"([1-9]\d{0,3})/([1-9]\d{0,3})"
+"""A number of a part and the number of parts, at most 9999: each part that is missing is reported."""
+
 Figure: TypeAlias = int | float | Literal["inf", "-inf", "nan"]
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 # The length of an axis. The limit of 2**40 only keeps absurd values out.
@@ -153,7 +156,7 @@ class RunLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="schem
     seeds: tuple[int, ...]
     narrowed: str = ""
     query: QueryFields = msgspec.field(default_factory=QueryFields)
-    shard: Annotated[str, Meta(pattern=r"^([1-9]\d*/[1-9]\d*)?\Z")] = ""
+    shard: Annotated[str, Meta(pattern=rf"^({SHARD_PATTERN})?\Z")] = ""
     environment: dict[str, str] = {}
     tolerances: tuple[dict[str, Any], ...]
     kernels: dict[str, KernelFields]

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from absl.flags import argparse_flags
 
-from conformance import packages
+from conformance import exhausted_memory, packages
 from conformance.commands import standard_streams
 from conformance.name_suggestions import suggest_name
 from conformance.printable_text import make_printable
@@ -83,6 +83,8 @@ def describe_error(error: Exception) -> str:
         return make_printable(str(error))
     if os.environ.get(TRACEBACK_VARIABLE):
         standard_streams.print_error("".join(traceback.format_exception(error)).rstrip())
+    if sentence := exhausted_memory.describe_exhausted_memory(error):
+        return to_one_line(sentence)
     if isinstance(error, OSError):
         return to_one_line(standard_streams.describe_os_error(error))
     return to_one_line(

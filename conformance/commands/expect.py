@@ -24,6 +24,8 @@ def expect(arguments: argparse.Namespace) -> int:
     """Print a known-failure entry for each finding or set of failing cases, to be pasted into `pyproject.toml`."""
     recorded = [one for name in arguments.records for one in input_files.read_recorded_runs(name)]
     found, info = aggregate_runs(recorded, command="expect")
+    if not found:
+        raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
     known = sorted({record.implementation for record in found})
     for name in arguments.impl:
         if name not in known:

@@ -18,7 +18,7 @@ from conformance.commands.argument_lookup import format_command_line
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.records import RecordFileError
 from conformance.session.failures import CannotJudge
-from conformance.session.run_options import parse_shard
+from conformance.session.run_options import parse_shard, reject_bad_job_count
 from conformance.survey import judged_rows, known_failures
 from conformance.survey.judged_rows import RECORDS, RowOutcome, is_finished, judge_row, read_outcome
 from conformance.survey.survey_rows import Row, format_rows, select_rows, select_shard
@@ -48,6 +48,7 @@ def run_survey(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print(format_rows(rows))
         return 0
+    reject_bad_job_count(arguments.jobs)
     folder = Path(arguments.out)
     console = Console(stderr=True)
     with interrupts.record_signals():
