@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from conformance import interrupts
+from conformance import exhausted_memory, interrupts
 
 
 def main() -> None:
@@ -21,7 +21,8 @@ def main() -> None:
                 sys.exit(interrupts.resolve_exit_code(code))
             from conformance.cli import run_main  # slow, so signals during the import are recorded too
         except Exception as error:  # for example a missing library, or an unreadable file
-            line = f"error: the command line does not load: {type(error).__name__}: {error}".replace("\n", " ")
+            reason = exhausted_memory.describe_exhausted_memory(error) or f"{type(error).__name__}: {error}"
+            line = f"error: the command line does not load: {reason}".replace("\n", " ")
             os.write(2, f"{line}\n".encode(errors="backslashreplace"))
             os._exit(interrupts.resolve_exit_code(2))
         run_main()

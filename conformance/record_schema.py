@@ -1,20 +1,22 @@
 """Define and decode the lines of files of records and of measurements: their fields and types.
 
 A file has one JSON object per line. The field `schema` names the kind of line. A line with unknown fields, missing
-fields or fields of another type is refused. `conformance.records`, `conformance.runs` and `conformance.measurements`
-build their objects from decoded lines, and check that the values make sense.
+fields or fields of another type is refused. Every string is decoded as one printable line. `conformance.records`,
+`conformance.runs` and `conformance.measurements` build their objects from decoded lines, and check that the values make
+sense.
 
 JSON has no infinities and no NaN. A `Figure` is a number that may be one of them, written as `inf`, `-inf` or `nan`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from conformance.error_maps import MAX_CELLS
+from conformance.printable_text import make_all_printable, may_need_escapes
 
 RECORD_SCHEMA = "attention-conformance/record/1"
 RUN_SCHEMA = "attention-conformance/run/2"
@@ -22,6 +24,9 @@ JOB_SCHEMA = "attention-conformance/job/1"
 END_SCHEMA = "attention-conformance/end/1"
 PROBE_SCHEMA = "attention-conformance/probe/1"
 MEASUREMENT_SCHEMA = "attention-conformance/measurement/1"
+
+SHARD_PATTERN = r"([1-9]\d{0,3})/([1-9]\d{0,3})"
+"""A number of a part and the number of parts, at most 9999: each part that is missing is reported."""
 
 Figure: TypeAlias = int | float | Literal["inf", "-inf", "nan"]
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
@@ -151,7 +156,7 @@ class RunLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="schem
     seeds: tuple[int, ...]
     narrowed: str = ""
     query: QueryFields = msgspec.field(default_factory=QueryFields)
-    shard: Annotated[str, Meta(pattern=r"^([1-9]\d*/[1-9]\d*)?\Z")] = ""
+    shard: Annotated[str, Meta(pattern=rf"^({SHARD_PATTERN})?\Z")] = ""
     environment: dict[str, str] = {}
     tolerances: tuple[dict[str, Any], ...]
     kernels: dict[str, KernelFields]
@@ -208,6 +213,7 @@ class MeasurementLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_fiel
 
 
 Line: TypeAlias = RecordLine | RunLine | JobLine | ProbeLine | EndLine
+_Decoded = TypeVar("_Decoded")
 
 _MEASUREMENT_DECODER = msgspec.json.Decoder(MeasurementLine)
 _LINE_DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
@@ -219,10 +225,7 @@ def decode_line(text: str) -> Line:
     Raises:
       ValueError: if the line fits no schema. The message is one sentence that names the field.
     """
-    try:
-        return _LINE_DECODER.decode(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    return _decode(text, _LINE_DECODER)
 
 
 def decode_measurement(text: str) -> MeasurementLine:
@@ -231,7 +234,13 @@ def decode_measurement(text: str) -> MeasurementLine:
     Raises:
       ValueError: if the line is not a measurement. The message is one sentence that names the field.
     """
+    return _decode(text, _MEASUREMENT_DECODER)
+
+
+def _decode(text: str, decoder: msgspec.json.Decoder[_Decoded]) -> _Decoded:
     try:
-        return _MEASUREMENT_DECODER.decode(text)
+        if may_need_escapes(text):
+            return msgspec.convert(make_all_printable(msgspec.json.decode(text)), decoder.type)
+        return decoder.decode(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error

@@ -21,6 +21,7 @@ import msgspec
 
 from conformance import output_files
 from conformance.error_maps import ErrorMap
+from conformance.printable_text import make_printable
 from conformance.record_schema import RECORD_SCHEMA, EndLine, JobLine, ProbeLine, RecordLine, RunLine, decode_line
 
 PASS = "pass"
@@ -53,7 +54,18 @@ _WORST_FIRST = (FAIL, ERROR, UNEXPECTED_PASS, EXPECTED_FAIL, PASS, UNJUDGED, UNS
 
 _NUMERIC_FIELDS = ("ratio", "rms", "ratio_flash", "limit", "rms_limit", "margin")
 # Fields of a record with text that may come from a kernel or its author.
-_TEXT_FIELDS = ("implementation", "case", "check", "observable", "reason", "remedy", "pattern", "reproduce", "host")
+_TEXT_FIELDS = (
+    "implementation",
+    "platform",
+    "case",
+    "check",
+    "observable",
+    "reason",
+    "remedy",
+    "pattern",
+    "reproduce",
+    "host",
+)
 
 
 _MAX_MESSAGE_LENGTH = 500
@@ -65,21 +77,6 @@ class RecordFileError(ValueError):
     def __init__(self, message: str) -> None:
         line = make_printable(message)
         super().__init__(line if len(line) <= _MAX_MESSAGE_LENGTH else f"{line[:_MAX_MESSAGE_LENGTH]} …")
-
-
-def make_printable(text: str) -> str:
-    """Return the text as one line of printable characters.
-
-    White space becomes a space. Any other unprintable character becomes its Python escape, such as part of a terminal
-    escape sequence, a mark that changes the direction of writing, or half a surrogate pair.
-    """
-    if text.isprintable():
-        return text
-    return "".join(x if x.isprintable() else " " if x.isspace() else _escape_character(x) for x in text)
-
-
-def _escape_character(character: str) -> str:
-    return character.encode("unicode_escape", "surrogatepass").decode()
 
 
 @dataclasses.dataclass(frozen=True)

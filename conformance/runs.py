@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from conformance import records
+from conformance.printable_text import make_printable
 from conformance.record_schema import (
     END_SCHEMA,
     JOB_SCHEMA,
@@ -273,12 +274,13 @@ def read_runs(path: Path) -> list[RecordedRun]:
     """
     lines, note = records.read_lines(path)
     found: list[RecordedRun] = []
-    reading = _RunReader(path.name)
+    source = make_printable(path.name)
+    reading = _RunReader(source)
     for number, line in lines:
         try:
             if isinstance(line, RunLine):
                 found += reading.finish()
-                reading = _RunReader(path.name, _build_run(line))
+                reading = _RunReader(source, _build_run(line))
             else:
                 reading.take(line)
         except ValueError as error:

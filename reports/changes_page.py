@@ -28,7 +28,7 @@ from reports.changes import (
     list_reported_changes,
 )
 from reports.conformity import summarize_contenders
-from reports.markdown_text import escape_inline
+from reports.markdown_text import escape_inline, format_command
 from reports.record_groups import group_by_contender
 from reports.template_environment import create_environment
 from reports.text_format import format_count, format_share
@@ -77,7 +77,7 @@ def format_changes_markdown(found: Comparison) -> str:
         lines += [f"  {escape_inline(line)}" for line in _list_facts(group)]
         lines += [f"  {escape_inline(format_transition(first))}, as in {escape_inline(first.record.case)}"]
         if group.kind in REGRESSIONS and (command := _choose_command(group)):
-            lines += ["", f"  ```sh\n  {command}\n  ```"]
+            lines += ["", format_command(command)]
         blocks.append("\n".join(lines))
     shifts = (*found.common_shifts, *found.single_shifts[:MAX_CASES])
     blocks += [f"- {escape_inline(format_shift(shift))}" for shift in shifts]
@@ -108,7 +108,7 @@ def print_comparison(found: Comparison, console: Console, *, lists_all: bool = F
         console.print(Text(format_shift(shift), style="yellow"), soft_wrap=True)
     if (more := len(found.single_shifts) - MAX_CASES) > 0:
         console.print(Text(f"{more:,} more ratios moved", style="dim"))
-    console.print(Text(format_changes_headline(found), style="bold"))
+    console.print(Text(format_changes_headline(found), style="bold"), soft_wrap=True)
 
 
 def _print_every_change(found: Comparison, console: Console) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from conformance.records import Diagnosis, Record, make_printable
+from conformance.records import Diagnosis, Record
 from reports.causes.finding import RAISES, UNEXPECTED
 from reports.causes.finding_text import FindingText, describe_finding
 from reports.causes.root_causes import find_root_causes
@@ -158,7 +158,7 @@ def _format_command(one: Annotation) -> str:
     if one.place is not None:
         file, line = one.place
         properties = [f"file={_escape_property(file)}", f"line={line}", *properties]
-    message = "\n".join(make_printable(line) for line in one.lines if line)
+    message = "\n".join(filter(None, one.lines))
     return f"::{one.kind} {','.join(properties)}::{_escape_message(message)}"
 
 
@@ -169,4 +169,4 @@ def _escape_message(text: str) -> str:
 
 def _escape_property(text: str) -> str:
     """Escape text for a property of a workflow command."""
-    return _escape_message(make_printable(text)).replace(":", "%3A").replace(",", "%2C")
+    return _escape_message(text).replace(":", "%3A").replace(",", "%2C")

@@ -25,13 +25,17 @@ def format_markdown(summary: Summary) -> str:
     if summary.contenders:
         blocks += [_format_verdicts(summary), _format_counts(summary)]
     blocks += [f"- {escape_inline(note)}" for note in summary.run.notes[:MAX_NOTES]]
-    blocks += [f"{escape_inline(rows.contender.label)}: {rows.text}." for rows in summary.undecided_rows]
+    blocks += [f"{escape_inline(rows.contender.label)}: {escape_inline(rows.text)}." for rows in summary.undecided_rows]
     blocks += [f"{escape_inline(d.contender.label)}: {escape_inline(d.text)}." for d in summary.flag_differences]
     return "\n\n".join(blocks) + "\n"
 
 
 def _format_facts(summary: Summary) -> str:
-    facts = (format_count(summary.total.total, "record"), format_duration(summary.run.seconds), summary.state)
+    facts = (
+        format_count(summary.total.total, "record"),
+        format_duration(summary.run.seconds),
+        escape_inline(summary.state),
+    )
     return f"Level {escape_inline(summary.run.level)}, {', '.join(facts)}."
 
 
@@ -46,7 +50,7 @@ def _format_warnings(summary: Summary) -> list[str]:
 
 def _format_verdicts(summary: Summary) -> str:
     return "\n".join(
-        f"- {CONFORMITY_GLYPHS[one.conformity]} **{escape_inline(one.contender.label)}** {one.text}"
+        f"- {CONFORMITY_GLYPHS[one.conformity]} **{escape_inline(one.contender.label)}** {escape_inline(one.text)}"
         for one in summary.contenders
     )
 

@@ -9,9 +9,15 @@ import re
 def escape_inline(text: str) -> str:
     """Escape text for one line of Markdown.
 
-    No markup of Markdown or HTML in the text takes effect.
+    No markup of Markdown or HTML in the text takes effect, such as that of a heading or a list if it begins the line.
     """
-    return re.sub(r"([\\`*_|\[\]~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
+    escaped = re.sub(r"([\\`*_|\[\]~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
+    return re.sub(r"^(\d+(?=[.)](?:\s|$))|(?=[-+=#:]))", r"\1\\", escaped)
+
+
+def format_code(text: str) -> str:
+    """Format one line of text as code within a line of Markdown or a cell of a table."""
+    return escape_inline(text) if {"`", "|"} & set(text) else f"`{text}`"
 
 
 def format_row(*cells: str) -> str:

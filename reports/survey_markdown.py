@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from urllib.parse import quote
 
 from reports.conformity import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED
-from reports.markdown_text import escape_inline, format_row
+from reports.markdown_text import escape_inline, format_code, format_row
 from reports.matrix_rows import FEATURE_KINDS
 from reports.survey_page import PREFIX
 from reports.survey_results import CALL_CHECKS, Cell, FunctionResult, RowResult
@@ -45,7 +46,7 @@ def format_newest(rows: Sequence[RowResult]) -> str:
     return _format_table(
         ("library", "function", "level", "verdict", "findings"),
         [
-            (_name_version(row), _name_function(one), row.level, _name_verdict(one), _link_findings(one))
+            (_name_version(row), _name_function(one), escape_inline(row.level), _name_verdict(one), _link_findings(one))
             for row in find_newest(rows)
             for one in row.functions
         ],
@@ -65,7 +66,7 @@ def format_versions(rows: Sequence[RowResult]) -> str:
             for row in judged:
                 for one in row.functions:
                     if one.function == name:
-                        key = (_name_function(one), row.level, _name_verdict(one), _link_findings(one))
+                        key = (_name_function(one), escape_inline(row.level), _name_verdict(one), _link_findings(one))
                         lines.setdefault(key, []).append(f"{row.version} (JAX {row.environment.get('jax', '')})")
     return _format_table(
         ("function", "versions", "level", "verdict", "findings"),
@@ -99,7 +100,11 @@ def format_speed(rows: Sequence[RowResult]) -> str:
 def format_unjudged(rows: Sequence[RowResult]) -> str:
     """Format the versions and functions that were not judged, with the reason."""
     lines = [
-        (f"{escape_inline(row.package)} {escape_inline(row.version)}", row.state, escape_inline(row.reason))
+        (
+            f"{escape_inline(row.package)} {escape_inline(row.version)}",
+            escape_inline(row.state),
+            escape_inline(row.reason),
+        )
         for row in rows
         if not row.functions
     ]
@@ -134,7 +139,7 @@ def _name_version(row: RowResult) -> str:
 
 def _name_function(function: FunctionResult) -> str:
     platform = "" if function.platform == "cpu" else f" ({escape_inline(function.platform)})"
-    return f"`{function.function.removeprefix(PREFIX)}`{platform}"
+    return f"{format_code(function.function.removeprefix(PREFIX))}{platform}"
 
 
 def _name_verdict(function: FunctionResult) -> str:
@@ -155,7 +160,8 @@ def _link_findings(function: FunctionResult) -> str:
     named = [name for name in function.findings if name]
     scopes = {name: describe_scope(function, name) for name in named}
     links = [
-        f"[{name}](upstream/{name}.md){f' ({escape_inline(scopes[name])})' * bool(scopes[name])}" for name in named
+        f"[{escape_inline(name)}](upstream/{quote(name)}.md){f' ({escape_inline(scopes[name])})' * bool(scopes[name])}"
+        for name in named
     ]
     return ", ".join(links) or DASH
 

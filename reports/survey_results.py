@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance import output_files
+from conformance.printable_text import make_all_printable
 from conformance.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record, serialize_strict_json
 from reports.conformity import ContenderSummary
 from reports.matrix_rows import CHECK_KINDS
@@ -241,7 +242,7 @@ def read_results(path: Path) -> list[RowResult]:
     data = path.read_bytes()
     try:
         text = gzip.decompress(data) if path.suffix == ".gz" else data
-        return parse_results(json.loads(text))
+        return parse_results(make_all_printable(json.loads(text)))
     except (EOFError, zlib.error, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not a file of survey results: {error}") from error
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
 from conformance.measurements import AGREES, TIMED, Measurement
+from conformance.printable_text import make_printable
 from conformance.records import ERROR, RED, UNJUDGED, UNSUPPORTED, VERDICTS, Record
 from reports.causes.finding_text import FindingText, choose_foremost
 from reports.conformity import CONFORMITY_GLYPHS, CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED
@@ -56,15 +57,15 @@ def print_summary(summary: Summary, console: Console, page: str = "") -> None:
     """
     _print_findings(summary, console, page)
     if summary.contenders:
-        console.print(_build_table(summary))
+        _print_table(_build_table(summary), console, console.options)
     _print_remarks(summary, console)
     facts = (
         f"level {summary.run.level}",
         format_count(summary.total.total, "record"),
         format_duration(summary.run.seconds),
     )
-    console.print(Text(summary.headline, style="bold"))
-    console.print(Text(", ".join(facts), style="dim"))
+    console.print(Text(summary.headline, style="bold"), soft_wrap=True)
+    console.print(Text(", ".join(facts), style="dim"), soft_wrap=True)
 
 
 def format_findings(summary: Summary, page: str = "") -> list[str]:
@@ -106,9 +107,13 @@ def print_measurements(measurements: Sequence[Measurement], console: Console) ->
 def print_uncut(table: Table, console: Console) -> None:
     """Print a table without cutting any column off. A terminal that is too narrow wraps the lines instead."""
     wide = console.options.update(max_width=_MAX_WIDTH)
-    wide = wide.update(width=console.measure(table, options=wide).maximum)
-    for line in console.render_lines(table, wide, pad=False):
-        text = Text.assemble(*((segment.text, segment.style or "") for segment in line))
+    _print_table(table, console, wide.update(width=console.measure(table, options=wide).maximum))
+
+
+def _print_table(table: Table, console: Console, options: ConsoleOptions) -> None:
+    """Print a table line by line: a word that is folded may begin a line anywhere."""
+    for line in console.render_lines(table, options, pad=False):
+        text = Text.assemble(*((make_printable(segment.text), segment.style or "") for segment in line))
         console.print(text, soft_wrap=True)
 
 
@@ -126,11 +131,11 @@ def _print_remarks(summary: Summary, console: Console) -> None:
         text = f"{difference.contender.label}: {difference.text}"
         console.print(Text(text, style="yellow"), soft_wrap=True)
     for rows in summary.undecided_rows:
-        console.print(Text(f"{rows.contender.label}: {rows.text}", style="yellow"))
+        console.print(Text(f"{rows.contender.label}: {rows.text}", style="yellow"), soft_wrap=True)
     if summary.run.interrupted:
         console.print(Text("Interrupted: only the records written before the stop are counted.", style="yellow"))
     elif summary.shortfall:
-        console.print(Text(summary.shortfall, style="yellow"))
+        console.print(Text(summary.shortfall, style="yellow"), soft_wrap=True)
     if not summary.total.judged:
         console.print(Text("No record was judged, so nothing here says that anything is right.", style="yellow"))
 
@@ -192,7 +197,7 @@ def _print_finding(text: FindingText, console: Console) -> None:
 def _print_failure(record: Record, resemblance: Sequence[str], console: Console) -> None:
     title = Text(f"{GLYPHS[record.verdict]} {record.verdict} ", style="bold red")
     title.append(f"{get_contender(record).label} {record.check}/{record.observable}", style="bold")
-    console.print(title)
+    console.print(title, soft_wrap=True)
     remedy = f"would pass with the declaration {record.remedy}" if record.remedy else ""
     facts = (record.case, format_judged(record), format_worst(record), format_pattern(record), remedy)
     for fact in (*facts, shorten_text(record.reason, longest=_MAX_REASON), *resemblance):

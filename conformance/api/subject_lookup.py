@@ -11,7 +11,7 @@ from typing import Any
 from conformance.api.sandboxing import export_function
 from conformance.contract import Implementation
 from conformance.execution.plain_functions import Declarations, build_implementation, redeclare
-from conformance.records import make_printable
+from conformance.printable_text import make_printable
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.sandboxed_executor import is_sandboxed
 from conformance.session.project_lookup import find_implementation

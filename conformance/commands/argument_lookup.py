@@ -8,7 +8,6 @@ import sys
 
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.session import project_lookup, run_outputs
-from conformance.session.failures import CannotJudge
 from conformance.session.run_outputs import Outputs
 
 
@@ -37,9 +36,3 @@ def check_outputs(arguments: argparse.Namespace) -> Outputs:
     """Check, before any work is done, that a command can write its output files. Raises `CannotJudge`."""
     markdown = getattr(arguments, "markdown", None)
     return run_outputs.check_outputs(report=arguments.report, json=getattr(arguments, "json", None), markdown=markdown)
-
-
-def reject_bad_job_count(jobs: int | None) -> None:
-    """Raise `CannotJudge` for a number of worker processes below one."""
-    if jobs is not None and jobs < 1:
-        raise CannotJudge(f"--jobs must be at least 1, got {jobs}")

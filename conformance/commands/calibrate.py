@@ -8,7 +8,6 @@ import jax
 from rich.console import Console
 
 from conformance import records
-from conformance.commands import argument_lookup
 from conformance.commands.progress_display import RunProgress
 from conformance.records import Record
 from conformance.runs import COMPLETE
@@ -25,7 +24,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     path = check_writable(arguments.out, "out") if arguments.out is not None else tolerances.CALIBRATION
     if not arguments.records and not arguments.impl:
         raise CannotJudge("nothing to calibrate by: give records of correct implementations, or --impl=NAME")
-    argument_lookup.reject_bad_job_count(arguments.jobs)
+    run_options.reject_bad_job_count(arguments.jobs)
     for seed in arguments.seed:
         run_options.reject_bad_seed(seed)
     found: list[Record] = []

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 from absl.flags import argparse_flags
 
-from conformance import packages
+from conformance import exhausted_memory, packages
 from conformance.commands import standard_streams
 from conformance.name_suggestions import suggest_name
+from conformance.printable_text import make_printable
 from conformance.session.failures import CannotJudge
 from conformance.session.run_options import reject_empty
 
@@ -87,9 +88,11 @@ def describe_error(error: Exception) -> str:
     if lookup is not None:
         expected += (lookup.ImplementationNotFound,)
     if isinstance(error, expected):
-        return str(error)
+        return make_printable(str(error))
     if os.environ.get(TRACEBACK_VARIABLE):
         standard_streams.print_error("".join(traceback.format_exception(error)).rstrip())
+    if sentence := exhausted_memory.describe_exhausted_memory(error):
+        return to_one_line(sentence)
     if isinstance(error, OSError):
         return to_one_line(standard_streams.describe_os_error(error))
     return to_one_line(
@@ -100,5 +103,5 @@ def describe_error(error: Exception) -> str:
 
 def to_one_line(text: str, longest: int = 400) -> str:
     """Return the text as one printable line."""
-    line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+    line = make_printable(" ".join(text.split()))
     return line if len(line) <= longest else f"{line[:longest]}…"

@@ -8,7 +8,7 @@ import re
 from cases.operand_registry import OPTIONAL
 from conformance.judging.expected_failures import format_toml, suggest_entries, suggest_entries_by_cause
 from conformance.judging.run_aggregation import aggregate_runs
-from conformance.records import make_printable
+from conformance.printable_text import make_printable
 from conformance.session import input_files
 from conformance.session.failures import CannotJudge
 from reports.causes import root_causes
@@ -24,6 +24,8 @@ def expect(arguments: argparse.Namespace) -> int:
     """Print a known-failure entry for each finding or set of failing cases, to be pasted into `pyproject.toml`."""
     recorded = [one for name in arguments.records for one in input_files.read_recorded_runs(name)]
     found, info = aggregate_runs(recorded, command="expect")
+    if not found:
+        raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
     known = sorted({record.implementation for record in found})
     for name in arguments.impl:
         if name not in known:

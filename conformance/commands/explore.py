@@ -105,7 +105,7 @@ def explore(arguments: argparse.Namespace) -> int:
     outputs.write(summary)
     terminal.print_summary(summary, Console())
     for note in info.notes:
-        Console().print(note, highlight=False, soft_wrap=True)
+        Console().print(note, highlight=False, markup=False, soft_wrap=True)
     print("".join(f"{line}\n" for line in run_annotations.annotate_run(judged)), end="")
     if found.failing is not None or excess:
         return 1

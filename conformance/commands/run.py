@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Judge and report; return 0 if all implementations conform, 1 if not, 2 if they could not be judged."""
     options, notes = build_options(arguments)
     session = Session(options)
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)  # names may look like rich's markup
 
     def say(line: str) -> None:
         console.print(line, style="dim", highlight=False, soft_wrap=True)
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     say(session.describe_plan())
     result = session.run_to_end(lambda total, finished: RunProgress(total, console, finished), say)
     if result.reason == FIRST_FAILURE:
-        console.print(result.reason, style="yellow")
+        console.print(result.reason, style="yellow", soft_wrap=True)
     if result.how == FAILED:
         raise CannotJudge(result.reason)
     _print_result(session, result, notes, console)

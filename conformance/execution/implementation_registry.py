@@ -25,7 +25,7 @@ from conformance.execution import kernel_errors
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
 from conformance.execution.workload_adapters import build_workload_implementation
 from conformance.name_suggestions import suggest_name
-from conformance.records import make_printable
+from conformance.printable_text import make_printable
 
 ENTRY_POINT_GROUP = "attention_conformance.implementations"
 

@@ -10,7 +10,8 @@ import pytest
 from conformance.execution import implementation_registry
 from conformance.gate.gate_run import SuiteResult
 from conformance.judging.job import Job
-from conformance.records import Record, make_printable
+from conformance.printable_text import make_printable
+from conformance.records import Record
 from conformance.runs import Run
 from conformance.session.run_annotations import annotate_run
 from conformance.session.session import SessionResult

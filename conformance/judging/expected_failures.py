@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from cases.case import matches_query
-from conformance.records import ERROR, FAIL, JUDGED, Record, make_printable
+from conformance.records import ERROR, FAIL, JUDGED, Record
 
 _FAILED = frozenset({FAIL, ERROR})
 _WORD, _SHAPE_PLACE = re.compile("[a-z]+"), 2  # the phase, the dtype and the shape come first in an id
@@ -197,7 +197,7 @@ def format_toml(entry: SuggestedEntry) -> str:
     broad = "# It matches every case: `expect --all` prints narrower entries."
     lines = [
         "",
-        *([f"# {make_printable(entry.title)}"] if entry.title else []),
+        *([f"# {entry.title}"] if entry.title else []),
         *([broad] if entry.title and entry.case == "*" and entry.passes else []),
         f"# {entry.failures:,} that fail{held}; for example {entry.example}",
         "[[tool.attention_conformance.expected_failures]]",

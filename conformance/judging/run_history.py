@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from conformance import runs
-from conformance.records import make_printable
 from conformance.runs import Kernel, RecordedRun, Run
 
 _MAX_VALUE_LENGTH = 24  # if a value is longer, only its words that changed are shown
@@ -120,10 +119,7 @@ def find_changes(earlier: PastRun, later: PastRun, implementation: str) -> list[
             changes.append(("limits", "", ""))
         elif name != _OURS or "commit" not in names:
             changes.append((name, *_shorten_values(old.get(name, ""), new.get(name, ""))))
-    return [
-        (make_printable(name), make_printable(old_value), make_printable(new_value))
-        for name, old_value, new_value in changes
-    ]
+    return changes
 
 
 def _find_start(group: Iterable[RunPiece]) -> datetime.datetime | None:

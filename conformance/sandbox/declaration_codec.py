@@ -13,7 +13,7 @@ from cases.case import Case
 from conformance.contract import Accelerator, Arithmetic, Formulas, Implementation
 from conformance.execution.executor import Executor
 from conformance.execution.plain_support import PlainSupport
-from conformance.records import make_printable
+from conformance.printable_text import make_printable
 from conformance.sandbox.handshake import MAX_TEXT
 
 _SET_FIELDS = ("offers", "residuals", "differentiable_residuals", "gradients", "unordered_sums")

@@ -8,7 +8,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from conformance import packages
-from conformance.records import make_printable
+from conformance.printable_text import make_printable
 from conformance.sandbox import policy
 
 UNCONFINED = "--in-process runs the kernel without a sandbox"

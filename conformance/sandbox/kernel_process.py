@@ -21,10 +21,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from conformance import environment, interrupts, records
+from conformance import environment, interrupts
 from conformance.execution import kernel_errors
 from conformance.fork_server import visible_environment
 from conformance.fork_server.forked_process import ForkedProcess
+from conformance.printable_text import make_printable
 from conformance.sandbox import (
     compilation_cache,
     denials,
@@ -302,7 +303,7 @@ class KernelProcess:
         except Exception as error:  # the kernel's import may raise any exception
             self.end()
             message = str(error).strip() or f"{self.name} does not import: {kernel_errors.describe_kernel_error(error)}"
-            raise LoadFailed(records.make_printable(message.split("\n")[0]) + running.denial) from error
+            raise LoadFailed(make_printable(message.split("\n")[0]) + running.denial) from error
         try:
             self._handshake = parse_handshake(result, running.confined, self._first_handshake, self.files.files_at_load)
         except ValueError as error:
@@ -421,7 +422,7 @@ class _RunningProcess:
         """Return the last lines that the process printed, in brackets; empty if it printed nothing."""
         self._read_output()
         text = b"".join(self._output_parts)[-_MAX_KEPT_OUTPUT:].decode(errors="replace")
-        lines = [records.make_printable(line.strip()) for line in text.splitlines() if line.strip()]
+        lines = [make_printable(line.strip()) for line in text.splitlines() if line.strip()]
         return f" (it printed: {' | '.join(lines[-3:])[:300]})" if lines else ""
 
     def end(self) -> None:
@@ -517,7 +518,7 @@ def _unpack_result(message: Any, running: _RunningProcess) -> Any:
         if not isinstance(message["replaced"], list):
             raise ProcessLost("the kernel's process answered with what is no answer")
         if message["replaced"]:
-            names = records.make_printable(", ".join(str(name) for name in message["replaced"][:3]))
+            names = make_printable(", ".join(str(name) for name in message["replaced"][:3]))
             raise ProcessLost(f"the kernel has replaced {names} in its process, so its results cannot be trusted")
         return message["returned"]
     raised = message.get("raised") if isinstance(message, dict) else None

@@ -18,7 +18,7 @@ from conformance.contract import Implementation
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Executor, P, Returned
 from conformance.execution.implementation_registry import ImplementationNotFound
-from conformance.records import make_printable
+from conformance.printable_text import make_printable
 from conformance.sandbox import declaration_codec
 from conformance.sandbox.handshake import MAX_TEXT
 from conformance.sandbox.kernel_process import KernelProcess, Limits, LoadFailed, ProcessLost

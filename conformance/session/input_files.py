@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from conformance import runs
-from conformance.records import Record, make_printable
+from conformance.printable_text import make_printable
+from conformance.records import Record
 from conformance.runs import RecordedRun
 from conformance.session.failures import CannotJudge
 

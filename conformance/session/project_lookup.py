@@ -23,7 +23,7 @@ from conformance.name_suggestions import suggest_name
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.policy import build_policy
 from conformance.session.failures import CannotJudge
-from conformance.session.run_options import reject_bad_limit
+from conformance.session.run_options import reject_bad_limits
 
 SANDBOXED = KernelOptions()
 """The kernel options of a command that has none of its own: kernels of the user run in a sandbox."""
@@ -82,8 +82,7 @@ def build_kernel_options(
     Raises:
       CannotJudge: for a limit, a problem or a sandbox option that cannot be used.
     """
-    for name, limit in (("timeout", timeout), ("memory", memory)):
-        reject_bad_limit(f"{option_prefix}{name}", limit)
+    reject_bad_limits(timeout, memory, in_process=in_process, option_prefix=option_prefix)
     if problem is not None and problem not in index_problems():
         known = ", ".join(index_problems())
         raise CannotJudge(
@@ -106,16 +105,27 @@ def build_kernel_options(
     )
 
 
-def find_implementation(name: str, kernels: KernelOptions = SANDBOXED) -> Implementation:
-    """Find an implementation by its name. A kernel of the user is sandboxed unless `kernels` says otherwise.
+def find_implementations(names: Sequence[str], kernels: KernelOptions = SANDBOXED) -> list[Implementation]:
+    """Find implementations by their names. A kernel of the user is sandboxed unless `kernels` says otherwise.
 
     Raises:
-      CannotJudge: if no implementation has this name, or it cannot be loaded.
+      CannotJudge: if a name is unknown or cannot be loaded, or if `--products` is given and declares nothing.
     """
     try:
-        return kernels.find(name)
+        found = [kernels.find(name) for name in names]
     except implementation_registry.ImplementationNotFound as error:
         raise CannotJudge(str(error)) from error
+    if kernels.products and all(one.arithmetic.products != kernels.products for one in found):
+        raise CannotJudge(
+            f"--products={kernels.products} declares the products of a plain function, and {found[0].name} has a "
+            f'declaration of its own, products="{found[0].arithmetic.products}": leave out --products'
+        )
+    return found
+
+
+def find_implementation(name: str, kernels: KernelOptions = SANDBOXED) -> Implementation:
+    """Find an implementation by its name, as `find_implementations` does. Raises `CannotJudge`."""
+    return find_implementations([name], kernels)[0]
 
 
 def parse_case(text: str) -> Case:

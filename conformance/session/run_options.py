@@ -13,11 +13,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from conformance.record_schema import SHARD_PATTERN
 from conformance.session.failures import CannotJudge
 
 _MAX_LIMIT = 1e9
 """In seconds or GiB. Larger limits are refused: they would limit nothing."""
 _MAX_SEED = 2**64 - 1
+_MAX_JOBS = 4096
+"""More than any machine has cores. A larger number is a mistake, which would end in a lack of processes."""
 # Options of the pytest gate that lack the gate's prefix `--conformance-`.
 _UNPREFIXED = frozenset({"impl", "all", "require-platform"})
 # Arguments of the Python calls that have other names than options.
@@ -135,14 +138,12 @@ class RunOptions:
             if field not in _TEXTS:
                 reject_empty(self.spell(options.get(field, field)), value)
         self._reject_contradictions()
-        if self.jobs is not None and self.jobs < 1:
-            raise CannotJudge(f"{self.spell('jobs')} must be at least 1, got {self.jobs}")
+        reject_bad_job_count(self.jobs, self.spell("jobs"))
         for name in ("confirm_seconds", "diagnose_seconds"):
             reject_negative_seconds(self.spell(name), getattr(self, name))
         for seed in self.seeds:
             reject_bad_seed(seed, self.spell("seed"))
-        for name in ("timeout", "memory"):
-            reject_bad_limit(self.spell(name), getattr(self, name))
+        reject_bad_limits(self.timeout, self.memory, in_process=self.in_process, option_prefix=self.option_prefix)
 
     def _reject_contradictions(self) -> None:
         impl, every, case, cases, level, seed, problem, regressions = map(
@@ -256,9 +257,9 @@ def parse_shard(text: str) -> tuple[int, int]:
     Raises:
       ValueError: for any other text.
     """
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise ValueError(f"{text!r} is no shard such as 2/3")
+    found = re.fullmatch(SHARD_PATTERN, text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise ValueError(f"{text!r} is no shard such as 2/3, of at most 9999 parts")
     return int(found[1]), int(found[2])
 
 
@@ -289,11 +290,26 @@ def reject_bad_seed(seed: int, option: str = "--seed") -> None:
         raise CannotJudge(f"{option} must be less than 2**64, got {seed}")
 
 
-def reject_bad_limit(option: str, limit: float | None) -> None:
+def reject_bad_job_count(jobs: int | None, option: str = "--jobs") -> None:
+    """Raise `CannotJudge` for a number of worker processes that no machine can have."""
+    if jobs is not None and jobs < 1:
+        raise CannotJudge(f"{option} must be at least 1, got {jobs}")
+    if jobs is not None and jobs > _MAX_JOBS:
+        raise CannotJudge(f"{option} must be at most {_MAX_JOBS}, got {jobs}")
+
+
+def reject_bad_limits(timeout: float | None, memory: float | None, *, in_process: bool, option_prefix: str) -> None:
     """Raise `CannotJudge` for a limit in seconds or GiB that limits nothing."""
-    if limit is None:
-        return
-    if not limit > 0:
-        raise CannotJudge(f"{option} must be more than zero, got {limit:g}")
-    if limit >= _MAX_LIMIT:
-        raise CannotJudge(f"{option} must be a finite number below {_MAX_LIMIT:g}, got {limit:g}")
+    for name, limit in (("timeout", timeout), ("memory", memory)):
+        option = f"{option_prefix}{name}"
+        if limit is None:
+            continue
+        if in_process:
+            raise CannotJudge(
+                f"{option}={limit:g} limits only a process of the kernel's own: leave out {option} or "
+                f"{option_prefix}in-process"
+            )
+        if not limit > 0:
+            raise CannotJudge(f"{option} must be more than zero, got {limit:g}")
+        if limit >= _MAX_LIMIT:
+            raise CannotJudge(f"{option} must be a finite number below {_MAX_LIMIT:g}, got {limit:g}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from conformance import output_files
 from conformance.output_files import PAGE, RECORDS, SUMMARY, TABLE, OutputRefused
-from conformance.records import make_printable
+from conformance.printable_text import make_printable
 from conformance.session.failures import CannotJudge
 
 # Not imported at run time: the gate loads this module before imports of `reports` find this project's package.

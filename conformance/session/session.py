@@ -62,7 +62,7 @@ from conformance.session.probes import bug_diagnosis, follow_up
 from conformance.session.process_setup import prepare_process
 from conformance.session.project_lookup import (
     build_kernel_options,
-    find_implementation,
+    find_implementations,
     load_project_settings,
     parse_case,
     select_problem_cases,
@@ -323,7 +323,7 @@ class Session:
                 f"nothing to judge: give {options.spell('impl')}=NAME, or list implementations under "
                 "[tool.attention_conformance] in pyproject.toml"
             )
-        return [find_implementation(name, self.kernel_options) for name in names]
+        return find_implementations(names, self.kernel_options)
 
     def _select_native(self, found: list[Implementation]) -> list[Implementation]:
         """Leave out what does not run natively on the required platform. Raises `CannotJudge` if nothing does."""

@@ -18,7 +18,7 @@ from conformance.commands.argument_lookup import format_command_line
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.records import RecordFileError
 from conformance.session.failures import CannotJudge
-from conformance.session.run_options import parse_shard
+from conformance.session.run_options import parse_shard, reject_bad_job_count
 from conformance.survey import judged_rows, known_failures
 from conformance.survey.judged_rows import RECORDS, RowOutcome, is_finished, judge_row, read_outcome
 from conformance.survey.survey_rows import Row, format_rows, select_rows, select_shard
@@ -48,12 +48,13 @@ def run_survey(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print(format_rows(rows))
         return 0
+    reject_bad_job_count(arguments.jobs)
     folder = Path(arguments.out)
     console = Console(stderr=True)
     with interrupts.record_signals():
         _judge_rows(rows, folder, arguments, console)
         results = [found for row in rows if (found := collect_row(row, folder / row.name)) is not None]
-        _print_results(results, Console())
+        _print_results(results, Console(markup=False))
         if arguments.json is not None:
             write_results(Path(arguments.json), collect_folder(folder))
         if arguments.report is not None:
@@ -67,7 +68,7 @@ def _show_results(path: Path, report: str | None) -> int:
         results = survey_results.read_results(path)
     except (OSError, ValueError) as error:
         raise CannotJudge(f"{path} cannot be read: {error}") from error
-    _print_results(results, Console())
+    _print_results(results, Console(markup=False))
     if report is not None:
         _save_page(Path(report), results)
     return _compute_exit_code(results)

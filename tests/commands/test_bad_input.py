@@ -247,17 +247,37 @@ VALUES = [
     BadInput("check", run_with("--check=nope"), ("'nope'", "known are forward")),
     BadInput("checks", run_with("--check=*"), ("'*'", "known are forward")),
     BadInput("jobs", run_with("--jobs=0"), ("--jobs must be at least 1, got 0",)),
+    BadInput("jobs-many", run_with("--jobs=99999999999999999999"), ("--jobs", "at most", "got 99999999999999999999")),
+    BadInput("jobs-of-a-bank", ("sensitivity", "--jobs=99999999999"), ("--jobs", "at most", "got 99999999999")),
+    BadInput("jobs-of-a-survey", ("survey", "--all", "--jobs=99999999999"), ("--jobs", "at most", "got 99999999999")),
     BadInput("jobs-text", run_with("--jobs=many"), ("--jobs", "'many'", "--help")),
     BadInput("timeout", run_with("--timeout=0"), ("--timeout must be more than zero, got 0",)),
     BadInput("timeout-nan", run_with("--timeout=nan"), ("--timeout must be more than zero, got nan",)),
     BadInput("timeout-infinite", (*at_case(CASE), "--timeout=inf"), ("--timeout", "finite", "got inf")),
+    BadInput(
+        "timeout-in-process", run_with("--in-process", "--timeout=5"), ("--timeout=5", "leave out", "--in-process")
+    ),
+    BadInput(
+        "explore-in-process",
+        ("explore", "--impl=kernels.py:right", "--in-process", "--memory=5"),
+        ("--memory=5", "leave out", "--in-process"),
+    ),
     BadInput("memory", run_with("--memory=-1"), ("--memory must be more than zero, got -1",)),
     BadInput("memory-infinite", (*at_case(CASE), "--memory=inf"), ("--memory", "finite", "got inf")),
     BadInput("shard", run_with("--shard=3/2"), ("--shard", "'3/2'", "such as 2/3")),
+    BadInput("shard-many", run_with("--shard=1/99999999999"), ("--shard", "'1/99999999999'", "at most")),
     BadInput("shard-text", run_with("--shard=half"), ("--shard", "'half'", "such as 2/3")),
     BadInput("confirm", run_with("--confirm-seconds=-1"), ("--confirm-seconds must not be negative, got -1",)),
     BadInput("platform", run_with("--require-platform=abacus"), ("'abacus'", "cpu", "gpu")),
     BadInput("products", run_with("--products=fp8"), ("'fp8'", "exact", "tf32")),
+    *(
+        BadInput(
+            f"products-{words[0]}",
+            (*words, "--impl=dot_product", "--products=bf16"),
+            ("--products=bf16", "dot_product", "leave out"),
+        )
+        for words in (("run", f"--case={CASE}"), ("explain", CASE), ("bench", f"--case={CASE}"), ("explore",))
+    ),
     BadInput("pullback", run_with("--pullback=plain"), ("--pullback goes with --case",)),
     BadInput("problem", run_with("--problem=nope"), ("'nope'", "known are", "list problems")),
     BadInput("full-size", run_with("--full-size"), ("--full-size goes with --problem",)),
@@ -321,6 +341,7 @@ NAMES = [
     BadInput("impl-two", at_impl("dot_product,moba"), ("'dot_product,moba' is several names", "--impl once for each")),
     BadInput("explain-impl", ("explain", CASE, "--impl=nope"), ("'nope'", "registered are")),
     BadInput("expect-impl", ("expect", "good.jsonl", "--impl=nope"), ("--impl=nope", "known are k")),
+    BadInput("expect-nothing", ("expect", "empty.jsonl"), ("no record in empty.jsonl",), {"empty.jsonl": ""}),
     BadInput("list-impl", ("list", "cases", "--impl=nope"), ("'nope'", "registered are")),
 ]
 PATHS = [

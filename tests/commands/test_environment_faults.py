@@ -122,6 +122,10 @@ QUICK = [
     Fault("columns-negative", environ={"COLUMNS": "-5"}),
     Fault("columns-no-number", environ={"COLUMNS": "wide"}),
     Fault("term-unknown", environ={"TERM": "nonsense"}),
+    *(
+        Fault(f"memory-{mib}", COMPARE, code=2, says="memory ran out", before=limit(resource.RLIMIT_AS, mib << 20))
+        for mib in (32, 64, 128, 256)
+    ),
     Fault("no-home", environ={"HOME": None}),
     Fault("home-is-a-device", environ={"HOME": "/dev/null"}),
     Fault("tmpdir-absent", environ={"TMPDIR": "/absent/folder"}),

@@ -22,7 +22,8 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import ERROR, UNSUPPORTED, Record, make_printable, parse_record, serialize_record
+from conformance.printable_text import make_printable
+from conformance.records import ERROR, UNSUPPORTED, Record, parse_record, serialize_record
 
 CASE = parse_case_id("train/f32/B1.T2.S4.N2.K2.H4.V4/full/normal/s0")
 KERNEL = """\
@@ -252,6 +253,9 @@ def test_a_residual_that_is_missing_is_named() -> None:
         ("\u202eright to left", "\\u202eright to left"),
         ("half a \ud800 pair", "half a \\ud800 pair"),
         ("\x00", "\\x00"),
+        ("a\n::error::b", "a \\x3a:error::b"),
+        ("##[error]a", "\\x23#[error]a"),
+        ("tests/test_a.py::test_b", "tests/test_a.py::test_b"),
     ],
 )
 def test_text_is_no_more_than_text(text: str, shown: str) -> None:

@@ -86,6 +86,10 @@ def test_settings_by_which_no_test_is_run_are_red(repository: Repository) -> Non
     result.stdout.fnmatch_lines(["*nothing was judged: no test was run*"])
 
 
+def test_a_gate_that_selects_nothing_has_an_exit_code_of_its_own(repository: Repository) -> None:
+    assert run_gate(repository, FEW_CASES, "-k=nothing_like_it").ret == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
 def test_cases_are_chosen_by_their_ids(repository: Repository) -> None:
     capped = collect_tests(repository, "-k", "softcap")
     assert capped
@@ -236,6 +240,10 @@ def test_only_what_runs_on_the_required_gpu_is_collected(
         (
             ["--impl=kernel.py:attention", "--conformance-timeout=0"],
             "--conformance-timeout must be more than zero, got",
+        ),
+        (
+            ["--impl=kernel.py:attention", "--conformance-timeout=5", "--conformance-in-process"],
+            "--conformance-timeout=5 limits only",
         ),
         (["--impl=kernel.py:attention", "--conformance-memory=-1"], "--conformance-memory must be more than zero, got"),
         (["--impl=kernel.py:attention", "--conformance-sandbox-read="], "--conformance-sandbox-read must not be empty"),

@@ -148,10 +148,10 @@ def test_no_text_of_a_kernel_breaks_out_of_its_annotation() -> None:
     _, properties, text = parse_command(line)
     assert set(properties) == {"title"}
     assert "\x1b" not in properties["title"] + text
-    assert "100%, a: b ::error::x" in text
+    assert r"100%, a: b \x3a:error::x" in text
     assert "%0A" in text  # an escaped end of a line in the message
     raw = Annotation("error", "k", "t:a,b%\n", ("one\r\ntwo", "", "three"), 1, ("a:b,c.py", 3))
-    assert format_commands([raw]) == ["::error file=a%3Ab%2Cc.py,line=3,title=t%3Aa%2Cb%25 ::one  two%0Athree"]
+    assert format_commands([raw]) == ["::error file=a%3Ab%2Cc.py,line=3,title=t%3Aa%2Cb%25%0A::one%0D%0Atwo%0Athree"]
 
 
 def compare_records(old: Sequence[Record], new: Sequence[Record]) -> changes.Comparison:

@@ -133,6 +133,9 @@ def test_a_stopped_run_is_continued_and_compared(folder: Path) -> None:
         ({"implementations": ("a",), "full_size": True}, ("--full-size", "--problem")),
         ({"implementations": ("a",), "pullback": "plain"}, ("--pullback", "--case")),
         ({"implementations": ("a",), "jobs": 0}, ("--jobs", "got 0")),
+        ({"implementations": ("a",), "jobs": 10**20}, ("--jobs", f"got {10**20}", "at most")),
+        ({"implementations": ("a",), "in_process": True, "timeout": 5.0}, ("--timeout=5", "--in-process")),
+        ({"implementations": ("a",), "in_process": True, "memory": 2.0}, ("--memory=2", "--in-process")),
         ({"implementations": ("a",), "seeds": (2**64,)}, ("--seed", "2**64")),
         ({"implementations": ("a",), "timeout": float("inf")}, ("--timeout", "finite")),
         ({"implementations": ("a",), "confirm_seconds": -1.0}, ("--confirm-seconds", "got -1")),
@@ -162,7 +165,7 @@ def test_a_query_of_a_run_record_gives_the_same_options() -> None:
     assert RunOptions(**parse_query(options.build_query())) == options
 
 
-@pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "-1/2", "a/b", "1/2/3"])
+@pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "-1/2", "a/b", "1/2/3", "1/10000", "1/99999999999999999999"])
 def test_what_is_no_shard_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no shard such as 2/3"):
         parse_shard(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from conformance.records import EXPECTED_FAIL, FAIL, PASS, UNJUDGED
 from reports import survey_markdown
@@ -57,6 +58,17 @@ def test_what_was_not_judged_has_its_reason() -> None:
     lines = list_lines(survey_markdown.format_unjudged([absent, unjudged]))
     assert r"no wheel \| for it" in lines[0]
     assert "why" in lines[1]
+
+
+def test_no_name_is_markup() -> None:
+    hostile = "a`|b](c) <i>"
+    named = dataclasses.replace(IN_ALL, function=hostile, findings={hostile: 1})
+    rows = [dataclasses.replace(build_row(named, version), level=hostile) for version in ("2.0", "1.0")]
+    absent = dataclasses.replace(rows[0], functions=(), state=hostile, reason=hostile)
+    tables = (survey_markdown.format_newest, survey_markdown.format_versions, survey_markdown.format_unjudged)
+    for line in (line for table in tables for line in list_lines(table([*rows, absent]))):
+        assert len(re.findall(r"(?<!\\)\|", line)) == len(re.findall(r" \| ", line)) + 2
+        assert not re.search(r"(?<!\\)`|<i>|b\]\(", line)
 
 
 def test_facts_count_each_result_once() -> None:

@@ -46,10 +46,9 @@ def run_bench(arguments: argparse.Namespace) -> int:
     outputs = check_outputs(arguments)
     cases = _choose_cases(arguments)
     for name in names:
-        _reject_process_ending_kernel(name, KernelOptions(arguments.products), cases)
-    implementations = [
-        project_lookup.find_implementation(name, KernelOptions(arguments.products, in_process=True)) for name in names
-    ]
+        _reject_process_ending_kernel(name, cases)
+    kernels = KernelOptions(arguments.products, in_process=True)
+    implementations = project_lookup.find_implementations(names, kernels)
     comparisons = [(case, phase) for case in cases for phase in _PHASES[arguments.phase]]
     console, table = Console(stderr=True), Console()
     warn_of_distorted_timing(console)
@@ -75,7 +74,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     return _compute_exit_code(compared.measurements, interrupted=compared.interrupted)
 
 
-def _reject_process_ending_kernel(name: str, kernels: KernelOptions, cases: Sequence[Case]) -> None:
+def _reject_process_ending_kernel(name: str, cases: Sequence[Case]) -> None:
     """Refuse a kernel that would end or hang this process, in which it would be timed.
 
     To find out, the kernel is traced once in a sandbox, on each case.
@@ -83,7 +82,7 @@ def _reject_process_ending_kernel(name: str, kernels: KernelOptions, cases: Sequ
     Raises:
       CannotJudge: if the sandbox's process ends or hangs.
     """
-    implementation = project_lookup.find_implementation(name, kernels)
+    implementation = project_lookup.find_implementation(name)
     if not is_sandboxed(implementation) or implementation.accelerator.absent is not None:
         return
     executor = create_executor(implementation)

@@ -1,0 +1,44 @@
+"""Escape text that comes from a file or a kernel, where it enters: reports then show it as it is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_COMMAND_STARTS = ("::", "##[")
+"""How commands to a runner of GitHub Actions begin: the first at the start of a line, the second anywhere in it."""
+_COMMAND_START = re.compile(r"(?<!\S):(?=:)|#(?=#\[)")
+
+
+def make_printable(text: str) -> str:
+    """Return the text as one line of printable characters that no runner of GitHub Actions takes for a command.
+
+    White space becomes a space. Any other unprintable character becomes its Python escape, such as part of a terminal
+    escape sequence, a mark that changes the direction of writing, or half a surrogate pair. So does the first character
+    of a command, since words may begin a line.
+    """
+    if not text.isprintable():
+        text = "".join(x if x.isprintable() else " " if x.isspace() else _escape_character(x) for x in text)
+    if any(start in text for start in _COMMAND_STARTS):
+        text = _COMMAND_START.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return text
+
+
+def make_all_printable(value: Any) -> Any:
+    """Return plain data with every string in it printable, keys too."""
+    if isinstance(value, str):
+        return make_printable(value)
+    if isinstance(value, list):
+        return list(map(make_all_printable, value))
+    if isinstance(value, dict):
+        return {make_printable(name): make_all_printable(item) for name, item in value.items()}
+    return value
+
+
+def may_need_escapes(json_line: str) -> bool:
+    """Tell whether a line of JSON may hold a string that `make_printable` changes."""
+    return not json_line.isprintable() or any(start in json_line for start in ("\\", *_COMMAND_STARTS))
+
+
+def _escape_character(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode()
