@@ -1,8 +1,7 @@
 """Read the kernels of authors who had seen neither the checks nor the planted bugs, and what is known of each.
 
-They were written from the contract alone: 60 wrong kernels by two authors, 30 meant to be correct by a third.
-`kernels.json` has the fault of each wrong kernel, the lowest level at which it was seen, and how well the first finding
-names the cause, which was read once. `c03` is not correct: `limits` sees that it gives faint sinks no gradient.
+They were written from the contract alone. These are drawn at random from a larger set, which `docs/sensitivity.md`
+describes: 12 of the wrong kernels that `smoke` saw, and 5 of the correct ones. `kernels.json` has the fault of each.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-RIGHT, PARTLY, NO = "right", "partly", "no"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,29 +24,19 @@ class UnseenKernel:
       declarations: what its author declared.
       fault: what is wrong, in the words of its author; of a kernel in `correct`, its style.
       feature: the calls in which the fault shows.
-      level: the lowest level at which the kernel was seen to be wrong; None if none of those judged sees it.
-      named: how well the first finding at `smoke` names the cause: `right`, `partly` or `no`; None if it is not seen
-        there.
-      words: phrases that the first finding has, if it names the cause.
+      words: phrases that the first finding at `smoke` has, if it names the cause.
     """
 
     name: str
     declarations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fault: str
     feature: str = ""
-    level: str | None = None
-    named: str | None = None
     words: tuple[str, ...] = ()
 
     @property
     def folder(self) -> str:
         """Return the folder that has the kernel: `correct` or `wrong`, as its author meant it."""
         return "correct" if (FOLDER / "correct" / f"{self.name}.py").exists() else "wrong"
-
-    @property
-    def is_correct(self) -> bool:
-        """Return whether the kernel is meant to be correct, and no level sees a fault."""
-        return self.folder == "correct" and self.level is None
 
     @property
     def source(self) -> str:
