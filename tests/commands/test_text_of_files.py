@@ -163,11 +163,10 @@ def show(texts: Mapping[str, str], width: int = WIDE) -> Shown:
             run_cli("report", "new.jsonl", "timed.jsonl", "--gate", "--markdown=report.md")
             run_cli("compare", "old.jsonl", "new.jsonl", "--markdown=compare.md")
             run_cli("compare", "old.jsonl", "new.jsonl", "--all")
-            run_cli("history", "old.jsonl", "new.jsonl", "--markdown=history.md")
         with contextlib.redirect_stdout(entries):
             run_cli("expect", "new.jsonl")
             run_cli("expect", "new.jsonl", "--all")
-        written = [Path(f"{each}.md") for each in ("report", "compare", "history")]
+        written = [Path(f"{each}.md") for each in ("report", "compare")]
         markdown = [path.read_text() if path.exists() else "" for path in written]
         return Shown(printed.getvalue().split("\n"), markdown, entries.getvalue())
 
