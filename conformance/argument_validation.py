@@ -11,7 +11,7 @@ import inspect
 import re
 import reprlib
 import types
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from conformance.name_suggestions import suggest_name, suggest_or_list
 
 _Target = TypeVar("_Target", bound=Callable[..., Any])
+_WIDER: Mapping[Any, type] = {frozenset: Set, tuple: Sequence}
 
 
 def validate_arguments(target: _Target) -> _Target:
@@ -58,7 +59,7 @@ def check_arguments(target: Callable[..., Any], given: Mapping[str, Any], **name
     hints = _read_hints(target, **names)
     found = dict(given)
     for name in given:
-        if name not in hints and name != "self":
+        if name not in hints and not (name == "self" and _is_method(target)):
             raise TypeError(f"{target.__qualname__}() has no argument {name!r}{suggest_or_list(name, hints)}")
         if (hint := hints.get(name, Any)) is Any:
             continue
@@ -85,6 +86,11 @@ def _read_hints(target: Callable[..., Any], **names: type) -> dict[str, Any]:
     return hints
 
 
+def _is_method(target: Callable[..., Any]) -> bool:
+    """Return whether the first argument of a target is the object that it belongs to."""
+    return isinstance(target, type) or next(iter(inspect.signature(target).parameters), "") == "self"
+
+
 def _convert_scalar(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
@@ -96,10 +102,10 @@ def _is_text(value: object) -> bool:
 def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value is what an annotation names.
 
-    An int is a float, and a set a frozenset. A bool is no number, and text no sequence.
+    An int is a float, a set a frozenset and a list a tuple. A bool is no number, and text no sequence.
     """
     value, kind, parts = _convert_scalar(value), get_origin(hint) or hint, get_args(hint)
-    kind = Set if kind is frozenset else kind
+    kind = _WIDER.get(kind, kind)
     if kind in (Union, types.UnionType):
         return any(_fits(value, part) for part in parts)
     if kind is Literal:
@@ -108,10 +114,10 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     if kind in (Any, Callable):
         return kind is Any or callable(value)
-    if not isinstance(value, kind) or not parts:
+    if not isinstance(value, kind) or not parts or not isinstance(value, Iterable):
         return isinstance(value, kind)
     if isinstance(value, Mapping):
-        return all(_fits(key, parts[0]) and _fits(x, parts[1]) for key, x in value.items())
+        return len(parts) == 2 and all(_fits(key, parts[0]) and _fits(x, parts[1]) for key, x in value.items())
     return not isinstance(value, str | bytes) and all(_fits(x, parts[0]) for x in value)
 
 

@@ -13,7 +13,7 @@ tests are selected, deselected and repeated as any others.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -21,7 +21,7 @@ from conformance.gate import kernel_suite
 from conformance.gate.kernel_suite import KernelSuite
 from conformance.session.failures import CannotJudge
 from conformance.session.process_setup import prepare_process
-from conformance.session.run_options import RunOptions
+from conformance.session.run_options import RunOptions, reject_empty
 
 if TYPE_CHECKING:
     from conformance.contract import Implementation
@@ -36,7 +36,7 @@ def conformance_tests(
     kernel: Callable[..., Any] | Implementation | str,
     *,
     level: Literal["smoke", "quick", "standard", "deep"] = "quick",
-    checks: str | Sequence[str] = (),
+    checks: str | Collection[str] = (),
     cases: str | None = None,
     seeds: int | Sequence[int] = (),
     name: str | None = None,
@@ -102,6 +102,7 @@ def conformance_tests(
     declarations.update({name: given[name] for name in declarations})  # type: ignore[typeddict-item] # as checked
     argument_checks.check_declarations(declarations, kernel)
     try:
+        reject_empty("name", name)
         options = RunOptions(
             use_listed=True,
             level=level,

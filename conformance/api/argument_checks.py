@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 
 from cases.case import Case, CaseIdError, parse_case_id
 from conformance.checks import CHECKS_BY_NAME
@@ -32,9 +32,9 @@ def check_declarations(declarations: Declarations, kernel: object = None) -> Non
     declare(**declarations)
 
 
-def check_names(checks: str | Sequence[str]) -> tuple[str, ...]:
+def check_names(checks: str | Collection[str]) -> tuple[str, ...]:
     """Return the names of checks as a tuple. Raises `ValueError` for a check that does not exist."""
-    names = (checks,) if isinstance(checks, str) else tuple(checks)
+    names = (checks,) if isinstance(checks, str) else tuple(sorted(checks) if isinstance(checks, Set) else checks)
     for name in names:
         if name not in CHECKS_BY_NAME:
             raise ValueError(f"checks={name!r} is no check{suggest_or_list(name, CHECKS_BY_NAME)}")

@@ -361,9 +361,11 @@ def cases(
 
     Raises:
       TypeError: for an argument of a wrong type, and if `function` is no attention function.
-      ValueError: for a level that does not exist.
+      ValueError: for a level that does not exist, and an empty query.
     """
     packages.claim_names()
+    if query == "":
+        raise ValueError("query must not be empty, got '': leave it out for all cases")
     if function is None:
         grids: Sequence[Grid] = (build_grid(level, seed), build_grid(level, seed, model=size_model.MODEL))
     else:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 from conformance import environment, interrupts, packages
@@ -68,7 +68,7 @@ def check(
     level: Literal["smoke", "quick", "standard", "deep"] = "smoke",
     case: str | None = None,
     cases: str | None = None,
-    checks: str | Sequence[str] = (),
+    checks: str | Collection[str] = (),
     seeds: int | Sequence[int] = (),
     pullback: Literal["plain", "residuals"] | None = None,
     name: str | None = None,
@@ -78,8 +78,8 @@ def check(
     fail_fast: bool = False,
     confirm_seconds: float | None = None,
     diagnose_seconds: float | None = None,
-    report: str | Path | None = None,
-    json: str | Path | None = None,
+    report: str | os.PathLike[str] | None = None,
+    json: str | os.PathLike[str] | None = None,
     progress: bool = True,
     **declarations: Unpack[Declarations],
 ) -> Report:
@@ -174,8 +174,8 @@ def check(
             fail_fast=fail_fast,
             confirm_seconds=confirm_seconds,
             diagnose_seconds=diagnose_seconds,
-            report=None if report is None else str(report),
-            json=None if json is None else str(json),
+            report=None if report is None else os.fspath(report),
+            json=None if json is None else os.fspath(json),
             command=repeat(None),
             option_prefix="",
         )
@@ -213,7 +213,7 @@ class CheckArguments(Declarations, total=False):
 
     case: str | None
     cases: str | None
-    checks: str | Sequence[str]
+    checks: str | Collection[str]
     seeds: int | Sequence[int]
     pullback: Literal["plain", "residuals"] | None
     name: str | None
@@ -223,8 +223,8 @@ class CheckArguments(Declarations, total=False):
     fail_fast: bool
     confirm_seconds: float | None
     diagnose_seconds: float | None
-    report: str | Path | None
-    json: str | Path | None
+    report: str | os.PathLike[str] | None
+    json: str | os.PathLike[str] | None
     progress: bool
 
 

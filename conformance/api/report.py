@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,7 +90,7 @@ class Report:
         return pandas.DataFrame(build_record_rows(self.records))
 
     @validate_arguments
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the report to a file, and return its path.
 
         The suffix says what is written: the page (`.html`), the records that `python -m conformance report` reads

@@ -29,7 +29,7 @@ import functools
 import inspect
 import itertools
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypedDict, TypeVar
 
 from cases.case import OPT_IN, Case
@@ -85,8 +85,8 @@ class Declaration:
     behind_mask: BehindMask = "any"
     causal: CausalFrom = "start"
     differentiable_residuals: bool = True
-    gradients: Sequence[str] | None = None
-    unordered_sums: Sequence[str] = ()
+    gradients: Collection[str] | None = None
+    unordered_sums: Collection[str] = ()
     refuses: Refuses = "NotImplementedError"
     open_sides: OpenSide = None
     negative_ids: NegativeIds = "ids"
@@ -130,8 +130,8 @@ def declare(
     behind_mask: BehindMask = "any",
     causal: CausalFrom = "start",
     differentiable_residuals: bool = True,
-    gradients: Sequence[str] | None = None,
-    unordered_sums: Sequence[str] = (),
+    gradients: Collection[str] | None = None,
+    unordered_sums: Collection[str] = (),
     refuses: Refuses = "NotImplementedError",
     open_sides: OpenSide = None,
     negative_ids: NegativeIds = "ids",
@@ -243,8 +243,8 @@ class Declarations(TypedDict, total=False):
     behind_mask: BehindMask
     causal: CausalFrom
     differentiable_residuals: bool
-    gradients: Sequence[str] | None
-    unordered_sums: Sequence[str]
+    gradients: Collection[str] | None
+    unordered_sums: Collection[str]
     refuses: Refuses
     open_sides: OpenSide
     negative_ids: NegativeIds

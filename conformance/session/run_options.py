@@ -177,10 +177,7 @@ class RunOptions:
 
     def spell(self, name: str) -> str:
         """Return the name of an option as the user writes it: with a prefix, or in Python without one."""
-        if not self.option_prefix:
-            return _PYTHON_NAMES.get(name, name)
-        words = name.replace("_", "-")
-        return f"--{words}" if words in _UNPREFIXED else f"{self.option_prefix}{words}"
+        return _spell_option(name, self.option_prefix)
 
     @property
     def named_files(self) -> list[str]:
@@ -270,10 +267,18 @@ def draw_seeds(seeds: Sequence[int | None]) -> tuple[tuple[int, ...], list[str]]
     return drawn, [f"--seed=random drew {named}: --seed={named} judges the same cases again"] if named else []
 
 
+def _spell_option(name: str, prefix: str) -> str:
+    """Return the name of an option as the user writes it: with a prefix, or in Python without one."""
+    if not prefix:
+        return _PYTHON_NAMES.get(name, name)
+    words = name.replace("_", "-")
+    return f"--{words}" if words in _UNPREFIXED else f"{prefix}{words}"
+
+
 def reject_empty(option: str, value: Any) -> None:
     """Raise `CannotJudge` if a value is an empty text, or a list or tuple with one: no path and no name is empty."""
     if value == "" or (isinstance(value, list | tuple) and "" in value):
-        raise CannotJudge(f"{option} must not be empty")
+        raise CannotJudge(f"{option} must not be empty, got {value!r}")
 
 
 def reject_negative_seconds(option: str, seconds: float | None) -> None:
@@ -301,13 +306,13 @@ def reject_bad_job_count(jobs: int | None, option: str = "--jobs") -> None:
 def reject_bad_limits(timeout: float | None, memory: float | None, *, in_process: bool, option_prefix: str) -> None:
     """Raise `CannotJudge` for a limit in seconds or GiB that limits nothing."""
     for name, limit in (("timeout", timeout), ("memory", memory)):
-        option = f"{option_prefix}{name}"
+        option = _spell_option(name, option_prefix)
         if limit is None:
             continue
         if in_process:
             raise CannotJudge(
                 f"{option}={limit:g} limits only a process of the kernel's own: leave out {option} or "
-                f"{option_prefix}in-process"
+                f"{_spell_option('in_process', option_prefix)}"
             )
         if not limit > 0:
             raise CannotJudge(f"{option} must be more than zero, got {limit:g}")

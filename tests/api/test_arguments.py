@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import operator
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Unpack, get_args, get_origin, get_type_hints
@@ -198,7 +199,8 @@ def test_every_argument_of_a_kind_that_its_annotation_excludes_is_refused(entry:
     count = 0
     for argument, hint in read_annotations(ENTRIES[entry][0]).items():
         for value in KINDS:
-            if not is_bearable(value, hint, conf=BeartypeConf(is_pep484_tower=True)):
+            as_written = tuple(value) if isinstance(value, list) else value  # a list is taken for a tuple
+            if not any(is_bearable(x, hint, conf=BeartypeConf(is_pep484_tower=True)) for x in (value, as_written)):
                 refuse(entry, argument, value)
                 count += 1
     assert count > 10
@@ -217,9 +219,24 @@ def test_numpy_numbers_are_numbers() -> None:
         assert json.dumps([suite.options.seeds, suite.declarations]) == '[[2], {"block_sums": 2}]'
 
 
-def test_a_set_is_taken_for_a_frozenset() -> None:
+def test_sets_lists_and_paths_are_taken(tmp_path: Path) -> None:
     names: Any = {"moba"}
     assert conformance.Implementation(name="x", call=KERNEL, offers=names).offers == {"moba"}
+    tags: Any = ["out"]
+    assert list(conformance.Implementation(name="x", call=KERNEL, checkpoint_names=tags).checkpoint_names) == tags
+    with os.scandir(Path(__file__).parent) as entries:
+        path: Any = next(iter(entries))  # a path that is no `Path`
+    with pytest.raises(ValueError, match="json"):
+        conformance.check(KERNEL, case=PLAIN, json=path, **FORWARD)
+    gradients = {"q", "k", "v"}
+    found = conformance.check(KERNEL, case=PLAIN, checks={"forward"}, gradients=gradients, progress=False)
+    assert found.conforms
+
+
+def test_empty_texts_are_refused() -> None:
+    assert "name" in refuse("conformance_tests", "name", "")
+    assert "query" in refuse("cases", "query", "")
+    assert "self" in refuse("check", "self", 3)
 
 
 def test_arguments_arrive_as_they_are() -> None:
