@@ -22,7 +22,7 @@ NEEDED_IN_WHEEL = {
     "conformance/sensitivity/failure_signatures.json",
     "conformance/truth/calibration.json",
 }
-NOT_IN_WHEEL = {"conformance/sensitivity/redundancy.json", "reports/report.png"}  # as pyproject.toml says
+NOT_IN_WHEEL = {"reports/report.png"}  # as pyproject.toml says
 NEEDED_IN_SOURCE = {"pyproject.toml", "mkdocs.yml", "README.md", "LICENSE", "conftest.py"}
 FOLDERS_IN_SOURCE = {*PACKAGES, "tests", "docs", "website", "changelog.d", ".ci", ".github"}
 

@@ -58,15 +58,6 @@ def build_parser(program: str = "python -m conformance") -> argparse.ArgumentPar
     output.add_argument("--report", metavar="FILE.html", help="write the page here")
     output.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
     output.add_argument("--all", action="store_true", help="print every judgement that changed, not only the causes")
-    about = "show how each implementation fared over many runs, from the oldest to the newest"
-    history = commands.add_parser(
-        "history", help=about, description=_format_sentence(about), epilog=help_texts.HISTORY_EXAMPLES
-    )
-    what = history.add_argument_group("what to show")
-    what.add_argument("records", nargs="+", metavar="FILE.jsonl|FOLDER", help="runs, shards joined by commas")
-    output = history.add_argument_group("output")
-    output.add_argument("--report", metavar="FILE.html", help="write the page here, with a chart of each")
-    output.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
     about = "print entries of expected failures for what fails now"
     expect = commands.add_parser(
         "expect", help=about, description=_format_sentence(about), epilog=help_texts.EXPECT_EXAMPLES
@@ -144,8 +135,6 @@ def _add_sensitivity(commands: argparse._SubParsersAction[CommandParser]) -> Non
     bugs.add_argument("--new", action="store_true", help="only bugs without a saved, up-to-date measurement")
     what = adding.add_argument_group("what to measure")
     what.add_argument("--level", choices=LEVELS, help="the level at which each bug is judged (quick)")
-    about = "measure which bugs a second, independent case detects; continues where it was stopped"
-    what.add_argument("--twice", action="store_true", help=about)
     about = "measure how wrong each bug is on the cases of a diagnosis; continues where it was stopped"
     what.add_argument("--signatures", action="store_true", help=about)
     how = adding.add_argument_group("how to run")
@@ -154,8 +143,6 @@ def _add_sensitivity(commands: argparse._SubParsersAction[CommandParser]) -> Non
     output = adding.add_argument_group("output")
     output.add_argument("--report", metavar="FILE.html", help="write the page here")
     output.add_argument("--save", action="store_true", help="save the measurements: later reports show them")
-    about = "with --twice: processor seconds for each bug, after which no further case is judged (60)"
-    how.add_argument("--seconds", type=float, default=60.0, metavar="N", help=about)
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:

@@ -96,7 +96,6 @@ def _build_table_page(file: str) -> str:
 def _build_detection_page(measured: Mapping[str, Any]) -> str:
     """Build the page of what the checks see."""
     table = _read_json("conformance/sensitivity/detection_table.json")
-    redundancy = _read_json("conformance/sensitivity/redundancy.json")["bugs"]
     beyond: dict[str, list[str] | str] = _read_json("tests/planted/beyond/kills.json")
     versions = ", ".join(f"{name} {value}" for name, value in table["environment"].items())
     bugs, checks = table["bugs"], table["checks"]
@@ -112,7 +111,6 @@ def _build_detection_page(measured: Mapping[str, Any]) -> str:
         needed = [row["check"] for row in checks if row["alone"] and names >= set(row["alone"])]
         most = ", ".join(check for check, _ in seen_by.most_common(4))
         family_rows.append([family, len(members), seen, most, _format_names(needed)])
-    once = [[f"`{name}`", f"`{seen[0][0]}`", f"`{seen[0][1]}`"] for name, seen, _ in redundancy if len(seen) == 1]
     levels = collections.Counter(
         "not seen" if isinstance(seen, str) else seen[3] if len(seen) > 3 else "quick" for seen in beyond.values()
     )
@@ -152,11 +150,6 @@ def _build_detection_page(measured: Mapping[str, Any]) -> str:
             "column names the place. The figures are the smallest error that fails in some case, by the dtype of the "
             "operands. The check `ensemble` judges the results whose names end in `.bias` or `.spread`.",
             _format_table(*_list_resolutions(table["resolution"])),
-            "## Bugs that one case alone sees",
-            f"Of {len(redundancy)} bugs, {len(redundancy) - len(once)} are seen in two cases that share no compiled "
-            "program. Each of the others is seen in only one case of the level `quick`. The table lists them, with "
-            "the check and the result that fail:",
-            _format_table(["bug", "check", "result"], once),
             "## Bugs beyond the grids",
             f"`tests/planted/beyond` has {len(beyond)} more bugs. They were written without looking at the cases that "
             "are judged, or to exploit what these cases left out at that time. "

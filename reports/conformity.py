@@ -6,7 +6,6 @@ Records and the run record go in. Every report shows the resulting summaries, so
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,8 +53,6 @@ class ContenderSummary:
       conformity: `CONFORMS`, `KNOWN_FAILURES`, `DOES_NOT_CONFORM` or `NOT_JUDGED`.
       counts: the number of its records by verdict.
       worst: the judged error figure that is closest to its limit, or furthest beyond it.
-      seconds: seconds spent on judging it, summed over all processes.
-      checks: the names of the checks that judged at least one record.
       extent: how many of its planned jobs were judged, and whether that is the whole level.
       text: the verdict with its qualifications, as a phrase that follows the contender's name.
       declared: its declarations that lower the requirements below the defaults; empty unless it conforms.
@@ -66,17 +63,10 @@ class ContenderSummary:
     conformity: str
     counts: Counts
     worst: Metric | None
-    seconds: float
-    checks: tuple[str, ...]
     extent: Extent
     text: str
     declared: str
     reason: str
-
-    @property
-    def is_of_one_check(self) -> bool:
-        """Whether only one check judged anything. Passing a single check does not count as conforming."""
-        return len(self.checks) == 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +125,8 @@ def _summarize_contender(contender: Contender, records: Sequence[Record], run: R
         conformity=conformity,
         counts=counts,
         worst=find_worst_metric(records),
-        seconds=math.fsum(record.seconds for record in records),
-        checks=(checks := tuple(dict.fromkeys(record.check for record in records if record.verdict in JUDGED))),
         extent=extent,
-        text=_format_conformity(contender, conformity, records, counts, checks, extent, run),
+        text=_format_conformity(contender, conformity, records, counts, extent, run),
         declared=", ".join(_find_entry(run.declared, contender) or ()) if conforms else "",
         reason=_find_commonest_reason(records) if conformity == NOT_JUDGED else "",
     )
@@ -216,7 +204,6 @@ def _format_conformity(
     conformity: str,
     records: Sequence[Record],
     counts: Counts,
-    checks: Sequence[str],
     extent: Extent,
     run: RunInfo,
 ) -> str:
@@ -227,6 +214,7 @@ def _format_conformity(
     narrowing = _format_narrowing(extent)
     if conformity not in (CONFORMS, KNOWN_FAILURES):
         return f"{conformity} ({narrowing})" if extent.narrowed else conformity
+    checks = sorted({record.check for record in records if record.verdict in JUDGED})
     text = CONFORMS
     if not extent.known:
         text = "passes as far as is known (no run record)"

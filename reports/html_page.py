@@ -56,7 +56,7 @@ RECORD_COLUMNS = (
     ("contender", "implementation"),
 )
 """The columns of the table of records: the name in the page's script, and the heading."""
-STATES = {
+_STATES = {
     CONFORMS: "pass",
     KNOWN_FAILURES: "expected",
     DOES_NOT_CONFORM: "fail",
@@ -112,7 +112,7 @@ def _list_constants() -> dict[str, Any]:
         "red": RED,
         "glyphs": GLYPHS,
         "conformity_glyphs": CONFORMITY_GLYPHS,
-        "states": STATES,
+        "states": _STATES,
         "legend": LEGEND,
         "sections": SECTIONS,
         "numbers": {anchor: number for number, anchor in enumerate(SECTIONS, 1)},

@@ -16,7 +16,7 @@ from reports.metrics import rank_share
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-INK, MUTED, LINE, BAND, GOOD, BAD, KNOWN = (f"#01020{digit}" for digit in range(3, 10))
+INK, MUTED, LINE, BAND, GOOD, BAD = (f"#01020{digit}" for digit in range(3, 9))
 """Placeholder colours, which become CSS variables of the page, so that one drawing serves light and dark mode."""
 VARIABLES = {
     INK: "--ink",
@@ -25,7 +25,6 @@ VARIABLES = {
     BAND: "--band",
     GOOD: "--pass-ink",
     BAD: "--fail-ink",
-    KNOWN: "--warn-ink",
 }
 FLOOR, CEILING = 1e-5, 1e4
 """The range of shares on an axis. Others are drawn at its edge, since a log axis has no place for 0 and infinity."""

@@ -36,7 +36,7 @@ MAX_LINES = 8
 """The most lines printed for a finding, not counting its title and its command."""
 _MAX_WIDTH = 400
 _MAX_REASON = 300
-STYLES = {
+_STYLES = {
     CONFORMS: "green",
     KNOWN_FAILURES: "yellow",
     DOES_NOT_CONFORM: "bold red",
@@ -94,7 +94,7 @@ def print_measurements(measurements: Sequence[Measurement], console: Console) ->
         if panel.ceiling is not None:
             facts += f", ceiling {format_rate(panel.ceiling)} (matrix product)"
         console.print(Text(facts, style="dim"), soft_wrap=True)
-        print_uncut(_build_speed_table(panel), console)
+        _print_uncut(_build_speed_table(panel), console)
         for row in panel.rows:
             if row.reason:
                 style = "red" if row.outcome not in (UNSUPPORTED, UNJUDGED) else "dim"
@@ -103,7 +103,7 @@ def print_measurements(measurements: Sequence[Measurement], console: Console) ->
         console.print()
 
 
-def print_uncut(table: Table, console: Console) -> None:
+def _print_uncut(table: Table, console: Console) -> None:
     """Print a table without cutting any column off. A terminal that is too narrow wraps the lines instead."""
     wide = console.options.update(max_width=_MAX_WIDTH)
     wide = wide.update(width=console.measure(table, options=wide).maximum)
@@ -145,7 +145,7 @@ def _build_table(summary: Summary) -> Table:
         table.add_column(verdict, footer=f"{total[verdict]:,}", justify="right", no_wrap=True)
     table.add_column("sum", footer=f"{total.total:,}", justify="right", no_wrap=True)
     for one in summary.contenders:
-        verdict_text = Text(f"{CONFORMITY_GLYPHS[one.conformity]} {one.text}", style=STYLES[one.conformity])
+        verdict_text = Text(f"{CONFORMITY_GLYPHS[one.conformity]} {one.text}", style=_STYLES[one.conformity])
         counts = [_format_verdict_count(one.counts[verdict], verdict) for verdict in present]
         table.add_row(Text(one.contender.label), verdict_text, *counts, Text(f"{one.counts.total:,}"))
     return table

@@ -85,7 +85,7 @@ def test_a_named_pipe_is_refused_and_stays_one(kind: str, folder: Path) -> None:
 
 
 def test_pages_and_summaries_of_every_command_are_recognised(folder: Path) -> None:
-    for command in (("report", "r.jsonl"), ("compare", "r.jsonl", "r.jsonl"), ("history", "r.jsonl")):
+    for command in (("report", "r.jsonl"), ("compare", "r.jsonl", "r.jsonl")):
         texts = () if command[0] == "report" else ("--markdown=out.md",)
         for _ in range(2):  # the second time over the first
             assert run(*command, "--report=out.html", *texts) == 0
@@ -131,8 +131,7 @@ def test_a_full_disk_leaves_the_old_file_or_none(there: bool, folder: Path) -> N
     [
         (("report", "r.jsonl", "--report=page.html"), "page.html"),
         (("compare", "r.jsonl", "r.jsonl", "--report=page.html"), "page.html"),
-        (("history", "r.jsonl", "--report=page.html"), "page.html"),
-        (("history", "r.jsonl", "--markdown=text.md"), "text.md"),
+        (("report", "r.jsonl", "--markdown=text.md"), "text.md"),
     ],
 )
 def test_a_full_disk_is_one_line_that_names_the_file(

@@ -18,7 +18,6 @@ _COMMAND_PLACES = {
     "explain": "listing:explain",
     "report": "report:render_report",
     "compare": "compare:compare",
-    "history": "history:show_history",
     "expect": "expect:expect",
     "sensitivity": "bank.sensitivity:measure_sensitivity",
     "calibrate": "calibrate:calibrate",

@@ -94,7 +94,6 @@ examples:
   python -m conformance sensitivity --bank=my_tests.planted:BANK
   python -m conformance sensitivity --bug=returns-zeros --level=standard
   python -m conformance sensitivity --new --save                # only bugs without a saved, valid measurement
-  python -m conformance sensitivity --twice --seconds=30        # does a second case detect each bug?
 
 A bank is a sequence of conformance.sensitivity.PlantedBug. Each bug is judged until two checks have detected it,
 beginning with the cases nearest to its trigger. If no check detects it, it is judged on the whole grid.
@@ -120,16 +119,6 @@ A regression is a new failure, a result that is newly unsupported or unjudged, o
 its case was planned. Ratios that changed more than other operand values would change them are shown, and are no
 regression.
 exit codes: 0 no regression, 1 a regression, 2 a file cannot be read or written
-"""
-
-HISTORY_EXAMPLES = """\
-examples:
-  python -m conformance history monday.jsonl tuesday.jsonl wednesday.jsonl --report=history.html
-  python -m conformance history runs --report=history.html      # every .jsonl file in the folder and below
-
-Runs are ordered by the time when they began. Shards of one run are recognised, or can be joined by commas. Partial runs
-are marked as partial. Changes from one run to the next, such as of a version, are listed.
-exit codes: 0 shown, 2 a file cannot be read or written, or there is no run
 """
 
 EXPECT_EXAMPLES = """\

@@ -128,7 +128,7 @@ def iter_red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | Non
     runner = create_single_look_runner()
     jobs = order_jobs_for_bug(bug, level)
     questions = {question for kill in (seen or {}).values() for question in _iter_question_names(kill.observable)}
-    for job in select_seen_jobs(jobs, seen or {}):
+    for job in _select_seen_jobs(jobs, seen or {}):
         yield from _iter_red(runner.stream(job), questions)
     for job in jobs:
         yield from _iter_red(runner.stream(job), None)
@@ -158,7 +158,7 @@ def _iter_red(records: Iterator[Record], questions: Collection[str] | None) -> I
             yield record
 
 
-def select_seen_jobs(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]:
+def _select_seen_jobs(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]:
     """Reduce jobs to the checks that saw the bug, and sort them so that the bug is seen again soon.
 
     Jobs without such a check are dropped. Cases on which one of the checks saw the bug come first. Jobs whose first

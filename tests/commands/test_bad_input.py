@@ -344,8 +344,6 @@ PATHS = [
     BadInput("report-command", ("report", "good.jsonl", "--report=kernels.py"), ("--report=kernels.py",)),
     BadInput("compare-page", ("compare", "good.jsonl", "good.jsonl", "--report=kernels.py"), ("--report=kernels.py",)),
     BadInput("compare-text", ("compare", "good.jsonl", "good.jsonl", "--markdown=kernels.py"), ("kernels.py",)),
-    BadInput("history-page", ("history", "good.jsonl", "--report=kernels.py"), ("--report=kernels.py",)),
-    BadInput("history-text", ("history", "good.jsonl", "--markdown=kernels.py"), ("--markdown=kernels.py",)),
     BadInput("bench-json", ("bench", "--impl=dot_product", "--json=kernels.py"), ("--json=kernels.py",)),
     BadInput("bench-page", ("bench", "--impl=dot_product", "--report=kernels.py"), ("--report=kernels.py",)),
     BadInput("tune-table", ("tune", "--impl=block_flash", "--out=kernels.py"), ("--out=kernels.py",)),
@@ -363,7 +361,6 @@ PATHS = [
     BadInput("report-folder", ("report", ".", "--report=page.html"), (". cannot be read: Is a directory",)),
     BadInput("report-zero", ("report", "\0", "--report=page.html"), (r"\x00 cannot be read",)),
     BadInput("compare-absent", ("compare", "absent", "good.jsonl"), ("absent cannot be read",)),
-    BadInput("history-empty", ("history", "."), ("there is no run in .",), {"good.jsonl": b""}),
     BadInput("calibrate-absent", ("calibrate", "absent"), ("absent cannot be read",)),
 ]
 RECORDS = [
@@ -432,9 +429,6 @@ RUNS = [
         ("run", "--resume=bad.jsonl"),
         ("is no run of this command", "--resume=bad.jsonl"),
         {"bad.jsonl": run_line()},
-    ),
-    BadInput(
-        "run-line-started", ("history", "bad.jsonl"), ("'noon' is not a time",), {"bad.jsonl": run_line(started="noon")}
     ),
 ]
 SETTINGS = [

@@ -1,1 +1,1 @@
-"""Implement `sensitivity`, which measures the gate on a bank of planted bugs, with `--twice` and `--signatures`."""
+"""Implement `sensitivity`, which measures the gate on a bank of planted bugs, with `--signatures`."""

@@ -16,7 +16,6 @@ from conformance.commands import argument_lookup
 from conformance.commands.argument_lookup import check_outputs, format_command_line
 from conformance.commands.bank import signatures_command
 from conformance.commands.bank.bank_pools import open_bank_pool
-from conformance.commands.bank.redundancy_command import measure_redundancy
 from conformance.commands.progress_display import RunProgress
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.task_pools import ExecutorFailed
@@ -44,8 +43,6 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
     bugs = _load_bugs(bank)
     if arguments.signatures:
         return signatures_command.measure_signatures(bank, bugs, arguments)
-    if arguments.twice:
-        return measure_redundancy(bugs, arguments)
     asked = _select_bugs(bugs, arguments, level, last)
     unmeasured = {name: reason for name in asked if (reason := bugs[name].unmeasurable()) is not None}
     names = [name for name in asked if name not in unmeasured]

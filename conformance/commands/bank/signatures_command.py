@@ -25,7 +25,7 @@ from conformance.session.failures import CannotJudge
 
 def measure_signatures(bank: str, bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace) -> int:
     """Continue the measurement; return 0 if every bug that can be measured here has its signature, else 1."""
-    given = {"--new": arguments.new, "--save": arguments.save, "--report": arguments.report, "--twice": arguments.twice}
+    given = {"--new": arguments.new, "--save": arguments.save, "--report": arguments.report}
     if wrong := [name for name, value in given.items() if value]:
         raise CannotJudge(f"--signatures saves each result at once, by itself: give it without {wrong[0]}")
     if unknown := [name for name in arguments.bug if name not in bugs]:
