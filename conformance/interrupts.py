@@ -146,7 +146,10 @@ class end_on_signal(_Raising):  # noqa: N801 -- a context manager in lower case,
 
 @contextlib.contextmanager
 def delay_signals() -> Iterator[None]:
-    """Delay `KeyboardInterrupt` to the end of the block. The block should be short, and is never interrupted."""
+    """Delay `KeyboardInterrupt` to the end of the block. The block should be short, and is never interrupted.
+
+    A signal that arrived before the block has had its effect, and raises nothing at the end.
+    """
     if not _is_main_thread():
         yield
         return
@@ -158,12 +161,14 @@ def delay_signals() -> Iterator[None]:
         if received:
             raise KeyboardInterrupt
         return
+    received = _state.received
     _state.held += 1
     try:
         yield
     finally:
         _state.held -= 1
-    raise_if_stopped()
+    if not received:
+        raise_if_stopped()
 
 
 def raise_if_stopped() -> None:

@@ -131,7 +131,7 @@ def test_a_full_disk_leaves_the_old_file_or_none(there: bool, folder: Path) -> N
     [
         (("report", "r.jsonl", "--report=page.html"), "page.html"),
         (("compare", "r.jsonl", "r.jsonl", "--report=page.html"), "page.html"),
-        (("compare", "r.jsonl", "r.jsonl", "--markdown=text.md"), "text.md"),
+        (("report", "r.jsonl", "--markdown=text.md"), "text.md"),
     ],
 )
 def test_a_full_disk_is_one_line_that_names_the_file(

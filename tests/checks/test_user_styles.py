@@ -45,7 +45,7 @@ def test_a_style_has_no_failure_on_a_part_of_the_grid(style: Style) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "style", [style for style in STYLES if list_lenient_declarations(build_implementation(style, ""))[1:]]
+    "style", [style for style in STYLES if list_lenient_declarations(build_implementation(style, "style"))[1:]]
 )
 def test_what_is_declared_covers_the_statistics_over_many_roundings(style: Style) -> None:
     assert_no_alarm(Runner(Settings()).run([job for job in plan_jobs(style) if has_scope(job, ENSEMBLE)]))
