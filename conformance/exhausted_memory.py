@@ -6,7 +6,7 @@ import errno
 from collections.abc import Iterator
 
 _LOADER_WORDS = ("failed to map segment", "cannot allocate memory")
-"""What the loader of shared libraries says, whose errors have no number."""
+"""Messages of the loader of shared libraries, whose errors have no number."""
 
 
 def describe_exhausted_memory(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 _COMMAND_STARTS = ("::", "##[")
-"""How commands to a runner of GitHub Actions begin: the first at the start of a line, the second anywhere in it."""
+"""First characters of commands to GitHub Actions: the first at the start of a line, the second anywhere in it."""
 _COMMAND_START = re.compile(r"(?<!\S):(?=:)|#(?=#\[)")
 
 

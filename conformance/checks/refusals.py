@@ -21,7 +21,7 @@ def check_refusals(subject: Subject) -> Iterator[Judgement]:
     needs a parameter that an implementation without the feature lacks. Then nothing is checked.
 
     An implementation may declare `refuses_by_signature`: it has no parameter for what it does not support. For it the
-    check fails only if such an operand can be passed all the same, or if a size is declined and the call accepts it.
+    check fails only if such an operand can be passed all the same, or if a declined size or dtype is accepted.
     """
     implementation = subject.implementation
     by_signature = implementation.refuses_by_signature
@@ -50,7 +50,7 @@ def check_refusals(subject: Subject) -> Iterator[Judgement]:
 
 
 def _is_declined_for_size(subject: Subject) -> bool:
-    """Return whether only the sizes of a case can be why it is declined: its dense operands and its mask are plain."""
+    """Return whether sizes, dtype or phase must be why a case is declined: operands, mask and values are plain."""
     case, implementation = subject.case, subject.implementation
     undeclared = OPT_IN - implementation.offers
     return (

@@ -195,7 +195,7 @@ def read_annotations(function: Callable[..., Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("entry", sorted(ENTRIES.keys() - {"declared", "reference_attention"}))
 def test_every_argument_of_a_kind_that_its_annotation_excludes_is_refused(entry: str) -> None:
-    """What an annotation excludes is as beartype judges it."""
+    """Use beartype to decide which values an annotation excludes."""
     count = 0
     for argument, hint in read_annotations(ENTRIES[entry][0]).items():
         for value in KINDS:
