@@ -19,19 +19,19 @@ from typing import Any
 from conformance import packages
 
 _PUBLIC = {
-    "Accelerator": "conformance.contract",
-    "Arithmetic": "conformance.contract",
+    "Accelerator": "impls.contract.implementation",
+    "Arithmetic": "impls.contract.implementation",
     "CaseData": "conformance.api.case_data",
     "CheckInterrupted": "conformance.api.check_function",
     "Finding": "conformance.api.findings",
-    "Implementation": "conformance.contract",
+    "Implementation": "impls.contract.implementation",
     "NotJudgedError": "conformance.api.check_function",
     "Report": "conformance.api.report",
     "assert_conforms": "conformance.api.check_function",
     "case": "conformance.api.case_data",
     "cases": "conformance.api.case_data",
     "check": "conformance.api.check_function",
-    "declare": "conformance.execution.plain_functions",
+    "declare": "impls.contract.declarations",
     "identity_projection": "conformance.execution.module_adapters",
     "name_axes": "conformance.execution.module_adapters",
     "reference_attention": "conformance.reference.attention",

@@ -7,10 +7,10 @@ from conformance.api.check_function import assert_conforms as assert_conforms
 from conformance.api.check_function import check as check
 from conformance.api.findings import Finding as Finding
 from conformance.api.report import Report as Report
-from conformance.contract import Accelerator as Accelerator
-from conformance.contract import Arithmetic as Arithmetic
-from conformance.contract import Implementation as Implementation
 from conformance.execution.module_adapters import identity_projection as identity_projection
 from conformance.execution.module_adapters import name_axes as name_axes
-from conformance.execution.plain_functions import declare as declare
 from conformance.reference.attention import reference_attention as reference_attention
+from impls.contract.declarations import declare as declare
+from impls.contract.implementation import Accelerator as Accelerator
+from impls.contract.implementation import Arithmetic as Arithmetic
+from impls.contract.implementation import Implementation as Implementation

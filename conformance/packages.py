@@ -113,7 +113,7 @@ def find_hidden_module(name: str) -> str | None:
     if package not in NAMES:
         return None
     # Skip copies of this project, this one and any other installed one: their packages are not the user's.
-    elsewhere = [entry for entry in sys.path if not os.path.isfile(Path(entry, "conformance", "contract.py"))]
+    elsewhere = [entry for entry in sys.path if not os.path.isfile(Path(entry, "conformance", "packages.py"))]
     place = _find_location(PathFinder.find_spec(package, elsewhere))
     return place and f"{package!r} is a package of attention-conformance here, and hides {place}: rename that one"
 

@@ -32,8 +32,8 @@ from conformance.session.failures import CannotJudge
 if TYPE_CHECKING:
     from conformance.gate.gate_run import PlannedTests, SuiteResult, SuiteRun
     from conformance.judging.job import Job
-    from conformance.records import Record
     from conformance.session.session import Session, SessionResult
+    from reports.records import Record
 
 _PLUGIN_NAME = "attention-conformance-gate"
 _RECORDS_ATTRIBUTE = "attention_conformance_records"
@@ -294,8 +294,8 @@ class _Gate:
             # pytest names the line that skips, which is ours.
             report.longrepr = (str(item.path), (suite.line or 0) + 1, report.longrepr[2])
         if call.when == "call" and _JUDGED in item.stash:
-            from conformance.records import serialize_record
-            from conformance.runs import serialize_run
+            from reports.records import serialize_record
+            from reports.runs import serialize_run
 
             number, found = item.stash[_JUDGED]
             key = _get_run_key(item)
@@ -314,7 +314,7 @@ class _Gate:
         if lines is None or self._is_worker:
             return
         from conformance.judging.journal import JournalWriteError
-        from conformance.records import parse_record
+        from reports.records import parse_record
 
         had_begun = self._session is not None and self._session.has_begun
         try:
@@ -340,7 +340,7 @@ class _Gate:
     def _get_suite(self, key: str, run: str) -> SuiteRun:
         """Return the run of a kernel of a test file. The first report of each process has the run record."""
         from conformance.gate.gate_run import SuiteRun
-        from conformance.runs import parse_run
+        from reports.runs import parse_run
 
         if key not in self._suites:
             planned = self._planned.get(key)  # where workers judge, this process has planned nothing
@@ -355,7 +355,7 @@ class _Gate:
         how, reason = exit_guard.describe_end(session)
         missing = self._find_missing_tests() if not reason else set()
         if missing:
-            from conformance import runs
+            from reports import runs
 
             what = f"{len(missing):,} of {len(self._selected):,} jobs have no records, such as {min(missing)}"
             how, reason = runs.INTERRUPTED, f"{what}: the process that judged it died, or its test was not run"
@@ -403,7 +403,7 @@ class _Gate:
 
     def _end_incomplete(self, session: pytest.Session) -> None:
         """Set the exit status of a run that lacks records: interrupted, unless its records have failures."""
-        from conformance.records import RED
+        from reports.records import RED
 
         if not any(record.verdict in RED for record in self._records):
             session.exitstatus = pytest.ExitCode.INTERRUPTED
@@ -412,7 +412,7 @@ class _Gate:
         """Follow up on findings, complete the output files, and add failures of the run as a whole."""
         from conformance.gate import gate_summary
         from conformance.judging.journal import JournalWriteError
-        from conformance.runs import FAILED
+        from reports.runs import FAILED
 
         ours = self._session
         assert ours is not None
@@ -484,7 +484,7 @@ class _Gate:
 
     def _can_follow_up(self, session: Session) -> bool:
         """Return whether this process can judge further cases. If not, and the run is red, add a line that says why."""
-        from conformance.records import RED
+        from reports.records import RED
 
         obstacle = self._find_obstacle()
         if obstacle and any(record.verdict in RED for record in session.recorded.records):

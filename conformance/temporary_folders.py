@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from conformance import interrupts
-from conformance.printable_text import make_printable
+from reports.printable_text import make_printable
 
 _PREFIX, _SUFFIX = "conformance-", ".tmp"
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

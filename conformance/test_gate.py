@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from conformance.gate.outcome import report_outcome
 from conformance.judging.job import Job
-from conformance.records import Record
+from reports.records import Record
 
 
 def test_conforms(conformance_job: Job, conformance_judge: Callable[[Job], list[Record]]) -> None:

@@ -24,10 +24,10 @@ from conformance.session.process_setup import prepare_process
 from conformance.session.run_options import RunOptions, reject_empty
 
 if TYPE_CHECKING:
-    from conformance.contract import Implementation
-    from conformance.execution.plain_functions import Declarations
     from conformance.judging.job import Job
-    from conformance.records import Record
+    from impls.contract.declarations import Declarations
+    from impls.contract.implementation import Implementation
+    from reports.records import Record
 
 __all__ = ["conformance_tests"]
 
@@ -93,9 +93,9 @@ def conformance_tests(
     given = {**locals()}
     prepare_process(judging=False)
     from conformance.api import argument_checks, subject_lookup  # imported late, as the others: they load JAX
-    from conformance.argument_validation import check_arguments
-    from conformance.contract import Implementation
-    from conformance.execution.plain_functions import Declarations
+    from impls.contract.argument_validation import check_arguments
+    from impls.contract.declarations import Declarations
+    from impls.contract.implementation import Implementation
 
     given |= given.pop("declarations")
     given = check_arguments(conformance_tests, given, Implementation=Implementation, Declarations=Declarations)

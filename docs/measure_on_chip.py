@@ -40,9 +40,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a copied tree is not installed
 
-from conformance import measurements, output_files, runs  # noqa: E402 # found by the line above
-from conformance.measurements import AGREES, BACKWARD, FORWARD, TIMED, Measurement, Quartiles  # noqa: E402 # as above
-from conformance.records import JUDGED, RED, RecordFileError  # noqa: E402 # as above
+from reports import measurements, output_files, runs  # noqa: E402 # found by the line above
+from reports.measurements import AGREES, BACKWARD, FORWARD, TIMED, Measurement, Quartiles  # noqa: E402 # as above
+from reports.records import JUDGED, RED, RecordFileError  # noqa: E402 # as above
 
 SCHEMA = "attention-conformance/chip/1"
 _STOP_SECONDS = 15.0  # for an interrupted step to write its files; then it is killed

@@ -1,6 +1,7 @@
 """Attention implementations: this project's own, and adapters around published ones (`impls.libraries`).
 
-They import `cases` and `conformance.contract`, and never the oracle or the checks. `impls.catalogue` lists them.
+They import `cases` and the contract (`impls.contract`), and never the oracle or the checks. `impls.catalogue` lists
+them.
 
 Each of them computes the following, for a query `i`, the keys `j` of its key/value head, and the sink of its query
 head. Comments in the kernels refer to these numbers. Terms of operands that are not given are left out.

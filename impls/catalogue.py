@@ -1,7 +1,7 @@
 """Names of our implementations and of the adapters, with the modules that define them.
 
 The registry reads this table before it imports any of them. Each module has a tuple `IMPLEMENTATIONS`, with one
-`conformance.contract.Implementation` for each of its names.
+`impls.contract.implementation.Implementation` for each of its names.
 """
 
 from __future__ import annotations

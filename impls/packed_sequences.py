@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from conformance.contract import FLOATS
+from impls.contract.implementation import FLOATS
 
 Side = int | None
 # No token has an index of 2**30 or more, so a side of that length is open.

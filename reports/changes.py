@@ -12,7 +12,9 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-from conformance.records import (
+from reports.causes.finding_text import FindingText
+from reports.record_groups import Contender, get_contender, group_by
+from reports.records import (
     ERROR,
     EXPECTED_FAIL,
     JUDGED,
@@ -24,8 +26,6 @@ from conformance.records import (
     Record,
     RunInfo,
 )
-from reports.causes.finding_text import FindingText
-from reports.record_groups import Contender, get_contender, group_by
 
 NEW_FAILURE = "new failure"
 NEWLY_UNSUPPORTED = "newly unsupported"

@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from conformance import output_files
-from conformance.records import Record, RunInfo
+from reports import output_files
 from reports.changes import (
     COMMON_SHIFT,
     FIXED,
@@ -30,6 +29,7 @@ from reports.changes import (
 from reports.conformity import summarize_contenders
 from reports.markdown_text import escape_inline, format_command
 from reports.record_groups import group_by_contender
+from reports.records import Record, RunInfo
 from reports.template_environment import create_environment
 from reports.text_format import format_count, format_share
 

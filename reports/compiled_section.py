@@ -9,7 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from conformance.records import (
+from reports.compiled_kernels.call_estimates import CallChart, build_call_charts
+from reports.compiled_kernels.gpu_kernel_bounds import BoundTable, build_bound_table
+from reports.compiled_kernels.tpu_kernel_schedules import ScheduleTable, build_schedule_table
+from reports.record_groups import Compilations, Contender, get_contender, get_target, group_by
+from reports.records import (
     ERROR,
     EXPECTED_FAIL,
     FAIL,
@@ -20,10 +24,6 @@ from conformance.records import (
     UNSUPPORTED,
     Record,
 )
-from reports.compiled_kernels.call_estimates import CallChart, build_call_charts
-from reports.compiled_kernels.gpu_kernel_bounds import BoundTable, build_bound_table
-from reports.compiled_kernels.tpu_kernel_schedules import ScheduleTable, build_schedule_table
-from reports.record_groups import Compilations, Contender, get_contender, get_target, group_by
 
 ALL_TARGETS = "all"
 """The target that a record names if it holds for all targets at once."""

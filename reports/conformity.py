@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from conformance.records import (
+from reports.metrics import Counts, Metric, count_verdicts, find_worst_metric
+from reports.record_groups import Contender
+from reports.records import (
     DEFAULT_PRECISION,
     EXPECTED_FAIL,
     FAIL,
@@ -25,8 +27,6 @@ from conformance.records import (
     Record,
     RunInfo,
 )
-from reports.metrics import Counts, Metric, count_verdicts, find_worst_metric
-from reports.record_groups import Contender
 from reports.text_format import GLYPHS, format_count
 
 CONFORMS = "conforms"

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from markupsafe import Markup
 
-from conformance.records import FAIL
 from reports.limit_distances import DistanceChart, DistanceRow
 from reports.metrics import Metric, rank_share
+from reports.records import FAIL
 from reports.text_format import GLYPHS, TIMES, format_count, format_multiple, format_number, format_share, shorten_text
 
 LEAST, MOST = 1e-2, 1e2

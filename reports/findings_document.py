@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.records import VERDICTS
 from reports.causes.finding_text import FindingText
 from reports.conformity import ContenderSummary
 from reports.page_model import Summary
+from reports.records import VERDICTS
 
 SCHEMA = "attention-conformance/findings/1"
 

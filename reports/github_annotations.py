@@ -6,7 +6,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from conformance.records import Diagnosis, Record
 from reports.causes.finding import RAISES, UNEXPECTED
 from reports.causes.finding_text import FindingText, describe_finding
 from reports.causes.root_causes import find_root_causes
@@ -20,6 +19,7 @@ from reports.changes import (
     group_changes_by_cause,
 )
 from reports.record_groups import Contender, get_contender, group_by
+from reports.records import Diagnosis, Record
 from reports.text_format import shorten_text
 
 MAX_ANNOTATIONS = 10

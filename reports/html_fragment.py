@@ -5,11 +5,11 @@ It has its own styles and no script, so that it can stand in any page. Its colou
 
 from __future__ import annotations
 
-from conformance.records import ERROR, FAIL
 from reports.causes.finding_text import choose_foremost
 from reports.conformity import CONFORMITY_GLYPHS, CONFORMS, DOES_NOT_CONFORM
 from reports.limit_distances import build_distance_charts
 from reports.page_model import Summary
+from reports.records import ERROR, FAIL
 from reports.template_environment import create_environment
 from reports.text_format import GLYPHS
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from conformance.records import Record
 from reports.matrix_rows import CHECK_KINDS, group_rows
 from reports.measures import rank_dtype
 from reports.metrics import Metric, count_verdicts, find_worst_metric, rank_share
 from reports.record_groups import Contender, RecordGroups, group_by
+from reports.records import Record
 
 MAX_CONTENDERS_BY_CHECK = 3
 """Up to so many contenders have a chart each, by check. More share one chart, with a row each."""

@@ -5,12 +5,12 @@ The headline and warnings come first, then the findings, then the verdict and th
 
 from __future__ import annotations
 
-from conformance.records import VERDICTS
 from reports.causes.finding_text import FindingText, choose_foremost
 from reports.conformity import CONFORMITY_GLYPHS
 from reports.markdown_text import escape_inline, format_command, format_row
 from reports.metrics import Counts
 from reports.page_model import Summary
+from reports.records import VERDICTS
 from reports.text_format import format_count, format_duration
 
 MAX_FINDINGS = 10

@@ -10,10 +10,10 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from conformance.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record
 from reports.matrix_rows import CHECK_KINDS, FEATURE_KINDS, group_rows
 from reports.metrics import Counts, Metric, count_verdicts, find_worst_metric, rank_record, rank_share
 from reports.record_groups import NO_FEATURE, Contender, RecordGroups
+from reports.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record
 
 SHOWN_PER_CELL = 3
 """The most records of a cell that the page shows if its script does not run."""

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cases.operand_registry import GRADIENTS, OBSERVABLES
-from conformance.records import JUDGED, Record
 from reports.metrics import Metric, find_decisive_metric, rank_share
 from reports.record_groups import Contender, RecordGroups
+from reports.records import JUDGED, Record
 
 DTYPES = ("f32", "bf16", "f16")
 MARGIN_EDGES = (1.0, 10.0, 100.0, 1e4)

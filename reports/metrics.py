@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from conformance.records import ERROR, EXPECTED_FAIL, FAIL, JUDGED, RED, VERDICTS, Record
+from reports.records import ERROR, EXPECTED_FAIL, FAIL, JUDGED, RED, VERDICTS, Record
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from conformance.records import PASS, UNJUDGED, UNSUPPORTED, Record
+from reports.records import PASS, UNJUDGED, UNSUPPORTED, Record
 
 NO_FEATURE = "(none named)"
 """The matrix column of records that name no feature, so that no record is missing from the matrix."""

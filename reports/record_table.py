@@ -13,13 +13,13 @@ from typing import Any
 
 from markupsafe import Markup
 
-from conformance.records import PASS, RED, VERDICTS, Record
 from reports import text_format
 from reports.matrices import rank_for_table
 from reports.metrics import find_decisive_metric
 from reports.page_model import Page
 from reports.record_groups import NO_FEATURE, get_contender
 from reports.record_query import SELECT_RUNS
+from reports.records import PASS, RED, VERDICTS, Record
 
 MAX_RECORDS = 20_000
 """The most records in a page. A command on the page prints the others from the file of JSON lines."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance import output_files
-from conformance.measurements import Measurement
-from conformance.records import RunInfo
+from reports import output_files
+from reports.measurements import Measurement
+from reports.records import RunInfo
 from reports.speed_section import build_speed_panels, format_speed_headline
 from reports.template_environment import create_environment
 

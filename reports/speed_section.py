@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from conformance.measurements import AGREES, DIFFERS, Measurement
+from reports.measurements import AGREES, DIFFERS, Measurement
 from reports.record_groups import group_by
 
 _MIN_SPAN = 1.5

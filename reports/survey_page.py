@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from conformance import output_files
+from reports import output_files
 from reports.conformity import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES
 from reports.matrix_rows import FEATURE_KINDS
 from reports.survey_results import CALL_CHECKS, Cell, FunctionResult, RowResult

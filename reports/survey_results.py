@@ -16,12 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conformance import output_files
-from conformance.printable_text import make_all_printable
-from conformance.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record, serialize_strict_json
+from reports import output_files
 from reports.conformity import ContenderSummary
 from reports.matrix_rows import CHECK_KINDS
+from reports.printable_text import make_all_printable
 from reports.record_groups import group_by, list_record_features
+from reports.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record, serialize_strict_json
 
 SCHEMA = "attention-conformance-survey/1"
 CALL_CHECKS = (*CHECK_KINDS["arguments"], *CHECK_KINDS["under JAX"])

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from conformance.records import (
+from reports.metrics import Metric, list_metrics
+from reports.records import (
     ERROR,
     EXPECTED_FAIL,
     FAIL,
@@ -17,7 +18,6 @@ from conformance.records import (
     Record,
     Worst,
 )
-from reports.metrics import Metric, list_metrics
 
 DASH, MINUS, TIMES = "\N{EN DASH}", "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 GLYPHS = {

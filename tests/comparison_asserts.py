@@ -14,13 +14,13 @@ import numpy as np
 
 from cases.operand_values import Cotangent, Problem
 from conformance.check_api.judgement import judge_comparison
-from conformance.contract import Arithmetic
-from conformance.records import PASS
 from conformance.truth import tolerances
 from conformance.truth.comparison import compare
 from conformance.truth.oracle import EmptyRows
 from conformance.truth.rounding_bounds import Bounded, compute_expectation
 from conformance.truth.roundoff import get_dtype_name
+from impls.contract.implementation import Arithmetic
+from reports.records import PASS
 
 TOLERANCES = tolerances.load_default_tolerances()
 LIMIT = max(limit.ratio for limit in TOLERANCES.limits.values())

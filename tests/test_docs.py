@@ -21,7 +21,7 @@ from cases.moba_mask import Moba
 from cases.operand_registry import OPTIONAL
 from conformance import declare
 from conformance.checks import CHECKS
-from conformance.contract import Accelerator, Arithmetic, Formulas, Implementation
+from impls.contract.implementation import Accelerator, Arithmetic, Formulas, Implementation
 from website import reference_pages
 
 ROOT = Path(__file__).parent.parent

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance import records, runs
-from conformance.error_maps import ErrorMap
 from conformance.judging.run_aggregation import aggregate_runs
-from conformance.records import FAIL, PASS, Record, RecordFileError, Worst
-from conformance.runs import COMPLETE, CoveringArraySize, End, Kernel, PlannedJob, RecordedRun, Run
+from reports import records, runs
+from reports.error_maps import ErrorMap
+from reports.records import FAIL, PASS, Record, RecordFileError, Worst
+from reports.runs import COMPLETE, CoveringArraySize, End, Kernel, PlannedJob, RecordedRun, Run
 from tests.reports.report_samples import render_html, render_markdown
 
 CASES = tuple(f"train/f32/B1.T{n}.S{n}.N2.K2.H16.V16/causal/normal/s0" for n in (16, 32))

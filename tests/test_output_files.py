@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from conformance import cli, output_files, records, runs
+from conformance import cli
 from conformance.judging.journal import Journal, JournalWriteError
-from conformance.output_files import PAGE, RECORDS, SUMMARY, TABLE, OutputRefused, check_output, write_text
-from conformance.records import PASS, Record
-from conformance.runs import COMPLETE, Run
+from reports import output_files, records, runs
+from reports.output_files import PAGE, RECORDS, SUMMARY, TABLE, OutputRefused, check_output, write_text
+from reports.records import PASS, Record
+from reports.runs import COMPLETE, Run
 from tests.process_helpers import COMMAND_TIMEOUT
 
 CASE = "train/f32/B1.T2.S4.N2.K2.H4.V4/full/normal/s0"
@@ -196,7 +197,7 @@ def test_the_command_is_refused_while_another_run_writes_its_file(
 def test_a_process_that_is_killed_leaves_no_lock(folder: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from conformance.judging.journal import Journal\n"
-        "from conformance.runs import Run; journal = Journal([Path('r.jsonl')], "
+        "from reports.runs import Run; journal = Journal([Path('r.jsonl')], "
         "Run(started='2026-01-01T00:00:00+00:00', command='first', level='quick'))\n"
         "print('locked', flush=True); sys.stdin.read()"
     )

@@ -21,8 +21,8 @@ from conformance.checks import CHECKS
 from conformance.execution import implementation_registry
 from conformance.judging import run_plan, settings
 from conformance.judging.runner import Runner
-from conformance.records import FAIL, PASS, RED, VERDICTS, Record
 from impls.catalogue import MODULES
+from reports.records import FAIL, PASS, RED, VERDICTS, Record
 from tests.kernels import naive
 from website import reference_pages
 from website.fences import find_fences, split_at_code

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance import record_schema, records, runs
-from conformance.error_maps import MAX_CELLS, ErrorMap
-from conformance.records import FAIL, PASS, UNJUDGED, Record, RecordFileError, Worst
+from reports import record_schema, records, runs
+from reports.error_maps import MAX_CELLS, ErrorMap
+from reports.records import FAIL, PASS, UNJUDGED, Record, RecordFileError, Worst
 
 RECORD = Record(
     implementation="kernel",

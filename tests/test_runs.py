@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance import records, runs
-from conformance.records import FAIL, PASS, Record
-from conformance.runs import COMPLETE, CoveringArraySize, End, Kernel, PlannedJob, Run
+from reports import records, runs
+from reports.records import FAIL, PASS, Record
+from reports.runs import COMPLETE, CoveringArraySize, End, Kernel, PlannedJob, Run
 
 CASES = ("train/f32/a", "train/f32/b", "train/f32/c")
 KERNEL = Kernel(

@@ -88,7 +88,7 @@ def format_features() -> str:
 
 def format_record_schema() -> str:
     """Format each kind of line of a file of records: its fields, their JSON types and what they mean."""
-    from conformance import error_maps, measurements, record_schema, records, runs
+    from reports import error_maps, measurements, record_schema, records, runs
 
     documented: Iterable[tuple[str, type[Any], type[Any] | None]] = (
         ("Record", record_schema.RecordLine, records.Record),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence, Set
 
 from cases.case import Case, CaseIdError, parse_case_id
+from cases.name_suggestions import suggest_or_list
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
-from conformance.execution.plain_functions import Declarations, declare
-from conformance.name_suggestions import suggest_or_list
+from impls.contract.declarations import Declarations, declare
+from impls.contract.implementation import Implementation
 
 
 def check_declarations(declarations: Declarations, kernel: object = None) -> None:

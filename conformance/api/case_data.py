@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from cases import size_model
 from cases.case import Case, matches_query
 from cases.grid import Grid, build_grid
+from cases.name_suggestions import suggest_or_list
 from cases.operand_registry import REMOVABLE, RESIDUALS
 from cases.operand_values import Cotangent, Problem
 from cases.storage_forms.form_registry import FORMS
@@ -23,20 +24,20 @@ from cases.storage_forms.storage_layout import NOBODY
 from conformance import packages
 from conformance.api import argument_checks
 from conformance.api.subject_lookup import describe_function
-from conformance.argument_validation import validate_arguments
 from conformance.check_api.judgement import judge_comparison
 from conformance.check_api.scopes import ImplementationGrids
 from conformance.check_api.subject import Subject
 from conformance.commands.case_description import explain_case
-from conformance.contract import Implementation
 from conformance.execution import stored_calls
 from conformance.execution.executor import Executor
-from conformance.execution.plain_functions import Declarations, build_implementation, redeclare
-from conformance.name_suggestions import suggest_or_list
-from conformance.records import FAIL, UNJUDGED
+from conformance.execution.plain_functions import build_implementation
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import Bounded
 from conformance.truth.tolerances import load_default_tolerances
+from impls.contract.argument_validation import validate_arguments
+from impls.contract.declarations import Declarations, redeclare
+from impls.contract.implementation import Implementation
+from reports.records import FAIL, UNJUDGED
 from reports.text_format import format_number
 
 Array = Float[np.ndarray, "..."]

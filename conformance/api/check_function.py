@@ -14,19 +14,19 @@ from conformance.api import argument_checks
 from conformance.api.progress import choose_display
 from conformance.api.report import Report, build_report
 from conformance.api.subject_lookup import describe_expression, describe_function, load_subject
-from conformance.argument_validation import validate_arguments
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
-from conformance.execution.plain_functions import Declarations
-from conformance.records import Record
-from conformance.runs import INTERRUPTED
 from conformance.sandbox import kernel_process
 from conformance.session.failures import CannotJudge
 from conformance.session.process_setup import isolate_settings
 from conformance.session.project_lookup import build_kernel_options
 from conformance.session.run_options import RunOptions
 from conformance.session.session import FIRST_FAILURE, run_session
+from impls.contract.argument_validation import validate_arguments
+from impls.contract.declarations import Declarations
+from impls.contract.implementation import Implementation
 from reports import terminal
+from reports.records import Record
+from reports.runs import INTERRUPTED
 
 _PULLBACK = re.compile(r" --pullback=(\w+)")
 _IN_PROCESS = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.records import Diagnosis, Record, Worst
 from conformance.session.session import SessionResult
 from reports import terminal
 from reports.causes.finding_text import FindingText
+from reports.records import Diagnosis, Record, Worst
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from conformance import output_files, runs
 from conformance.api.findings import Finding, build_findings, build_record_rows
-from conformance.argument_validation import validate_arguments
-from conformance.records import Record
-from conformance.runs import COMPLETE
 from conformance.session.failures import CannotJudge
 from conformance.session.run_outputs import check_writable
 from conformance.session.session import FIRST_FAILURE, SessionResult
-from reports import conformity, html_fragment, html_page, markdown_summary, terminal
+from impls.contract.argument_validation import validate_arguments
+from reports import conformity, html_fragment, html_page, markdown_summary, output_files, runs, terminal
+from reports.records import Record
+from reports.runs import COMPLETE
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -46,7 +46,7 @@ import operator
 {attribute} = operator.attrgetter({qualname!r})(importlib.import_module({module!r}))
 """
 _DECLARED = """
-from conformance.execution.plain_functions import redeclare
+from impls.contract.declarations import redeclare
 
 {attribute} = redeclare({attribute}, {declarations!r})
 """

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from conformance.api.sandboxing import export_function
-from conformance.contract import Implementation
-from conformance.execution.plain_functions import Declarations, build_implementation, redeclare
-from conformance.printable_text import make_printable
+from conformance.execution.plain_functions import build_implementation
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.sandboxed_executor import is_sandboxed
 from conformance.session.project_lookup import find_implementation
+from impls.contract.declarations import Declarations, redeclare
+from impls.contract.implementation import Implementation
+from reports.printable_text import make_printable
 
 
 @dataclasses.dataclass(frozen=True)

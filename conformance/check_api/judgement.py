@@ -10,13 +10,13 @@ import contextvars
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from conformance import records
 from conformance.execution import kernel_errors
-from conformance.records import Worst
 from conformance.sandbox.kernel_process import ProcessLost
 from conformance.truth.comparison import Comparison
 from conformance.truth.error_patterns.failure import Failure
 from conformance.truth.tolerances import RMS_MIN_ELEMENTS, Tolerances
+from reports import records
+from reports.records import Worst
 
 _SELECTED: contextvars.ContextVar[Collection[str] | None] = contextvars.ContextVar("only", default=None)
 
@@ -27,7 +27,7 @@ class Judgement:
 
     Attributes:
       observable: the name of what was judged, such as `out` or `dk.merged`.
-      verdict: one of the verdicts of `conformance.records`.
+      verdict: one of the verdicts of `reports.records`.
       ratio: the largest error in units of its bound.
       rms: the root mean square of these ratios.
       ratio_flash: for gradients, the largest ratio if the expected value is the flash backward pass recomputed from the

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Literal, get_args
 
 from cases.case import Case
-from conformance.contract import Implementation
+from impls.contract.implementation import Implementation
 
 Pullback = Literal["plain", "residuals"]
 """The call that is differentiated: the one that returns only `out`, or the one that also returns the residuals."""

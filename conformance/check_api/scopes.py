@@ -28,7 +28,7 @@ from cases.regressions import REGRESSIONS
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.server_traces import build_traces
 from conformance.accelerators.targets import list_targets
-from conformance.contract import Implementation
+from impls.contract.implementation import Implementation
 
 
 @dataclasses.dataclass(frozen=True)

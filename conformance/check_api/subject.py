@@ -13,10 +13,8 @@ from cases import quantization
 from cases.case import Case
 from cases.operand_registry import OPERAND_OF
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
-from conformance import records
 from conformance.check_api.judgement import Judgement, judge_comparison
 from conformance.check_api.rotation import FULL_ROTATION, Pullback, Rotation, list_partial_cotangents, list_pullbacks
-from conformance.contract import Implementation
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Calls, Executor, Result
 from conformance.truth import kept_expectations
@@ -26,6 +24,8 @@ from conformance.truth.error_patterns.failure import build_failure
 from conformance.truth.oracle import EmptyRows
 from conformance.truth.rounding_bounds import Bounded, Expectation, OperandErrors
 from conformance.truth.tolerances import Tolerances
+from impls.contract.implementation import Implementation
+from reports import records
 
 # Names of cached properties of `Subject` that a copy may keep. `_OPERAND_CACHE` depends only on the case,
 # `_EXPECTATION_CACHE` also on declarations, and `_RESULT_CACHE` on the case and the compiled call.

@@ -8,11 +8,11 @@ from typing import Any
 
 from cases.operand_registry import REMOVABLE
 from cases.operand_values import Problem, draw_problem
-from conformance import records
 from conformance.check_api.judgement import Judgement, add_label
 from conformance.check_api.subject import Subject
 from conformance.checks import page_comparison
 from conformance.executor_tasks import page_write_calls, single_calls
+from reports import records
 
 # A mask in two parts. A kernel that takes `causal` and `mask` gets the first part as a flag, the second as an array.
 _DENSE_CAUSAL_MASK = "causal_and_dense-d40"

@@ -19,7 +19,6 @@ from cases.operand_registry import REMOVABLE
 from cases.operand_values import Problem, draw_problem
 from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.stored_cases import list_other_masks
-from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
 from conformance.check_api.rotation import Rotation, list_pullbacks
 from conformance.check_api.subject import Subject
@@ -28,6 +27,7 @@ from conformance.checks.forward import check_primal
 from conformance.checks.gradients import check_problem, judge_gradients
 from conformance.checks.problem_pair import ProblemPair
 from conformance.executor_tasks import call_sequences, single_calls
+from reports import records
 
 # Masks for calls that follow each other with the same shapes, in this order:
 # - two windows, which are given by numbers; one number is 0;

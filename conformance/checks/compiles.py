@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conformance import records
 from conformance.accelerators.targets import list_targets
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import native_compilation
+from reports import records
 
 _VERDICTS = {
     "compiled": records.PASS,

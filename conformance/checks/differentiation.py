@@ -23,11 +23,11 @@ from cases.counter_rng import draw_normal
 from cases.moba_mask import depends_on_data
 from cases.operand_registry import GRADIENT_OF
 from cases.operand_values import Cotangent, Problem
-from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported, format_distinct
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import transformed_calls
 from conformance.truth.rounding_bounds import Bounded
+from reports import records
 
 _OPERAND = {gradient: operand for operand, gradient in GRADIENT_OF.items()}
 # The step of finite differences, in units of a standard normal direction. The rounding error of a difference grows as

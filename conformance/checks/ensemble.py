@@ -21,11 +21,11 @@ import numpy as np
 
 from cases.case import Case
 from cases.operand_values import Cotangent
-from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
 from conformance.check_api.subject import Subject
 from conformance.execution.executor import Result
 from conformance.truth.error_variance import ErrorVariance, compute_error_variance
+from reports import records
 
 SEEDS = 6
 """The number of problems per statistic; they differ in values only and share one compiled program."""

@@ -16,11 +16,11 @@ import numpy as np
 from cases.masks import Causal, Full, Window
 from cases.operand_registry import OPERANDS, OPTIONAL
 from cases.operand_values import Problem
-from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported
 from conformance.check_api.subject import Subject
 from conformance.execution import kernel_errors
 from conformance.executor_tasks import single_calls
+from reports import records
 
 
 def check_errors(subject: Subject) -> Iterator[Judgement]:

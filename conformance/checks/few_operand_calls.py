@@ -28,7 +28,7 @@ from typing import Any
 from cases.case import Case
 from cases.operand import OptionalOperand
 from cases.operand_registry import OPTIONAL, REMOVABLE
-from conformance.contract import Implementation
+from impls.contract.implementation import Implementation
 
 
 def _with_length(length: int) -> dict[str, Any]:

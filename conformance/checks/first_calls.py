@@ -19,11 +19,11 @@ from cases.case import Case
 from cases.operand_registry import REMOVABLE
 from cases.operand_values import Problem, draw_problem
 from cases.storage_forms.form_registry import FORMS
-from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
 from conformance.check_api.subject import Subject
 from conformance.checks.problem_pair import ProblemPair
 from conformance.executor_tasks import call_sequences, single_calls, transformed_calls
+from reports import records
 
 # A scale above 1, and no power of two. The usual scale of the case is below 1.
 _OTHER_SCALE = 1.5

@@ -19,10 +19,10 @@ from cases.case import Case
 from cases.masks import Dense
 from cases.moba_mask import depends_on_data
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
-from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import single_calls
+from reports import records
 
 
 @dataclasses.dataclass(frozen=True)

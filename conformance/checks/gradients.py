@@ -13,13 +13,13 @@ import numpy as np
 from cases.operand_registry import GRADIENTS
 from cases.operand_values import Cotangent, Problem, draw_cotangent
 from cases.storage_forms.storage_layout import NOBODY
-from conformance import records
 from conformance.check_api.judgement import Judgement, add_label, build_unsupported
 from conformance.check_api.subject import Subject
 from conformance.execution.executor import Result
-from conformance.records import Worst
 from conformance.truth import oracle
 from conformance.truth.rounding_bounds import Bounded
+from reports import records
+from reports.records import Worst
 
 
 def check_gradients(subject: Subject) -> Iterator[Judgement]:

@@ -23,13 +23,13 @@ import numpy as np
 from cases import quantization
 from cases.moba_mask import depends_on_data
 from cases.operand_values import Cotangent, Problem
-from conformance import records
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
 from conformance.checks import repeated_calls
 from conformance.execution.executor import Result, Values
-from conformance.records import Worst
 from conformance.truth.rounding_bounds import Bounded
+from reports import records
+from reports.records import Worst
 
 
 @dataclasses.dataclass(frozen=True)

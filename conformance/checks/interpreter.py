@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cases.operand_registry import RESIDUALS
-from conformance import records
 from conformance.accelerators.interpreters import list_seeds
 from conformance.check_api.judgement import Judgement, add_label
 from conformance.check_api.subject import Subject
@@ -17,6 +16,7 @@ from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
 from conformance.execution.executor import Result
 from conformance.executor_tasks import interpreter_runs
+from reports import records
 
 # The number of seeds for which the backward pass is run.
 _BACKWARD_SEEDS = 2

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from cases.operand_values import Cotangent
-from conformance import records
 from conformance.check_api.judgement import Judgement, add_label
 from conformance.check_api.subject import Subject
 from conformance.checks import repeated_calls
 from conformance.execution.executor import Values
-from conformance.records import Worst
 from conformance.truth.rounding_bounds import Bounded
 from conformance.truth.roundoff import UNIT_ROUNDOFF
+from reports import records
+from reports.records import Worst
 
 # The tiny factor for cotangents, by dtype. f16 has none, since all its gradients would underflow.
 _TINY_FACTOR = {"f32": 2.0**-40, "bf16": 2.0**-40}

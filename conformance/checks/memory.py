@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from cases.case import CaseIdError
 from cases.operand_values import draw_problem
 from cases.storage_forms.stored_cases import with_length
-from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import single_calls
+from reports import records
 
 _LENGTHS = (512, 2048)
 # The largest growth of memory, divided by the growth of the lengths: linear growth gives 1, quadratic growth 4. Padding

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from cases.storage_forms.page_writes import PAGE_ARRAYS, Writing, build_writing, view_bits
-from conformance import records
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import page_write_calls
+from reports import records
 
 _CONTENTS = {"k_pages": "keys", "v_pages": "values"}
 

@@ -14,11 +14,11 @@ import numpy as np
 from cases import quantization
 from cases.moba_mask import depends_on_data
 from cases.operand_registry import RESIDUALS
-from conformance import records
 from conformance.check_api.judgement import Judgement, add_label, build_unsupported
 from conformance.check_api.subject import Subject
 from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
+from reports import records
 
 # The huge number, by dtype. It is larger than any other value, but small enough that its dot product with ordinary
 # values is finite in the dtype.

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from conformance import records
 from conformance.check_api.judgement import Judgement, build_refused_precision
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import program_inspection
+from reports import records
 
 # The declarations of products, from strict to lax. The empty one stands for a precision that no declaration states.
 _PRODUCTS = ("exact", "", "tf32", "bf16")

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from cases import mask_spec
 from cases.case import OPT_IN
 from cases.operand_registry import OPTIONAL, REMOVABLE
-from conformance import records
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
 from conformance.executor_tasks import single_calls
+from reports import records
 
 
 def check_refusals(subject: Subject) -> Iterator[Judgement]:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from conformance import records
 from conformance.check_api.judgement import Judgement
 from conformance.execution.executor import Values
-from conformance.records import Worst
+from reports import records
+from reports.records import Worst
 
 TRIES_BEFORE_BLAME = 8
 """The number of repetitions of a call before a difference of two calls is blamed on their operands."""

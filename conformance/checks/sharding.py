@@ -22,12 +22,12 @@ import numpy as np
 from cases.case import Case, CaseIdError
 from cases.operand_registry import GRADIENT_OF, OPTIONAL
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
-from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported, run_subcheck
 from conformance.check_api.subject import Subject
 from conformance.execution.executor import Values
 from conformance.executor_tasks import sharded_calls
 from conformance.executor_tasks.sharded_calls import DEVICES
+from reports import records
 
 
 def check_sharding(subject: Subject) -> Iterator[Judgement]:

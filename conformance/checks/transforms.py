@@ -21,7 +21,6 @@ from cases.operand_registry import GRADIENT_OF, OPTIONAL, REMOVABLE, RESIDUALS
 from cases.operand_values import Problem, draw_problem
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.stored_cases import list_other_masks
-from conformance import records
 from conformance.check_api.judgement import Judgement, build_unsupported, catch_errors, run_subcheck
 from conformance.check_api.subject import Subject
 from conformance.checks import few_operand_calls
@@ -30,6 +29,7 @@ from conformance.checks.problem_pair import ProblemPair
 from conformance.executor_tasks import call_sequences, single_calls, transformed_calls
 from conformance.truth.rounding_bounds import Bounded
 from conformance.truth.roundoff import UNIT_ROUNDOFF
+from reports import records
 
 # A factor that changes a number a little, in its third digit. A cache key that uses fewer digits confuses the two.
 _NEARBY_FACTOR = 1 + 2.0**-6

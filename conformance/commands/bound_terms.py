@@ -11,7 +11,6 @@ import numpy as np
 
 from cases.case import Case
 from conformance.check_api.subject import Subject
-from conformance.contract import Implementation
 from conformance.execution.executor import Result
 from conformance.sandbox.sandboxed_executor import SupportQueryFailed, create_executor
 from conformance.session.failures import CannotJudge
@@ -19,6 +18,7 @@ from conformance.truth import bound_sources
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import Bounded, Expectation
 from conformance.truth.tolerances import Tolerances
+from impls.contract.implementation import Implementation
 from reports import text_format
 from reports.metrics import Metric
 

@@ -7,16 +7,16 @@ import argparse
 import jax
 from rich.console import Console
 
-from conformance import records
 from conformance.commands.progress_display import RunProgress
-from conformance.records import Record
-from conformance.runs import COMPLETE
 from conformance.session import input_files, run_options
 from conformance.session.failures import CannotJudge
 from conformance.session.run_options import RunOptions
 from conformance.session.run_outputs import check_writable
 from conformance.session.session import Session
 from conformance.truth import calibration, tolerances
+from reports import records
+from reports.records import Record
+from reports.runs import COMPLETE
 
 
 def calibrate(arguments: argparse.Namespace) -> int:

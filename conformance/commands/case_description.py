@@ -10,11 +10,11 @@ from cases.operand_values import Problem, draw_problem
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.storage_layout import Storage
 from conformance.check_api.subject import Subject
-from conformance.contract import Arithmetic, Implementation
 from conformance.execution.executor import Executor
 from conformance.judging import discrimination
 from conformance.truth import roundoff
 from conformance.truth.tolerances import Tolerances
+from impls.contract.implementation import Arithmetic, Implementation
 
 _DISTRIBUTIONS = {
     "normal": "normal values, logits of standard deviation 1",

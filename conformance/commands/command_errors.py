@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 
 from absl.flags import argparse_flags
 
+from cases.name_suggestions import suggest_name
 from conformance import exhausted_memory, packages
 from conformance.commands import standard_streams
-from conformance.name_suggestions import suggest_name
-from conformance.printable_text import make_printable
 from conformance.session.failures import CannotJudge
 from conformance.session.run_options import reject_empty
+from reports.printable_text import make_printable
 
 TRACEBACK_VARIABLE = "CONFORMANCE_TRACEBACK"
 """Name of the environment variable that makes an unexpected error print its traceback."""

@@ -8,13 +8,13 @@ import re
 from cases.operand_registry import OPTIONAL
 from conformance.judging.expected_failures import format_toml, suggest_entries, suggest_entries_by_cause
 from conformance.judging.run_aggregation import aggregate_runs
-from conformance.printable_text import make_printable
 from conformance.session import input_files
 from conformance.session.failures import CannotJudge
 from reports.causes import root_causes
 from reports.causes.case_levels import parse_fields
 from reports.causes.finding import Finding
 from reports.causes.finding_text import format_title
+from reports.printable_text import make_printable
 
 _PARTS = frozenset({"mask", "distribution", "storage", "front_end", *(operand.field for operand in OPTIONAL)})
 """The fields of a case that are parts of its id behind the shape."""

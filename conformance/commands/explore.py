@@ -17,14 +17,14 @@ from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.run_aggregation import EXPLORATION_LEVEL, aggregate_runs
 from conformance.judging.run_plan import Plan
 from conformance.judging.task_pools import ExecutorFailed
-from conformance.records import RED
-from conformance.runs import COMPLETE, FAILED, INTERRUPTED
 from conformance.session import project_lookup, run_annotations, run_options
 from conformance.session.failures import CannotJudge
 from conformance.session.remote_pools import open_cluster
 from conformance.session.run_outputs import find_step_summary
 from reports import terminal
 from reports.page_model import build_summary
+from reports.records import RED
+from reports.runs import COMPLETE, FAILED, INTERRUPTED
 
 
 def explore(arguments: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from rich.table import Table
 from cases import size_model
 from cases.case import FEATURES, Case, matches_query
 from cases.grid import build_grid
+from cases.name_suggestions import suggest_query
 from cases.named_problems import PROBLEMS
 from cases.regressions import REGRESSIONS
 from conformance.check_api.scopes import ImplementationGrids
@@ -18,11 +19,10 @@ from conformance.checks import CHECKS
 from conformance.commands import argument_lookup
 from conformance.commands.bound_terms import explain_bounds
 from conformance.commands.case_description import explain_case
-from conformance.contract import Implementation
 from conformance.execution import implementation_registry
-from conformance.name_suggestions import suggest_query
 from conformance.session import project_lookup, run_options
 from conformance.session.failures import CannotJudge
+from impls.contract.implementation import Implementation
 
 
 def list_entries(arguments: argparse.Namespace) -> int:

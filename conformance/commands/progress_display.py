@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from conformance.records import RED, Record
+from reports.records import RED, Record
 
 _LINE_INTERVAL_SECONDS = 15.0  # seconds between printed lines if there is no terminal
 _MAX_NAMED_RED = 5  # red cases named while the run goes on; the summary lists more

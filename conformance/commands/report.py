@@ -9,21 +9,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from conformance import measurements, output_files
 from conformance.commands.argument_lookup import format_command_line
 from conformance.judging.run_aggregation import aggregate_runs, find_missing_shards
-from conformance.measurements import Measurement
-from conformance.output_files import TABLE
-from conformance.records import UNJUDGED, serialize_strict_json
-from conformance.runs import RecordedRun
 from conformance.sensitivity import detection_table
 from conformance.session import input_files
 from conformance.session.failures import CannotJudge
 from conformance.session.probes import bug_diagnosis
 from conformance.session.run_outputs import check_writable, write_summary
-from reports import findings_document, html_page, markdown_summary, speed_page, terminal
+from reports import findings_document, html_page, markdown_summary, measurements, output_files, speed_page, terminal
 from reports.conformity import DOES_NOT_CONFORM
+from reports.measurements import Measurement
+from reports.output_files import TABLE
 from reports.page_model import Summary, build_summary
+from reports.records import UNJUDGED, serialize_strict_json
+from reports.runs import RecordedRun
 
 
 def render_report(arguments: argparse.Namespace) -> int:

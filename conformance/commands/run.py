@@ -9,13 +9,13 @@ from rich.console import Console
 
 from conformance.commands.argument_lookup import format_command_line
 from conformance.commands.progress_display import RunProgress
-from conformance.runs import FAILED
 from conformance.session.failures import CannotJudge
 from conformance.session.input_files import read_recorded_runs
 from conformance.session.run_annotations import annotate_run
 from conformance.session.run_options import RunOptions, draw_seeds, has_query, parse_query, parse_shard
 from conformance.session.session import FIRST_FAILURE, Session, SessionResult
 from reports import changes_page, terminal
+from reports.runs import FAILED
 
 # Command-line arguments whose field in `RunOptions` has another name: argument to field.
 _FIELDS = {"impl": "implementations", "all": "judge_all", "check": "checks", "seed": "seeds"}

@@ -19,10 +19,10 @@ from cases.case import OPT_IN
 from cases.operand_registry import GRADIENT_OF, OPERANDS
 from cases.operand_values import Cotangent, Problem
 from conformance import environment
-from conformance.contract import Implementation
 from conformance.execution import kernel_errors, stored_calls
 from conformance.execution import mask_pytrees as mask_pytrees  # registers masks with JAX
 from conformance.execution.common_subexpressions import eliminate_common_subexpressions
+from impls.contract.implementation import Implementation
 
 Arrays = Mapping[str, Any]
 Values = Mapping[str, np.ndarray]

@@ -19,13 +19,13 @@ from typing import Any
 
 import jax
 
+from cases.name_suggestions import suggest_name
 from conformance import packages
-from conformance.contract import Accelerator, Implementation, Products
 from conformance.execution import kernel_errors
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
 from conformance.execution.workload_adapters import build_workload_implementation
-from conformance.name_suggestions import suggest_name
-from conformance.printable_text import make_printable
+from impls.contract.implementation import Accelerator, Implementation, Products
+from reports.printable_text import make_printable
 
 ENTRY_POINT_GROUP = "attention_conformance.implementations"
 

@@ -28,8 +28,8 @@ from cases.case import Case
 from cases.case_space.clue_numbers import Clues
 from cases.operand_registry import REMOVABLE
 from cases.operand_values import draw_problem
-from conformance.contract import Implementation
 from conformance.execution.executor import Executor, pull_back
+from impls.contract.implementation import Implementation
 
 # The largest number of integers, and also of floats, that are returned from the source and from the program.
 _MAX_NUMBERS = {"source": 24, "program": 10}

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from conformance.printable_text import make_printable
+from reports.printable_text import make_printable
 
 _MAX_MESSAGE = 2000
 _MAX_SOURCE_LINE = 160

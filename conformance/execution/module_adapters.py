@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from cases.name_suggestions import suggest_or_list
 from cases.operand_registry import OPERANDS
-from conformance.argument_validation import validate_arguments
-from conformance.name_suggestions import suggest_or_list
+from impls.contract.argument_validation import validate_arguments
 
 
 @validate_arguments

@@ -16,8 +16,8 @@ from cases.case import Case
 from cases.masks import Causal, Full, Lengths, Mask, MaskFunction, Window, has_formula, list_conjuncts
 from cases.moba_mask import Moba, depends_on_data
 from cases.storage_forms.form_registry import FORMS
-from conformance.contract import CausalFrom, Lowering, OpenSide
 from conformance.execution import plain_storage
+from impls.contract.implementation import CausalFrom, Lowering, OpenSide
 
 
 def suggest_parameters(name: str, others: Iterable[str]) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable
 
 import pytest
 
-from conformance.records import JUDGED, RED, Record
 from conformance.session.session import Session
+from reports.records import JUDGED, RED, Record
 
 # Prefixes of options, of pytest and common plugins, that leave out no test of a successful run. Options of the gate are
 # among them: jobs that they leave out are not planned.

@@ -12,19 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 from conformance.check_api.scopes import GRID
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.gate.completeness import find_missing_judgements
 from conformance.gate.node_ids import NamedJob
 from conformance.judging import flag_share, provenance
 from conformance.judging.job import Job
 from conformance.judging.keyword_selection import select_checks
 from conformance.judging.runner import build_changed_file_records
-from conformance.records import Record
-from conformance.runs import End, RecordedRun, Run
 from conformance.session.failures import CannotJudge
 from conformance.session.process_setup import isolate_settings
 from conformance.session.session import Session, merge_runs
+from impls.contract.implementation import Implementation
 from reports.page_model import Summary, build_summary
+from reports.records import Record
+from reports.runs import End, RecordedRun, Run
 
 
 class PlannedTests:

@@ -10,13 +10,13 @@ import pytest
 from conformance.execution import implementation_registry
 from conformance.gate.gate_run import SuiteResult
 from conformance.judging.job import Job
-from conformance.printable_text import make_printable
-from conformance.records import Record
-from conformance.runs import Run
 from conformance.session.run_annotations import annotate_run
 from conformance.session.session import SessionResult
 from reports import changes, terminal
 from reports.changes import Comparison
+from reports.printable_text import make_printable
+from reports.records import Record
+from reports.runs import Run
 
 
 def list_test_properties(job: Job, judged: Iterable[Record]) -> list[tuple[str, object]]:

@@ -15,9 +15,9 @@ from conformance.session.failures import CannotJudge
 from conformance.session.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from conformance.execution.plain_functions import Declarations
-    from conformance.records import Record
     from conformance.session.session import Session
+    from impls.contract.declarations import Declarations
+    from reports.records import Record
 
 _ATTRIBUTE = "conformance_suite"
 

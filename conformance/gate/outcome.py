@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from conformance.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record
+from reports.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record
 
 
 def report_outcome(found: Sequence[Record]) -> None:

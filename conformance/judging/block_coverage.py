@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from cases.case import Case, parse_case_id
 from conformance.check_api.scopes import GRID
 from conformance.checks import CHECKS
-from conformance.contract import Implementation
-from conformance.records import JUDGED, Record
+from impls.contract.implementation import Implementation
+from reports.records import JUDGED, Record
 
 ENOUGH_BLOCKS = 3
 """The number of blocks that shows how an online softmax begins, goes on and ends; for queries and for keys."""

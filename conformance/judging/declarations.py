@@ -14,7 +14,7 @@ from cases.case import Case
 from cases.operand import OptionalOperand
 from cases.operand_registry import GRADIENTS, OPTIONAL
 from cases.storage_forms.form_registry import FORMS
-from conformance.contract import Arithmetic, Formulas, Implementation
+from impls.contract.implementation import Arithmetic, Formulas, Implementation
 
 # Fields of `Arithmetic` to try as an explanation of a failure, in this order: the first table for f32 operands, the
 # second for bf16 and f16.

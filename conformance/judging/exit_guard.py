@@ -17,7 +17,7 @@ import pytest
 from conformance import interrupts, packages
 
 if TYPE_CHECKING:
-    from conformance.records import Record
+    from reports.records import Record
 
 PLUGIN_NAME = "attention-conformance-ending"
 """The name under which pytest registers the guard."""
@@ -155,7 +155,7 @@ def _is_of_gate(argument: str) -> bool:
 
 def describe_end(session: pytest.Session) -> tuple[str, str]:
     """Return how the run ended (`runs.COMPLETE` or `runs.INTERRUPTED`), and the reason if something stopped it."""
-    from conformance import runs
+    from reports import runs
 
     guard: ExitGuard | None = session.config.pluginmanager.get_plugin(PLUGIN_NAME)
     stop_reason = session.shouldfail or session.shouldstop or (guard is not None and guard.stopped)
@@ -178,7 +178,7 @@ def _find_replaced(config: pytest.Config) -> list[str]:
 
 def _correct_exit_code(code: int, records: Iterable[Record]) -> int:
     """Return pytest's exit code `code`, or that of failed tests if `code` is 0 although some records are red."""
-    from conformance.records import RED
+    from reports.records import RED
 
     red = sum(record.verdict in RED for record in records)
     if code or not red:

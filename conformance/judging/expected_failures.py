@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from cases.case import matches_query
-from conformance.records import ERROR, FAIL, JUDGED, Record
+from reports.records import ERROR, FAIL, JUDGED, Record
 
 _FAILED = frozenset({FAIL, ERROR})
 _WORD, _SHAPE_PLACE = re.compile("[a-z]+"), 2  # the phase, the dtype and the shape come first in an id

@@ -15,7 +15,7 @@ from cases.case_space.clue_numbers import Clues
 from cases.operand_registry import REMOVABLE
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import Record
+from reports.records import Record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

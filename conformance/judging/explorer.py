@@ -33,10 +33,9 @@ from cases.case_space.alternatives import NothingToDraw
 from cases.case_space.case_strategies import draw_cases
 from cases.case_space.clue_numbers import Clues
 from cases.case_space.novelty import Novelty
-from conformance import interrupts, records
+from conformance import interrupts
 from conformance.check_api.scopes import GRID, ImplementationGrids
 from conformance.checks import CHECKS, Check
-from conformance.contract import Implementation
 from conformance.execution import kernel_errors
 from conformance.execution.kernel_constants import report_clues
 from conformance.judging.exploration import (
@@ -50,12 +49,14 @@ from conformance.judging.job import Job
 from conformance.judging.parallel_judging import judge_in_parallel
 from conformance.judging.settings import Settings
 from conformance.judging.task_pools import TaskPool
-from conformance.records import Record
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import ProcessLost
 from conformance.sandbox.sandboxed_executor import create_executor
 from conformance.temporary_folders import use_temporary_folder
 from conformance.truth import disk_cache
+from impls.contract.implementation import Implementation
+from reports import records
+from reports.records import Record
 
 _CI_EXAMPLES = 50
 _EXPLORE_SECONDS = 60.0

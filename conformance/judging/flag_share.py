@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from conformance.records import FAIL, FLAGS_DIFFER, JUDGED, PASS, Record
+from reports.records import FAIL, FLAGS_DIFFER, JUDGED, PASS, Record
 
 CHECK = "flags"
 """The name of the check in the record that says that a kernel is above the limit."""

@@ -8,7 +8,7 @@ from cases.case import Case
 from conformance.check_api.rotation import FULL_ROTATION, Rotation
 from conformance.check_api.scopes import GRID
 from conformance.checks import Check
-from conformance.contract import Implementation
+from impls.contract.implementation import Implementation
 
 
 @dataclasses.dataclass(frozen=True)

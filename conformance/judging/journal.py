@@ -14,12 +14,13 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from conformance import interrupts, output_files, records, runs
+from conformance import interrupts
 from conformance.judging import provenance
-from conformance.output_files import OutputRefused
-from conformance.records import Record
-from conformance.runs import End, RecordedRun, Run
 from conformance.sandbox import loaded_files
+from reports import output_files, records, runs
+from reports.output_files import OutputRefused
+from reports.records import Record
+from reports.runs import End, RecordedRun, Run
 
 
 class JournalWriteError(Exception):

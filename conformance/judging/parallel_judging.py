@@ -16,7 +16,6 @@ from pathlib import Path
 from cases.case import parse_case_id
 from conformance.check_api.rotation import Rotation
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.execution import source_digests
 from conformance.execution.implementation_registry import ImplementationNotFound, is_builtin
 from conformance.judging import remote_call, settings
@@ -24,11 +23,12 @@ from conformance.judging.exploration import build_exploration_runner
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.task_pools import TaskPool
-from conformance.records import Record, parse_record, serialize_record
 from conformance.sandbox import kernel_process
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.sandboxed_executor import collect_handshakes
 from conformance.truth import disk_cache
+from impls.contract.implementation import Implementation
+from reports.records import Record, parse_record, serialize_record
 
 # The number of short jobs that a worker gets at once: few enough to share work evenly, enough to keep overhead low.
 # Jobs that share compiled programs stay together even beyond this number.

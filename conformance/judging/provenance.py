@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from conformance import environment
-from conformance.contract import Implementation
 from conformance.execution import implementation_registry, source_digests
 from conformance.judging.block_coverage import find_block_lengths
 from conformance.judging.declarations import list_lenient_declarations
 from conformance.judging.run_plan import Plan
-from conformance.runs import OWN_PROCESS, Kernel, PlannedJob, Run
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.sandboxed_executor import create_executor
 from conformance.truth import tolerances
+from impls.contract.implementation import Implementation
+from reports.runs import OWN_PROCESS, Kernel, PlannedJob, Run
 
 _PROJECT_FOLDER = Path(__file__).resolve().parent.parent.parent
 _PACKAGES = ("cases", "conformance", "impls", "reports")

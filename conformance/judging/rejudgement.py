@@ -34,7 +34,6 @@ import math
 import secrets
 from collections.abc import Collection, Iterable, Iterator
 
-from conformance import records
 from conformance.check_api.judgement import Judgement, catch_errors
 from conformance.check_api.scopes import DECODED, ENSEMBLE, GRID, INTERPRETED
 from conformance.check_api.subject import Subject
@@ -42,6 +41,7 @@ from conformance.checks import Check
 from conformance.execution.executor import Executor
 from conformance.judging import discrimination, flag_share
 from conformance.judging.declarations import Remedy, iter_weaker_declarations
+from reports import records
 
 ENOUGH_CONFIRMED = 2
 """The number of confirmed failures of a result in a check, after which its failures are not judged again."""

@@ -34,7 +34,7 @@ from conformance.check_api.rotation import (
     list_partial_cotangents,
     list_pullbacks,
 )
-from conformance.contract import Implementation
+from impls.contract.implementation import Implementation
 
 _QUARTERS = range(4)
 """Four alternatives, of which each case gets one. A quarter of all cases gets the first one: these merge parts, say."""

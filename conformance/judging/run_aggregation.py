@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from conformance import records, runs
 from conformance.checks import CHECKS
 from conformance.judging.block_coverage import describe_block_counts
-from conformance.records import JUDGED, Extent, Record, RunInfo
-from conformance.runs import Kernel, RecordedRun, Run
+from reports import records, runs
+from reports.records import JUDGED, Extent, Record, RunInfo
+from reports.runs import Kernel, RecordedRun, Run
 
 UNKNOWN = "unknown"
 EXPLORATION_LEVEL = "explore"

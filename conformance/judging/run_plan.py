@@ -12,12 +12,12 @@ from cases.regressions import REGRESSIONS
 from conformance.check_api.rotation import FULL_ROTATION, Rotation
 from conformance.check_api.scopes import FRONT, GRID, SCOPES, ImplementationGrids
 from conformance.checks import CHECKS, Check
-from conformance.contract import Implementation
 from conformance.judging import prioritization
 from conformance.judging.job import Job
 from conformance.judging.rotation_assignment import assign_rotations, assign_size_rotations
 from conformance.judging.run_levels import get_grid_level
-from conformance.runs import CoveringArraySize
+from impls.contract.implementation import Implementation
+from reports.runs import CoveringArraySize
 
 
 @dataclasses.dataclass(frozen=True)

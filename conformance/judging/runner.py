@@ -15,25 +15,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from conformance import interrupts, records
+from conformance import interrupts
 from conformance.check_api.judgement import Judgement, build_unsupported, catch_errors, format_distinct
 from conformance.check_api.rotation import FULL_ROTATION, list_pullbacks
 from conformance.check_api.subject import Subject
 from conformance.checks import CHECKS, CHECKS_BY_NAME, Check
-from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.execution.executor import Executor
 from conformance.judging import discrimination
 from conformance.judging.job import Job
 from conformance.judging.rejudgement import ENOUGH_CONFIRMED, Rejudger
 from conformance.judging.settings import Settings
-from conformance.records import Record
-from conformance.runs import Run
 from conformance.sandbox import loaded_files
 from conformance.sandbox.kernel_process import ProcessLost
 from conformance.sandbox.sandboxed_executor import SupportQueryFailed, create_executor
 from conformance.truth.error_patterns.map_drawing import draw_error_map
 from conformance.truth.error_patterns.pattern import find_pattern
+from impls.contract.implementation import Implementation
+from reports import records
+from reports.records import Record
+from reports.runs import Run
 
 ABANDONED_CASE = "no further check of this case was run"
 """The last words of the reason in the record of a check during which the kernel's process died."""

@@ -53,12 +53,12 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from cases.case import matches_query
-from conformance import records
+from cases.name_suggestions import suggest_name
 from conformance.execution import implementation_registry
-from conformance.name_suggestions import suggest_name
-from conformance.records import Record
 from conformance.truth import tolerances
 from conformance.truth.tolerances import Tolerances
+from reports import records
+from reports.records import Record
 
 TABLE = "attention_conformance"
 _TABLE_KEYS = ("implementations", "groups", "tolerances", "expected_failures", "expected_failure_files", "bank")

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from cases.masks import Full, Mask
-from conformance.argument_validation import check_arguments
-from conformance.contract import FLOATS, validate_operands
 from conformance.truth.oracle import Backward
+from impls.contract.argument_validation import check_arguments
+from impls.contract.implementation import FLOATS, validate_operands
 
 
 def reference_attention(

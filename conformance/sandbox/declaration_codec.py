@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cases.case import Case
-from conformance.contract import Accelerator, Arithmetic, Formulas, Implementation
 from conformance.execution.executor import Executor
 from conformance.execution.plain_support import PlainSupport
-from conformance.printable_text import make_printable
 from conformance.sandbox.handshake import MAX_TEXT
+from impls.contract.implementation import Accelerator, Arithmetic, Formulas, Implementation
+from reports.printable_text import make_printable
 
 _SET_FIELDS = ("offers", "residuals", "differentiable_residuals", "gradients", "unordered_sums")
 _PLAIN_FIELDS = (

@@ -8,8 +8,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from conformance import packages
-from conformance.printable_text import make_printable
 from conformance.sandbox import policy
+from reports.printable_text import make_printable
 
 UNCONFINED = "--in-process runs the kernel without a sandbox"
 

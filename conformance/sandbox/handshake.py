@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from conformance.printable_text import make_printable
+from reports.printable_text import make_printable
 
 MAX_TEXT = 10_000
 """The most characters of a text that a kernel sends. Longer texts are cut, since each record of the kernel has them."""

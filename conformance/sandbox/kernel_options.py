@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from conformance.contract import Implementation, Products
 from conformance.execution import implementation_registry
 from conformance.sandbox import confinement, sandboxed_executor
 from conformance.sandbox.kernel_process import Limits
 from conformance.sandbox.policy import SandboxPolicy
+from impls.contract.implementation import Implementation, Products
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,6 @@ from conformance import environment, interrupts
 from conformance.execution import kernel_errors
 from conformance.fork_server import visible_environment
 from conformance.fork_server.forked_process import ForkedProcess
-from conformance.printable_text import make_printable
 from conformance.sandbox import (
     compilation_cache,
     denials,
@@ -39,6 +38,7 @@ from conformance.sandbox.handshake import MAX_TEXT, Handshake, parse_first_files
 from conformance.sandbox.kernel_server import REQUEST_LENGTH, CallRequest, LoadRequest
 from conformance.sandbox.policy import SandboxPolicy
 from conformance.temporary_folders import TemporaryFolder
+from reports.printable_text import make_printable
 
 _POLL_INTERVAL = 0.05
 _END_SECONDS = 5.0  # time for the supervisor to end all that the kernel started, before SIGKILL

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from conformance.execution import installed_packages
-from conformance.printable_text import make_printable
+from reports.printable_text import make_printable
 
 _DIGEST_DIGITS = 32  # hexadecimal digits, so 128 bits: nobody can find two files with the same digest
 _MAX_HASHED_BYTES = 2**32  # a larger file is not read; its digest is computed from its size

@@ -14,16 +14,16 @@ from typing import Any, Concatenate
 
 from cases.case import Case
 from conformance import environment
-from conformance.contract import Implementation
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Executor, P, Returned
 from conformance.execution.implementation_registry import ImplementationNotFound
-from conformance.printable_text import make_printable
 from conformance.sandbox import declaration_codec
 from conformance.sandbox.handshake import MAX_TEXT
 from conformance.sandbox.kernel_process import KernelProcess, Limits, LoadFailed, ProcessLost
 from conformance.sandbox.kernel_server import CallRequest
 from conformance.sandbox.policy import SandboxPolicy
+from impls.contract.implementation import Implementation
+from reports.printable_text import make_printable
 
 _GENERATIONS = itertools.count(1)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cases.case import Case
-from conformance.contract import Implementation
+from impls.contract.implementation import Implementation
 
 _SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conformance.records import FAIL
 from conformance.sensitivity.examination import Examination, Kill, compute_check_powers
+from reports.records import FAIL
 
 SCHEMA = "attention-conformance/detection/1"
 FILE = Path(__file__).with_name("detection_table.json")

@@ -20,10 +20,10 @@ from typing import Any
 from cases.signature_cases import SIGNATURE_CASES
 from conformance.check_api.rotation import PULLBACKS, Rotation
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.judging.job import Job
-from conformance.records import ERROR, JUDGED, RED, Record
 from conformance.sensitivity.bank import PlantedBug
+from impls.contract.implementation import Implementation
+from reports.records import ERROR, JUDGED, RED, Record
 
 SCHEMA = "attention-conformance/signatures/1"
 FILE = Path(__file__).with_name("failure_signatures.json")

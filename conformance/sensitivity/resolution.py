@@ -20,16 +20,16 @@ from cases.case import DTYPES, Case
 from cases.ensemble_cases import select_plain_cases
 from cases.grid import build_grid
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
-from conformance import records
 from conformance.check_api.judgement import judge_comparison
 from conformance.checks.ensemble import compute_statistics, judge_statistics, list_reseeded_cases
-from conformance.contract import Arithmetic
 from conformance.truth import oracle, tolerances
 from conformance.truth.comparison import compare
 from conformance.truth.error_variance import compute_error_variance
 from conformance.truth.rounding_bounds import Bounded, compute_expectation
 from conformance.truth.roundoff import UNIT_ROUNDOFF
 from conformance.truth.tolerances import Tolerances
+from impls.contract.implementation import Arithmetic
+from reports import records
 
 SCALE = "scale"
 KEY = "probability of one key"

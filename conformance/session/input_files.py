@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conformance import runs
-from conformance.printable_text import make_printable
-from conformance.records import Record
-from conformance.runs import RecordedRun
 from conformance.session.failures import CannotJudge
+from reports import runs
+from reports.printable_text import make_printable
+from reports.records import Record
+from reports.runs import RecordedRun
 
 
 def parse_input_path(name: str) -> Path:

@@ -13,17 +13,17 @@ from typing import Any
 
 from cases import mask_spec
 from cases.case import DISTRIBUTIONS, DTYPES, PHASES, Case, CaseIdError, matches_query, parse_case_id
+from cases.name_suggestions import suggest_name
 from cases.named_problems import index_problems
 from cases.operand_registry import OPTIONAL
-from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.judging import settings
 from conformance.judging.settings import Settings
-from conformance.name_suggestions import suggest_name
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.policy import build_policy
 from conformance.session.failures import CannotJudge
 from conformance.session.run_options import reject_bad_limits
+from impls.contract.implementation import Implementation
 
 SANDBOXED = KernelOptions()
 """The kernel options of a command that has none of its own: kernels of the user run in a sandbox."""

@@ -8,12 +8,12 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from conformance.contract import Implementation
 from conformance.judging import cluster
 from conformance.judging.remote_call import Conditions, describe_here
 from conformance.judging.task_pools import TaskPool, build_pool
 from conformance.session.failures import CannotJudge
 from conformance.session.run_options import RunOptions
+from impls.contract.implementation import Implementation
 
 
 @dataclasses.dataclass(frozen=True)

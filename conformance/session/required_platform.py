@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from conformance.contract import Implementation
 from conformance.sandbox.sandboxed_executor import create_executor
+from impls.contract.implementation import Implementation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from conformance.execution import kernel_errors
-from conformance.records import ERROR, Record, RunInfo
 from reports import github_annotations
 from reports.changes import Comparison
+from reports.records import ERROR, Record, RunInfo
 
 
 def annotate_run(found: Iterable[Record], changed: Comparison | None = None, info: RunInfo | None = None) -> list[str]:

@@ -13,8 +13,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from conformance.record_schema import SHARD_PATTERN
 from conformance.session.failures import CannotJudge
+from reports.record_schema import SHARD_PATTERN
 
 _MAX_LIMIT = 1e9
 """In seconds or GiB. Larger limits are refused: they would limit nothing."""

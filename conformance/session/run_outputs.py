@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conformance import output_files
-from conformance.output_files import PAGE, RECORDS, SUMMARY, TABLE, OutputRefused
-from conformance.printable_text import make_printable
 from conformance.session.failures import CannotJudge
+from reports import output_files
+from reports.output_files import PAGE, RECORDS, SUMMARY, TABLE, OutputRefused
+from reports.printable_text import make_printable
 
 # Not imported at run time: the gate loads this module before imports of `reports` find this project's package.
 if TYPE_CHECKING:

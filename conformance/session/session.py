@@ -27,11 +27,11 @@ from typing import Protocol, TypeAlias
 
 import jax
 
+from cases.name_suggestions import suggest_name, suggest_query
 from conformance import interrupts
 from conformance.check_api.rotation import FULL_ROTATION, Rotation
 from conformance.check_api.scopes import ImplementationGrids
 from conformance.checks import CHECKS, CHECKS_BY_NAME, Check
-from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.judging import flag_share, provenance, run_plan
 from conformance.judging.job import Job
@@ -50,9 +50,6 @@ from conformance.judging.run_levels import get_grid_level
 from conformance.judging.run_plan import Plan
 from conformance.judging.runner import Runner, build_changed_file_records, build_hardware_records
 from conformance.judging.task_pools import ExecutorFailed, LocalPool
-from conformance.name_suggestions import suggest_name, suggest_query
-from conformance.records import JUDGED, RED, Record, RunInfo
-from conformance.runs import COMPLETE, FAILED, INTERRUPTED, RecordedRun, Run, read_runs
 from conformance.sandbox import kernel_process
 from conformance.sandbox.sandboxed_executor import collect_handshakes
 from conformance.sensitivity import detection_table
@@ -73,10 +70,13 @@ from conformance.session.run_comparison import compare_runs, gather_compared_run
 from conformance.session.run_options import RunOptions
 from conformance.session.run_outputs import check_outputs, check_writable, find_step_summary
 from conformance.temporary_folders import remove_abandoned_folders
+from impls.contract.implementation import Implementation
 from reports import conformity
 from reports.causes.finding_text import FindingText
 from reports.changes import Comparison
 from reports.page_model import Summary, build_summary, spell_diagnose_option
+from reports.records import JUDGED, RED, Record, RunInfo
+from reports.runs import COMPLETE, FAILED, INTERRUPTED, RecordedRun, Run, read_runs
 
 FIRST_FAILURE = "stopped at the first failure, as --fail-fast says"
 _START_SECONDS, _CHECK_SECONDS = 5.0, 0.05

@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
-from conformance import interrupts, output_files, runs
-from conformance.records import RecordFileError
+from conformance import interrupts
 from conformance.survey import known_failures
 from conformance.survey.environments import CannotCreateEnvironment, CreatedEnvironment, create_environment
 from conformance.survey.survey_rows import Row
+from reports import output_files, runs
+from reports.records import RecordFileError
 
 JUDGED, NOT_INSTALLED, NOT_JUDGED, STOPPED = "judged", "not installed", "not judged", "stopped"
 RECORDS, PAGE, LOG, SPEED = "records.jsonl", "records.html", "run.log", "speed.jsonl"

@@ -13,8 +13,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from conformance.judging.settings import ExpectedFailure, Settings, load_expected_failures
-from conformance.records import JUDGED, Record
 from impls.libraries import library_specs
+from reports.records import JUDGED, Record
 
 _FOLDER = library_specs.FOLDER / "expected_failures"
 _EXPECTATIONS = "expectations"  # the check of records that a run makes of entries, not of the implementation

@@ -13,10 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from conformance import interrupts, measurements, runs
+from conformance import interrupts
 from conformance.commands.argument_lookup import format_command_line
 from conformance.judging.run_aggregation import aggregate_runs
-from conformance.records import RecordFileError
 from conformance.session.failures import CannotJudge
 from conformance.session.run_options import parse_shard, reject_bad_job_count
 from conformance.survey import judged_rows, known_failures
@@ -24,8 +23,9 @@ from conformance.survey.judged_rows import RECORDS, RowOutcome, is_finished, jud
 from conformance.survey.survey_rows import Row, format_rows, select_rows, select_shard
 from conformance.survey.upstream_findings import read_findings
 from impls.libraries.library_specs import PREFIX, load_libraries
-from reports import survey_page, survey_results
+from reports import measurements, runs, survey_page, survey_results
 from reports.page_model import build_summary
+from reports.records import RecordFileError
 from reports.survey_results import FunctionResult, RowResult
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from conformance.name_suggestions import suggest_name
+from cases.name_suggestions import suggest_name
 from conformance.session.failures import CannotJudge
 from impls.libraries.library_specs import PREFIX, Library
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from cases.operand_values import Cotangent, Problem
-from conformance.contract import Arithmetic, Formulas
 from conformance.truth.declared_formulas import compute_declared_expectation_for_roundoff
 from conformance.truth.oracle import Array, EmptyRows
 from conformance.truth.rounding_bounds import Expectation
 from conformance.truth.roundoff import Roundoff
+from impls.contract.implementation import Arithmetic, Formulas
 
 SOURCES = {
     "products": "rounding the products of f32 operands",

@@ -17,9 +17,9 @@ from typing import Any
 
 from cases.case import parse_case_id
 from cases.operand_registry import OBSERVABLES
-from conformance import output_files
-from conformance.records import ERROR, FAIL, PASS, UNEXPECTED_PASS, Record
 from conformance.truth.tolerances import CALIBRATION, CALIBRATION_SCHEMA, DTYPES
+from reports import output_files
+from reports.records import ERROR, FAIL, PASS, UNEXPECTED_PASS, Record
 
 # Checks that compare results with the oracle element by element. Other checks compare results with each other, or have
 # limits of their own.

@@ -14,8 +14,8 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
-from conformance.records import Worst
 from conformance.truth.rounding_bounds import Bounded
+from reports.records import Worst
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Compute exact results and bounds for the formulas that an implementation declares in place of the contract's.
 
 An implementation may return `logsumexp` in base 2, without the sink, or as +inf in rows without keys
-(`conformance.contract.Formulas`). With `L` for the contract's `logsumexp`, `e` for its cotangent, and `u` for the f32
-unit roundoff:
+(`impls.contract.implementation.Formulas`). With `L` for the contract's `logsumexp`, `e` for its cotangent, and `u` for
+the f32 unit roundoff:
 
 - Base 2: the result is `L / ln 2`. Its bound is `E(L) / ln 2 + u |L| / ln 2`, since a kernel may multiply by `log2(e)`
   at the end. The cotangent of `L` is `e / ln 2`. That product rounds too, which adds `u |e| / ln 2` to the error of
@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from cases.operand_values import Cotangent, Problem
-from conformance.contract import Arithmetic, Formulas
 from conformance.truth.oracle import Array, EmptyRows
 from conformance.truth.rounding_bounds import (
     Bounded,
@@ -31,6 +30,7 @@ from conformance.truth.rounding_bounds import (
     compute_expectation_for_roundoff,
 )
 from conformance.truth.roundoff import Roundoff, U
+from impls.contract.implementation import Arithmetic, Formulas
 
 
 def reorder_terms(problem: Problem, formulas: Formulas) -> Problem:

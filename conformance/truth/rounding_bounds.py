@@ -70,7 +70,6 @@ import numpy as np
 
 from cases.operand_registry import GRADIENT_OF
 from cases.operand_values import Cotangent, Problem
-from conformance.contract import Arithmetic
 from conformance.truth.equal_terms import compute_equal_term_excess
 from conformance.truth.low_precision_softmax import LowPrecisionSoftmax, SoftmaxGradientErrors
 from conformance.truth.oracle import (
@@ -83,6 +82,7 @@ from conformance.truth.oracle import (
     pull_back_factors,
 )
 from conformance.truth.roundoff import Roundoff, U
+from impls.contract.implementation import Arithmetic
 
 
 @dataclasses.dataclass(frozen=True)

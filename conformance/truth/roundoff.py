@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from cases.operand_values import Problem
-from conformance.contract import Arithmetic
+from impls.contract.implementation import Arithmetic
 
 # Unit roundoff 2**-p for p significand bits.
 UNIT_ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8, "tf32": 2.0**-11}

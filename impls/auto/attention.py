@@ -9,8 +9,8 @@ from typing import Any
 from jaxtyping import Array, Float, Int, Shaped
 
 from cases.masks import Full, Mask
-from conformance.contract import validate_operands
 from impls.auto.kernel_routes import CANDIDATES, Candidate, Route, find_route
+from impls.contract.implementation import validate_operands
 from impls.requested_features import OPTIONAL, Phase
 
 _log = logging.getLogger(__name__)

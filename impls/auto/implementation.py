@@ -8,9 +8,9 @@ import functools
 import jax
 
 from cases.case import Case
-from conformance.contract import Arithmetic, Implementation, structured_mask
 from impls.auto.attention import attention
 from impls.auto.kernel_routes import CANDIDATES, Candidate
+from impls.contract.implementation import Arithmetic, Implementation, structured_mask
 
 
 def build_forced(candidate: Candidate) -> Implementation:

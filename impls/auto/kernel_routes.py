@@ -11,8 +11,8 @@ import jax
 
 from cases.case import FEATURES, OPT_IN
 from cases.masks import Mask
-from conformance.contract import Implementation
 from impls import block_flash, dot_product, flash_gpu, moba, quantized_kv, ragged, splash_tpu
+from impls.contract.implementation import Implementation
 from impls.requested_features import PHASES, Phase, infer_phase, list_requested_features
 
 MAX_DENSE_LOGITS = 2**17

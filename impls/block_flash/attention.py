@@ -13,12 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from cases.masks import Full, Indexer, Mask, iter_leaves, relax_to_known
-from conformance.contract import validate_mask, validate_operands
 from impls.block_flash.backward import backward
 from impls.block_flash.block_schedule import BlockFlashPlan
 from impls.block_flash.block_sizes import look_up
 from impls.block_flash.forward import Outputs, forward
 from impls.block_flash.operand_blocks import Operands
+from impls.contract.implementation import validate_mask, validate_operands
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.varying_axes import find_varying_axes, mark_varying
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from cases.case import Case
-from conformance.tunable import Knob, KnobSettings, Setting, Tunable, read_table
+from impls.contract.tunable import Knob, KnobSettings, Setting, Tunable, read_table
 
 DEFAULT_SIZES = {"block_q": 128, "block_kv": 128}
 """Block sizes where nothing was measured, and for short calls. A short call would fit into one block of a larger size.

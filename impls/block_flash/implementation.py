@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-from conformance.contract import Arithmetic, Implementation
 from impls.block_flash.attention import attention
 from impls.block_flash.block_flash_latent import latent_attention
 from impls.block_flash.block_flash_packed import packed_attention
 from impls.block_flash.block_sizes import build_tunable
+from impls.contract.implementation import Arithmetic, Implementation
 
 # Queries and keys per block of the variants. Neither size divides the other or the usual lengths.
 _VARIANT_BLOCKS = ((32, 48), (80, 24))

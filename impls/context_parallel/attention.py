@@ -12,12 +12,12 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from cases.masks import Full, Indexer, Mask, iter_leaves
-from conformance.contract import validate_mask, validate_operands
 from impls import block_flash
 from impls.context_parallel.all_gather import all_gather
 from impls.context_parallel.local_attention import Kernel
 from impls.context_parallel.ring import ring
 from impls.context_parallel.sequence_layout import Layout
+from impls.contract.implementation import validate_mask, validate_operands
 from impls.explicit_sharding import find_explicit_mesh
 
 Method = Literal["all_gather", "ring"]

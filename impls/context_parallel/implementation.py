@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from conformance.contract import Accelerator, Implementation
 from impls import block_flash
 from impls.context_parallel.attention import DEFAULT_DEVICES, UNSUPPORTED, Method, attention
+from impls.contract.implementation import Accelerator, Implementation
 
 
 def build_implementation(name: str, kernel: Implementation, method: Method, **options: Any) -> Implementation:

@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from cases.masks import Full, Mask
-from conformance.contract import validate_mask, validate_operands
+from impls.contract.implementation import validate_mask, validate_operands
 
 SegmentIds = tuple[Int[Array, "B T"], Int[Array, "B S"]]
 AxisOrder = tuple[int, int, int, int]

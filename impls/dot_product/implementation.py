@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from cases.case import Case
-from conformance.contract import Arithmetic, Implementation
+from impls.contract.implementation import Arithmetic, Implementation
 from impls.dot_product.attention import EINSUMS, attention
 
 _OPTIONS = ("float32_logits", "float32_qk_product", "compute_axis_order")

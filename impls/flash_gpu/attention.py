@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from cases.masks import Full, Indexer, Mask, iter_leaves
-from conformance.contract import validate_mask, validate_operands
+from impls.contract.implementation import validate_mask, validate_operands
 from impls.derivative_refusals import refuse_derivatives
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.flash_gpu.block_sizes import BlockSizes, look_up

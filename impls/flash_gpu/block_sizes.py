@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from conformance import tunable
+from impls.contract import tunable
 
 Axis = Literal["q", "kv"]
 Kernel = Literal["forward", "dq", "dkv"]

@@ -15,7 +15,7 @@ from typing import Any
 from cases import mask_spec
 from cases.case import Case
 from cases.operand_values import DTYPES
-from conformance.tunable import Knob, KnobSettings, Setting, Tunable
+from impls.contract.tunable import Knob, KnobSettings, Setting, Tunable
 from impls.flash_gpu.block_sizes import MEASURED_TABLE, RING_BLOCKS, BlockSizes, Kernel, Ring, look_up, parse_settings
 from impls.flash_gpu.pallas_backends import find_call_limit, find_misfit
 from impls.flash_gpu.tile_schedule import has_dead_keys

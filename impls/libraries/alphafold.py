@@ -14,7 +14,7 @@ import ml_collections
 from alphafold.model import utils
 from alphafold.model.modules import Attention
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 _PORTABLE = ml_collections.ConfigDict({"zero_init": False, "deterministic": True, "use_pallas": False})
 _NO_GROUPS = "projects queries, keys and values to the same number of heads"

@@ -10,7 +10,7 @@ from typing import Any
 
 from artifex.generative_models.core.layers.flash_attention import flash_dot_product_attention as library_call
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 
 @declare(

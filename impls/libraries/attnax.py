@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from attnax import kernels
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 _EQUAL_HEADS = dict.fromkeys(("gqa", "mqa"), "q, k and v have the same number of heads")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from dew.nn.attention import scaled_dot_product_attention
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 
 def _find_window(window: Any, causal: bool) -> tuple[int | None, bool]:

@@ -11,7 +11,7 @@ from typing import Any
 import haiku
 import jax
 
-from conformance import declare
+from impls.contract.declarations import declare
 from impls.libraries.identity_projections import initialize_identity, merge_heads, split_heads
 
 

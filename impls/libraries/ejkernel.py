@@ -14,7 +14,7 @@ from ejkernel.kernels._xla.flash_attention import flash_attention
 from ejkernel.kernels._xla.ring_attention import ring_attention
 from ejkernel.kernels._xla.unified_attention import unified_attention
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 _DEPTHS = {"v_head_dim": "documents one head_dim for queries, keys and values, and its type check refuses another"}
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from equimo.tabular.layers import attention as library
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 
 @declare(logits="input", group_sums="input")

@@ -12,7 +12,7 @@ import equinox
 import jax
 import jax.numpy as jnp
 
-from conformance import declare
+from impls.contract.declarations import declare
 from impls.libraries.identity_projections import initialize_identity, merge_heads, split_heads
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import jax.numpy as jnp
 
-from conformance import declare
+from impls.contract.declarations import declare
 from impls.libraries._module_files import load_module
 
 _library = load_module(

@@ -13,7 +13,7 @@ import flash_attention_jax as library
 import jax
 import jax.numpy as jnp
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 _UNSUPPORTED = {
     **dict.fromkeys(("gqa", "mqa"), "q, k and v have the same number of heads"),

@@ -13,7 +13,7 @@ import jax
 from flax import linen as flax_linen
 from flax import nnx as flax_nnx
 
-from conformance import declare
+from impls.contract.declarations import declare
 from impls.libraries.identity_projections import initialize_identity, merge_heads, split_heads
 
 _EQUAL_HEADS = {"gqa": "q, k and v must have the same number of heads", "mqa": "q, k and v must have the same number"}

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from flywheel_tpu import flash_attn_func
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 _BF16 = dict.fromkeys(("f32", "f16"), "operands are bf16")
 

@@ -12,7 +12,7 @@ import haliax
 import jax.numpy as jnp
 from haliax.nn import attention as haliax_attention
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 
 @declare(logits="input", softmax="input", scaled_q=True, group_sums="input", empty_rows="mean", behind_mask="finite")

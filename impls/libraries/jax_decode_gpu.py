@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from cases.case import FEATURES, Case
 from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
-from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
 from impls.libraries.adapter_refusals import forbid_gradients, refuse_unsupported
 from impls.libraries.mask_flags import build_case_mask
@@ -66,7 +66,7 @@ def attention(
     save_residuals: bool = False,
     interpret: Interpret = None,
 ) -> Any:
-    """Implement the canonical call (`conformance.contract`) for one query per sequence.
+    """Implement the canonical call (`impls.contract.implementation`) for one query per sequence.
 
     Args:
       q: Queries.

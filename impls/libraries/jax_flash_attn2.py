@@ -13,7 +13,7 @@ from unittest import mock
 
 import jax.numpy as jnp
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 _STUBS = {
     "eformer": ModuleType("eformer"),

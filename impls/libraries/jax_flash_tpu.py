@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from cases.case import Case
 from cases.masks import Mask
-from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on, use_tpu_interpreter
 from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
 from impls.libraries.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
@@ -59,7 +59,7 @@ def attention(
     save_residuals: bool = False,
     interpret: Interpret = None,
 ) -> Any:
-    """Implement the canonical call (`conformance.contract`).
+    """Implement the canonical call (`impls.contract.implementation`).
 
     `interpret` is as for `pallas_call`, by default true unless the process runs on a TPU.
     """

@@ -15,7 +15,8 @@ from jla.ops.moba import moba_attention
 
 from cases import mask_spec
 from cases.moba_mask import Moba
-from conformance import Implementation, declare
+from impls.contract.declarations import declare
+from impls.contract.implementation import Implementation
 
 _FULL_SEQUENCE = dict.fromkeys(("unequal_lengths", "prefill", "decode"), "a full sequence of queries and keys")
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from cases.case import Case
 from cases.masks import Mask
-from conformance.contract import Accelerator, Arithmetic, Implementation, Products
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation, Products
 from impls.jax_compat import Interpret, load_pallas_gpu_attention, resolve_interpret, runs_on
 from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
 from impls.libraries.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
@@ -64,7 +64,7 @@ def attention(
     backward: str = "triton",
     interpret: Interpret = None,
 ) -> Any:
-    """Implement the canonical call (`conformance.contract`).
+    """Implement the canonical call (`impls.contract.implementation`).
 
     Args:
       q: Queries.

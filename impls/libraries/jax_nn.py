@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from cases.case import Case
 from cases.masks import Causal, Full, Lengths, Mask, Window, list_conjuncts
-from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import get_compute_capability, get_default_products, runs_on
 from impls.libraries.adapter_refusals import refuse_because, refuse_unsupported
 
@@ -54,7 +54,7 @@ def attention(
     save_residuals: bool = False,
     backend: str = "xla",
 ) -> Any:
-    """Implement the canonical call (`conformance.contract`) by `backend`, the library's `implementation`."""
+    """Implement the canonical call (`impls.contract.implementation`) by `backend`, the library's `implementation`."""
     refuse_unsupported(
         _get_name(backend),
         _get_unsupported(backend),

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from cases.case import Case
 from cases.storage_forms.paged_form import WHOLE_FEATURES
-from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import get_default_products, runs_on
 
 NAME = "jax_ragged_paged_tpu"

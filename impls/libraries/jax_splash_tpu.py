@@ -23,8 +23,8 @@ from jaxtyping import Array, Float, Int
 
 from cases.case import Case, parse_case_id
 from cases.masks import Mask
-from conformance.contract import Accelerator, Arithmetic, Implementation
-from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable, report_no_traffic
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.tunable import Knob, KnobSettings, Setting, Traffic, Tunable, report_no_traffic
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
 from impls.libraries.adapter_refusals import refuse_because, refuse_unsupported
 from impls.libraries.mask_flags import build_case_mask
@@ -52,7 +52,7 @@ def attention(
     block_sizes: BlockSizes | None = None,
     interpret: Interpret = None,
 ) -> Any:
-    """Implement the canonical call (`conformance.contract`).
+    """Implement the canonical call (`impls.contract.implementation`).
 
     Args:
       q: Queries.

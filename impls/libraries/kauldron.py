@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from kauldron.modules import attention as kauldron_attention
 
-from conformance import declare
+from impls.contract.declarations import declare
 from impls.libraries.identity_projections import initialize_identity, merge_heads, split_heads
 
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from keras import layers, ops
 
-from conformance import declare
+from impls.contract.declarations import declare
 from impls.libraries.identity_projections import initialize_identity, merge_heads, split_heads
 
 _EQUAL_HEADS = {"gqa": "it has one number of heads", "mqa": "it has one number of heads"}

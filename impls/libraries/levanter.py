@@ -15,7 +15,7 @@ from levanter.grug.attention._xla_flash import xla_flash_attention
 from levanter.layers.attention import AttentionBackend, default_ragged_paged_attention, dot_product_attention
 from levanter.layers.attention_mask import AttentionMask
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 _BLOCK = 64
 _ONE_DEPTH = {"v_head_dim": "names one axis for the depths of queries, keys and values"}

@@ -20,7 +20,7 @@ from maxtext.kernels.attention.jax_flash_attention import SegmentIds, flash_atte
 from maxtext.kernels.attention.ragged_attention import ragged_gqa, ragged_mha
 from maxtext.layers.attention_op import AttentionOp
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 _RANGE = "takes a length for each sequence, and no other mask"
 _ONE_QUERY = "takes one query for each sequence"

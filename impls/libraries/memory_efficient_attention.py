@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance import declare
+from impls.contract.declarations import declare
 from impls.libraries._module_files import load_module
 
 _EQUAL_HEADS = dict.fromkeys(("gqa", "mqa"), "q, k and v have the same number of heads")

@@ -26,7 +26,7 @@ from packaging.version import Version
 
 from cases.case import Case
 from cases.masks import Mask
-from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import get_compute_capability, runs_on
 from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
 from impls.libraries.mask_flags import ONLY_CAUSAL, build_case_mask, find_causal_flag
@@ -72,7 +72,7 @@ def attention(
     save_residuals: bool = False,
     library: str,
 ) -> Any:
-    """Implement the canonical call (`conformance.contract`).
+    """Implement the canonical call (`impls.contract.implementation`).
 
     Args:
       q: Queries.

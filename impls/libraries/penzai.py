@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 from penzai import pz
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 _SHARED = {"batch": "b", "head_group": "g"}
 _KEYS: dict[str, str] = {"seq": "tkv", **_SHARED, "projection": "p"}

@@ -13,7 +13,7 @@ from unittest import mock
 import jax
 from jax.extend.backend import get_backend
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 with mock.patch.object(jax.lib, "xla_bridge", SimpleNamespace(get_backend=get_backend), create=True):
     from ringattention import ringattention_jax

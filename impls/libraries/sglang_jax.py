@@ -15,7 +15,7 @@ from unittest import mock
 
 import jax.numpy as jnp
 
-from conformance import declare
+from impls.contract.declarations import declare
 from impls.libraries._module_files import load_module
 
 _ForwardMode = enum.Enum("_ForwardMode", "EXTEND DECODE")

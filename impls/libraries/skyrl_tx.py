@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from tx.layers.attention import dot_product_attention as library_call
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 
 @declare(behind_mask="finite", unsupported={"v_head_dim": "values have the depth of keys"})

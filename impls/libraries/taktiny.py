@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from taktiny import nn
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 _UNSUPPORTED = {
     **dict.fromkeys(("gqa", "mqa"), "q, k and v have the same number of heads"),

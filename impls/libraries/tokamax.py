@@ -11,7 +11,7 @@ from typing import Any
 
 import tokamax as library
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 
 def _call(implementation: str, q: Any, k: Any, v: Any, window: Any, **options: Any) -> Any:

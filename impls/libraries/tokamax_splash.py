@@ -28,8 +28,8 @@ from packaging.version import Version
 
 from cases.case import Case, parse_case_id
 from cases.masks import Indexer, Mask, iter_leaves
-from conformance.contract import Accelerator, Arithmetic, Implementation
-from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation
+from impls.contract.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
 from impls.jax_compat import Interpret, get_default_products, resolve_interpret, runs_on
 from impls.libraries.adapter_refusals import forbid_gradients, refuse_because, refuse_unsupported
 from impls.libraries.mask_flags import build_case_mask
@@ -60,7 +60,7 @@ def attention(
     config: Any = None,
     interpret: Interpret = None,
 ) -> Any:
-    """Implement the canonical call (`conformance.contract`).
+    """Implement the canonical call (`impls.contract.implementation`).
 
     Args:
       q: Queries.

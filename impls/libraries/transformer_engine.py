@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from transformer_engine.jax import attention as library
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 _MASKS = {
     (False, False): "NO_MASK",

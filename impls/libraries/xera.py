@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from xera.functional import flash_sdpa as library_call
 
-from conformance import declare
+from impls.contract.declarations import declare
 
 _UNSUPPORTED = {
     **dict.fromkeys(("gqa", "mqa"), "q, k and v have the same number of heads"),

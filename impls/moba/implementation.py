@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from cases import mask_spec
 from cases.case import Case
-from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import runs_on
 from impls.moba import moba_dense, moba_sparse
 

@@ -8,7 +8,7 @@ import jax
 
 from cases.masks import Full, Mask
 from cases.moba_mask import Moba
-from conformance.contract import validate_mask, validate_operands
+from impls.contract.implementation import validate_mask, validate_operands
 
 
 def find_moba(mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> Moba:

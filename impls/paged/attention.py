@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from conformance.contract import FLOATS
 from impls import softmax_merge
+from impls.contract.implementation import FLOATS
 from impls.flash_gpu.block_sizes import MIN_TILE
 from impls.jax_compat import Interpret, resolve_interpret
 from impls.mosaic_decode.decode_shape import TILE_KEYS, find_decode_limit

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from cases.case import Case
 from cases.storage_forms.paged_form import SCALED_FEATURES, WHOLE_FEATURES
-from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.flash_gpu.pallas_backends import NO_HOPPER, find_device_limit
 from impls.jax_compat import get_device_kind, runs_on
 from impls.mosaic_decode.decode_shape import find_shape_limit

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from conformance.contract import FLOATS
+from impls.contract.implementation import FLOATS
 from impls.jax_compat import Interpret, resolve_interpret
 from impls.paged.attention import BLOCK_KV, BLOCK_Q, check_options, check_tables, compute_results, refuse_f16
 from impls.paged.page_blocks import choose_block_kv, choose_block_q

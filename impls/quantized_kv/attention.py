@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from cases.masks import Full, Mask
-from conformance.contract import validate_mask, validate_operands
+from impls.contract.implementation import validate_mask, validate_operands
 from impls.dot_product.attention import attend, compute_allowed_pairs
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.jax_compat import widen_int4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from cases.case import KV_FEATURES, Case
-from conformance.contract import Arithmetic, Implementation
+from impls.contract.implementation import Arithmetic, Implementation
 from impls.quantized_kv.attention import attention
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from cases.masks import Full, Mask
-from conformance.contract import validate_mask, validate_operands
 from impls import softmax_merge
+from impls.contract.implementation import validate_mask, validate_operands
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.flash_gpu.block_sizes import MIN_TILE
 from impls.jax_compat import Interpret, resolve_interpret

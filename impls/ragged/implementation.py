@@ -11,8 +11,8 @@ import numpy as np
 from cases import mask_spec
 from cases.case import Case
 from cases.masks import Mask
-from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls import softmax_merge
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.flash_gpu.pallas_backends import NO_HOPPER, find_device_limit
 from impls.jax_compat import get_device_kind, runs_on
 from impls.ragged import ragged_tpu

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from cases.masks import Full, Indexer, Mask, iter_leaves
-from conformance.contract import validate_mask, validate_operands
+from impls.contract.implementation import validate_mask, validate_operands
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.jax_compat import Interpret
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts

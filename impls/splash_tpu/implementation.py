@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import runs_on
 from impls.splash_tpu.attention import UNSUPPORTED, attention
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts

@@ -15,7 +15,16 @@ from typing import Any
 from cases.case import Case
 from cases.mask_spec import build_mask
 from cases.masks import And, Chunked, Mask, Or, Window
-from conformance.tunable import Knob, KnobSettings, Setting, TableEntry, Traffic, Tunable, read_table, report_no_traffic
+from impls.contract.tunable import (
+    Knob,
+    KnobSettings,
+    Setting,
+    TableEntry,
+    Traffic,
+    Tunable,
+    read_table,
+    report_no_traffic,
+)
 from impls.jax_compat import get_device_kind
 from impls.splash_tpu.block_sizes import Blocks, BlockSizes, round_up
 from impls.splash_tpu.splash_schedule import COMPUTE, build_static_steps

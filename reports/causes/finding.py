@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from cases.operand_registry import RESIDUALS
-from conformance.records import ERROR, FAIL, RED, UNEXPECTED_PASS, Record
 from reports.causes.case_levels import Level
 from reports.record_groups import Contender
+from reports.records import ERROR, FAIL, RED, UNEXPECTED_PASS, Record
 
 RAISES, UNREPEATABLE, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED = (
     "raises",

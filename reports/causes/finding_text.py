@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from conformance.records import Diagnosis, Record, SimilarBug
 from reports.causes.case_levels import LENGTHS, Level, parse_fields, rank_plainness
 from reports.causes.finding import (
     BEHIND_MASK,
@@ -27,6 +26,7 @@ from reports.causes.finding import (
 )
 from reports.causes.remedies import MaskLeak, Remedy, find_remedies, summarize_mask_leak
 from reports.record_groups import Contender
+from reports.records import Diagnosis, Record, SimilarBug
 from reports.text_format import format_count, format_judged, format_pattern, format_worst, shorten_text
 
 _MAX_NAMED = 5  # the most checks or results that a line names

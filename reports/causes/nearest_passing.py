@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from conformance.records import Record
 from reports.causes.case_levels import (
     FIELD_GROUPS,
     Level,
@@ -17,6 +16,7 @@ from reports.causes.case_levels import (
     parse_fields,
     rank_plainness,
 )
+from reports.records import Record
 
 _MAX_NEEDED = 4
 """The most levels that a failing case is said to need.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from conformance.records import DECLARATIONS_TRIED, RED, Record
 from reports.causes.finding import FINITE_BEHIND_MASK, order_by_frequency
 from reports.record_groups import group_by
+from reports.records import DECLARATIONS_TRIED, RED, Record
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, Record
 from reports.causes import fault_location
 from reports.causes.case_levels import Level, find_levels, rank_plainness
 from reports.causes.fault_location import Candidate, Combination, Signal
@@ -42,6 +41,7 @@ from reports.causes.finding import (
 )
 from reports.causes.nearest_passing import find_nearest_passing, find_needed_levels
 from reports.record_groups import Contender, group_by_contender
+from reports.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, Record
 
 CHECKS_WITH_OWN_OPERANDS = frozenset(
     {"arguments", "calls", "decoding", "first_calls", "forms", "invariance", "limits", "sharding", "transforms"}

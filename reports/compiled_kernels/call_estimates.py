@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from conformance.records import Record
 from reports.record_groups import Contender, get_contender, get_program, get_target
+from reports.records import Record
 
 MAX_CHARTS = 4
 """The most charts on a page: calls that most implementations have come first, then calls with the most cycles."""

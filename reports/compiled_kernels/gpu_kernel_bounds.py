@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from conformance.records import Record
 from reports.compiled_kernels.call_estimates import CallChart, CallEstimate, choose_charts
 from reports.record_groups import Contender, get_contender, get_program, get_target
+from reports.records import Record
 
 _LEAST_CYCLES = "pair_cycles"
 _UNITS = ("issue", "tensor", "mufu", "f32", "alu", "convert", "shared")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from conformance.records import Record
 from reports.record_groups import Contender, get_contender, get_program, get_target
+from reports.records import Record
 
 _FULL = "full_block_cycles"
 

@@ -16,14 +16,14 @@ from conformance.accelerators import compilation
 from conformance.accelerators.targets import TPU, CompileTarget, Toolchain, list_targets
 from conformance.check_api.subject import Subject
 from conformance.checks import CHECKS_BY_NAME, compiles
-from conformance.contract import Accelerator, Implementation
 from conformance.execution import implementation_registry
 from conformance.execution.executor import Executor
 from conformance.executor_tasks import native_compilation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
+from impls.contract.implementation import Accelerator, Implementation
+from reports.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
 from tests.kernels import pallas_flash
 
 TPUS = list_targets("tpu")

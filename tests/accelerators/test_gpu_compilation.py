@@ -20,19 +20,19 @@ from conformance.accelerators.compilation import CallRefused, CompileError
 from conformance.accelerators.gpus import GPUS, Gpu
 from conformance.accelerators.targets import GPU, list_targets
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.executor_tasks import native_compilation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner, find_platform
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
-from conformance.runs import COMPLETE
 from conformance.session.session import compute_exit_code
 from impls import flash_gpu
+from impls.contract.implementation import Implementation
 from impls.flash_gpu import pallas_backends
 from impls.flash_gpu.block_sizes import BlockSizes, Tiles
 from impls.jax_compat import runs_on
+from reports.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
+from reports.runs import COMPLETE
 
 CASE = parse_case_id("train/bf16/B1.T1000.S1000.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s0")
 SMALL = parse_case_id("prefill/f16/B1.T128.S128.N1.K1.H64.V64/full/normal/s0")

@@ -17,12 +17,12 @@ from cases.accelerator_cases import select_interpreted_cases
 from cases.case import Case, parse_case_id
 from conformance.accelerators import interpreters
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Accelerator, Implementation
 from conformance.execution import implementation_registry
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings, load_settings
-from conformance.records import EXPECTED_FAIL, FAIL, PASS, RED, UNJUDGED, Record
+from impls.contract.implementation import Accelerator, Implementation
+from reports.records import EXPECTED_FAIL, FAIL, PASS, RED, UNJUDGED, Record
 from tests.kernels import pallas_flash
 from tests.kernels.pallas_flash import LANES
 from tests.test_structure import ROOT

@@ -19,11 +19,11 @@ from beartype.door import is_bearable
 
 import conformance
 from conformance.api.report import Report
-from conformance.argument_validation import validate_arguments
-from conformance.contract import Formulas
-from conformance.execution.plain_functions import Declarations
 from conformance.gate.kernel_suite import find_suite
 from conformance.testing import conformance_tests
+from impls.contract.argument_validation import validate_arguments
+from impls.contract.declarations import Declarations
+from impls.contract.implementation import Formulas
 from tests.api import kernels
 from tests.api.kernels import PLAIN
 

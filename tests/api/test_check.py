@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import conformance
-from conformance import records
+from reports import records
 from tests.api import kernels
 from tests.api.kernels import BIAS_AND_CAP, GROUPS, PLAIN, WINDOW
 

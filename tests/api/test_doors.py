@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import conformance
-from conformance import runs
 from conformance.session.session import merge_runs
+from reports import runs
 from reports.page_model import build_summary
 from tests.api import kernels
 from tests.judging.gate_repository import NO_PROBES, Repository, create_repository

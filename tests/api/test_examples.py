@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conformance.api import check_function
-from conformance.execution.plain_functions import Declarations
+from impls.contract.declarations import Declarations
 from tests.api.examples import debugging, judging, testing
 
 FOLDER = Path(judging.__file__).parent

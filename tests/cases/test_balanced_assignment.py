@@ -33,11 +33,11 @@ from conformance.check_api.rotation import (
 )
 from conformance.check_api.scopes import ImplementationGrids
 from conformance.checks import CHECKS
-from conformance.contract import Implementation
 from conformance.execution.implementation_registry import find_implementation
 from conformance.judging import parallel_judging, run_plan
 from conformance.judging.rotation_assignment import assign_rotations
 from conformance.sandbox.kernel_options import KernelOptions
+from impls.contract.implementation import Implementation
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=80)
 

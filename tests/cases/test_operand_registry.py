@@ -16,8 +16,8 @@ from cases.operand import OptionalOperand
 from cases.operand_model import build_operand_model
 from cases.operand_registry import OPTIONAL, WITH_OWN_CASES
 from cases.operand_values import Problem, draw_problem
-from conformance.contract import validate_operands
 from conformance.truth import oracle
+from impls.contract.implementation import validate_operands
 from tests.comparison_asserts import assert_right, compute_expected
 
 SIZES: dict[str, Any] = {"batch": 2, "q_length": 12, "kv_length": 15, "num_q_heads": 4, "num_kv_heads": 2}

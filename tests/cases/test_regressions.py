@@ -11,7 +11,6 @@ from _pytest.mark import ParameterSet
 
 from cases.case import parse_case_id
 from cases.regressions import REGRESSIONS, Regression, find_regression
-from conformance import records
 from conformance.check_api.scopes import GRID
 from conformance.check_api.subject import Subject
 from conformance.checks import CHECKS
@@ -22,6 +21,7 @@ from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.truth.tolerances import load_default_tolerances
+from reports import records
 
 CHECKED = tuple(check for check in CHECKS if check.scope is GRID)
 PUBLISHED = re.compile(r"[\w.-]+/[\w.-]+(#\d+|@[0-9a-f]{7,40})|arXiv:\d{4}\.\d{5}")

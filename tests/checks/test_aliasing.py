@@ -20,7 +20,7 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import ERROR, FAIL, PASS, Record
+from reports.records import ERROR, FAIL, PASS, Record
 from tests.kernels import naive
 
 CASE = "train/f32/B1.T8.S8.N2.K2.H16.V16/full/normal/s0"

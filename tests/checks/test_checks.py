@@ -18,14 +18,14 @@ from conformance import declare
 from conformance.check_api.rotation import Rotation
 from conformance.check_api.scopes import COMPILED, DECLINED, GRID, INTERPRETED
 from conformance.checks import CHECKS, CHECKS_BY_NAME
-from conformance.contract import Accelerator, Implementation
 from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import ERROR, FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record
+from impls.contract.implementation import Accelerator, Implementation
+from reports.records import ERROR, FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record
 from tests.kernels import naive
 
 CAUSAL = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"

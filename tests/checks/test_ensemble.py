@@ -15,14 +15,14 @@ from cases.ensemble_cases import select_ensemble_cases, select_plain_cases
 from cases.operand_values import DTYPES, Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.checks import CHECKS_BY_NAME
 from conformance.checks.ensemble import compute_statistics
-from conformance.contract import Arithmetic, Implementation
 from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS, Record
 from conformance.truth.error_variance import ErrorVariance, compute_error_variance, compute_ulp
+from impls.contract.implementation import Arithmetic, Implementation
+from reports.records import FAIL, PASS, Record
 from tests.kernels import low_precision_attention, naive, online_softmax
 from tests.kernels.low_precision_attention import Roundings, round_to_nearest, round_towards_zero
 

@@ -17,7 +17,7 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import ERROR, FAIL, PASS, RED, UNSUPPORTED
+from reports.records import ERROR, FAIL, PASS, RED, UNSUPPORTED
 from tests.kernels import naive
 
 QUESTIONS = {

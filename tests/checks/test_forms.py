@@ -15,7 +15,7 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS, UNSUPPORTED
+from reports.records import FAIL, PASS, UNSUPPORTED
 from tests.kernels import naive
 
 _SHAPE = "B1.T24.S24.N2.K2.H16.V16"

@@ -13,13 +13,13 @@ import pytest
 from cases.case import parse_case_id
 from cases.operand_values import draw_problem
 from conformance.checks import CHECKS_BY_NAME, invariance
-from conformance.contract import Arithmetic
 from conformance.execution.implementation_registry import find_implementation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import PASS, RED
 from conformance.truth.rounding_bounds import compute_expectation
+from impls.contract.implementation import Arithmetic
+from reports.records import PASS, RED
 
 # The results are far smaller than those of the two halves, which are rounded to bf16 separately.
 LONG = "prefill/bf16/B1.T64.S320.N6.K2.H32.V32/causal/softcap2/sinks/bias/scale0.3/kvint8-token/normal/s0"

@@ -10,7 +10,7 @@ from conformance.checks import CHECKS as ALL_CHECKS
 from conformance.execution.implementation_registry import find_implementation
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan, runner, settings
-from conformance.records import PASS, RED
+from reports.records import PASS, RED
 from tests.kernels import naive, tempered
 
 CHECKS = ("forward", "residuals", "gradients", "arguments", "limits", "errors")

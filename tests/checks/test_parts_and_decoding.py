@@ -14,13 +14,13 @@ from cases.decoding_cases import LENGTH, PIECES, cut_case, cut_problem, select_d
 from cases.operand_values import Problem, draw_problem
 from conformance.checks import CHECKS_BY_NAME
 from conformance.checks.parts import _split_cache
-from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS, RED, Record
+from impls.contract.implementation import Implementation
 from impls.requested_features import OPTIONAL, list_requested_features
+from reports.records import FAIL, PASS, RED, Record
 from tests.kernels.split_decode import DecodeSteps, build_decode_implementation
 from tests.planted.features.decode import BUGS
 

@@ -19,9 +19,9 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import DEFAULT_PRECISION, FAIL, PASS, RED, UNJUDGED, Record
 from reports.conformity import CONFORMS, DOES_NOT_CONFORM, NOT_JUDGED, compute_conformity, summarize_contenders
 from reports.record_groups import group_by_contender
+from reports.records import DEFAULT_PRECISION, FAIL, PASS, RED, UNJUDGED, Record
 from tests.reports.report_samples import make_run_info
 
 _CASE = Case(q_length=16, kv_length=16, num_q_heads=1, num_kv_heads=1, head_dim=16, v_head_dim=16)

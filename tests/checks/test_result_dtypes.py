@@ -16,7 +16,7 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import RED, Record
+from reports.records import RED, Record
 from tests.kernels import naive
 
 _SHAPE = "B1.T24.S24.N4.K2.H16.V16"

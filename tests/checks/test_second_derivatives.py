@@ -17,8 +17,8 @@ from conformance.checks.differentiation import check_second_derivatives
 from conformance.checks.limits import check_limits
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import build_implementation
-from conformance.records import FAIL, PASS, UNSUPPORTED
 from conformance.truth import tolerances
+from reports.records import FAIL, PASS, UNSUPPORTED
 from tests.kernels import naive
 
 _CASE = "train/f32/B1.T24.S24.N2.K2.H16.V16/full/normal/s0"

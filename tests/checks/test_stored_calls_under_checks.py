@@ -14,13 +14,13 @@ from cases.storage_forms.server_traces import build_traces
 from conformance.check_api.scopes import FEATURE, ImplementationGrids
 from conformance.checks import CHECKS_BY_NAME
 from conformance.checks.arguments import iter_without_argument
-from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import PASS, RED, UNSUPPORTED, Record
+from impls.contract.implementation import Implementation
+from reports.records import PASS, RED, UNSUPPORTED, Record
 from tests.kernels import latent_attention, serving_attention
 from tests.planted.planting.served import PagedSteps, paged
 

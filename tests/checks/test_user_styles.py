@@ -16,7 +16,7 @@ from conformance.judging.declarations import list_lenient_declarations
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import PASS, RED, Record
+from reports.records import PASS, RED, Record
 from tests.kernels.orders import ORDERS
 from tests.kernels.styles import STYLES
 

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from conformance import cli, records
-from conformance.records import RATIO_FAST_COMPILE, RED, Record
+from conformance import cli
+from reports import records
+from reports.records import RATIO_FAST_COMPILE, RED, Record
 
 PATIENCE = 800  # seconds for a run of many cases, on a machine that does other things too
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from conformance import cli, records
-from conformance.record_schema import MEASUREMENT_SCHEMA, RECORD_SCHEMA, RUN_SCHEMA
-from conformance.records import ERROR, FAIL, RED, UNSUPPORTED
+from conformance import cli
+from reports import records
+from reports.record_schema import MEASUREMENT_SCHEMA, RECORD_SCHEMA, RUN_SCHEMA
+from reports.records import ERROR, FAIL, RED, UNSUPPORTED
 
 CASE = "train/f32/B1.T2.S4.N2.K2.H4.V4/full/normal/s0"
 RECORD = {

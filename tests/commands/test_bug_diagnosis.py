@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from cases.signature_cases import SIGNATURE_CASES
-from conformance.records import FAIL, PASS, Diagnosis, Record, RunInfo
 from conformance.sensitivity.failure_signatures import KnownBug, Signature, load_signatures
 from conformance.session.probes import bug_diagnosis
 from reports.causes import finding_text
 from reports.causes.case_levels import find_levels
 from reports.page_model import build_summary
+from reports.records import FAIL, PASS, Diagnosis, Record, RunInfo
 
 FAULTS = ("window-one-key-too-few", "cap-before-bias", "dk-of-last-head-of-group")
 """Planted bugs whose numbers a kernel with three faults has."""

@@ -15,10 +15,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from conformance import cli, measurements, records
+from conformance import cli
 from conformance.cost.commands import bench
-from conformance.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED
 from conformance.session import session
+from reports import measurements, records
+from reports.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED
 from tests.commands.kernel_folder import CASE, KERNELS, fill, judge_kernel, run_cli
 from tests.process_helpers import interrupt_command
 

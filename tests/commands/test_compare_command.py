@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance import cli, records, runs
-from conformance.records import FAIL, PASS
+from conformance import cli
+from reports import records, runs
+from reports.records import FAIL, PASS
 
 CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
 KERNEL = """

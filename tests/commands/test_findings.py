@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from conformance import cli, records, runs
+from conformance import cli
 from conformance.judging.failure_probes.confirmation import Prober
-from conformance.record_schema import PROBE_SCHEMA
 from conformance.session.probes import finding_confirmation, finding_shrinker
+from reports import records, runs
+from reports.record_schema import PROBE_SCHEMA
 from tests.process_helpers import restore_signal_handlers
 
 KERNEL = """

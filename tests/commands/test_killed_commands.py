@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance import records, runs
-from conformance.records import Record
-from conformance.runs import RecordedRun
+from reports import records, runs
+from reports.records import Record
+from reports.runs import RecordedRun
 from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit, restore_signal_handlers, wait_until
 
 KERNEL = """

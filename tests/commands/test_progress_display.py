@@ -10,8 +10,8 @@ from rich.console import Console
 
 from conformance.check_api.judgement import format_distinct
 from conformance.commands import progress_display
-from conformance.records import FAIL, PASS, Record
 from reports.metrics import count_verdicts
+from reports.records import FAIL, PASS, Record
 
 
 def record(number: int, verdict: str, **changes: Any) -> Record:

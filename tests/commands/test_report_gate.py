@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from conformance import cli, runs
-from conformance.records import FAIL, PASS, UNSUPPORTED, Record
-from conformance.runs import Kernel, PlannedJob, Run
+from conformance import cli
+from reports import runs
+from reports.records import FAIL, PASS, UNSUPPORTED, Record
+from reports.runs import Kernel, PlannedJob, Run
 
 CASES = [f"train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s{seed}" for seed in range(2)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.records import Record
+from reports.records import Record
 from tests.commands.reproduction import (
     ALWAYS,
     AT_NIGHT,

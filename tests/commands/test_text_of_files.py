@@ -19,10 +19,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from conformance import measurements, runs
-from conformance.measurements import AGREES, FORWARD, Measurement
-from conformance.records import ERROR, PASS, UNJUDGED
-from conformance.runs import INTERRUPTED, End, PlannedJob
+from reports import measurements, runs
+from reports.measurements import AGREES, FORWARD, Measurement
+from reports.records import ERROR, PASS, UNJUDGED
+from reports.runs import INTERRUPTED, End, PlannedJob
 from tests.commands.kernel_folder import run_cli
 from tests.test_mutated_records import CASES, FAILED, PASSED, RUN
 

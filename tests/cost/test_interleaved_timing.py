@@ -17,16 +17,16 @@ import pytest
 
 from cases.case import Case, parse_case_id
 from cases.operand_values import draw_problem
-from conformance import cli, environment, interrupts, measurements
-from conformance.contract import Accelerator, Arithmetic, Implementation
+from conformance import cli, environment, interrupts
 from conformance.cost.timing import attention_flops, matmul_ceiling
 from conformance.cost.timing.agreement import choose_rows
 from conformance.cost.timing.interleaved_timing import ComparisonResult, TimingLimits, compare_all
-from conformance.measurements import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement, Quartiles
-from conformance.records import ERROR, UNJUDGED, UNSUPPORTED, RunInfo
 from conformance.truth import tolerances
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 from impls.dot_product import attention
-from reports import speed_page, speed_section
+from reports import measurements, speed_page, speed_section
+from reports.measurements import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement, Quartiles
+from reports.records import ERROR, UNJUDGED, UNSUPPORTED, RunInfo
 from tests.process_helpers import restore_signal_handlers
 from tests.reports.report_samples import render_html
 

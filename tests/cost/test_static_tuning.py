@@ -13,7 +13,7 @@ import pytest
 
 from cases.case import parse_case_id
 from cases.masks import Causal, Full, Mask, Window
-from conformance import cli, tunable
+from conformance import cli
 from conformance.accelerators import compilation
 from conformance.accelerators.targets import list_targets
 from conformance.accelerators.tpus import TPUS
@@ -21,10 +21,11 @@ from conformance.cost.commands import cycle_comparison, cycles, static_tune, tun
 from conformance.cost.static import cycle_baselines, rank_agreement, static_tuning
 from conformance.cost.timing.timed_tuning import KnobChoice, TuningResult
 from conformance.execution import implementation_registry
-from conformance.measurements import AGREES, Measurement
+from impls.contract import tunable
 from impls.splash_tpu import splash_tuning
 from impls.splash_tpu.block_sizes import Blocks, BlockSizes
 from impls.splash_tpu.vmem import Depths
+from reports.measurements import AGREES, Measurement
 
 CASE = parse_case_id("train/bf16/B1.T2048.S2048.N1.K1.H128.V128/causal/normal/s0")
 V6E = next(target for target in list_targets("tpu") if target.name == "v6e")

@@ -16,23 +16,24 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from cases.case import Case, parse_case_id
-from conformance import cli, tunable
-from conformance.contract import Implementation
+from conformance import cli
 from conformance.cost.timing import matmul_ceiling, timed_tuning
 from conformance.cost.timing.interleaved_timing import TimingLimits
 from conformance.cost.timing.sampling import compare_pairs
 from conformance.execution import implementation_registry
-from conformance.measurements import AGREES, DIFFERS, FORWARD, Measurement
-from conformance.records import ERROR
 from conformance.truth import tolerances
-from conformance.tunable import Knob, KnobSettings, TableEntry, Tunable
 from impls import flash_gpu
 from impls.block_flash import block_sizes
+from impls.contract import tunable
+from impls.contract.implementation import Implementation
+from impls.contract.tunable import Knob, KnobSettings, TableEntry, Tunable
 from impls.dot_product import attention
 from impls.flash_gpu import block_sizes as gpu_block_sizes
 from impls.flash_gpu import pallas_backends
 from impls.flash_gpu.block_sizes import KERNELS, BlockSizes, Kernel, Ring, parse_settings
 from impls.jax_compat import runs_on
+from reports.measurements import AGREES, DIFFERS, FORWARD, Measurement
+from reports.records import ERROR
 
 _ORDER = ("forward", "dkv", "dq")
 CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from conformance import measurements, runs
-from conformance.measurements import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement
-from conformance.records import UNSUPPORTED
+from reports import measurements, runs
+from reports.measurements import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement
+from reports.records import UNSUPPORTED
 from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit, restore_signal_handlers, wait_until
 
 DOCS = Path(__file__).parent.parent.parent / "docs"

@@ -135,9 +135,9 @@ def list_links(page: str) -> set[str]:
 
 
 def test_links_out_of_the_documents_lead_to_pages_of_the_site() -> None:
-    page = "[a](../conformance/records.py) [`b`](checks.md#forward) [c](../README.md) `[d](../conformance/records.py)`"
+    page = "[a](../reports/records.py) [`b`](checks.md#forward) [c](../README.md) `[d](../reports/records.py)`"
     assert hooks.rewrite_links(page, "docs/contract.md", "contract.md") == (
-        "[a](source/conformance/records.py.md) [`b`](checks.md#forward) [c](index.md) `[d](../conformance/records.py)`"
+        "[a](source/reports/records.py.md) [`b`](checks.md#forward) [c](index.md) `[d](../reports/records.py)`"
     )
     assert (
         hooks.rewrite_links("[a](../docs/checks.md)", ".github/CONTRIBUTING.md", "contributing.md") == "[a](checks.md)"

@@ -19,7 +19,7 @@ from conformance.judging import run_plan
 from conformance.judging.declarations import list_lenient_declarations
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import ERROR, FAIL, PASS, RED, UNSUPPORTED, Record
+from reports.records import ERROR, FAIL, PASS, RED, UNSUPPORTED, Record
 from tests.kernels import naive, serving_attention
 
 SHAPE = "train/f32/B2.T16.S16.N2.K1.H16.V16"

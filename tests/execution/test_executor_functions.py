@@ -12,16 +12,16 @@ from cases.masks import Causal, Full, Lengths, MaskFunction, Window
 from cases.operand_values import draw_problem
 from cases.score_functions import Rows, ThenCapped
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation, mask_function
 from conformance.execution import plain_functions
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS
 from impls.block_flash.attention import attention as block_flash
+from impls.contract.implementation import Implementation, mask_function
 from impls.dot_product.attention import attention as dot_product
+from reports.records import FAIL, PASS
 from tests.planted.planting import flex
 
 SHAPE = "prefill/f32/B2.T16.S24.N4.K2.H16.V16"

@@ -22,8 +22,8 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.printable_text import make_printable
-from conformance.records import ERROR, UNSUPPORTED, Record, parse_record, serialize_record
+from reports.printable_text import make_printable
+from reports.records import ERROR, UNSUPPORTED, Record, parse_record, serialize_record
 
 CASE = parse_case_id("train/f32/B1.T2.S4.N2.K2.H4.V4/full/normal/s0")
 KERNEL = """\

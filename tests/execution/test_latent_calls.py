@@ -15,7 +15,6 @@ import pytest
 from cases.case import parse_case_id
 from cases.operand_values import draw_problem
 from conformance import declare
-from conformance.contract import Implementation
 from conformance.execution import implementation_registry, stored_calls
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
@@ -23,7 +22,8 @@ from conformance.execution.stored_calls import LatentCall
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS, RED, UNSUPPORTED
+from impls.contract.implementation import Implementation
+from reports.records import FAIL, PASS, RED, UNSUPPORTED
 from tests.execution.test_plain_functions import conforms, judge
 from tests.kernels import latent_attention, naive
 from tests.test_readme import PAGES, blocks

@@ -23,7 +23,7 @@ from conformance.execution.stored_calls import StoredCall
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS, RED, UNSUPPORTED
+from reports.records import FAIL, PASS, RED, UNSUPPORTED
 from tests.execution.test_plain_functions import conforms, judge
 from tests.kernels import serving_attention
 

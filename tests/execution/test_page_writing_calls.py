@@ -17,15 +17,15 @@ from cases.case import parse_case_id
 from cases.storage_forms.page_writes import build_writing
 from cases.storage_forms.server_traces import build_traces
 from conformance.checks import CHECKS_BY_NAME, page_comparison
-from conformance.contract import Implementation
 from conformance.execution import stored_calls
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
 from conformance.executor_tasks import page_write_calls as driven
 from conformance.judging import run_plan
-from conformance.records import ERROR, FAIL, PASS, UNSUPPORTED, Record
 from conformance.sensitivity.examination import create_single_look_runner
 from impls import paged
+from impls.contract.implementation import Implementation
+from reports.records import ERROR, FAIL, PASS, UNSUPPORTED, Record
 from tests.execution.test_plain_functions import judge
 from tests.kernels import serving_attention
 

@@ -20,7 +20,7 @@ from conformance.execution.plain_functions import NotAnAttentionFunction, build_
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import ERROR, FAIL, PASS, RED, UNSUPPORTED, Record
+from reports.records import ERROR, FAIL, PASS, RED, UNSUPPORTED, Record
 from tests.kernels import naive
 
 FULL = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/normal/s0"

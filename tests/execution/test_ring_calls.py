@@ -14,7 +14,7 @@ from cases.storage_forms.server_traces import build_traces
 from conformance import declare
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
-from conformance.records import ERROR, FAIL, PASS, RED, UNSUPPORTED
+from reports.records import ERROR, FAIL, PASS, RED, UNSUPPORTED
 from tests.execution.test_plain_functions import conforms, judge
 from tests.kernels.ring_attention import attend_ring
 

@@ -17,11 +17,11 @@ from cases import operand_values
 from cases.case import parse_case_id
 from cases.storage_forms.server_traces import build_traces
 from conformance import declare
-from conformance.contract import Implementation
 from conformance.execution import stored_calls
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import NotAnAttentionFunction, build_implementation
-from conformance.records import ERROR, FAIL, PASS, RED, UNSUPPORTED
+from impls.contract.implementation import Implementation
+from reports.records import ERROR, FAIL, PASS, RED, UNSUPPORTED
 from tests.execution.test_plain_functions import conforms, judge
 from tests.kernels import serving_attention
 

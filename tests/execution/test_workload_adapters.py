@@ -19,8 +19,8 @@ from conformance.judging.failure_probes import shrinker
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS, RED, UNSUPPORTED, Record
 from conformance.sandbox.kernel_options import KernelOptions
+from reports.records import FAIL, PASS, RED, UNSUPPORTED, Record
 from tests.kernels import workloads
 
 RIGHT = dict(

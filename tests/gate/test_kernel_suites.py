@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance import records, runs
 from conformance.testing import conformance_tests
+from reports import records, runs
 from tests.judging.gate_repository import NO_PROBES, GateRun, Repository
 
 TEST_FILE = """

@@ -14,8 +14,8 @@ import pytest
 from cases.case import Case, parse_case_id
 from cases.masks import Causal, Dense, Full, Lengths, LoadBalancedCausal, Mask
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
-from conformance.contract import Implementation
 from impls import block_flash, dot_product
+from impls.contract.implementation import Implementation
 from tests.comparison_asserts import assert_attention
 
 # Compiles faster; only run time, of no interest here, suffers.

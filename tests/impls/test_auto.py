@@ -17,13 +17,13 @@ from cases.masks import Causal, Dense, Full, Indexer, Lengths, Mask
 from cases.moba_mask import Moba
 from cases.operand_values import draw_problem
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import PASS, RED, UNSUPPORTED
 from impls import auto
 from impls.auto import CANDIDATES, Route
+from impls.contract.implementation import Implementation
+from reports.records import PASS, RED, UNSUPPORTED
 
 FORCED = {impl.name: impl for impl in auto.IMPLEMENTATIONS if impl.name != "auto"}
 

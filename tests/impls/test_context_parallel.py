@@ -17,17 +17,17 @@ from hypothesis import given, settings
 
 from cases.case import parse_case_id
 from cases.masks import Causal, Chunked, Dense, Full, Indexer, Lengths, LoadBalancedCausal, Mask, Window
-from conformance import records
 from conformance.check_api.rotation import FULL_ROTATION, Rotation
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import RED, UNJUDGED
 from impls import context_parallel, dot_product
 from impls.context_parallel import Layout
 from impls.context_parallel.device_masks import build_schedule, restrict_mask
+from impls.contract.implementation import Implementation
+from reports import records
+from reports.records import RED, UNJUDGED
 
 layouts = st.builds(Layout, st.integers(1, 40), st.integers(1, 5), st.booleans())
 

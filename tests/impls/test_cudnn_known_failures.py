@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from conformance import records
 from conformance.execution import implementation_registry
 from conformance.judging import settings
-from conformance.records import Record
+from reports import records
+from reports.records import Record
 
 MASKED = "train/bf16/B1.T128.S128.N2.K2.H64.V64/causal/biashead/normal/s0"
 PLAIN = "train/bf16/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0"

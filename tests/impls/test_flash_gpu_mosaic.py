@@ -29,7 +29,6 @@ from conformance.fork_server.forked_process import ForkedProcess
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS, Record
 from impls import flash_gpu
 from impls.flash_gpu import block_sizes, pallas_backends
 from impls.flash_gpu.block_sizes import Kernel, Tiles
@@ -37,6 +36,7 @@ from impls.flash_gpu.flash_gpu_arrays import Operands
 from impls.flash_gpu.mosaic import dead_keys
 from impls.flash_gpu.mosaic import mosaic_launch as mosaic_launch
 from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from reports.records import FAIL, PASS, Record
 from tests.process_helpers import COMMAND_TIMEOUT
 
 OF_ANY = block_sizes.look_up("any", 64, 2)

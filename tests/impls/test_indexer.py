@@ -13,10 +13,10 @@ import pytest
 from cases.case import parse_case_id
 from cases.masks import Causal, Dense, Full, Indexer, Lengths, Mask, Or, Window, relax_to_known
 from cases.operand_values import Problem, draw_cotangent, draw_problem
-from conformance.contract import Implementation, structured_mask
 from conformance.execution import mask_pytrees  # noqa: F401  registers masks with JAX
 from conformance.truth.rounding_bounds import compute_expectation
 from impls import block_flash, dot_product, splash_tpu
+from impls.contract.implementation import Implementation, structured_mask
 from tests import comparison_asserts
 
 CASE = parse_case_id("train/f32/B3.T40.S56.N4.K2.H16.V16/full/sinks/normal/s1")

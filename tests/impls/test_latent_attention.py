@@ -16,9 +16,9 @@ from conformance.execution import implementation_registry
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import PASS, RED, Record
 from impls.block_flash import block_flash_latent as dense
 from impls.paged import latent_attention
+from reports.records import PASS, RED, Record
 
 REAL = "decode/bf16/B3.T1.S70.N128.K1.H576.V512/own-linf-70-33-1/scale0.072/latent16/normal/s0"
 MIXED = "prefill/f32/B4.T13.S45.N4.K1.H80.V64/own-l15-45-16-17-9/softcap30/sinks/scale0.144/latentshared16-q13-1-1-9"

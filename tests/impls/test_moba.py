@@ -24,11 +24,11 @@ from conformance.judging import run_plan
 from conformance.judging.discrimination import MAX_UNDECIDED_SHARE
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import PASS, UNJUDGED, Record
 from conformance.truth.rounding_bounds import Bounded
 from impls import dot_product
 from impls.moba import attention, dense_attention, moba_tpu
 from impls.moba.moba_plan import MobaPlan, divide_work
+from reports.records import PASS, UNJUDGED, Record
 from tests.comparison_asserts import assert_attention, assert_right, compute_expected
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)

@@ -25,12 +25,12 @@ from conformance.execution import implementation_registry
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS
 from impls import paged, ragged
 from impls.flash_gpu import pallas_backends
 from impls.mosaic_decode import share_kernel
 from impls.mosaic_decode.decode_shape import DecodeShape, count_slots
 from impls.paged import paged_gpu
+from reports.records import FAIL, PASS
 
 MOSAIC, TRITON = "mosaic_gpu_v2", "__gpu$xla.gpu.triton"
 

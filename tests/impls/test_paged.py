@@ -17,12 +17,12 @@ from conformance.execution import implementation_registry
 from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import PASS, RED
 from impls import paged
 from impls.paged.key_shares import build_shares
 from impls.paged.page_blocks import build_blocks
 from impls.paged.paged_plan import Operands, PagedPlan
 from impls.paged.query_tiles import build_tiles
+from reports.records import PASS, RED
 
 
 def operands(q_lens: list[int], kv_lens: list[int], most: int, junk: int) -> Operands:

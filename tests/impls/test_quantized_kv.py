@@ -18,7 +18,6 @@ from cases.case import CaseIdError, parse_case_id
 from cases.operand_values import draw_problem
 from cases.quantization import KV_CACHES
 from conformance.check_api.subject import Subject
-from conformance.contract import Arithmetic
 from conformance.execution import implementation_registry
 from conformance.execution.executor import Executor
 from conformance.truth import oracle
@@ -26,6 +25,7 @@ from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import OperandErrors, compute_expectation
 from conformance.truth.tolerances import load_default_tolerances
 from impls import jax_compat, quantized_kv
+from impls.contract.implementation import Arithmetic
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
 CASE = "prefill/f32/B2.T8.S40.N4.K2.H16.V8/causal-o32/{}/normal/s3"

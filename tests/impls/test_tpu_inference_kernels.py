@@ -18,9 +18,9 @@ from cases.case import parse_case_id
 from cases.operand_values import draw_problem
 from cases.storage_forms.page_writes import build_writing, view_bits
 from cases.storage_forms.paged_form import TABLES
-from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.execution.stored_calls import StoredCall, build_storage_arrays_for, lower_implementation
+from impls.contract.implementation import Implementation
 from impls.libraries import tpu_inference_kernels as adapters
 from tests.comparison_asserts import assert_right, compute_expected
 

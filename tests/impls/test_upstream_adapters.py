@@ -19,12 +19,12 @@ from cases import masks
 from cases.case import FEATURES, parse_case_id
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.judging.run_plan import plan_run
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from impls.catalogue import MODULES
+from impls.contract.implementation import Implementation
 from impls.libraries import tokamax_splash
 from impls.libraries.jax_mha_gpu import attention as mha_gpu
 from impls.libraries.jax_nn import build_mask_arguments

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from cases.case import Case, parse_case_id
-from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
 from conformance.judging.block_coverage import describe_few_blocks
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import PASS, Record, RunInfo
+from impls.contract.implementation import Implementation
 from reports.page_model import build_summary
+from reports.records import PASS, Record, RunInfo
 from tests.kernels import naive
 
 

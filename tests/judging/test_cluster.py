@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 
 from conformance.judging import cluster, task_pools
-from conformance.records import ERROR, PASS, Record, read_jsonl
-from conformance.runs import COMPLETE, FAILED
 from conformance.session.failures import CannotJudge
 from conformance.session.remote_pools import build_conditions
 from conformance.session.run_options import RunOptions
 from conformance.session.session import ProgressDisplay, SessionResult, run_session, show_no_progress
+from reports.records import ERROR, PASS, Record, read_jsonl
+from reports.runs import COMPLETE, FAILED
 from tests.commands.kernel_folder import run_cli
 from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit, wait_until
 

@@ -12,7 +12,6 @@ from cases.grid import build_grid
 from conformance.check_api.rotation import Rotation
 from conformance.check_api.subject import Subject
 from conformance.checks import CHECKS
-from conformance.contract import Implementation
 from conformance.execution.executor import Executor
 from conformance.execution.implementation_registry import find_implementation
 from conformance.judging import discrimination
@@ -20,8 +19,9 @@ from conformance.judging.discrimination import REQUIRED_MARGIN, compute_margins,
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import PASS
 from conformance.truth.tolerances import load_default_tolerances
+from impls.contract.implementation import Implementation
+from reports.records import PASS
 
 
 def raise_if_called(*args: object, **kwargs: object) -> None:

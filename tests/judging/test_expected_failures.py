@@ -17,7 +17,7 @@ from conformance.judging.expected_failures import (
     suggest_entries,
     suggest_entries_by_cause,
 )
-from conformance.records import ERROR, FAIL, PASS, Record
+from reports.records import ERROR, FAIL, PASS, Record
 
 PARTS = itertools.product(("f32", "bf16"), ("T64.S64", "T100.S64"), ("causal", "full"), ("softcap30/", "sinks/", ""))
 CASES = [f"train/{d}/B1.{s}.N2.K2.H64.V64/{m}/{o}normal/s0" for d, s, m, o in PARTS]

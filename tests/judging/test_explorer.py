@@ -13,7 +13,7 @@ import pytest
 from cases.case import Case, matches_query, parse_case_id
 from cases.case_space.alternatives import NothingToDraw
 from cases.case_space.clue_numbers import NO_CLUES, Clues
-from conformance import cli, declare, records
+from conformance import cli, declare
 from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import explorer
@@ -21,6 +21,7 @@ from conformance.judging.explorer import Budget, Exploration, JudgedCase, build_
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import ExpectedFailure, Settings
+from reports import records
 from tests.kernels import naive
 from tests.process_helpers import interrupt_command
 

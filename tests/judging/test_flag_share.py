@@ -7,7 +7,7 @@ import math
 import pytest
 
 from conformance.judging import flag_share
-from conformance.records import ERROR, FAIL, FLAGS_DIFFER, PASS, RATIO_FAST_COMPILE, UNJUDGED, UNSUPPORTED, Record
+from reports.records import ERROR, FAIL, FLAGS_DIFFER, PASS, RATIO_FAST_COMPILE, UNJUDGED, UNSUPPORTED, Record
 
 LARGEST = math.floor(1000 * flag_share.MAX_SHARE)
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from cases.case_space.clue_numbers import Clues
-from conformance import cli, records, runs
+from conformance import cli
 from conformance.execution import implementation_registry
 from conformance.judging import explorer
 from conformance.sandbox.kernel_process import ProcessLost
+from reports import records, runs
 
 KERNEL = """\
 from conformance.execution import kernel_constants

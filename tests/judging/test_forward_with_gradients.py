@@ -14,14 +14,14 @@ from cases.case import parse_case_id
 from conformance import declare
 from conformance.check_api.subject import Subject
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import PASS
 from conformance.truth.tolerances import load_default_tolerances
+from impls.contract.implementation import Implementation
+from reports.records import PASS
 from tests.kernels import naive
 
 CASE = parse_case_id("train/f32/B2.T37.S37.N4.K2.H16.V16/causal/normal/s0")

@@ -11,12 +11,12 @@ from typing import Literal
 
 import pytest
 
-from conformance import runs
-from conformance.contract import Accelerator
 from conformance.execution import implementation_registry
 from conformance.judging import keyword_selection
 from conformance.judging.job import Job
 from conformance.judging.run_plan import plan_run
+from impls.contract.implementation import Accelerator
+from reports import runs
 from tests.judging.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
 from tests.process_helpers import COMMAND_TIMEOUT
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance import cli, records, runs
-from conformance.records import FAIL
+from conformance import cli
+from reports import records, runs
+from reports.records import FAIL
 from tests.judging.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
 
 

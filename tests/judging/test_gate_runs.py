@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance import records, runs
-from conformance.records import PASS, UNSUPPORTED
+from reports import records, runs
+from reports.records import PASS, UNSUPPORTED
 from tests.judging.gate_repository import FEW_CASES, KERNEL, Repository, create_repository, run_gate
 
 

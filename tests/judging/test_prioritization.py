@@ -16,8 +16,8 @@ from conformance.judging.job import Job
 from conformance.judging.run_levels import GRID_LEVELS, LEVELS
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import RED, RunInfo
 from reports.page_model import build_summary
+from reports.records import RED, RunInfo
 from tests.kernels import naive
 
 NAMES = ("dot_product", "splash_tpu", "ragged", "moba")

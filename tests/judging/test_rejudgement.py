@@ -16,19 +16,20 @@ import numpy as np
 import pytest
 
 from cases.case import parse_case_id
-from conformance import declare, environment, records
+from conformance import declare, environment
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
 from conformance.checks import CHECKS_BY_NAME, Check
-from conformance.contract import Implementation
 from conformance.execution.executor import Executor
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import discrimination, flag_share, rejudgement, run_plan
 from conformance.judging.declarations import list_lenient_declarations
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import DECLARATIONS_TRIED, ERROR, FAIL, FLAGS_DIFFER, PASS, RATIO_FAST_COMPILE, Record
 from conformance.truth import tolerances
+from impls.contract.implementation import Implementation
+from reports import records
+from reports.records import DECLARATIONS_TRIED, ERROR, FAIL, FLAGS_DIFFER, PASS, RATIO_FAST_COMPILE, Record
 from tests.kernels import naive
 
 CASE = "train/{}/B1.T16.S16.N2.K1.H16.V16/{}/normal/s{}"

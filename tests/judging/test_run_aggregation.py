@@ -13,11 +13,11 @@ import pytest
 from conformance.execution import source_digests
 from conformance.judging import provenance
 from conformance.judging.run_aggregation import aggregate_runs
-from conformance.records import FAIL, PASS, UNJUDGED, Record, RunInfo
-from conformance.runs import COMPLETE, INTERRUPTED, CoveringArraySize, End, Kernel, PlannedJob, RecordedRun, Run
 from conformance.truth import tolerances
 from reports import conformity
 from reports.page_model import build_summary
+from reports.records import FAIL, PASS, UNJUDGED, Record, RunInfo
+from reports.runs import COMPLETE, INTERRUPTED, CoveringArraySize, End, Kernel, PlannedJob, RecordedRun, Run
 from tests.reports.report_samples import render_html, render_markdown
 
 SHAPE = "B1.T{0}.S{0}.N2.K2.H64.V64/causal/normal/s0"

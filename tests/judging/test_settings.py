@@ -9,7 +9,7 @@ import pytest
 
 from conformance.judging import settings
 from conformance.judging.settings import ExpectedFailure, Settings, SettingsError
-from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, Record
+from reports.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, Record
 
 JAX = "0.10.2"
 

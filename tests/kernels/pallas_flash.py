@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from cases.case import FEATURES, Case
 from cases.masks import Causal, Full, Mask
-from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation
 
 Dimension = Literal["parallel", "arbitrary"]
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Full, Mask
-from conformance.contract import Accelerator, Arithmetic, Implementation, validate_mask
 from impls import softmax_merge
+from impls.contract.implementation import Accelerator, Arithmetic, Implementation, validate_mask
 from impls.ragged import ragged_tpu
 from impls.ragged.attention import UNSUPPORTED
 from impls.ragged.implementation import lower_mask, refuse_mixed_windows

@@ -18,18 +18,18 @@ from cases.case import Case, CaseIdError, parse_case_id
 from cases.front_end_cases import select_front_end_cases
 from cases.operand_values import draw_problem, draw_raw_projections
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Arithmetic
 from conformance.judging.job import Job
 from conformance.judging.run_plan import plan_case
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS, Record
 from conformance.reference import front_end_reference
 from conformance.truth.comparison import compare
 from conformance.truth.front_end_oracle import FrontEnd
 from conformance.truth.rounding_bounds import Bounded, OperandErrors, compute_expectation
 from conformance.truth.running_error import BoundedNumber
 from impls import dot_product
+from impls.contract.implementation import Arithmetic
+from reports.records import FAIL, PASS, Record
 from tests.comparison_asserts import LIMIT, compute_float64_bounds
 
 DOT = dot_product.IMPLEMENTATIONS[0]

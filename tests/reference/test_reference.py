@@ -14,12 +14,12 @@ from cases.masks import Causal, Dense
 from cases.operand_values import Problem, draw_problem
 from conformance import reference_attention
 from conformance.check_api.subject import Subject
-from conformance.contract import Implementation
 from conformance.execution.executor import Executor
 from conformance.truth.comparison import compare
 from conformance.truth.oracle import Backward
 from conformance.truth.rounding_bounds import Bounded
 from conformance.truth.tolerances import load_default_tolerances
+from impls.contract.implementation import Implementation
 from tests.comparison_asserts import assert_right, compute_float64_bounds
 
 CASES = (

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 
 from cases.operand_registry import OBSERVABLES
-from conformance.measurements import Measurement
-from conformance.records import ERROR, FAIL, PASS, UNSUPPORTED, VERDICTS, Record, RunInfo, Worst
 from reports import html_page, markdown_summary, terminal
+from reports.measurements import Measurement
 from reports.page_model import build_page, build_summary
+from reports.records import ERROR, FAIL, PASS, UNSUPPORTED, VERDICTS, Record, RunInfo, Worst
 
 HOSTILE = '<script>alert("x")</script><img src=https://evil.example/x.png> `</code>` | $\\frac{'
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from conformance.records import RED
 from reports import html_page
 from reports.matrices import build_matrices
 from reports.page_model import build_summary
 from reports.record_groups import get_contender, group_records
+from reports.records import RED
 from tests.reports import browser
 from tests.reports.browser import Tab
 from tests.reports.report_samples import make_failure, make_many, make_record, make_run_info

@@ -10,17 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from conformance.records import (
-    ERROR,
-    EXPECTED_FAIL,
-    FAIL,
-    PASS,
-    UNEXPECTED_PASS,
-    UNJUDGED,
-    UNSUPPORTED,
-    Record,
-    RunInfo,
-)
 from reports import changes, changes_page
 from reports.changes import (
     FIXED,
@@ -34,6 +23,17 @@ from reports.changes import (
     Comparison,
 )
 from reports.page_model import build_summary
+from reports.records import (
+    ERROR,
+    EXPECTED_FAIL,
+    FAIL,
+    PASS,
+    UNEXPECTED_PASS,
+    UNJUDGED,
+    UNSUPPORTED,
+    Record,
+    RunInfo,
+)
 
 CASE = "train/f32/B1.T8.S8.N2.K2.H16.V16/causal/normal/s{}"
 PLANNED = {(CASE.format(number), "forward") for number in range(40)}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.records import (
+from reports.compiled_kernels import call_estimates, gpu_kernel_bounds, tpu_kernel_schedules
+from reports.compiled_section import build_compiled_section
+from reports.record_groups import group_records
+from reports.records import (
     FAIL,
     UNJUDGED,
     Record,
 )
-from reports.compiled_kernels import call_estimates, gpu_kernel_bounds, tpu_kernel_schedules
-from reports.compiled_section import build_compiled_section
-from reports.record_groups import group_records
 from tests.reports.report_samples import make_record, make_run_info, render_html
 
 

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from conformance.records import (
+from reports import conformity
+from reports.page_model import build_summary
+from reports.records import (
     DEFAULT_PRECISION,
     ERROR,
     EXPECTED_FAIL,
@@ -21,8 +23,6 @@ from conformance.records import (
     Record,
     RunInfo,
 )
-from reports import conformity
-from reports.page_model import build_summary
 from tests.reports.report_samples import (
     make_record,
     make_run_info,

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from conformance.error_maps import MAX_CELLS, ErrorMap
 from reports.error_map_figure import render_error_map
+from reports.error_maps import MAX_CELLS, ErrorMap
 from tests.reports.markup import strip_scripts
 from tests.reports.report_samples import (
     HOSTILE,

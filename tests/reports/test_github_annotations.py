@@ -7,7 +7,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from conformance.records import (
+from reports import changes, github_annotations
+from reports.causes.finding_text import describe_finding
+from reports.causes.root_causes import find_root_causes
+from reports.github_annotations import MAX_ANNOTATIONS, Annotation, annotate_changes, annotate_records, format_commands
+from reports.records import (
     ERROR,
     EXPECTED_FAIL,
     FAIL,
@@ -19,10 +23,6 @@ from conformance.records import (
     Record,
     SimilarBug,
 )
-from reports import changes, github_annotations
-from reports.causes.finding_text import describe_finding
-from reports.causes.root_causes import find_root_causes
-from reports.github_annotations import MAX_ANNOTATIONS, Annotation, annotate_changes, annotate_records, format_commands
 
 CASE = "train/f32/B1.T{0}.S{0}.N2.K2.H16.V16/causal/normal/s0"
 COMMAND = re.compile(r"::(error|warning) ((?:\w+=[^:,\n]*)(?:,\w+=[^:,\n]*)*)::([^\n\r]*)")

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from conformance.records import ERROR, Diagnosis, Record, SimilarBug
 from reports.html_fragment import MAX_FINDINGS, render_fragment
 from reports.page_model import build_summary
+from reports.records import ERROR, Diagnosis, Record, SimilarBug
 from reports.text_format import TIMES
 from tests.reports.markup import parse_page
 from tests.reports.report_samples import (

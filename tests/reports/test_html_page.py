@@ -14,16 +14,15 @@ from typing import Any
 
 import pytest
 
-from conformance import runs
-from conformance.error_maps import ErrorMap
 from conformance.judging.run_aggregation import aggregate_runs
-from conformance.records import EXPECTED_FAIL, FAIL, PASS, RED, UNSUPPORTED, Record, RunInfo, serialize_record
-from conformance.runs import Kernel, Run
-from reports import html_page, record_table
+from reports import html_page, record_table, runs
+from reports.error_maps import ErrorMap
 from reports.matrices import build_matrices
 from reports.page_model import build_summary
 from reports.record_groups import NO_FEATURE, group_records
 from reports.record_query import RecordFiles, build_query_command
+from reports.records import EXPECTED_FAIL, FAIL, PASS, RED, UNSUPPORTED, Record, RunInfo, serialize_record
+from reports.runs import Kernel, Run
 from tests.reports.markup import Element, find_faults, parse_page, strip_scripts
 from tests.reports.report_samples import (
     HOSTILE,

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from conformance.records import ERROR, EXPECTED_FAIL, UNSUPPORTED
 from reports.distance_figure import describe_distances, format_row_figure, render_distances
 from reports.limit_distances import MAX_CONTENDERS_BY_CHECK, build_distance_charts
 from reports.record_groups import group_records
+from reports.records import ERROR, EXPECTED_FAIL, UNSUPPORTED
 from reports.text_format import TIMES
 from tests.reports.markup import parse_page
 from tests.reports.report_samples import HOSTILE, make_failure, make_record

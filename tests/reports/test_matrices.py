@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from conformance.records import (
+from reports.matrices import build_matrices
+from reports.record_groups import NO_FEATURE, group_records
+from reports.records import (
     UNJUDGED,
     UNSUPPORTED,
 )
-from reports.matrices import build_matrices
-from reports.record_groups import NO_FEATURE, group_records
 from tests.reports.report_samples import (
     make_record,
     make_run_info,

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from conformance.records import (
-    EXPECTED_FAIL,
-)
 from reports import text_format
 from reports.metrics import Metric, count_verdicts, find_decisive_metric, find_worst_metric
 from reports.page_model import build_summary
+from reports.records import (
+    EXPECTED_FAIL,
+)
 from tests.reports.report_samples import (
     make_failure,
     make_many,

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from conformance.records import (
+from reports.page_model import build_failure_groups, build_page, build_summary
+from reports.record_groups import group_by_result
+from reports.records import (
     UNJUDGED,
     UNSUPPORTED,
     Record,
     RunInfo,
 )
-from reports.page_model import build_failure_groups, build_page, build_summary
-from reports.record_groups import group_by_result
 from tests.reports.report_samples import (
     make_failure,
     make_record,

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance.records import (
+from reports import html_page, page_model
+from reports.page_model import build_summary
+from reports.records import (
     FAIL,
     RED,
     UNSUPPORTED,
@@ -18,8 +20,6 @@ from conformance.records import (
     RunInfo,
     Worst,
 )
-from reports import html_page, page_model
-from reports.page_model import build_summary
 from tests.reports.markup import strip_scripts
 from tests.reports.report_samples import (
     HOSTILE,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from conformance.records import UNJUDGED, UNSUPPORTED, Record, RunInfo
 from reports.page_model import Page, build_page, build_summary
+from reports.records import UNJUDGED, UNSUPPORTED, Record, RunInfo
 from tests.reports.markup import Element, parse_page
 from tests.reports.report_samples import make_failure, make_record, make_run_info, render_html
 from tests.reports.test_compiled_section import make_compilation

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from conformance.records import Worst
 from reports import text_format
+from reports.records import Worst
 from tests.reports.report_samples import make_failure
 
 

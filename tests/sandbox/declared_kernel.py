@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance.contract import Implementation
+from impls.contract.implementation import Implementation
 from tests.kernels.naive import attention as right
 
 

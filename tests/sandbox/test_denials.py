@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cases.case import parse_case_id
-from conformance import cli, records
+from conformance import cli
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.implementation_registry import ImplementationNotFound
 from conformance.judging.job import Job
@@ -16,6 +16,7 @@ from conformance.judging.settings import Settings
 from conformance.sandbox import confinement, denials, sandboxed_executor
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.policy import build_policy
+from reports import records
 
 CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/normal/s0"
 RIGHT = Path(__file__).parent.parent / "exploits" / "right.py"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from conformance import records
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.implementation_registry import ImplementationNotFound
 from conformance.judging.job import Job
@@ -16,6 +15,7 @@ from conformance.judging.settings import Settings
 from conformance.sandbox import kernel_process
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import KernelProcess, ProcessLost
+from reports import records
 
 # It dies in every third program that it is traced for, whichever check runs, and in calls that are begun ahead too.
 KERNEL = """

@@ -18,9 +18,7 @@ import pytest
 
 from cases.case import Case
 from cases.operand_values import draw_cotangent, draw_problem
-from conformance import records
 from conformance.checks import CHECKS, CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.execution import implementation_registry, kernel_errors
 from conformance.execution.executor import Executor
 from conformance.fork_server import forked_process
@@ -32,6 +30,8 @@ from conformance.sandbox import kernel_process, sandboxed_executor, supervisor
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import KernelProcess, Limits, ProcessLost
 from conformance.sandbox.policy import SandboxPolicy
+from impls.contract.implementation import Implementation
+from reports import records
 from tests.process_helpers import kill_on_exit, wait_until
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)

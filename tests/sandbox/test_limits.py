@@ -15,11 +15,11 @@ import pytest
 from cases.case import Case
 from cases.operand_values import draw_problem
 from conformance import temporary_folders
-from conformance.contract import Implementation
 from conformance.sandbox import resource_usage, sandboxed_executor, supervisor
 from conformance.sandbox.kernel_process import Limits, ProcessLost
 from conformance.sandbox.resource_usage import OverLimit, UsageMonitor
 from conformance.temporary_folders import TemporaryFolder
+from impls.contract.implementation import Implementation
 from tests.process_helpers import kill_on_exit, wait_until
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)

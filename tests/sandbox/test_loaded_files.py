@@ -17,19 +17,19 @@ import pytest
 
 from cases.case import Case
 from cases.operand_values import draw_problem
-from conformance import runs
-from conformance.contract import Implementation
 from conformance.execution import installed_packages
 from conformance.execution.implementation_registry import ImplementationNotFound
 from conformance.judging import provenance
 from conformance.judging.journal import ResumeMismatchError, load_resumed_run
 from conformance.judging.run_plan import Plan
 from conformance.judging.runner import build_changed_file_records
-from conformance.records import ERROR, PASS, Record
-from conformance.runs import Run
 from conformance.sandbox import kernel_process, loaded_files, sandboxed_executor
 from conformance.sandbox.kernel_process import Limits, ProcessLost
 from conformance.sandbox.sandboxed_executor import SandboxedExecutor
+from impls.contract.implementation import Implementation
+from reports import runs
+from reports.records import ERROR, PASS, Record
+from reports.runs import Run
 from tests.process_helpers import COMMAND_TIMEOUT
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)

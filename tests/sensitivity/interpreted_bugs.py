@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.judging import run_plan
 from conformance.judging.job import Job
-from conformance.records import RED
 from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import create_single_look_runner, shows_as_declared
+from impls.contract.implementation import Implementation
+from reports.records import RED
 
 
 def iter_near_jobs(bug: PlantedBug, kernel: Implementation, checks: Iterable[str], *, cases: int) -> Iterator[Job]:

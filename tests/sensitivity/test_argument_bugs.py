@@ -13,10 +13,10 @@ import pytest
 
 from cases.case import parse_case_id
 from conformance.check_api.judgement import Judgement
-from conformance.contract import Implementation, structured_mask
 from conformance.execution.plain_functions import build_implementation
-from conformance.records import ERROR, FAIL, PASS
 from conformance.sensitivity import PlantedBug
+from impls.contract.implementation import Implementation, structured_mask
+from reports.records import ERROR, FAIL, PASS
 from tests.kernels import naive
 from tests.planted.beyond import (
     argument_bugs,

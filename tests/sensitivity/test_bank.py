@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from conformance.checks import CHECKS
-from conformance.contract import Implementation
 from conformance.judging import run_plan, runner, settings
-from conformance.records import RED
 from conformance.sensitivity import PlantedBug, detection_table
 from conformance.sensitivity.bank import load_bank
 from conformance.sensitivity.examination import iter_red_records, shows_as_declared
+from impls.contract.implementation import Implementation
+from reports.records import RED
 from tests.kernels import pallas_flash
 from tests.planted.bank import BANK, SEEN
 from tests.planted.features import caches

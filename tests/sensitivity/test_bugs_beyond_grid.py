@@ -8,11 +8,11 @@ import pytest
 
 from cases.case import Case, parse_case_id
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.judging import run_plan, runner, settings
-from conformance.records import PASS, RED, Record
 from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import shows_as_declared
+from impls.contract.implementation import Implementation
+from reports.records import PASS, RED, Record
 from tests.planted.beyond import fast_paths, long_caches, long_sequences, sizes, whole_blocks
 
 _MODULES = (whole_blocks, fast_paths, long_caches, long_sequences, sizes)

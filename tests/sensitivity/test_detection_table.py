@@ -10,9 +10,7 @@ import pytest
 
 from conformance import cli
 from conformance.checks import CHECKS, CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.judging import run_plan
-from conformance.records import FAIL
 from conformance.sensitivity import PlantedBug, detection_table
 from conformance.sensitivity.bank import BankError, load_bank
 from conformance.sensitivity.examination import (
@@ -24,7 +22,9 @@ from conformance.sensitivity.examination import (
     order_jobs_for_bug,
 )
 from conformance.sensitivity.resolution import Resolution
+from impls.contract.implementation import Implementation
 from reports.detection_section import build_detection as section
+from reports.records import FAIL
 from tests.planted.computing import gaming, laws
 
 ZEROS = next(bug for bug in gaming.BUGS if bug.name == "returns-zeros")

@@ -15,9 +15,9 @@ from cases.signature_cases import SIGNATURE_CASES
 from conformance.execution import implementation_registry
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import ERROR, FAIL, PASS, UNSUPPORTED, Record
 from conformance.sensitivity import diagnosis, failure_signatures
 from conformance.sensitivity.failure_signatures import KnownBug, Signature
+from reports.records import ERROR, FAIL, PASS, UNSUPPORTED, Record
 from tests.planted.bank import BANK
 
 IDS = [asked.case.id for asked in SIGNATURE_CASES]

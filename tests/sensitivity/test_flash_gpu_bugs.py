@@ -14,7 +14,6 @@ import pytest
 
 from cases.case import Case
 from cases.masks import And, Causal, Mask, Or
-from conformance.records import ERROR
 from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import iter_red_records
 from impls import flash_gpu
@@ -23,6 +22,7 @@ from impls.flash_gpu.tile_schedule import FlashGpuPlan
 from impls.flash_gpu.triton import backward, forward, triton_tiles
 from impls.flash_gpu.triton.forward import RunningSoftmax
 from impls.flash_gpu.triton.triton_tiles import visit_blocks
+from reports.records import ERROR
 
 # The package's attribute of this name is the function.
 CALL = importlib.import_module("impls.flash_gpu.attention")

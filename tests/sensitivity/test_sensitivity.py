@@ -11,9 +11,9 @@ import pytest
 
 from cases.masks import Mask, Window
 from conformance.judging import run_plan, runner, settings
-from conformance.records import FAIL, RED
 from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import iter_red_records
+from reports.records import FAIL, RED
 from tests.planted.planting.plain import (
     Array,
     BackwardSteps,

@@ -11,13 +11,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from conformance.contract import Accelerator, Implementation
 from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
 from conformance.session.failures import CannotJudge
 from conformance.session.required_platform import select_native
 from conformance.session.run_options import RunOptions
 from conformance.session.session import Session
+from impls.contract.implementation import Accelerator, Implementation
 from tests.kernels import naive
 from tests.process_helpers import COMMAND_TIMEOUT
 

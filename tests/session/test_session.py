@@ -9,14 +9,15 @@ from pathlib import Path
 import jax
 import pytest
 
-from conformance import interrupts, runs
-from conformance.contract import Implementation
+from conformance import interrupts
 from conformance.execution.plain_functions import build_implementation
-from conformance.records import FAIL, PASS, Record
-from conformance.runs import COMPLETE, INTERRUPTED
 from conformance.session.failures import CannotJudge, RunStopped
 from conformance.session.run_options import RunOptions, parse_query, parse_shard
 from conformance.session.session import ProgressDisplay, Session, run_session, show_no_progress
+from impls.contract.implementation import Implementation
+from reports import runs
+from reports.records import FAIL, PASS, Record
+from reports.runs import COMPLETE, INTERRUPTED
 from tests.kernels import naive
 from tests.process_helpers import restore_signal_handlers
 

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from conformance.judging.settings import ExpectedFailure, Settings
-from conformance.records import EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, Record
 from conformance.survey.known_failures import mark_known_failures
+from reports.records import EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, Record
 
 NAME = "library:x.attention"
 VERSIONS = {"jax": "0.12.0.1", "x": "1.2"}

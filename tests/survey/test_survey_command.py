@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from conformance import runs
 from conformance.survey import environments, survey_command
 from conformance.survey.judged_rows import RECORDS, RowOutcome, read_outcome
 from impls.libraries import library_specs
+from reports import runs
 from reports.survey_results import parse_results, read_results
 from tests.process_helpers import COMMAND_TIMEOUT, kill_on_exit, restore_signal_handlers, wait_until
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from conformance.records import EXPECTED_FAIL, FAIL, PASS, UNJUDGED
 from reports import survey_markdown
+from reports.records import EXPECTED_FAIL, FAIL, PASS, UNJUDGED
 from tests.survey.test_survey_results import build_record, build_row, summarize
 
 RIGHT = summarize(build_record(PASS, "causal"))

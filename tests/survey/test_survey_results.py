@@ -8,8 +8,8 @@ import json
 import pytest
 
 from conformance.judging.settings import ExpectedFailure, Settings
-from conformance.records import EXPECTED_FAIL, FAIL, PASS, UNJUDGED, UNSUPPORTED, Record, RunInfo
 from reports.page_model import build_summary
+from reports.records import EXPECTED_FAIL, FAIL, PASS, UNJUDGED, UNSUPPORTED, Record, RunInfo
 from reports.survey_page import HIDDEN, KNOWN, NEW, PASSES, REFUSES, WRONG, find_state, render_survey_page
 from reports.survey_results import (
     FunctionResult,

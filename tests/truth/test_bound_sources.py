@@ -9,10 +9,10 @@ import pytest
 
 from cases.case import parse_case_id
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
-from conformance.contract import Arithmetic
 from conformance.truth import bound_sources
 from conformance.truth.rounding_bounds import Expectation, compute_expectation
 from conformance.truth.roundoff import Roundoff
+from impls.contract.implementation import Arithmetic
 
 CASE = "train/{}/B1.T64.S64.N2.K1.H32.V32/causal/normal/s0"
 

@@ -12,13 +12,13 @@ import pytest
 from cases.case import parse_case_id
 from cases.operand_values import draw_cotangent, draw_problem
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Arithmetic, Implementation
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS, Record
 from conformance.truth.rounding_bounds import Expectation, compute_expectation
 from conformance.truth.roundoff import UNIT_ROUNDOFF, Roundoff, compute_walk_steps
+from impls.contract.implementation import Arithmetic, Implementation
+from reports.records import FAIL, PASS, Record
 from tests.planted.computing.precision import cut_to_tf32, in_tf32
 
 TF32_CASES = (

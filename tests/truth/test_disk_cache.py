@@ -12,8 +12,8 @@ import pytest
 
 from cases.case import parse_case_id
 from cases.operand_values import draw_problem
-from conformance.contract import Arithmetic
 from conformance.truth import disk_cache
+from impls.contract.implementation import Arithmetic
 
 CASE = parse_case_id("train/bf16/B2.T40.S48.N4.K2.H16.V24/causal-o8/seg/sinks/normal/s0")
 

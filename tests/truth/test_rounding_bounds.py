@@ -13,11 +13,11 @@ import pytest
 from cases.case import parse_case_id
 from cases.masks import Dense
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
-from conformance.contract import Arithmetic
 from conformance.truth import oracle
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import Bounded, Expectation, compute_expectation
 from conformance.truth.roundoff import UNIT_ROUNDOFF, U, compute_gamma, get_dtype_name
+from impls.contract.implementation import Arithmetic
 from tests.comparison_asserts import LIMIT, assert_right, compute_float64_bounds
 
 CASES = (

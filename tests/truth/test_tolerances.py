@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from cases.operand_registry import OBSERVABLES
-from conformance.contract import Arithmetic
-from conformance.records import FAIL, PASS, UNSUPPORTED, Record
 from conformance.truth import calibration, tolerances
 from conformance.truth.tolerances import DTYPES
+from impls.contract.implementation import Arithmetic
+from reports.records import FAIL, PASS, UNSUPPORTED, Record
 
 STORED = json.loads(tolerances.CALIBRATION.read_text())
 

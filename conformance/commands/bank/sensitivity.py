@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cases.name_suggestions import suggest_name
 from conformance import environment, interrupts
 from conformance.commands.argument_lookup import check_outputs, format_command_line
 from conformance.commands.bank import signatures_command
@@ -18,8 +19,6 @@ from conformance.commands.bank.bank_pools import open_bank_pool
 from conformance.commands.progress_display import RunProgress
 from conformance.judging.remote_call import WorkerMismatch
 from conformance.judging.task_pools import ExecutorFailed
-from conformance.name_suggestions import suggest_name
-from conformance.records import RunInfo
 from conformance.sensitivity import detection_table, resolution
 from conformance.sensitivity.bank import BankError, PlantedBug, load_bank
 from conformance.sensitivity.examination import CheckPower, Examination, compute_check_powers, is_still_asked
@@ -28,6 +27,7 @@ from conformance.session import project_lookup, run_options
 from conformance.session.failures import CannotJudge
 from reports import text_format
 from reports.page_model import build_summary
+from reports.records import RunInfo
 
 
 def measure_sensitivity(arguments: argparse.Namespace) -> int:

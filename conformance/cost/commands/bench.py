@@ -16,21 +16,21 @@ from rich.console import Console
 
 from cases.case import Case, matches_query
 from cases.operand_values import draw_problem
-from conformance import environment, interrupts, measurements
+from conformance import environment, interrupts
 from conformance.commands.argument_lookup import check_outputs, format_command_line
 from conformance.commands.progress_display import StepProgress
 from conformance.cost.timing import attention_flops
 from conformance.cost.timing.interleaved_timing import TimingLimits, compare_all
 from conformance.executor_tasks import single_calls
-from conformance.measurements import BACKWARD, DIFFERS, FORWARD, TIMED, Measurement
-from conformance.records import ERROR, RunInfo
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import ProcessLost
 from conformance.sandbox.sandboxed_executor import create_executor, end_process, is_sandboxed
 from conformance.session import project_lookup
 from conformance.session.failures import CannotJudge
 from conformance.session.run_outputs import Outputs
-from reports import speed_page, terminal
+from reports import measurements, speed_page, terminal
+from reports.measurements import BACKWARD, DIFFERS, FORWARD, TIMED, Measurement
+from reports.records import ERROR, RunInfo
 
 _PHASES = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
 

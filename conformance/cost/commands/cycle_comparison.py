@@ -14,12 +14,12 @@ from rich.console import Console
 
 from cases.case import Case
 from conformance.accelerators.targets import CompileTarget
-from conformance.contract import Implementation
 from conformance.cost.static import static_tuning
 from conformance.cost.static.static_tuning import CompileCall, CompileResult, Estimate
 from conformance.execution.executor import Executor
 from conformance.executor_tasks import native_compilation
-from conformance.tunable import Knob
+from impls.contract.implementation import Implementation
+from impls.contract.tunable import Knob
 
 ALL_KERNELS = "all kernels"
 

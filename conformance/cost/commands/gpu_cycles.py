@@ -13,10 +13,10 @@ from rich.console import Console
 from cases.case import Case
 from conformance.accelerators import targets
 from conformance.accelerators.targets import CompileTarget
-from conformance.contract import Implementation
 from conformance.cost.gpu import gpu_cycle_bounds
 from conformance.execution.executor import Executor
 from conformance.executor_tasks import native_compilation
+from impls.contract.implementation import Implementation
 
 COLUMNS = ("case", "implementation", "kernel", "at least", "masked", "issue", "masked", "tensor", "shared")
 RESOURCE_COLUMNS = ("registers", "spilled", "warps")

@@ -16,12 +16,10 @@ from typing import Any
 from rich.console import Console
 
 from cases.case import Case
-from conformance import tunable
 from conformance.accelerators import compilation
 from conformance.accelerators.targets import CompileTarget, list_targets
 from conformance.accelerators.tpus import TPUS
 from conformance.commands.progress_display import StepProgress
-from conformance.contract import Implementation
 from conformance.cost.commands import cycles
 from conformance.cost.static import cycle_baselines, static_tuning
 from conformance.cost.static.static_tuning import CompileResult, Estimate, StaticChoice
@@ -29,7 +27,9 @@ from conformance.cost.timing.timed_tuning import format_setting
 from conformance.execution.executor import Executor
 from conformance.executor_tasks import native_compilation
 from conformance.session.failures import CannotJudge
-from conformance.tunable import Knob, TableEntry, Tunable
+from impls.contract import tunable
+from impls.contract.implementation import Implementation
+from impls.contract.tunable import Knob, TableEntry, Tunable
 
 STATIC_CYCLES = "static cycles"
 """Key in the provenance of a table entry. Its value maps each knob to the static cycles of its candidates, by name."""

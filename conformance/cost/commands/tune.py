@@ -1,6 +1,6 @@
 """Implement the command `tune`: choose an implementation's settings by timing them on this machine.
 
-A setting is block sizes and the like; a *knob* is one setting that can be tuned (`conformance.tunable`). The chosen
+A setting is block sizes and the like; a *knob* is one setting that can be tuned (`impls.contract.tunable`). The chosen
 settings are written to the implementation's table, a JSON file. `tune --static` is in `static_tune`.
 """
 
@@ -17,22 +17,23 @@ import jax
 from rich.console import Console
 
 from cases.case import Case
-from conformance import interrupts, tunable
+from conformance import interrupts
 from conformance.commands.argument_lookup import check_outputs
 from conformance.commands.progress_display import StepProgress
-from conformance.contract import Implementation
 from conformance.cost.commands import bench, static_tune
 from conformance.cost.static import rank_agreement
 from conformance.cost.timing import timed_tuning
 from conformance.cost.timing.interleaved_timing import explain_not_timed
 from conformance.cost.timing.timed_tuning import KnobChoice, TuningResult, format_setting
-from conformance.measurements import Measurement
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.session import project_lookup
 from conformance.session.failures import CannotJudge
 from conformance.session.run_outputs import check_writable
-from conformance.tunable import Knob, TableEntry, Tunable
+from impls.contract import tunable
+from impls.contract.implementation import Implementation
+from impls.contract.tunable import Knob, TableEntry, Tunable
 from reports import terminal
+from reports.measurements import Measurement
 
 
 def run_tune(arguments: argparse.Namespace) -> int:

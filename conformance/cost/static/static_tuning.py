@@ -1,6 +1,6 @@
 """Choose an implementation's settings (block sizes and the like) without its accelerator, by static cycles.
 
-A *knob* is the setting of one kernel, and its *candidates* are the settings to try (`conformance.tunable`). Every
+A *knob* is the setting of one kernel, and its *candidates* are the settings to try (`impls.contract.tunable`). Every
 candidate is compiled for a TPU, and the cycles of the kernel's call are estimated from the compiler's schedule
 (`conformance.cost.tpu.tpu_figures`). The estimate is deterministic, and no chip has confirmed it. The command `tune
 --static` writes the chosen settings to the implementation's table.
@@ -25,10 +25,10 @@ from cases.operand_values import draw_problem
 from conformance.accelerators import compilation
 from conformance.accelerators.targets import CompileTarget
 from conformance.accelerators.tpus import TPUS
-from conformance.contract import Implementation
 from conformance.cost.timing.timed_tuning import format_setting
 from conformance.execution.executor import Executor
-from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
+from impls.contract.implementation import Implementation
+from impls.contract.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
 
 SCHEDULING_NOISE = 0.03
 """Relative difference of cycles below which candidates count as equal: the compiler's scheduling varies this much."""

@@ -18,11 +18,11 @@ from cases.case import Case
 from cases.masks import Dense
 from cases.operand_registry import OPERANDS
 from cases.operand_values import Cotangent, Problem
-from conformance.contract import Implementation
 from conformance.cost.timing.attention_flops import compute_allowed
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import Bounded, Expectation, compute_expectation
 from conformance.truth.tolerances import Tolerances
+from impls.contract.implementation import Implementation
 
 MAX_ERROR_OVER_LIMIT = 8.0
 """Largest accepted error, as a multiple of the limit of the checks.

@@ -20,7 +20,6 @@ from cases.case import Case
 from cases.operand_values import Problem, draw_cotangent, draw_problem
 from conformance import interrupts
 from conformance.accelerators.compilation import format_first_line
-from conformance.contract import Implementation
 from conformance.cost.timing import attention_flops
 from conformance.cost.timing.agreement import Agreement, SampledRows
 from conformance.cost.timing.matmul_ceiling import CeilingProduct
@@ -28,9 +27,10 @@ from conformance.cost.timing.sampling import Samples, compare_pairs, interleave
 from conformance.cost.timing.timed_programs import TimedProgram, compile_program, measure_device_peak
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Executor
-from conformance.measurements import AGREES, BACKWARD, DIFFERS, Measurement, Quartiles
-from conformance.records import ERROR, UNJUDGED, UNSUPPORTED
 from conformance.truth.tolerances import Tolerances
+from impls.contract.implementation import Implementation
+from reports.measurements import AGREES, BACKWARD, DIFFERS, Measurement, Quartiles
+from reports.records import ERROR, UNJUDGED, UNSUPPORTED
 
 # On an accelerator a call returns before it is finished. So a sample consists of several successive calls, which hides
 # the cost of dispatching them. On a CPU successive calls could overlap, so each sample is a single call.
@@ -245,7 +245,7 @@ def prepare_entrant(
     Args:
       implementation: the implementation to time.
       drawn: the case and its operands.
-      phase: one of `PHASES` in `conformance.measurements`.
+      phase: one of `PHASES` in `reports.measurements`.
       compiled: function that returns the program if it was compiled before, or raises the exception that compiling it
         raised. If None, the program is compiled here.
 

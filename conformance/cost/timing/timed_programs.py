@@ -16,9 +16,9 @@ import numpy as np
 from cases.operand_registry import GRADIENT_OF
 from cases.operand_values import Problem
 from conformance import interrupts
-from conformance.contract import Implementation
 from conformance.execution.executor import Executor, pull_back
-from conformance.measurements import FORWARD
+from impls.contract.implementation import Implementation
+from reports.measurements import FORWARD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def compile_program(
       implementation: the implementation to call.
       problem: the operands of the call.
       cotangent: cotangent of `out`, `[B, T, N, V]`, in the operands' dtype.
-      phase: one of `PHASES` in `conformance.measurements`.
+      phase: one of `PHASES` in `reports.measurements`.
 
     Raises:
       Exception: whatever tracing, lowering or compiling raises.

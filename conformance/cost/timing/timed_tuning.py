@@ -1,6 +1,6 @@
 """Choose an implementation's settings (block sizes and the like) by timing them on this machine.
 
-A *knob* is one independent setting, and its *candidates* are the settings to try (`conformance.tunable`). Knobs are
+A *knob* is one independent setting, and its *candidates* are the settings to try (`impls.contract.tunable`). Knobs are
 tuned one after the other. The command `tune` writes the chosen settings to the implementation's table.
 
 The candidates of a knob and the setting in force are timed alternately. After each stage the slower half is dropped,
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from cases.case import Case
-from conformance.contract import Implementation
 from conformance.cost.timing.interleaved_timing import (
     DrawnCase,
     Entrant,
@@ -30,9 +29,10 @@ from conformance.cost.timing.interleaved_timing import (
 )
 from conformance.cost.timing.sampling import MIN_ROUNDS
 from conformance.cost.timing.timed_programs import compile_program
-from conformance.measurements import Measurement
 from conformance.truth.tolerances import Tolerances
-from conformance.tunable import Knob, KnobSettings, Setting, Tunable
+from impls.contract.implementation import Implementation
+from impls.contract.tunable import Knob, KnobSettings, Setting, Tunable
+from reports.measurements import Measurement
 
 
 @dataclasses.dataclass(frozen=True)

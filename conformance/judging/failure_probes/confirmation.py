@@ -17,11 +17,11 @@ from typing import Any
 from cases.case import Case, CaseIdError, parse_case_id
 from conformance.check_api.scopes import BASE, GRID, ImplementationGrids
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.job import Job
-from conformance.records import RED, Record
 from conformance.sandbox.sandboxed_executor import SupportQueryFailed
+from impls.contract.implementation import Implementation
+from reports.records import RED, Record
 
 Fields = tuple[str, ...]
 """Names of fields of a case."""

@@ -16,8 +16,8 @@ from cases.case import Case, parse_case_id
 from conformance.judging.failure_probes import deadline
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
-from conformance.records import Record
 from conformance.sandbox import sandboxed_executor
+from reports.records import Record
 
 _NEAREST_CASES = 3  # a probe is expected to take as long as the slowest of this many cases nearest in size
 

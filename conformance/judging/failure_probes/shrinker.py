@@ -19,13 +19,13 @@ from hypothesis import strategies
 from cases.case import Case, CaseIdError
 from cases.operand_registry import OPTIONAL
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.judging.explorer import OutOfTime, WrongCase, compute_plainness, run_batch, use_temporary_home
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
-from conformance.records import RED, Record
 from conformance.sandbox.sandboxed_executor import SupportQueryFailed
 from conformance.truth import disk_cache
+from impls.contract.implementation import Implementation
+from reports.records import RED, Record
 
 _MAX_DRAWS = 100
 _KEPT_ODDS = 10  # a field changes in about one of this many draws

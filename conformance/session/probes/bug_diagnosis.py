@@ -14,19 +14,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cases.signature_cases import SIGNATURE_CASES
-from conformance.contract import Implementation
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.job import Job
 from conformance.judging.journal import Journal
-from conformance.records import ERROR, FAIL, Diagnosis, Record, RunInfo, SimilarBug
 from conformance.sensitivity import diagnosis, failure_signatures
 from conformance.sensitivity.diagnosis import SAME_SIMILARITY, Similarity
 from conformance.sensitivity.failure_signatures import KnownBug, Signature, Sizes
 from conformance.session.probes.signature_completion import list_right_cases
+from impls.contract.implementation import Implementation
 from reports.causes import fault_location, root_causes
 from reports.causes.case_levels import Level, find_levels
 from reports.causes.finding import FORWARD, GRADIENTS, Finding
 from reports.record_groups import group_by_contender
+from reports.records import ERROR, FAIL, Diagnosis, Record, RunInfo, SimilarBug
 from reports.text_format import format_count
 
 _FAILED_VERDICTS = (FAIL, ERROR)  # an unexpected pass resembles no bug

@@ -9,15 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from conformance.contract import Implementation
 from conformance.judging.failure_probes.confirmation import Prober, Suspicion
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.journal import Journal
 from conformance.judging.runner import ABANDONED_CASE
-from conformance.records import Record
+from impls.contract.implementation import Implementation
 from reports.causes import root_causes
 from reports.causes.case_levels import FIELD_GROUPS
 from reports.causes.finding import RAISES, Finding
+from reports.records import Record
 
 _MAX_ALTERNATIVES = 3  # the number of other explanations of a finding that are tested by cases
 _MAX_ROUNDS = 2  # probes of the first round may change what findings suspect, which the second round probes

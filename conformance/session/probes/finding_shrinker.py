@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from cases.case import Case, parse_case_id
 from conformance.check_api.scopes import GRID
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.judging.failure_probes import shrinker
 from conformance.judging.failure_probes.confirmation import Prober
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.journal import Journal
 from conformance.judging.runner import Runner
 from conformance.session.probes import finding_confirmation
+from impls.contract.implementation import Implementation
 from reports.causes import root_causes
 from reports.causes.case_levels import Level, find_levels
 

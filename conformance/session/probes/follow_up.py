@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from conformance import interrupts
-from conformance.contract import Implementation
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.journal import Journal
 from conformance.judging.runner import Runner
-from conformance.records import RED
 from conformance.session.probes import bug_diagnosis, finding_confirmation
+from impls.contract.implementation import Implementation
+from reports.records import RED
 
 _SHARE, _LEAST_SECONDS = 0.1, 15.0
 """By default, confirmation and diagnosis together may take this share of the run's time, at least so many seconds."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cases.signature_cases import SIGNATURE_CASES
-from conformance.records import JUDGED, Record
 from conformance.sensitivity.failure_signatures import Sizes
 from reports.causes.case_levels import Level, find_levels
 from reports.causes.finding import FORWARD, GRADIENTS, RAISES, Finding, get_result
+from reports.records import JUDGED, Record
 
 _SIGNATURE_CHECKS = frozenset({"forward", "gradients", "residuals"})
 

@@ -11,17 +11,17 @@ import pytest
 from cases.case import parse_case_id
 from conformance import declare
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging.failure_probes.confirmation import Prober, Suspicion
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS, Record
+from impls.contract.implementation import Implementation
 from reports.causes import root_causes
 from reports.causes.case_levels import FIELD_GROUPS
 from reports.causes.finding import Share
+from reports.records import FAIL, PASS, Record
 from tests.kernels import naive
 
 BASE = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"

@@ -18,7 +18,7 @@ from conformance.judging.failure_probes.shrinker import ShrunkCase, iter_alterna
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import RED
+from reports.records import RED
 from tests.kernels import naive
 
 FAILING = parse_case_id("train/bf16/B2.T48.S72.N4.K2.H16.V16/causal-o24/softcap30/sinks/bias/large/s3")

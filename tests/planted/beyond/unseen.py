@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from conformance import declare
-from conformance.contract import Implementation
 from conformance.execution.plain_functions import build_implementation
 from conformance.sensitivity import PlantedBug
+from impls.contract.implementation import Implementation
 from tests.kernels import naive
 from tests.planted.planting.latent import LatentSteps, in_pages, paged_latent
 from tests.planted.planting.served import Call, PackedSteps, PagedSteps, packed, paged, sequences, softmax

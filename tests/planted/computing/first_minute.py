@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from conformance import declare
-from conformance.contract import Implementation
 from conformance.execution.plain_functions import build_implementation
 from conformance.sensitivity import PlantedBug
+from impls.contract.implementation import Implementation
 from tests.kernels import naive
 from tests.planted.planting.triggers import trains
 from tests.planted.planting.wrapped import Arrays, Statics, correct, planted

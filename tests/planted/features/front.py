@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from conformance import declare
-from conformance.contract import Implementation
 from conformance.execution.plain_functions import build_implementation
 from conformance.reference import front_end_reference as reference
 from conformance.sensitivity import PlantedBug
+from impls.contract.implementation import Implementation
 from tests.kernels import naive
 
 FrontEnd = Callable[..., Any]

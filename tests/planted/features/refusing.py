@@ -11,8 +11,8 @@ import numpy as np
 
 from cases.case import Case
 from cases.masks import Full, Mask
-from conformance.contract import Implementation
 from conformance.sensitivity import PlantedBug
+from impls.contract.implementation import Implementation
 from impls.dot_product import attention
 
 _Call = Callable[..., Any]

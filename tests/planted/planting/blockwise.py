@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from cases.case import Case
-from conformance.contract import Implementation
-from conformance.execution.plain_functions import build_implementation, declare
+from conformance.execution.plain_functions import build_implementation
 from conformance.sensitivity import PlantedBug
+from impls.contract.declarations import declare
+from impls.contract.implementation import Implementation
 from tests.planted.planting.layout import (
     BLOCK_KV,
     BLOCK_Q,

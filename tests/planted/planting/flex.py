@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from conformance.contract import Implementation
-from conformance.execution.plain_functions import build_implementation, declare
+from conformance.execution.plain_functions import build_implementation
+from impls.contract.declarations import declare
+from impls.contract.implementation import Implementation
 
 Array = jax.Array
 Step = Callable[..., Any]

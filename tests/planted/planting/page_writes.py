@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from conformance.contract import Implementation
+from impls.contract.implementation import Implementation
 from tests.planted.planting import stored_bug
 from tests.planted.planting.paged_bug import in_pages
 from tests.planted.planting.served import Call, PagedSteps, paged, paged_by, sequences

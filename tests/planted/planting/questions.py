@@ -15,11 +15,11 @@ import numpy as np
 from cases.masks import Dense, Mask
 from cases.operand_registry import GRADIENT_OF
 from cases.operand_values import Cotangent, Problem, draw_problem
-from conformance import records
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
 from conformance.checks import ensemble
 from conformance.execution.executor import Executor, pull_back
+from reports import records
 from tests.kernels import naive
 from tests.planted.planting import plain
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.storage_forms.paged_form import SCALED_FEATURES, WHOLE_FEATURES
-from conformance.contract import Implementation
+from impls.contract.implementation import Implementation
 
 Array = jax.Array
 Step = Callable[..., Any]

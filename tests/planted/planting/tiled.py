@@ -21,9 +21,9 @@ from jax import lax
 
 from cases.case import Case
 from conformance import declare
-from conformance.contract import Implementation
 from conformance.execution.plain_functions import build_implementation
 from conformance.sensitivity import PlantedBug
+from impls.contract.implementation import Implementation
 
 Array = Any
 Step = Callable[..., Any]

@@ -16,12 +16,12 @@ from cases.operand_values import Cotangent, Problem, draw_problem
 from conformance.check_api.judgement import Judgement, catch_errors
 from conformance.check_api.subject import Subject
 from conformance.checks import CHECKS_BY_NAME
-from conformance.contract import Implementation
 from conformance.execution.executor import Executor
 from conformance.judging.run_plan import plan_case
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.truth import tolerances
+from impls.contract.implementation import Implementation
 
 Check = Callable[[Subject], Iterable[Judgement]]
 Witness = Callable[[Implementation], list[Judgement]]

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from conformance import cli, runs
-from conformance.records import Record
+from conformance import cli
+from reports import runs
 from reports.causes import root_causes
 from reports.causes.finding import BEHIND_MASK, CHECK, Finding
+from reports.records import Record
 from tests.reports.causes.faults import recorded_faults
 from tests.reports.causes.faults.faulty_kernels import FIVE, TEN, Fault, FaultyKernel
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from conformance.records import (
+from reports.causes import finding_text, root_causes
+from reports.causes.finding import is_mask_leak
+from reports.causes.remedies import summarize_mask_leak
+from reports.page_model import build_summary
+from reports.records import (
     DECLARATIONS_TRIED,
     FAIL,
     FLAGS_DIFFER,
@@ -14,10 +18,6 @@ from conformance.records import (
     Record,
     RunInfo,
 )
-from reports.causes import finding_text, root_causes
-from reports.causes.finding import is_mask_leak
-from reports.causes.remedies import summarize_mask_leak
-from reports.page_model import build_summary
 from tests.reports.report_samples import render_html, render_markdown, render_terminal
 
 SMALL, LARGE = (f"train/f32/B1.T{t}.S{t}.N2.K2.H16.V16/lengths-5/normal/s0" for t in (8, 64))

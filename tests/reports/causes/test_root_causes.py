@@ -16,11 +16,11 @@ from cases.grid import build_grid
 from conformance.checks import CHECKS_BY_NAME
 from conformance.execution.plain_functions import build_implementation
 from conformance.judging import run_plan
-from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, UNSUPPORTED, Record
 from reports.causes import fault_location, finding_text, root_causes
 from reports.causes.case_levels import find_levels, parse_fields, rank_plainness
 from reports.causes.finding import BEHIND_MASK, CHECK, FORWARD, GRADIENTS, RAISES, UNEXPECTED, UNREPEATABLE, Finding
 from reports.causes.remedies import summarize_mask_leak
+from reports.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, UNSUPPORTED, Record
 
 BASE = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"
 SINKS = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/sinks/normal/s0"

@@ -10,10 +10,10 @@ import numpy as np
 
 from cases.case import parse_case_id
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
-from conformance.contract import Arithmetic
 from conformance.truth.error_patterns.failure import Failure, build_failure
 from conformance.truth.error_patterns.pattern import Pattern, find_pattern
 from conformance.truth.rounding_bounds import Bounded, compute_expectation
+from impls.contract.implementation import Arithmetic
 
 Plant = Callable[[np.ndarray, SimpleNamespace], np.ndarray]
 """Makes a wrong array of a right one, given all right ones by name and the `problem`."""

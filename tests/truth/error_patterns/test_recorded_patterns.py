@@ -12,7 +12,7 @@ from conformance.execution.plain_functions import build_implementation
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS, Record
+from reports.records import FAIL, PASS, Record
 from tests.kernels import naive
 
 CASE = "train/f32/B1.T64.S64.N4.K2.H16.V16/causal/normal/s0"

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from conformance import runs
-from conformance.records import ERROR, FAIL, PASS, Record
+from reports import runs
 from reports.causes.finding import find_raising_line
+from reports.records import ERROR, FAIL, PASS, Record
 
 FILE = Path(__file__).with_name("recorded_faults.json")
 _VERDICTS = (PASS, FAIL, ERROR)

@@ -1,8 +1,8 @@
 """Define and decode the lines of files of records and of measurements: their fields and types.
 
 A file has one JSON object per line. The field `schema` names the kind of line. A line with unknown fields, missing
-fields or fields of another type is refused. Every string is decoded as one printable line. `conformance.records`,
-`conformance.runs` and `conformance.measurements` build their objects from decoded lines, and check that the values make
+fields or fields of another type is refused. Every string is decoded as one printable line. `reports.records`,
+`reports.runs` and `reports.measurements` build their objects from decoded lines, and check that the values make
 sense.
 
 JSON has no infinities and no NaN. A `Figure` is a number that may be one of them, written as `inf`, `-inf` or `nan`.
@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from conformance.error_maps import MAX_CELLS
-from conformance.printable_text import make_all_printable, may_need_escapes
+from reports.error_maps import MAX_CELLS
+from reports.printable_text import make_all_printable, may_need_escapes
 
 RECORD_SCHEMA = "attention-conformance/record/1"
 RUN_SCHEMA = "attention-conformance/run/2"

@@ -2,7 +2,7 @@
 
 Records are plain data, and the only data that pass from judging to reporting. A file of records has one JSON object per
 line. Lines can be appended, and files of several processes and machines can be merged. Between the records are lines of
-other schemas: the run record, the finished jobs, and the end of the run (`conformance.runs`). From all these lines a
+other schemas: the run record, the finished jobs, and the end of the run (`reports.runs`). From all these lines a
 `RunInfo` is built, which holds everything else that a report shows of one or several runs.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from conformance import output_files
-from conformance.error_maps import ErrorMap
-from conformance.printable_text import make_printable
-from conformance.record_schema import RECORD_SCHEMA, EndLine, JobLine, ProbeLine, RecordLine, RunLine, decode_line
+from reports import output_files
+from reports.error_maps import ErrorMap
+from reports.printable_text import make_printable
+from reports.record_schema import RECORD_SCHEMA, EndLine, JobLine, ProbeLine, RecordLine, RunLine, decode_line
 
 PASS = "pass"
 FAIL = "fail"

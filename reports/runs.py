@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from conformance import records
-from conformance.printable_text import make_printable
-from conformance.record_schema import (
+from reports import records
+from reports.printable_text import make_printable
+from reports.record_schema import (
     END_SCHEMA,
     JOB_SCHEMA,
     PROBE_SCHEMA,
@@ -30,7 +30,7 @@ from conformance.record_schema import (
     RunLine,
     decode_line,
 )
-from conformance.records import Record, RecordFileError
+from reports.records import Record, RecordFileError
 
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from conformance import output_files
-from conformance.printable_text import make_printable
-from conformance.record_schema import MEASUREMENT_SCHEMA, decode_measurement
-from conformance.records import ERROR, UNJUDGED, UNSUPPORTED, RecordFileError
+from reports import output_files
+from reports.printable_text import make_printable
+from reports.record_schema import MEASUREMENT_SCHEMA, decode_measurement
+from reports.records import ERROR, UNJUDGED, UNSUPPORTED, RecordFileError
 
 FORWARD = "forward"
 BACKWARD = "forward+backward"

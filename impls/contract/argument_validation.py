@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, Union, Unpack, get_args, get_origin, g
 
 import numpy as np
 
-from conformance.name_suggestions import suggest_name, suggest_or_list
+from cases.name_suggestions import suggest_name, suggest_or_list
 
 _Target = TypeVar("_Target", bound=Callable[..., Any])
 _WIDER: Mapping[Any, type] = {frozenset: Set, tuple: Sequence}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cases.case import Case
-from conformance import output_files
+from reports import output_files
 
 SCHEMA = "attention-conformance/tuned/1"
 
