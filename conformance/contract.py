@@ -1,9 +1,49 @@
-"""The contract under its public name: what `impls.contract.implementation` defines, for implementations of users."""
+"""The contract under its public name, for implementations of users: what `impls.contract.implementation` defines."""
 
 from __future__ import annotations
 
 from conformance import packages
 
-packages.claim_names()
+packages.claim_names()  # a user's module called `impls` would be loaded without it
 
-from impls.contract.implementation import *  # noqa: E402, F403 -- a user's `impls` would be loaded without the claim
+from impls.contract.implementation import (  # noqa: E402 -- after the claim
+    FLOATS,
+    Accelerator,
+    Arithmetic,
+    BehindMask,
+    CausalFrom,
+    EmptyRows,
+    Formulas,
+    Implementation,
+    Lowering,
+    NegativeIds,
+    OpenSide,
+    Products,
+    Refuses,
+    ScaledQ,
+    mask_function,
+    structured_mask,
+    validate_mask,
+    validate_operands,
+)
+
+__all__ = [
+    "FLOATS",
+    "Accelerator",
+    "Arithmetic",
+    "BehindMask",
+    "CausalFrom",
+    "EmptyRows",
+    "Formulas",
+    "Implementation",
+    "Lowering",
+    "NegativeIds",
+    "OpenSide",
+    "Products",
+    "Refuses",
+    "ScaledQ",
+    "mask_function",
+    "structured_mask",
+    "validate_mask",
+    "validate_operands",
+]

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from conformance import interrupts
-from reports.printable_text import make_printable
 
 _PREFIX, _SUFFIX = "conformance-", ".tmp"
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -124,6 +123,8 @@ def remove_folder(folder: str) -> list[str]:
 
 def report_remains(remains: list[str]) -> None:
     """Print a warning that names the first three files that could not be removed, and the number of others."""
+    from reports.printable_text import make_printable  # pytest imports this module before our names are claimed
+
     for what in remains[:3]:
         print(f"warning: a temporary folder has what cannot be removed: {make_printable(what)}", file=sys.stderr)
     if len(remains) > 3:

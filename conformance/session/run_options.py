@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from conformance.session.failures import CannotJudge
-from reports.record_schema import SHARD_PATTERN
 
 _MAX_LIMIT = 1e9
 """In seconds or GiB. Larger limits are refused: they would limit nothing."""
@@ -254,6 +253,8 @@ def parse_shard(text: str) -> tuple[int, int]:
     Raises:
       ValueError: for any other text.
     """
+    from reports.record_schema import SHARD_PATTERN  # pytest imports this module before the names are claimed
+
     found = re.fullmatch(SHARD_PATTERN, text)
     if found is None or int(found[1]) > int(found[2]):
         raise ValueError(f"{text!r} is no shard such as 2/3, of at most 9999 parts")
