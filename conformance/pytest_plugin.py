@@ -25,8 +25,7 @@ import pytest
 
 from conformance import interrupts, packages
 from conformance.fork_server import shared_server
-from conformance.gate import gate_options, kernel_suite, node_ids
-from conformance.judging import exit_guard, plugin_warnings, stop_signals
+from conformance.gate import exit_guard, gate_options, kernel_suite, node_ids, stop_signals
 from conformance.session.failures import CannotJudge
 
 if TYPE_CHECKING:
@@ -46,9 +45,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Add the options of the gate, and the plugins that must come before any `conftest.py`."""
     gate_options.add_options(parser)
     # These plugins must be registered here: pytest imports every `conftest.py` before it calls the next hook.
-    pluginmanager.register(exit_guard.ExitGuard(_PLUGIN_NAME), exit_guard.PLUGIN_NAME)
+    pluginmanager.register(exit_guard.ExitGuard(), exit_guard.PLUGIN_NAME)
     pluginmanager.register(stop_signals.StopSignals(), stop_signals.PLUGIN_NAME)
-    pluginmanager.register(plugin_warnings.PluginWarnings())
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,7 +82,8 @@ class _Gate:
         self._result: SessionResult | None = None
         self._shared_address: str | None = None
         self._said: list[str] = []
-        self._records: list[Record] = []
+        guard: exit_guard.ExitGuard | None = config.pluginmanager.get_plugin(exit_guard.PLUGIN_NAME)
+        self._records: list[Record] = [] if guard is None else guard.records
         self._tests: set[str] = set()
         self._judged: set[int] = set()  # numbers of the jobs that were judged by all of their checks
         self._selected: set[str] = set()  # ids of the selected tests that judge jobs
@@ -106,17 +105,12 @@ class _Gate:
 
     def _is_gate_named(self) -> bool:
         """Return whether the arguments name the gate or what it judges; cases alone may be those of a test file."""
-        return exit_guard.is_requested(self._config.args, self._config.getoption("--impl"), None)
+        return node_ids.is_requested(self._config.args, self._config.getoption("--impl"), None)
 
     def is_requested(self) -> bool:
         """Return whether the arguments of pytest ask for any judgement."""
         option = self._config.getoption
-        return exit_guard.is_requested(self._config.args, option("--impl"), option("--conformance-cases"))
-
-    @property
-    def found(self) -> list[Record]:
-        """The records of the gate received so far from all processes, without those of test files."""
-        return self._records
+        return node_ids.is_requested(self._config.args, option("--impl"), option("--conformance-cases"))
 
     def _plan(self) -> Session:
         """Return the session. The first call creates it, and so plans the jobs."""
